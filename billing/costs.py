@@ -35,7 +35,7 @@ from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.totals import BILLABLE_STATES
 from sandboxes.lifecycle import checkpoint
 
-SQL_BATCH_SIZE = 500  # rows a statement; SQLite limits the number of values
+SQL_BATCH_SIZE = 500  # rows per statement; SQLite limits the number of values
 OWNER_COLUMNS = ("agent_did", "environment_id", "holder", "provider")
 AllowanceGroup = tuple[int, str, str]  # (account, provider, item): records that share an allowance
 
@@ -74,8 +74,8 @@ def price_usage(*, now: datetime) -> Counter[str]:
             # Read before any usage: a mark that is written later stays for the next pass.
             marks = [*Unpriced.objects.filter(day__gte=begin, day__lt=start_of_next_month(begin))]
             written, removed = _derive_month(begin, sorted({row.day for row in marks})) if marks else (0, 0)
-            for at in range(0, len(marks), SQL_BATCH_SIZE):
-                Unpriced.objects.filter(pk__in=[row.pk for row in marks[at : at + SQL_BATCH_SIZE]]).delete()
+            for start in range(0, len(marks), SQL_BATCH_SIZE):
+                Unpriced.objects.filter(pk__in=[row.pk for row in marks[start : start + SQL_BATCH_SIZE]]).delete()
             checkpoint("priced", begin)
         counts.update(written=written, removed=removed)
     return +counts
@@ -95,7 +95,8 @@ def reset_costs() -> None:
 def _derive_month(begin: date, days: list[date]) -> tuple[int, int]:
     """Derive the costs of `days` of one month. Return the numbers of records written and removed.
 
-    Other days of the month are priced again where the use of an allowance, or the day of a plan's charge, may have shifted.
+    Other days of the month are priced again where their share of an allowance, or the day of a plan's charge, may have
+    changed.
 
     1. Collect the lines (key -> quantity in base units) of `days` from usage, and the amounts of model calls, which need no
        rate.
@@ -146,9 +147,9 @@ def _find_days_in_use(others: Q, lines: Iterable[CostKey], providers: Collection
 def _find_exhausted_allowances(before: Q, rates: Mapping[int, Rate]) -> set[AllowanceGroup]:
     """Find the groups whose allowance was used up by the records that match `before`.
 
-    A partly billed record means that nothing later is free, even if later usage changes. A pass in the middle of a month
-    therefore need not read the days before it. Only records by a rate with the largest allowance count: after the others a
-    rate with a larger allowance may add to it."""
+    After a partly billed record no later usage is free, even if that usage changes. A pass in the middle of a month therefore
+    need not read the days before it. Only records by a rate with the largest allowance count: a later rate with a larger
+    allowance may extend a smaller one."""
     largest: dict[tuple[str, str], Decimal] = defaultdict(Decimal)
     for rate in rates.values():
         largest[rate.provider, rate.item] = max(largest[rate.provider, rate.item], rate.allowance)
@@ -267,19 +268,19 @@ def _price_lines(
 ) -> dict[CostKey, CostAmount]:
     """Price lines (quantities in base units), applying allowances in time order. `exhausted` groups have none left."""
 
-    def order(key: CostKey) -> tuple[Any, ...]:
+    def sort_key(key: CostKey) -> tuple[Any, ...]:
         rate = rates[key.rate or 0]
         return key.day, rate.valid_from, str(key.holder or ""), key.agent_did, key.environment_id, rate.instance_type
 
     groups: dict[AllowanceGroup, list[CostKey]] = defaultdict(list)
-    for key in sorted(lines, key=order):
+    for key in sorted(lines, key=sort_key):
         groups[key.account, key.provider, key.item].append(key)
     priced = {}
     for group, keys in groups.items():
-        item, used = group[2], [rates[key.rate or 0] for key in keys]
-        limits = [0 if group in exhausted else pricing.to_base_units(item, rate.allowance) for rate in used]
-        frees = pricing.apply_allowances(zip((lines[key] for key in keys), limits, strict=True))
-        for key, rate, free in zip(keys, used, frees, strict=True):
+        item, line_rates = group[2], [rates[key.rate or 0] for key in keys]
+        allowances = [0 if group in exhausted else pricing.to_base_units(item, rate.allowance) for rate in line_rates]
+        free_parts = pricing.apply_allowances(zip((lines[key] for key in keys), allowances, strict=True))
+        for key, rate, free in zip(keys, line_rates, free_parts, strict=True):
             base_units = lines[key]
             priced[key] = CostAmount(
                 str(base_units),
@@ -300,16 +301,18 @@ def _load_records(*conditions: Q, **fields: Any) -> dict[CostKey, tuple[int, Cos
     return records
 
 
-def _write_records(wanted: Mapping[CostKey, CostAmount], existing: Mapping[CostKey, tuple[int, CostAmount]]) -> tuple[int, int]:
-    """Replace the existing records that differ from `wanted`. Return the numbers of records written and removed."""
-    outdated = [pk for key, (pk, amount) in existing.items() if wanted.get(key) != amount]
+def _write_records(
+    expected: Mapping[CostKey, CostAmount], existing: Mapping[CostKey, tuple[int, CostAmount]]
+) -> tuple[int, int]:
+    """Replace the existing records that differ from `expected`. Return the numbers of records written and removed."""
+    outdated = [pk for key, (pk, amount) in existing.items() if expected.get(key) != amount]
     fresh = [
         CostRecord(account_id=key.account, rate_id=key.rate, **_get_plain_columns(key), **amount._asdict())
-        for key, amount in wanted.items()
+        for key, amount in expected.items()
         if key not in existing or existing[key][1] != amount
     ]
-    for at in range(0, len(outdated), SQL_BATCH_SIZE):
-        CostRecord.objects.filter(pk__in=outdated[at : at + SQL_BATCH_SIZE]).delete()
+    for start in range(0, len(outdated), SQL_BATCH_SIZE):
+        CostRecord.objects.filter(pk__in=outdated[start : start + SQL_BATCH_SIZE]).delete()
     checkpoint("repriced", len(outdated))
     CostRecord.objects.bulk_create(fresh, batch_size=SQL_BATCH_SIZE)
     return len(fresh), len(outdated)

@@ -15,7 +15,7 @@ def derive_usage_and_costs(*, now: datetime) -> tuple[Counter[str], Counter[str]
     """Derive usage up to `now`, then costs. Return the counts of `metering.meter_usage` and of `costs.price_usage`."""
     mark = Watermark.objects.filter(name=REBUILD_WATERMARK).first()
     counts = metering.meter_usage(now=now), costs.price_usage(now=now)
-    if mark:  # filtered by its time: another reset meanwhile has moved the mark, and its rebuild is not complete
+    if mark:  # the filter by time keeps the mark of a reset during this pass, whose rebuild is not complete
         Watermark.objects.filter(name=REBUILD_WATERMARK, at=mark.at).delete()
     return counts
 

@@ -4,6 +4,6 @@ from sandboxes.errors import SandboxError
 
 
 class BudgetExhausted(SandboxError):
-    """A budget leaves no room for this. `resets_at` is the start of its next period, or null if the budget never resets."""
+    """No room in a budget. `resets_at` is the start of the budget's next period, or null for a lifetime budget."""
 
     code = "budget_exhausted"

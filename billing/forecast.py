@@ -1,6 +1,6 @@
 """Forecasts of this month's costs and of the day on which a budget is exhausted.
 
-Both assume that every day to come costs the average of the last full days (the pace)."""
+Both assume that every remaining day costs the average of the last full days (the pace)."""
 
 import math
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def forecast(*, now: datetime, last: int = FORECAST_WINDOW_DAYS, budget: Decimal
     The average starts at the first of those days with any cost. Plans are charged once a month and are not part of the
     average. `filters` are those of `totals.sum_costs`: `agents` and the names in `GROUP_BY_COLUMNS`.
 
-    Known limit: early in a month the forecast is too low, because it takes the days within an allowance as typical."""
+    Known limit: early in a month the forecast is too low, because the average includes days within an allowance."""
     today = now.astimezone(UTC).date()
     begin, first = today.replace(day=1), today - timedelta(days=last)
     spent = {total.key: total.usd for total in sum_costs("day", since=begin, until=start_of_next_month(begin), **filters)}
@@ -53,30 +53,30 @@ def forecast(*, now: datetime, last: int = FORECAST_WINDOW_DAYS, budget: Decimal
     pace = Fraction(recent_usd) / days if days else Fraction(0)
     before_today = sum((usd for key, usd in spent.items() if key < str(today)), Decimal(0))
     plan_today = Fraction(plans.get(str(today), 0))
-    all_of_today = plan_today + max(Fraction(spent.get(str(today), 0)) - plan_today, pace)
+    expected_today = plan_today + max(Fraction(spent.get(str(today), 0)) - plan_today, pace)
     remaining_days = (start_of_next_month(begin) - today).days - 1
     return Forecast(
         spent=sum(spent.values(), Decimal(0)),
         a_day=pricing.round_half_up(pace) if days else None,
         days=days,
-        month=pricing.round_half_up(Fraction(before_today) + all_of_today + pace * remaining_days),
+        month=pricing.round_half_up(Fraction(before_today) + expected_today + pace * remaining_days),
         budget=budget,
-        runs_out=None if budget is None else _find_exhaustion_date(Fraction(budget), spent, today, all_of_today, pace),
+        runs_out=None if budget is None else _find_exhaustion_date(Fraction(budget), spent, today, expected_today, pace),
     )
 
 
 def _find_exhaustion_date(
-    budget: Fraction, spent: dict[str, Decimal], today: date, all_of_today: Fraction, pace: Fraction
+    budget: Fraction, spent: dict[str, Decimal], today: date, expected_today: Fraction, pace: Fraction
 ) -> date | None:
     """Return the first day at whose end the costs since the 1st reach `budget`. None if they never do.
 
-    `spent` maps ISO days to USD; `all_of_today` is the expected cost of the whole of today."""
+    `spent` maps ISO days to USD; `expected_today` is the expected cost of the whole of today."""
     total = Fraction(0)
     for key in sorted(key for key in spent if key <= str(today)):
         total += Fraction(spent[key])
         if total >= budget:
             return date.fromisoformat(key)
-    total += all_of_today - Fraction(spent.get(str(today), Decimal(0)))
+    total += expected_today - Fraction(spent.get(str(today), Decimal(0)))
     if total >= budget:
         return today
     if not pace:
@@ -89,7 +89,7 @@ class BudgetForecast(NamedTuple):
     """Outlook of one budget, in the budget's unit.
 
     runs_out: UTC day at whose end the budget is exhausted; the day of exhaustion if it already is. None if it lasts for
-    its present period, or is inactive.
+    its current period, or is inactive.
     a_day: average spending of one day without plans. None without a full day of usage in the forecast window."""
 
     runs_out: date | None
@@ -121,5 +121,5 @@ def forecast_budget(budget: Budget, now: datetime) -> BudgetForecast:
 
 
 def predict_exhaustion_date(budget: Budget, now: datetime) -> date | None:
-    """Return the UTC day on which a budget is exhausted, as in BudgetForecast.runs_out."""
+    """Return the UTC day on which a budget is exhausted: the `runs_out` of its forecast."""
     return forecast_budget(budget, now).runs_out

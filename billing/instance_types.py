@@ -1,4 +1,4 @@
-"""Instance sizes that providers sell by name. A sandbox's disk size is known only for these."""
+"""Instance sizes that providers sell by name. The disk size of a sandbox is known only for these sizes."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -43,7 +43,7 @@ def get_disk_mb(provider: str, name: str) -> int:
 
 
 def find_instance_size(provider: str, name: str) -> InstanceSize | None:
-    """Find a size by name: the provider's own, else one of that name from another provider."""
+    """Find a size by name, at this provider first, then at any other."""
     for sizes in (INSTANCE_SIZES.get(provider, {}), *INSTANCE_SIZES.values()):
         if name in sizes:
             return sizes[name]

@@ -30,8 +30,8 @@ def build_intervals(
 ) -> Iterator[StateInterval]:
     """Yield the intervals of one sandbox up to `until`, from its transitions (id, to, holder, at) ordered by id.
 
-    If the clock jumped back between two transitions, both count as of the earlier one's time. Intervals therefore never
-    overlap, and their sum never exceeds the span of the clock's readings."""
+    If the clock jumped back between two transitions, the second one takes the time of the first. Intervals therefore never
+    overlap, and their sum never exceeds the range of the recorded times."""
     last: tuple[int, str, UUID | None, datetime] | None = None
     for pk, to, holder, at in transitions:
         if last is not None:
@@ -43,7 +43,7 @@ def build_intervals(
 
 
 def split_by_day(began: datetime, ended: datetime) -> Iterator[tuple[date, datetime, datetime]]:
-    """Yield (day, start, end) for each UTC day of an interval; nothing for an empty one."""
+    """Yield (day, start, end) for each UTC day of an interval. An empty interval yields nothing."""
     began, ended = began.astimezone(UTC), ended.astimezone(UTC)
     while began < ended:
         end = start_of_day(began.date() + timedelta(days=1))

@@ -16,9 +16,9 @@ def find_account_on(history: AccountHistory, day: date, house: int) -> int:
     return history[begun - 1][1] if begun else house
 
 
-def find_account_changes(was: AccountHistory, becomes: AccountHistory, house: int) -> Iterator[tuple[date, int, int]]:
+def find_account_changes(old: AccountHistory, new: AccountHistory, house: int) -> Iterator[tuple[date, int, int]]:
     """Yield (first day, old account, new account) for each difference between two histories of one agent."""
-    for day in sorted({since for since, _ in (*was, *becomes)}):
-        before, after = find_account_on(was, day, house), find_account_on(becomes, day, house)
+    for day in sorted({since for since, _ in (*old, *new)}):
+        before, after = find_account_on(old, day, house), find_account_on(new, day, house)
         if before != after:
             yield day, before, after

@@ -1,7 +1,7 @@
 """Metering: derivation of usage records by day from Transitions, Readings, Runs, Snapshots, DataSizes and LlmCalls.
 
-Usage is pulled from the facts and never pushed by their writers. Facts not metered yet are found by the next pass, and all
-usage records can be deleted and derived again."""
+The writers of these facts push no usage: a pass reads the facts that are not metered yet. All usage records can be deleted
+and derived again."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, SandboxState, Snapshot, Transition
 
 STATES_WITHOUT_PROCESS = (SandboxState.COLD, SandboxState.DESTROYED)
-# Rows a batch. SQLite limits the number of values in a statement.
+# Rows per batch. SQLite limits the number of values in a statement.
 SANDBOX_BATCH_SIZE = 400
 CALL_BATCH_SIZE = INSERT_BATCH_SIZE = 500
 # (last key of the previous batch, end of metering) -> (last key of this batch or None if done, number of records written)
@@ -35,14 +35,14 @@ STORE_PROVIDER = "store"  # provider of usage records about agents' data, which 
 def get_alive_time(holder: UUID, *, now: datetime) -> timedelta:
     """Return the total time up to `now` for which a lease's sandboxes had a process.
 
-    Counted from the request of a start until the provider confirmed the end, which is the time a provider may charge for."""
+    Counted from the request of a start until the provider confirmed the end: the time that a provider may charge for."""
     return get_alive_times([holder], now=now)[holder]
 
 
 def get_alive_times(holders: Iterable[UUID], *, now: datetime) -> dict[UUID, timedelta]:
     """Return `get_alive_time` of many leases, in one query. Leases that never had a sandbox have zero."""
     total: dict[UUID, timedelta] = defaultdict(timedelta)
-    since: dict[UUID, tuple[UUID, datetime]] = {}  # sandbox -> (holder, start of the present process)
+    since: dict[UUID, tuple[UUID, datetime]] = {}  # sandbox -> (holder, start of the current process)
     latest: dict[UUID, datetime] = {}
     rows = Transition.objects.filter(holder__in=list(holders)).order_by("pk").values_list("sandbox", "holder", "to", "at")
     for sandbox, holder, to, at in rows:
@@ -107,23 +107,23 @@ def reset_usage() -> None:
 def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     """Write the time records of a batch of sandboxes that are not completely metered."""
     batch = Sandbox.objects.filter(metered=False, **({"pk__gt": after} if after else {})).order_by("pk")[:SANDBOX_BATCH_SIZE]
-    boxes = {box.pk: box for box in batch.only(*SANDBOX_COLUMNS)}
-    if not boxes:
+    sandboxes_by_id = {sandbox.pk: sandbox for sandbox in batch.only(*SANDBOX_COLUMNS)}
+    if not sandboxes_by_id:
         return None, 0
-    meters = {each.pk: each for each in Meter.objects.filter(pk__in=boxes)}
+    meters = {each.pk: each for each in Meter.objects.filter(pk__in=sandboxes_by_id)}
     records: list[UsageRecord] = []
     advanced, finished, outdated = [], [], Q(pk__in=[])
-    for pk, transitions in _load_unread_transitions(boxes, meters).items():
+    for pk, transitions in _load_unread_transitions(sandboxes_by_id, meters).items():
         if not transitions:
-            continue  # the sandbox exists, but its first transition is not written yet
+            continue  # the row exists before its first transition
         intervals, meter = [*build_intervals(transitions, until=until)], meters.get(pk)
         same_state = meter is not None and meter.transition == transitions[-1][0]
         since = start_of_day(to_utc_date(meter.read_at)) if meter and same_state else None  # earlier days are complete
         if meter:
-            written = Q(source=_format_transition_source(meter.transition))
-            outdated |= written & Q(day__gte=since.date()) if since else written
+            previous = Q(source=_format_transition_source(meter.transition))
+            outdated |= previous & Q(day__gte=since.date()) if since else previous
         for interval in intervals:
-            records += _build_time_records(boxes[pk], interval, since)
+            records += _build_time_records(sandboxes_by_id[pk], interval, since)
         last = intervals[-1] if intervals else None
         if last is None or not last.open:
             finished.append(pk)
@@ -136,14 +136,14 @@ def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     )
     Meter.objects.filter(pk__in=finished).delete()
     Sandbox.objects.filter(pk__in=finished).update(metered=True)
-    return max(boxes), len(records)
+    return max(sandboxes_by_id), len(records)
 
 
 def _load_unread_transitions(
-    boxes: Iterable[UUID], meters: Mapping[UUID, Meter]
+    sandbox_ids: Iterable[UUID], meters: Mapping[UUID, Meter]
 ) -> dict[UUID, list[tuple[int, str, UUID | None, datetime]]]:
-    """Return each sandbox's transitions (id, to, holder, at), from the last one read on. That one has its meter's time."""
-    transitions: dict[UUID, list[tuple[int, str, UUID | None, datetime]]] = {pk: [] for pk in boxes}
+    """Return each sandbox's transitions (id, to, holder, at), from the last metered one on, which has the time in the meter."""
+    transitions: dict[UUID, list[tuple[int, str, UUID | None, datetime]]] = {pk: [] for pk in sandbox_ids}
     unread = Q(sandbox__meter__isnull=True) | Q(pk__gte=F("sandbox__meter__transition"))
     rows = Transition.objects.filter(unread, sandbox__in=transitions).order_by("sandbox", "pk")
     for number, sandbox, to, holder, at in rows.values_list("pk", "sandbox", "to", "holder", "at"):
@@ -152,7 +152,7 @@ def _load_unread_transitions(
     return transitions
 
 
-def _build_time_records(box: Sandbox, interval: StateInterval, since: datetime | None) -> Iterator[UsageRecord]:
+def _build_time_records(sandbox: Sandbox, interval: StateInterval, since: datetime | None) -> Iterator[UsageRecord]:
     """Yield a record for each day of an interval, from `since` on if given."""
     for day, began, ended in split_by_day(max(interval.began_at, since) if since else interval.began_at, interval.ended_at):
         yield UsageRecord(
@@ -162,17 +162,17 @@ def _build_time_records(box: Sandbox, interval: StateInterval, since: datetime |
             began_at=began,
             ended_at=ended,
             state=interval.state,
-            memory_mib=box.memory_mib,
-            millicpus=box.millicpus,
-            measured=box.measured,
-            **_get_owner_fields(box, interval.holder),
+            memory_mib=sandbox.memory_mib,
+            millicpus=sandbox.millicpus,
+            measured=sandbox.measured,
+            **_get_owner_fields(sandbox, interval.holder),
         )
 
 
-def _get_owner_fields(box: Sandbox, holder: UUID | None) -> dict[str, Any]:
-    """Return the owner columns of a sandbox's usage. Without a lease it has no agent and no environment."""
-    held = {"agent_did": box.agent_did, "environment_id": box.environment_id} if holder else {}
-    return {"sandbox": box, "holder": holder, "provider": box.provider, **held}
+def _get_owner_fields(sandbox: Sandbox, holder: UUID | None) -> dict[str, Any]:
+    """Return the owner columns of a sandbox's usage. Usage without a lease has no agent and no environment."""
+    lease_fields = {"agent_did": sandbox.agent_did, "environment_id": sandbox.environment_id} if holder else {}
+    return {"sandbox": sandbox, "holder": holder, "provider": sandbox.provider, **lease_fields}
 
 
 def _format_transition_source(pk: int) -> str:
@@ -212,7 +212,7 @@ def _build_use_records(reading: Reading) -> Iterator[UsageRecord]:
 
 def _meter_runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple[UUID, UUID] | None, int]:
     """Add a batch of uncounted runs, ordered by sandbox, to the run counts of their days."""
-    # The first condition follows from the second. The planner needs it to start a scan in the index.
+    # The planner needs the first condition, which follows from the second, to start an index scan.
     further = Q(sandbox__gte=after[0]) & (Q(sandbox__gt=after[0]) | Q(pk__gt=after[1])) if after else Q()
     batch = Run.objects.filter(further, metered=False).order_by("sandbox", "pk")[:CALL_BATCH_SIZE]
     runs = [*batch.values_list("pk", "sandbox", "holder", "started_at")]
@@ -221,8 +221,9 @@ def _meter_runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple
     began: dict[tuple[UUID, UUID | None, date], list[datetime]] = defaultdict(list)
     for _, sandbox, holder, started_at in runs:
         began[sandbox, holder, to_utc_date(started_at)].append(started_at)
-    boxes = {box.pk: box for box in Sandbox.objects.filter(pk__in={sandbox for sandbox, *_ in began}).only(*SANDBOX_COLUMNS)}
-    records = [_build_runs_record(boxes[sandbox], holder, day, moments) for (sandbox, holder, day), moments in began.items()]
+    sandboxes = Sandbox.objects.filter(pk__in={pk for pk, *_ in began}).only(*SANDBOX_COLUMNS)
+    sandboxes_by_id = {sandbox.pk: sandbox for sandbox in sandboxes}
+    records = [_build_runs_record(sandboxes_by_id[pk], holder, day, moments) for (pk, holder, day), moments in began.items()]
     candidates = UsageRecord.objects.filter(item=UsageKind.RUNS, source__in={each.source for each in records})
     existing = {(each.source, each.day): each for each in candidates.filter(day__in={each.day for each in records})}
     for each in records:
@@ -236,17 +237,17 @@ def _meter_runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple
     return (runs[-1][1], runs[-1][0]), len(records)
 
 
-def _build_runs_record(box: Sandbox, holder: UUID | None, day: date, began: Sequence[datetime]) -> UsageRecord:
+def _build_runs_record(sandbox: Sandbox, holder: UUID | None, day: date, began: Sequence[datetime]) -> UsageRecord:
     return UsageRecord(
         item=UsageKind.RUNS,
-        source=f"runs in {box.pk} for {holder or 'nobody'}",
+        source=f"runs in {sandbox.pk} for {holder or 'nobody'}",
         day=day,
         began_at=min(began),
         ended_at=max(began),
         calls=len(began),
-        memory_mib=box.memory_mib,
-        millicpus=box.millicpus,
-        **_get_owner_fields(box, holder),
+        memory_mib=sandbox.memory_mib,
+        millicpus=sandbox.millicpus,
+        **_get_owner_fields(sandbox, holder),
     )
 
 
@@ -346,7 +347,7 @@ def _write_storage_records(stored: Sequence[StoredObject], until: datetime) -> i
 def _meter_llm_calls(after: int | None, until: datetime) -> tuple[int | None, int]:
     """Recompute the token records of a batch of ended calls that are uncounted, or changed since.
 
-    Each record is the sum of all calls of one lease, model and day."""
+    Each record is the sum of all calls of one lease to one model on one day."""
     uncounted = LlmCall.objects.select_for_update(no_key=True).filter(counted=False, ended_at__isnull=False)
     calls = [*uncounted.filter(**({"pk__gt": after} if after else {})).order_by("pk")[:CALL_BATCH_SIZE]]
     if not calls:
@@ -376,13 +377,13 @@ def _build_tokens_record(holder: UUID | None, model: str, day: date) -> UsageRec
         output=Sum("output_tokens"),
     )  # fmt: skip
     first = llm_calls.order_by("pk").select_related("sandbox").first()
-    box = first.sandbox if first else None
+    sandbox = first.sandbox if first else None
     called = f"calls of {model}" if model else "calls without a model"  # the name is chosen by the calling program
     return UsageRecord(
         item=UsageKind.TOKENS, source=f"{called} for {holder or 'nobody'}", day=day, began_at=sums["began"],
-        ended_at=max(sums["began"], sums["ended"]), sandbox=box, holder=holder,
+        ended_at=max(sums["began"], sums["ended"]), sandbox=sandbox, holder=holder,
         agent_did=first.agent_did if first else "", environment_id=first.environment_id if first else "",
-        provider=box.provider if box else "", model=model, calls=sums["calls"], unpriced=sums["unpriced"],
+        provider=sandbox.provider if sandbox else "", model=model, calls=sums["calls"], unpriced=sums["unpriced"],
         input_tokens=sums["input"] or 0, cached_tokens=sums["cached"] or 0, output_tokens=sums["output"] or 0,
         usd=nanos_to_decimal(sums["usd"]),
     )  # fmt: skip

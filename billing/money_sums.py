@@ -1,4 +1,4 @@
-"""Exact sums of decimal columns. SQLite would add decimals as floating-point numbers, so the sums are of integers."""
+"""Exact sums of decimal columns. SQLite adds decimals as floating-point numbers, so integers are summed instead."""
 
 from decimal import Decimal
 

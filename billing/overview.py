@@ -29,7 +29,7 @@ class DailyCost:
 
     @property
     def bar(self) -> Decimal:
-        """Height of the day's bar: costs without plans, whose monthly charge on one day would dwarf the others."""
+        """Height of the day's bar: costs without plans. A plan's monthly charge on one day would dwarf the other days."""
         return self.usd - self.parts.get(PLANS_SERIES, Decimal(0))
 
 
@@ -103,7 +103,7 @@ def _build_daily_cost(day: date, parts: Any, series: Iterable[str]) -> DailyCost
 
 
 def round_up_axis(highest: Decimal) -> Decimal:
-    """Return the smallest of 1, 2 and 5 times a power of ten that is at least `highest`; 1 if there is nothing to show."""
+    """Return the smallest of 1, 2 and 5 times a power of ten that is at least `highest`; 1 if `highest` is not positive."""
     if highest <= 0:
         return Decimal(1)
     power = Decimal(10) ** highest.adjusted()

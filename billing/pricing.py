@@ -66,7 +66,7 @@ def to_units(item: str, base_units: int) -> Fraction:
 
 
 def to_base_units(item: str, amount: Decimal) -> int:
-    """Convert an allowance to base units. Exact for up to six decimal places of the divisible items and for whole numbers."""
+    """Convert an allowance to base units. Exact for six decimal places of divisible items and for whole numbers of others."""
     return int(Fraction(amount) * BASE_UNITS_PER_UNIT[item])
 
 

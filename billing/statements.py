@@ -1,8 +1,8 @@
 """Statements: closed months of accounts, in cents, and the credits that they use up.
 
-A statement is never derived again. The costs of its month may change later, by late usage or a late price. The difference is a
-correction on the account's next statement, so that the sum of an account's statements always equals its costs. A move of
-an agent does not change closed months (models.Membership)."""
+A statement is never derived again. The costs of its month may change later, by late usage or a late price. The difference
+becomes a correction on the account's next statement, so that the sum of an account's statements always equals its costs. A
+move of an agent does not change closed months (models.Membership)."""
 
 from collections.abc import Iterator, Mapping
 from datetime import date, datetime, timedelta
@@ -33,7 +33,7 @@ from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, Transition
 
-SQL_BATCH_SIZE = 500  # rows a statement of SQL; SQLite limits the number of values
+SQL_BATCH_SIZE = 500  # rows per SQL statement; SQLite limits the number of values
 ZERO_USD = Decimal("0.00")
 
 
@@ -89,11 +89,11 @@ def close_month(account: Account, month: date, *, now: datetime, actor: str) -> 
 
 
 def _check_month_complete(begin: date, end: date, now: datetime) -> None:
-    over = start_of_day(end)
-    if now < over:
+    month_end = start_of_day(end)
+    if now < month_end:
         raise MonthNotClosable(f"{format_month(begin)} is not over.")
     metered = dict(Watermark.objects.filter(name__in=WATERMARK_NAMES).values_list("name", "at"))
-    if any(name not in metered or metered[name] < over for name in WATERMARK_NAMES) or _has_unmetered_facts(over):
+    if any(name not in metered or metered[name] < month_end for name in WATERMARK_NAMES) or _has_unmetered_facts(month_end):
         raise MonthNotClosable(
             f"{format_month(begin)} is not metered up to its end yet. Run `manage.py meter`, or wait for its sweep."
         )
@@ -101,26 +101,26 @@ def _check_month_complete(begin: date, end: date, now: datetime) -> None:
         raise MonthNotClosable(f"Usage up to the end of {format_month(begin)} is not priced yet. Wait for the next sweep.")
 
 
-def _has_unmetered_facts(over: datetime) -> bool:
-    """Return whether a fact from before `over` is not metered up to `over`.
+def _has_unmetered_facts(month_end: datetime) -> bool:
+    """Return whether a fact from before `month_end` is not metered up to `month_end`.
 
-    The watermarks alone do not show it: they advance before a pass is complete, and stay when a rebuild starts over."""
-    began = Exists(Transition.objects.filter(sandbox=OuterRef("pk"), at__lt=over))
-    boxes = Sandbox.objects.filter(began, metered=False).exclude(meter__read_at__gte=over)
-    calls = LlmCall.objects.filter(counted=False, ended_at__lt=over)
-    runs = Run.objects.filter(metered=False, started_at__lt=over)
-    readings = Reading.objects.filter(metered=False, since__lt=over)
-    data = DataSize.objects.filter(metered=False, at__lt=over)
-    if any(each.exists() for each in (boxes, calls, runs, readings)):
+    The watermarks alone are not sufficient: they advance before a pass is complete, and a rebuild does not set them back."""
+    began = Exists(Transition.objects.filter(sandbox=OuterRef("pk"), at__lt=month_end))
+    sandboxes = Sandbox.objects.filter(began, metered=False).exclude(meter__read_at__gte=month_end)
+    calls = LlmCall.objects.filter(counted=False, ended_at__lt=month_end)
+    runs = Run.objects.filter(metered=False, started_at__lt=month_end)
+    readings = Reading.objects.filter(metered=False, since__lt=month_end)
+    data = DataSize.objects.filter(metered=False, at__lt=month_end)
+    if any(each.exists() for each in (sandboxes, calls, runs, readings)):
         return True
-    unmetered = Snapshot.objects.filter(metered=False, at__lt=over).annotate(referenced=is_referenced())
+    unmetered = Snapshot.objects.filter(metered=False, at__lt=month_end).annotate(referenced=is_referenced())
     copies = [each for each in unmetered.only("key", "size_bytes") if each.own]
     if not all(each.referenced for each in copies):
         return True
     sources = {f"snapshot {each.pk}" for each in copies if each.size_bytes}
     sources |= {f"data {pk}" for pk in data.filter(size_bytes__gt=0).values_list("pk", flat=True)}
-    last = over - timedelta(days=1)
-    recorded = UsageRecord.objects.filter(item=UsageKind.STORAGE, day=last.date(), ended_at__gte=over).values_list(
+    last = month_end - timedelta(days=1)
+    recorded = UsageRecord.objects.filter(item=UsageKind.STORAGE, day=last.date(), ended_at__gte=month_end).values_list(
         "source", flat=True
     )
     return bool(sources - {*recorded})
@@ -132,10 +132,10 @@ def _check_order(account: Account, begin: date) -> None:
         raise MonthNotClosable(
             f"{format_month(last.month)} is closed. Costs of {format_month(begin)} are corrected on the next statement."
         )
-    open_ = CostRecord.objects.filter(account=account, day__lt=begin)
+    open_records = CostRecord.objects.filter(account=account, day__lt=begin)
     if last:
-        open_ = open_.filter(day__gte=start_of_next_month(last.month))
-    if first := open_.order_by("day").first():
+        open_records = open_records.filter(day__gte=start_of_next_month(last.month))
+    if first := open_records.order_by("day").first():
         raise MonthNotClosable(f"{format_month(first.day)} has costs and is not closed. Close it first.")
 
 
@@ -143,12 +143,12 @@ def _build_lines(account: Account, begin: date, end: date) -> Iterator[Statement
     """Yield the month's usage, and corrections: differences between costs and earlier statements of the months before."""
     derived, billed = sum_derived_costs(account, until=end), sum_billed_costs(account)
     for key in sorted({*derived, *billed}):
-        now, before = derived.get(key, ZERO_AMOUNT), billed.get(key, ZERO_AMOUNT)
-        if key.month == begin or now.usd != before.usd:
+        cost, earlier = derived.get(key, ZERO_AMOUNT), billed.get(key, ZERO_AMOUNT)
+        if key.month == begin or cost.usd != earlier.usd:
             yield StatementLine(
                 kind=StatementLine.Kind.USAGE if key.month == begin else StatementLine.Kind.CORRECTION,
                 for_month=key.month, agent_did=key.agent_did, provider=key.provider, item=key.item,
-                quantity=now.quantity - before.quantity, usd=now.usd - before.usd,
+                quantity=cost.quantity - earlier.quantity, usd=cost.usd - earlier.usd,
             )  # fmt: skip
 
 
@@ -182,9 +182,9 @@ def find_due_accounts(month: date) -> QuerySet[Account]:
 
 
 def find_open_months(account: Account, *, now: datetime) -> list[date]:
-    """Return the months to close, in order: from the first one with costs and no statement to the last one that is over.
+    """Return the months to close, in order: from the first one with costs and no statement to the last one that has ended.
 
-    If no open month has costs, return the last one that is over, for corrections since the last statement."""
+    If no open month has costs, return the last one that has ended, for corrections since the last statement."""
     last = Statement.objects.filter(account=account).order_by("-month").first()
     this_month = to_utc_date(now).replace(day=1)
     days = CostRecord.objects.filter(
@@ -217,7 +217,7 @@ def grant_credit(account: Account, usd: Decimal, *, now: datetime, actor: str, r
 
 
 def reverse_credit(pk: int, *, now: datetime, actor: str, reason: str) -> bool:
-    """Reverse the remainder of a credit. Return whether this call did; False if nothing remains."""
+    """Reverse the remainder of a credit. Return False if nothing remains."""
     credit = Credit.objects.select_related("account").get(pk=pk)
     with transaction.atomic(durable=True):
         Account.objects.select_for_update(no_key=True).get(pk=credit.account_id)

@@ -108,12 +108,12 @@ def build_account_filters(account: str, since: date | None) -> list[Q]:
     move, and looks up the account of each record's day."""
     members, candidates = Membership.objects.on(since or EPOCH_DATE), Q()
     if account == HOUSE_ACCOUNT_NAME:
-        stays = ~Q(agent_did__in=members.exclude(account__name=HOUSE_ACCOUNT_NAME).values("agent_did"))
+        unmoved = ~Q(agent_did__in=members.exclude(account__name=HOUSE_ACCOUNT_NAME).values("agent_did"))
     else:
-        stays = Q(agent_did__in=members.filter(account__name=account).values("agent_did"))
+        unmoved = Q(agent_did__in=members.filter(account__name=account).values("agent_did"))
         candidates = Q(agent_did__in=Membership.objects.filter(account__name=account).values("agent_did"))
     moved = _build_moved_filter(since)
-    return [~moved & stays, moved & candidates & Q(Exact(_build_account_on_day(), account))]
+    return [~moved & unmoved, moved & candidates & Q(Exact(_build_account_on_day(), account))]
 
 
 def _build_moved_filter(since: date | None) -> Q:

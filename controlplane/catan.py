@@ -1,7 +1,7 @@
 """Game host of the demo: a game of Catan whose players are agents in leased sandboxes.
 
-It uses the control plane only through the HTTP API, as any environment does. The rules come from `catanatron` (an optional
-extra, GPL-3.0). An agent's action is checked against the legal actions before it is played."""
+The host uses the control plane only through the HTTP API, as any environment does. The rules come from `catanatron` (an
+optional extra, GPL-3.0). An agent's action is checked against the legal actions before it is played."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ def play(seats: list[Seat], environment: str, *, points: int, seed: int | None, 
 
 
 def _choose_action(game: Game, seat: Seat, legal: list[Action], environment: str, on_move: Callable[[Move], None]) -> Action:
-    """Request a turn from the agent. An illegal action counts as skipped; END_TURN or the first legal action is played."""
+    """Request a turn from the agent. For an illegal action END_TURN or else the first legal action is played."""
     offered = [_encode_action(action) for action in legal]
     number = seat.turns + 1
     state = _build_visible_state(game, seat, environment) | {"turn_number": number, "legal_actions": offered}
@@ -106,7 +106,7 @@ def _encode_action(action: Action) -> dict[str, Any]:
 
 
 def _build_visible_state(game: Game, seat: Seat, environment: str) -> dict[str, Any]:
-    """State visible to this player: its own hand and the public state of the others."""
+    """Build the state visible to this player: its own hand and the public state of the others."""
     state = game.state
     return {
         "environment_type": "catan",

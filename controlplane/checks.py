@@ -74,5 +74,9 @@ def check_identity_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) 
         return []
     message = "LEASEHOLD_IDENTITY_KEYS is unset: signing keys of agents are encrypted under a key derived from SECRET_KEY."
     return [
-        Warning(message, hint="They cannot be decrypted after a change of SECRET_KEY. See the README.", id="leasehold.W001")
+        Warning(
+            message,
+            hint="They cannot be decrypted after a change of SECRET_KEY. See docs/security.md, Secrets.",
+            id="leasehold.W001",
+        )
     ]

@@ -1,7 +1,7 @@
 """Typed access to environment variables, one function per type.
 
 An invalid value raises ImproperlyConfigured with the variable's name and the accepted values; there is no silent fallback.
-A `.env` file beside manage.py is read, too. Variables of the process take precedence over it.
+A `.env` file beside manage.py is read, too. Variables of the process take precedence over the file.
 Each function records the variable in ENV_VARIABLES, from which `manage.py config` prints value and source."""
 
 import base64
@@ -37,7 +37,7 @@ class EnvVariable:
     secret: bool = False
 
     @property
-    def shown(self) -> str:
+    def display_value(self) -> str:
         """The value as text. A secret that is set is masked."""
         if self.secret and self.value:
             return "********"
@@ -66,13 +66,13 @@ def boolean(name: str, default: bool, *, help: str) -> bool:
     )
 
 
-def integer(name: str, default: int, *, help: str, least: int = 0, most: int = 10**9) -> int:
+def integer(name: str, default: int, *, help: str, minimum: int = 0, maximum: int = 10**9) -> int:
     def cast(raw: str) -> int:
-        if not least <= int(raw) <= most:
+        if not minimum <= int(raw) <= maximum:
             raise ValueError
         return int(raw)
 
-    return _read_variable(name, cast, str(default), f"a whole number from {least} to {most}", help)
+    return _read_variable(name, cast, str(default), f"a whole number from {minimum} to {maximum}", help)
 
 
 def duration(name: str, default: str, *, help: str) -> timedelta:
@@ -107,7 +107,7 @@ def string_list(name: str, default: str, *, help: str) -> list[str]:
 
 
 def keys(name: str, *, help: str) -> list[bytes]:
-    """Comma-separated keys of 32 bytes, each in standard or URL-safe base64."""
+    """Read comma-separated keys of 32 bytes, each in standard or URL-safe base64."""
 
     def cast(raw: str) -> list[bytes]:
         parts = raw.translate(str.maketrans("-_", "+/")).split(",") if raw else []
@@ -121,7 +121,7 @@ def keys(name: str, *, help: str) -> list[bytes]:
 
 
 def database(name: str, default: str, *, help: str) -> dict[str, Any]:
-    """Django connection settings from a URL. Only SQLite and PostgreSQL are supported."""
+    """Read Django connection settings from a URL. Only SQLite and PostgreSQL are supported."""
 
     def cast(raw: str) -> dict[str, Any]:
         parsed = dict(Env.db_url_config(raw))
@@ -152,7 +152,7 @@ def _read_variable(name: str, cast: Callable[[str], T], default: str, accepts: s
     try:
         value = cast(default if raw is None else raw)
     except (ValueError, KeyError, AttributeError, TypeError):
-        shown = "(hidden)" if secret else repr(str(raw)[:80])
-        raise ImproperlyConfigured(f"{name}={shown} is not accepted. It takes {accepts}. ({help})") from None
+        raw_text = "(hidden)" if secret else repr(str(raw)[:80])
+        raise ImproperlyConfigured(f"{name}={raw_text} is not accepted. It takes {accepts}. ({help})") from None
     ENV_VARIABLES[name] = EnvVariable(name, value, default, source, accepts, help, secret)
     return value

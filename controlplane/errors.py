@@ -77,7 +77,7 @@ PUBLIC_MESSAGES = {  # for exceptions whose own message must not reach a client
     InterfaceError: "The database did not answer.",
     store.StoreError: "The object store is unavailable. Try again.",
 }
-NULLABLE_FIELDS = ("resets_at",)  # null means: never
+NULLABLE_FIELDS = ("resets_at",)  # null means never
 DEFAULT_RETRY_AFTER_SECONDS = 5  # for a 503 whose error names no time
 CODE_BY_STATUS = {
     400: "invalid", 401: "unauthenticated", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
@@ -140,7 +140,7 @@ def build_problem_response(
 
 
 def handle(exception: Exception, context: Mapping[str, Any]) -> HttpResponse:
-    """Exception handler of DRF."""
+    """Handle an exception of a DRF view (setting EXCEPTION_HANDLER)."""
     response = build_error_response(exception, context["request"].path)
     if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         response["Allow"] = ", ".join(context["view"].allowed_methods)

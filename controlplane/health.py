@@ -1,6 +1,6 @@
 """Health endpoints: /livez (process), /healthz (database, with a report), /readyz (able to serve leases).
 
-A missing requirement makes /readyz fail; a problem that does not affect leases is a warning only.
+A missing requirement makes /readyz fail; a problem that does not affect leases is only a warning.
 The endpoints need no API key, so a report contains no error text and no agent name."""
 
 import time
@@ -32,8 +32,8 @@ from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.sweeps import COUNTERS_CORRECTED
 
 log = structlog.get_logger(__name__)
-PROBE_CACHE_SECONDS = 5.0  # age up to which a provider's status is reused
-PROBE_TIMEOUT_SECONDS = 1.0  # time that a health request waits for a provider
+PROBE_CACHE_SECONDS = 5.0  # maximum age of a reused provider status
+PROBE_TIMEOUT_SECONDS = 1.0  # wait of a health request for a provider
 EGRESS_HEARTBEAT, EGRESS_HEARTBEAT_INTERVAL = "egress", timedelta(minutes=1)  # the heartbeat of `manage.py egress`
 
 
@@ -178,8 +178,8 @@ def query_provider() -> dict[str, Any]:
     try:
         provider = providers.get_provider(name)
         provider.list("health")
-    except Exception as failed:  # any failure means that it does not respond
-        log.warning("provider does not respond", provider=name, error=f"{type(failed).__name__}: {failed}")
+    except Exception as error:  # any failure means that the provider does not respond
+        log.warning("provider does not respond", provider=name, error=f"{type(error).__name__}: {error}")
         return {"name": name, "isolated": None, "answers": False}
     return {"name": name, "isolated": provider.isolated, "answers": True}
 

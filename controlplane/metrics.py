@@ -39,7 +39,7 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "sandboxes_stalled": ("Sandboxes past a deadline that no sweep has recovered.", lambda pool: pool.stalled),
     "sandboxes_lost": ("Sandboxes lost by their provider while a lease held them.", lambda pool: pool.lost),
     "oldest_waiting_seconds": (
-        "Time since the last use of the longest unused waiting sandbox; 0 if none.",
+        "Time since the last use of the least recently used waiting sandbox; 0 if there is none.",
         lambda pool: pool.oldest_waiting.total_seconds(),
     ),
     "warm_target": ("Target number of ready sandboxes without a lease.", lambda pool: pool.warm_target),
@@ -100,7 +100,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
     with _limit_statement_time():
         return MetricsSnapshot(
             pools=pool_stats.collect_pool_stats(now=now),
-            # Destroyed leases are history. The other statuses need a statement each: no index covers both.
+            # Destroyed leases are history. Each other status needs its own statement: no index covers both.
             leases={
                 status.value: Lease.objects.filter(status=status).count()
                 for status in (LeaseStatus.ACTIVE, LeaseStatus.EXPIRED)
@@ -183,6 +183,6 @@ def _build_family(
     samples: Mapping[tuple[str, ...], float],
 ) -> Metric:
     family = kind(f"leasehold_{name}", help, labels=labels)
-    for get, value in samples.items():
-        family.add_metric(get, value)
+    for label_values, value in samples.items():
+        family.add_metric(label_values, value)
     return family

@@ -82,7 +82,7 @@ class ProblemDocumentMiddleware:
 
 
 class ContentSecurityPolicyMiddleware:
-    """Set the Content-Security-Policy: the admin loads from its own origin only, an API response nothing."""
+    """Set the Content-Security-Policy: an admin page loads from its own origin only, an API response loads nothing."""
 
     def __init__(self, get_response: GetResponse) -> None:
         self.get_response = get_response

@@ -19,7 +19,7 @@ from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.webhooks import delivery
 
-TASK_PREFIX = f"{__name__}."  # Schedule rows of functions outside this module are left alone
+TASK_PREFIX = f"{__name__}."  # Schedule rows of other functions are left alone
 SCHEDULED_FUNCTION = f"{TASK_PREFIX}run"
 HEARTBEAT = "heartbeat"
 
@@ -38,7 +38,7 @@ class ScheduledSweep:
 
 
 def do_nothing(*, now: datetime) -> SweepResult:
-    """The heartbeat: a run without work, recorded like any sweep, proves that the queue executes scheduled tasks."""
+    """Do nothing. The recorded run is the heartbeat: it proves that the queue executes scheduled tasks."""
     return SweepResult()
 
 
@@ -49,15 +49,15 @@ def reconcile(*, now: datetime) -> SweepResult:
 def meter(*, now: datetime) -> SweepResult:
     """Derive usage records and cost records, and count both."""
     result = SweepResult()
-    usage, money = derivation.derive_usage_and_costs(now=now)
+    usage, costs = derivation.derive_usage_and_costs(now=now)
     for item, records in usage.items():
         result.note(f"records of {item}", records)
-    for change, records in money.items():
+    for change, records in costs.items():
         result.note(f"costs {change}", records)
     return result
 
 
-# In the order of a full round (`manage.py sweep`): each sweep finds the work that the one before it left.
+# In the order of a full round (`manage.py sweep`): each sweep finds the work left by the sweep before.
 # fmt: off
 SCHEDULE: dict[str, ScheduledSweep] = {
     HEARTBEAT:   ScheduledSweep(1,  "record that the queue executes scheduled tasks",       do_nothing),
@@ -80,11 +80,11 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "webhooks":  ScheduledSweep(1,  "deliver due webhook events",                           delivery.deliver_due),
 }
 # fmt: on
-SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # the sweeps that `manage.py sweep` runs
+SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # run by `manage.py sweep`
 
 
 def run(name: str) -> str:
-    """Run one sweep now and return its summary. This is the function that every Schedule row names."""
+    """Run one sweep now and return its summary. Every Schedule row names this function."""
     return str(run_sweep(name, now=timezone.now()))
 
 
@@ -102,7 +102,7 @@ def sync_schedules(*, now: datetime) -> dict[str, int]:
     """Make the queue's Schedule rows equal to SCHEDULE. Return how many were created, changed and removed. Idempotent.
 
     A row is identified by its function and its name, which is the name of its sweep. Other rows of functions in this module
-    are removed, those of earlier versions included. Rows of functions outside it are left alone.
+    are removed, including those of earlier versions. Rows of functions outside this module are left alone.
     Rows come from code only: one row whose arguments cannot be parsed stops every schedule of the queue."""
     counts = {"created": 0, "changed": 0, "removed": 0}
     with transaction.atomic():

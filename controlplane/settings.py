@@ -99,16 +99,16 @@ DOCKER_RUNTIME = env.text(
 )
 SANDBOX_START_TIMEOUT = env.duration("LEASEHOLD_SANDBOX_TIMEOUT_SECONDS", "180", help="time limit for starting a sandbox")
 SANDBOX_MEMORY_MIB = env.integer(
-    "LEASEHOLD_SANDBOX_MEMORY_MIB", 512, least=16, help="memory limit per sandbox of a new pool, in MiB"
+    "LEASEHOLD_SANDBOX_MEMORY_MIB", 512, minimum=16, help="memory limit per sandbox of a new pool, in MiB"
 )
 SANDBOX_MILLICPUS = env.integer(
-    "LEASEHOLD_SANDBOX_MILLICPUS", 1000, least=50, help="CPU limit per sandbox of a new pool, in thousandths of a CPU"
+    "LEASEHOLD_SANDBOX_MILLICPUS", 1000, minimum=50, help="CPU limit per sandbox of a new pool, in thousandths of a CPU"
 )
-SANDBOX_PIDS = env.integer("LEASEHOLD_SANDBOX_PIDS", 256, least=16, help="process limit per sandbox of a new pool")
+SANDBOX_PIDS = env.integer("LEASEHOLD_SANDBOX_PIDS", 256, minimum=16, help="process limit per sandbox of a new pool")
 SANDBOX_SLEEP_AFTER = env.duration(
     "SANDBOX_SLEEP_AFTER", "5m", help="sleep_after of a lease if neither the request nor the environment type sets it"
 )
-MAX_SANDBOXES = env.integer("LEASEHOLD_MAX_SANDBOXES", 1000, least=1, help="capacity of a new pool, in sandboxes")
+MAX_SANDBOXES = env.integer("LEASEHOLD_MAX_SANDBOXES", 1000, minimum=1, help="capacity of a new pool, in sandboxes")
 MAX_SANDBOXES_PER_AGENT = env.integer(
     "LEASEHOLD_MAX_SANDBOXES_PER_AGENT",
     0,
@@ -121,25 +121,28 @@ COLD_TTL = env.duration(
     "LEASEHOLD_COLD_TTL", "2h", help="time after which a cold sandbox is destroyed; its stored state is kept"
 )
 DESTROY_TRIES = env.integer(
-    "LEASEHOLD_DESTROY_TRIES", 8, least=1, help="failed destroy attempts before a sandbox is quarantined"
+    "LEASEHOLD_DESTROY_TRIES", 8, minimum=1, help="failed destroy attempts before a sandbox is quarantined"
 )
 ORPHAN_GRACE = env.duration("LEASEHOLD_ORPHAN_GRACE", "2m", help="age at which a provider's sandbox without a row is destroyed")
 
 # --- stored state -------------------------------------------------------------------------------------------------
 KEEP_SNAPSHOTS = env.integer(
-    "LEASEHOLD_KEEP_SNAPSHOTS", 2, least=1, help="automatic workspace snapshots retained per active lease"
+    "LEASEHOLD_KEEP_SNAPSHOTS", 2, minimum=1, help="automatic workspace snapshots retained per active lease"
 )
 KEEP_ASKED_SNAPSHOTS = env.integer(
-    "LEASEHOLD_KEEP_ASKED_SNAPSHOTS", 10, least=1, help="requested snapshots retained per lease, in addition to automatic ones"
+    "LEASEHOLD_KEEP_ASKED_SNAPSHOTS",
+    10,
+    minimum=1,
+    help="requested snapshots retained per lease, in addition to automatic ones",
 )
 DATA_KEEPING = env.choice(
     "LEASEHOLD_DATA", "sync", ["sync", "mount"],
     help="mode of /data for new agents: sync copies changes before and after every use; mount uses s3fs",
 )  # fmt: skip
 DATA_MOST_FILES = env.integer(
-    "LEASEHOLD_DATA_MOST_FILES", 20_000, least=1, help="files and directories an agent can store in /data"
+    "LEASEHOLD_DATA_MOST_FILES", 20_000, minimum=1, help="files and directories an agent can store in /data"
 )
-DATA_MOST_BYTES = env.integer("LEASEHOLD_DATA_MOST_MIB", 1024, least=1, help="size limit of an agent's /data, in MiB") << 20
+DATA_MOST_BYTES = env.integer("LEASEHOLD_DATA_MOST_MIB", 1024, minimum=1, help="size limit of an agent's /data, in MiB") << 20
 KEEP_STATE = env.duration("LEASEHOLD_KEEP_STATE", "7d", help="retention of stored state after the end of its lease")
 _backend = env.choice(
     "STORAGE_BACKEND", "filesystem", ["filesystem", "s3", "r2", "cloudflare_kv", "kv"],
@@ -224,19 +227,19 @@ EXEC_TIMEOUT_MOST = env.duration("LEASEHOLD_EXEC_TIMEOUT_MOST", "1h", help="maxi
 EXEC_OUTPUT_CAP = env.integer(
     "LEASEHOLD_EXEC_OUTPUT_CAP_BYTES",
     1 << 20,
-    least=1024,
-    most=64 << 20,
-    help="output limit per stream of an exec, in bytes; the rest is read and dropped",
+    minimum=1024,
+    maximum=64 << 20,
+    help="output limit per stream of an exec, in bytes; further output is discarded",
 )
 RUN_OUTPUT_KEPT = env.integer(
     "LEASEHOLD_RUN_OUTPUT_KEPT_BYTES",
     64 << 10,
-    least=64 << 10,
-    most=16 << 20,
+    minimum=64 << 10,
+    maximum=16 << 20,
     help="output stored with the run, in bytes per stream",
 )
 RUN_MEMORY_MOST_MIB = env.integer(
-    "LEASEHOLD_RUN_MEMORY_MOST_MIB", 4096, least=16, help="maximum memory of a one-shot run, in MiB"
+    "LEASEHOLD_RUN_MEMORY_MOST_MIB", 4096, minimum=16, help="maximum memory of a one-shot run, in MiB"
 )
 TURN_TIMEOUT = env.duration("LEASEHOLD_TURN_TIMEOUT", "60s", help="time limit of a turn; a turn that exceeds it is skipped")
 
@@ -282,12 +285,13 @@ EGRESS_PROXY = env.choice(
 )  # fmt: skip
 EGRESS_IMAGE = env.text("LEASEHOLD_EGRESS_IMAGE", "leasehold-egress:latest", help="container image of the nginx front end")
 EGRESS_SLOTS = env.integer(
-    "LEASEHOLD_EGRESS_SLOTS", 1024, least=1, most=16384,
-    help="sandboxes with egress at the same time, over all pools; no further sandbox is started",
+    "LEASEHOLD_EGRESS_SLOTS", 1024, minimum=1, maximum=16384,
+    help="maximum number of sandboxes with egress, over all pools; beyond it no sandbox is started",
 )  # fmt: skip
 
 # --- money --------------------------------------------------------------------------------------------------------
-# Each grant reserves these amounts of every budget it counts against. This bounds the overshoot of concurrent grants.
+# Each grant reserves one of these amounts in every budget that applies to the lease, which bounds the overshoot of concurrent
+# grants.
 MINIMUM_TIME = env.duration("LEASEHOLD_MINIMUM_TIME", "1m", help="time that a budget in hours must have left per active lease")
 MINIMUM_USD = env.decimal("LEASEHOLD_MINIMUM_USD", "0.01", help="amount that a budget in USD must have left per active lease")
 
@@ -306,12 +310,12 @@ IDEMPOTENCY_TTL = env.duration(
 )
 
 # --- processes ----------------------------------------------------------------------------------------------------
-WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, least=1, help="web server processes")
+WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="web server processes")
 WEB_THREADS = env.integer(
-    "LEASEHOLD_WEB_THREADS", 16, least=1, help="threads per web process; an exec occupies one while it runs"
+    "LEASEHOLD_WEB_THREADS", 16, minimum=1, help="threads per web process; an exec occupies one while it runs"
 )
 QUEUE_WORKERS = env.integer(
-    "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, least=1, help="queue worker processes (django-q2)"
+    "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="queue worker processes (django-q2)"
 )
 LOG_FORMAT = env.choice("LEASEHOLD_LOG_FORMAT", "text", ["text", "json"], help="log format")
 LOG_LEVEL = env.choice("LEASEHOLD_LOG_LEVEL", "INFO", ["DEBUG", "INFO", "WARNING", "ERROR"], help="minimum log level")

@@ -1,6 +1,6 @@
 """Process supervisor of `manage.py up`: restarts child processes and leaves none behind. Linux only.
 
-Each child leads its own session, so that Ctrl-C in a terminal reaches only `up`. It stops a child with SIGTERM to the leader
+Each child leads its own session, so that Ctrl-C in a terminal reaches only `up`. `up` stops a child with SIGTERM to the leader
 and, after a deadline, SIGKILL to the group. If `up` itself is killed, the kernel kills each child (`die_with_parent`) and the
 child's processes (`tie_descendants`). The next `up` finds any survivor by LEASEHOLD_INSTANCE in its environment
 (`kill_instance`)."""
@@ -77,8 +77,8 @@ def _belongs_to_instance(pid: int, instance: str) -> bool:
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # the process ended, or belongs to another user
         return False
-    entry_text = f"{INSTANCE_VARIABLE}={instance}".encode()
-    return pid != os.getpid() and any(entry == entry_text or entry.startswith(entry_text + b".") for entry in environ)
+    expected = f"{INSTANCE_VARIABLE}={instance}".encode()
+    return pid != os.getpid() and any(entry == expected or entry.startswith(expected + b".") for entry in environ)
 
 
 # --- lock file ----------------------------------------------------------------------------------------------------
@@ -138,10 +138,10 @@ class Child:
     instance: str = ""
     process: subprocess.Popen[bytes] | None = None
 
-    def start(self, family: str) -> None:
+    def start(self, run_instance: str) -> None:
         """Start the process in its own session and instance. Main thread only: the child dies with the calling thread."""
         self.starts += 1
-        self.instance = f"{family}.{self.name}.{self.starts}"
+        self.instance = f"{run_instance}.{self.name}.{self.starts}"
         self.started_at = time.monotonic()
         parent = os.getpid()
         self.process = subprocess.Popen(
@@ -169,12 +169,12 @@ class Child:
             os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate may reap the leader, which frees the group id
 
     def kill_and_reap(self) -> int:
-        """Kill all remaining processes, also outside the group. Return the leader's exit code, negative after a signal."""
+        """Kill all remaining processes, in and outside the group. Return the leader's exit code, negative after a signal."""
         assert self.process is not None
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        with suppress(TimeoutError):  # for example in an uninterruptible wait: such a process ends as soon as the wait does
+        with suppress(TimeoutError):  # a process in an uninterruptible wait ends as soon as the wait ends
             kill_instance(self.instance)
         self.process = None
         return code
@@ -184,9 +184,9 @@ class Supervisor:
     """Starts children, restarts those that end or hang, and stops all. Calls `release_instance` for each dead instance."""
 
     def __init__(
-        self, family: str, children: Sequence[Child], *, print_line: PrintLine, release_instance: Callable[[str], object]
+        self, run_instance: str, children: Sequence[Child], *, print_line: PrintLine, release_instance: Callable[[str], object]
     ) -> None:
-        self.family = family
+        self.run_instance = run_instance
         self.children = children
         self.print_line = print_line
         self.release_instance = release_instance
@@ -204,7 +204,7 @@ class Supervisor:
             signal.signal(signal.SIGHUP, request_stop)
 
     def run(self, each_tick: Callable[[], None] = lambda: None) -> None:
-        """Supervise the children until a signal arrives, then stop them all, also after an exception."""
+        """Supervise the children until a signal arrives, then stop them all, even after an exception."""
         try:
             while not self.stopping:
                 for child in self.children:
@@ -217,7 +217,7 @@ class Supervisor:
     def _restart_if_ended(self, child: Child) -> None:
         if child.process is None:
             if time.monotonic() >= child.next_start_at:
-                child.start(self.family)
+                child.start(self.run_instance)
             return
         problem = child.find_problem(child)
         if not (problem or child.has_ended):

@@ -4,7 +4,7 @@ A sweep computes each budget's spending from usage and costs (`update_spending`)
 in two ways:
 
 1. A grant reserves a minimum (LEASEHOLD_MINIMUM_TIME, LEASEHOLD_MINIMUM_USD) for the new lease and for every active lease in
-   scope. It holds the budget's row lock, so concurrent acquires never reserve more than is left.
+   scope. The grant holds the budget's row lock, so concurrent acquires never reserve more than is left.
 2. An exhausted budget refuses further work of the leases in scope. While no budget is exhausted, the check is one lookup in
    an empty partial index.
 
@@ -13,7 +13,7 @@ A hard budget is therefore exceeded by the usage between the moment of actual ex
     overshoot <= leases x rate x (metering + sweep + grace + sweep + storing) + calls
 
     leases      leases active at the same time in scope; at most (amount - spent) / minimum at the last grant
-    rate        of one lease: 1 hour per hour, or the USD of its sandbox and its model calls in that time
+    rate        spending of one lease per hour: 1 sandbox-hour, or the USD of its sandbox and its model calls
     metering    age of the usage when it is summed: 1 minute between two passes of `meter`, plus the duration of one. Items
                 priced by use are read every 5 minutes
     sweep       1 minute between two passes of `budgets`: once until the budget is marked as exhausted, and again from the end
@@ -27,8 +27,9 @@ An account's budget counts the usage billed to the account. If an agent moves, i
 and its later usage for the new one. Admission depends on the agent's account today (UTC).
 
 Sandboxes without a lease (pre-warmed) count for a budget on everything and for the house account. They are not ended, so a
-pool continues to warm sandboxes up under an exhausted budget. While a sandbox's state cannot be stored, the sandbox and its
-lease stay beyond any grace period, so that a budget never loses files. New work is refused meanwhile."""
+pool continues to start warm sandboxes under an exhausted budget. While a sandbox's state cannot be stored, the sandbox and its
+lease stay beyond any grace period, so that an exhausted budget never causes a loss of files. New work is refused
+meanwhile."""
 
 from billing.budgets.admission import (
     close_tab,

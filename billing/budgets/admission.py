@@ -31,9 +31,9 @@ def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str
         Budget.objects.select_for_update(no_key=True, of=("self",)).filter(lease_filter, active=True, hard=True).order_by("pk")
     )
     active_leases = {budget: find_open_tabs(budget, now=now).count() for budget in hard}
-    full = {budget: number for budget, number in active_leases.items() if not _has_room(budget, number, now=now)}
-    if full:
-        raise _build_refusal(full, now=now)
+    full_budgets = {budget: number for budget, number in active_leases.items() if not _has_room(budget, number, now=now)}
+    if full_budgets:
+        raise _build_refusal(full_budgets, now=now)
     sql.insert(
         Tab(holder=holder, agent_did=agent_did, environment_type=environment_type, key_id=key_id, opened_at=now)
     )  # fmt: skip
@@ -88,18 +88,18 @@ def find_exhausted(*, now: datetime, condition: Q | None = None) -> list[Budget]
     return [budget for budget in marked if is_exhausted(budget, now)]
 
 
-def _build_refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
+def _build_refusal(full_budgets: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
     """Build the error for budgets without room, each with its number of active leases that hold a reservation.
 
-    The error names the strictest budget: the one that resets last and, among those, the one spent the furthest."""
+    The error names the strictest budget: the one that resets last; among those, the one with the largest fraction spent."""
 
     def strictness(budget: Budget) -> tuple[bool, datetime, Decimal]:
         ends = get_period_bounds(budget.period, now)[1]
         return ends is None, ends or EPOCH, get_spent(budget, now) / budget.amount
 
-    budget = max(full, key=strictness)
+    budget = max(full_budgets, key=strictness)
     spent, ends = get_spent(budget, now), get_period_bounds(budget.period, now)[1]
-    reserved = full[budget] * get_minimum_reservation(budget.unit)
+    reserved = full_budgets[budget] * get_minimum_reservation(budget.unit)
     amounts = f"{format_decimal(spent)} spent"
     if spent < budget.amount and reserved:
         amounts += f", {format_decimal(round(reserved, 6))} reserved by active leases"

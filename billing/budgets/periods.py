@@ -1,4 +1,4 @@
-"""Budget periods: their bounds, and a budget's state in the present one."""
+"""Budget periods: their bounds, and a budget's state in the current one."""
 
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -11,7 +11,7 @@ from billing.models.budgets import Period
 
 
 def get_period_bounds(period: str, now: datetime) -> tuple[datetime, datetime | None]:
-    """Return the start of the present period and of the next one. A lifetime budget starts at EPOCH and has no next."""
+    """Return the start of the current period and of the next one. A lifetime budget starts at EPOCH and has no next period."""
     day = to_utc_date(now)
     if period == Period.DAY:
         return start_of_day(day), start_of_day(day + timedelta(days=1))
@@ -21,20 +21,20 @@ def get_period_bounds(period: str, now: datetime) -> tuple[datetime, datetime | 
 
 
 def get_spent(budget: Budget, now: datetime) -> Decimal:
-    """Return the recorded spending in the present period; 0 until a new period's first update."""
+    """Return the recorded spending in the current period; 0 until a new period's first update."""
     return budget.spent if budget.period_began == get_period_bounds(budget.period, now)[0] else Decimal(0)
 
 
 def build_marked_filter(mark: str, now: datetime) -> Q:
-    """Match active budgets whose `mark`, `warned_for` or `exhausted_for`, is of their present period."""
-    present = Q()
+    """Match active budgets marked in their current period. `mark` is `warned_for` or `exhausted_for`."""
+    in_current_period = Q()
     for period in Period:
-        present |= Q(period=period, **{mark: get_period_bounds(period, now)[0]})
-    return present & Q(active=True)
+        in_current_period |= Q(period=period, **{mark: get_period_bounds(period, now)[0]})
+    return in_current_period & Q(active=True)
 
 
 def is_exhausted(budget: Budget, now: datetime) -> bool:
-    """Return whether an update found the budget exhausted in its present period, and its present amount is still spent."""
+    """Return whether an update marked the budget as exhausted in its current period and its current amount is still spent."""
     return budget.exhausted_for == get_period_bounds(budget.period, now)[0] and budget.spent >= budget.amount
 
 

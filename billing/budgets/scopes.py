@@ -15,7 +15,7 @@ TAB_COLUMNS = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_
 
 
 def find_open_tabs(budget: Budget, *, now: datetime) -> QuerySet[Tab]:
-    """Find the tabs of the active leases in a budget's scope. An account's are those of its present members."""
+    """Find the tabs of the active leases in a budget's scope. An account's scope is the leases of its current members."""
     return Tab.objects.filter(_build_tab_filter(budget, now=now), closed_at__isnull=True)
 
 
@@ -26,14 +26,14 @@ def _build_tab_filter(budget: Budget, *, now: datetime) -> Q:
 
 
 def _build_member_filter(account: str, now: datetime) -> Q:
-    present = Membership.objects.on(to_utc_date(now))
+    current_memberships = Membership.objects.on(to_utc_date(now))
     if account == HOUSE_ACCOUNT_NAME:
-        return ~Q(agent_did__in=present.exclude(account__name=HOUSE_ACCOUNT_NAME).values("agent_did"))
-    return Q(agent_did__in=present.filter(account__name=account).values("agent_did"))
+        return ~Q(agent_did__in=current_memberships.exclude(account__name=HOUSE_ACCOUNT_NAME).values("agent_did"))
+    return Q(agent_did__in=current_memberships.filter(account__name=account).values("agent_did"))
 
 
 def build_lease_filter(*, agent_did: str, environment_type: str, key_id: str, now: datetime) -> Q:
-    """Match the budgets that apply to such a lease."""
+    """Match the budgets that apply to a lease with these attributes."""
     account = Membership.objects.on(to_utc_date(now)).filter(agent_did=agent_did).values("account__name")
     condition = (
         Q(scope=Scope.ALL)
@@ -46,8 +46,8 @@ def build_lease_filter(*, agent_did: str, environment_type: str, key_id: str, no
 
 def find_visible_budgets(key_id: str, dids: Collection[str], *, now: datetime) -> QuerySet[Budget]:
     """Find the active budgets that apply to leases of these agents, or to leases acquired with this key."""
-    present = Membership.objects.on(to_utc_date(now)).filter(agent_did__in=dids)
-    accounts = dict(present.values_list("agent_did", "account__name"))
+    current_memberships = Membership.objects.on(to_utc_date(now)).filter(agent_did__in=dids)
+    accounts = dict(current_memberships.values_list("agent_did", "account__name"))
     types = Tab.objects.filter(agent_did__in=dids).values("environment_type")
     return Budget.objects.filter(
         Q(scope=Scope.ALL)
@@ -62,7 +62,7 @@ def find_visible_budgets(key_id: str, dids: Collection[str], *, now: datetime) -
 def build_usage_filters(budget: Budget, began: datetime) -> list[Q]:
     """Build disjoint filters of a budget's usage records from `began` on.
 
-    An account's records are those of each agent's days as its member."""
+    An account's records are the usage of each agent on the days of its membership."""
     if budget.scope == Scope.ACCOUNT:
         return build_account_filters(budget.subject, to_utc_date(began))
     return [_build_holder_filter(budget)]

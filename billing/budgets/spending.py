@@ -39,9 +39,10 @@ def sum_spending_by_day(budget: Budget, since: datetime, ends: datetime | None) 
     """Sum the spending of each day with usage. Takes one query, or two for the hours of an account."""
     if budget.unit == Unit.USD:
         costs = _find_cost_records(budget, since, ends).order_by().values_list("day")
-        sums = costs.annotate(all=sum_exact("usd"), used=sum_exact("usd", ~Q(item=BillableItem.PLAN)))
+        sums = costs.annotate(total=sum_exact("usd"), without_plans=sum_exact("usd", ~Q(item=BillableItem.PLAN)))
         return {
-            day: DailySpending(Fraction(nanos_to_decimal(total)), Fraction(nanos_to_decimal(used))) for day, total, used in sums
+            day: DailySpending(Fraction(nanos_to_decimal(total)), Fraction(nanos_to_decimal(without_plans)))
+            for day, total, without_plans in sums
         }
     durations: dict[date, timedelta] = defaultdict(timedelta)
     for part in _find_time_records(budget, since, ends):
@@ -52,15 +53,15 @@ def sum_spending_by_day(budget: Budget, since: datetime, ends: datetime | None) 
 
 
 def find_top_spenders(budget: Budget, *, now: datetime, limit: int) -> list[tuple[Tab, Decimal]]:
-    """Find the open tabs in scope with the most spending in the present period, each with that spending.
+    """Find the open tabs in scope with the most spending in the current period, each with that spending.
 
     Tabs without any spending fill the list up to `limit`, newest first."""
     began, ends = get_period_bounds(budget.period, now)
     open_tabs = find_open_tabs(budget, now=now)
     if budget.unit == Unit.USD:
         costs = _find_cost_records(budget, began, ends).filter(holder__in=open_tabs.values("holder")).order_by()
-        nano = costs.values_list("holder").annotate(sum=sum_exact("usd")).order_by("-sum", "holder")[:limit]
-        spent = {holder: nanos_to_decimal(sum_) for holder, sum_ in nano}
+        sums = costs.values_list("holder").annotate(sum=sum_exact("usd")).order_by("-sum", "holder")[:limit]
+        spent = {holder: nanos_to_decimal(nano) for holder, nano in sums}
     else:
         parts = [
             part.filter(holder__in=open_tabs.values("holder")).order_by() for part in _find_time_records(budget, began, ends)

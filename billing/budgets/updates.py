@@ -22,7 +22,7 @@ GRACE_RESET_FIELDS = ["scope", "subject", "unit", "period", "hard", "active"]  #
 
 
 def update_spending(pk: int, *, now: datetime) -> list[str]:
-    """Compute an active budget's spending in its present period and apply its thresholds.
+    """Compute an active budget's spending in its current period and apply its thresholds.
 
     Return the changes among "warned", "exhausted" and "reopened". Safe to interrupt, repeat and run concurrently: each event
     is emitted once. While usage and costs are being rebuilt nothing is updated, because their sums are too low."""
@@ -30,7 +30,7 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
     if budget is None or derivation.is_rebuilding():
         return []
     began, ends = get_period_bounds(budget.period, now)
-    spent = sum_spending(budget, began, ends)  # before the lock: a grant would wait for the sum
+    spent = sum_spending(budget, began, ends)  # before the lock, because a grant would wait for the sum
     checkpoint("budget summed", budget)
     unchanged = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period", "spent_at")}
     with transaction.atomic():
@@ -44,7 +44,7 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
 
 
 def _apply_thresholds(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> list[str]:
-    """Write the spending and the marks of a locked budget. Enqueue an event for each threshold newly reached."""
+    """Write the spending and the marks of a locked budget. Enqueue an event for each newly reached threshold."""
     changes = []
     budget.spent, budget.spent_at, budget.period_began = spent, now, began
     if spent * 100 < budget.amount * budget.warn_percent:
@@ -74,7 +74,7 @@ def _emit_event(budget: Budget, event: EventType, *, now: datetime) -> None:
         "hard": budget.hard, "period_began": format_timestamp(began), "resets_at": format_timestamp(ends) if ends else None,
     }  # fmt: skip
     outbox.enqueue_event(event, key=f"{budget.pk} {began:%Y-%m-%d} {budget}"[:255], payload=payload, now=now)
-    log.info(event.value, budget=budget.pk, what=str(budget), spent=format_decimal(budget.spent), hard=budget.hard)
+    log.info(event.value, budget=budget.pk, description=str(budget), spent=format_decimal(budget.spent), hard=budget.hard)
 
 
 def save_budget(budget: Budget, *, now: datetime) -> None:

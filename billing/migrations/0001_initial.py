@@ -77,7 +77,7 @@ class Migration(migrations.Migration):
                 ('created_at', models.DateTimeField(default=django.utils.timezone.now, editable=False)),
                 ('active', models.BooleanField(default=True)),
                 ('spent', models.DecimalField(decimal_places=9, default=Decimal('0'), editable=False, max_digits=18)),
-                ('spent_at', models.DateTimeField(blank=True, editable=False, help_text='Time of the last update of the amount spent.', null=True)),
+                ('spent_at', models.DateTimeField(blank=True, editable=False, help_text='Last update of the amount spent.', null=True)),
                 ('period_began', models.DateTimeField(blank=True, editable=False, help_text='Start of the period of the amount spent.', null=True)),
                 ('warned_for', models.DateTimeField(blank=True, editable=False, help_text='Start of the period in which the warning was sent.', null=True)),
                 ('exhausted_for', models.DateTimeField(blank=True, editable=False, help_text='Start of the period in which the budget was exhausted.', null=True)),
@@ -100,7 +100,7 @@ class Migration(migrations.Migration):
                 ('allowance', models.DecimalField(decimal_places=6, default=Decimal('0'), help_text='Free units per account and calendar month (UTC).', max_digits=15, validators=[django.core.validators.MinValueValidator(Decimal('0'))])),
                 ('valid_from', models.DateTimeField(help_text='Applies to usage from this time on.')),
                 ('source', models.CharField(blank=True, help_text='Source of the price, such as a price page.', max_length=300)),
-                ('own', models.BooleanField(default=False, help_text='Placeholder of 0 for a price that you have to set yourself.', verbose_name='set your own')),
+                ('own', models.BooleanField(default=False, help_text='Placeholder of 0: add a rate with your own price.', verbose_name='set your own')),
                 ('by_use', models.BooleanField(default=False, help_text='CPU and memory only: charge measured use where available, not allocated resources.')),
             ],
             options={
@@ -150,7 +150,7 @@ class Migration(migrations.Migration):
                 ('holder', models.UUIDField(primary_key=True, serialize=False)),
                 ('agent_did', models.CharField(max_length=255, verbose_name='agent')),
                 ('environment_type', models.CharField(max_length=63)),
-                ('key_id', models.CharField(blank=True, help_text='Id of the API key that acquired the lease. Empty if there was none.', max_length=20)),
+                ('key_id', models.CharField(blank=True, help_text='Id of the API key that acquired the lease. Empty if it was acquired without a key.', max_length=20)),
                 ('opened_at', models.DateTimeField()),
                 ('closed_at', models.DateTimeField(blank=True, null=True)),
             ],
@@ -164,7 +164,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
                 ('item', models.CharField(choices=[('time', 'sandbox time'), ('use', 'CPU and memory used'), ('runs', 'runs'), ('storage', 'storage'), ('tokens', 'model calls')], max_length=8)),
-                ('source', models.CharField(help_text='The fact: a transition, a reading, a snapshot, or a lease and model.', max_length=320)),
+                ('source', models.CharField(help_text='Recorded fact: a transition, a reading, a snapshot, or a lease and model.', max_length=320)),
                 ('day', models.DateField()),
                 ('began_at', models.DateTimeField()),
                 ('ended_at', models.DateTimeField()),
@@ -203,7 +203,7 @@ class Migration(migrations.Migration):
                 ('reason', models.CharField(max_length=200)),
                 ('actor', models.CharField(max_length=255, verbose_name='by')),
                 ('account', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='credits', to='billing.account')),
-                ('reversed', models.OneToOneField(blank=True, help_text='The credit that this reversal takes back.', null=True, on_delete=django.db.models.deletion.PROTECT, related_name='reversal', to='billing.credit')),
+                ('reversed', models.OneToOneField(blank=True, help_text='Credit that this reversal takes back.', null=True, on_delete=django.db.models.deletion.PROTECT, related_name='reversal', to='billing.credit')),
             ],
             options={
                 'ordering': ['-at', '-pk'],
@@ -217,7 +217,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
                 ('agent_did', models.CharField(max_length=255, verbose_name='agent')),
-                ('since', models.DateField(blank=True, help_text='First day (UTC), after any closed month. If empty: the beginning for a first account, otherwise today.')),
+                ('since', models.DateField(blank=True, help_text='First day (UTC), after any closed month. If empty: the earliest possible day for the agent\'s first account, otherwise today.')),
                 ('account', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='memberships', to='billing.account')),
             ],
             options={

@@ -35,9 +35,9 @@ class MembershipQuerySet(QuerySet["Membership"]):
     """Memberships by day."""
 
     def on(self, day: date) -> "MembershipQuerySet":
-        """Return the membership in force on `day` of each agent: the latest begun by then."""
-        later = Membership.objects.filter(agent_did=OuterRef("agent_did"), since__gt=OuterRef("since"), since__lte=day)
-        return self.filter(~Exists(later), since__lte=day)
+        """Return each agent's membership in force on `day`: the latest one that began on or before it."""
+        superseding = Membership.objects.filter(agent_did=OuterRef("agent_did"), since__gt=OuterRef("since"), since__lte=day)
+        return self.filter(~Exists(superseding), since__lte=day)
 
 
 class Membership(models.Model):
@@ -47,7 +47,7 @@ class Membership(models.Model):
     without a lease. An agent leaves an account by a membership in the house account.
 
     A move never changes a closed month. Once the old or the new account has closed the month of a day, or a later month, the
-    account of that day is fixed. A membership therefore begins after the last closed month of both accounts, and one that
+    account of that day cannot change. A membership therefore begins after the last closed month of both accounts, and one that
     began in a closed month can be neither changed nor deleted. No statement is ever corrected because of a move.
 
     Without a given day, an agent's first membership begins at EPOCH_DATE or, if the house account or the new account has
@@ -57,7 +57,8 @@ class Membership(models.Model):
     account = models.ForeignKey(Account, on_delete=models.PROTECT, related_name="memberships")
     since = models.DateField(
         blank=True,
-        help_text="First day (UTC), after any closed month. If empty: the beginning for a first account, otherwise today.",
+        help_text="First day (UTC), after any closed month. If empty: the earliest possible day for the agent's first account, "
+        "otherwise today.",
     )
 
     objects = MembershipQuerySet.as_manager()
@@ -120,11 +121,11 @@ class Membership(models.Model):
         house, changes = _get_house_account_id(), []
         for agent in sorted(agents):
             rows = Membership.objects.filter(agent_did=agent).order_by("since").values_list("pk", "since", "account")
-            becomes = [(since, account) for pk, since, account in rows if pk != self.pk]
+            new = [(since, account) for pk, since, account in rows if pk != self.pk]
             if agent == self.agent_did and not deleted:
-                becomes = sorted([*becomes, (self.since, self.account_id)])
-            was = [(since, account) for _, since, account in rows]
-            changes += [(agent, *change) for change in membership.find_account_changes(was, becomes, house)]
+                new = sorted([*new, (self.since, self.account_id)])
+            old = [(since, account) for _, since, account in rows]
+            changes += [(agent, *change) for change in membership.find_account_changes(old, new, house)]
         return changes
 
     def _mark_unpriced(self, *, deleted: bool = False) -> None:

@@ -62,9 +62,7 @@ class Budget(models.Model):
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     active = models.BooleanField(default=True)
     spent = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), editable=False)
-    spent_at = models.DateTimeField(
-        null=True, blank=True, editable=False, help_text="Time of the last update of the amount spent."
-    )
+    spent_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Last update of the amount spent.")
     period_began = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Start of the period of the amount spent."
     )
@@ -105,12 +103,12 @@ class Budget(models.Model):
         ]
 
     def __str__(self) -> str:
-        often = {Period.DAY: " a day", Period.MONTH: " a month", Period.EVER: " in all"}[Period(self.period)]
+        period_suffix = {Period.DAY: " a day", Period.MONTH: " a month", Period.EVER: " in all"}[Period(self.period)]
         amount = f"{self.amount.normalize():f}"
-        return f"{amount} {'USD' if self.unit == Unit.USD else 'hours'}{often} for {self.whom}"
+        return f"{amount} {'USD' if self.unit == Unit.USD else 'hours'}{period_suffix} for {self.subject_label}"
 
     @property
-    def whom(self) -> str:
+    def subject_label(self) -> str:
         return "everything" if self.scope == Scope.ALL else f"{Scope(self.scope).label.lower()} {self.subject}"
 
     def clean(self) -> None:
@@ -127,7 +125,9 @@ class Tab(models.Model):
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     environment_type = models.CharField(max_length=63)
     key_id = models.CharField(
-        max_length=20, blank=True, help_text="Id of the API key that acquired the lease. Empty if there was none."
+        max_length=20,
+        blank=True,
+        help_text="Id of the API key that acquired the lease. Empty if it was acquired without a key.",
     )
     opened_at = models.DateTimeField()
     closed_at = models.DateTimeField(null=True, blank=True)

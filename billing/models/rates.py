@@ -31,7 +31,7 @@ class BillableItem(models.TextChoices):
 class Rate(models.Model):
     """Price per unit of an item at a provider, from `valid_from` on.
 
-    A rate that has begun never changes. A new price is a new row that begins later, so earlier usage keeps its price."""
+    A rate that has begun never changes. A new price is a new row with a later start, so earlier usage keeps its price."""
 
     provider = models.SlugField(max_length=32)
     instance_type = models.CharField(max_length=32, blank=True, help_text="For example basic. Empty for every instance type.")
@@ -45,9 +45,7 @@ class Rate(models.Model):
     )  # fmt: skip
     valid_from = models.DateTimeField(help_text="Applies to usage from this time on.")
     source = models.CharField(max_length=300, blank=True, help_text="Source of the price, such as a price page.")
-    own = models.BooleanField(
-        "set your own", default=False, help_text="Placeholder of 0 for a price that you have to set yourself."
-    )
+    own = models.BooleanField("set your own", default=False, help_text="Placeholder of 0: add a rate with your own price.")
     by_use = models.BooleanField(
         default=False, help_text="CPU and memory only: charge measured use where available, not allocated resources."
     )  # fmt: skip
@@ -72,7 +70,7 @@ class Rate(models.Model):
         return f"{self.provider} {self.instance_type} {self.item}".replace("  ", " ")
 
     def clean(self) -> None:
-        """Refuse to change a rate that has begun, or to backdate one: their usage has been priced."""
+        """Refuse to change a rate that has begun and to backdate a rate: that usage has been priced."""
         stored = Rate.objects.filter(pk=self.pk).first() if self.pk else None
         if stored and stored.valid_from <= timezone.now():
             raise ValidationError("This rate has begun and cannot change. Add a rate that begins later.")

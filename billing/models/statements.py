@@ -1,4 +1,4 @@
-"""Credits and statements: append-only rows. A mistake is corrected by a further row."""
+"""Credits and statements: append-only rows. A correction is a further row."""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
@@ -7,26 +7,26 @@ from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import F, Q, QuerySet
 
-__all__ = ["Credit", "Frozen", "Statement", "StatementLine"]
-RowT = TypeVar("RowT", bound="Frozen")
+__all__ = ["AppendOnlyModel", "Credit", "Statement", "StatementLine"]
+RowT = TypeVar("RowT", bound="AppendOnlyModel")
 
 
 class AppendOnlyQuerySet(QuerySet[RowT]):
     """Query set without bulk changes."""
 
     def update(self, **values: Any) -> NoReturn:
-        raise ValidationError("Booked rows cannot be changed.")
+        raise ValidationError("Credits and statements cannot be changed.")
 
     def delete(self) -> NoReturn:
-        raise ValidationError("Booked rows cannot be deleted.")
+        raise ValidationError("Credits and statements cannot be deleted.")
 
     def bulk_update(self, objs: Iterable[Any], fields: Any, batch_size: int | None = None) -> NoReturn:
-        raise ValidationError("Booked rows cannot be changed.")
+        raise ValidationError("Credits and statements cannot be changed.")
 
     delete.alters_data = delete.queryset_only = True  # type: ignore[attr-defined]
 
 
-class Frozen(models.Model):
+class AppendOnlyModel(models.Model):
     """Abstract append-only model."""
 
     objects = AppendOnlyQuerySet.as_manager()
@@ -37,14 +37,14 @@ class Frozen(models.Model):
     def save(self, *args: Any, **options: Any) -> None:
         """Insert the row. Raise ValidationError if it exists."""
         if not self._state.adding:
-            raise ValidationError("Booked rows cannot be changed.")
+            raise ValidationError("Credits and statements cannot be changed.")
         super().save(*args, **{**options, "force_insert": True})
 
     def delete(self, *args: Any, **options: Any) -> NoReturn:
-        raise ValidationError("Booked rows cannot be deleted.")
+        raise ValidationError("Credits and statements cannot be deleted.")
 
 
-class Credit(Frozen):
+class Credit(AppendOnlyModel):
     """Prepaid money that statements use up before anything is due. A reversal takes back the remainder of a credit."""
 
     class Kind(models.TextChoices):
@@ -63,7 +63,7 @@ class Credit(Frozen):
         null=True,
         blank=True,
         related_name="reversal",
-        help_text="The credit that this reversal takes back.",
+        help_text="Credit that this reversal takes back.",
     )
 
     class Meta:
@@ -82,7 +82,7 @@ class Credit(Frozen):
         return f"{self.usd} USD for {self.account}"
 
 
-class Statement(Frozen):
+class Statement(AppendOnlyModel):
     """Amount due by one account for one calendar month (UTC), fixed when the month is closed. A negative total is a refund."""
 
     account = models.ForeignKey("billing.Account", on_delete=models.PROTECT, related_name="statements")
@@ -109,7 +109,7 @@ class Statement(Frozen):
         return f"{self.account} {self.month:%Y-%m}"
 
 
-class StatementLine(Frozen):
+class StatementLine(AppendOnlyModel):
     """Cost of one agent's use of one item at one provider in one month, rounded to cents.
 
     A correction is the difference between that cost and the sum on earlier statements."""

@@ -43,8 +43,8 @@ class UsageKind(models.TextChoices):
 class Unpriced(models.Model):
     """A day whose usage, rates or memberships have changed since its costs were derived.
 
-    Each change adds its own row, so that concurrent changes never wait for each other. A pricing pass deletes the rows that
-    it read before it read the usage."""
+    Each change adds its own row, so that concurrent changes never wait for each other. A pricing pass reads these rows before
+    the usage and deletes only the rows that it has read."""
 
     day = models.DateField()
 
@@ -83,7 +83,9 @@ class UsageRecord(models.Model):
     The record of a fact that has not ended covers the time up to the watermark, and grows with the next pass."""
 
     item = models.CharField(max_length=8, choices=UsageKind.choices)
-    source = models.CharField(max_length=320, help_text="The fact: a transition, a reading, a snapshot, or a lease and model.")
+    source = models.CharField(
+        max_length=320, help_text="Recorded fact: a transition, a reading, a snapshot, or a lease and model."
+    )
     day = models.DateField()
     began_at = models.DateTimeField()
     ended_at = models.DateTimeField()
@@ -129,7 +131,7 @@ class UsageRecord(models.Model):
 
 
 class Meter(models.Model):
-    """Progress of metering one sandbox: the last transition read, and the time since which its state lasts.
+    """Progress of metering one sandbox: the last transition read and the start of the state after it.
 
     Kept per sandbox because the transitions of one sandbox commit in the order of their ids; those of the table do not."""
 

@@ -1,7 +1,7 @@
 """CPU of renew and exec through the API, against the same verbs called directly. In one process, without a web server.
 
-Run by `python -m tests.bench tests.bench.api_overhead`. Exec runs on the memory provider, so what a sandbox costs is not in
-it. To compare two revisions, alternate runs in two checkouts."""
+Run by `python -m tests.bench tests.bench.api_overhead`. Exec runs on the memory provider, so the cost of a sandbox is not
+included. To compare two revisions, alternate runs in two checkouts."""
 
 import os
 import statistics
@@ -40,8 +40,8 @@ def bench_api() -> None:
 
     now = timezone.now()
     key = api_keys.issue_key([DID], now=now)[1]
-    wanted = leasing.LeaseRequest(agent_did=DID, environment_id="bench", environment_type="catan")
-    pk = leasing.acquire(wanted, now=now, actor="bench", admit=lambda: None)[0].pk
+    request = leasing.LeaseRequest(agent_did=DID, environment_id="bench", environment_type="catan")
+    pk = leasing.acquire(request, now=now, actor="bench", admit=lambda: None)[0].pk
     handler, factory = WSGIHandler(), RequestFactory(headers={"Authorization": f"Bearer {key}"})
     handler.load_middleware()
     argv = '{"argv": ["true"]}'

@@ -41,33 +41,33 @@ LISTENING_SOCKET_ENTRY = f"{SANDBOX_PROXY_PORT:04X} 00000000:0000 0A"  # entry o
 # Reads one job per line from stdin. Prints (seconds to the first byte, total seconds) of each call.
 CLIENT_SCRIPT = """
 import http.client, json, select, socket, sys, time
-kept = {}
+idle = {}
 for line in sys.stdin:
-    ask, took = json.loads(line), []
-    request, port = ask["request"].encode(), ask["port"]
-    if port in kept and select.select([kept[port]], [], [], 0)[0]:
-        kept.pop(port).close()  # closed by the server meanwhile
-    for _ in range(ask["calls"]):
+    job, timings = json.loads(line), []
+    request, port = job["request"].encode(), job["port"]
+    if port in idle and select.select([idle[port]], [], [], 0)[0]:
+        idle.pop(port).close()  # closed by the server meanwhile
+    for _ in range(job["calls"]):
         began = time.perf_counter()
-        there = kept.pop(port, None) if ask["keep"] else None
-        if there is None:
-            there = socket.create_connection(("127.0.0.1", port), timeout=60)
-            there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        there.sendall(request)
-        answer = http.client.HTTPResponse(there)
-        answer.begin()
-        content = answer.read(1)
+        connection = idle.pop(port, None) if job["keep"] else None
+        if connection is None:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(request)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        content = response.read(1)
         first = time.perf_counter()
-        content += answer.read()
-        took.append((first - began, time.perf_counter() - began))
-        if answer.status != 200:
-            raise SystemExit(f"{answer.status} {content[:300]!r}")
-        if ask["keep"] and not answer.will_close:
-            kept[port] = there
+        content += response.read()
+        timings.append((first - began, time.perf_counter() - began))
+        if response.status != 200:
+            raise SystemExit(f"{response.status} {content[:300]!r}")
+        if job["keep"] and not response.will_close:
+            idle[port] = connection
         else:
-            there.close()
-        time.sleep(ask["pause"])
-    print(json.dumps(took), flush=True)
+            connection.close()
+        time.sleep(job["pause"])
+    print(json.dumps(timings), flush=True)
 """
 
 
@@ -89,8 +89,8 @@ def main(name: str, database: str, here: Path) -> None:
         bench_starts()
     finally:
         for pool in Pool.objects.all():
-            for found in providers.get_provider("docker").list(str(pool.owner)):
-                providers.get_provider("docker").destroy(found.ref)
+            for sandbox in providers.get_provider("docker").list(str(pool.owner)):
+                providers.get_provider("docker").destroy(sandbox.ref)
 
 
 @contextmanager
@@ -147,10 +147,10 @@ class Client:
             json.dumps({"request": request, "port": port, "keep": keep, "calls": CALLS_PER_BLOCK, "pause": pause}) + "\n"
         )
         self.process.stdin.flush()
-        took: list[list[float]] = json.loads(self.process.stdout.readline() or "0") or []
-        if len(took) != CALLS_PER_BLOCK:
+        timings: list[list[float]] = json.loads(self.process.stdout.readline() or "0") or []
+        if len(timings) != CALLS_PER_BLOCK:
             raise SystemExit(f"The client has ended ({self.process.wait(20)}).")
-        return took
+        return timings
 
     def rest(self) -> None:
         """Wait until nginx's rate limit admits another block."""
@@ -188,8 +188,8 @@ def bench_calls(upstream: str, port: int, key: str, *, measure_memory: bool = Fa
             def through(kind: dict[str, Any] = kind, turns: Any = turns) -> list[list[float]]:
                 client = next(turns)
                 client.rest()
-                took: list[list[float]] = client.ask(SANDBOX_PROXY_PORT, "", **kind)
-                return took
+                timings: list[list[float]] = client.ask(SANDBOX_PROXY_PORT, "", **kind)
+                return timings
 
             routes = [CallRoute("direct, from this host", direct), CallRoute("through the egress proxy", through, parts)]
             if measure_memory:
@@ -258,14 +258,14 @@ def make_row_writer() -> Callable[[], list[list[float]]]:
     update = f"UPDATE {table} SET ended_at = %s, outcome = 'ok', output_tokens = 7 WHERE call_id = %s"
 
     def block() -> list[list[float]]:
-        took = []
+        timings = []
         for _ in range(CALLS_PER_BLOCK):
             call_id, began = uuid.uuid4().hex, time.perf_counter()
             execute(insert, [*(values | {"call_id": call_id}).values()])
             first = time.perf_counter() - began
             execute(update, [adapt_datetime(timezone.now()), call_id])
-            took.append([first, time.perf_counter() - began])
-        return took
+            timings.append([first, time.perf_counter() - began])
+        return timings
 
     return block
 
@@ -370,10 +370,10 @@ def bench_starts() -> None:
         pid = get_init_pid(name)
         while not ready(pid):
             time.sleep(0.001)
-        took = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         sizes.setdefault(keeps_running[0], []).append(read_cgroup_bytes(pid) / (1 << 20))
         provider.destroy(name)
-        return took
+        return seconds
 
     def sleeps(pid: int) -> bool:
         return any(read_command_line(each).startswith(b"sleep") for each in list_process_tree(pid))

@@ -36,11 +36,12 @@ def main(name: str, database: str, here: Path) -> None:
         read = time.perf_counter() - began
         began = time.perf_counter()
         metering.meter_usage(now=STARTED_AT + timedelta(days=1))
-        took = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         assert UsageRecord.objects.exists()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(
-            f"  {inserted:>12,}{took:14.1f}{1e6 * took / inserted:10.1f}{read:12.2f}{took / read:7.1f}x{peak:10.0f}", flush=True
+            f"  {inserted:>12,}{seconds:14.1f}{1e6 * seconds / inserted:10.1f}{read:12.2f}{seconds / read:7.1f}x{peak:10.0f}",
+            flush=True,
         )
     for label, count in (("nothing new", 0), (f"{TRANSITIONS_PER_DAY:,} new", TRANSITIONS_PER_DAY)):
         insert_history(pool, count, now=STARTED_AT + timedelta(days=1))
@@ -56,7 +57,7 @@ def insert_history(pool: object, count: int, *, now: datetime) -> int:
     states = ["warming", "warm", *["running", "waiting"] * TURNS_PER_SANDBOX, "destroying", "destroyed"]
     inserted = 0
     while inserted < count:
-        boxes = [
+        sandboxes = [
             Sandbox(
                 pool=pool, agent_did=f"did:plc:{number % 100}", environment_id="e", holder=uuid.uuid4(), state="destroyed",
                 state_since=now, provider="memory", memory_mib=512, millicpus=1000, pids=64, last_used_at=now, created_at=now,
@@ -64,33 +65,33 @@ def insert_history(pool: object, count: int, *, now: datetime) -> int:
             )
             for number in range(min(500, -(-(count - inserted) // len(states))))
         ]  # fmt: skip
-        Sandbox.objects.bulk_create(boxes)
+        Sandbox.objects.bulk_create(sandboxes)
         moments = [now + timedelta(minutes=number) for number in range(len(states))]
         Transition.objects.bulk_create(
             [
-                Transition(sandbox=box, was=was, to=to, at=at, holder=box.holder, reason="bench")
-                for box in boxes
+                Transition(sandbox=sandbox, was=was, to=to, at=at, holder=sandbox.holder, reason="bench")
+                for sandbox in sandboxes
                 for was, to, at in zip(["", *states], states, moments, strict=False)
             ],
             batch_size=2000,
         )
         Run.objects.bulk_create(
             [
-                Run(sandbox=box, holder=box.holder, argv=["true"], started_at=at, deadline_at=at + timedelta(minutes=1))
-                for box in boxes
+                Run(sandbox=sandbox, holder=sandbox.holder, argv=["true"], started_at=at, deadline_at=at + timedelta(minutes=1))
+                for sandbox in sandboxes
                 for at in moments[2:-2:2]
             ],
             batch_size=2000,
         )
         Reading.objects.bulk_create(
             Reading(
-                sandbox=box, incarnation=1, number=number, holder=box.holder, since=now + timedelta(minutes=9 * number),
+                sandbox=sandbox, incarnation=1, number=number, holder=sandbox.holder, since=now + timedelta(minutes=9 * number),
                 at=now + timedelta(minutes=9 * number + 9), counted=10**6 * number, cpu_micros=10**6, memory_mib=40,
             )
-            for box in boxes
+            for sandbox in sandboxes
             for number in (1, 2)
         )  # fmt: skip
-        inserted += len(boxes) * len(states)
+        inserted += len(sandboxes) * len(states)
     return inserted
 
 

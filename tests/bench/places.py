@@ -1,6 +1,6 @@
 """Latency of exec, wake and join on the Docker Engine through HTTP, against the raw engine calls they need.
 
-Reference figures of the seed, with processes instead of containers: resume from warm 1.7 ms, from cold 32 ms."""
+Reference figures of the prototype, with processes instead of containers: resume from warm 1.7 ms, from cold 32 ms."""
 
 import os
 import sys
@@ -57,7 +57,7 @@ def create_client(port: int) -> ApiClient:
 
 
 def bench_execs(port: int, up: int) -> None:
-    """Exec of `true` in a live sandbox, which the seed calls a resume from warm."""
+    """Exec of `true` in a live sandbox, which the prototype called a resume from warm."""
     from sandboxes import providers
     from sandboxes.models import Sandbox
 
@@ -152,7 +152,7 @@ def bench_claims(port: int) -> None:
     lease_case = BenchCase("join of a pre-warmed one through HTTP", join, before=warm_one, after=destroy)
     interleave([raw, lease_case], rounds=START_COUNT, warmup=3)
     print_report("join with a pre-warmed sandbox", [raw, lease_case], raw=raw, aim="0.1x")
-    print("\n  the seed, with processes: resume from warm 1.7 ms, from cold 32 ms", flush=True)
+    print("\n  prototype, with processes: resume from warm 1.7 ms, from cold 32 ms", flush=True)
 
 
 if __name__ == "__main__":

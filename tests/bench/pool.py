@@ -1,6 +1,6 @@
 """Pool operations with 1 thousand, 100 thousand and 1 million rows. Their cost should not depend on the number of rows.
 
-Reference figures of the seed, which kept its sandboxes in the memory of one process: marking 0.03 ms, choosing a victim
+Reference figures of the prototype, which kept its sandboxes in the memory of one process: marking 0.03 ms, choosing a victim
 0.1 ms. Here each operation is a durable transaction."""
 
 import os
@@ -38,7 +38,7 @@ def main(name: str, database: str, here: Path) -> None:
             + "".join(f"{1e3 * seconds:12.2f}" for seconds in durations)
             + f"{durations[-1] / durations[0]:8.1f}x"
         )
-    print("  seed, in memory, not durable: mark 0.03, choose a victim 0.1", flush=True)
+    print("  prototype, in memory, not durable: mark 0.03, choose a victim 0.1", flush=True)
     bench_large_sweep()
 
 
@@ -113,7 +113,7 @@ def measure_decisions(size: int) -> dict[str, float]:
     interleave([few_idle] + [many_idle] * (size >= 10_000), rounds=min(rounds, 10), warmup=1)
     medians = {case.name: case.p50 for case in cases}
     medians["idle sweep, per idle sandbox"] = few_idle.p50 / IDLE_PER_SWEEP
-    medians["the same with ten times as many"] = (
+    medians["idle sweep of ten times as many, per sandbox"] = (
         (many_idle.p50 / (10 * IDLE_PER_SWEEP)) if many_idle.seconds else few_idle.p50 / IDLE_PER_SWEEP
     )
     return medians

@@ -84,11 +84,11 @@ class ApiClient:
     def calls(self, path: str, body: dict[str, Any] | None = None) -> Callable[[], bytes]:
         """Return a function that repeats one POST and returns the response body."""
         content = json.dumps(body).encode() if body else b""
-        head = (
+        header = (
             f"POST /api/v1{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.key}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
-        request = head.encode() + content
+        request = header.encode() + content
 
         def call() -> bytes:
             self.socket.sendall(request)

@@ -56,13 +56,16 @@ def bench_pricing(size: int) -> None:
     read = time.perf_counter() - began
     began = time.perf_counter()
     costs.price_usage(now=NOW)
-    took = time.perf_counter() - began
+    seconds = time.perf_counter() - began
     assert CostRecord.objects.count() >= size
     Unpriced.note([FIRST_DAY + timedelta(days=DAY_COUNT - 1)])
     began = time.perf_counter()
     costs.price_usage(now=NOW)
-    again = time.perf_counter() - began
-    print(f"  {size:>14,}{took:13.1f}{1e6 * took / size:9.1f}{read:12.2f}{took / read:7.1f}x{again:12.2f} s", flush=True)
+    second_pass = time.perf_counter() - began
+    print(
+        f"  {size:>14,}{seconds:13.1f}{1e6 * seconds / size:9.1f}{read:12.2f}{seconds / read:7.1f}x{second_pass:12.2f} s",
+        flush=True,
+    )
 
 
 def bench_budgets() -> None:
@@ -81,11 +84,11 @@ def bench_budgets() -> None:
 
     fields = {"unit": "usd", "period": "month", "amount": Decimal(10**6), "created_at": NOW}
     everything = Budget.objects.create(scope="all", **fields)
-    of_one = Budget.objects.create(scope="agent", subject="did:plc:7", **fields)
+    one_agent = Budget.objects.create(scope="agent", subject="did:plc:7", **fields)
     cases = [
         BenchCase("raw: SELECT SUM of a month", raw),
         BenchCase("update a budget on everything", lambda number: budgets.update_spending(everything.pk, now=NOW)),
-        BenchCase("update a budget on one agent of a hundred", lambda number: budgets.update_spending(of_one.pk, now=NOW)),
+        BenchCase("update a budget on one agent of a hundred", lambda number: budgets.update_spending(one_agent.pk, now=NOW)),
     ]
     interleave(cases, rounds=20, warmup=2)
     print_report(f"a budget's sum over {CostRecord.objects.count():,} cost records", cases, raw=cases[0])
@@ -104,7 +107,7 @@ def bench_admission() -> None:
     kind = EnvironmentType.objects.get(name="coding").name
     now = timezone.now()
     fields = {"unit": "hours", "amount": Decimal(10**6), "hard": True, "created_at": now}
-    three = [
+    budget_rows = [
         Budget.objects.create(scope="all", period="ever", active=False, **fields),
         Budget.objects.create(scope="agent", subject="did:plc:gate", period="month", active=False, **fields),
         Budget.objects.create(scope="environment_type", subject=kind, period="day", active=False, **fields),
@@ -121,8 +124,8 @@ def bench_admission() -> None:
 
     cases = [
         BenchCase("a grant, no budget", grant, before=lambda number: activate_only()),
-        BenchCase("with one budget in scope", grant, before=lambda number: activate_only(three[0])),
-        BenchCase("with three budgets in scope", grant, before=lambda number: activate_only(*three)),
+        BenchCase("with one budget in scope", grant, before=lambda number: activate_only(budget_rows[0])),
+        BenchCase("with three budgets in scope", grant, before=lambda number: activate_only(*budget_rows)),
     ]
     interleave(cases, rounds=GRANT_COUNT, warmup=5)
     print_report("a grant with budgets", cases, raw=cases[0])
@@ -132,13 +135,13 @@ def bench_admission() -> None:
         budgets.require_budget(lease, now=now)
 
     def exhaust_other(number: int) -> None:
-        activate_only(spent, *three)
+        activate_only(spent, *budget_rows)
         begun = budgets.get_period_bounds("ever", now)[0]
         Budget.objects.filter(pk=spent.pk).update(exhausted_at=now, exhausted_for=begun, period_began=begun, spent=10**6)
 
     cases = [
         BenchCase("raw: the lease's row", lambda number: leasing.require_active(lease, now=now)),
-        BenchCase("no budget is exhausted", check, before=lambda number: activate_only(*three)),
+        BenchCase("no budget is exhausted", check, before=lambda number: activate_only(*budget_rows)),
         BenchCase("a budget out of scope is exhausted", check, before=exhaust_other),
     ]
     interleave(cases, rounds=GRANT_COUNT, warmup=5)

@@ -67,10 +67,10 @@ def test_a_private_key_is_imported_from_stdin_as_hex_or_multibase(monkeypatch, a
 
 @pytest.mark.django_db
 def test_an_invalid_private_key_is_refused_and_not_printed(monkeypatch) -> None:
-    nearly = curves.generate_key().secret.hex()[:-1] + "g"
+    invalid_key = curves.generate_key().secret.hex()[:-1] + "g"
     with pytest.raises(CommandError, match="64 hexadecimal digits") as refused:
-        run(monkeypatch, "import", ADA, stdin=nearly)
-    assert nearly not in str(refused.value)
+        run(monkeypatch, "import", ADA, stdin=invalid_key)
+    assert invalid_key not in str(refused.value)
     assert not SigningKey.objects.exists()
 
 
@@ -112,10 +112,10 @@ def test_malformed_encryption_keys_stop_the_start_and_are_not_printed(tmp_path, 
 
 
 def test_encryption_keys_in_either_base64_alphabet_are_accepted_and_not_printed(tmp_path) -> None:
-    given = [base64.b64encode(b"\xfb" * 32).decode(), base64.urlsafe_b64encode(b"\xff" * 32).decode()]
-    assert "+" in given[0] and "_" in given[1]
-    process = run_manage(tmp_path, "config", LEASEHOLD_IDENTITY_KEYS=", ".join(given))
+    encoded_keys = [base64.b64encode(b"\xfb" * 32).decode(), base64.urlsafe_b64encode(b"\xff" * 32).decode()]
+    assert "+" in encoded_keys[0] and "_" in encoded_keys[1]
+    process = run_manage(tmp_path, "config", LEASEHOLD_IDENTITY_KEYS=", ".join(encoded_keys))
     assert process.returncode == 0
-    assert not any(each in process.stdout for each in given)
+    assert not any(each in process.stdout for each in encoded_keys)
     line = next(line for line in process.stdout.splitlines() if line.startswith("LEASEHOLD_IDENTITY_KEYS"))
     assert line.split()[1:3] == ["********", "environment"]

@@ -40,11 +40,11 @@ def lease() -> str:
 def test_a_key_is_printed_once_and_can_act_for_its_agents() -> None:
     output = run("create_key", "--agent", "did:plc:ada", "--agent", "did:plc:bob", "--name", "game server", "--json")
     assert output.count("\n") == 1
-    made = json.loads(output)
-    row = api_keys.find_active_key(made["key"], now=timezone.now())
+    created = json.loads(output)
+    row = api_keys.find_active_key(created["key"], now=timezone.now())
     assert row is not None
     assert (row.prefix, row.dids, row.operator, row.name) == (
-        made["prefix"], ["did:plc:ada", "did:plc:bob"], False, "game server",
+        created["prefix"], ["did:plc:ada", "did:plc:bob"], False, "game server",
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def test_no_superuser_is_created_if_another_one_exists() -> None:
 
 def test_an_ordinary_user_of_that_name_is_not_promoted() -> None:
     get_user_model().objects.create_user("operator")
-    with pytest.raises(CommandError, match="no superuser"):
+    with pytest.raises(CommandError, match="not a superuser"):
         quickstart()
     assert not get_user_model().objects.get().is_superuser
 

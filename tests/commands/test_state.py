@@ -92,15 +92,15 @@ def test_control_characters_in_names_are_escaped() -> None:
 
 def test_listing_twenty_thousand_files_takes_two_queries() -> None:
     put("z", "1")
-    mine = AgentData.objects.get()
+    data = AgentData.objects.get()
     DataFile.objects.bulk_create(
-        DataFile(data=mine, path=f"d{number % 7}/{number}", kind="directory", mode=0o755, revision=1, at=NOW)
+        DataFile(data=data, path=f"d{number % 7}/{number}", kind="directory", mode=0o755, revision=1, at=NOW)
         for number in range(20_000)
     )
-    with CaptureQueriesContext(connection) as asked:
-        assert [line.name for line in data_tree.list_directory(mine, "", limit=5)] == ["d0", "d1", "d2", "d3", "d4"]
-        assert [line.name for line in data_tree.list_directory(mine, "d1", after="99", limit=3)] == ["9906", "9913", "9920"]
-    assert len(asked) == 3  # directories without a row need no further query
+    with CaptureQueriesContext(connection) as captured:
+        assert [line.name for line in data_tree.list_directory(data, "", limit=5)] == ["d0", "d1", "d2", "d3", "d4"]
+        assert [line.name for line in data_tree.list_directory(data, "d1", after="99", limit=3)] == ["9906", "9913", "9920"]
+    assert len(captured) == 3  # directories without a row need no further query
 
 
 def test_a_file_is_printed_unchanged(tmp_path: Path, capfdbinary) -> None:

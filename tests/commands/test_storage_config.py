@@ -13,7 +13,7 @@ from tests.commands.manage import run_manage
 
 S3 = {
     "STORAGE_BACKEND": "s3",
-    "R2_BUCKET_BINDING": "shelf",
+    "R2_BUCKET_BINDING": "bucket",
     "LEASEHOLD_S3_ENDPOINT": "https://account.invalid",
     "LEASEHOLD_S3_ACCESS_KEY_ID": "a-key-id",
     "LEASEHOLD_S3_SECRET_ACCESS_KEY": "a-secret-key",
@@ -27,18 +27,18 @@ KV = {
 
 
 def refusal(home: Path, **variables: str) -> str:
-    done = run_manage(home, "check", **variables)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("\n") == 1
-    return done.stderr
+    process = run_manage(home, "check", **variables)
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.count("\n") == 1
+    return process.stderr
 
 
 @pytest.mark.parametrize("backend", [{**S3, "STORAGE_BACKEND": "r2"}, KV, {"STORAGE_SYNC": "1"}], ids=["r2", "kv", "files"])
 def test_a_complete_backend_configuration_starts_and_prints_no_secret(tmp_path: Path, backend: dict[str, str]) -> None:
-    done = run_manage(tmp_path, "config", **backend)
-    assert done.returncode == 0, done.stderr
-    assert "a-secret" not in done.stdout
-    assert done.stderr == ""
+    process = run_manage(tmp_path, "config", **backend)
+    assert process.returncode == 0, process.stderr
+    assert "a-secret" not in process.stdout
+    assert process.stderr == ""
 
 
 @pytest.mark.parametrize("backend", [S3, KV], ids=["s3", "cloudflare_kv"])
@@ -96,12 +96,12 @@ def test_the_settings_select_the_store(settings, backend: str, kind: type) -> No
         "s",
     )
     settings.KV_NAMESPACE, settings.KV_ACCOUNT_ID, settings.KV_API_TOKEN = "n", "a", "t"
-    made = storage.get_store.__wrapped__()
-    assert type(made) is kind
-    assert backend == "filesystem" or made.prefix == "ours/"
-    assert made.name == backend
+    store = storage.get_store.__wrapped__()
+    assert type(store) is kind
+    assert backend == "filesystem" or store.prefix == "ours/"
+    assert store.name == backend
 
 
 def test_only_secrets_are_masked() -> None:
-    secret = {name for name, knob in env.ENV_VARIABLES.items() if knob.secret and ("S3" in name or "KV" in name)}
+    secret = {name for name, variable in env.ENV_VARIABLES.items() if variable.secret and ("S3" in name or "KV" in name)}
     assert secret == {"LEASEHOLD_S3_SECRET_ACCESS_KEY", "LEASEHOLD_KV_API_TOKEN"}

@@ -14,9 +14,9 @@ from controlplane import supervisor
 from controlplane.supervisor import AlreadyRunning, Child, Supervisor, hold_lock_file, kill_instance
 from tests.support.waiting import wait_until
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({!r}, 'w'); time.sleep(600)"
+IGNORING_SIGTERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({!r}, 'w'); time.sleep(600)"
 FORKING = "import os, time; os.fork(); time.sleep(600)"
-RUNAWAY = "import os, time; os.fork() or os.setsid(); time.sleep(600)"
+NEW_SESSION = "import os, time; os.fork() or os.setsid(); time.sleep(600)"
 
 
 def find_processes(instance: str) -> list[int]:
@@ -26,7 +26,7 @@ def find_processes(instance: str) -> list[int]:
 
 
 @pytest.fixture
-def family() -> Iterator[str]:
+def run_instance() -> Iterator[str]:
     name = f"test-{os.urandom(8).hex()}"
     yield name
     kill_instance(name)
@@ -35,16 +35,16 @@ def family() -> Iterator[str]:
 def sleeper(instance: str) -> "subprocess.Popen[bytes]":
     """A process that the fixtures did not start as a child of a Supervisor."""
     process = subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], supervisor.INSTANCE_VARIABLE: instance})
-    wait_until(lambda: process.pid in find_processes(instance), "its environment is there")
+    wait_until(lambda: process.pid in find_processes(instance), "the process is found by its environment")
     return process
 
 
-def test_only_processes_of_the_instance_are_killed(family: str) -> None:
-    ours, sub, other = sleeper(family), sleeper(f"{family}.web.1"), sleeper(f"{family}2")
+def test_only_processes_of_the_instance_are_killed(run_instance: str) -> None:
+    parent, descendant, other = sleeper(run_instance), sleeper(f"{run_instance}.web.1"), sleeper(f"{run_instance}2")
     try:
-        assert kill_instance(family) == 2
-        assert (ours.wait(30), sub.wait(30), other.poll()) == (-signal.SIGKILL, -signal.SIGKILL, None)
-        assert kill_instance(family) == 0
+        assert kill_instance(run_instance) == 2
+        assert (parent.wait(30), descendant.wait(30), other.poll()) == (-signal.SIGKILL, -signal.SIGKILL, None)
+        assert kill_instance(run_instance) == 0
     finally:
         other.kill()
         other.wait()
@@ -73,10 +73,12 @@ def test_an_invalid_note_is_ignored(tmp_path: Path) -> None:
 class SupervisorRun:
     """A Supervisor that runs until `is_done` returns True, with its printed lines and released instances."""
 
-    def __init__(self, family: str, *children: Child) -> None:
+    def __init__(self, run_instance: str, *children: Child) -> None:
         self.lines: list[str] = []
         self.released: list[str] = []
-        self.supervisor = Supervisor(family, children, print_line=self.lines.append, release_instance=self.released.append)
+        self.supervisor = Supervisor(
+            run_instance, children, print_line=self.lines.append, release_instance=self.released.append
+        )
 
     def until(self, is_done, within: float = 60.0) -> None:
         timer = threading.Timer(within, lambda: setattr(self.supervisor, "stopping", True))
@@ -86,13 +88,13 @@ class SupervisorRun:
             self.supervisor.stopping |= bool(is_done())
 
         self.supervisor.run(each_tick=tick)
-        in_time = timer.is_alive()
+        finished_in_time = timer.is_alive()
         timer.cancel()
-        assert in_time, self.lines
+        assert finished_in_time, self.lines
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT_SECONDS", 2.0)
 
@@ -101,34 +103,34 @@ def child(code: str, **options: object) -> Child:
     return Child("one", [sys.executable, "-c", code], Path("/"), **options)  # type: ignore[arg-type]
 
 
-def test_a_child_that_dies_is_released_and_restarted_with_backoff(family: str) -> None:
+def test_a_child_that_dies_is_released_and_restarted_with_backoff(run_instance: str) -> None:
     one = child("raise SystemExit(3)")
-    run = SupervisorRun(family, one)
+    run = SupervisorRun(run_instance, one)
     run.until(lambda: one.failures == 2)
     assert [line.split(": ", 1)[1] for line in run.lines[:2]] == [
         "exited with code 3; restarting in 1 s",
         "exited with code 3; restarting in 2 s",
     ]
-    assert run.released == [f"{family}.one.1", f"{family}.one.2"]
+    assert run.released == [f"{run_instance}.one.1", f"{run_instance}.one.2"]
 
 
-def test_processes_of_a_dead_child_are_killed_also_outside_its_group(family: str) -> None:
-    one = child(RUNAWAY)
-    run = SupervisorRun(family, one)
+def test_processes_of_a_dead_child_are_killed_also_outside_its_group(run_instance: str) -> None:
+    one = child(NEW_SESSION)
+    run = SupervisorRun(run_instance, one)
 
-    def two_then_kill_one() -> bool:
+    def kill_leader_once_both_run() -> bool:
         if one.process and one.starts == 1 and len(find_processes(one.instance)) == 2:
             os.kill(one.process.pid, signal.SIGKILL)
         return bool(run.released)
 
-    run.until(two_then_kill_one)
+    run.until(kill_leader_once_both_run)
     assert find_processes(run.released[0]) == []
 
 
-def test_a_hanging_child_is_killed_even_if_stopped_and_restarted(family: str) -> None:
+def test_a_hanging_child_is_killed_even_if_stopped_and_restarted(run_instance: str) -> None:
     one = child(FORKING, find_problem=lambda child: "it hangs" if child.starts == 1 and stopped else "")
     stopped: list[int] = []
-    run = SupervisorRun(family, one)
+    run = SupervisorRun(run_instance, one)
 
     def stop_all() -> bool:
         if one.starts == 1 and not stopped and len(find_processes(one.instance)) == 2:
@@ -139,31 +141,31 @@ def test_a_hanging_child_is_killed_even_if_stopped_and_restarted(family: str) ->
 
     run.until(stop_all)
     assert run.lines[0].endswith("it hangs; restarting in 1 s")
-    assert find_processes(f"{family}.one.1") == []
+    assert find_processes(f"{run_instance}.one.1") == []
 
 
-def test_stopping_terminates_first_and_kills_after_the_timeout(family: str, tmp_path: Path) -> None:
-    marker = tmp_path / "deaf"
-    obedient, stubborn = child(FORKING), child(STUBBORN.format(str(marker)))
-    stubborn.name = "two"
-    run = SupervisorRun(family, obedient, stubborn)
-    run.until(lambda: marker.exists() and len(find_processes(family)) == 3)
+def test_stopping_terminates_first_and_kills_after_the_timeout(run_instance: str, tmp_path: Path) -> None:
+    marker = tmp_path / "started"
+    responsive, ignoring = child(FORKING), child(IGNORING_SIGTERM.format(str(marker)))
+    ignoring.name = "two"
+    run = SupervisorRun(run_instance, responsive, ignoring)
+    run.until(lambda: marker.exists() and len(find_processes(run_instance)) == 3)
     assert run.lines == ["two does not stop: killing it"]
-    assert find_processes(family) == []
+    assert find_processes(run_instance) == []
 
 
-def test_children_are_stopped_when_the_loop_raises(family: str) -> None:
-    run = SupervisorRun(family, child("import time; time.sleep(600)"))
+def test_children_are_stopped_when_the_loop_raises(run_instance: str) -> None:
+    run = SupervisorRun(run_instance, child("import time; time.sleep(600)"))
 
     def fail() -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
         run.supervisor.run(each_tick=fail)
-    assert find_processes(family) == []
+    assert find_processes(run_instance) == []
 
 
-def test_a_tied_process_and_its_forks_die_with_the_parent(family: str) -> None:
+def test_a_tied_process_and_its_forks_die_with_the_parent(run_instance: str) -> None:
     tied = (
         "import os, time; from controlplane.supervisor import tie_descendants; tie_descendants();"
         "os.fork() and os.fork(); os.write(1, b'tied\\n'); time.sleep(600)"
@@ -171,7 +173,7 @@ def test_a_tied_process_and_its_forks_die_with_the_parent(family: str) -> None:
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {tied!r}])"
     process = subprocess.Popen(
         [sys.executable, "-c", parent],
-        env={**os.environ, supervisor.INSTANCE_VARIABLE: family, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, supervisor.INSTANCE_VARIABLE: run_instance, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
@@ -179,5 +181,5 @@ def test_a_tied_process_and_its_forks_die_with_the_parent(family: str) -> None:
         assert process.stdout.readline() == b"tied\n"
     process.kill()
     process.wait()
-    wait_until(lambda: not find_processes(family), "all are gone")
+    wait_until(lambda: not find_processes(run_instance), "all processes ended")
     process.stdout.close()

@@ -174,7 +174,7 @@ def test_the_loop_continues_after_a_failure_and_ends_on_a_signal(
         rounds.append(name)
         if len(rounds) == 3:
             os.kill(os.getpid(), number)
-        raise RuntimeError("the database is away")
+        raise RuntimeError("the database is down")
 
     monkeypatch.setattr(schedules, "run_sweep", failing)
     monkeypatch.setattr("controlplane.management.commands.sweep.connections.close_all", lambda: None)

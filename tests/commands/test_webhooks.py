@@ -32,10 +32,10 @@ def test_a_webhook_is_added_listed_tested_rotated_and_removed(receiver: WebhookR
     assert (str(row.pk), row.kinds, row.description, row.internal) == (pk, ["lease.ended", "budget.warning"], "me", True)
     assert run("list") == [f"{pk} {receiver.url} lease.ended,budget.warning active no attempts"]
     assert run("test", pk) == [f"{receiver.url} answered 204"]
-    [after] = run("rotate", pk)
+    [new_secret] = run("rotate", pk)
     run("test", pk)
-    assert [verify_signature(one, secret) for one in receiver.received] == [True, True]
-    assert [verify_signature(one, after) for one in receiver.received] == [False, True]
+    assert [verify_signature(request, secret) for request in receiver.received] == [True, True]
+    assert [verify_signature(request, new_secret) for request in receiver.received] == [False, True]
     assert run("pause", pk) == [f"{receiver.url} paused"] and run("pause", pk) == [f"{receiver.url} was already paused"]
     assert " paused " in run("list")[0]
     assert run("resume", pk) == [f"{receiver.url} resumed"]

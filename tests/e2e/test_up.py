@@ -73,7 +73,7 @@ class Home:
     def wait_for_child(self, program: str) -> set[int]:
         """Wait until all processes of a child exist and return their ids."""
         return wait_until(
-            lambda: len(pids := self.find_processes(program)) == PROCESS_COUNTS[program] and pids, f"all of {program} is there"
+            lambda: len(pids := self.find_processes(program)) == PROCESS_COUNTS[program] and pids, f"all of {program} exists"
         )
 
     def query_value(self, query: str) -> Any:

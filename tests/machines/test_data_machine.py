@@ -47,14 +47,15 @@ STEPS = [
     "eviction claimed", "objects stored", "persisted", "process gone", "wake claimed", "destroy claimed", "destroy answered",
 ]  # fmt: skip
 Edit = tuple[str, str, str]  # verb, path, another path
-Trouble = str | tuple[str, int, bool] | None  # a checkpoint; or a method of the store, number of the call, after it acted
+# Checkpoint of a crash, or (method of the store, number of the failing call, whether the call acts before it fails).
+Fault = str | tuple[str, int, bool] | None
 
 ENVIRONMENT = st.sampled_from(ENVIRONMENTS)
-PATH = st.sampled_from(["a", "b", "d", "d/a", "d/e", "d/e/a"])  # few, so that sandboxes conflict
+PATH = st.sampled_from(["a", "b", "d", "d/a", "d/e", "d/e/a"])  # few paths, so that sandboxes conflict
 VERB = st.sampled_from(["write", "write", "write", "copy", "mkdir", "link", "chmod", "remove", "rename"])
 EDITS = st.lists(st.tuples(VERB, PATH, PATH), min_size=1, max_size=3)
 METHOD = st.sampled_from(["upload", "download", "remove"])
-TROUBLE = st.none() | st.sampled_from(STEPS) | st.tuples(METHOD, st.integers(1, 3), st.booleans())
+FAULT = st.none() | st.sampled_from(STEPS) | st.tuples(METHOD, st.integers(1, 3), st.booleans())
 
 
 def digest(content: bytes) -> str:
@@ -99,29 +100,29 @@ class DataMachine(RuleBasedStateMachine):
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
-    @rule(environment=ENVIRONMENT, left=EDITS, edits=EDITS, trouble=TROUBLE)
-    def use_one(self, environment: str, left: list[Edit], edits: list[Edit], trouble: Trouble) -> None:
+    @rule(environment=ENVIRONMENT, earlier=EDITS, edits=EDITS, fault=FAULT)
+    def use_one(self, environment: str, earlier: list[Edit], edits: list[Edit], fault: Fault) -> None:
         """A process in the sandbox changes files, then a command does."""
-        self.edit(self.usable_ref(environment), left)
+        self.edit(self.usable_ref(environment), earlier)
         self.edits = edits
-        self.attempt(lambda: self.run(environment), trouble)
+        self.attempt(lambda: self.run(environment), fault)
 
-    @rule(first=ENVIRONMENT, second=ENVIRONMENT, edits=EDITS, others=EDITS, trouble=TROUBLE)
-    def use_two(self, first: str, second: str, edits: list[Edit], others: list[Edit], trouble: Trouble) -> None:
+    @rule(first=ENVIRONMENT, second=ENVIRONMENT, edits=EDITS, others=EDITS, fault=FAULT)
+    def use_two(self, first: str, second: str, edits: list[Edit], others: list[Edit], fault: Fault) -> None:
         """Neither sandbox has seen the other one's changes."""
         self.edit(self.usable_ref(first), edits)
         self.edit(self.usable_ref(second), others)
-        self.attempt(lambda: self.run(first), trouble)
+        self.attempt(lambda: self.run(first), fault)
         self.attempt(lambda: self.run(second))
 
     @rule(environment=ENVIRONMENT, edits=EDITS, step=st.sampled_from(["put_files", "get_files", "data stored"]))
     def change_files_during_sync(self, environment: str, edits: list[Edit], step: str) -> None:
         """A process changes files while /data is being pulled, read or stored."""
-        left = [edits]
+        pending = [edits]
 
         def once(ref: str) -> None:
-            if left and Sandbox.objects.filter(ref=ref, state="running").exists():
-                self.edit(ref, left.pop())
+            if pending and Sandbox.objects.filter(ref=ref, state="running").exists():
+                self.edit(ref, pending.pop())
 
         def hook(reached: str, subject: object) -> None:
             if reached == step and isinstance(subject, Attachment):
@@ -132,17 +133,17 @@ class DataMachine(RuleBasedStateMachine):
             self.edits = [("write", "a", "a")]
             self.attempt(lambda: self.run(environment))
 
-    @rule(minutes=st.sampled_from([6, 11, 61]), trouble=TROUBLE)
-    def evict_idle_sandboxes(self, minutes: int, trouble: Trouble) -> None:
+    @rule(minutes=st.sampled_from([6, 11, 61]), fault=FAULT)
+    def evict_idle_sandboxes(self, minutes: int, fault: Fault) -> None:
         self.now += timedelta(minutes=minutes)
-        self.attempt(lambda: pool_sweeps.evict_idle(now=self.now), trouble)
+        self.attempt(lambda: pool_sweeps.evict_idle(now=self.now), fault)
 
-    @rule(environment=ENVIRONMENT, left=EDITS, trouble=TROUBLE)
-    def end_lease(self, environment: str, left: list[Edit], trouble: Trouble) -> None:
+    @rule(environment=ENVIRONMENT, edits=EDITS, fault=FAULT)
+    def end_lease(self, environment: str, edits: list[Edit], fault: Fault) -> None:
         """A lease ends after a process has changed files in its sandbox."""
-        self.edit(self.usable_ref(environment), left)
+        self.edit(self.usable_ref(environment), edits)
         self.attempt(lambda: leasing.release(self.lease(environment), now=self.now))
-        self.attempt(lambda: sweeps.reclaim(now=self.now), trouble)
+        self.attempt(lambda: sweeps.reclaim(now=self.now), fault)
 
     @rule(environment=ENVIRONMENT)
     def vanish_sandbox(self, environment: str) -> None:
@@ -150,14 +151,14 @@ class DataMachine(RuleBasedStateMachine):
             self.memory.vanish(ref)
             self.unsaved.pop(ref, None)
 
-    @rule(minutes=st.sampled_from([1, 11, 61]), trouble=TROUBLE)
-    def run_sweeps(self, minutes: int, trouble: Trouble) -> None:
+    @rule(minutes=st.sampled_from([1, 11, 61]), fault=FAULT)
+    def run_sweeps(self, minutes: int, fault: Fault) -> None:
         self.now += timedelta(minutes=minutes)
         for sweep in (sweeps.recover_stalled, pruning.persist_unsaved, sweeps.reclaim):
-            self.attempt(lambda sweep=sweep: sweep(now=self.now), trouble)  # type: ignore[misc]
+            self.attempt(lambda sweep=sweep: sweep(now=self.now), fault)  # type: ignore[misc]
         self.attempt(lambda: sweeps.reconcile(now=self.now, grace=timedelta(0)))
         # Only crashed processes leave anything in flight between two rules, so no grace period is needed.
-        self.attempt(lambda: pruning.remove_orphans(now=self.now, grace=timedelta(0)), trouble)
+        self.attempt(lambda: pruning.remove_orphans(now=self.now, grace=timedelta(0)), fault)
 
     # --- invariants ---------------------------------------------------------------------------------------------------
 
@@ -168,10 +169,10 @@ class DataMachine(RuleBasedStateMachine):
 
     @invariant()
     def totals_are_the_sums(self) -> None:
-        if hasattr(self, "rows") and (row_of_agent := AgentData.objects.filter(agent_did=self.did).first()):
-            live = DataFile.objects.filter(data=row_of_agent, removed=False)
-            assert row_of_agent.files == live.filter(kind="file").count()
-            assert row_of_agent.size_bytes == (live.aggregate(sum=Sum("size_bytes"))["sum"] or 0)
+        if hasattr(self, "rows") and (data := AgentData.objects.filter(agent_did=self.did).first()):
+            live = DataFile.objects.filter(data=data, removed=False)
+            assert data.files == live.filter(kind="file").count()
+            assert data.size_bytes == (live.aggregate(sum=Sum("size_bytes"))["sum"] or 0)
 
     @invariant()
     def rows_are_a_tree(self) -> None:
@@ -189,8 +190,8 @@ class DataMachine(RuleBasedStateMachine):
     @invariant()
     def written_files_exist_until_they_are_stored(self) -> None:
         if hasattr(self, "rows"):
-            for ref, left in self.unsaved.items():
-                for path, content in left.items():
+            for ref, unsaved in self.unsaved.items():
+                for path, content in unsaved.items():
                     entry = self.memory.files(ref).get(f"{DATA}/{path}")
                     assert isinstance(entry, File) and digest(entry.content) == content, f"{path} of {ref} is gone"
 
@@ -204,7 +205,7 @@ class DataMachine(RuleBasedStateMachine):
         kept = {content for path, content in self.rows.items() if path.startswith(CONFLICTS_DIRECTORY)}
         for path, content in before.items():
             if self.rows.get(path) != content and content not in kept:
-                assert (path, content) in self.had[ref], f"{path} was lost to {ref}, which never had it"
+                assert (path, content) in self.had[ref], f"{path} was lost to {ref}, which never had that version"
         for path, content in [*self.unsaved[ref].items()]:
             if self.rows.get(path) == content:
                 del self.unsaved[ref][path]
@@ -212,14 +213,14 @@ class DataMachine(RuleBasedStateMachine):
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def lease(self, environment: str) -> uuid.UUID:
-        ask = leasing.LeaseRequest(self.did, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=12))
-        return leasing.acquire(ask, now=self.now)[0].pk
+        request = leasing.LeaseRequest(self.did, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=12))
+        return leasing.acquire(request, now=self.now)[0].pk
 
     def run(self, environment: str) -> None:
         execution.exec_command(self.lease(environment), Command(argv=["edit"], timeout=MINUTE), now=self.now)
 
     def program(self, call: ProgramCall) -> ProgramResult:
-        [ref] = [box.spec.name for box in self.memory._sandboxes.values() if box.files is call.files]
+        [ref] = [sandbox.spec.name for sandbox in self.memory._sandboxes.values() if sandbox.files is call.files]
         self.record_files(ref)
         self.edit(ref, self.edits)
         self.edits = []
@@ -236,7 +237,7 @@ class DataMachine(RuleBasedStateMachine):
         return sandbox.ref if Attachment.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, pulling=[]) else ""
 
     def record_files(self, ref: str) -> None:
-        """Record the present files of a sandbox."""
+        """Record the current files of a sandbox."""
         for path, entry in self.memory.files(ref).items():
             if path.startswith(f"{DATA}/") and isinstance(entry, File):
                 self.had[ref].add((path.removeprefix(f"{DATA}/"), digest(entry.content)))
@@ -249,25 +250,25 @@ class DataMachine(RuleBasedStateMachine):
         """Change the files of a sandbox, as a program in the sandbox would."""
         if not ref:
             return
-        files, left = self.memory.files(ref), self.unsaved[ref]
+        files, unsaved = self.memory.files(ref), self.unsaved[ref]
         for verb, path, other in edits:
             if verb == "write":
                 self.contents += 1
                 place(files, path, File(f"content {self.contents}\n".encode(), mtime=self.contents))
-                left[path] = digest(f"content {self.contents}\n".encode())
+                unsaved[path] = digest(f"content {self.contents}\n".encode())
             else:
                 change(files, verb, path, other)
-        for name in [*left]:
+        for name in [*unsaved]:
             entry = files.get(f"{DATA}/{name}")
-            if not isinstance(entry, File) or digest(entry.content) != left[name]:
-                del left[name]  # the program itself removed or replaced the file
+            if not isinstance(entry, File) or digest(entry.content) != unsaved[name]:
+                del unsaved[name]  # the program itself removed or replaced the file
         self.record_files(ref)
 
-    def attempt(self, act: Callable[[], object], trouble: Trouble = None) -> None:
-        """Call a function with injected trouble. Refusals and crashes are expected."""
+    def attempt(self, act: Callable[[], object], fault: Fault = None) -> None:
+        """Call a function with an injected fault. Refusals and crashes are expected."""
         died: list[object] = []
         try:
-            with self.inject(trouble, died), suppress(SandboxError):
+            with self.inject(fault, died), suppress(SandboxError):
                 act()
         except SimulatedCrash:
             # A crashed pull keeps its claim on the sandbox until the claim expires.
@@ -277,24 +278,24 @@ class DataMachine(RuleBasedStateMachine):
         lifecycle.CHECKPOINT_HOOKS[:] = [self.check_recorded]
 
     @contextmanager
-    def inject(self, trouble: Trouble, died: list[object]) -> Iterator[None]:
+    def inject(self, fault: Fault, died: list[object]) -> Iterator[None]:
         """Crash once at a checkpoint, or fail one call of the store, before or after the store acts."""
         calls: list[str] = []
 
         def die(reached: str, subject: object) -> None:
-            if reached == trouble and not died:
+            if reached == fault and not died:
                 died.append(subject)
                 raise SimulatedCrash
 
         def fail(key: str) -> None:
             calls.append(key)
-            if isinstance(trouble, tuple) and len(calls) == trouble[1]:
-                raise StoreError("memory", trouble[0], "out of order", key=key)
+            if isinstance(fault, tuple) and len(calls) == fault[1]:
+                raise StoreError("memory", fault[0], "out of order", key=key)
 
         lifecycle.CHECKPOINT_HOOKS.append(die)
         with ExitStack() as stack:
-            if isinstance(trouble, tuple):
-                method, _, acted = trouble
+            if isinstance(fault, tuple):
+                method, _, acted = fault
                 stack.enter_context((self.store.after if acted else self.store.before)(method, fail))
             yield
 
@@ -309,7 +310,7 @@ class DataMachine(RuleBasedStateMachine):
         for environment in ENVIRONMENTS * 2:
             try:
                 self.run(environment)
-            except LeaseError:  # its sandbox had vanished unnoticed
+            except LeaseError:  # the sandbox had vanished unnoticed
                 self.run(environment)
         for environment in ENVIRONMENTS:
             assert self.files_inside(environment) == self.newest(), environment

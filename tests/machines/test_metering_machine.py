@@ -27,7 +27,7 @@ from sandboxes.models import Sandbox, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.usage import readings
 from tests.conftest import SimulatedCrash
-from tests.machines.test_pool_machine import WHICH, PoolMachine
+from tests.machines.test_pool_machine import ROW_INDEX, PoolMachine
 
 pytestmark = pytest.mark.django_db
 EXAMPLES = int(os.environ.get("METERING_MACHINE_EXAMPLES", "60"))  # 2,000 random histories take half an hour
@@ -36,7 +36,7 @@ FACTS = [
     "item", "source", "day", "began_at", "ended_at", "sandbox_id", "holder", "agent_did", "environment_id", "provider", "state",
     "memory_mib", "millicpus", "measured", "cpu_micros", "mib_micros", "size_bytes", "model", "calls", "input_tokens", "usd",
 ]  # fmt: skip
-Span = tuple[datetime, datetime]
+TimeRange = tuple[datetime, datetime]
 
 
 class SimulatedTime:
@@ -52,20 +52,20 @@ class SimulatedTime:
         self.at += seconds
 
 
-class Boxes(dict[str, Any]):
-    """The memory provider's sandboxes, with the time spans in which each existed."""
+class ObservedSandboxes(dict[str, Any]):
+    """The memory provider's sandboxes, with the time ranges in which each existed."""
 
     def __init__(self, clock: Callable[[], datetime]) -> None:
         super().__init__()
         self.clock, self.since = clock, {}
-        self.spans: dict[str, list[Span]] = defaultdict(list)
+        self.ranges: dict[str, list[TimeRange]] = defaultdict(list)
         self.vanished: set[str] = set()
         self.used: dict[str, int] = {}  # CPU microseconds of removed sandboxes
 
-    def setdefault(self, name: str, box: Any = None) -> Any:
+    def setdefault(self, name: str, sandbox: Any = None) -> Any:
         if name not in self:
             self.since[name] = self.clock()
-        return super().setdefault(name, box)
+        return super().setdefault(name, sandbox)
 
     def __delitem__(self, name: str) -> None:
         self.vanished.add(name)  # only the rule vanish_sandbox deletes items
@@ -78,7 +78,7 @@ class Boxes(dict[str, Any]):
 
     def _end(self, name: str) -> None:
         if name in self:
-            self.spans[name].append((self.since.pop(name), self.clock()))
+            self.ranges[name].append((self.since.pop(name), self.clock()))
             self.used[name] = self[name].used.cpu_micros
 
 
@@ -90,7 +90,7 @@ class MeteredMachine(PoolMachine):
     def begin(self) -> None:
         super().begin()
         self.began = self.simulated_time.at
-        self.memory._sandboxes = self.boxes = Boxes(self.clock)
+        self.memory._sandboxes = self.observed = ObservedSandboxes(self.clock)
         self.counted = True
 
     def clock(self) -> datetime:
@@ -103,11 +103,11 @@ class MeteredMachine(PoolMachine):
         finally:
             self.now, self.began = self.clock(), self.simulated_time.at
 
-    @rule(which=WHICH, micros=st.integers(0, 10**9), mib=st.integers(0, 512))
-    def use_resources(self, which: int, micros: int, mib: int) -> None:
+    @rule(index=ROW_INDEX, micros=st.integers(0, 10**9), mib=st.integers(0, 512))
+    def use_resources(self, index: int, micros: int, mib: int) -> None:
         ready = Sandbox.objects.filter(pool=self.pool, state__in=READY).order_by("created_at", "pk")
-        if existing := [box.name for box in ready if box.name in self.boxes]:
-            self.memory.use(existing[which % len(existing)], cpu_micros=micros, memory_bytes=mib << 20)
+        if existing := [sandbox.name for sandbox in ready if sandbox.name in self.observed]:
+            self.memory.use(existing[index % len(existing)], cpu_micros=micros, memory_bytes=mib << 20)
 
     @rule()
     def read(self) -> None:
@@ -138,9 +138,9 @@ class MeteredMachine(PoolMachine):
         self.began = self.simulated_time.at
         super().settle()
         self.now += timedelta(hours=1)
-        for box in readings.find_readable().filter(pool=self.pool):
-            if box.name in self.boxes:
-                readings.record_reading(box, self.memory, now=self.now, min_cpu_micros=1)
+        for sandbox in readings.find_readable().filter(pool=self.pool):
+            if sandbox.name in self.observed:
+                readings.record_reading(sandbox, self.memory, now=self.now, min_cpu_micros=1)
         metering.meter_usage(now=self.now)
         self.check_cpu_is_metered_once()
         self.check_billed_time_existed()
@@ -148,36 +148,37 @@ class MeteredMachine(PoolMachine):
         self.check_derivation_is_repeatable()
 
     def check_cpu_is_metered_once(self) -> None:
-        for box in Sandbox.objects.filter(pool=self.pool):
-            names = [f"leasehold-{box.pk.hex}-{number}" for number in range(1, box.incarnation + 1)]
+        for sandbox in Sandbox.objects.filter(pool=self.pool):
+            names = [f"leasehold-{sandbox.pk.hex}-{number}" for number in range(1, sandbox.incarnation + 1)]
             counted = sum(
-                self.boxes[name].used.cpu_micros if name in self.boxes else self.boxes.used.get(name, 0) for name in names
+                self.observed[name].used.cpu_micros if name in self.observed else self.observed.used.get(name, 0)
+                for name in names
             )
-            metered = sum(UsageRecord.objects.filter(sandbox=box, item=UsageKind.USE).values_list("cpu_micros", flat=True))
+            metered = sum(UsageRecord.objects.filter(sandbox=sandbox, item=UsageKind.USE).values_list("cpu_micros", flat=True))
             assert metered <= counted
-            if self.counted and not self.boxes.vanished & {*names}:
+            if self.counted and not self.observed.vanished & {*names}:
                 assert metered == counted
 
     def check_billed_time_existed(self) -> None:
-        for name, since in self.boxes.since.items():
-            self.boxes.spans[name].append((since, self.clock()))
-        for box in Sandbox.objects.filter(pool=self.pool):
-            names = [f"leasehold-{box.pk.hex}-{number}" for number in range(1, box.incarnation + 1)]
-            if self.boxes.vanished & {*names}:
-                continue  # its end is unknown until a sweep notices it
-            existing = [span for name in names for span in self.boxes.spans[name]]
-            paid = [(row.began_at, row.ended_at) for row in usage(box.pk) if row.state in READY]
+        for name, since in self.observed.since.items():
+            self.observed.ranges[name].append((since, self.clock()))
+        for sandbox in Sandbox.objects.filter(pool=self.pool):
+            names = [f"leasehold-{sandbox.pk.hex}-{number}" for number in range(1, sandbox.incarnation + 1)]
+            if self.observed.vanished & {*names}:
+                continue  # the end is unknown until a sweep notices the loss
+            existing = [time_range for name in names for time_range in self.observed.ranges[name]]
+            paid = [(row.began_at, row.ended_at) for row in usage(sandbox.pk) if row.state in READY]
             assert overlap(paid, existing) == total(paid)
 
     def check_records_are_contiguous(self) -> None:
-        for box in Sandbox.objects.filter(pool=self.pool):
-            rows = sorted(usage(box.pk), key=lambda row: row.began_at)
-            began = Transition.objects.filter(sandbox=box).order_by("pk").values_list("at", flat=True)[0]
-            ended = box.destroyed_at or self.now
+        for sandbox in Sandbox.objects.filter(pool=self.pool):
+            rows = sorted(usage(sandbox.pk), key=lambda row: row.began_at)
+            began = Transition.objects.filter(sandbox=sandbox).order_by("pk").values_list("at", flat=True)[0]
+            ended = sandbox.destroyed_at or self.now
             assert total([(row.began_at, row.ended_at) for row in rows]) == ended - began
             for before, after in zip([(began, began), *((row.began_at, row.ended_at) for row in rows)], rows, strict=False):
                 assert before[1] == after.began_at
-            assert box.metered == (box.state == "destroyed") != Meter.objects.filter(pk=box.pk).exists()
+            assert sandbox.metered == (sandbox.state == "destroyed") != Meter.objects.filter(pk=sandbox.pk).exists()
 
     def check_derivation_is_repeatable(self) -> None:
         before = records()
@@ -197,12 +198,12 @@ def records() -> list[tuple[Any, ...]]:
     return sorted(UsageRecord.objects.values_list(*FACTS), key=str)
 
 
-def total(spans: list[Span]) -> timedelta:
-    return sum((end - start for start, end in spans), timedelta(0))
+def total(ranges: list[TimeRange]) -> timedelta:
+    return sum((end - start for start, end in ranges), timedelta(0))
 
 
-def overlap(some: list[Span], others: list[Span]) -> timedelta:
-    """Duration in both lists of spans, neither of which overlaps itself."""
+def overlap(some: list[TimeRange], others: list[TimeRange]) -> timedelta:
+    """Duration in both lists of ranges, neither of which overlaps itself."""
     both = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
     return total([(start, end) for start, end in both if start < end])
 

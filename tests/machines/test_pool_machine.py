@@ -1,6 +1,6 @@
 """Hypothesis state machine over a pool's operations. Rules include the passage of time, provider failures and crashes.
 
-The promises of the pool are its invariants. Each example has a pool of its own and reads only that."""
+The promises of the pool are its invariants. Each example creates its own pool and reads only that pool."""
 
 import uuid
 from collections.abc import Callable
@@ -30,8 +30,8 @@ from tests.conftest import NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 CAPACITY = 4
-# Index into the rows that exist. Drawn before they are read, so that timing does not change the drawn examples.
-WHICH = st.integers(0, 99)
+# Index into existing rows. Drawn before the rows are read, so that timing does not change the drawn examples.
+ROW_INDEX = st.integers(0, 99)
 AGENTS = [f"did:plc:{name}" for name in "abc"]
 STEPS = [
     "reserved", "created", "prepared", "run opened", "run answered", "wake claimed", "eviction claimed", "objects stored",
@@ -72,8 +72,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(agent=st.sampled_from(AGENTS), environment=st.sampled_from(["e1", "e2"]), number=st.integers(0, 99))
     def exec(self, agent: str, environment: str, number: int) -> None:
-        ask = leasing.LeaseRequest(agent, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=6))
-        lease = leasing.acquire(ask, now=self.now)[0]
+        request = leasing.LeaseRequest(agent, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=6))
+        lease = leasing.acquire(request, now=self.now)[0]
         command = Command(argv=["sh", "-c", f"cat f; echo {number} >f"], timeout=timedelta(minutes=1))
         before = self.written.get(lease.pk)
         result = self.attempt(lambda: execution.exec_command(lease.pk, command, now=self.now))
@@ -86,8 +86,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(agent=st.sampled_from(AGENTS))
     def start_process(self, agent: str) -> None:
-        ask = leasing.LeaseRequest(agent, "e1", "catan", pool=self.pool.name, ttl=timedelta(hours=6))
-        lease, spec = leasing.acquire(ask, now=self.now)[0], ProcessSpec(["sleep", "100000"])
+        request = leasing.LeaseRequest(agent, "e1", "catan", pool=self.pool.name, ttl=timedelta(hours=6))
+        lease, spec = leasing.acquire(request, now=self.now)[0], ProcessSpec(["sleep", "100000"])
 
         def start() -> Process:
             with execution.use_lease(lease.pk, now=self.now) as request:
@@ -95,20 +95,20 @@ class PoolMachine(RuleBasedStateMachine):
 
         self.attempt(start)
 
-    @rule(which=WHICH)
-    def kill_process(self, which: int) -> None:
-        if some := list(Process.objects.filter(sandbox__pool=self.pool).order_by("started_at", "agent_did", "pk")):
-            killed = self.attempt(lambda: processes.kill_process(some[which % len(some)], now=self.now))
+    @rule(index=ROW_INDEX)
+    def kill_process(self, index: int) -> None:
+        if rows := list(Process.objects.filter(sandbox__pool=self.pool).order_by("started_at", "agent_did", "pk")):
+            killed = self.attempt(lambda: processes.kill_process(rows[index % len(rows)], now=self.now))
             assert killed is None or killed.ended_at
 
     @rule(minutes=st.sampled_from([1, 6, 31, 125, 400]))
     def pass_time(self, minutes: int) -> None:
         self.now += timedelta(minutes=minutes)
 
-    @rule(which=WHICH)
-    def release(self, which: int) -> None:
+    @rule(index=ROW_INDEX)
+    def release(self, index: int) -> None:
         if leases := list(Lease.objects.filter(pool=self.pool, status="active").order_by("leased_at", "environment_id")):
-            self.attempt(lambda: leasing.release(leases[which % len(leases)].pk, now=self.now))
+            self.attempt(lambda: leasing.release(leases[index % len(leases)].pk, now=self.now))
 
     @rule()
     def sweep_idle(self) -> None:
@@ -154,12 +154,12 @@ class PoolMachine(RuleBasedStateMachine):
         hook = getattr(self.memory, when)(verb, die)
         self.armed.push(hook)
 
-    @rule(which=WHICH)
-    def vanish_sandbox(self, which: int) -> None:
+    @rule(index=ROW_INDEX)
+    def vanish_sandbox(self, index: int) -> None:
         alive = list(Sandbox.objects.filter(pool=self.pool, state__in=ALIVE_STATES).order_by("created_at", "environment_id"))
         if alive:
-            sandbox = alive[which % len(alive)]
-            if any(box.spec.name == sandbox.ref for box in self.peek()):
+            sandbox = alive[index % len(alive)]
+            if any(listed.spec.name == sandbox.ref for listed in self.peek()):
                 self.memory.vanish(sandbox.ref)
                 self.written.pop(sandbox.holder, None)  # type: ignore[arg-type]
 
@@ -190,9 +190,9 @@ class PoolMachine(RuleBasedStateMachine):
     def processes_end_with_their_sandbox(self) -> None:
         if hasattr(self, "pool"):
             for process in self.open_processes().select_related("sandbox"):
-                box = process.sandbox
-                assert box.state in (*ALIVE_STATES, "evicting") and box.lost_at is None
-                assert (box.incarnation, box.holder) == (process.incarnation, process.holder)
+                sandbox = process.sandbox
+                assert sandbox.state in (*ALIVE_STATES, "evicting") and sandbox.lost_at is None
+                assert (sandbox.incarnation, sandbox.holder) == (process.incarnation, process.holder)
 
     @invariant()
     def state_equals_the_last_transition(self) -> None:
@@ -228,7 +228,7 @@ class PoolMachine(RuleBasedStateMachine):
     def peek(self) -> list:  # type: ignore[type-arg]
         """Sandboxes that exist at the provider, read without running hooks."""
         owner = str(self.pool.owner)
-        return [box for box in self.memory._sandboxes.values() if box.spec.owner == owner]
+        return [sandbox for sandbox in self.memory._sandboxes.values() if sandbox.spec.owner == owner]
 
     def settle(self) -> None:
         """Run the sweeps without failures, and check that rows and sandboxes agree."""
@@ -241,12 +241,14 @@ class PoolMachine(RuleBasedStateMachine):
             sweeps.reconcile(now=self.now, grace=timedelta(0))
             sweeps.reclaim(now=self.now)
         rows = {s.name for s in Sandbox.objects.filter(pool=self.pool).exclude(state__in=("cold", "destroyed"))}
-        listed = {box.spec.name for box in self.peek()}
+        listed = {sandbox.spec.name for sandbox in self.peek()}
         assert listed == rows or not listed  # an empty listing proves nothing about the rows
         assert pool_sweeps.recount(now=self.now).failures == []
         assert not Run.objects.filter(sandbox__pool=self.pool, ended_at__isnull=True).exists()
         if listed == rows:
-            running_marks = {mark for box in self.peek() for mark, program in box.background.items() if program.state().running}
+            running_marks = {
+                mark for sandbox in self.peek() for mark, program in sandbox.background.items() if program.state().running
+            }
             assert running_marks == {str(pk) for pk in self.open_processes().values_list("pk", flat=True)}
 
     def open_processes(self):  # type: ignore[no-untyped-def]

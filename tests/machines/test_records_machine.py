@@ -38,7 +38,7 @@ class RecordsMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp(prefix="lh-records-"))
         self.file = self.directory / "records.jsonl"
         self.costs: dict[str, int] = {}  # recorded cost of each call, in 1e-9 USD
-        self.torn = b""  # rest of the line that was begun last
+        self.torn = b""  # unwritten rest of the last line
         self.rotations = self.lines = 0
 
     def teardown(self) -> None:
@@ -103,7 +103,9 @@ class RecordsMachine(RuleBasedStateMachine):
     @rule(nanos=NANOS, copied=st.booleans())
     def rotate(self, nanos: int, copied: bool) -> None:
         """Rotate at most once between two collections that find the old file unchanged. One writer is late."""
-        self.append(self.line(self.insert_call(), nanos))  # an empty file's copy could not be told from another file
+        self.append(
+            self.line(self.insert_call(), nanos)
+        )  # the copy of an empty file could not be distinguished from another file
         self.settle()
         self.append(self.line(self.insert_call(), nanos))
         self.rotations += 1
@@ -127,9 +129,9 @@ class RecordsMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         """Collect twice, and check that each record was collected once."""
         self.finish()
-        for one in self.directory.iterdir():
-            if one != self.file:
-                os.utime(one, ((NOW - 60 * MINUTE).timestamp(),) * 2)
+        for path in self.directory.iterdir():
+            if path != self.file:
+                os.utime(path, ((NOW - 60 * MINUTE).timestamp(),) * 2)
         for _ in range(2):
             upstream_records.collect_records(self.file, NOW)
             collected = dict(LlmCall.objects.values_list("call_id", "cost"))

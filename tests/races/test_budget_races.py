@@ -27,9 +27,9 @@ HOUR = timedelta(hours=1)
 
 
 def budget(amount: Any, unit: str = "hours", **fields: Any) -> Budget:
-    made = Budget(**{"scope": "all", "amount": Decimal(amount), "unit": unit, "period": "day"} | fields)
-    budgets.save_budget(made, now=NOW)
-    return made
+    created = Budget(**{"scope": "all", "amount": Decimal(amount), "unit": unit, "period": "day"} | fields)
+    budgets.save_budget(created, now=NOW)
+    return created
 
 
 def true() -> Command:
@@ -114,8 +114,8 @@ def test_exec_during_the_end_of_its_lease_runs_completely_or_not_at_all(
     def rival() -> None:
         try:
             results.append(execution.exec_command(lease.pk, true(), now=NOW)[1].exit_code)
-        except (BudgetExhausted, LeaseEnded) as refused:
-            results.append(refused)
+        except (BudgetExhausted, LeaseEnded) as error:
+            results.append(error)
         connections.close_all()
 
     thread = threading.Thread(target=rival)
@@ -160,12 +160,12 @@ def test_second_grant_waits_for_the_first_and_counts_its_lease(
         began.set()
         try:
             results.append(grant("did:plc:b"))
-        except BudgetExhausted as refused:
-            results.append(refused)
+        except BudgetExhausted as error:
+            results.append(error)
         connections.close_all()
 
     thread = threading.Thread(target=rival)
-    ask = leasing.LeaseRequest("did:plc:a", "e1", "catan", pool=pool.name)
+    request = leasing.LeaseRequest("did:plc:a", "e1", "catan", pool=pool.name)
 
     def admit() -> None:
         thread.start()
@@ -173,7 +173,7 @@ def test_second_grant_waits_for_the_first_and_counts_its_lease(
         wait_until_blocked(thread)
         assert results == []
 
-    leasing.acquire(ask, now=NOW, admit=admit)
+    leasing.acquire(request, now=NOW, admit=admit)
     thread.join(30)
     assert isinstance(results[0], BudgetExhausted) and created.pk
 

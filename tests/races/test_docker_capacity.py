@@ -42,8 +42,8 @@ class CapacityScenario:
             self.counts.append(len(self.listed()))
 
     def run(self, act: Callable[[int], Any]) -> list[Any]:
-        with run_in_threads(AGENTS) as together:
-            return together(act)
+        with run_in_threads(AGENTS) as run:
+            return run(act)
 
     def exec(self, i: int, *argv: str) -> int:
         return execution.exec_command(self.leases[i].pk, Command(argv=argv, timeout=5 * MINUTE), now=NOW)[1].exit_code
@@ -82,7 +82,7 @@ def scenario(docker_pool: Pool) -> Iterator[CapacityScenario]:
 
 def test_64_concurrent_first_execs_never_exceed_a_capacity_of_20(scenario: CapacityScenario) -> None:
     results = scenario.run(lambda i: scenario.exec(i, "true"))
-    assert [a for a in results if a != 0 and not isinstance(a, CapacityExhausted)] == []
+    assert [result for result in results if result != 0 and not isinstance(result, CapacityExhausted)] == []
     served = {lease.pk for lease, result_code in zip(scenario.leases, results, strict=True) if result_code == 0}
     assert set(Run.objects.filter(outcome="ok").values_list("holder", flat=True)) == served
     sandboxes = Sandbox.objects.filter(pool=scenario.pool)
@@ -98,8 +98,8 @@ def test_20_running_sandboxes_fill_the_pool_and_other_execs_are_refused(scenario
     def act(i: int) -> int:
         try:
             return scenario.exec(i, "sh", "-c", "until [ -e go ]; do sleep 0.1; done")
-        except CapacityExhausted as full:
-            refused.append(full)
+        except CapacityExhausted as error:
+            refused.append(error)
             raise
 
     runs = threading.Thread(target=lambda: results.extend(scenario.run(act)))

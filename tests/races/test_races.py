@@ -45,18 +45,18 @@ def start_before(statement: str, rival: threading.Thread) -> Iterator[None]:
 
 
 def test_sixteen_concurrent_acquires_grant_one_lease(pool: Pool) -> None:
-    ask = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
+    request = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
     with run_in_threads(16) as run:
-        results = run(lambda i: leasing.acquire(ask, now=NOW))
+        results = run(lambda i: leasing.acquire(request, now=NOW))
     assert len({lease.pk for lease, _ in results}) == 1
     assert [is_new for _, is_new in results].count(True) == 1
 
 
 def test_sixteen_concurrent_acquires_of_an_elapsed_lease_grant_one_new_lease(pool: Pool, grant) -> None:
     old = grant(ttl=MINUTE)
-    ask = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
+    request = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
     with run_in_threads(16) as run:
-        results = run(lambda i: leasing.acquire(ask, now=NOW + 5 * MINUTE))
+        results = run(lambda i: leasing.acquire(request, now=NOW + 5 * MINUTE))
     assert len({lease.pk for lease, _ in results} - {old.pk}) == 1
     assert old.events.filter(kind="ended").count() == 1
 
@@ -79,7 +79,7 @@ def test_32_concurrent_starts_never_exceed_a_capacity_of_10(pool: Pool, grant, m
     with run_in_threads(32) as run:
         results = run(lambda i: execution.exec_command(leases[i].pk, true(), now=NOW)[1].exit_code)
     assert max(counts) <= 10
-    assert all(answer == 0 or isinstance(answer, CapacityExhausted) for answer in results)
+    assert all(result == 0 or isinstance(result, CapacityExhausted) for result in results)
     assert Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count() == Pool.objects.get(pk=pool.pk).used <= 10
 
 
@@ -98,11 +98,11 @@ def test_execs_beyond_ten_running_sandboxes_in_ten_places_are_refused(pool: Pool
     def act(i: int) -> object:
         try:
             return execution.exec_command(leases[i].pk, true(), now=NOW)[1].exit_code
-        except CapacityExhausted as full:
-            refused.append(full)
+        except CapacityExhausted as error:
+            refused.append(error)
             if len(refused) == 22:
                 release.set()
-            return full
+            return error
 
     with run_in_threads(32) as run:
         results = run(act)
@@ -216,15 +216,15 @@ def test_release_during_a_run_closes_it_and_refuses_the_late_result(grant, at_ch
 
 def test_end_of_a_run_and_release_of_its_lease_do_not_deadlock(grant) -> None:
     lease = grant()
-    box = execution.ensure_sandbox_ready(lease.pk, now=NOW)
-    run = runs.open_run(box, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    sandbox = execution.ensure_sandbox_ready(lease.pk, now=NOW)
+    run = runs.open_run(sandbox, Command(argv=["true"], timeout=MINUTE), now=NOW)
     closed: list[object] = []
 
     def end() -> None:
         try:
             closed.append(runs.close_run(run, now=NOW, outcome=RunOutcome.OK))
-        except OperationalError as failed:
-            closed.append(failed)
+        except OperationalError as error:
+            closed.append(error)
         connections.close_all()
 
     rival = threading.Thread(target=end)
@@ -240,23 +240,23 @@ def test_end_of_a_run_and_release_of_its_lease_do_not_deadlock(grant) -> None:
 def test_end_of_a_lease_and_its_snapshot_do_not_deadlock(grant, cause: str) -> None:
     lease = grant(expiry_conditions=["game-over"])
     execution.exec_command(lease.pk, true(), now=NOW)
-    done: list[object] = []
+    results: list[object] = []
 
     def end() -> None:
         try:
             if cause == "its clock":
-                done.append(sweeps.expire_due_leases(now=NOW + DAY).counts)
+                results.append(sweeps.expire_due_leases(now=NOW + DAY).counts)
             else:
-                done.append(len(conditions.post_condition("game-1", "game-over", now=NOW, agents=None)))
-        except OperationalError as failed:
-            done.append(failed)
+                results.append(len(conditions.post_condition("game-1", "game-over", now=NOW, agents=None)))
+        except OperationalError as error:
+            results.append(error)
         connections.close_all()
 
     rival = threading.Thread(target=end)
 
     with start_before('INSERT INTO "leases_leaseevent"', rival), suppress(LeaseEnded):
         snapshots.take_snapshot(lease.pk, now=NOW)
-    assert done in ([{"expired": 1}], [1])
+    assert results in ([{"expired": 1}], [1])
     assert sorted(lease.events.values_list("kind", flat=True)) == ["ended", "granted", "snapshot"]
 
 
@@ -292,7 +292,7 @@ def test_concurrent_sweeps_destroy_each_sandbox_once(grant, pool: Pool) -> None:
 def start_after(statement: str, act: Callable[[], object]) -> Iterator[None]:
     """Start a rival after the first execution of a statement with this prefix, and go on when the rival waits for a lock."""
     rivals: list[threading.Thread] = []
-    failed: list[Exception] = []
+    errors: list[Exception] = []
     backend_pids: list[int] = []
 
     def run() -> None:
@@ -301,7 +301,7 @@ def start_after(statement: str, act: Callable[[], object]) -> Iterator[None]:
             backend_pids.append(connection.connection.info.backend_pid)
             act()
         except Exception as exception:
-            failed.append(exception)
+            errors.append(exception)
         finally:
             connections.close_all()
 
@@ -310,18 +310,18 @@ def start_after(statement: str, act: Callable[[], object]) -> Iterator[None]:
             cursor.execute("SELECT cardinality(pg_blocking_pids(%s))", backend_pids or [0])
             return bool(cursor.fetchone()[0])
 
-    def rival(execute, sql: str, *given):
-        done = execute(sql, *given)
+    def rival(execute, sql: str, *args):
+        result = execute(sql, *args)
         if sql.startswith(statement) and not rivals:
             rivals.append(threading.Thread(target=run))
             rivals[0].start()
             wait_until(waits, "the rival waits for a lock")
-        return done
+        return result
 
     with connection.execute_wrapper(rival):
         yield
     rivals[0].join()
-    assert not failed
+    assert not errors
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")

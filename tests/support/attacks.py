@@ -1,6 +1,6 @@
 """Attacks of an agent on its sandbox. Runs inside a sandbox, with the standard library only:
 
-    python3 -I - ADDRESS... < attacks.py      ADDRESS: host:port that must not be reached, beside the usual ones
+    python3 -I - ADDRESS... < attacks.py      ADDRESS: host:port that must be unreachable, in addition to the built-in ones
 
 An attack returns its result, or raises OSError. One line of JSON comes out: name -> [outcome, its detail], where the
 outcome is "refused" or "succeeded", or the inconclusive "hung" or "broken"."""
@@ -34,11 +34,11 @@ def register_attack(act: Callable[[], object]) -> Callable[[], object]:
 
 def call_libc(name: str, *args: object) -> int:
     """Call a libc function. Raise OSError if it returns -1."""
-    done = int(getattr(libc, name)(*args))
-    if done == -1:
+    result = int(getattr(libc, name)(*args))
+    if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
-    return done
+    return result
 
 
 def call_syscall(name: str, *args: object) -> int:
@@ -73,10 +73,10 @@ def succeed_unless_denied(act: Callable[[], object]) -> object:
 
 def run_program(*argv: str) -> str:
     """Return the output of a program. A missing or failing program is a refusal."""
-    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
-    if done.returncode:
-        raise OSError(f"exit code {done.returncode}: {done.stderr.strip()}")
-    return done.stdout or "it worked"
+    process = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
+    if process.returncode:
+        raise OSError(f"exit code {process.returncode}: {process.stderr.strip()}")
+    return process.stdout or "it worked"
 
 
 # --- network ------------------------------------------------------------------------------------------------------
@@ -312,34 +312,37 @@ def unmount_what_masks() -> object:
 # --- process 1 and the bridge --------------------------------------------------------------------------------
 
 
-def try_on_keepers(act: Callable[[int], object]) -> object:
+def try_on_init_processes(act: Callable[[int], object]) -> object:
     """Apply a call to process 1 and the bridge, which run as another user."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and os.stat(f"/proc/{name}").st_uid == 10002]
     assert len(pids) == 2, pids
-    got, why = [], ""
+    results, reason = [], ""
     for pid in pids:
         try:
-            got.append((pid, act(pid)))
+            results.append((pid, act(pid)))
         except OSError as error:
-            why = str(error)
-    return got or refuse(why)
+            reason = str(error)
+    return results or refuse(reason)
 
 
 for _file in ("environ", "mem", "maps", "auxv", "stack", "syscall"):
-    ATTACKS[f"read_its_{_file}"] = partial(try_on_keepers, lambda pid, file=_file: Path(f"/proc/{pid}/{file}").read_bytes())
+    ATTACKS[f"read_its_{_file}"] = partial(
+        try_on_init_processes, lambda pid, file=_file: Path(f"/proc/{pid}/{file}").read_bytes()
+    )
 for _link in ("root", "cwd", "exe", "ns/net"):
     ATTACKS[f"see_its_{_link.replace('/', '_')}"] = partial(
-        try_on_keepers, lambda pid, link=_link: os.readlink(f"/proc/{pid}/{link}")
+        try_on_init_processes, lambda pid, link=_link: os.readlink(f"/proc/{pid}/{link}")
     )
-ATTACKS["see_its_files"] = partial(try_on_keepers, lambda pid: os.listdir(f"/proc/{pid}/fd"))
-ATTACKS["kill_it"] = partial(try_on_keepers, lambda pid: os.kill(pid, signal.SIGKILL))
-ATTACKS["stop_it"] = partial(try_on_keepers, lambda pid: os.kill(pid, signal.SIGSTOP))
+ATTACKS["see_its_files"] = partial(try_on_init_processes, lambda pid: os.listdir(f"/proc/{pid}/fd"))
+ATTACKS["kill_it"] = partial(try_on_init_processes, lambda pid: os.kill(pid, signal.SIGKILL))
+ATTACKS["stop_it"] = partial(try_on_init_processes, lambda pid: os.kill(pid, signal.SIGSTOP))
 ATTACKS["trace_a_child"] = lambda: call_libc("ptrace", 0, 0, None, None) or "traced"
-ATTACKS["trace_it"] = partial(try_on_keepers, lambda pid: call_libc("ptrace", 16, pid, None, None))
+ATTACKS["trace_it"] = partial(try_on_init_processes, lambda pid: call_libc("ptrace", 16, pid, None, None))
 ATTACKS["read_its_memory"] = partial(
-    try_on_keepers, lambda pid: succeed_unless_denied(partial(call_syscall, "process_vm_readv", pid, None, 0, None, 0, 0))
+    try_on_init_processes,
+    lambda pid: succeed_unless_denied(partial(call_syscall, "process_vm_readv", pid, None, 0, None, 0, 0)),
 )
-ATTACKS["limit_it"] = partial(try_on_keepers, lambda pid: resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1)))
+ATTACKS["limit_it"] = partial(try_on_init_processes, lambda pid: resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1)))
 
 
 # --- the kernel and its devices ---------------------------------------------------------------------------------------
@@ -478,13 +481,13 @@ def move_to_another_cgroup() -> object:
 @register_attack
 def change_a_limit_of_the_cgroup() -> object:
     files = [path for path in Path("/sys/fs/cgroup").rglob("*") if path.is_file() and path.stat().st_mode & 0o200]
-    assert files, "nothing to try it on"
+    assert files, "no cgroup files"
     return [path for path in files if is_writable(path)] or refuse(f"none of {len(files)}")
 
 
 @register_attack
 def take_system_v_memory() -> object:
-    """Allocate more than a sixteenth of 128 MiB, in segments of any size. It outlives processes."""
+    """Allocate more than a sixteenth of 128 MiB, in segments of any size. Such memory outlives processes."""
     pieces = 0
     try:
         while pieces < 9:
@@ -569,10 +572,10 @@ def prune_walk(above: str, directories: list[str], *skipped: str) -> bool:
 def find_openable_sockets(sockets: Iterable[tuple[int, int, int]]) -> object:
     """Return those (family, type, protocol) that can be opened."""
     found = []
-    for asked in sockets:
+    for spec in sockets:
         with contextlib.suppress(OSError):
-            socket.socket(*asked).close()
-            found.append(asked)
+            socket.socket(*spec).close()
+            found.append(spec)
     return found or refuse("none of them")
 
 
@@ -593,13 +596,13 @@ def run_machine_code(instructions: str) -> object:
     if child == 0:
         with mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC) as page:
             page.write(bytes.fromhex(instructions))
-            got = ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
-            os.write(writer, str(got).encode())
+            result = ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+            os.write(writer, str(result).encode())
             os._exit(0)
     status = os.waitpid(child, 0)[1]
     os.close(writer)
-    got = int(os.read(reader, 32) or 0)
-    return got if os.WIFEXITED(status) and got > 0 else refuse(f"status {status}, answer {got}")
+    result = int(os.read(reader, 32) or 0)
+    return result if os.WIFEXITED(status) and result > 0 else refuse(f"status {status}, result {result}")
 
 
 def is_writable(path: Path) -> bool:
@@ -610,8 +613,8 @@ def is_writable(path: Path) -> bool:
     return True
 
 
-def refuse(why: str) -> object:
-    raise OSError(why)
+def refuse(reason: str) -> object:
+    raise OSError(reason)
 
 
 def run_attack(act: Callable[[], object]) -> list[str]:

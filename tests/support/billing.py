@@ -212,8 +212,8 @@ def run_command(lease: Lease, *argv: str, now: datetime = NOW) -> bytes:
 
 def start_run(lease: Lease, *, now: datetime = NOW, timeout: timedelta = 10 * HOUR) -> Run:
     """Open a run that does not end by itself."""
-    box = execution.ensure_sandbox_ready(lease.pk, now=now)
-    run = runs.open_run(box, Command(argv=["sleep"], timeout=timeout), now=now)
+    sandbox = execution.ensure_sandbox_ready(lease.pk, now=now)
+    run = runs.open_run(sandbox, Command(argv=["sleep"], timeout=timeout), now=now)
     assert run
     return run
 
@@ -230,7 +230,7 @@ def list_budget_events() -> list[str]:
 
 
 def get_lease_end(lease: Lease) -> tuple[str, str]:
-    """Return a lease's present status and end reason."""
+    """Return a lease's current status and end reason."""
     lease.refresh_from_db()
     return lease.status, lease.end_reason
 

@@ -50,10 +50,10 @@ def verify_signature(did_key: str, message: bytes, signature: bytes) -> str:
 
 def verify_token(token: str, did_key: str) -> dict[str, Any]:
     """Return the claims of a token signed by this key. The claims are not checked."""
-    head, body, signature = token.split(".")
+    header, body, signature = token.split(".")
     assert "=" not in token
-    algorithm = verify_signature(did_key, f"{head}.{body}".encode(), decode_base64url(signature))
-    if json.loads(decode_base64url(head)) != {"typ": "JWT", "alg": algorithm}:
+    algorithm = verify_signature(did_key, f"{header}.{body}".encode(), decode_base64url(signature))
+    if json.loads(decode_base64url(header)) != {"typ": "JWT", "alg": algorithm}:
         raise TokenRejected("header")
     claims: dict[str, Any] = json.loads(decode_base64url(body))
     return claims

@@ -12,7 +12,7 @@ TIME_LIMITS_SECONDS = (0.7, 3.0, 15.0)
 
 
 def wait_until(poll: Callable[[], T], description: str, *, within: float = 30.0) -> T:
-    """Call `poll` until it returns a true value and return that. Raise AssertionError after `within` seconds."""
+    """Return the first true value of `poll`. Raise AssertionError after `within` seconds."""
     deadline = time.monotonic() + within
     while not (result := poll()):
         assert time.monotonic() < deadline, f"not within {within:g} s: {description}"

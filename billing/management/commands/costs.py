@@ -28,8 +28,8 @@ class Command(BaseCommand):
         output.add_argument("--csv", action="store_true", help="CSV, with quantities by item")
         output.add_argument("--json", action="store_true", help="one line of JSON, with quantities and free quantities by item")
 
-    def handle(self, *args: Any, csv: bool, json: bool, **given: Any) -> None:
-        filters = validate_options(CostQuerySerializer, given)
+    def handle(self, *args: Any, csv: bool, json: bool, **options: Any) -> None:
+        filters = validate_options(CostQuerySerializer, options)
         by, since, until = filters.pop("by"), filters.pop("since", None), filters.pop("until", None)
         del filters["limit"]  # the command prints all groups
         totals = sum_costs(by, since=since, until=until, **filters)

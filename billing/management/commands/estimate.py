@@ -18,7 +18,7 @@ class Command(BaseCommand):
     help = "Price a month of a number of agents by the current rates, or forecast this month's costs with --forecast."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--agents", help="number of agents, with one sandbox each")
+        parser.add_argument("--agents", help="number of agents, each with one sandbox")
         parser.add_argument("--hours-per-day", metavar="HOURS", help="hours for which each sandbox exists, idle time included")
         parser.add_argument("--always-on", action="store_true", help="the same as --hours-per-day 24")
         parser.add_argument("--days", help="days of the month, 1 to 31 (default: 30)")
@@ -38,34 +38,40 @@ class Command(BaseCommand):
             parser.add_argument(f"--{name}", metavar=name.upper(), help=f"with --forecast: only of this {name}")
         parser.add_argument("--json", action="store_true", help="one line of JSON")
 
-    def handle(self, *args: Any, always_on: bool, json: bool, **given: Any) -> None:
-        if given["forecast"]:
-            self._forecast(json, given)
+    def handle(self, *args: Any, always_on: bool, json: bool, **options: Any) -> None:
+        if options["forecast"]:
+            self._forecast(json, options)
             return
-        if always_on and given["hours_per_day"] is not None:
-            raise CommandError("--always-on: means 24 hours a day; omit --hours-per-day.")
-        scenario = validate_options(EstimateQuerySerializer, given)
+        if always_on and options["hours_per_day"] is not None:
+            raise CommandError("--always-on: equals 24 hours a day, so omit --hours-per-day.")
+        scenario = validate_options(EstimateQuerySerializer, options)
         try:
             result = estimate(Scenario(**scenario), Rate.objects.all(), now=timezone.now())
         except EstimateError as error:
             raise CommandError(f"--{error.field}: {error}") from None
         self.stdout.write(encoding.dumps(render_estimate(result)) if json else _format_estimate(result))
 
-    def _forecast(self, json: bool, given: dict[str, Any]) -> None:
-        shown = render_forecast(forecast(now=timezone.now(), **validate_options(ForecastQuerySerializer, given)))
+    def _forecast(self, json: bool, options: dict[str, Any]) -> None:
+        rendered = render_forecast(forecast(now=timezone.now(), **validate_options(ForecastQuerySerializer, options)))
         if json:
-            self.stdout.write(encoding.dumps(shown))
+            self.stdout.write(encoding.dumps(rendered))
             return
-        pace = f"{shown['a_day_usd']} USD a day, days averaged: {shown['days']}" if shown["a_day_usd"] else "no full day yet"
-        self.stdout.write(f"this month: {shown['spent_usd']} USD so far, {shown['month_usd']} USD expected in total ({pace})")
-        if shown["budget_usd"]:
-            when = f"on {shown['runs_out']}" if shown["runs_out"] else "never at this pace"
-            self.stdout.write(f"{shown['budget_usd']} USD reached {when}")
+        pace = (
+            f"{rendered['a_day_usd']} USD a day, days averaged: {rendered['days']}"
+            if rendered["a_day_usd"]
+            else "no full day yet"
+        )
+        self.stdout.write(
+            f"this month: {rendered['spent_usd']} USD so far, {rendered['month_usd']} USD expected in total ({pace})"
+        )
+        if rendered["budget_usd"]:
+            when = f"on {rendered['runs_out']}" if rendered["runs_out"] else "never at this pace"
+            self.stdout.write(f"{rendered['budget_usd']} USD reached {when}")
 
 
 def _format_estimate(result: Estimate) -> str:
-    shown = render_estimate(result)
+    rendered = render_estimate(result)
     columns = ("unit", "quantity", "free", "rate_usd", "usd")
-    rows = [[line[name] for name in columns] for line in shown["lines"]]
-    rows += [["total", "", "", "", shown["total_usd"]], ["per agent", "", "", "", shown["per_agent_usd"]]]
+    rows = [[line[name] for name in columns] for line in rendered["lines"]]
+    rows += [["total", "", "", "", rendered["total_usd"]], ["per agent", "", "", "", rendered["per_agent_usd"]]]
     return format_table(["", "quantity", "free", "rate", "USD"], rows)

@@ -10,7 +10,7 @@ from billing import derivation
 
 
 class Command(BaseCommand):
-    help = "Derive usage from recorded facts, and costs from usage and rates. Safe to repeat and to run beside the sweeps."
+    help = "Derive usage from recorded facts, and costs from usage and rates. Safe to repeat and to run during the sweeps."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(

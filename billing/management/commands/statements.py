@@ -24,29 +24,29 @@ class Command(BaseCommand):
     help = "List statements, show one, or close a month of one account or of every account with costs or corrections."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("what", choices=["list", "show", "close"])
+        parser.add_argument("action", choices=["list", "show", "close"])
         parser.add_argument("--account", metavar="NAME", help="only of this account")
         parser.add_argument("--month", metavar="YYYY-MM", help="month (UTC), such as 2026-11")
         output = parser.add_mutually_exclusive_group()
         output.add_argument(
             "--csv",
             action="store_true",
-            help="CSV: lines of the statement for `show`, one row a statement for `list` and `close`",
+            help="CSV: lines of the statement for `show`, one row per statement for `list` and `close`",
         )
         output.add_argument("--json", action="store_true", help="one line of JSON")
 
-    def handle(self, *args: Any, what: str, csv: bool, json: bool, **given: Any) -> None:
-        selected = validate_options(StatementQuerySerializer, given)
+    def handle(self, *args: Any, action: str, csv: bool, json: bool, **options: Any) -> None:
+        selected = validate_options(StatementQuerySerializer, options)
         if "account" in selected and not Account.objects.filter(name=selected["account"]).exists():
             raise CommandError(f"--account: there is no {selected['account']!r}.")
         refused: list[str] = []
-        if what == "close":
+        if action == "close":
             refused = self._close(selected)
         filters = {
             field: selected[name] for name, field in (("account", "account__name"), ("month", "month")) if name in selected
         }
         rows = [*Statement.objects.filter(**filters).select_related("account").order_by("month", "account__name")]
-        if what == "show":
+        if action == "show":
             self._show(selected, rows, csv, json)
         elif csv:
             self.stdout.write(render_statements_csv(rows), ending="")
@@ -85,14 +85,14 @@ class Command(BaseCommand):
         elif json:
             self.stdout.write(encoding.dumps(render_statement_detail(row) | _render_json_statement(row)))
         else:
-            head = ["agent", "provider", "item", "month", "quantity", "USD"]
+            header = ["agent", "provider", "item", "month", "quantity", "USD"]
             lines = [
                 [line.agent_did or "(none)", line.provider, BillableItem(line.item).label, f"{line.for_month:%Y-%m}",
                  format_decimal(line.quantity), str(line.usd)]
                 for line in row.lines.all()
             ]  # fmt: skip
             sums = (("subtotal", row.subtotal), ("credit used", -row.credit_used), ("to pay", row.total))
-            self.stdout.write(format_table(head, [*lines, *([name, "", "", "", "", str(usd)] for name, usd in sums)]))
+            self.stdout.write(format_table(header, [*lines, *([name, "", "", "", "", str(usd)] for name, usd in sums)]))
 
 
 def _format_row(row: Statement) -> list[str]:

@@ -1,4 +1,4 @@
-"""Dates as an operator reads them in a log: 2026-11-21 09:18:46."""
+"""Date and time formats of the console, as in log lines: 2026-11-21 09:18:46."""
 
 DATE_FORMAT = "Y-m-d"
 TIME_FORMAT = "H:i:s"

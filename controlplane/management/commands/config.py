@@ -12,7 +12,7 @@ from controlplane import env
 
 class Command(BaseCommand):
     help = "Print every variable with its value and source. Secrets are masked."
-    requires_system_checks = []  # needed most when the checks fail
+    requires_system_checks = []  # must work while the checks fail
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -27,7 +27,7 @@ def build_rows() -> list[dict[str, str]]:
     return [
         {
             "name": variable.name,
-            "value": variable.default if variable.source == "default" else variable.shown,  # a default is not secret
+            "value": variable.default if variable.source == "default" else variable.display_value,  # a default is not secret
             "default": variable.default,
             "source": variable.source,
             "accepts": variable.accepts,
@@ -42,7 +42,7 @@ def render_json() -> str:
 
 
 def render_table() -> Iterator[str]:
-    """Two lines per variable: value, source and default, then the meaning."""
+    """Yield two lines per variable: value, source and default, then the meaning."""
     headings = {"name": "VARIABLE", "value": "VALUE", "source": "SOURCE", "default": "DEFAULT"}
     rows = build_rows()
     widths = {column: max(len(row[column]) for row in [headings, *rows]) for column in headings}

@@ -56,8 +56,8 @@ class Command(BaseCommand):
                 sys.exit(up.wait())
         except StopRequested:
             self.print_line("Stopping ...")
-        except (requests.ConnectionError, catan.ApiError) as failed:
-            raise CommandError(f"The game was aborted: {failed}") from None
+        except (requests.ConnectionError, catan.ApiError) as error:
+            raise CommandError(f"The game was aborted: {error}") from None
         finally:
             self.stop_control_plane(up)
 

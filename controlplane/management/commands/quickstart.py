@@ -22,7 +22,7 @@ class Command(BaseCommand):
                 raise CommandError("Migrations are not applied: run manage.py migrate first.")
             users = get_user_model()._default_manager
             if superuser := users.filter(is_superuser=True, is_active=True).order_by("pk").first():
-                self.stdout.write(f'"{superuser}" is superuser; manage.py changepassword {superuser} sets a new password.')
+                self.stdout.write(f'"{superuser}" is a superuser; manage.py changepassword {superuser} sets a new password.')
                 return
             password = secrets.token_urlsafe(12)
             try:
@@ -30,7 +30,7 @@ class Command(BaseCommand):
                     users.create_superuser(SUPERUSER_NAME, password=password)
             except IntegrityError:
                 raise CommandError(
-                    f'The user "{SUPERUSER_NAME}" exists but is no superuser. Run manage.py createsuperuser.'
+                    f'The user "{SUPERUSER_NAME}" exists but is not a superuser. Run manage.py createsuperuser.'
                 ) from None
         self.stdout.write(f'Log in to /admin/ as "{SUPERUSER_NAME}" with the password {password}')
         self.stdout.write(f"It is stored as a hash and not shown again; manage.py changepassword {SUPERUSER_NAME} changes it.")

@@ -39,7 +39,7 @@ class ListedKey:
 
 
 def _iter_unreferenced_keys(now: datetime) -> Iterable[ListedKey]:
-    keys = (key for shelf in pruning.OBJECT_CATEGORIES for key in pruning.find_orphans(shelf, now - pruning.ORPHAN_GRACE))
+    keys = (key for category in pruning.OBJECT_CATEGORIES for key in pruning.find_orphans(category, now - pruning.ORPHAN_GRACE))
     return (ListedKey(key) for key in islice(keys, MAX_LISTED))
 
 
@@ -48,7 +48,7 @@ def _iter_orphans(now: datetime) -> Iterable[ProviderSandbox]:
         yield from reconciliation.find_orphans(item, name, now=now, grace=settings.ORPHAN_GRACE)
 
 
-# For --dry-run: the queries that each sweep works on, by the action it would take.
+# For --dry-run: the queries of each sweep, by the action that the sweep would take.
 DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "expire": {"end lease": lambda now: leases.find_elapsed_leases(now=now)[:MAX_LISTED]},
     "stalled": {
@@ -147,7 +147,7 @@ class Command(BaseCommand):
         while not self.stopping:
             for name in names:
                 self._sweep(name, quiet=True)
-            connections.close_all()  # the next round opens a new connection, in case this one is broken
+            connections.close_all()  # the next round opens a new connection, because this one may be broken
             deadline = time.monotonic() + pause
             while not self.stopping and time.monotonic() < deadline:
                 time.sleep(TICK_SECONDS)
@@ -156,8 +156,8 @@ class Command(BaseCommand):
         """Run one sweep and print its result on one line. Return False if the sweep or one of its rows failed."""
         try:
             result = schedules.run_sweep(name, now=timezone.now())
-        except Exception as failed:  # the other sweeps still run, and the next round retries
-            self.stderr.write(f"{name}: failed: {type(failed).__name__}: {first_line(failed)}")
+        except Exception as error:  # the other sweeps still run, and the next round retries
+            self.stderr.write(f"{name}: failed: {type(error).__name__}: {first_line(error)}")
             return False
         if result.counts or result.failures or not quiet:
             self.stdout.write(f"{name}: {result}")

@@ -56,11 +56,13 @@ class Command(BaseCommand):
             with supervisor.hold_lock_file(settings.STATE_DIR / "up.json") as (previous, write):
                 self._clean_up_previous_instance(previous.get("instance", ""))
                 require_free_port(host, port)
-                family = f"{supervisor.INSTANCE_PREFIX}{uuid.uuid4().hex}"
+                run_instance = f"{supervisor.INSTANCE_PREFIX}{uuid.uuid4().hex}"
                 started_at = timezone.now().isoformat(timespec="seconds")
-                write({"pid": os.getpid(), "started_at": started_at, "instance": family})
-                processes = self._run(family, host, port, provider, no_worker=no_worker, heartbeat_timeout=heartbeat_timeout)
-                self._release_instance(family)
+                write({"pid": os.getpid(), "started_at": started_at, "instance": run_instance})
+                processes = self._run(
+                    run_instance, host, port, provider, no_worker=no_worker, heartbeat_timeout=heartbeat_timeout
+                )
+                self._release_instance(run_instance)
                 if leave_nothing:
                     self._destroy_all_sandboxes(processes)
         except supervisor.AlreadyRunning as error:
@@ -96,7 +98,7 @@ class Command(BaseCommand):
             connections.close_all()
 
     def _run(
-        self, family: str, host: str, port: int, provider: Provider, *, no_worker: bool, heartbeat_timeout: timedelta
+        self, run_instance: str, host: str, port: int, provider: Provider, *, no_worker: bool, heartbeat_timeout: timedelta
     ) -> Supervisor:
         """Run the egress proxy, the web server and the queue until a signal arrives, then stop them."""
         env = {"SANDBOX_PROVIDER": provider.name}  # `auto` is resolved once, so that all processes agree
@@ -104,7 +106,7 @@ class Command(BaseCommand):
         egress = Child("egress", [sys.executable, str(settings.BASE_DIR / "manage.py"), "egress"], settings.BASE_DIR, env)
         queue = Child("queue", build_qcluster_argv(), settings.BASE_DIR, env, find_problem=HeartbeatCheck(heartbeat_timeout))
         processes = Supervisor(
-            family,
+            run_instance,
             [egress, web] if no_worker else [egress, web, queue],
             print_line=self.print_line,
             release_instance=self._release_instance,
@@ -190,7 +192,7 @@ class ReadinessAnnouncer:
 
 
 def build_granian_argv(host: str, port: int) -> list[str]:
-    """Command line of the web server. Backpressure keeps its default: with a lower one, idle connections block others."""
+    """Build the web server's command line. With a backpressure below the default, idle connections block others."""
     return [
         sys.executable, "-m", "granian", "controlplane.wsgi:application",
         "--interface", "wsgi", "--host", host, "--port", str(port), "--http", "1", "--no-ws",

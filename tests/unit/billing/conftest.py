@@ -17,7 +17,7 @@ from tests.support.billing import ADA, HOUR, create_rate, run_command
 
 @pytest.fixture
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the verbs take no time by their own clock, so that durations are exact."""
+    """Stop the monotonic clock of the verbs, so that durations are exact."""
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 

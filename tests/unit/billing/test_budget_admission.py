@@ -170,15 +170,15 @@ def test_new_work_is_refused_and_uses_no_turn_number(exhausted_lease: Lease, gra
 def test_files_are_writable_while_a_run_is_open_but_wake_no_sandbox(exhausted_lease: Lease, at_checkpoint: AnyCallable) -> None:
     file = Command(argv=["write"], timeout=MINUTE, kind="file")
     execution.call_in_sandbox(
-        exhausted_lease.pk, file, lambda provider, box: provider.write_file(box.ref, "/workspace/g", b"1"), now=NOW
+        exhausted_lease.pk, file, lambda provider, sandbox: provider.write_file(sandbox.ref, "/workspace/g", b"1"), now=NOW
     )
-    box = Sandbox.objects.get()
+    sandbox = Sandbox.objects.get()
     runs.close_run(Run.objects.get(ended_at=None), now=NOW, outcome=runs.RunOutcome.OK)
-    eviction.evict(box.pk, now=NOW, reason="idle")
+    eviction.evict(sandbox.pk, now=NOW, reason="idle")
     with expect_refusal():
-        execution.call_in_sandbox(exhausted_lease.pk, file, lambda provider, box: None, now=NOW)
-    box.refresh_from_db()
-    assert box.state == "cold"
+        execution.call_in_sandbox(exhausted_lease.pk, file, lambda provider, sandbox: None, now=NOW)
+    sandbox.refresh_from_db()
+    assert sandbox.state == "cold"
 
 
 def test_file_access_is_refused_after_the_grace_period(exhausted_lease: Lease, at_checkpoint: AnyCallable) -> None:
@@ -186,7 +186,7 @@ def test_file_access_is_refused_after_the_grace_period(exhausted_lease: Lease, a
 
     def read_file(now: datetime) -> None:
         file = Command(argv=["read"], timeout=MINUTE, kind="file")
-        execution.call_in_sandbox(exhausted_lease.pk, file, lambda provider, box: touched.append(now), now=now)
+        execution.call_in_sandbox(exhausted_lease.pk, file, lambda provider, sandbox: touched.append(now), now=now)
 
     def rival() -> None:
         with expect_refusal():
@@ -247,9 +247,9 @@ def test_reset_during_the_sum_discards_the_sum(exhausted_lease: Lease, at_checkp
 
 def test_reset_during_a_derivation_keeps_the_rebuild_mark(exhausted_lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
     def price(*, now: datetime, price: AnyCallable = costs.price_usage) -> Any:
-        done = price(now=now)
+        counts = price(now=now)
         derivation.reset_usage_and_costs()
-        return done
+        return counts
 
     derivation.reset_usage_and_costs()
     with monkeypatch.context() as patched:

@@ -56,7 +56,7 @@ def test_waiting_sandbox_is_stored_before_its_lease_ends(used_lease: AnyCallable
     empty = leasing.acquire(leasing.LeaseRequest(ADA, "e4", "catan", pool=lease.pool.name), now=NOW)[0]
     create_budget(1, scope="agent", subject=ADA)
     assert run_billing_sweeps(NOW) == {"budgets warned": 1, "budgets exhausted": 1, "leases ended": 3}
-    assert [get_lease_end(one) for one in (lease, asleep, empty)] == [("expired", "budget")] * 3
+    assert [get_lease_end(ended) for ended in (lease, asleep, empty)] == [("expired", "budget")] * 3
     assert (get_lease_end(other)[0], Snapshot.objects.filter(holder=lease.pk, forgotten_at=None).count()) == ("active", 1)
     event = lease.events.get(kind="ended")
     assert (event.actor, event.reason) == ("sweep", f"budget: 1 hours a day for agent {ADA}")
@@ -84,18 +84,19 @@ def test_run_continues_until_the_end_of_the_grace_period(used_lease: AnyCallable
 
 
 @pytest.mark.parametrize(
-    ("was", "becomes"), [({"hard": False}, {"hard": True}), ({"subject": BOB}, {"subject": ADA}), ({}, {"active": True})]
+    ("old_fields", "new_fields"),
+    [({"hard": False}, {"hard": True}), ({"subject": BOB}, {"subject": ADA}), ({}, {"active": True})],
 )
 def test_budget_newly_applied_to_a_run_gives_a_full_grace_period(
-    used_lease: AnyCallable, was: dict[str, Any], becomes: dict[str, Any]
+    used_lease: AnyCallable, old_fields: dict[str, Any], new_fields: dict[str, Any]
 ) -> None:
     lease, _ = used_lease(), used_lease(BOB, "e2")
-    budget = create_budget(**{"period": "ever", "scope": "agent", "subject": ADA, "grace": 5 * MINUTE} | was)
+    budget = create_budget(**{"period": "ever", "scope": "agent", "subject": ADA, "grace": 5 * MINUTE} | old_fields)
     run = start_run(lease)
     run_billing_sweeps(NOW)
-    if not was:
+    if not old_fields:
         budgets.set_active(budget.pk, active=False, now=NOW)
-    for name, value in becomes.items():
+    for name, value in new_fields.items():
         setattr(budget, name, value)
     budgets.save_budget(budget, now=NOW + HOUR)
     assert run_billing_sweeps(NOW + HOUR) == {"sandboxes in grace period": 1}
@@ -170,7 +171,7 @@ def test_file_access_does_not_postpone_the_retry_of_a_store(used_lease: AnyCalla
     with memory.fail("get_files", Unavailable("no answer")):
         run_billing_sweeps(NOW)
     file = Command(argv=["read"], timeout=MINUTE, kind="file")
-    execution.call_in_sandbox(lease.pk, file, lambda provider, box: None, now=NOW + MINUTE)
+    execution.call_in_sandbox(lease.pk, file, lambda provider, sandbox: None, now=NOW + MINUTE)
     assert Sandbox.objects.get().tries == 1
     assert run_billing_sweeps(NOW + 2 * MINUTE) == {"leases ended": 1}
     assert read_forked_file(lease) == b"kept\n"
@@ -230,18 +231,18 @@ def test_leases_end_after_a_slow_update_of_spending(
 def test_failed_row_does_not_stop_the_pass(used_lease: AnyCallable, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = used_lease(), used_lease(environment="e2")
     create_budget(1), create_budget(1, scope="agent", subject=ADA)
-    settle, end = budgets.update_spending, leasing.end
+    update_spending, end = budgets.update_spending, leasing.end
 
-    def sometimes(pk: Any, **options: Any) -> Any:
+    def fail_for_first(pk: Any, **options: Any) -> Any:
         if pk in (first.pk, Budget.objects.order_by("pk").values_list("pk", flat=True)[0]):
             raise RuntimeError("a bug")
-        return settle(pk, **options) if isinstance(pk, int) else end(pk, **options)
+        return update_spending(pk, **options) if isinstance(pk, int) else end(pk, **options)
 
-    monkeypatch.setattr(budgets, "update_spending", sometimes)
-    monkeypatch.setattr(leasing, "end", sometimes)
+    monkeypatch.setattr(budgets, "update_spending", fail_for_first)
+    monkeypatch.setattr(leasing, "end", fail_for_first)
     metering.meter_usage(now=NOW)
-    done = budget_enforcement.enforce_budgets(now=NOW)
-    assert (done.counts["leases ended"], len(done.failures)) == (1, 2)
+    result = budget_enforcement.enforce_budgets(now=NOW)
+    assert (result.counts["leases ended"], len(result.failures)) == (1, 2)
     assert (get_lease_end(first)[0], get_lease_end(second)[0]) == ("active", "expired")
 
 

@@ -114,7 +114,7 @@ def test_each_scope_counts_its_own_time(used_lease: AnyCallable, pool: Any) -> N
     }  # fmt: skip
     rows = {key: create_budget(100, scope=key[0], subject=key[1]) for key in expected}
     run_billing_sweeps(NOW)
-    assert {key: round(get_rounded_spending(one)) for key, one in rows.items()} == expected
+    assert {key: round(get_rounded_spending(budget)) for key, budget in rows.items()} == expected
 
 
 @pytest.mark.parametrize("unit", ["hours", "usd"])
@@ -247,18 +247,18 @@ def test_warning_and_exhaustion_are_sent_once_per_period(grant: AnyCallable, mem
     assert list_budget_events() == ["warning", "exhausted", "warning", "exhausted"]
 
 
-@pytest.mark.parametrize("becomes", [{"subject": BOB}, {"scope": "all", "subject": ""}, {"period": "month"}])
-def test_budget_with_a_changed_scope_or_period_sends_new_events(becomes: dict[str, str]) -> None:
+@pytest.mark.parametrize("new_fields", [{"subject": BOB}, {"scope": "all", "subject": ""}, {"period": "month"}])
+def test_budget_with_a_changed_scope_or_period_sends_new_events(new_fields: dict[str, str]) -> None:
     now = datetime(2026, 11, 1, 12, tzinfo=UTC)  # the first day of a month
     create_time_usage(now - HOUR, agent=ADA), create_time_usage(now - HOUR, agent=BOB)
     budget = create_budget(1, scope="agent", subject=ADA, now=now)
-    for name, value in becomes.items():
+    for name, value in new_fields.items():
         setattr(budget, name, value)
     budgets.save_budget(budget, now=now + MINUTE), budgets.save_budget(budget, now=now + 2 * MINUTE)
     events = Event.objects.filter(kind="budget.exhausted").order_by("at")
     names = ["subject", "period", "scope"]
-    was = {"subject": ADA, "period": "day", "scope": "agent"}
-    assert [{name: each.payload[name] for name in names} for each in events] == [was, was | becomes]
+    old_fields = {"subject": ADA, "period": "day", "scope": "agent"}
+    assert [{name: each.payload[name] for name in names} for each in events] == [old_fields, old_fields | new_fields]
 
 
 def test_late_sum_does_not_reopen_an_exhausted_budget(used_lease: AnyCallable, at_checkpoint: AnyCallable) -> None:

@@ -51,7 +51,7 @@ class History:
 
     def advance(self, until: datetime) -> None:
         while (at := min(self.due.values())) <= until:
-            name = min(self.due, key=lambda one: self.due[one])
+            name = min(self.due, key=lambda sweep: self.due[sweep])
             self.due[name] += SWEEP_INTERVAL
             if name == "meter":
                 metering.meter_usage(now=at)
@@ -71,8 +71,8 @@ class History:
             elif lease and action == "exec":
                 execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=self.now)
             elif lease and action == "begin":
-                box = execution.ensure_sandbox_ready(lease.pk, now=self.now)
-                assert runs.open_run(box, Command(argv=["sleep"], timeout=20 * HOUR), now=self.now)
+                sandbox = execution.ensure_sandbox_ready(lease.pk, now=self.now)
+                assert runs.open_run(sandbox, Command(argv=["sleep"], timeout=20 * HOUR), now=self.now)
             elif lease and action == "finish":
                 for run in Run.objects.filter(holder=lease.pk, ended_at=None).select_related("sandbox"):
                     runs.close_run(run, now=self.now, outcome=RunOutcome.OK)
@@ -99,7 +99,7 @@ class History:
 
 
 def test_overshoot_stays_within_the_documented_bound(pool: Pool, stopped_clock: None) -> None:
-    over: list[timedelta] = []
+    overshoots: list[timedelta] = []
 
     @hypothesis.settings(
         max_examples=10, deadline=None, suppress_health_check=list(HealthCheck),
@@ -108,7 +108,7 @@ def test_overshoot_stays_within_the_documented_bound(pool: Pool, stopped_clock: 
     @example([], 11, 181, 11, 10)  # worst case: each step runs one second before the state that it would act on
     @given(histories, st.integers(2, 12), st.integers(0, 240), st.integers(0, 59), st.integers(0, 59))
     def check(actions: list[tuple[int, str, int]], amount: int, grace: int, meters_at: int, sweeps_at: int) -> None:
-        now = NOW + len(over) * 3 * HOUR  # each history later than the last, because watermarks do not go back
+        now = NOW + len(overshoots) * 3 * HOUR  # each history begins after the previous one, because watermarks do not go back
         history = History(pool, now, amount * MINUTE, grace * SECOND, meters_at, sweeps_at)
         for agent in range(AGENTS):
             history.act("acquire", agent), history.act("begin", agent)
@@ -117,7 +117,7 @@ def test_overshoot_stays_within_the_documented_bound(pool: Pool, stopped_clock: 
             history.act(action, agent)
         history.advance(history.now + amount * MINUTE + grace * SECOND + 4 * MINUTE)
         used, allowed = history.used(), amount * MINUTE
-        over.append(used - allowed)
+        overshoots.append(used - allowed)
         history.close()
         metering_, sweep = SWEEP_INTERVAL, SWEEP_INTERVAL
         assert used <= allowed + history.max_leases * (metering_ + sweep + grace * SECOND + sweep)
@@ -125,4 +125,6 @@ def test_overshoot_stays_within_the_documented_bound(pool: Pool, stopped_clock: 
         assert not ended.exists() or used >= allowed - SECOND
 
     check()
-    assert over[0] == AGENTS * (3 * SWEEP_INTERVAL + 181 * SECOND - 3 * SECOND)  # so the bound is tight up to a second a step
+    assert overshoots[0] == AGENTS * (
+        3 * SWEEP_INTERVAL + 181 * SECOND - 3 * SECOND
+    )  # the bound is tight up to one second per step

@@ -70,8 +70,8 @@ def test_destroyed_sandbox_has_no_open_interval() -> None:
 
 
 def test_clock_jump_back_neither_adds_nor_removes_time() -> None:
-    ats = [0, 10, 4, 6, 12, 11]
-    life = [(pk, "warm", None, NOW + at * MINUTE) for pk, at in enumerate(ats)]
+    minutes = [0, 10, 4, 6, 12, 11]
+    life = [(pk, "warm", None, NOW + at * MINUTE) for pk, at in enumerate(minutes)]
     intervals = [*build_intervals(life, until=NOW)]
     assert [(each.began_at - NOW) / MINUTE for each in intervals] == [0, 10, 10, 10, 12, 12]
     assert sum((each.ended_at - each.began_at for each in intervals), timedelta(0)) == 12 * MINUTE
@@ -207,7 +207,7 @@ def test_concurrent_passes_count_everything_once(grant: AnyCallable, memory: Any
     began = monotonic()
     for lease in leases:
         run_true(lease, now=NOON)
-    took = monotonic() - began
+    verbs_seconds = monotonic() - began
 
     def act(number: int) -> None:
         try:
@@ -224,7 +224,7 @@ def test_concurrent_passes_count_everything_once(grant: AnyCallable, memory: Any
     meter_usage(now=NOON + 2 * HOUR)
     total, hours, tolerance = sum_exact_seconds(), 6 * 3600, 0.01
     billable = sum(total[state] for state in BILLABLE_STATES)
-    assert hours - took - tolerance <= total["waiting"] <= billable <= hours + tolerance  # less the time of the verbs
+    assert hours - verbs_seconds - tolerance <= total["waiting"] <= billable <= hours + tolerance  # less the time of the verbs
     before = list_usage_records()
     metering.reset_usage()
     meter_usage(now=NOON + 2 * HOUR)

@@ -97,12 +97,12 @@ def test_rate_matches_provider_instance_type_and_item(provider: str, kind: str, 
 
 
 def test_future_rate_can_be_added_changed_and_deleted() -> None:
-    one = build_rate()
-    one.save()
-    one.usd = Decimal(2)
-    one.save()
-    assert Rate.objects.get(pk=one.pk).usd == 2
-    one.delete()
+    rate = build_rate()
+    rate.save()
+    rate.usd = Decimal(2)
+    rate.save()
+    assert Rate.objects.get(pk=rate.pk).usd == 2
+    rate.delete()
     assert not Rate.objects.filter(provider="acme").exists()
 
 
@@ -116,33 +116,33 @@ def test_rate_cannot_begin_in_the_past() -> None:
     "change", [{"usd": Decimal(9)}, {"allowance": Decimal(9)}, {"valid_from": datetime(2099, 1, 1, tzinfo=UTC)}]
 )
 def test_rate_that_has_begun_cannot_change(change: dict[str, Any]) -> None:
-    one = Rate.objects.get(provider="cloudflare", item="memory")
+    rate = Rate.objects.get(provider="cloudflare", item="memory")
     for name, value in change.items():
-        setattr(one, name, value)
+        setattr(rate, name, value)
     with pytest.raises(ValidationError, match="has begun"):
-        one.save()
+        rate.save()
     with pytest.raises(ValidationError, match="has begun"):
-        one.save(update_fields=[*change])
-    one.refresh_from_db()
-    assert (one.usd, one.allowance, one.valid_from.year) == (Decimal("0.009"), 25, 2020)
+        rate.save(update_fields=[*change])
+    rate.refresh_from_db()
+    assert (rate.usd, rate.allowance, rate.valid_from.year) == (Decimal("0.009"), 25, 2020)
 
 
 def test_rate_that_has_begun_cannot_be_deleted() -> None:
-    one = Rate.objects.get(provider="cloudflare", item="memory")
+    rate = Rate.objects.get(provider="cloudflare", item="memory")
     with pytest.raises(ValidationError, match="has begun"):
-        one.delete()
+        rate.delete()
 
 
 def test_rate_with_costs_is_protected_in_the_database() -> None:
-    one = create_rate("time", "1")
+    rate = create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", provider="acme")
     costs.price_usage(now=NOW)
     with pytest.raises(ProtectedError):
-        Rate.objects.filter(pk=one.pk).delete()
+        Rate.objects.filter(pk=rate.pk).delete()
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("fields", "field"),
     [
         ({"usd": Decimal("-0.01")}, "usd"),
         ({"usd": Decimal("0.0000000000001")}, "usd"),
@@ -158,10 +158,10 @@ def test_rate_with_costs_is_protected_in_the_database() -> None:
         ({"valid_from": None}, "valid_from"),
     ],
 )
-def test_invalid_rate_names_its_field(fields: dict[str, Any], named: str) -> None:
+def test_invalid_rate_names_its_field(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(ValidationError) as refused:
         build_rate(**fields).save()
-    assert named in refused.value.message_dict
+    assert field in refused.value.message_dict
     assert not Rate.objects.filter(provider="acme").exists()
 
 
@@ -183,14 +183,14 @@ def test_database_refuses_negative_rates(field: str) -> None:
 
 
 def test_new_rate_marks_days_from_its_start_as_unpriced() -> None:
-    one = build_rate()
-    first_day = one.valid_from.date()  # tomorrow, if the test runs just before midnight
+    rate = build_rate()
+    first_day = rate.valid_from.date()  # tomorrow, if the test runs just before midnight
     before, after = first_day - timedelta(days=1), first_day + timedelta(days=1)
     for each in (before, after):
         create_time_usage(datetime.combine(each, datetime.min.time(), UTC), provider="acme")
     costs.price_usage(now=NOW)
     with CaptureQueriesContext(connection) as captured:
-        one.save()
+        rate.save()
     assert not any('"billing_usagerecord"."id"' in each["sql"] for each in captured), "each record is read, not each day"
     assert [*Unpriced.objects.values_list("day", flat=True)] == [after]
     costs.price_usage(now=NOW)
@@ -228,10 +228,10 @@ def test_move_marks_only_changed_days_as_unpriced() -> None:
 
 
 def test_costs_are_unique_and_not_negative() -> None:
-    one = create_rate("time", "1")
+    rate = create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", provider="acme", agent="")
     costs.price_usage(now=NOW)
-    row = CostRecord.objects.get(rate=one)
+    row = CostRecord.objects.get(rate=rate)
     row.pk = None
     with pytest.raises(IntegrityError), transaction.atomic():
         row.save(force_insert=True)  # NULL leases count as equal

@@ -100,9 +100,9 @@ class Ledger(RuleBasedStateMachine):
     def sum_closed_costs(self) -> dict[str, Any]:
         last = {each: Statement.objects.filter(account=each).order_by("month").last() for each in self.accounts}
         return {
-            each.name: statements.sum_derived_costs(each, until=dates.start_of_next_month(one.month))
-            for each, one in last.items()
-            if one
+            each.name: statements.sum_derived_costs(each, until=dates.start_of_next_month(statement.month))
+            for each, statement in last.items()
+            if statement
         }
 
     @rule()

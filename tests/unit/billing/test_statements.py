@@ -126,18 +126,18 @@ def test_month_with_unpriced_days_does_not_close() -> None:
     assert close(get_house_account(), parse_day("2026-12-01"), JANUARY)
 
 
-@pytest.mark.parametrize("metered", [BATCHES[number:] + BATCHES[:number] for number in range(6)])  # each of them last once
+@pytest.mark.parametrize("metered", [BATCHES[number:] + BATCHES[:number] for number in range(6)])  # each batch is last once
 def test_month_with_unmetered_facts_does_not_close(grant: Callable[..., Any], metered: Any) -> None:
     """The watermark has advanced although the pass stopped, or a rebuild started over, before it read all facts."""
     now, following = parse_utc("2026-11-21T12:00"), parse_utc("2026-12-02T00:00")
     create_rate("time", "1", provider="memory", since="2026-01-01")
-    held = grant(now=now)
-    execution.exec_command(held.pk, Command(["true"], timedelta(seconds=5)), now=now)
+    lease = grant(now=now)
+    execution.exec_command(lease.pk, Command(["true"], timedelta(seconds=5)), now=now)
     sweeps.record_readings(now=now + timedelta(minutes=5))
-    snapshots.take_snapshot(held.pk, name="", now=now, actor="eve")
-    DataSize.objects.create(agent_did=held.agent_did, size_bytes=10**9, at=now)
+    snapshots.take_snapshot(lease.pk, name="", now=now, actor="eve")
+    DataSize.objects.create(agent_did=lease.agent_did, size_bytes=10**9, at=now)
     LlmCall.objects.create(
-        call_id="1" * 32, holder=held.pk, agent_did=held.agent_did, model="m", started_at=now, deadline_at=now, ended_at=now,
+        call_id="1" * 32, holder=lease.pk, agent_did=lease.agent_did, model="m", started_at=now, deadline_at=now, ended_at=now,
         outcome="ok", cost=USD("0.5"),
     )  # fmt: skip
     metering.meter_usage(now=following)
@@ -146,7 +146,7 @@ def test_month_with_unmetered_facts_does_not_close(grant: Callable[..., Any], me
     metering.reset_usage()
     costs.price_usage(now=following)
     assert not CostRecord.objects.exists()
-    for each in metered:  # as interrupted passes leave them
+    for each in metered:  # the state after an interrupted pass
         with pytest.raises(MonthNotClosable, match="not metered up to its end"):
             close(get_house_account(), now=following)
         each(None, following)
@@ -208,9 +208,9 @@ def test_concurrent_closings_use_a_credit_once() -> None:
     price()
     statements.grant_credit(get_house_account(), USD("12"), now=DECEMBER, actor="eve", reason="welcome")
     with run_in_threads(4) as run:
-        done = run(lambda number: statements.close_month(get_house_account(), NOVEMBER, now=DECEMBER, actor=f"eve {number}"))
-    assert sorted(created for _, created in done) == [False, False, False, True]
-    assert len({statement.pk for statement, _ in done}) == 1
+        results = run(lambda number: statements.close_month(get_house_account(), NOVEMBER, now=DECEMBER, actor=f"eve {number}"))
+    assert sorted(created for _, created in results) == [False, False, False, True]
+    assert len({statement.pk for statement, _ in results}) == 1
     assert Statement.objects.get().total == 18
     assert (StatementLine.objects.count(), statements.get_balance(get_house_account())) == (1, 0)
 
@@ -249,8 +249,11 @@ def test_move_changes_no_closed_month_and_corrects_nothing(team: Account) -> Non
     assert moved.since == parse_day("2026-12-01")
     create_time_usage("2026-12-31T23:00", 2 * HOUR, provider="acme")
     price(FEBRUARY)
-    given, taken = close(get_house_account(), parse_day("2026-12-01"), FEBRUARY), close(team, parse_day("2026-12-01"), FEBRUARY)
-    assert (list_statement_lines(given), list_statement_lines(taken)) == (
+    house_statement, team_statement = (
+        close(get_house_account(), parse_day("2026-12-01"), FEBRUARY),
+        close(team, parse_day("2026-12-01"), FEBRUARY),
+    )
+    assert (list_statement_lines(house_statement), list_statement_lines(team_statement)) == (
         [],
         [("usage", parse_day("2026-12-01"), ADA, "time", 1, USD("0.34"))],
     )
@@ -390,7 +393,7 @@ def test_statements_use_the_oldest_credit_first() -> None:
     for month, hours in (("2026-11", 6), ("2026-12", 8), ("2027-01", 1)):
         create_time_usage(f"{month}-05T10:00", hours * HOUR, provider="acme")
     price(FEBRUARY)
-    one, two = (
+    first, second = (
         statements.grant_credit(get_house_account(), USD(usd), now=DECEMBER, actor="eve", reason="x" * 5)
         for usd in ("5", "4.50")
     )
@@ -402,9 +405,9 @@ def test_statements_use_the_oldest_credit_first() -> None:
             (statement.subtotal, statement.credit_used, statement.total, statements.get_remaining_credits(get_house_account()))
         )
     assert rows == [
-        (6, 6, 0, {one.pk: 0, two.pk: USD("3.50")}),
-        (8, USD("3.50"), USD("4.50"), {one.pk: 0, two.pk: 0}),
-        (1, 0, 1, {one.pk: 0, two.pk: 0}),
+        (6, 6, 0, {first.pk: 0, second.pk: USD("3.50")}),
+        (8, USD("3.50"), USD("4.50"), {first.pk: 0, second.pk: 0}),
+        (1, 0, 1, {first.pk: 0, second.pk: 0}),
     ]
     assert statements.get_balances() == {get_house_account().pk: 0}
 
@@ -413,19 +416,19 @@ def test_reversal_takes_back_only_the_remainder() -> None:
     create_rate("time", "1")
     create_time_usage("2026-11-05T10:00", 3 * HOUR, provider="acme")
     price()
-    one, two = (
+    first, second = (
         statements.grant_credit(get_house_account(), USD(usd), now=DECEMBER, actor="eve", reason="x" * 5) for usd in ("5", "4")
     )
     close(get_house_account())
-    assert statements.reverse_credit(one.pk, now=DECEMBER, actor="eve", reason="a mistake")
-    assert not statements.reverse_credit(one.pk, now=DECEMBER, actor="eve", reason="again")
+    assert statements.reverse_credit(first.pk, now=DECEMBER, actor="eve", reason="a mistake")
+    assert not statements.reverse_credit(first.pk, now=DECEMBER, actor="eve", reason="again")
     entry = Credit.objects.get(kind="reversal")
-    assert (entry.usd, entry.reversed, entry.reason) == (-2, one, "a mistake")
+    assert (entry.usd, entry.reversed, entry.reason) == (-2, first, "a mistake")
     assert (statements.get_remaining_credits(get_house_account()), statements.get_balance(get_house_account())) == (
-        {one.pk: 0, two.pk: 4},
+        {first.pk: 0, second.pk: 4},
         4,
     )
-    assert statements.reverse_credit(two.pk, now=DECEMBER, actor="eve", reason="this, too")
+    assert statements.reverse_credit(second.pk, now=DECEMBER, actor="eve", reason="this, too")
     assert statements.get_balance(get_house_account()) == 0
 
 
@@ -448,6 +451,6 @@ def test_credit_is_reversed_or_used_but_not_both() -> None:
         return close(get_house_account()).credit_used
 
     with run_in_threads(3) as run:
-        used, *taken = run(act)
-    assert (used, sorted(taken)) in [(12, [False, False]), (0, [False, True])]
+        credit_used, *reversed_ = run(act)
+    assert (credit_used, sorted(reversed_)) in [(12, [False, False]), (0, [False, True])]
     assert statements.get_balance(get_house_account()) == 0

@@ -175,7 +175,7 @@ def test_costs_by_use_are_rebuilt_from_readings(grant: Callable[..., Lease], mem
     sweeps.record_readings(now=NOW + 5 * MINUTE)
     memory.use(sandbox.ref, cpu_micros=2 * 10**6)
     price("2026-11-21T13:00")
-    assert list_cost_values("usd", item="cpu") == [(1,)], "what was read so far"
+    assert list_cost_values("usd", item="cpu") == [(1,)], "costs of the readings so far"
     leasing.release(lease.pk, now=NOW + HOUR)
     sweeps.destroy_due(now=NOW + HOUR)
     price("2026-11-21T14:00")

@@ -83,8 +83,8 @@ def test_every_state_in_a_pools_legend_links_to_its_sandboxes(viewer: Client, tr
 
 def test_problems_are_listed_on_the_dashboard(viewer: Client, troubled: None) -> None:
     page = viewer.get("/admin/").content.decode()
-    for said in ("engine down", "store down", "Lost: no container", "draining", "circuit open for"):
-        assert said in page, said
+    for text in ("engine down", "store down", "Lost: no container", "draining", "circuit open for"):
+        assert text in page, text
     assert page.count("lh-tile lh-alarmed") == 10
     assert re.search(r"Sandboxes</span>\s*<span[^>]*>\s*2\s*<", page)
 

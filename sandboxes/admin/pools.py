@@ -121,11 +121,16 @@ def count_evictions(one: PoolStats) -> dict[str, int]:
 
 
 def count_starts_by_source(one: PoolStats) -> dict[str, int]:
-    """Sandboxes provided to leases, by origin: prewarmed, or woken with local, stored or no state."""
-    return {"prewarmed": one.claimed_warm, "local": one.woken_local, "cloud": one.woken_cloud, "fresh": one.woken_fresh}
+    """Sandboxes provisioned for leases, by source: pre-warmed, or state from the local copy, from the store, or none."""
+    return {
+        "prewarmed": one.claimed_warm,
+        "from local copy": one.woken_local,
+        "from store": one.woken_cloud,
+        "fresh": one.woken_fresh,
+    }
 
 
-TURNOVER_COUNTERS = {"Evicted": count_evictions, "Provided": count_starts_by_source}
+TURNOVER_COUNTERS = {"Evicted": count_evictions, "Provisioned": count_starts_by_source}
 
 
 def build_pool_usages(pools: Sequence[PoolStats], now: datetime) -> list[PoolUsage]:
@@ -270,7 +275,7 @@ def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryF
         ),
         SummaryField("Became cold", f"{one.slept:,}", note="when idle or to make room"),
         SummaryField(
-            "Provided to leases",
+            "Provisioned",
             f"{sum(count_starts_by_source(one).values()):,}",
             note=format_counts(count_starts_by_source(one)),
         ),

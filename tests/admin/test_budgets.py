@@ -261,7 +261,7 @@ def test_the_overshoot_is_explained_with_the_budgets_numbers() -> None:
     usd = " ".join(describe_overshoot(budget(10, unit="usd", grace=HOUR), 1, now))
     assert "what 1 sandbox costs in 1 h 3 m" in usd
     assert "no bound" in " ".join(describe_overshoot(budget(10, hard=False), 12, now))
-    assert "The budget is off" in " ".join(describe_overshoot(budget(10, active=False), 12, now))
+    assert "The budget is inactive" in " ".join(describe_overshoot(budget(10, active=False), 12, now))
     assert schedules.get_interval("meter") == schedules.get_interval("budgets") == SWEEP_INTERVAL
 
 
@@ -281,7 +281,7 @@ def test_the_page_forecasts_the_day_a_budget_runs_out(viewer: Client) -> None:
     unknown = "needs one full day of usage"
     assert forecast_field(100, scope="agent", subject="did:plc:idle") == ("Runs out", "no forecast yet", unknown)
     assert forecast_field(5) == ("Ran out", f"on {today}", "day of detection")
-    assert forecast_field(100, active=False) == ("Runs out", "–", "the budget is off")
+    assert forecast_field(100, active=False) == ("Runs out", "–", "the budget is inactive")
 
 
 # --- elsewhere --------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_an_action_on_a_missing_row_is_not_found(operator: Client, object_id: st
     assert operator.post(page, WHY).status_code == 404
 
 
-# --- many at once -------------------------------------------------------------------------------------------------
+# --- bulk actions -------------------------------------------------------------------------------------------------
 
 
 def test_ending_several_leases_asks_for_confirmation(operator: Client, grant: Callable[..., Lease]) -> None:
@@ -235,7 +235,7 @@ def test_a_revoked_key_is_refused_and_a_key_is_never_edited(administrator: Clien
     assert api_keys.find_active_key(key, now=NOW) is None
 
 
-# --- what may be edited -------------------------------------------------------------------------------------------
+# --- editable fields ----------------------------------------------------------------------------------------------
 
 POOL = {
     "capacity": 100, "warm_target": 0, "provider": "memory", "image": "", "memory_mib": 512, "millicpus": 1000, "pids": 256,

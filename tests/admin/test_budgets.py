@@ -33,7 +33,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
 ADA = "did:plc:ada"
 WHY = {"_form_submitted": "on", "reason": "said so in the meeting"}
 LIST = "/admin/billing/budget/"
-ASKED = {
+BUDGET_FORM = {
     "scope": "agent", "subject": ADA, "amount": "2.5", "unit": "usd", "period": "month", "hard": "on", "warn_percent": "80",
     "grace": "5m",
 }  # fmt: skip
@@ -71,12 +71,12 @@ def spend(grant: Callable[..., Lease]) -> Callable[..., Lease]:
     return make
 
 
-# --- a budget is stated -----------------------------------------------------------------------------------------------
+# --- forms ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_budget_counts_past_spending_at_once(administrator: Client, spend: Callable[..., Lease]) -> None:
     spend(2)
-    answer = administrator.post(f"{LIST}add/", {**ASKED, "unit": "hours", "period": "ever", "warn_percent": "60"})
+    answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, "unit": "hours", "period": "ever", "warn_percent": "60"})
     assert answer.status_code == 302
     made = Budget.objects.get()
     assert (made.scope, made.subject, made.amount, made.hard, made.grace) == ("agent", ADA, Decimal("2.5"), True, 5 * MINUTE)
@@ -89,18 +89,18 @@ def test_a_changed_budget_is_evaluated_at_once_and_keeps_other_columns(
     spend(2)
     made = budget(1)
     assert made.exhausted_at
-    asked = {**ASKED, "scope": "all", "subject": "", "unit": "hours", "period": "ever", "amount": "40"}
-    assert administrator.post(page(made), asked).status_code == 302
+    form_data = {**BUDGET_FORM, "scope": "all", "subject": "", "unit": "hours", "period": "ever", "amount": "40"}
+    assert administrator.post(page(made), form_data).status_code == 302
     created = made.created_at
     made.refresh_from_db()
     assert (made.amount, made.exhausted_at, made.warned_for, made.created_at) == (40, None, None, created)
 
 
 def test_a_budget_without_grace_is_added_and_changed(administrator: Client) -> None:
-    assert administrator.post(f"{LIST}add/", {**ASKED, "grace": "0"}).status_code == 302
+    assert administrator.post(f"{LIST}add/", {**BUDGET_FORM, "grace": "0"}).status_code == 302
     made = Budget.objects.get()
     shown = administrator.get(page(made)).context["adminform"].form["grace"].value()
-    assert administrator.post(page(made), {**ASKED, "amount": "3", "grace": shown}).status_code == 302
+    assert administrator.post(page(made), {**BUDGET_FORM, "amount": "3", "grace": shown}).status_code == 302
     made.refresh_from_db()
     assert (made.grace, made.amount) == (timedelta(0), 3)
 
@@ -123,7 +123,7 @@ def test_a_budget_without_grace_is_added_and_changed(administrator: Client) -> N
     ],
 )
 def test_an_invalid_budget_is_refused(administrator: Client, wrong: dict[str, str]) -> None:
-    answer = administrator.post(f"{LIST}add/", {**ASKED, **wrong})
+    answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, **wrong})
     assert answer.status_code == 200 and answer.context["adminform"].form.errors
     assert not Budget.objects.exists()
 
@@ -131,7 +131,7 @@ def test_an_invalid_budget_is_refused(administrator: Client, wrong: dict[str, st
 def test_a_key_budget_accepts_the_prefix_shown_in_lists(administrator: Client) -> None:
     key, _ = api_keys.issue_key([ADA], name="ci", now=timezone.now())
     for subject in (f"lh_{key.prefix}_…", key.prefix, str(key.pk)):
-        assert administrator.post(f"{LIST}add/", {**ASKED, "scope": "key", "subject": subject}).status_code == 302
+        assert administrator.post(f"{LIST}add/", {**BUDGET_FORM, "scope": "key", "subject": subject}).status_code == 302
     assert {each.subject for each in Budget.objects.all()} == {str(key.pk)}
     assert f'href="/admin/leases/agentkey/{key.pk}/change/">ci</a>' in administrator.get(LIST).content.decode()
 
@@ -154,8 +154,8 @@ def test_only_administrators_change_budgets(as_role: Callable[..., Client], role
     shown = browser.get(page(made))
     assert shown.status_code == 200
     assert b'name="_save"' not in shown.content and "Deactivate…" not in shown.content.decode()
-    assert browser.post(page(made), {**ASKED, "amount": "99"}).status_code == 403
-    assert browser.post(f"{LIST}add/", ASKED).status_code == 403
+    assert browser.post(page(made), {**BUDGET_FORM, "amount": "99"}).status_code == 403
+    assert browser.post(f"{LIST}add/", BUDGET_FORM).status_code == 403
     assert browser.post(f"{LIST}{made.pk}/turn_off/", WHY).status_code == 403
     made.refresh_from_db()
     assert (made.amount, made.active, Budget.objects.count()) == (10, True, 1)
@@ -284,7 +284,7 @@ def test_the_page_forecasts_the_day_a_budget_runs_out(viewer: Client) -> None:
     assert forecast_field(100, active=False) == ("Runs out", "–", "the budget is inactive")
 
 
-# --- elsewhere --------------------------------------------------------------------------------------------------------
+# --- other pages ------------------------------------------------------------------------------------------------------
 
 
 def test_the_dashboard_names_each_budget_past_its_warning_level(viewer: Client, spend: Callable[..., Lease]) -> None:

@@ -153,8 +153,8 @@ def test_a_calls_page_shows_the_source_of_its_price(viewer: Client, lease: Lease
     assert "input 2.5, cached 1.25, output 10 USD per million" in str(fields["USD"].note)
     assert "/v1/messages" in str(fields["Path"].value)
     assert fields["Duration"].note == "first byte after 2.0 s"
-    assert fields["Seen in the proxy's log"].value == "no"
-    assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(fields["Seen in the upstream's records"].value)
+    assert fields["In proxy log"].value == "no"
+    assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(fields["In upstream records"].value)
     ModelRate.objects.update(output_usd=11)
     assert facts(viewer, f"{LIST}{row.pk}/change/")["USD"].note == "by a rate that has changed since"
 
@@ -165,11 +165,11 @@ def test_text_from_a_sandbox_in_a_call_is_escaped(superuser: Client, lease: Leas
         assert "<img src=x" not in superuser.get(url).content.decode(), url
 
 
-# --- what a lease spent -------------------------------------------------------------------------------------------
+# --- spending of a lease ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def asked(lease: Lease, grant: Callable[..., Lease]) -> Lease:
+def metered_lease(lease: Lease, grant: Callable[..., Lease]) -> Lease:
     """Three priced calls of a lease (two incomplete), two unpriced, one refused, one relay call; and another lease's call."""
     call(lease, cost="1.5", input_tokens=1000, cached_tokens=300, output_tokens=20)
     call(lease, cost="0.25", outcome="cut", input_tokens=500)
@@ -182,8 +182,8 @@ def asked(lease: Lease, grant: Callable[..., Lease]) -> Lease:
     return lease
 
 
-def test_a_lease_links_to_exactly_its_model_calls(viewer: Client, asked: Lease) -> None:
-    fields = facts(viewer, page(asked))
+def test_a_lease_links_to_exactly_its_model_calls(viewer: Client, metered_lease: Lease) -> None:
+    fields = facts(viewer, page(metered_lease))
     assert (fields["Model calls"].value, fields["Tokens in / out"].value) == ("6", "1,500 / 20")
     assert fields["Tokens in / out"].note == "300 input tokens cached"
     assert (fields["Model cost"].value, fields["Model cost"].alarm) == ("1.75 USD", False)
@@ -197,22 +197,22 @@ def test_a_lease_links_to_exactly_its_model_calls(viewer: Client, asked: Lease) 
 
 @pytest.mark.parametrize(("limit", "share", "over"), [("7", "0.2500", False), ("1.75", "1.0000", True), ("0", "1.0000", True)])
 def test_a_limit_is_a_bar_that_turns_red_when_it_is_reached(
-    viewer: Client, asked: Lease, limit: str, share: str, over: bool
+    viewer: Client, metered_lease: Lease, limit: str, share: str, over: bool
 ) -> None:
-    Lease.objects.filter(pk=asked.pk).update(llm_limit=limit)
-    fields = facts(viewer, page(asked))["Model cost"]
+    Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=limit)
+    fields = facts(viewer, page(metered_lease))["Model cost"]
     assert (f'value="{share}"' in fields.note, fields.alarm, f"of {limit} USD" in fields.note) == (True, over, True)
 
 
-def test_an_agents_page_sums_up_its_last_thirty_days(viewer: Client, asked: Lease) -> None:
-    call(asked, cost=7, started_at=NOW - 31 * DAY)
-    fields = facts(viewer, f"/admin/leases/agent/{Agent.objects.get(did=asked.agent_did).pk}/change/")
+def test_an_agents_page_sums_up_its_last_thirty_days(viewer: Client, metered_lease: Lease) -> None:
+    call(metered_lease, cost=7, started_at=NOW - 31 * DAY)
+    fields = facts(viewer, f"/admin/leases/agent/{Agent.objects.get(did=metered_lease.agent_did).pk}/change/")
     assert (fields["Model calls, last 30 days"].value, fields["Model cost"].value) == ("6", "1.75 USD")
     assert len(listed(viewer, fields["Model calls, last 30 days"].href)) == 6
     assert len(listed(viewer, links(fields["Model cost"])["2 calls unpriced"])) == 2
 
 
-# --- what it may spend --------------------------------------------------------------------------------------------
+# --- spend limit --------------------------------------------------------------------------------------------------
 
 
 def set_to(client: Client, lease: Lease, limit: str, **more: str) -> HttpResponse:
@@ -229,44 +229,44 @@ def limits(lease: Lease) -> tuple[Decimal | None, Decimal | None]:
     return Lease.objects.get(pk=lease.pk).llm_limit, sandbox.llm_limit
 
 
-def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Client, asked: Lease) -> None:
-    assert b"Spend limit" in operator.get(page(asked)).content
+def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Client, metered_lease: Lease) -> None:
+    assert b"Spend limit" in operator.get(page(metered_lease)).content
     for limit, now, event in (
         ("1.5", Decimal("1.5"), "1.5 USD instead of no limit"),
         ("0.000000001", Decimal("1e-9"), "0.000000001 USD instead of 1.5 USD"),
         ("20", Decimal(20), "20 USD instead of 0.000000001 USD"),
         ("", None, "no limit instead of 20 USD"),
     ):
-        assert list_messages(set_to(operator, asked, limit))[-1] == "1 lease updated with the new spend limit."
-        assert limits(asked) == (now, now)
-        last = asked.events.first()
+        assert list_messages(set_to(operator, metered_lease, limit))[-1] == "1 lease updated with the new spend limit."
+        assert limits(metered_lease) == (now, now)
+        last = metered_lease.events.first()
         assert last
         assert (last.kind, last.actor, last.reason) == ("spend_limit", "operator", f"{event}: a longer game")
         assert LogEntry.objects.first().get_change_message() == "Set spend limit: a longer game"  # type: ignore[union-attr]
-    assert event in operator.get(page(asked)).content.decode()
+    assert event in operator.get(page(metered_lease)).content.decode()
 
 
-def test_a_limit_applies_from_the_next_call(operator: Client, asked: Lease, settings: Any) -> None:
+def test_a_limit_applies_from_the_next_call(operator: Client, metered_lease: Lease, settings: Any) -> None:
     settings.LLM_MODELS = ["m"]
-    Sandbox.objects.filter(pk=ensure_sandbox(asked).pk).update(slot=7)
+    Sandbox.objects.filter(pk=ensure_sandbox(metered_lease).pk).update(slot=7)
 
     def ask(number: int) -> None:
         authorization.open_model_call(7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, now=timezone.now())
 
-    set_to(operator, asked, "1.75")
+    set_to(operator, metered_lease, "1.75")
     with pytest.raises(authorization.CallRefused) as refused:
         ask(1)
     assert (refused.value.status, refused.value.code) == (402, "spend_limit_reached")
-    set_to(operator, asked, "1.76")
+    set_to(operator, metered_lease, "1.76")
     ask(2)
     assert LlmCall.objects.get(call_id="call-2").outcome == "open"
 
 
-def test_the_dialog_says_what_is_spent(operator: Client, asked: Lease) -> None:
-    Lease.objects.filter(pk=asked.pk).update(llm_limit=3)
-    shown = operator.get(f"/admin/leases/lease/{asked.pk}/limit_spending/").content.decode()
+def test_the_dialog_shows_the_spending(operator: Client, metered_lease: Lease) -> None:
+    Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=3)
+    shown = operator.get(f"/admin/leases/lease/{metered_lease.pk}/limit_spending/").content.decode()
     assert "1.75 USD" in shown and "3 USD" in shown and 'value="3"' in shown
-    assert limits(asked)[0] == 3
+    assert limits(metered_lease)[0] == 3
 
 
 @pytest.mark.parametrize("limit", ["-1", "0.0000000001", "NaN", "Infinity", "much", "1e20"])
@@ -317,7 +317,7 @@ def form(**fields: str) -> dict[str, str]:
     return known | fields
 
 
-def test_an_environment_type_says_what_its_new_leases_may_spend(
+def test_an_environment_type_shows_the_spend_limit_of_new_leases(
     administrator: Client, lease: Lease, grant: Callable[..., Lease]
 ) -> None:
     kind = EnvironmentType.objects.get(name="catan")

@@ -59,7 +59,7 @@ def troubled(grant: Callable[..., Lease]) -> None:
         )
 
 
-def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: None) -> None:
+def test_every_tile_links_to_the_rows_it_counts(viewer: Client, troubled: None) -> None:
     tiles = {tile.title: tile for tile in dashboard.build_fleet_summary().tiles}
     numbers = {title: tile.value for title, tile in tiles.items() if title not in NO_COUNTS}
     assert numbers == {

@@ -143,7 +143,7 @@ def test_pages_of_one_row_cost_few_queries(viewer: Client, used: Account) -> Non
         assert count_queries(viewer, f"/admin/billing/{row._meta.model_name}/{row.pk}/change/") <= 15
 
 
-def test_sums_and_exports_are_of_exactly_what_is_filtered(viewer: Client, used: Account) -> None:
+def test_sums_and_exports_cover_the_filtered_rows(viewer: Client, used: Account) -> None:
     """This month (4 - 2) h cost 0.50 USD and the call 0.125 USD; last month 8 h cost 2.00 USD."""
     for query, usd, number in (
         ("slice=month", "0.63", 3), ("slice=before", "2.00", 1), ("slice=all", "2.63", 4),
@@ -182,7 +182,7 @@ def test_an_export_needs_permission_to_view_costs(as_role: Any, viewer: Client) 
 
 
 @pytest.mark.parametrize(("quantity", "shown"), [("0", "0"), ("0.0004", "< 0.001"), ("1234.5678", "1,234.568"), ("5", "5")])
-def test_a_list_shows_as_much_of_a_quantity_as_it_needs(quantity: str, shown: str) -> None:
+def test_a_list_shows_a_quantity_with_at_most_three_decimals(quantity: str, shown: str) -> None:
     assert format_quantity_brief(Decimal(quantity)) == shown
 
 
@@ -221,7 +221,7 @@ def test_a_plan_has_no_usage_of_its_own(viewer: Client, team: Account) -> None:
     assert "a plan is charged once" in page(viewer, f"billing/costrecord/{CostRecord.objects.get(item='plan').pk}/change/")
 
 
-def test_a_lease_and_an_agent_say_what_they_cost_and_link_to_it(viewer: Client, lease: Lease) -> None:
+def test_a_lease_and_an_agent_show_their_cost_and_link_to_it(viewer: Client, lease: Lease) -> None:
     create_rate("time", "0.25")
     agent, _ = Agent.objects.get_or_create(did=lease.agent_did)
     create_time_usage(on(MONTH), 3 * HOUR, lease.agent_did, provider="acme", holder=lease.pk)
@@ -276,7 +276,7 @@ def test_the_spending_page_accepts_any_query_string(viewer: Client, used: Accoun
         page(viewer, f"spending/?{query}")
 
 
-def test_a_fresh_installation_says_what_to_expect(viewer: Client) -> None:
+def test_a_fresh_installation_explains_the_empty_pages(viewer: Client) -> None:
     assert "No costs in the last 30 days" in page(viewer, "spending/")
     assert "metered and priced every minute" in page(viewer, "billing/costrecord/?slice=all")
     assert "No statements yet" in page(viewer, "billing/statement/")
@@ -542,7 +542,7 @@ def test_a_month_that_cannot_be_closed_yet_says_why(administrator: Client, used:
     assert not Statement.objects.exists()
 
 
-def test_a_statement_shows_what_it_corrects(viewer: Client, used: Account) -> None:
+def test_a_statement_shows_the_corrected_month(viewer: Client, used: Account) -> None:
     before = (LAST - timedelta(days=1)).replace(day=1)
     create_time_usage(on(before), 3 * HOUR, provider="acme")
     price()

@@ -61,7 +61,7 @@ def test_editing_a_policy_keeps_its_name(administrator: Client, builders: Policy
     assert (builders.name, builders.relay, builders.models) == ("builders", True, ["gpt-4o*", "o3"])
 
 
-def test_nobody_edits_the_built_in_policy(superuser: Client) -> None:
+def test_the_built_in_policy_cannot_be_edited(superuser: Client) -> None:
     sealed = Policy.objects.get(name=SEALED_POLICY_NAME)
     shown = superuser.get(page(sealed))
     assert shown.status_code == 200

@@ -34,10 +34,10 @@ def has(pool: Pool, **columns: object) -> bool:
     return Pool.objects.filter(pk=pool.pk, **columns).exists()
 
 
-# --- acts ---------------------------------------------------------------------------------------------------------
+# --- actions ------------------------------------------------------------------------------------------------------
 
 
-def test_an_operator_drains_a_pool_and_resumes_it_and_says_why(operator: Client, pool: Pool) -> None:
+def test_an_operator_drains_and_resumes_a_pool_with_a_reason(operator: Client, pool: Pool) -> None:
     assert offered(operator, pool) == {"Drain…"}
     assert list_messages(operator.post(page(pool, "drain"), WHY)) == ["1 pool draining."]
     assert has(pool, draining=True)
@@ -105,7 +105,7 @@ def test_an_operator_does_not_edit_a_pool(operator: Client, pool: Pool) -> None:
     assert has(pool, capacity=100)
 
 
-# --- what it shows ------------------------------------------------------------------------------------------------
+# --- pool page ----------------------------------------------------------------------------------------------------
 
 
 def test_every_number_of_a_pool_links_to_exactly_its_sandboxes(
@@ -152,9 +152,7 @@ def quota(pool: Pool, **columns: object) -> Quota:
     return Quota.objects.update_or_create(pool=pool, agent_did=ADA, defaults=columns)[0]
 
 
-def test_an_administrator_sets_a_quota_and_changes_it_but_not_what_is_used(
-    administrator: Client, pool: Pool, lease: Lease
-) -> None:
+def test_an_administrator_sets_the_limit_of_a_quota_but_not_its_use(administrator: Client, pool: Pool, lease: Lease) -> None:
     ensure_sandbox(lease)
     row = quota(pool)
     assert row.used == 1
@@ -221,7 +219,7 @@ def test_pools_and_agents_link_to_their_quotas_and_these_to_their_sandboxes(
     assert [each.agent_did for each in full] == [ADA]
 
 
-# --- what it costs ------------------------------------------------------------------------------------------------
+# --- query counts -------------------------------------------------------------------------------------------------
 
 
 def test_the_pages_of_a_pool_and_an_agent_cost_the_same_with_60_quotas_as_with_3(

@@ -147,7 +147,7 @@ def test_a_lease_ended_before_the_task_ran_is_not_woken(operator: Client, lease:
     assert state_of(cold) == "destroying"
 
 
-# --- who may ------------------------------------------------------------------------------------------------------
+# --- permissions --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("act", ["evict", "wake"])
@@ -235,9 +235,11 @@ def test_a_page_shows_the_next_eviction_and_a_loss(viewer: Client, waiting: Sand
 def test_a_timeline_includes_operator_actions_with_reasons(operator: Client, waiting: Sandbox) -> None:
     operator.post(page(waiting, "evict"), WHY)
     tasks.sweep_idle()
-    told = [(each.action, each.reason, each.actor) for each in operator.get(page(waiting, "change")).context["timeline"]]
-    assert [why for _, why, _ in told] == ["stored", "idle", "it mines coins", "ready", "requested"]
-    assert told[2] == ("Evict", "it mines coins", "operator")
+    timeline_entries = [
+        (each.action, each.reason, each.actor) for each in operator.get(page(waiting, "change")).context["timeline"]
+    ]
+    assert [why for _, why, _ in timeline_entries] == ["persisted: stored", "idle", "it mines coins", "ready", "requested"]
+    assert timeline_entries[2] == ("Evict", "it mines coins", "operator")
 
 
 # --- the list -----------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def body(answer: object) -> bytes:
 # --- an agent's files -------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_shows_its_names_and_how_much_is_below_each(viewer: Client) -> None:
+def test_a_directory_shows_names_and_sizes(viewer: Client) -> None:
     put("memory/one.md", b"x" * 1000)
     put("memory/deep/two.md", b"x" * 1000)
     put("Memory/other")
@@ -81,7 +81,7 @@ def test_a_directory_shows_its_names_and_how_much_is_below_each(viewer: Client) 
     assert b"memory/three does not exist" in viewer.get(*page(row, path="memory/three")).content
 
 
-def test_a_file_names_the_lease_that_wrote_it_and_a_link_what_it_points_to(
+def test_a_file_names_the_lease_that_wrote_it_and_a_link_its_target(
     viewer: Client, lease: Lease, memory: MemoryProvider
 ) -> None:
     memory.files(ensure_sandbox(lease).ref)["/data/latest"] = Link("notes/today")
@@ -413,7 +413,7 @@ def test_a_copy_is_downloaded_as_it_was_stored(operator: Client, lease: Lease, u
     assert "deleted" in operator.get(act(copy, "change")).content.decode()
 
 
-# --- what is stored nowhere yet, and what went wrong ------------------------------------------------------------------
+# --- unsaved data and errors ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -499,7 +499,7 @@ def test_a_page_costs_the_same_for_60_rows_as_for_3(viewer: Client, grant: Calla
     assert max(counts[0][each] for each in pages[:4]) <= 9
 
 
-# --- beside that ------------------------------------------------------------------------------------------------------
+# --- other pages ------------------------------------------------------------------------------------------------------
 
 
 def test_an_agents_page_leads_to_its_data(viewer: Client, lease: Lease) -> None:

@@ -16,7 +16,7 @@ PACE_NOTE = f"at the average of the last {FORECAST_WINDOW_DAYS} days"
 CENT, SMALL_QUANTUM = Decimal("0.01"), Decimal("0.000001")
 LEVEL_BADGES = {  # colour and word
     "exhausted": ("failed", "exhausted"), "warned": ("late", "warning"),
-    "within": ("ok", "within"), "off": ("destroyed", "off"),
+    "within": ("ok", "within"), "off": ("destroyed", "inactive"),
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def render_reset_time(budget: Budget, now: datetime) -> SafeString | str:
 def build_forecast_field(budget: Budget, now: datetime) -> SummaryField:
     """Build the day on which the budget runs out at the present pace."""
     if not budget.active:
-        return SummaryField("Runs out", "–", note="the budget is off")
+        return SummaryField("Runs out", "–", note="the budget is inactive")
     day, pace = forecast_budget(budget, now)
     if budgets.is_exhausted(budget, now):
         return SummaryField("Ran out", f"on {day}", note="day of detection")

@@ -61,7 +61,7 @@ DEACTIVATE_ACTION = AdminAction(
     title="Deactivate budget",
     warning="The budget no longer refuses or ends leases and sends no warnings. It can be activated again.",
     done="deactivated",
-    refusal_reason="already off",
+    refusal_reason="already inactive",
     legal=lambda budget: budget.active,
     verb=lambda budget, actor, why, now: budgets.set_active(budget.pk, active=False, now=now),
     icon="toggle_off",
@@ -70,7 +70,7 @@ DEACTIVATE_ACTION = AdminAction(
 )
 ACTIVATE_ACTION = AdminAction(
     title="Activate budget",
-    warning="All spending of the present period counts at once, including spending while the budget was off.",
+    warning="All spending of the present period counts at once, including spending while the budget was inactive.",
     done="activated",
     refusal_reason="already active",
     legal=lambda budget: not budget.active,
@@ -126,7 +126,7 @@ def render_subjects(rows: Collection[Budget]) -> Mapping[int, Any]:
 @admin.register(Budget)
 class BudgetAdmin(ConsoleModelAdmin):
     form = BudgetForm
-    list_display = ["what", "subject_label", "spending", "period_label", "strictness", "condition"]
+    list_display = ["what", "subject_label", "spending", "reset_time", "strictness", "condition"]
     list_filter = [
         ("scope", ChoicesRadioFilter), ("unit", ChoicesRadioFilter), ("period", ChoicesRadioFilter), "hard",
     ]  # fmt: skip
@@ -143,12 +143,12 @@ class BudgetAdmin(ConsoleModelAdmin):
         "exhausted": ListTab(
             "Exhausted", "No exhausted budgets.", lambda now: budgets.build_marked_filter("exhausted_for", now)
         ),
-        "off": ListTab("Off", "No inactive budgets: every budget is active.", lambda now: Q(active=False)),
+        "off": ListTab("Inactive", "No inactive budgets: every budget is active.", lambda now: Q(active=False)),
     }
     fieldsets = [
         ("Applies to", {"fields": ["scope", "subject"]}),
         ("Amount", {"fields": ["amount", "unit", "period"]}),
-        ("When it is spent", {"fields": ["hard", "warn_percent", "grace"]}),
+        ("On exhaustion", {"fields": ["hard", "warn_percent", "grace"]}),
     ]
     formfield_overrides = {**ConsoleModelAdmin.formfield_overrides, models.DurationField: {"form_class": DurationOrZeroField}}
     labels = {"hard": "Hard limit", "warn_percent": "Warn at (%)", "grace": "Grace period"}
@@ -177,11 +177,11 @@ class BudgetAdmin(ConsoleModelAdmin):
         now = timezone.now()
         return render_two_lines(render_gauge(row, now), f"{format_usage(row, now)}, {compute_percent_spent(row, now)} %")
 
-    @display(description="Period")
-    def period_label(self, row: Budget) -> SafeString:
-        return render_two_lines(row.get_period_display(), render_reset_time(row, timezone.now()))
+    @display(description="Reset")
+    def reset_time(self, row: Budget) -> SafeString | str:
+        return render_reset_time(row, timezone.now())
 
-    @display(description="When it is spent")
+    @display(description="On exhaustion")
     def strictness(self, row: Budget) -> SafeString | str:
         return render_two_lines("ends leases", f"grace period {format_duration(row.grace)}") if row.hard else "warning only"
 
@@ -241,7 +241,7 @@ class BudgetAdmin(ConsoleModelAdmin):
                 note=f"{format_usd(row.amount * row.warn_percent / 100)} {get_unit_label(row)}",
             ),
             SummaryField(
-                "When it is spent",
+                "On exhaustion",
                 "new leases are refused, active ones end" if row.hard else "warning only",
                 note=f"running sandboxes have a grace period of {format_duration(row.grace)}"
                 if row.hard

@@ -169,7 +169,7 @@ class CostRecordAdmin(ReadOnlyModelAdmin):
     def quantity_label(self, row: CostRecord) -> str:
         return format_quantity_brief(row.quantity)
 
-    @display(description="Free (allowance)")
+    @display(description="Allowance used")
     def free_quantity(self, row: CostRecord) -> str:
         return format_quantity_brief(row.free) if row.free else "–"
 

@@ -17,7 +17,7 @@ MAX_DETECTION_DELAY = 3 * SWEEP_INTERVAL  # summing up usage, marking the budget
 def describe_overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
     """Explain the bound on overspending derived in billing.budgets, with this budget's numbers, one sentence per paragraph."""
     if not budget.active:
-        return ["The budget is off: nothing is refused and no lease is ended, so there is no bound."]
+        return ["The budget is inactive: nothing is refused and no lease is ended, so there is no bound."]
     if not budget.hard:
         return ["The budget only warns: nothing is refused and no lease is ended, so there is no bound."]
     delay, open_ = MAX_DETECTION_DELAY + budget.grace, pluralize(count, "lease is", "leases are")

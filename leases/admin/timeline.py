@@ -14,7 +14,7 @@ from leases.models import Lease, LeaseEvent, Turn
 from sandboxes.admin.data_events import render_data_event
 from sandboxes.admin.formatting import format_command, format_duration, format_path, render_badge, truncate_text
 from sandboxes.admin.runs import format_run_duration, render_run_outcome
-from sandboxes.admin.sandboxes import RUN_TRANSITIONS_FILTER
+from sandboxes.admin.sandboxes import RUN_TRANSITIONS_FILTER, format_transition_reason
 from sandboxes.models import DataEvent, Run, Transition
 
 SOURCE_LABELS = {"lease": "Lease", "sandbox": "Sandbox", "turn": "Turns", "run": "Runs", "state": "Data"}
@@ -83,7 +83,7 @@ def _iter_event_entries(events: Iterable[LeaseEvent]) -> Iterator[TimelineEntry]
 def _iter_transition_entries(transitions: Iterable[Transition]) -> Iterator[TimelineEntry]:
     for row in transitions:
         href = reverse("admin:sandboxes_sandbox_change", args=[row.sandbox_id])
-        yield TimelineEntry(row.at, "sandbox", "Sandbox", href, render_badge(row.to), row.reason, row.actor)
+        yield TimelineEntry(row.at, "sandbox", "Sandbox", href, render_badge(row.to), format_transition_reason(row), row.actor)
 
 
 def _iter_turn_entries(turns: Iterable[Turn]) -> Iterator[TimelineEntry]:

@@ -110,7 +110,7 @@ def truncate_text(text: str, limit: int = 90) -> str:
 
 
 def format_counts(parts: Mapping[str, int]) -> str:
-    """Format the counts that are not zero: "2 local, 1 cloud"."""
+    """Format the counts that are not zero: "2 failed, 1 refused"."""
     return ", ".join(f"{number:,} {label}" for label, number in parts.items() if number)
 
 

@@ -151,7 +151,7 @@ class LlmCallAdmin(ReadOnlyModelAdmin):
     ordering = ["-started_at", "-pk"]
     list_tabs = {
         "all": ListTab("All", "No model calls yet. Each call through the egress proxy is recorded here."),
-        "open": ListTab("Running", "No calls in progress.", lambda now: Q(ended_at__isnull=True)),
+        "open": ListTab("In progress", "No calls in progress.", lambda now: Q(ended_at__isnull=True)),
         "failed": ListTab("Failed", "No failed calls: none failed, was interrupted or lost.", lambda now: IS_FAILED),
         "refused": ListTab("Refused", "No refused calls.", lambda now: IS_REFUSED),
         "unpriced": ListTab("Unpriced", "No unpriced calls: the cost of every call is known.", lambda now: IS_UNPRICED),

@@ -106,9 +106,9 @@ class PoolUsage:
 
     @property
     def counts(self) -> list[str]:
-        """Warm sandboxes, and turnover since the pool was created. Zero counters are left out."""
+        """Pre-warmed sandboxes, and turnover since the pool was created. Zero counters are left out."""
         one = self.stats
-        ready = f"{one.warm_ready:,} of {one.warm_target:,} warm" if one.warm_target else ""
+        ready = f"Pre-warmed: {one.warm_ready:,} of {one.warm_target:,}" if one.warm_target else ""
         turnover = [
             f"{title}: {format_counts(parts(one))}" for title, parts in TURNOVER_COUNTERS.items() if any(parts(one).values())
         ]
@@ -121,11 +121,16 @@ def count_evictions(one: PoolStats) -> dict[str, int]:
 
 
 def count_starts_by_source(one: PoolStats) -> dict[str, int]:
-    """Sandboxes provided to leases, by origin: prewarmed, or woken with local, stored or no state."""
-    return {"prewarmed": one.claimed_warm, "local": one.woken_local, "cloud": one.woken_cloud, "fresh": one.woken_fresh}
+    """Sandboxes provisioned for leases, by source: pre-warmed, or state from the local copy, from the store, or none."""
+    return {
+        "pre-warmed": one.claimed_warm,
+        "from local copy": one.woken_local,
+        "from store": one.woken_cloud,
+        "fresh": one.woken_fresh,
+    }
 
 
-TURNOVER_COUNTERS = {"Evicted": count_evictions, "Provided": count_starts_by_source}
+TURNOVER_COUNTERS = {"Evicted": count_evictions, "Provisioned": count_starts_by_source}
 
 
 def build_pool_usages(pools: Sequence[PoolStats], now: datetime) -> list[PoolUsage]:
@@ -199,7 +204,7 @@ class PoolAdmin(ConsoleModelAdmin):
         text = f"{row.used:,} of {row.capacity:,}"
         return render_two_lines(render_meter(row.used, row.capacity), f"{text}, {cold:,} cold" if cold else text)
 
-    @display(description="Warm")
+    @display(description="Pre-warmed")
     def ready(self, row: Pool) -> str:
         ready = row.stats.warm_ready  # type: ignore[attr-defined]
         return f"{ready:,} of {row.warm_target:,}" if row.warm_target else "–"
@@ -270,7 +275,7 @@ def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryF
         ),
         SummaryField("Became cold", f"{one.slept:,}", note="when idle or to make room"),
         SummaryField(
-            "Provided to leases",
+            "Provisioned",
             f"{sum(count_starts_by_source(one).values()):,}",
             note=format_counts(count_starts_by_source(one)),
         ),

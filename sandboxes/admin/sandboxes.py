@@ -43,13 +43,18 @@ from sandboxes.admin.registry import build_agent_field, build_holder_field
 from sandboxes.admin.runs import format_run_duration, render_run_outcome
 from sandboxes.admin.snapshots import SNAPSHOT_KIND_LABELS, SnapshotAdmin, describe_snapshot_location, find_snapshots
 from sandboxes.admin.tabs import SANDBOX_TABS
-from sandboxes.models import ALIVE_STATES, GONE_STATES, Sandbox, SandboxState, Snapshot
+from sandboxes.models import ALIVE_STATES, GONE_STATES, Sandbox, SandboxState, Snapshot, Transition
 from sandboxes.models.state import Attachment, SnapshotKind
 
 MAX_PANEL_ROWS = 25  # newest entries of each table on a sandbox's page
 RUN_TRANSITIONS_FILTER = Q(to=SandboxState.RUNNING) | Q(
     was=SandboxState.RUNNING, to=SandboxState.WAITING
 )  # duplicates of the entry of the run
+
+
+def format_transition_reason(row: Transition) -> str:
+    """Format the code and the text of a transition's reason, such as "lease_ended: released", without repeating the code."""
+    return row.reason if not row.code or row.reason.startswith(row.code) else f"{row.code}: {row.reason}"
 
 
 def compute_time_alive(sandbox: Sandbox, now: datetime) -> timedelta:
@@ -183,7 +188,9 @@ class SandboxAdmin(ReadOnlyModelAdmin):
                 SummaryField(
                     "Wakes",
                     f"{row.woken_local + row.woken_cloud + row.woken_fresh:,}",
-                    note=format_counts({"local": row.woken_local, "cloud": row.woken_cloud, "fresh": row.woken_fresh}),
+                    note=format_counts(
+                        {"from local copy": row.woken_local, "from store": row.woken_cloud, "fresh": row.woken_fresh}
+                    ),
                 ),
                 SummaryField("Runs without a wake", f"{row.warm_hits:,}", note="the sandbox was already alive"),
                 SummaryField("Alive", format_duration(compute_time_alive(row, now)), note="total time with a process"),
@@ -215,7 +222,7 @@ class SandboxAdmin(ReadOnlyModelAdmin):
     def list_entries(self, row: Sandbox) -> list[AuditEntry]:
         """List transitions and actions of operators, newest first."""
         transitions = [
-            AuditEntry(each.at, render_badge(each.to), each.reason, each.actor)
+            AuditEntry(each.at, render_badge(each.to), format_transition_reason(each), each.actor)
             for each in row.transitions.exclude(RUN_TRANSITIONS_FILTER)[: MAX_PANEL_ROWS + 1]
         ]
         return sorted([*transitions, *list_audit_entries(row, MAX_PANEL_ROWS)], key=attrgetter("at"), reverse=True)

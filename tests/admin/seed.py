@@ -88,10 +88,10 @@ def _seed_policies() -> None:
     EnvironmentType.objects.filter(name="rpg").update(policy=players)
 
 
-def _acquire_lease(agent: str, environment: str, at: datetime, pool: str = "demo", **ask: object) -> Lease:
-    ask = {"sleep_after": 3 * HOUR} | ask
-    wish = leasing.LeaseRequest(agent_did=agent, environment_id=environment, environment_type="catan", pool=pool, **ask)  # type: ignore[arg-type]
-    return leasing.acquire(wish, now=at, actor="key 3f9a1c20")[0]
+def _acquire_lease(agent: str, environment: str, at: datetime, pool: str = "demo", **options: object) -> Lease:
+    options = {"sleep_after": 3 * HOUR} | options
+    request = leasing.LeaseRequest(agent_did=agent, environment_id=environment, environment_type="catan", pool=pool, **options)  # type: ignore[arg-type]
+    return leasing.acquire(request, now=at, actor="key 3f9a1c20")[0]
 
 
 def _acquire_used_lease(agent: str, environment: str, at: datetime, pool: str = "demo") -> Lease:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.django_db
 WHY = {"_form_submitted": "on", "reason": "it mines coins"}
 
 
-def said(response: HttpResponse) -> list[str]:
+def list_messages(response: HttpResponse) -> list[str]:
     return [str(message) for message in get_messages(response.wsgi_request)]  # type: ignore[attr-defined]
 
 
@@ -49,7 +49,7 @@ def test_an_operator_ends_a_lease_and_says_why(operator: Client, lease: Lease) -
     sandbox = ensure_sandbox(lease)
     answer = operator.post(url(lease), WHY)
     assert answer.headers["HX-Redirect"] == f"/admin/leases/lease/{lease.pk}/change/"
-    assert said(answer) == ["1 lease ended."]
+    assert list_messages(answer) == ["1 lease ended."]
     lease.refresh_from_db()
     assert (lease.status, lease.end_reason, state_of(sandbox)) == ("expired", "operator", "destroying")
     event = lease.events.first()
@@ -70,7 +70,7 @@ def test_an_action_without_a_reason_changes_nothing(operator: Client, lease: Lea
 
 def test_ending_a_lease_that_has_just_ended_changes_nothing(operator: Client, lease: Lease) -> None:
     leasing.end(lease.pk, reason="released", now=NOW, actor="rival")
-    assert said(operator.post(url(lease), WHY)) == ["Nothing changed: no longer active."]
+    assert list_messages(operator.post(url(lease), WHY)) == ["Nothing changed: no longer active."]
     lease.refresh_from_db()
     assert lease.end_reason == "released"
     assert lease.events.filter(kind="ended").count() == 1
@@ -103,7 +103,7 @@ def test_an_action_on_a_missing_row_is_not_found(operator: Client, object_id: st
     assert operator.post(page, WHY).status_code == 404
 
 
-# --- many at once -------------------------------------------------------------------------------------------------
+# --- bulk actions -------------------------------------------------------------------------------------------------
 
 
 def test_ending_several_leases_asks_for_confirmation(operator: Client, grant: Callable[..., Lease]) -> None:
@@ -118,7 +118,7 @@ def test_leases_ended_in_the_meantime_are_counted_as_skipped(operator: Client, g
     leases = [grant(environment=f"game-{n}") for n in range(3)]
     leasing.end(leases[0].pk, reason="released", now=NOW)
     done = bulk(operator, "leases/lease", "end_leases", [lease.pk for lease in leases], confirm="1", **WHY)
-    assert said(done) == ["2 leases ended. 1 skipped: no longer active."]
+    assert list_messages(done) == ["2 leases ended. 1 skipped: no longer active."]
     assert LogEntry.objects.count() == 2
     assert set(Lease.objects.values_list("end_reason", flat=True)) == {"released", "operator"}
 
@@ -151,7 +151,7 @@ def destroy(sandbox: Sandbox) -> str:
 
 def test_destroying_a_held_sandbox_ends_its_lease(operator: Client, lease: Lease) -> None:
     sandbox = ensure_sandbox(lease)
-    assert said(operator.post(destroy(sandbox), WHY)) == ["1 sandbox being destroyed."]
+    assert list_messages(operator.post(destroy(sandbox), WHY)) == ["1 sandbox being destroyed."]
     lease.refresh_from_db()
     assert (lease.status, lease.end_reason, state_of(sandbox)) == ("expired", "operator", "destroying")
     assert LogEntry.objects.get().object_id == str(sandbox.pk)
@@ -172,7 +172,7 @@ def test_destroying_an_already_destroyed_sandbox_does_not_end_its_former_lease(o
     old = ensure_sandbox(lease)
     destruction.schedule_destroy(old.pk, now=NOW, code=TransitionReason.OPERATOR)
     new = execution.ensure_sandbox_ready(lease.pk, now=NOW)
-    assert said(operator.post(destroy(old), WHY)) == ["Nothing changed: already being destroyed."]
+    assert list_messages(operator.post(destroy(old), WHY)) == ["Nothing changed: already being destroyed."]
     lease.refresh_from_db()
     assert (lease.status, state_of(new)) == ("active", "warm")
 
@@ -203,7 +203,7 @@ def test_retry_is_for_quarantine_only(operator: Client, lease: Lease) -> None:
     sandbox = ensure_sandbox(lease)
     assert b"Retry destroy" not in operator.get(f"/admin/sandboxes/sandbox/{sandbox.pk}/change/").content.split(b"<main")[0]
     done = bulk(operator, "sandboxes/sandbox", "retry_all", [sandbox.pk], confirm="1", **WHY)
-    assert said(done) == ["1 skipped: not in quarantine."]
+    assert list_messages(done) == ["1 skipped: not in quarantine."]
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------
@@ -231,11 +231,11 @@ def test_a_revoked_key_is_refused_and_a_key_is_never_edited(administrator: Clien
     page = f"/admin/leases/agentkey/{row.pk}"
     assert operator.post(f"{page}/revoke/", WHY).status_code == 403
     assert administrator.post(f"{page}/change/", {"name": "mine", "dids": "did:plc:eve"}).status_code == 403
-    assert said(administrator.post(f"{page}/revoke/", WHY)) == ["1 API key revoked."]
+    assert list_messages(administrator.post(f"{page}/revoke/", WHY)) == ["1 API key revoked."]
     assert api_keys.find_active_key(key, now=NOW) is None
 
 
-# --- what may be edited -------------------------------------------------------------------------------------------
+# --- editable fields ----------------------------------------------------------------------------------------------
 
 POOL = {
     "capacity": 100, "warm_target": 0, "provider": "memory", "image": "", "memory_mib": 512, "millicpus": 1000, "pids": 256,

@@ -33,7 +33,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
 ADA = "did:plc:ada"
 WHY = {"_form_submitted": "on", "reason": "said so in the meeting"}
 LIST = "/admin/billing/budget/"
-ASKED = {
+BUDGET_FORM = {
     "scope": "agent", "subject": ADA, "amount": "2.5", "unit": "usd", "period": "month", "hard": "on", "warn_percent": "80",
     "grace": "5m",
 }  # fmt: skip
@@ -71,13 +71,13 @@ def spend(grant: Callable[..., Lease]) -> Callable[..., Lease]:
     return make
 
 
-# --- a budget is stated -----------------------------------------------------------------------------------------------
+# --- forms ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_budget_counts_past_spending_at_once(administrator: Client, spend: Callable[..., Lease]) -> None:
     spend(2)
-    said = administrator.post(f"{LIST}add/", {**ASKED, "unit": "hours", "period": "ever", "warn_percent": "60"})
-    assert said.status_code == 302
+    answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, "unit": "hours", "period": "ever", "warn_percent": "60"})
+    assert answer.status_code == 302
     made = Budget.objects.get()
     assert (made.scope, made.subject, made.amount, made.hard, made.grace) == ("agent", ADA, Decimal("2.5"), True, 5 * MINUTE)
     assert made.active and made.warned_for and round(made.spent, 1) == 2
@@ -89,18 +89,18 @@ def test_a_changed_budget_is_evaluated_at_once_and_keeps_other_columns(
     spend(2)
     made = budget(1)
     assert made.exhausted_at
-    asked = {**ASKED, "scope": "all", "subject": "", "unit": "hours", "period": "ever", "amount": "40"}
-    assert administrator.post(page(made), asked).status_code == 302
+    form_data = {**BUDGET_FORM, "scope": "all", "subject": "", "unit": "hours", "period": "ever", "amount": "40"}
+    assert administrator.post(page(made), form_data).status_code == 302
     created = made.created_at
     made.refresh_from_db()
     assert (made.amount, made.exhausted_at, made.warned_for, made.created_at) == (40, None, None, created)
 
 
 def test_a_budget_without_grace_is_added_and_changed(administrator: Client) -> None:
-    assert administrator.post(f"{LIST}add/", {**ASKED, "grace": "0"}).status_code == 302
+    assert administrator.post(f"{LIST}add/", {**BUDGET_FORM, "grace": "0"}).status_code == 302
     made = Budget.objects.get()
     shown = administrator.get(page(made)).context["adminform"].form["grace"].value()
-    assert administrator.post(page(made), {**ASKED, "amount": "3", "grace": shown}).status_code == 302
+    assert administrator.post(page(made), {**BUDGET_FORM, "amount": "3", "grace": shown}).status_code == 302
     made.refresh_from_db()
     assert (made.grace, made.amount) == (timedelta(0), 3)
 
@@ -123,15 +123,15 @@ def test_a_budget_without_grace_is_added_and_changed(administrator: Client) -> N
     ],
 )
 def test_an_invalid_budget_is_refused(administrator: Client, wrong: dict[str, str]) -> None:
-    said = administrator.post(f"{LIST}add/", {**ASKED, **wrong})
-    assert said.status_code == 200 and said.context["adminform"].form.errors
+    answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, **wrong})
+    assert answer.status_code == 200 and answer.context["adminform"].form.errors
     assert not Budget.objects.exists()
 
 
 def test_a_key_budget_accepts_the_prefix_shown_in_lists(administrator: Client) -> None:
     key, _ = api_keys.issue_key([ADA], name="ci", now=timezone.now())
-    for said in (f"lh_{key.prefix}_…", key.prefix, str(key.pk)):
-        assert administrator.post(f"{LIST}add/", {**ASKED, "scope": "key", "subject": said}).status_code == 302
+    for subject in (f"lh_{key.prefix}_…", key.prefix, str(key.pk)):
+        assert administrator.post(f"{LIST}add/", {**BUDGET_FORM, "scope": "key", "subject": subject}).status_code == 302
     assert {each.subject for each in Budget.objects.all()} == {str(key.pk)}
     assert f'href="/admin/leases/agentkey/{key.pk}/change/">ci</a>' in administrator.get(LIST).content.decode()
 
@@ -154,8 +154,8 @@ def test_only_administrators_change_budgets(as_role: Callable[..., Client], role
     shown = browser.get(page(made))
     assert shown.status_code == 200
     assert b'name="_save"' not in shown.content and "Deactivate…" not in shown.content.decode()
-    assert browser.post(page(made), {**ASKED, "amount": "99"}).status_code == 403
-    assert browser.post(f"{LIST}add/", ASKED).status_code == 403
+    assert browser.post(page(made), {**BUDGET_FORM, "amount": "99"}).status_code == 403
+    assert browser.post(f"{LIST}add/", BUDGET_FORM).status_code == 403
     assert browser.post(f"{LIST}{made.pk}/turn_off/", WHY).status_code == 403
     made.refresh_from_db()
     assert (made.amount, made.active, Budget.objects.count()) == (10, True, 1)
@@ -247,11 +247,11 @@ def test_the_page_lists_only_notifications_of_its_own_budget(viewer: Client, spe
     spend(2)
     for each in (made, *others):
         budgets.update_spending(each.pk, now=timezone.now())
-    said = viewer.get(page(made)).context["notifications"]
-    assert [each.kind for each in said] == ["budget.exhausted", "budget.warning"]
+    notices = viewer.get(page(made)).context["notifications"]
+    assert [each.kind for each in notices] == ["budget.exhausted", "budget.warning"]
     assert Event.objects.filter(kind__startswith="budget.").count() == 22
-    assert said[0].spent.endswith(" of 1 hours")
-    assert viewer.get(said[0].href).status_code == 200
+    assert notices[0].spent.endswith(" of 1 hours")
+    assert viewer.get(notices[0].href).status_code == 200
 
 
 def test_the_overshoot_is_explained_with_the_budgets_numbers() -> None:
@@ -261,7 +261,7 @@ def test_the_overshoot_is_explained_with_the_budgets_numbers() -> None:
     usd = " ".join(describe_overshoot(budget(10, unit="usd", grace=HOUR), 1, now))
     assert "what 1 sandbox costs in 1 h 3 m" in usd
     assert "no bound" in " ".join(describe_overshoot(budget(10, hard=False), 12, now))
-    assert "The budget is off" in " ".join(describe_overshoot(budget(10, active=False), 12, now))
+    assert "The budget is inactive" in " ".join(describe_overshoot(budget(10, active=False), 12, now))
     assert schedules.get_interval("meter") == schedules.get_interval("budgets") == SWEEP_INTERVAL
 
 
@@ -269,22 +269,22 @@ def test_the_page_forecasts_the_day_a_budget_runs_out(viewer: Client) -> None:
     today = dates.to_utc_date(timezone.now())
     create_time_usage(dates.start_of_day(today - DAY), 10 * HOUR)
 
-    def said(amount: Any, **fields: Any) -> tuple[str, str, str]:
+    def forecast_field(amount: Any, **fields: Any) -> tuple[str, str, str]:
         facts = viewer.get(page(budget(amount, **fields))).context["facts"]
         fact = next(fact for fact in facts if fact.label in ("Runs out", "Ran out"))
         return fact.label, fact.value, fact.note
 
     pace = "at the average of the last 7 days"
-    assert said(100) == ("Runs out", f"on {today + 8 * DAY}", pace)
-    assert said(5, period="day") == ("Runs out", f"on {today}", pace)
-    assert said(100, period="day") == said(9999, period="month") == ("Runs out", "not in this period", pace)
+    assert forecast_field(100) == ("Runs out", f"on {today + 8 * DAY}", pace)
+    assert forecast_field(5, period="day") == ("Runs out", f"on {today}", pace)
+    assert forecast_field(100, period="day") == forecast_field(9999, period="month") == ("Runs out", "not in this period", pace)
     unknown = "needs one full day of usage"
-    assert said(100, scope="agent", subject="did:plc:idle") == ("Runs out", "no forecast yet", unknown)
-    assert said(5) == ("Ran out", f"on {today}", "day of detection")
-    assert said(100, active=False) == ("Runs out", "–", "the budget is off")
+    assert forecast_field(100, scope="agent", subject="did:plc:idle") == ("Runs out", "no forecast yet", unknown)
+    assert forecast_field(5) == ("Ran out", f"on {today}", "day of detection")
+    assert forecast_field(100, active=False) == ("Runs out", "–", "the budget is inactive")
 
 
-# --- elsewhere --------------------------------------------------------------------------------------------------------
+# --- other pages ------------------------------------------------------------------------------------------------------
 
 
 def test_the_dashboard_names_each_budget_past_its_warning_level(viewer: Client, spend: Callable[..., Lease]) -> None:
@@ -347,10 +347,10 @@ def test_a_lease_ended_by_a_budget_names_the_budget(viewer: Client, spend: Calla
     url = f"/admin/leases/lease/{lease.pk}/change/"
     fact = next(fact for fact in viewer.get(url).context["facts"] if fact.label == "Ended by budget")
     assert str(made) in fact.value and page(made) in fact.value
-    said = str(made)
+    label = str(made)
     Budget.objects.filter(pk=made.pk).update(amount=7)  # it says what held then
     fact = next(fact for fact in viewer.get(url).context["facts"] if fact.label == "Ended by budget")
-    assert fact.value == said
+    assert fact.value == label
 
 
 def test_budgets_are_hidden_without_permission_to_view_them(
@@ -374,5 +374,5 @@ def test_health_counts_hard_budgets_that_are_spent(client: Client, spend: Callab
     budget(1, hard=False)
     assert not any("budget" in each for each in client.get("/healthz").json()["warnings"])
     budget(1, scope="agent", subject=ADA)
-    said = [each for each in client.get("/healthz").json()["warnings"] if "budget" in each]
-    assert said == ["Exhausted hard budgets, whose leases are refused and ended: 1."]
+    warnings = [each for each in client.get("/healthz").json()["warnings"] if "budget" in each]
+    assert warnings == ["Exhausted hard budgets, whose leases are refused and ended: 1."]

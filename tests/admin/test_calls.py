@@ -136,8 +136,8 @@ def test_calls_are_narrowed_by_each_filter(viewer: Client, lease: Lease) -> None
 def test_a_call_is_found_by_agent_and_by_any_complete_id(viewer: Client, lease: Lease) -> None:
     row = call(lease, sandbox=ensure_sandbox(lease), call_id="0123456789abcdef0123456789abcdef")
     call(agent_did="did:plc:other", environment_id="elsewhere", model="o3")
-    for said in (row.call_id, lease.pk, row.sandbox_id, lease.pk.hex, row.agent_did, row.environment_id, "gpt-4o"):
-        assert listed(viewer, f"?q={said}") == [row.pk], said
+    for query in (row.call_id, lease.pk, row.sandbox_id, lease.pk.hex, row.agent_did, row.environment_id, "gpt-4o"):
+        assert listed(viewer, f"?q={query}") == [row.pk], query
     assert not listed(viewer, "?q=00000000-0000-0000-0000-000000000000")
 
 
@@ -147,14 +147,14 @@ def test_a_calls_page_shows_the_source_of_its_price(viewer: Client, lease: Lease
         lease, cost="0.0025", priced="rate", input_tokens=1000, cached_tokens=400, output_tokens=50, path="/v1/messages",
         sent_bytes=2048, received_bytes=812, first_byte_at=NOW + timedelta(seconds=2), recorded_at=NOW, streamed=True,
     )  # fmt: skip
-    said = facts(viewer, f"{LIST}{row.pk}/change/")
-    assert (said["USD"].value, said["Sent / received"].value) == ("0.0025", "2.0 KiB / 812 B")
-    assert f"/admin/sandboxes/modelrate/{rate.pk}/" in str(said["USD"].note)
-    assert "input 2.5, cached 1.25, output 10 USD per million" in str(said["USD"].note)
-    assert "/v1/messages" in str(said["Path"].value)
-    assert said["Duration"].note == "first byte after 2.0 s"
-    assert said["In proxy log"].value == "no"
-    assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(said["Seen in the upstream's records"].value)
+    fields = facts(viewer, f"{LIST}{row.pk}/change/")
+    assert (fields["USD"].value, fields["Sent / received"].value) == ("0.0025", "2.0 KiB / 812 B")
+    assert f"/admin/sandboxes/modelrate/{rate.pk}/" in str(fields["USD"].note)
+    assert "input 2.5, cached 1.25, output 10 USD per million" in str(fields["USD"].note)
+    assert "/v1/messages" in str(fields["Path"].value)
+    assert fields["Duration"].note == "first byte after 2.0 s"
+    assert fields["In proxy log"].value == "no"
+    assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(fields["In upstream records"].value)
     ModelRate.objects.update(output_usd=11)
     assert facts(viewer, f"{LIST}{row.pk}/change/")["USD"].note == "by a rate that has changed since"
 
@@ -165,11 +165,11 @@ def test_text_from_a_sandbox_in_a_call_is_escaped(superuser: Client, lease: Leas
         assert "<img src=x" not in superuser.get(url).content.decode(), url
 
 
-# --- what a lease spent -------------------------------------------------------------------------------------------
+# --- spending of a lease ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def asked(lease: Lease, grant: Callable[..., Lease]) -> Lease:
+def metered_lease(lease: Lease, grant: Callable[..., Lease]) -> Lease:
     """Three priced calls of a lease (two incomplete), two unpriced, one refused, one relay call; and another lease's call."""
     call(lease, cost="1.5", input_tokens=1000, cached_tokens=300, output_tokens=20)
     call(lease, cost="0.25", outcome="cut", input_tokens=500)
@@ -182,14 +182,14 @@ def asked(lease: Lease, grant: Callable[..., Lease]) -> Lease:
     return lease
 
 
-def test_a_lease_links_to_exactly_its_model_calls(viewer: Client, asked: Lease) -> None:
-    said = facts(viewer, page(asked))
-    assert (said["Model calls"].value, said["Tokens in / out"].value) == ("6", "1,500 / 20")
-    assert said["Tokens in / out"].note == "300 input tokens cached"
-    assert (said["Model cost"].value, said["Model cost"].alarm) == ("1.75 USD", False)
-    assert "no limit" in str(said["Model cost"].note)
-    assert len(listed(viewer, said["Model calls"].href)) == 6
-    narrower = links(said["Model calls"]) | links(said["Model cost"])
+def test_a_lease_links_to_exactly_its_model_calls(viewer: Client, metered_lease: Lease) -> None:
+    fields = facts(viewer, page(metered_lease))
+    assert (fields["Model calls"].value, fields["Tokens in / out"].value) == ("6", "1,500 / 20")
+    assert fields["Tokens in / out"].note == "300 input tokens cached"
+    assert (fields["Model cost"].value, fields["Model cost"].alarm) == ("1.75 USD", False)
+    assert "no limit" in str(fields["Model cost"].note)
+    assert len(listed(viewer, fields["Model calls"].href)) == 6
+    narrower = links(fields["Model calls"]) | links(fields["Model cost"])
     assert {words: len(listed(viewer, href)) for words, href in narrower.items()} == {
         "3 failed": 3, "1 refused": 1, "2 calls unpriced": 2,
     }  # fmt: skip
@@ -197,29 +197,29 @@ def test_a_lease_links_to_exactly_its_model_calls(viewer: Client, asked: Lease) 
 
 @pytest.mark.parametrize(("limit", "share", "over"), [("7", "0.2500", False), ("1.75", "1.0000", True), ("0", "1.0000", True)])
 def test_a_limit_is_a_bar_that_turns_red_when_it_is_reached(
-    viewer: Client, asked: Lease, limit: str, share: str, over: bool
+    viewer: Client, metered_lease: Lease, limit: str, share: str, over: bool
 ) -> None:
-    Lease.objects.filter(pk=asked.pk).update(llm_limit=limit)
-    said = facts(viewer, page(asked))["Model cost"]
-    assert (f'value="{share}"' in said.note, said.alarm, f"of {limit} USD" in said.note) == (True, over, True)
+    Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=limit)
+    fields = facts(viewer, page(metered_lease))["Model cost"]
+    assert (f'value="{share}"' in fields.note, fields.alarm, f"of {limit} USD" in fields.note) == (True, over, True)
 
 
-def test_an_agents_page_sums_up_its_last_thirty_days(viewer: Client, asked: Lease) -> None:
-    call(asked, cost=7, started_at=NOW - 31 * DAY)
-    said = facts(viewer, f"/admin/leases/agent/{Agent.objects.get(did=asked.agent_did).pk}/change/")
-    assert (said["Model calls, last 30 days"].value, said["Model cost"].value) == ("6", "1.75 USD")
-    assert len(listed(viewer, said["Model calls, last 30 days"].href)) == 6
-    assert len(listed(viewer, links(said["Model cost"])["2 calls unpriced"])) == 2
+def test_an_agents_page_sums_up_its_last_thirty_days(viewer: Client, metered_lease: Lease) -> None:
+    call(metered_lease, cost=7, started_at=NOW - 31 * DAY)
+    fields = facts(viewer, f"/admin/leases/agent/{Agent.objects.get(did=metered_lease.agent_did).pk}/change/")
+    assert (fields["Model calls, last 30 days"].value, fields["Model cost"].value) == ("6", "1.75 USD")
+    assert len(listed(viewer, fields["Model calls, last 30 days"].href)) == 6
+    assert len(listed(viewer, links(fields["Model cost"])["2 calls unpriced"])) == 2
 
 
-# --- what it may spend --------------------------------------------------------------------------------------------
+# --- spend limit --------------------------------------------------------------------------------------------------
 
 
 def set_to(client: Client, lease: Lease, limit: str, **more: str) -> HttpResponse:
     return client.post(f"/admin/leases/lease/{lease.pk}/limit_spending/", {**WHY, "limit": limit, **more})  # type: ignore[return-value]
 
 
-def said(answer: HttpResponse) -> list[str]:
+def list_messages(answer: HttpResponse) -> list[str]:
     return [str(message) for message in get_messages(answer.wsgi_request)]  # type: ignore[attr-defined]
 
 
@@ -229,44 +229,44 @@ def limits(lease: Lease) -> tuple[Decimal | None, Decimal | None]:
     return Lease.objects.get(pk=lease.pk).llm_limit, sandbox.llm_limit
 
 
-def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Client, asked: Lease) -> None:
-    assert b"Spend limit" in operator.get(page(asked)).content
+def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Client, metered_lease: Lease) -> None:
+    assert b"Spend limit" in operator.get(page(metered_lease)).content
     for limit, now, event in (
         ("1.5", Decimal("1.5"), "1.5 USD instead of no limit"),
         ("0.000000001", Decimal("1e-9"), "0.000000001 USD instead of 1.5 USD"),
         ("20", Decimal(20), "20 USD instead of 0.000000001 USD"),
         ("", None, "no limit instead of 20 USD"),
     ):
-        assert said(set_to(operator, asked, limit))[-1] == "1 lease updated with the new spend limit."
-        assert limits(asked) == (now, now)
-        last = asked.events.first()
+        assert list_messages(set_to(operator, metered_lease, limit))[-1] == "1 lease updated with the new spend limit."
+        assert limits(metered_lease) == (now, now)
+        last = metered_lease.events.first()
         assert last
         assert (last.kind, last.actor, last.reason) == ("spend_limit", "operator", f"{event}: a longer game")
         assert LogEntry.objects.first().get_change_message() == "Set spend limit: a longer game"  # type: ignore[union-attr]
-    assert event in operator.get(page(asked)).content.decode()
+    assert event in operator.get(page(metered_lease)).content.decode()
 
 
-def test_a_limit_applies_from_the_next_call(operator: Client, asked: Lease, settings: Any) -> None:
+def test_a_limit_applies_from_the_next_call(operator: Client, metered_lease: Lease, settings: Any) -> None:
     settings.LLM_MODELS = ["m"]
-    Sandbox.objects.filter(pk=ensure_sandbox(asked).pk).update(slot=7)
+    Sandbox.objects.filter(pk=ensure_sandbox(metered_lease).pk).update(slot=7)
 
     def ask(number: int) -> None:
         authorization.open_model_call(7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, now=timezone.now())
 
-    set_to(operator, asked, "1.75")
+    set_to(operator, metered_lease, "1.75")
     with pytest.raises(authorization.CallRefused) as refused:
         ask(1)
     assert (refused.value.status, refused.value.code) == (402, "spend_limit_reached")
-    set_to(operator, asked, "1.76")
+    set_to(operator, metered_lease, "1.76")
     ask(2)
     assert LlmCall.objects.get(call_id="call-2").outcome == "open"
 
 
-def test_the_dialog_says_what_is_spent(operator: Client, asked: Lease) -> None:
-    Lease.objects.filter(pk=asked.pk).update(llm_limit=3)
-    shown = operator.get(f"/admin/leases/lease/{asked.pk}/limit_spending/").content.decode()
+def test_the_dialog_shows_the_spending(operator: Client, metered_lease: Lease) -> None:
+    Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=3)
+    shown = operator.get(f"/admin/leases/lease/{metered_lease.pk}/limit_spending/").content.decode()
     assert "1.75 USD" in shown and "3 USD" in shown and 'value="3"' in shown
-    assert limits(asked)[0] == 3
+    assert limits(metered_lease)[0] == 3
 
 
 @pytest.mark.parametrize("limit", ["-1", "0.0000000001", "NaN", "Infinity", "much", "1e20"])
@@ -277,9 +277,9 @@ def test_an_invalid_limit_is_explained(operator: Client, lease: Lease, limit: st
 
 
 def test_the_same_limit_and_an_ended_lease_change_nothing(operator: Client, lease: Lease) -> None:
-    assert said(set_to(operator, lease, "")) == ["Nothing changed: the lease already has that limit."]
+    assert list_messages(set_to(operator, lease, "")) == ["Nothing changed: the lease already has that limit."]
     leasing.end(lease.pk, reason="released", now=NOW)
-    assert said(set_to(operator, lease, "5"))[-1] == "Nothing changed: no longer active."
+    assert list_messages(set_to(operator, lease, "5"))[-1] == "Nothing changed: no longer active."
     assert Lease.objects.get(pk=lease.pk).llm_limit is None
     assert not lease.events.filter(kind="spend_limit").exists() and not LogEntry.objects.exists()
     assert "Spend limit…" not in operator.get(page(lease)).content.decode()
@@ -317,7 +317,7 @@ def form(**fields: str) -> dict[str, str]:
     return known | fields
 
 
-def test_an_environment_type_says_what_its_new_leases_may_spend(
+def test_an_environment_type_shows_the_spend_limit_of_new_leases(
     administrator: Client, lease: Lease, grant: Callable[..., Lease]
 ) -> None:
     kind = EnvironmentType.objects.get(name="catan")

@@ -59,7 +59,7 @@ def troubled(grant: Callable[..., Lease]) -> None:
         )
 
 
-def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: None) -> None:
+def test_every_tile_links_to_the_rows_it_counts(viewer: Client, troubled: None) -> None:
     tiles = {tile.title: tile for tile in dashboard.build_fleet_summary().tiles}
     numbers = {title: tile.value for title, tile in tiles.items() if title not in NO_COUNTS}
     assert numbers == {
@@ -83,8 +83,8 @@ def test_every_state_in_a_pools_legend_links_to_its_sandboxes(viewer: Client, tr
 
 def test_problems_are_listed_on_the_dashboard(viewer: Client, troubled: None) -> None:
     page = viewer.get("/admin/").content.decode()
-    for said in ("engine down", "store down", "Lost: no container", "draining", "circuit open for"):
-        assert said in page, said
+    for text in ("engine down", "store down", "Lost: no container", "draining", "circuit open for"):
+        assert text in page, text
     assert page.count("lh-tile lh-alarmed") == 10
     assert re.search(r"Sandboxes</span>\s*<span[^>]*>\s*2\s*<", page)
 

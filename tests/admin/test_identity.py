@@ -38,7 +38,7 @@ def listed(client: Client, url: str) -> list:
     return list(client.get(url).context["cl"].result_list)
 
 
-def test_a_key_is_created_with_a_reason_and_its_page_says_what_to_publish(administrator: Client) -> None:
+def test_a_key_is_created_with_a_reason_and_its_page_shows_the_document(administrator: Client) -> None:
     answer = administrator.post(f"{KEYS}add/", NEW, follow=True)
     key = signing.get_active_key("did:plc:new")
     assert (key.algorithm, key.created_by) == ("ES256", "administrator")
@@ -103,7 +103,7 @@ def test_only_an_administrator_creates_rotates_and_revokes(viewer: Client, opera
     assert list(SigningKey.objects.all()) == [key] and signing.get_active_key(ADA) == key
 
 
-def test_nobody_changes_or_deletes_a_key(superuser: Client) -> None:
+def test_a_key_cannot_be_changed_or_deleted(superuser: Client) -> None:
     key = signing.create_key(ADA, now=NOW)
     assert superuser.post(page_of(key), {"agent_did": "did:plc:bob"}).status_code == 403
     assert superuser.post(f"{KEYS}{key.pk}/delete/", {"post": "yes"}).status_code == 403

@@ -70,7 +70,7 @@ def page(client: Client, path: str) -> str:
     return found
 
 
-def said(answer: Any) -> list[str]:
+def list_messages(answer: Any) -> list[str]:
     return [str(message) for message in get_messages(answer.wsgi_request)]
 
 
@@ -143,7 +143,7 @@ def test_pages_of_one_row_cost_few_queries(viewer: Client, used: Account) -> Non
         assert count_queries(viewer, f"/admin/billing/{row._meta.model_name}/{row.pk}/change/") <= 15
 
 
-def test_sums_and_exports_are_of_exactly_what_is_filtered(viewer: Client, used: Account) -> None:
+def test_sums_and_exports_cover_the_filtered_rows(viewer: Client, used: Account) -> None:
     """This month (4 - 2) h cost 0.50 USD and the call 0.125 USD; last month 8 h cost 2.00 USD."""
     for query, usd, number in (
         ("slice=month", "0.63", 3), ("slice=before", "2.00", 1), ("slice=all", "2.63", 4),
@@ -182,7 +182,7 @@ def test_an_export_needs_permission_to_view_costs(as_role: Any, viewer: Client) 
 
 
 @pytest.mark.parametrize(("quantity", "shown"), [("0", "0"), ("0.0004", "< 0.001"), ("1234.5678", "1,234.568"), ("5", "5")])
-def test_a_list_shows_as_much_of_a_quantity_as_it_needs(quantity: str, shown: str) -> None:
+def test_a_list_shows_a_quantity_with_at_most_three_decimals(quantity: str, shown: str) -> None:
     assert format_quantity_brief(Decimal(quantity)) == shown
 
 
@@ -221,7 +221,7 @@ def test_a_plan_has_no_usage_of_its_own(viewer: Client, team: Account) -> None:
     assert "a plan is charged once" in page(viewer, f"billing/costrecord/{CostRecord.objects.get(item='plan').pk}/change/")
 
 
-def test_a_lease_and_an_agent_say_what_they_cost_and_link_to_it(viewer: Client, lease: Lease) -> None:
+def test_a_lease_and_an_agent_show_their_cost_and_link_to_it(viewer: Client, lease: Lease) -> None:
     create_rate("time", "0.25")
     agent, _ = Agent.objects.get_or_create(did=lease.agent_did)
     create_time_usage(on(MONTH), 3 * HOUR, lease.agent_did, provider="acme", holder=lease.pk)
@@ -276,7 +276,7 @@ def test_the_spending_page_accepts_any_query_string(viewer: Client, used: Accoun
         page(viewer, f"spending/?{query}")
 
 
-def test_a_fresh_installation_says_what_to_expect(viewer: Client) -> None:
+def test_a_fresh_installation_explains_the_empty_pages(viewer: Client) -> None:
     assert "No costs in the last 30 days" in page(viewer, "spending/")
     assert "metered and priced every minute" in page(viewer, "billing/costrecord/?slice=all")
     assert "No statements yet" in page(viewer, "billing/statement/")
@@ -338,7 +338,7 @@ def test_an_administrator_deletes_a_rate_that_has_not_begun(administrator: Clien
     assert "Delete…" in page(administrator, f"{at}/change/")
     assert administrator.post(f"/admin/{at}/withdraw/").status_code == 200 and Rate.objects.filter(pk=later.pk).exists()
     answer = administrator.post(f"/admin/{at}/withdraw/", WHY)
-    assert (said(answer), answer["HX-Redirect"]) == (["1 rate deleted."], "/admin/billing/rate/")
+    assert (list_messages(answer), answer["HX-Redirect"]) == (["1 rate deleted."], "/admin/billing/rate/")
     assert not Rate.objects.filter(pk=later.pk).exists() and Rate.objects.filter(pk=other.pk).exists()
     entry = LogEntry.objects.get()
     assert (entry.object_id, entry.get_change_message()) == (str(later.pk), "Delete rate: it was agreed")
@@ -350,7 +350,7 @@ def test_a_rate_in_force_is_not_deleted(administrator: Client, team: Account) ->
     at = f"billing/rate/{begun.pk}"
     assert "Delete…" not in page(administrator, f"{at}/change/")
     answer = administrator.post(f"/admin/{at}/withdraw/", WHY)
-    assert said(answer) == ["Nothing changed: already in force; its costs depend on it."]
+    assert list_messages(answer) == ["Nothing changed: already in force; its costs depend on it."]
     assert answer["HX-Redirect"] == f"/admin/{at}/change/"
     assert Rate.objects.filter(pk=begun.pk).exists() and not LogEntry.objects.exists()
 
@@ -466,7 +466,7 @@ def test_a_month_closed_while_a_form_is_saved_refuses_the_change(
     lab, path = Account.objects.create(name="lab"), "/admin/billing/membership/add/"
     answer = administrator.post(path, {"agent_did": ADA, "account": lab.pk, "since": str(TODAY)})
     assert (answer.status_code, answer["Location"]) == (302, path)
-    assert said(answer)[0].startswith(f"Nothing was saved: {used} has closed {MONTH:%Y-%m}")
+    assert list_messages(answer)[0].startswith(f"Nothing was saved: {used} has closed {MONTH:%Y-%m}")
     assert Membership.objects.count() == 1
 
 
@@ -495,13 +495,13 @@ def test_credit_is_granted_and_taken_back_with_a_reason(administrator: Client, t
     assert "HX-Redirect" not in administrator.post(path, {**WHY, "usd": "0"}).headers
     assert "HX-Redirect" not in administrator.post(path, {**WHY, "usd": "5", "reason": ""}).headers
     assert not Credit.objects.exists()
-    assert said(administrator.post(path, {**WHY, "usd": "5.50"})) == ["1 account credited."]
+    assert list_messages(administrator.post(path, {**WHY, "usd": "5.50"})) == ["1 account credited."]
     credit = Credit.objects.get()
     assert (credit.usd, credit.actor, credit.reason) == (Decimal("5.50"), "administrator", "it was agreed")
     assert "5.50 USD" in page(administrator, f"billing/account/{team.pk}/change/")
     back = f"/admin/billing/credit/{credit.pk}/take_back/"
-    assert said(administrator.post(back, WHY)) == ["1 credit reversed."]
-    assert said(administrator.post(back, WHY)) == ["1 credit reversed.", "Nothing changed: no unused part remains."]
+    assert list_messages(administrator.post(back, WHY)) == ["1 credit reversed."]
+    assert list_messages(administrator.post(back, WHY)) == ["1 credit reversed.", "Nothing changed: no unused part remains."]
     assert (statements.get_balance(team), Credit.objects.count()) == (0, 2)
     assert "Reverse credit" not in page(administrator, f"billing/credit/{credit.pk}/change/")
 
@@ -513,7 +513,7 @@ def test_a_month_is_closed_on_its_accounts_page(administrator: Client, used: Acc
     assert f"{MONTH:%Y-%m}" not in asked
     assert "HX-Redirect" not in administrator.post(path, {**WHY, "month": str(MONTH)}).headers
     assert not Statement.objects.exists()
-    assert said(administrator.post(path, {**WHY, "month": str(LAST)})) == ["1 account issued the statement."]
+    assert list_messages(administrator.post(path, {**WHY, "month": str(LAST)})) == ["1 account issued the statement."]
     made = Statement.objects.get()
     assert (made.month, made.closed_by, made.total) == (LAST, "administrator", 2)
     assert LogEntry.objects.get(object_id=str(used.pk)).get_change_message() == "Close month: it was agreed"
@@ -542,7 +542,7 @@ def test_a_month_that_cannot_be_closed_yet_says_why(administrator: Client, used:
     assert not Statement.objects.exists()
 
 
-def test_a_statement_shows_what_it_corrects(viewer: Client, used: Account) -> None:
+def test_a_statement_shows_the_corrected_month(viewer: Client, used: Account) -> None:
     before = (LAST - timedelta(days=1)).replace(day=1)
     create_time_usage(on(before), 3 * HOUR, provider="acme")
     price()

@@ -33,7 +33,7 @@ def run(lease: Lease, *argv: str, now=NOW) -> Run:
     return execution.exec_command(lease.pk, Command(argv=argv, timeout=MINUTE), now=now)[0]
 
 
-# --- what they cost -----------------------------------------------------------------------------------------------
+# --- query counts -------------------------------------------------------------------------------------------------
 
 
 def fill(grant: Callable[..., Lease], first: int, last: int) -> None:
@@ -165,7 +165,7 @@ def test_stalled_is_in_flight_or_running_past_the_deadline(lease: Lease, grant: 
     assert set(stalled.all()) == {starting, waiting}
 
 
-def test_seconds_alive_are_those_with_a_process(lease: Lease) -> None:
+def test_time_alive_counts_time_with_a_process(lease: Lease) -> None:
     sandbox = ensure_sandbox(lease)
     assert compute_time_alive(sandbox, NOW + MINUTE) >= timedelta(seconds=59)
     leasing.end(lease.pk, reason="released", now=NOW + MINUTE)
@@ -176,7 +176,7 @@ def test_seconds_alive_are_those_with_a_process(lease: Lease) -> None:
 # --- a run --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_shows_its_command_and_what_it_wrote(viewer: Client, lease: Lease, memory: MemoryProvider, settings) -> None:
+def test_a_run_shows_its_command_and_output(viewer: Client, lease: Lease, memory: MemoryProvider, settings) -> None:
     settings.RUN_OUTPUT_KEPT = 8
     memory.programs["mix"] = lambda call: ProgramResult(3, stdout=b"\xff\x1b[31m12345")
     page = viewer.get(f"/admin/sandboxes/run/{run(lease, 'mix', 'two words').pk}/change/").content.decode()
@@ -241,7 +241,7 @@ def test_a_timeline_ignores_an_invalid_query_string(viewer: Client, lease: Lease
     assert b"Granted" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?{query}").content
 
 
-# --- nothing an agent wrote is markup -----------------------------------------------------------------------------
+# --- escaping -----------------------------------------------------------------------------------------------------
 
 
 def test_markup_from_agents_and_providers_is_escaped(

@@ -41,17 +41,17 @@ def test_an_administrator_makes_a_policy(administrator: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"name": SEALED_POLICY_NAME}, "already exists"),
         ({"calls_per_minute": "0"}, "greater than or equal to 1"),
         ({"models": "x" * 201}, "at most 64"),
     ],
 )  # fmt: skip
-def test_an_invalid_policy_is_explained(administrator: Client, wrong: dict[str, str], said: str) -> None:
+def test_an_invalid_policy_is_explained(administrator: Client, wrong: dict[str, str], message: str) -> None:
     answer = administrator.post(f"{LIST}add/", FORM | wrong)
     assert answer.status_code == 200
-    assert said in answer.content.decode()
+    assert message in answer.content.decode()
     assert Policy.objects.count() == 1
 
 
@@ -61,7 +61,7 @@ def test_editing_a_policy_keeps_its_name(administrator: Client, builders: Policy
     assert (builders.name, builders.relay, builders.models) == ("builders", True, ["gpt-4o*", "o3"])
 
 
-def test_nobody_edits_the_built_in_policy(superuser: Client) -> None:
+def test_the_built_in_policy_cannot_be_edited(superuser: Client) -> None:
     sealed = Policy.objects.get(name=SEALED_POLICY_NAME)
     shown = superuser.get(page(sealed))
     assert shown.status_code == 200
@@ -98,11 +98,11 @@ def test_the_list_shows_the_exceptions_of_each_policy(viewer: Client, builders: 
 def test_a_sandboxs_page_names_its_policy(viewer: Client, builders: Policy) -> None:
     for sandbox in Sandbox.objects.all():
         facts = {each.label: each for each in viewer.get(f"/admin/sandboxes/sandbox/{sandbox.pk}/change/").context["facts"]}
-        said, note = str(facts["Policy"].value), facts["Policy"].note
+        value, note = str(facts["Policy"].value), facts["Policy"].note
         if sandbox.policy:
-            assert (page(builders) in said, note) == (True, "writable root")
+            assert (page(builders) in value, note) == (True, "writable root")
         else:
-            assert (said, note) == (SEALED_POLICY_NAME, "no exceptions")
+            assert (value, note) == (SEALED_POLICY_NAME, "no exceptions")
 
 
 def test_an_environment_type_is_given_a_policy(administrator: Client) -> None:

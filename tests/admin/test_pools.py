@@ -14,7 +14,7 @@ from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.admin.conftest import NOW, ensure_sandbox
-from tests.admin.test_acts import WHY, said
+from tests.admin.test_acts import WHY, list_messages
 from tests.admin.test_pages import costs
 from tests.conftest import MINUTE
 
@@ -34,19 +34,19 @@ def has(pool: Pool, **columns: object) -> bool:
     return Pool.objects.filter(pk=pool.pk, **columns).exists()
 
 
-# --- acts ---------------------------------------------------------------------------------------------------------
+# --- actions ------------------------------------------------------------------------------------------------------
 
 
-def test_an_operator_drains_a_pool_and_resumes_it_and_says_why(operator: Client, pool: Pool) -> None:
+def test_an_operator_drains_and_resumes_a_pool_with_a_reason(operator: Client, pool: Pool) -> None:
     assert offered(operator, pool) == {"Drain…"}
-    assert said(operator.post(page(pool, "drain"), WHY)) == ["1 pool draining."]
+    assert list_messages(operator.post(page(pool, "drain"), WHY)) == ["1 pool draining."]
     assert has(pool, draining=True)
     assert offered(operator, pool) == {"Resume…"}
     shown = operator.get(page(pool)).content.decode()
     assert "draining" in shown
     assert "it mines coins" in shown
-    assert said(operator.post(page(pool, "drain"), WHY))[-1] == "Nothing changed: already draining."
-    assert said(operator.post(page(pool, "resume"), WHY))[-1] == "1 pool resumed."
+    assert list_messages(operator.post(page(pool, "drain"), WHY))[-1] == "Nothing changed: already draining."
+    assert list_messages(operator.post(page(pool, "resume"), WHY))[-1] == "1 pool resumed."
     assert has(pool, draining=False)
     messages = [entry.get_change_message() for entry in LogEntry.objects.order_by("pk")]
     assert messages == ["Drain: it mines coins", "Resume: it mines coins"]
@@ -67,12 +67,12 @@ def test_an_open_circuit_says_why_and_an_operator_closes_it(operator: Client, br
     assert "no such image" in shown
     assert "open for" in shown
     assert sweeps.warm_pools(now=timezone.now()).failures
-    assert said(operator.post(page(broken, "warm_again"), WHY)) == ["1 pool warming up again."]
+    assert list_messages(operator.post(page(broken, "warm_again"), WHY)) == ["1 pool warming up again."]
     assert has(broken, warm_failures=0, warm_paused_until__isnull=True, warm_error__contains="no such image")
     assert sweeps.warm_pools(now=timezone.now()).counts == {"warmed up": 2}
     assert has(broken, warm_error="")
     assert "Close circuit…" not in offered(operator, broken)
-    assert said(operator.post(page(broken, "warm_again"), WHY)) == ["Nothing changed: its circuit is closed."]
+    assert list_messages(operator.post(page(broken, "warm_again"), WHY)) == ["Nothing changed: its circuit is closed."]
 
 
 def test_an_expired_circuit_is_closed(operator: Client, broken: Pool) -> None:
@@ -105,7 +105,7 @@ def test_an_operator_does_not_edit_a_pool(operator: Client, pool: Pool) -> None:
     assert has(pool, capacity=100)
 
 
-# --- what it shows ------------------------------------------------------------------------------------------------
+# --- pool page ----------------------------------------------------------------------------------------------------
 
 
 def test_every_number_of_a_pool_links_to_exactly_its_sandboxes(
@@ -152,9 +152,7 @@ def quota(pool: Pool, **columns: object) -> Quota:
     return Quota.objects.update_or_create(pool=pool, agent_did=ADA, defaults=columns)[0]
 
 
-def test_an_administrator_sets_a_quota_and_changes_it_but_not_what_is_used(
-    administrator: Client, pool: Pool, lease: Lease
-) -> None:
+def test_an_administrator_sets_the_limit_of_a_quota_but_not_its_use(administrator: Client, pool: Pool, lease: Lease) -> None:
     ensure_sandbox(lease)
     row = quota(pool)
     assert row.used == 1
@@ -221,7 +219,7 @@ def test_pools_and_agents_link_to_their_quotas_and_these_to_their_sandboxes(
     assert [each.agent_did for each in full] == [ADA]
 
 
-# --- what it costs ------------------------------------------------------------------------------------------------
+# --- query counts -------------------------------------------------------------------------------------------------
 
 
 def test_the_pages_of_a_pool_and_an_agent_cost_the_same_with_60_quotas_as_with_3(

@@ -49,7 +49,7 @@ def test_a_scheduled_model_rate_shows_its_start(superuser: Client) -> None:
     assert ">in 4 h 59 m</time>" in listed and "ago</time>" not in listed
 
 
-def test_nobody_deletes_a_rate(superuser: Client) -> None:
+def test_a_model_rate_cannot_be_deleted(superuser: Client) -> None:
     rate = ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=NOW)
     assert superuser.post(f"/admin/sandboxes/modelrate/{rate.pk}/delete/", {"post": "yes"}).status_code == 403
 

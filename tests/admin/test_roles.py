@@ -66,7 +66,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
     assert b'name="_save"' not in shown
 
 
-def test_the_menu_offers_only_what_opens(viewer: Client) -> None:
+def test_the_menu_offers_only_permitted_pages(viewer: Client) -> None:
     menu = viewer.get("/admin/").content.decode()
     assert "/admin/sandboxes/run/" in menu
     assert "/admin/auth/user/" not in menu
@@ -96,7 +96,7 @@ def test_facts_are_read_only_even_for_a_superuser(superuser: Client, lease: Leas
     assert lease.status == "active"
 
 
-def test_nobody_writes_a_schedule_here(superuser: Client) -> None:
+def test_schedules_are_read_only(superuser: Client) -> None:
     """A schedule names a function, so a user who can write schedules could run any function."""
     assert superuser.get("/admin/django_q/schedule/").status_code == 200
     assert superuser.post("/admin/django_q/schedule/add/", {"name": "x", "func": "os.system"}).status_code == 403

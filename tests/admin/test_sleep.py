@@ -19,7 +19,7 @@ from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.state import workspace
 from tests.admin.conftest import NOW, ensure_sandbox
-from tests.admin.test_acts import WHY, bulk, said, state_of
+from tests.admin.test_acts import WHY, bulk, list_messages, state_of
 from tests.admin.test_pages import costs, run
 from tests.conftest import MINUTE
 
@@ -58,7 +58,7 @@ def test_an_evicted_sandbox_is_put_to_sleep_by_the_queue_and_not_by_the_request(
     operator: Client, lease: Lease, waiting: Sandbox, memory: MemoryProvider
 ) -> None:
     asked = len(memory.calls)
-    assert said(operator.post(page(waiting, "evict"), WHY)) == ["1 sandbox scheduled for eviction."]
+    assert list_messages(operator.post(page(waiting, "evict"), WHY)) == ["1 sandbox scheduled for eviction."]
     assert (state_of(waiting), len(memory.calls)) == ("waiting", asked)
     assert queued() == [("leases.tasks.sweep_idle", ())]
     assert tasks.sweep_idle() == "1 put to sleep"
@@ -69,13 +69,13 @@ def test_an_evicted_sandbox_is_put_to_sleep_by_the_queue_and_not_by_the_request(
 
 
 def test_a_warm_sandbox_is_evicted_too(operator: Client, lease: Lease) -> None:
-    assert said(operator.post(page(ensure_sandbox(lease), "evict"), WHY)) == ["1 sandbox scheduled for eviction."]
+    assert list_messages(operator.post(page(ensure_sandbox(lease), "evict"), WHY)) == ["1 sandbox scheduled for eviction."]
     assert tasks.sweep_idle() == "1 put to sleep"
 
 
 def test_a_running_sandbox_is_not_evicted(operator: Client, lease: Lease, waiting: Sandbox) -> None:
     assert runs.open_run(waiting, TRUE, now=timezone.now())
-    assert said(operator.post(page(waiting, "evict"), WHY)) == ["Nothing changed: a run has started."]
+    assert list_messages(operator.post(page(waiting, "evict"), WHY)) == ["Nothing changed: a run has started."]
     assert tasks.sweep_idle() == "nothing to do"
     assert (state_of(waiting), queued(), events(lease), LogEntry.objects.count()) == ("running", [], [], 0)
 
@@ -98,7 +98,7 @@ def test_a_use_after_the_request_cancels_the_eviction(operator: Client, lease: L
 def test_an_eviction_is_refused_in_other_states(operator: Client, waiting: Sandbox, changes: dict, why: str) -> None:
     Sandbox.objects.filter(pk=waiting.pk).update(**changes)
     assert "Evict…" not in operator.get(page(waiting, "change")).content.decode()
-    assert said(operator.post(page(waiting, "evict"), WHY)) == [f"Nothing changed: {why}."]
+    assert list_messages(operator.post(page(waiting, "evict"), WHY)) == [f"Nothing changed: {why}."]
     assert not queued()
 
 
@@ -110,7 +110,7 @@ def test_a_bulk_eviction_skips_sandboxes_that_do_not_wait(
     assert b"applies to 1 of 2 now" in asked.content
     assert not queued()
     done = bulk(operator, "sandboxes/sandbox", "evict_all", [waiting.pk, warm.pk], confirm="1", **WHY)
-    assert said(done) == ["1 sandbox scheduled for eviction. 1 skipped: not waiting."]
+    assert list_messages(done) == ["1 sandbox scheduled for eviction. 1 skipped: not waiting."]
     tasks.sweep_idle()
     assert (state_of(waiting), state_of(warm)) == ("cold", "warm")
 
@@ -122,7 +122,7 @@ def test_a_woken_sandbox_is_started_by_the_queue_and_not_by_the_request(
     operator: Client, lease: Lease, cold: Sandbox, memory: MemoryProvider
 ) -> None:
     asked = len(memory.calls)
-    assert said(operator.post(page(cold, "wake"), WHY)) == ["1 sandbox being woken."]
+    assert list_messages(operator.post(page(cold, "wake"), WHY)) == ["1 sandbox being woken."]
     assert (state_of(cold), len(memory.calls)) == ("cold", asked)
     [(name, args)] = queued()
     assert (name, args) == ("leases.tasks.wake_sandbox", (str(lease.pk), "operator"))
@@ -136,7 +136,7 @@ def test_a_woken_sandbox_is_started_by_the_queue_and_not_by_the_request(
 
 def test_a_sandbox_woken_in_the_meantime_is_left_alone(operator: Client, lease: Lease, cold: Sandbox) -> None:
     execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
-    assert said(operator.post(page(cold, "wake"), WHY)) == ["Nothing changed: the sandbox is warm."]
+    assert list_messages(operator.post(page(cold, "wake"), WHY)) == ["Nothing changed: the sandbox is warm."]
     assert (queued(), events(lease)) == ([], [])
 
 
@@ -147,7 +147,7 @@ def test_a_lease_ended_before_the_task_ran_is_not_woken(operator: Client, lease:
     assert state_of(cold) == "destroying"
 
 
-# --- who may ------------------------------------------------------------------------------------------------------
+# --- permissions --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("act", ["evict", "wake"])
@@ -192,7 +192,7 @@ def test_a_page_shows_the_source_of_the_next_wake(viewer: Client, lease: Lease, 
     execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
     facts, _ = shown(viewer, waiting)
     assert "incarnation 2, state from the store" in facts["Provider name"]
-    assert facts["Wakes"] == "1 | 1 cloud"
+    assert facts["Wakes"] == "1 | 1 from store"
 
 
 def test_deleted_snapshots_are_listed_as_deleted(viewer: Client, lease: Lease, cold: Sandbox, settings) -> None:
@@ -235,9 +235,11 @@ def test_a_page_shows_the_next_eviction_and_a_loss(viewer: Client, waiting: Sand
 def test_a_timeline_includes_operator_actions_with_reasons(operator: Client, waiting: Sandbox) -> None:
     operator.post(page(waiting, "evict"), WHY)
     tasks.sweep_idle()
-    told = [(each.action, each.reason, each.actor) for each in operator.get(page(waiting, "change")).context["timeline"]]
-    assert [why for _, why, _ in told] == ["stored", "idle", "it mines coins", "ready", "requested"]
-    assert told[2] == ("Evict", "it mines coins", "operator")
+    timeline_entries = [
+        (each.action, each.reason, each.actor) for each in operator.get(page(waiting, "change")).context["timeline"]
+    ]
+    assert [why for _, why, _ in timeline_entries] == ["persisted: stored", "idle", "it mines coins", "ready", "requested"]
+    assert timeline_entries[2] == ("Evict", "it mines coins", "operator")
 
 
 # --- the list -----------------------------------------------------------------------------------------------------

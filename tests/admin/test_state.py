@@ -32,7 +32,7 @@ from sandboxes.state import data_editing, data_tree, workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES
 from tests.admin.conftest import NOW, ensure_sandbox
-from tests.admin.test_acts import WHY, said
+from tests.admin.test_acts import WHY, list_messages
 from tests.admin.test_pages import MARKUP, costs
 from tests.conftest import MINUTE
 
@@ -65,7 +65,7 @@ def body(answer: object) -> bytes:
 # --- an agent's files -------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_shows_its_names_and_how_much_is_below_each(viewer: Client) -> None:
+def test_a_directory_shows_names_and_sizes(viewer: Client) -> None:
     put("memory/one.md", b"x" * 1000)
     put("memory/deep/two.md", b"x" * 1000)
     put("Memory/other")
@@ -81,7 +81,7 @@ def test_a_directory_shows_its_names_and_how_much_is_below_each(viewer: Client) 
     assert b"memory/three does not exist" in viewer.get(*page(row, path="memory/three")).content
 
 
-def test_a_file_names_the_lease_that_wrote_it_and_a_link_what_it_points_to(
+def test_a_file_names_the_lease_that_wrote_it_and_a_link_its_target(
     viewer: Client, lease: Lease, memory: MemoryProvider
 ) -> None:
     memory.files(ensure_sandbox(lease).ref)["/data/latest"] = Link("notes/today")
@@ -241,7 +241,7 @@ def test_a_corrupt_object_is_reported_and_not_sent(operator: Client) -> None:
     for url in ("{}?path=note".format(page(row, "file")[0]), page(row, "tar")[0]):
         answer = operator.get(url)
         assert answer.headers["Location"] == f"/admin/sandboxes/agentdata/{row.pk}/change/?path="
-        assert "does not match its digest" in said(answer)[-1]
+        assert "does not match its digest" in list_messages(answer)[-1]
     get_store().remove(key)
     shown = operator.get(*page(row, "file", path="note"), follow=True)
     assert "is missing" in unescape(shown.content.decode())
@@ -285,7 +285,7 @@ def test_a_snapshot_is_taken_by_the_queue_and_not_by_the_request(
     operator: Client, lease: Lease, used: Sandbox, memory: MemoryProvider
 ) -> None:
     calls = len(memory.calls)
-    assert said(operator.post(act(used, "take_snapshot"), {**WHY, "name": "before the exam"})) == [
+    assert list_messages(operator.post(act(used, "take_snapshot"), {**WHY, "name": "before the exam"})) == [
         "1 sandbox queued for a snapshot."
     ]
     assert (len(memory.calls), Snapshot.objects.count()) == (calls, 0)
@@ -309,7 +309,7 @@ def test_an_earlier_copy_is_restored_and_the_present_state_is_kept(operator: Cli
     assert "can be undone" in asked
     answer = operator.post(act(copy, "restore"), WHY)
     assert answer.headers["HX-Redirect"] == act(used, "change")
-    assert said(answer) == ["1 snapshot being restored."]
+    assert list_messages(answer) == ["1 snapshot being restored."]
     work()
     newest, present, *_ = workspace.find_by_holder(lease.pk)
     assert (newest.kind, newest.key, present.kind) == ("restored", copy.key, "sleep")
@@ -334,8 +334,8 @@ def test_snapshots_of_an_ended_lease_are_not_taken_or_restored(operator: Client,
     for url in (act(used, "take_snapshot"), act(copy, "restore")):
         assert operator.get(url).status_code == 200
     leasing.end(lease.pk, reason="released", now=NOW)
-    assert said(operator.post(act(copy, "restore"), WHY)) == ["Nothing changed: its lease has ended."]
-    assert "Nothing changed" in said(operator.post(act(used, "take_snapshot"), {**WHY, "name": ""}))[0]
+    assert list_messages(operator.post(act(copy, "restore"), WHY)) == ["Nothing changed: its lease has ended."]
+    assert "Nothing changed" in list_messages(operator.post(act(used, "take_snapshot"), {**WHY, "name": ""}))[0]
     assert not OrmQ.objects.exists()
     shown = operator.get(act(copy, "change")).content.decode()
     assert "Restore…" not in shown
@@ -351,7 +351,7 @@ def test_a_lease_is_forked_from_a_copy_into_another_environment(operator: Client
     assert in_workspace(forked) == "first"
     assert [kind for kind, *_ in events(lease)][:2] == ["fork_asked_for", "forked"]
     again = operator.post(act(copy, "fork"), {**WHY, "environment": "game-2"})
-    assert said(again)[-1] == "Nothing changed: that environment already has a lease forked from this snapshot."
+    assert list_messages(again)[-1] == "Nothing changed: that environment already has a lease forked from this snapshot."
 
 
 @pytest.mark.parametrize(
@@ -407,13 +407,13 @@ def test_a_copy_is_downloaded_as_it_was_stored(operator: Client, lease: Lease, u
     get_store().set(f"{copy.key}/workspace", b"rubbish")
     answer = operator.get(url)
     assert answer.headers["Location"] == act(copy, "change")
-    assert "does not match its digest" in said(answer)[-1]
+    assert "does not match its digest" in list_messages(answer)[-1]
     Snapshot.objects.update(forgotten_at=NOW)
-    assert "was deleted" in said(operator.get(url))[-1]
+    assert "was deleted" in list_messages(operator.get(url))[-1]
     assert "deleted" in operator.get(act(copy, "change")).content.decode()
 
 
-# --- what is stored nowhere yet, and what went wrong ------------------------------------------------------------------
+# --- unsaved data and errors ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -499,7 +499,7 @@ def test_a_page_costs_the_same_for_60_rows_as_for_3(viewer: Client, grant: Calla
     assert max(counts[0][each] for each in pages[:4]) <= 9
 
 
-# --- beside that ------------------------------------------------------------------------------------------------------
+# --- other pages ------------------------------------------------------------------------------------------------------
 
 
 def test_an_agents_page_leads_to_its_data(viewer: Client, lease: Lease) -> None:

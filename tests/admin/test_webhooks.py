@@ -45,7 +45,7 @@ def do(client: Client, act: str, row: Webhook | Delivery, reason: str = "as was 
     return client.post(url, {"reason": reason, "_form_submitted": "1"})
 
 
-def said(client: Client, row: Webhook | Delivery) -> list[str]:
+def list_messages(client: Client, row: Webhook | Delivery) -> list[str]:
     return [str(message) for message in get_messages(client.get(page_of(row)).wsgi_request)]
 
 
@@ -107,7 +107,7 @@ def test_a_webhooks_subscription_is_editable_and_its_url_is_not(administrator: C
 
 def test_a_test_event_is_sent_and_its_response_shown(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     assert do(operator, "send_test", webhook)["HX-Redirect"] == page_of(webhook)
-    assert said(operator, webhook) == ["1 webhook accepted the test event."]
+    assert list_messages(operator, webhook) == ["1 webhook accepted the test event."]
     assert receiver.received[0].payload["type"] == "webhook.test"
     receiver.status = 500
     assert b"Status 500 Internal Server Error." in do(operator, "send_test", webhook).content
@@ -120,7 +120,7 @@ def test_a_webhook_is_paused_and_resumed(operator: Client, webhook: Webhook, rec
     shown = operator.get(page_of(webhook)).content.decode()
     assert "Resume…" in shown and "Pause…" not in shown
     assert listed(operator, f"{HOOKS}?slice=paused") == [webhook]
-    assert "nothing changed" in said(operator, webhook)[0].lower() if do(operator, "pause", webhook) else False
+    assert "nothing changed" in list_messages(operator, webhook)[0].lower() if do(operator, "pause", webhook) else False
     do(operator, "resume", webhook)
     shown = operator.get(page_of(webhook)).content.decode()
     assert "Pause…" in shown and "Resume…" not in shown

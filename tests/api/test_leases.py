@@ -5,7 +5,9 @@ from datetime import datetime, timedelta
 import pytest
 from django.utils import timezone
 
-from leases.models import Lease, LeaseEvent
+from leases import api_keys
+from leases.errors import RateLimited
+from leases.models import AgentKey, Lease, LeaseEvent
 from sandboxes.models import Pool, Sandbox
 from tests.api.conftest import ADA, BOB, ApiClient, expire_lease
 
@@ -163,6 +165,15 @@ def test_a_refused_request_does_not_count_against_the_rate_limit(ada: ApiClient,
     settings.CREATES_PER_MINUTE = 1
     assert ada.post("leases", acquire_body(environment_type="chess")).status_code == 400
     assert ada.post("leases", acquire_body()).status_code == 201
+
+
+def test_concurrent_requests_refill_the_bucket_once(ada: ApiClient, now: datetime) -> None:
+    """Both requests read the key before either refills its bucket with the two tokens of two seconds."""
+    AgentKey.objects.update(tokens=0, tokens_at=now)
+    for key in [AgentKey.objects.get(), AgentKey.objects.get()]:
+        api_keys.consume_rate_limit_token(key, per_minute=60, now=now + timedelta(seconds=2))
+    with pytest.raises(RateLimited):
+        api_keys.consume_rate_limit_token(AgentKey.objects.get(), per_minute=60, now=now + timedelta(seconds=2))
 
 
 def test_a_full_pool_sends_retry_after(ada: ApiClient, acquire_body, pool: Pool) -> None:

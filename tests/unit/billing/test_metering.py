@@ -369,6 +369,12 @@ def test_calls_of_a_lease_and_model_are_one_row_a_day(grant: AnyCallable) -> Non
     assert meter_usage(now=NOON + 2 * HOUR) == {}
 
 
+def test_refused_calls_have_no_usage(grant: AnyCallable) -> None:
+    create_llm_call(grant(), outcome="refused", cost=None, priced="")
+    assert meter_usage(now=NOON + HOUR) == {}
+    assert list_token_records() == []
+
+
 def test_model_name_may_be_long_or_empty(grant: AnyCallable) -> None:
     lease, names = grant(), ["", "gpt for nobody", "no model", "without a model"]
     for name in names:

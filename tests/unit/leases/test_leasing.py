@@ -213,3 +213,5 @@ def test_a_lost_sandbox_ends_its_lease_as_lost(grant, memory: MemoryProvider) ->
         execution.exec_command(lease.pk, build_command(), now=NOW + MINUTE)
     lease.refresh_from_db()
     assert (refused.value.extra["end_reason"], lease.end_reason) == ("lost", "lost")
+    sandbox = Sandbox.objects.get()
+    assert sandbox.lost_at and sandbox.last_error.startswith("Lost: ")

@@ -280,6 +280,12 @@ def test_anthropic_stream_is_metered(upstream: FakeUpstream, socket_path: Path) 
     assert (path, headers["x-api-key"], headers["anthropic-version"]) == ("/v1/messages", "sk-secret", "2024-01-01")
 
 
+def test_response_is_not_stored_upstream(upstream: FakeUpstream, socket_path: Path) -> None:
+    for store in ({}, {"store": True}):
+        assert post(socket_path, {"input": "hi", **store}, "/v1/responses")[0] == 200
+    assert [(path, body["store"]) for path, _, body in upstream.requests] == [("/v1/responses", False)] * 2
+
+
 def test_client_disconnect_cuts_the_stream_and_the_upstream_call(
     upstream: FakeUpstream, socket_path: Path, loop: EventLoopThread
 ) -> None:
@@ -417,6 +423,14 @@ def test_calls_are_limited_per_minute_and_in_flight(upstream: FakeUpstream, sand
     assert post(socket_path, COMPLETION_REQUEST)[1]["error"]["code"] == "too_many_calls"
     LlmCall.objects.update(started_at=NOW - timedelta(minutes=2), deadline_at=NOW - MINUTE)
     assert post(socket_path, COMPLETION_REQUEST)[0] == 200
+
+
+def test_refused_calls_do_not_count_against_the_rate_limit(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
+    sandbox.policy = Policy.objects.create(name="slow", calls_per_minute=2)
+    sandbox.save(update_fields=["policy"])
+    models = ["other", "other", "default", "default", "default"]
+    statuses = [post(socket_path, {**COMPLETION_REQUEST, "model": model})[0] for model in models]
+    assert statuses == [403, 403, 200, 200, 429]
 
 
 def test_concurrent_requests_do_not_exceed_the_limit_on_calls_in_flight(sandbox: Sandbox) -> None:

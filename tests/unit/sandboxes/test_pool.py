@@ -269,6 +269,14 @@ def test_sandbox_used_after_a_failed_eviction_is_a_candidate_again(grant, pool, 
     assert eviction.find_victim(pool, agent_did="did:plc:b", now=NOW + 6 * MINUTE) == sandbox
 
 
+def test_lost_sandbox_is_not_evicted(grant) -> None:
+    """A cold sandbox would wake without its unsaved state, and its lease would not end as lost."""
+    box = use(grant())
+    assert eviction.mark_lost(box, "no such sandbox", now=NOW)
+    assert not eviction.evict(box.pk, now=NOW + MINUTE)
+    assert Sandbox.objects.get().state == "waiting"
+
+
 def test_sandbox_that_cannot_be_stored_does_not_block_other_evictions(grant, pool, memory) -> None:
     set_capacity(pool, 2)
     stuck, other = grant(agent="did:plc:stuck"), grant(agent="did:plc:other")
@@ -320,7 +328,20 @@ def test_guarantee_protects_against_other_agents(grant, pool) -> None:
     use(second)
     with pytest.raises(CapacityExhausted):
         use(grant(agent="did:plc:guest"))
-    assert pools.find_by_holder(first.pk) and pools.find_by_holder(second.pk)
+    assert [box.state for lease in (first, second) if (box := pools.find_by_holder(lease.pk))] == ["waiting", "waiting"]
+
+
+def test_guarantee_raised_during_an_eviction_keeps_the_place(grant, pool, at_checkpoint) -> None:
+    set_capacity(pool, 1)
+    quota = Quota.objects.create(pool=pool, agent_did="did:plc:ada")
+    lease = grant()
+    box = use(lease)
+    at_checkpoint("persisted", lambda: Quota.objects.filter(pk=quota.pk).update(guaranteed=1))
+    with pytest.raises(CapacityExhausted):
+        use(grant(agent="did:plc:guest"))
+    box.refresh_from_db()
+    quota.refresh_from_db()
+    assert (box.state, quota.used) == ("cold", 1)
 
 
 def test_sandboxes_above_the_guarantee_are_evicted(grant, pool) -> None:

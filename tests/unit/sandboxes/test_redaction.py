@@ -23,6 +23,13 @@ def test_secret_is_replaced_by_asterisks_and_other_bytes_are_unchanged(pieces: l
     assert b"".join(redact(chunks)) == content.replace(KEY.encode(), b"*" * len(KEY))
 
 
+def test_secret_that_repeats_its_beginning_is_redacted_at_every_split() -> None:
+    """Several beginnings of such a secret can end a chunk. The longest one has to be held back."""
+    secret = "ab" * 10
+    for at in range(len(secret)):
+        assert b"".join(redact([secret[:at].encode(), secret[at:].encode()], secret)) == b"*" * len(secret)
+
+
 def test_bytes_that_cannot_begin_the_secret_are_passed_on_immediately() -> None:
     assert redact([b"data: a\n\n", b"data: s", b"t\n\n"]) == [b"data: a\n\n", b"data: ", b"st\n\n", b""]
 

@@ -1,0 +1,440 @@
+"""Mutants: one small defect each, with the tests that are expected to fail because of the defect.
+
+`before` occurs exactly once in the file at `path`. Paths of sources and tests are constants, so that a renamed file is one
+changed line. Ordered by area: pool, lifecycle, runs, eviction, leasing, metering, pricing, budgets, API keys, egress."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Sources.
+POOL, LIFECYCLE, RUNS = "sandboxes/pool.py", "sandboxes/lifecycle.py", "sandboxes/runs.py"
+EVICTION, DESTRUCTION = "sandboxes/eviction.py", "sandboxes/destruction.py"
+LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/authentication.py", "leases/api_keys.py"
+METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
+BUDGET_ADMISSION, BUDGET_PERIODS, BUDGET_UPDATES = (
+    "billing/budgets/admission.py",
+    "billing/budgets/periods.py",
+    "billing/budgets/updates.py",
+)
+AUTHORIZATION, REDACTION = "sandboxes/egress/authorization.py", "sandboxes/egress/redaction.py"
+REQUEST_FILTER = "sandboxes/egress/request_filter.py"
+
+# Tests.
+TEST_POOL, TEST_LIFECYCLE = "tests/unit/sandboxes/test_pool.py", "tests/unit/sandboxes/test_lifecycle.py"
+TEST_LEASING, TEST_TURNS = "tests/unit/leases/test_leasing.py", "tests/unit/leases/test_turns.py"
+TEST_CRASHES, TEST_RACES = "tests/races/test_crashes.py", "tests/races/test_races.py"
+TEST_METERING, TEST_USE = "tests/unit/billing/test_metering.py", "tests/unit/billing/test_use.py"
+TEST_PRICING, TEST_RATES = "tests/unit/billing/test_pricing.py", "tests/unit/billing/test_rates.py"
+TEST_BUDGETS, TEST_ADMISSION = "tests/unit/billing/test_budgets.py", "tests/unit/billing/test_budget_admission.py"
+TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = "tests/api/test_keys.py", "tests/api/test_leases.py", "tests/admin/test_calls.py"
+TEST_EGRESS, TEST_REDACTION = "tests/unit/sandboxes/test_egress_server.py", "tests/unit/sandboxes/test_redaction.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One defect: the text `before` in the file `path` becomes `after`. `tests` are pytest node ids or files."""
+
+    name: str
+    path: str
+    before: str
+    after: str
+    tests: Sequence[str]
+
+
+MUTANTS = (
+    # --- pool ---
+    Mutant(
+        name="pool-capacity-off-by-one",
+        path=POOL,
+        before='free = Q(used__lt=F("capacity"), draining=False)',
+        after='free = Q(used__lte=F("capacity"), draining=False)',
+        tests=[f"{TEST_POOL}::test_refusal_of_a_full_pool_states_a_remedy"],
+    ),
+    Mutant(
+        name="pool-place-while-draining",
+        path=POOL,
+        before='free = Q(used__lt=F("capacity"), draining=False)',
+        after='free = Q(used__lt=F("capacity"))',
+        tests=[f"{TEST_POOL}::test_draining_pool_refuses_new_sandboxes_and_existing_leases_go_on"],
+    ),
+    Mutant(
+        name="pool-quota-off-by-one",
+        path=POOL,
+        before='room = Q(most__isnull=True) | Q(used__lt=F("most"))',
+        after='room = Q(most__isnull=True) | Q(used__lte=F("most"))',
+        tests=[f"{TEST_POOL}::test_quota_limits_the_sandboxes_of_an_agent"],
+    ),
+    Mutant(
+        name="pool-claim-ignores-stored-state",
+        path=POOL,
+        before="if not request.pool.warm_target or workspace.find_latest(request.holder):",
+        after="if not request.pool.warm_target:",
+        tests=[f"{TEST_POOL}::test_holder_with_stored_state_gets_no_prewarmed_sandbox"],
+    ),
+    Mutant(
+        name="pool-late-create-not-discarded",
+        path=POOL,
+        before='        _discard(provider, sandbox)\n        raise SandboxNotHeld("The lease ended',
+        after='        raise SandboxNotHeld("The lease ended',
+        tests=[f"{TEST_CRASHES}::test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing"],
+    ),
+    # --- lifecycle ---
+    Mutant(
+        name="lifecycle-advance-from-any-state",
+        path=LIFECYCLE,
+        before="moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(",
+        after="moved = Sandbox.objects.filter(guard or Q(), pk=pk).update(",
+        tests=[f"{TEST_LIFECYCLE}::test_second_advance_along_the_same_edge_returns_false"],
+    ),
+    Mutant(
+        name="lifecycle-advance-without-guard",
+        path=LIFECYCLE,
+        before="moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(",
+        after="moved = Sandbox.objects.filter(pk=pk, state=was).update(",
+        tests=[f"{TEST_LIFECYCLE}::test_advance_with_a_failing_guard_moves_nothing"],
+    ),
+    Mutant(
+        name="lifecycle-run-of-another-holder",
+        path=LIFECYCLE,
+        before='"WHERE id = %s AND holder = %s AND state = %s"',
+        after='"WHERE id = %s AND %s IS NOT NULL AND state = %s"',
+        tests=[f"{TEST_LIFECYCLE}::test_run_of_another_holder_is_not_started"],
+    ),
+    Mutant(
+        name="lifecycle-finish-of-another-incarnation",
+        path=LIFECYCLE,
+        before="\"WHERE id = %s AND state = 'running' AND incarnation = %s\"",
+        after="\"WHERE id = %s AND state = 'running' AND incarnation <> -%s\"",
+        tests=[f"{TEST_LIFECYCLE}::test_finish_run_of_an_earlier_incarnation_changes_nothing"],
+    ),
+    # --- runs ---
+    Mutant(
+        name="runs-close-twice",
+        path=RUNS,
+        before='f"{changes} WHERE id = %s AND ended_at IS NULL"',
+        after='f"{changes} WHERE id = %s"',
+        tests=[f"{TEST_RACES}::test_release_during_a_run_closes_it_and_refuses_the_late_result"],
+    ),
+    Mutant(
+        name="runs-abandoned-run-not-killed",
+        path=RUNS,
+        before="if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:",
+        after="if sandbox.state in GONE_STATES and sandbox.incarnation == run.incarnation:",
+        tests=[f"{TEST_CRASHES}::test_command_of_an_abandoned_run_is_killed_before_its_sandbox_is_waiting"],
+    ),
+    Mutant(
+        name="runs-workspace-limit-ignores-new-size",
+        path=RUNS,
+        before="(size := measure_workspace(provider, sandbox, now=now)) > limit:",
+        after="(size := measure_workspace(provider, sandbox, now=now)) > 0:",
+        tests=[f"{TEST_POOL}::test_workspace_over_its_limit_refuses_execs_until_files_are_deleted"],
+    ),
+    Mutant(
+        name="runs-deadline-without-grace",
+        path=RUNS,
+        before="deadline_at=now + command.timeout + KILL_GRACE,",
+        after="deadline_at=now + command.timeout,",
+        tests=[f"{TEST_TURNS}::test_a_failed_turn_is_skipped_with_the_reason"],
+    ),
+    Mutant(
+        name="runs-lost-sandbox-not-marked",
+        path=RUNS,
+        before="        eviction.mark_lost(opened.sandbox, str(failed), now=now)\n",
+        after="",
+        tests=[f"{TEST_LEASING}::test_a_lost_sandbox_ends_its_lease_as_lost"],
+    ),
+    # --- eviction and destruction ---
+    Mutant(
+        name="eviction-guarantee-off-by-one",
+        path=EVICTION,
+        before='guaranteed__gt=0, used__lte=F("guaranteed")',
+        after='guaranteed__gt=0, used__lt=F("guaranteed")',
+        tests=[f"{TEST_POOL}::test_guarantee_protects_against_other_agents"],
+    ),
+    Mutant(
+        name="destruction-guarantee-not-checked-again",
+        path=DESTRUCTION,
+        before='quota = quota.filter(used__gt=F("guaranteed"))',
+        after='quota = quota.filter(used__gte=F("guaranteed"))',
+        tests=[f"{TEST_POOL}::test_guarantee_raised_during_an_eviction_keeps_the_place"],
+    ),
+    Mutant(
+        name="eviction-most-recently-used-first",
+        path=EVICTION,
+        before='candidates.order_by("tier", "last_used_at")',
+        after='candidates.order_by("tier", "-last_used_at")',
+        tests=[f"{TEST_POOL}::test_least_recently_used_sandbox_of_a_tier_is_evicted"],
+    ),
+    Mutant(
+        name="eviction-postponed-although-used",
+        path=EVICTION,
+        before='postponed = Q(tries__gt=0, idle_at__gt=now, last_used_at__lt=F("state_since"))',
+        after="postponed = Q(tries__gt=0, idle_at__gt=now)",
+        tests=[f"{TEST_POOL}::test_sandbox_used_after_a_failed_eviction_is_a_candidate_again"],
+    ),
+    Mutant(
+        name="eviction-stored-twice",
+        path=EVICTION,
+        before="if not used or slept.exists():",
+        after="if not used:",
+        tests=[f"{TEST_POOL}::test_failed_destroy_after_storing_is_repeated_without_storing_twice"],
+    ),
+    Mutant(
+        name="eviction-of-a-lost-sandbox",
+        path=EVICTION,
+        before="evictable = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)",
+        after="evictable = Q(holder__isnull=False, incarnation=sandbox.incarnation)",
+        tests=[f"{TEST_POOL}::test_lost_sandbox_is_not_evicted"],
+    ),
+    Mutant(
+        name="destruction-quarantine-off-by-one",
+        path=DESTRUCTION,
+        before="quarantined = tries >= settings.DESTROY_TRIES",
+        after="quarantined = tries > settings.DESTROY_TRIES",
+        tests=[f"{TEST_LEASING}::test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined"],
+    ),
+    # --- leasing ---
+    Mutant(
+        name="leasing-end-twice",
+        path=LEASING,
+        before="ended_now = Lease.objects.filter(pk=pk, status=LeaseStatus.ACTIVE).update(",
+        after="ended_now = Lease.objects.filter(pk=pk).update(",
+        tests=[f"{TEST_LEASING}::test_release_is_idempotent"],
+    ),
+    Mutant(
+        name="leasing-expiry-off-by-one",
+        path=LEASING,
+        before="    if now < lease.expires_at:\n",
+        after="    if now <= lease.expires_at:\n",
+        tests=[f"{TEST_LEASING}::test_renew_after_expiry_is_refused_even_before_a_sweep"],
+    ),
+    Mutant(
+        name="leasing-renewal-of-an-ended-lease",
+        path=LEASING,
+        before="last_activity_at = %s WHERE id = %s AND status = 'active' \"",
+        after='last_activity_at = %s WHERE id = %s "',
+        tests=[f"{TEST_RACES}::test_release_during_a_run_closes_it_and_refuses_the_late_result"],
+    ),
+    Mutant(
+        name="leasing-renewal-past-max-ttl",
+        path=LEASING,
+        before="return min(renewed_at + ttl, max_expires_at)",
+        after="return max(renewed_at + ttl, max_expires_at)",
+        tests=[f"{TEST_LEASING}::test_a_lease_ends_at_the_earliest_of_its_clocks"],
+    ),
+    Mutant(
+        name="leasing-elapsed-lease-still-held",
+        path=LEASING,
+        before="if current and not find_elapsed_clock(current, now):",
+        after="if current:",
+        tests=[f"{TEST_LEASING}::test_an_elapsed_lease_can_be_acquired_again_before_a_sweep"],
+    ),
+    # --- metering ---
+    Mutant(
+        name="metering-clock-jumps-back",
+        path=INTERVALS,
+        before="            at = max(at, last[3])\n",
+        after="",
+        tests=[f"{TEST_METERING}::test_clock_jump_back_neither_adds_nor_removes_time"],
+    ),
+    Mutant(
+        name="metering-whole-last-day",
+        path=INTERVALS,
+        before="yield began.date(), began, min(end, ended)",
+        after="yield began.date(), began, end",
+        tests=[f"{TEST_METERING}::test_intervals_are_split_at_utc_midnight"],
+    ),
+    Mutant(
+        name="metering-runs-overwritten",
+        path=METERING,
+        before="each.calls += before.calls",
+        after="each.calls = before.calls",
+        tests=[f"{TEST_USE}::test_each_run_counts_once_on_its_start_day"],
+    ),
+    Mutant(
+        name="metering-parts-rounded-each",
+        path=INTERVALS,
+        before="return amount * last // duration - amount * first // duration",
+        after="return amount * (last - first) // duration",
+        tests=[f"{TEST_USE}::test_adjacent_prorated_parts_add_up_to_the_whole"],
+    ),
+    Mutant(
+        name="metering-refused-calls-count",
+        path=METERING,
+        before="return call.kind == LlmCall.Kind.LLM and call.outcome != LlmCall.Outcome.REFUSED",
+        after="return call.kind == LlmCall.Kind.LLM",
+        tests=[f"{TEST_METERING}::test_refused_calls_have_no_usage"],
+    ),
+    # --- pricing ---
+    Mutant(
+        name="pricing-half-rounded-down",
+        path=PRICING,
+        before="(2 * amount.numerator * 10**places + amount.denominator) //",
+        after="(2 * amount.numerator * 10**places + amount.denominator - 1) //",
+        tests=[f"{TEST_PRICING}::test_amounts_are_rounded_half_up"],
+    ),
+    Mutant(
+        name="pricing-allowance-never-used-up",
+        path=PRICING,
+        before="free = min(quantity, max(allowance - taken, 0))",
+        after="free = min(quantity, max(allowance, 0))",
+        tests=[f"{TEST_PRICING}::test_allowances_are_used_up_in_order"],
+    ),
+    Mutant(
+        name="pricing-rate-begins-late",
+        path=PRICING,
+        before="rate.valid_from <= at",
+        after="rate.valid_from < at",
+        tests=[f"{TEST_RATES}::test_rate_applies_from_its_start"],
+    ),
+    Mutant(
+        name="pricing-newest-before-most-specific",
+        path=PRICING,
+        before="key=lambda rate: (rate.instance_type, rate.valid_from)",
+        after="key=lambda rate: (rate.valid_from, rate.instance_type)",
+        tests=[f"{TEST_PRICING}::test_rate_for_an_instance_type_precedes_a_general_one"],
+    ),
+    # --- budgets ---
+    Mutant(
+        name="budgets-reservation-off-by-one",
+        path=BUDGET_ADMISSION,
+        before="spent + (active_leases + 1) * get_minimum_reservation(budget.unit) <= budget.amount",
+        after="spent + active_leases * get_minimum_reservation(budget.unit) <= budget.amount",
+        tests=[f"{TEST_ADMISSION}::test_grant_reserves_the_minimum_until_its_lease_ends"],
+    ),
+    Mutant(
+        name="budgets-spent-in-an-earlier-period",
+        path=BUDGET_PERIODS,
+        before="return budget.exhausted_for == get_period_bounds(budget.period, now)[0] and budget.spent >= budget.amount",
+        after="return budget.spent >= budget.amount",
+        tests=[f"{TEST_BUDGETS}::test_daily_budget_resets_at_midnight_before_the_next_sweep"],
+    ),
+    Mutant(
+        name="budgets-grace-off-by-one",
+        path=BUDGET_ADMISSION,
+        before="if now >= get_grace_deadline(budget)]",
+        after="if now > get_grace_deadline(budget)]",
+        tests=[f"{TEST_ADMISSION}::test_file_access_is_refused_after_the_grace_period"],
+    ),
+    Mutant(
+        name="budgets-late-sum-accepted",
+        path=BUDGET_UPDATES,
+        before='("scope", "subject", "unit", "period", "spent_at")',
+        after='("scope", "subject", "unit", "period")',
+        tests=[f"{TEST_BUDGETS}::test_late_sum_does_not_reopen_an_exhausted_budget"],
+    ),
+    # --- API keys ---
+    Mutant(
+        name="keys-revoked-key-accepted",
+        path=API_KEYS,
+        before='"digest = %s AND revoked_at IS NULL"',
+        after='"digest = %s"',
+        tests=[f"{TEST_KEYS}::test_a_revoked_key_is_refused_at_once"],
+    ),
+    Mutant(
+        name="keys-token-off-by-one",
+        path=API_KEYS,
+        before="bucket.filter(tokens__gte=1)",
+        after="bucket.filter(tokens__gt=1)",
+        tests=[f"{TEST_LEASES_API}::test_only_new_leases_count_against_the_rate_limit"],
+    ),
+    Mutant(
+        name="keys-bucket-filled-twice",
+        path=API_KEYS,
+        before="bucket.filter(tokens_at=key.tokens_at).update(tokens=Least(",
+        after="bucket.update(tokens=Least(",
+        tests=[f"{TEST_LEASES_API}::test_concurrent_requests_refill_the_bucket_once"],
+    ),
+    Mutant(
+        name="keys-lease-of-another-agent",
+        path=AUTHENTICATION,
+        before="if lease is None or not self.speaks_for(lease.agent_did):",
+        after="if lease is None:",
+        tests=[f"{TEST_KEYS}::test_another_agents_lease_does_not_exist"],
+    ),
+    Mutant(
+        name="keys-list-of-all-leases",
+        path=AUTHENTICATION,
+        before="return leases if self.key.operator else leases.filter(agent_did__in=self.key.dids)",
+        after="return leases",
+        tests=[f"{TEST_KEYS}::test_a_list_has_only_leases_visible_to_the_key"],
+    ),
+    # --- egress ---
+    Mutant(
+        name="authorization-without-lease",
+        path=AUTHORIZATION,
+        before="if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE_STATES:",
+        after="if sandbox is None or sandbox.holder is None:",
+        tests=[f"{TEST_EGRESS}::test_call_from_a_sandbox_without_a_lease_is_refused"],
+    ),
+    Mutant(
+        name="authorization-concurrency-off-by-one",
+        path=AUTHORIZATION,
+        before="if caller.calls_in_flight >= policy.most_calls_at_once:",
+        after="if caller.calls_in_flight > policy.most_calls_at_once:",
+        tests=[f"{TEST_EGRESS}::test_calls_are_limited_per_minute_and_in_flight"],
+    ),
+    Mutant(
+        name="authorization-refusals-count-as-calls",
+        path=AUTHORIZATION,
+        before='started_at > %s AND outcome <> \'refused\'"""',
+        after='started_at > %s"""',
+        tests=[f"{TEST_EGRESS}::test_refused_calls_do_not_count_against_the_rate_limit"],
+    ),
+    Mutant(
+        name="authorization-spend-limit-off-by-one",
+        path=AUTHORIZATION,
+        before="if limit is not None and sum_spend(caller.holder) >= limit:",
+        after="if limit is not None and sum_spend(caller.holder) > limit:",
+        tests=[f"{TEST_CALLS_ADMIN}::test_a_limit_applies_from_the_next_call"],
+    ),
+    Mutant(
+        name="authorization-recorded-price-overwritten",
+        path=AUTHORIZATION,
+        before='f"{name} = CASE WHEN recorded_at IS NULL THEN %s ELSE {name} END"',
+        after='f"{name} = %s"',
+        tests=[f"{TEST_EGRESS}::test_call_is_settled_once_and_an_earlier_record_keeps_its_price"],
+    ),
+    Mutant(
+        name="redaction-shortest-prefix-retained",
+        path=REDACTION,
+        before="range(longest, 0, -1)",
+        after="range(1, longest + 1)",
+        tests=[f"{TEST_REDACTION}::test_secret_that_repeats_its_beginning_is_redacted_at_every_split"],
+    ),
+    Mutant(
+        name="redaction-prefix-off-by-one",
+        path=REDACTION,
+        before="longest = min(len(self._secret) - 1, len(content))",
+        after="longest = min(len(self._secret) - 2, len(content))",
+        tests=[f"{TEST_REDACTION}::test_secret_is_replaced_by_asterisks_and_other_bytes_are_unchanged"],
+    ),
+    Mutant(
+        name="requests-unknown-fields-forwarded",
+        path=REQUEST_FILTER,
+        before="{name: body[name] for name in FIELDS_BY_PATH[path] if name in body}",
+        after="dict(body)",
+        tests=[f"{TEST_EGRESS}::test_billing_identity_of_the_sandbox_is_overwritten"],
+    ),
+    Mutant(
+        name="requests-file-id-forwarded",
+        path=REQUEST_FILTER,
+        before='return kind == "url" or "file_id" in part or any(',
+        after='return kind == "url" or any(',
+        tests=[f"{TEST_EGRESS}::test_invalid_request_is_refused_with_its_reason_and_not_forwarded"],
+    ),
+    Mutant(
+        name="requests-provider-tools-forwarded",
+        path=REQUEST_FILTER,
+        before='kind = tool.get("type") or "function"',
+        after='kind = "function"',
+        tests=[f"{TEST_EGRESS}::test_invalid_request_is_refused_with_its_reason_and_not_forwarded"],
+    ),
+    Mutant(
+        name="requests-responses-stored-upstream",
+        path=REQUEST_FILTER,
+        before='allowed["store"] = False',
+        after='allowed["store"] = True',
+        tests=[f"{TEST_EGRESS}::test_response_is_not_stored_upstream"],
+    ),
+)

@@ -40,7 +40,7 @@ IDEMPOTENCY_KEY_PARAMETER = OpenApiParameter(
     "command may have started: the repeated request is then answered 409 `outcome_unknown`.",
 )
 PAGE_PARAMETERS = [
-    _build_query_parameter("cursor", "Cursor of the page, taken from `next`."),
+    _build_query_parameter("cursor", "Cursor of the page. Contained in the URL in `next`."),
     _build_query_parameter("limit", "Results per page, 1 to 200. Default: 50.", type=int),
 ]
 LEASE_FILTER_PARAMETERS = [

@@ -156,7 +156,7 @@ def test_a_calls_page_shows_the_source_of_its_price(viewer: Client, lease: Lease
     assert fields["In proxy log"].value == "no"
     assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(fields["In upstream records"].value)
     ModelRate.objects.update(output_usd=11)
-    assert facts(viewer, f"{LIST}{row.pk}/change/")["USD"].note == "by a rate that has changed since"
+    assert facts(viewer, f"{LIST}{row.pk}/change/")["USD"].note == "by a rate that was changed since"
 
 
 def test_text_from_a_sandbox_in_a_call_is_escaped(superuser: Client, lease: Lease) -> None:

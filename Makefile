@@ -34,6 +34,7 @@ lint: install ## run ruff, mypy and the import contracts
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports --no-logo
+	@.venv/bin/python .ci/language
 
 format: install ## fix and format with ruff
 	@.venv/bin/ruff check --fix-only --quiet .

@@ -35,7 +35,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
     "Billing": [
         ("Spending", "bar_chart", "billing.costrecord", "spending"),
         ("Cost records", "receipt_long", "billing.costrecord"),
-        ("Usage", "timer", "billing.usagerecord"),
+        ("Usage records", "timer", "billing.usagerecord"),
         ("Rates", "price_change", "billing.rate"),
         ("Accounts", "account_balance_wallet", "billing.account"),
         ("Memberships", "group_add", "billing.membership"),

@@ -25,6 +25,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
     list_display = ["name", "lifetime_limits", "sleeps", "conditions", "where", "spends"]
     list_select_related = ["pool", "policy"]
     search_fields = ["name__startswith"]
+    search_help_text = "Name (prefix)"
     ordering = ["name"]
     list_tabs = {"all": ListTab("All", "No environment types yet. Add one to let agents acquire leases of it.")}
     fieldsets = [

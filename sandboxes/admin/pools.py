@@ -156,6 +156,7 @@ def build_pool_usage(one: PoolStats, now: datetime) -> PoolUsage:
 class PoolAdmin(ConsoleModelAdmin):
     list_display = ["name", "condition", "filled", "ready", "where", "size"]
     search_fields = ["name__startswith"]
+    search_help_text = "Name (prefix)"
     ordering = ["name"]
     list_tabs = {
         "all": ListTab("All", "No pools yet. Add a pool to let agents acquire leases."),

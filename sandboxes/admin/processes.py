@@ -82,7 +82,7 @@ class ProcessAdmin(ReadOnlyModelAdmin):
                 SummaryField(
                     "Duration" if row.ended_at else "Running for",
                     format_process_duration(row),
-                    note="until the end was detected",
+                    note="until the end was detected" if row.ended_at else "",
                 ),
                 SummaryField("Started", render_time_ago(row.started_at), note=render_timestamp(row.started_at)),
                 build_sandbox_field(row),

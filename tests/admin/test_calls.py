@@ -153,7 +153,7 @@ def test_a_calls_page_shows_the_source_of_its_price(viewer: Client, lease: Lease
     assert "input 2.5, cached 1.25, output 10 USD per million" in str(said["USD"].note)
     assert "/v1/messages" in str(said["Path"].value)
     assert said["Duration"].note == "first byte after 2.0 s"
-    assert said["Seen in the proxy's log"].value == "no"
+    assert said["In proxy log"].value == "no"
     assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(said["Seen in the upstream's records"].value)
     ModelRate.objects.update(output_usd=11)
     assert facts(viewer, f"{LIST}{row.pk}/change/")["USD"].note == "by a rate that has changed since"

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.django_db
 EXAMPLES = int(os.environ.get("DATA_MACHINE_EXAMPLES", "30"))
 ENVIRONMENTS = ["game-1", "game-2", "game-3"]
 STEPS = [
-    "created", "prepared", "run opened", "pull decided", "pulled", "run answered", "data stored", "data check_recorded",
+    "created", "prepared", "run opened", "pull decided", "pulled", "run answered", "data stored", "data recorded",
     "eviction claimed", "objects stored", "persisted", "process gone", "wake claimed", "destroy claimed", "destroy answered",
 ]  # fmt: skip
 Edit = tuple[str, str, str]  # verb, path, another path
@@ -196,7 +196,7 @@ class DataMachine(RuleBasedStateMachine):
 
     def check_recorded(self, step: str, subject: object) -> None:
         """Check, after a sandbox's changes were stored, that it replaced or removed only files that it had."""
-        if step != "data check_recorded" or not isinstance(subject, Attachment):
+        if step != "data recorded" or not isinstance(subject, Attachment):
             return
         ref = Sandbox.objects.get(pk=subject.pk).ref
         self.record_files(ref)

@@ -240,7 +240,7 @@ def _meter_runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple
 def _build_runs_record(sandbox: Sandbox, holder: UUID | None, day: date, began: Sequence[datetime]) -> UsageRecord:
     return UsageRecord(
         item=UsageKind.RUNS,
-        source=f"runs in {sandbox.pk} for {holder or 'nobody'}",
+        source=f"runs in {sandbox.pk} for {holder or 'no lease'}",
         day=day,
         began_at=min(began),
         ended_at=max(began),
@@ -380,7 +380,7 @@ def _build_tokens_record(holder: UUID | None, model: str, day: date) -> UsageRec
     sandbox = first.sandbox if first else None
     called = f"calls of {model}" if model else "calls without a model"  # the name is chosen by the calling program
     return UsageRecord(
-        item=UsageKind.TOKENS, source=f"{called} for {holder or 'nobody'}", day=day, began_at=sums["began"],
+        item=UsageKind.TOKENS, source=f"{called} for {holder or 'no lease'}", day=day, began_at=sums["began"],
         ended_at=max(sums["began"], sums["ended"]), sandbox=sandbox, holder=holder,
         agent_did=first.agent_did if first else "", environment_id=first.environment_id if first else "",
         provider=sandbox.provider if sandbox else "", model=model, calls=sums["calls"], unpriced=sums["unpriced"],

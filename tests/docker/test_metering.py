@@ -19,7 +19,7 @@ from tests.conftest import MINUTE
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 WITHIN = timedelta(seconds=1)
-Span = tuple[datetime, datetime]
+TimeInterval = tuple[datetime, datetime]
 
 
 def test_each_container_run_is_metered_within_a_second(docker_pool: Pool) -> None:
@@ -38,7 +38,7 @@ def test_each_container_run_is_metered_within_a_second(docker_pool: Pool) -> Non
     pytest.fail(f"metered time exceeds the run time by {longest}")
 
 
-def run_lease(pool: Pool, environment: str) -> tuple[list[Span], list[Span]]:
+def run_lease(pool: Pool, environment: str) -> tuple[list[TimeInterval], list[TimeInterval]]:
     """Run a lease whose sandbox sleeps twice. Return the containers' run times (by the engine, by metering)."""
     began = time.time()
     lease = leasing.acquire(leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=pool.name), now=timezone.now())[0]
@@ -54,7 +54,7 @@ def run_lease(pool: Pool, environment: str) -> tuple[list[Span], list[Span]]:
     return engine_spans(pool, since=began), metered_spans(box)
 
 
-def engine_spans(pool: Pool, *, since: float) -> list[Span]:
+def engine_spans(pool: Pool, *, since: float) -> list[TimeInterval]:
     """Return the run times of a pool's containers from the engine's events."""
     engine = Engine().client
     label = {"label": f"leasehold.owner={pool.owner}", "type": "container", "event": ["start", "die"]}
@@ -68,9 +68,9 @@ def engine_spans(pool: Pool, *, since: float) -> list[Span]:
     return sorted((each["start"], each["die"]) for each in seen.values())
 
 
-def metered_spans(box: Sandbox) -> list[Span]:
+def metered_spans(box: Sandbox) -> list[TimeInterval]:
     """Return a sandbox's run times from its usage records: from each start to the next sleep or the end."""
-    spans: list[Span] = []
+    spans: list[TimeInterval] = []
     rows = UsageRecord.objects.filter(sandbox=box, item=UsageKind.TIME).exclude(state__in=STATES_WITHOUT_PROCESS)
     for row in rows.order_by("began_at", "ended_at"):
         if spans and spans[-1][1] == row.began_at:

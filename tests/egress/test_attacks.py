@@ -139,7 +139,7 @@ ATTACKS: dict[str, dict[str, Attack]] = {
         "no host": Attack(request().replace(b"Host: x\r\n", b""), (400,)),
         "two encodings": Attack(chunked("Transfer-Encoding: identity", body=COVERED), (400,)),
         "chunked twice": Attack(chunked("Transfer-Encoding: chunked", body=COVERED), (400,)),
-        "an encoding nobody knows": Attack(request("Transfer-Encoding: xchunked", length=False), (501,)),
+        "an unknown encoding": Attack(request("Transfer-Encoding: xchunked", length=False), (501,)),
         "a list of encodings": Attack(request("Transfer-Encoding: gzip, chunked", body=COVERED, length=False), (501,)),
         "an encoding of old": Attack(request("Transfer-Encoding: identity", length=False), (501,)),
         "an encoding with a tab": Attack(request("Transfer-Encoding:\tchunked", LENGTH, length=False), (501,)),

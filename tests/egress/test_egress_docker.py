@@ -134,10 +134,10 @@ with urllib.request.urlopen(request, timeout=20) as answer:
 
 
 def test_calls_of_a_one_shot_run_are_recorded_and_billed(docker_pool: Pool, egress: EgressStack) -> None:
-    wish = OneShotRequest(
+    request = OneShotRequest(
         "did:plc:ada", ("python3", "-I", "-"), MINUTE, pool=docker_pool.name, stdin=(CLIENT_SCRIPT + ASK_ONCE).encode()
     )
-    result = run_once(wish, now=NOW)
+    result = run_once(request, now=NOW)
     assert (result.outcome, json.loads(result.stdout)[0], result.cleaned_up) == (OneShotOutcome.OK, "200", True)
     [row] = egress.settled(1)
     assert (row.holder, row.run_id, row.agent_did, row.outcome) == (result.lease_id, result.run_id, "did:plc:ada", "ok")

@@ -44,8 +44,8 @@ def later() -> datetime:
 def test_nginx_without_a_server_is_removed_after_the_grace_period(nginx: NginxProxy) -> None:
     assert reconciliation.reconcile(now=datetime.now(UTC), grace=GRACE).counts == {}
     assert nginx.get_state() == "running"
-    swept = reconciliation.reconcile(now=later(), grace=GRACE)
-    assert (swept.counts, swept.failures) == ({"egress proxies removed": 1}, [])
+    result = reconciliation.reconcile(now=later(), grace=GRACE)
+    assert (result.counts, result.failures) == ({"egress proxies removed": 1}, [])
     assert nginx.get_state() == ""
     assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {}
 

@@ -94,11 +94,11 @@ def each_recorded(did: str, calls: int) -> dict[str, dict[str, Any]]:
 
 def collected(*, at: Any = LATER) -> dict[str, int]:
     """Run the reconciliation sweep twice. Return the counts of the first run, and assert that the second changes no row."""
-    swept = log_collection.collect_call_logs(now=at)
+    result = log_collection.collect_call_logs(now=at)
     before = [*LlmCall.objects.order_by("pk").values()]
     log_collection.collect_call_logs(now=at)
     assert [*LlmCall.objects.order_by("pk").values()] == before
-    return dict(swept.counts)
+    return dict(result.counts)
 
 
 # --- SDK traffic -----------------------------------------------------------------------------------------------------

@@ -348,7 +348,7 @@ MUTANTS = (
     Mutant(
         name="keys-lease-of-another-agent",
         path=AUTHENTICATION,
-        before="if lease is None or not self.speaks_for(lease.agent_did):",
+        before="if lease is None or not self.may_act_for(lease.agent_did):",
         after="if lease is None:",
         tests=[f"{TEST_KEYS}::test_another_agents_lease_does_not_exist"],
     ),

@@ -376,7 +376,7 @@ def test_refused_calls_have_no_usage(grant: AnyCallable) -> None:
 
 
 def test_model_name_may_be_long_or_empty(grant: AnyCallable) -> None:
-    lease, names = grant(), ["", "gpt for nobody", "no model", "without a model"]
+    lease, names = grant(), ["", "gpt for no lease", "no model", "without a model"]
     for name in names:
         create_llm_call(lease, model=name)
         create_llm_call(lease, model=name, holder=None, agent_did="")

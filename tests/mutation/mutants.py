@@ -46,22 +46,22 @@ MUTANTS = (
     Mutant(
         name="pool-capacity-off-by-one",
         path=POOL,
-        before='free = Q(used__lt=F("capacity"), draining=False)',
-        after='free = Q(used__lte=F("capacity"), draining=False)',
+        before='has_free_place = Q(used__lt=F("capacity"), draining=False)',
+        after='has_free_place = Q(used__lte=F("capacity"), draining=False)',
         tests=[f"{TEST_POOL}::test_refusal_of_a_full_pool_states_a_remedy"],
     ),
     Mutant(
         name="pool-place-while-draining",
         path=POOL,
-        before='free = Q(used__lt=F("capacity"), draining=False)',
-        after='free = Q(used__lt=F("capacity"))',
+        before='has_free_place = Q(used__lt=F("capacity"), draining=False)',
+        after='has_free_place = Q(used__lt=F("capacity"))',
         tests=[f"{TEST_POOL}::test_draining_pool_refuses_new_sandboxes_and_existing_leases_go_on"],
     ),
     Mutant(
         name="pool-quota-off-by-one",
         path=POOL,
-        before='room = Q(most__isnull=True) | Q(used__lt=F("most"))',
-        after='room = Q(most__isnull=True) | Q(used__lte=F("most"))',
+        before='below_limit = Q(most__isnull=True) | Q(used__lt=F("most"))',
+        after='below_limit = Q(most__isnull=True) | Q(used__lte=F("most"))',
         tests=[f"{TEST_POOL}::test_quota_limits_the_sandboxes_of_an_agent"],
     ),
     Mutant(
@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(
         name="eviction-stored-twice",
         path=EVICTION,
-        before="if not used or slept.exists():",
+        before="if not used or stored.exists():",
         after="if not used:",
         tests=[f"{TEST_POOL}::test_failed_destroy_after_storing_is_repeated_without_storing_twice"],
     ),

@@ -65,12 +65,12 @@ DATA_UPLOAD_MAX_MEMORY_SIZE = 80 << 20  # each view has a smaller limit of its o
 CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
 
 REST_FRAMEWORK = {
-    "DEFAULT_AUTHENTICATION_CLASSES": ["leases.api.authentication.KeyAuthentication"],
-    "DEFAULT_PERMISSION_CLASSES": ["leases.api.permissions.HasKey"],
-    "DEFAULT_PARSER_CLASSES": ["leases.api.parsers.JsonParser"],
-    "DEFAULT_RENDERER_CLASSES": ["leases.api.renderers.JsonRenderer"],
-    "DEFAULT_CONTENT_NEGOTIATION_CLASS": "leases.api.renderers.Negotiation",
-    "DEFAULT_SCHEMA_CLASS": "leases.api.schema.ApiSchema",
+    "DEFAULT_AUTHENTICATION_CLASSES": ["leases.api.base.authentication.KeyAuthentication"],
+    "DEFAULT_PERMISSION_CLASSES": ["leases.api.base.permissions.HasKey"],
+    "DEFAULT_PARSER_CLASSES": ["leases.api.base.parsers.JsonParser"],
+    "DEFAULT_RENDERER_CLASSES": ["leases.api.base.renderers.JsonRenderer"],
+    "DEFAULT_CONTENT_NEGOTIATION_CLASS": "leases.api.base.renderers.Negotiation",
+    "DEFAULT_SCHEMA_CLASS": "leases.api.base.schema.ApiSchema",
     "EXCEPTION_HANDLER": "controlplane.errors.handle",
     "UNAUTHENTICATED_USER": None,
 }

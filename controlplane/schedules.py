@@ -14,7 +14,7 @@ from billing import derivation
 from leases import budget_enforcement
 from leases import sweeps as leases
 from sandboxes import sweeps as sandboxes
-from sandboxes.egress import log_collection
+from sandboxes.egress.logs import collection
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.webhooks import delivery
@@ -74,7 +74,7 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "weigh":     ScheduledSweep(60, "measure the size of mounted /data",                    pruning.measure_mounted),
     "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          sandboxes.record_readings),
     "prune":     ScheduledSweep(60, "delete unreferenced objects and expired records",      leases.prune),
-    "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                log_collection.collect_call_logs),
+    "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                collection.collect_call_logs),
     "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),
     "budgets":   ScheduledSweep(1,  "total budget spending, end leases over budget",        budget_enforcement.enforce_budgets),
     "webhooks":  ScheduledSweep(1,  "deliver due webhook events",                           delivery.deliver_due),

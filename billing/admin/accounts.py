@@ -21,11 +21,11 @@ from billing.admin.formatting import build_total_cost_field, format_cents, forma
 from billing.admin.usage import build_month_filter, get_month
 from billing.models import HOUSE_ACCOUNT_NAME, Account, CostRecord, Credit, Membership, Statement
 from billing.money_sums import nanos_to_decimal, sum_exact
-from sandboxes.admin.actions import AdminAction, ReasonForm
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.fields import NormalizedDecimalField
-from sandboxes.admin.formatting import SummaryField, build_changelist_url, render_two_lines
+from sandboxes.admin.base.actions import AdminAction, ReasonForm
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.fields import NormalizedDecimalField
+from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, render_two_lines
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 
 MAX_PANEL_ROWS = 12
 

@@ -18,7 +18,7 @@ from billing.admin.budget_usage import (
     render_reset_time,
 )
 from billing.models import Budget
-from sandboxes.admin.formatting import build_changelist_url, render_badge
+from sandboxes.admin.base.formatting import build_changelist_url, render_badge
 
 MAX_NOTICES = 5  # on the dashboard
 

@@ -10,7 +10,7 @@ from billing import budgets
 from billing.forecast import FORECAST_WINDOW_DAYS, forecast_budget
 from billing.models import Budget
 from billing.models.budgets import Period, Unit
-from sandboxes.admin.formatting import SummaryField, format_age, format_usd, render_badge, render_timestamp
+from sandboxes.admin.base.formatting import SummaryField, format_age, format_usd, render_badge, render_timestamp
 
 PACE_NOTE = f"at the average of the last {FORECAST_WINDOW_DAYS} days"
 CENT, SMALL_QUANTUM = Decimal("0.01"), Decimal("0.000001")

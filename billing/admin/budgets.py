@@ -36,11 +36,10 @@ from billing.admin.budget_usage import (
 from billing.admin.overshoot import describe_overshoot
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Budget
 from billing.models.budgets import Period, Scope, Unit
-from sandboxes.admin.actions import AdminAction, list_audit_entries
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.fields import DurationOrZeroField
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.actions import AdminAction, list_audit_entries
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.fields import DurationOrZeroField
+from sandboxes.admin.base.formatting import (
     SummaryField,
     format_duration,
     format_usd,
@@ -50,7 +49,8 @@ from sandboxes.admin.formatting import (
     render_time_since,
     render_two_lines,
 )
-from sandboxes.admin.registry import get_reference, render_holders
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.admin.base.registry import get_reference, render_holders
 from sandboxes.models import Event
 from sandboxes.models.webhooks import EventType
 

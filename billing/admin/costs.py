@@ -39,9 +39,8 @@ from billing.models import BillableItem, CostRecord, Rate, UsageKind, UsageRecor
 from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.pricing import format_decimal
 from billing.totals import BILLABLE_STATES
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import TabbedChangeList, parse_uuid
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.changelist import TabbedChangeList, parse_uuid
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_usd,
@@ -50,7 +49,8 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
-from sandboxes.admin.registry import build_agent_field, build_holder_field
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 
 MAX_USAGE_RECORDS_SHOWN = 50  # on the page of a cost record
 EXPORT_FIELDS = [

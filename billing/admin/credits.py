@@ -12,10 +12,9 @@ from unfold.decorators import display
 from billing import statements
 from billing.admin.formatting import format_cents
 from billing.models import Credit
-from sandboxes.admin.actions import AdminAction
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.actions import AdminAction
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     render_admin_link,
     render_badge,
@@ -23,6 +22,7 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 
 
 def _reverse_credit(credit: Credit, actor: str, why: str, now: datetime) -> bool:

@@ -8,7 +8,7 @@ from billing import pricing
 from billing.models import CostRecord
 from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.pricing import format_decimal
-from sandboxes.admin.formatting import SummaryField, build_changelist_url, format_usd
+from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, format_usd
 
 
 def format_money(amount: Decimal) -> str:

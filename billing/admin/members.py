@@ -19,10 +19,16 @@ from unfold.decorators import display
 from billing.admin.formatting import build_total_cost_field
 from billing.dates import EPOCH_DATE, to_utc_date
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Membership
-from sandboxes.admin.base import ConsoleModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import SummaryField, build_changelist_url, render_admin_link, render_badge, render_two_lines
-from sandboxes.admin.registry import build_agent_field, get_reference
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
+    SummaryField,
+    build_changelist_url,
+    render_admin_link,
+    render_badge,
+    render_two_lines,
+)
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, get_reference
 
 
 def get_today() -> date:

@@ -19,10 +19,9 @@ from billing.dates import start_of_day
 from billing.metering import STORE_PROVIDER
 from billing.models import BillableItem, Rate
 from billing.pricing import format_decimal
-from sandboxes.admin.actions import AdminAction, ReasonForm
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.actions import AdminAction, ReasonForm
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_age,
@@ -31,6 +30,7 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.providers import PROVIDER_CLASSES
 
 # Rates of other providers are shipped for estimates only.

@@ -16,9 +16,9 @@ from billing import statements
 from billing.admin.formatting import format_cents, format_quantity_brief
 from billing.api.statements import render_lines_csv
 from billing.models import BillableItem, Statement, StatementLine
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import build_changelist_url, render_admin_link, render_time_ago, render_two_lines
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import build_changelist_url, render_admin_link, render_time_ago, render_two_lines
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 
 MAX_LINES_SHOWN = 1000  # of a statement on its page; the CSV file has all
 

@@ -18,9 +18,8 @@ from unfold.decorators import display
 
 from billing.dates import start_of_next_month, to_utc_date
 from billing.models import UsageKind, UsageRecord
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab, parse_uuid
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.changelist import ListTab, parse_uuid
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_bytes,
@@ -32,8 +31,9 @@ from sandboxes.admin.formatting import (
     render_two_lines,
     truncate_text,
 )
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.admin.readings import format_cpu_time
-from sandboxes.admin.registry import build_agent_field, build_holder_field
 
 
 def get_month(now: datetime) -> date:

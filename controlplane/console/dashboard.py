@@ -23,9 +23,9 @@ from leases.admin.leases import LeaseAdmin
 from leases.models import Lease
 from sandboxes import pool_stats
 from sandboxes.admin import tabs
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import build_changelist_url, render_time_ago, truncate_text
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import build_changelist_url, render_time_ago, truncate_text
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.llm_calls import StartedWithinFilter
 from sandboxes.admin.pools import PoolAdmin, PoolUsage, build_pool_usages
 from sandboxes.admin.sandboxes import SandboxAdmin

@@ -9,8 +9,8 @@ from django.http import HttpRequest
 from django.urls import reverse
 
 from controlplane.console.dashboard import can_view, get_fleet_summary, get_url_name
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.formatting import build_changelist_url
+from sandboxes.admin.base.formatting import build_changelist_url
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 
 # group -> [(title, icon, "app.model", URL name if the page is not the model's list)]
 MENU: Mapping[str, list[tuple[str, ...]]] = {

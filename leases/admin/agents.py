@@ -14,9 +14,8 @@ from billing.admin.formatting import build_total_cost_field
 from billing.admin.members import build_account_field
 from leases.admin import budgets, spending
 from leases.models import Agent, AgentKey, Lease, LeaseStatus
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_bytes,
@@ -24,6 +23,7 @@ from sandboxes.admin.formatting import (
     render_admin_link,
     render_time_ago,
 )
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.identity import build_signing_key_field
 from sandboxes.admin.pools import build_add_quota_url, build_quota_row
 from sandboxes.models import AgentData, Quota, Sandbox, SandboxState

@@ -13,17 +13,11 @@ from unfold.decorators import display
 
 from leases import api_keys
 from leases.models import AgentKey
-from sandboxes.admin.actions import AdminAction
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
-    SummaryField,
-    render_badge,
-    render_time_ago,
-    render_timestamp,
-    render_two_lines,
-)
-from sandboxes.admin.registry import get_reference
+from sandboxes.admin.base.actions import AdminAction
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import SummaryField, render_badge, render_time_ago, render_timestamp, render_two_lines
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.admin.base.registry import get_reference
 
 REVOKE_KEY_ACTION = AdminAction(
     title="Revoke key",

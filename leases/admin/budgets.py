@@ -14,7 +14,7 @@ from billing.models import Budget, Tab
 from billing.models.budgets import Scope
 from leases.budget_enforcement import END_REASON
 from leases.models import Lease, LeaseStatus
-from sandboxes.admin.formatting import SummaryField, pluralize, render_admin_link
+from sandboxes.admin.base.formatting import SummaryField, pluralize, render_admin_link
 
 
 def can_view_budgets(request: HttpRequest) -> bool:

@@ -9,14 +9,9 @@ from unfold.decorators import display
 
 from leases.admin import spending
 from leases.models import EnvironmentType, LeaseStatus
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
-    SummaryField,
-    build_changelist_url,
-    format_duration,
-    render_two_lines,
-)
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, format_duration, render_two_lines
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.models.policies import SEALED_POLICY_NAME
 
 

@@ -20,10 +20,9 @@ from leases.admin.spending import SET_SPEND_LIMIT_ACTION
 from leases.admin.timeline import SOURCE_LABELS, load_timeline, render_turn_status
 from leases.models import Lease, LeaseStatus, Turn
 from leases.tasks import enqueue_reclaim
-from sandboxes.admin.actions import AdminAction
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.actions import AdminAction
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_age,
@@ -35,7 +34,8 @@ from sandboxes.admin.formatting import (
     render_two_lines,
     truncate_text,
 )
-from sandboxes.admin.registry import build_agent_field
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field
 from sandboxes.models import Run, RunOutcome, Sandbox
 
 ENDING_SOON_WINDOW = timedelta(minutes=5)

@@ -9,8 +9,8 @@ from django.db.models import Q
 from django.utils.html import format_html_join
 
 from leases.models import DID_DESCRIPTION, Agent, AgentKey, EnvironmentType, Lease, validate_did
-from sandboxes.admin.formatting import SummaryField, render_admin_link, render_badge
-from sandboxes.admin.registry import Reference, register_fields, register_reference
+from sandboxes.admin.base.formatting import SummaryField, render_admin_link, render_badge
+from sandboxes.admin.base.registry import Reference, register_fields, register_reference
 from sandboxes.models import Policy
 
 MAX_TYPES_SHOWN = 8  # environment types on a policy's page

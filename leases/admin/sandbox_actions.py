@@ -9,7 +9,7 @@ from leases import leasing
 from leases.admin.snapshot_actions import TAKE_SNAPSHOT_ACTION
 from leases.tasks import enqueue_idle_sweep, enqueue_reclaim, request_sleep, request_wake
 from sandboxes import destruction
-from sandboxes.admin.actions import AdminAction
+from sandboxes.admin.base.actions import AdminAction
 from sandboxes.admin.sandboxes import SandboxAdmin
 from sandboxes.models import GONE_STATES, Sandbox, SandboxState, TransitionReason
 

@@ -12,10 +12,10 @@ from unfold.widgets import UnfoldAdminTextInputWidget
 
 from leases import leasing
 from leases.models import Lease, LeaseStatus
-from sandboxes.admin.actions import AdminAction, ReasonForm
-from sandboxes.admin.changelist import parse_uuid
-from sandboxes.admin.fields import NormalizedDecimalField
-from sandboxes.admin.formatting import SummaryField, format_usd, render_meter
+from sandboxes.admin.base.actions import AdminAction, ReasonForm
+from sandboxes.admin.base.changelist import parse_uuid
+from sandboxes.admin.base.fields import NormalizedDecimalField
+from sandboxes.admin.base.formatting import SummaryField, format_usd, render_meter
 from sandboxes.admin.llm_calls import StartedWithinFilter, build_calls_field, build_model_cost_field, build_tokens_field
 from sandboxes.egress.authorization import sum_spend
 from sandboxes.egress.totals import calculate_totals

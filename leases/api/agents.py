@@ -9,12 +9,12 @@ from rest_framework import serializers
 from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 
-from leases.api import schema
-from leases.api.fields import StrictCharField, build_did_field
-from leases.api.idempotency import StatusAndBody
-from leases.api.pagination import paginate
-from leases.api.permissions import HasKey, OperatorWrites
-from leases.api.views import ApiRequest, ApiView
+from leases.api.base import schema
+from leases.api.base.fields import StrictCharField, build_did_field
+from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.pagination import paginate
+from leases.api.base.permissions import HasKey, OperatorWrites
+from leases.api.base.views import ApiRequest, ApiView
 from leases.models import Agent
 from sandboxes.db.clock import format_timestamp
 

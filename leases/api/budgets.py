@@ -12,9 +12,9 @@ from billing.api.views import format_day
 from billing.forecast import predict_exhaustion_date
 from billing.models.budgets import Budget, Period, Scope, Unit
 from billing.pricing import format_decimal
-from leases.api import schema
-from leases.api.pagination import paginate
-from leases.api.views import ApiRequest, ApiView
+from leases.api.base import schema
+from leases.api.base.pagination import paginate
+from leases.api.base.views import ApiRequest, ApiView
 from sandboxes.db.clock import format_timestamp
 
 

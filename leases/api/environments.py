@@ -8,11 +8,11 @@ from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 
 from leases import conditions, turns
-from leases.api import schema
-from leases.api.fields import PatternField, validate_url_value
-from leases.api.idempotency import StatusAndBody
+from leases.api.base import schema
+from leases.api.base.fields import PatternField, validate_url_value
+from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.views import ApiRequest, ApiView
 from leases.api.leases import ACQUIRE_SERIALIZER, JoinSerializer, LeaseSerializer, build_lease_request, render_lease
-from leases.api.views import ApiRequest, ApiView
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import enqueue_reclaim
 from sandboxes.runs import KILL_GRACE

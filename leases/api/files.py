@@ -19,9 +19,9 @@ from rest_framework import serializers
 from rest_framework.response import Response
 
 from leases import execution
-from leases.api import schema
-from leases.api.parsers import StreamParser
-from leases.api.views import ApiRequest, LeaseApiView
+from leases.api.base import schema
+from leases.api.base.parsers import StreamParser
+from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.errors import InvalidRequest, RangeNotSatisfiable
 from leases.errors import RequestTooLarge as BodyTooLarge
 from sandboxes import files, runs

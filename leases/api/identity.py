@@ -10,9 +10,9 @@ from rest_framework import serializers
 from rest_framework.response import Response
 
 from leases import execution
-from leases.api import schema
-from leases.api.fields import PatternField, StrictIntegerField, seconds_to_timedelta
-from leases.api.views import ApiRequest, LeaseApiView
+from leases.api.base import schema
+from leases.api.base.fields import PatternField, StrictIntegerField, seconds_to_timedelta
+from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.models import DID_PATTERN
 from sandboxes.db.clock import format_timestamp
 from sandboxes.identity.signing import DEFAULT_TOKEN_LIFETIME, MAX_TOKEN_LIFETIME, MIN_TOKEN_LIFETIME

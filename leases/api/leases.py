@@ -13,8 +13,8 @@ from rest_framework.response import Response
 
 from billing import metering
 from leases import leasing
-from leases.api import schema
-from leases.api.fields import (
+from leases.api.base import schema
+from leases.api.base.fields import (
     DurationField,
     PatternField,
     build_did_field,
@@ -22,11 +22,11 @@ from leases.api.fields import (
     seconds_to_timedelta,
     validate_url_value,
 )
-from leases.api.idempotency import StatusAndBody
+from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.pagination import paginate
+from leases.api.base.parsers import OpaqueParser
+from leases.api.base.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
-from leases.api.pagination import paginate
-from leases.api.parsers import OpaqueParser
-from leases.api.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
 from leases.errors import InvalidRequest
 from leases.models import (
     CONDITION_DESCRIPTION,

@@ -9,9 +9,9 @@ from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.response import Response
 
-from leases.api import schema
-from leases.api.pagination import paginate
-from leases.api.views import ApiRequest, LeaseApiView
+from leases.api.base import schema
+from leases.api.base.pagination import paginate
+from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.models import Lease
 from sandboxes.db.clock import format_timestamp
 from sandboxes.egress.totals import CallTotals, calculate_totals

@@ -15,8 +15,8 @@ from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 
 from leases import leasing, one_shot
-from leases.api import schema
-from leases.api.fields import (
+from leases.api.base import schema
+from leases.api.base.fields import (
     AnyStringField,
     PatternField,
     StrictBooleanField,
@@ -27,9 +27,9 @@ from leases.api.fields import (
     parse_encoding,
     seconds_to_timedelta,
 )
-from leases.api.idempotency import StatusAndBody
+from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.views import ApiRequest, ApiView
 from leases.api.runs import ExecSerializer, ProgramSerializer
-from leases.api.views import ApiRequest, ApiView
 from leases.errors import InvalidRequest
 from leases.errors import RequestTooLarge as BodyTooLarge
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult

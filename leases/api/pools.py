@@ -8,10 +8,10 @@ from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.response import Response
 
-from leases.api import schema
-from leases.api.fields import validate_url_value
+from leases.api.base import schema
+from leases.api.base.fields import validate_url_value
+from leases.api.base.views import ApiRequest, ApiView
 from leases.api.leases import ACQUIRE_SERIALIZER
-from leases.api.views import ApiRequest, ApiView
 from sandboxes import pool_stats
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Pool, Quota

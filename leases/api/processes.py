@@ -15,12 +15,12 @@ from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 
 from leases import execution
-from leases.api import schema
-from leases.api.fields import StrictCharField, StrictIntegerField, encode_output, parse_encoding
-from leases.api.idempotency import StatusAndBody
-from leases.api.pagination import paginate
+from leases.api.base import schema
+from leases.api.base.fields import StrictCharField, StrictIntegerField, encode_output, parse_encoding
+from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.pagination import paginate
+from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.runs import ProgramSerializer
-from leases.api.views import ApiRequest, LeaseApiView
 from leases.errors import InvalidRequest
 from sandboxes import processes
 from sandboxes.db.clock import clock_from, format_timestamp

@@ -11,8 +11,8 @@ from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 
 from leases import execution
-from leases.api import schema
-from leases.api.fields import (
+from leases.api.base import schema
+from leases.api.base.fields import (
     AnyStringField,
     ArgvField,
     EnvField,
@@ -23,10 +23,10 @@ from leases.api.fields import (
     parse_encoding,
     seconds_to_timedelta,
 )
-from leases.api.idempotency import StatusAndBody
-from leases.api.pagination import paginate
+from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.pagination import paginate
+from leases.api.base.views import ApiRequest, HotLeaseApiView, LeaseApiView
 from leases.api.turns import MAX_TURN_NUMBER
-from leases.api.views import ApiRequest, HotLeaseApiView, LeaseApiView
 from sandboxes.db.clock import format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import RUN_KINDS, Run, RunOutcome

@@ -11,12 +11,12 @@ from rest_framework import serializers
 from rest_framework.response import Response
 
 from leases import fork, snapshots
-from leases.api import schema
-from leases.api.fields import PatternField, StrictCharField, StrictUUIDField
-from leases.api.idempotency import StatusAndBody
+from leases.api.base import schema
+from leases.api.base.fields import PatternField, StrictCharField, StrictUUIDField
+from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.pagination import paginate
+from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.leases import AcquireSerializer, LeaseSerializer, build_lease_request, render_lease
-from leases.api.pagination import paginate
-from leases.api.views import ApiRequest, LeaseApiView
 from leases.models import DID_DESCRIPTION, DID_PATTERN, Lease
 from sandboxes.db.clock import format_timestamp
 from sandboxes.eviction import EVICTION_TIMEOUT

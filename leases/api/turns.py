@@ -11,11 +11,11 @@ from rest_framework import serializers
 from rest_framework.response import Response
 
 from leases import turns
-from leases.api import schema
-from leases.api.fields import JsonObjectField, StrictIntegerField
-from leases.api.idempotency import StatusAndBody
-from leases.api.pagination import paginate
-from leases.api.views import ApiRequest, LeaseApiView
+from leases.api.base import schema
+from leases.api.base.fields import JsonObjectField, StrictIntegerField
+from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.pagination import paginate
+from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.models import EnvironmentType, Turn
 from sandboxes.runs import KILL_GRACE
 

@@ -18,13 +18,12 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin import formatting, tabs
-from sandboxes.admin.actions import list_audit_entries
-from sandboxes.admin.base import build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.data_events import render_data_event
-from sandboxes.admin.downloads import Download, DownloadModelAdmin
-from sandboxes.admin.formatting import (
+from sandboxes.admin import tabs
+from sandboxes.admin.base import formatting
+from sandboxes.admin.base.actions import list_audit_entries
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.downloads import Download, DownloadModelAdmin
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_bytes,
@@ -36,7 +35,9 @@ from sandboxes.admin.formatting import (
     render_two_lines,
     truncate_text,
 )
-from sandboxes.admin.registry import build_agent_field, render_holders
+from sandboxes.admin.base.model_admin import build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, render_holders
+from sandboxes.admin.data_events import render_data_event
 from sandboxes.models import GONE_STATES, Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataStorageMode
 from sandboxes.state import data_tree, pull

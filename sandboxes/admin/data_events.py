@@ -9,11 +9,11 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin import formatting
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import SummaryField, render_badge, render_time_ago, render_timestamp, truncate_text
-from sandboxes.admin.registry import build_agent_field, build_holder_field, render_holders
+from sandboxes.admin.base import formatting
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import SummaryField, render_badge, render_time_ago, render_timestamp, truncate_text
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, build_holder_field, render_holders
 from sandboxes.models.state import DataEvent
 
 DATA_EVENT_LABELS = {

@@ -14,10 +14,9 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.actions import AdminAction
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.actions import AdminAction
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_time_until,
@@ -29,6 +28,7 @@ from sandboxes.admin.formatting import (
     render_two_lines,
     truncate_text,
 )
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.models import Delivery, Event, Webhook
 from sandboxes.webhooks import delivery, outbox
 

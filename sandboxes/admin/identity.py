@@ -16,10 +16,9 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from sandboxes.admin.actions import REASON_HELP_TEXT, AdminAction, ReasonForm, list_audit_entries
-from sandboxes.admin.base import ConsoleModelAdmin, ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.actions import REASON_HELP_TEXT, AdminAction, ReasonForm, list_audit_entries
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_age,
@@ -29,7 +28,8 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
-from sandboxes.admin.registry import build_agent_field, build_holder_field, get_reference, render_holders
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin, ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, build_holder_field, get_reference, render_holders
 from sandboxes.errors import SigningKeyExists
 from sandboxes.identity import curves, signing
 from sandboxes.models import MintedToken, SigningKey

@@ -19,9 +19,8 @@ from unfold.contrib.filters.admin import (
 )
 from unfold.decorators import display
 
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab, parse_uuid
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.changelist import ListTab, parse_uuid
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_bytes,
@@ -35,8 +34,10 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
-from sandboxes.admin.registry import build_agent_field, build_holder_field
-from sandboxes.egress import model_pricing, upstream_records
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, build_holder_field
+from sandboxes.egress import model_pricing
+from sandboxes.egress.logs import upstream_records
 from sandboxes.egress.totals import IS_FAILED, IS_REFUSED, IS_UNPRICED, CallTotals
 from sandboxes.models import LlmCall, ModelRate
 

@@ -10,9 +10,8 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_age,
@@ -21,6 +20,7 @@ from sandboxes.admin.formatting import (
     render_time_ago,
     render_timestamp,
 )
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.egress import model_pricing
 from sandboxes.models import ModelRate
 

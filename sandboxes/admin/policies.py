@@ -9,15 +9,15 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     render_admin_link,
     render_badge,
     render_two_lines,
 )
-from sandboxes.admin.registry import build_registered_fields
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.admin.base.registry import build_registered_fields
 from sandboxes.models import Policy, Sandbox, SandboxState
 from sandboxes.models.policies import SEALED_POLICY_NAME
 

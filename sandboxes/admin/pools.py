@@ -18,10 +18,9 @@ from unfold.decorators import display
 from sandboxes import pool
 from sandboxes import pool_stats as stats
 from sandboxes.admin import tabs
-from sandboxes.admin.actions import AdminAction, list_audit_entries
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.actions import AdminAction, list_audit_entries
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     decode_output,
@@ -35,7 +34,8 @@ from sandboxes.admin.formatting import (
     render_two_lines,
     truncate_text,
 )
-from sandboxes.admin.registry import build_agent_field, get_reference
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.admin.base.registry import build_agent_field, get_reference
 from sandboxes.models import Pool, Quota, SandboxState
 from sandboxes.pool_stats import PoolStats
 

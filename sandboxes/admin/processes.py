@@ -9,9 +9,8 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_sandbox_field,
     format_command,
@@ -23,7 +22,8 @@ from sandboxes.admin.formatting import (
     render_two_lines,
     truncate_text,
 )
-from sandboxes.admin.registry import build_agent_field, build_holder_field
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.models import Process, ProcessStatus
 
 STATE_BADGES = {

@@ -8,9 +8,8 @@ from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     build_sandbox_field,
@@ -19,7 +18,8 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
-from sandboxes.admin.registry import build_agent_field, build_holder_field
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.models import Reading, Sandbox
 
 

@@ -15,11 +15,10 @@ from unfold.contrib.filters.admin import RadioFilter
 from unfold.decorators import display
 
 from sandboxes import destruction
-from sandboxes.admin import formatting
-from sandboxes.admin.actions import AdminAction, AuditEntry, list_audit_entries
 from sandboxes.admin.agent_data import build_agent_data_field, find_attachment
-from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base import formatting
+from sandboxes.admin.base.actions import AdminAction, AuditEntry, list_audit_entries
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     decode_output,
@@ -37,9 +36,10 @@ from sandboxes.admin.formatting import (
     render_two_lines,
     truncate_text,
 )
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.admin.policies import build_policy_field
 from sandboxes.admin.readings import build_cpu_field
-from sandboxes.admin.registry import build_agent_field, build_holder_field
 from sandboxes.admin.runs import format_run_duration, render_run_outcome
 from sandboxes.admin.snapshots import SNAPSHOT_KIND_LABELS, SnapshotAdmin, describe_snapshot_location, find_snapshots
 from sandboxes.admin.tabs import SANDBOX_TABS

@@ -15,12 +15,11 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin import formatting
-from sandboxes.admin.actions import list_audit_entries
-from sandboxes.admin.base import build_all_fields_fieldset
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.downloads import Download, DownloadModelAdmin
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base import formatting
+from sandboxes.admin.base.actions import list_audit_entries
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.downloads import Download, DownloadModelAdmin
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_sandbox_field,
     format_bytes,
@@ -28,7 +27,8 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
-from sandboxes.admin.registry import build_agent_field, build_holder_field
+from sandboxes.admin.base.model_admin import build_all_fields_fieldset
+from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.models import Sandbox
 from sandboxes.models.state import Snapshot, SnapshotKind
 from sandboxes.state import workspace

@@ -2,7 +2,7 @@
 
 from django.db.models import F, Q, QuerySet
 
-from sandboxes.admin.changelist import ListTab
+from sandboxes.admin.base.changelist import ListTab
 from sandboxes.models import GONE_STATES, Attachment, SandboxState
 from sandboxes.pool_stats import build_stalled_filter
 

@@ -13,11 +13,9 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget, UnfoldAdminTextInputWidget
 
-from sandboxes.admin.actions import REASON_HELP_TEXT, AdminAction, ReasonForm, list_audit_entries
-from sandboxes.admin.base import ConsoleModelAdmin
-from sandboxes.admin.changelist import ListTab
-from sandboxes.admin.deliveries import PENDING_FILTER, build_delivery_rows, render_webhook_state
-from sandboxes.admin.formatting import (
+from sandboxes.admin.base.actions import REASON_HELP_TEXT, AdminAction, ReasonForm, list_audit_entries
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_time_until,
@@ -25,6 +23,8 @@ from sandboxes.admin.formatting import (
     render_two_lines,
     truncate_text,
 )
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.admin.deliveries import PENDING_FILTER, build_delivery_rows, render_webhook_state
 from sandboxes.models import Delivery, Webhook
 from sandboxes.models.webhooks import NOT_REMOVED, SUBSCRIBABLE_EVENT_TYPES
 from sandboxes.webhooks import delivery, outbox, subscriptions

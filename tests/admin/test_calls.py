@@ -18,7 +18,7 @@ from django.utils.html import conditional_escape
 from leases import execution, leasing
 from leases.models import Agent, EnvironmentType, Lease
 from sandboxes import pool
-from sandboxes.admin.formatting import SummaryField
+from sandboxes.admin.base.formatting import SummaryField
 from sandboxes.egress import authorization
 from sandboxes.models import LlmCall, ModelRate, Sandbox
 from tests.admin.conftest import NOW, ensure_sandbox

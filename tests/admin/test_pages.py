@@ -16,7 +16,7 @@ from leases.admin.leases import LeaseAdmin
 from leases.admin.timeline import PAGE_SIZE, load_timeline
 from leases.models import EnvironmentType, Lease, LeaseEvent, Turn
 from sandboxes import runs
-from sandboxes.admin.changelist import CappedPaginator
+from sandboxes.admin.base.changelist import CappedPaginator
 from sandboxes.admin.sandboxes import SandboxAdmin, compute_time_alive
 from sandboxes.identity import signing
 from sandboxes.models import LlmCall, Policy, Pool, Quota, Run, Sandbox, Sweep

@@ -6,7 +6,7 @@ from django.contrib.auth.models import Group
 from django.test import Client, RequestFactory
 
 from leases.models import Lease
-from sandboxes.admin.base import ReadOnlyModelAdmin
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from tests.admin.conftest import ensure_sandbox
 
 pytestmark = pytest.mark.django_db

@@ -8,7 +8,7 @@ import pytest
 from django.test import RequestFactory
 from django_q.models import OrmQ
 
-from leases.api import parsers
+from leases.api.base import parsers
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
 from leases.models import Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, Turn
 from sandboxes.models import Pool, Run, Sandbox, Transition

@@ -16,7 +16,7 @@ from leases.models import Lease
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
 from sandboxes.models import Pool, Run, Sandbox
 from tests.support.waiting import run_with_growing_timeouts
-from tests.unit.sandboxes.test_directories import read_tree
+from tests.unit.sandboxes.state.test_directories import read_tree
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 

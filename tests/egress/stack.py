@@ -19,7 +19,7 @@ from django.db import connection, connections
 from leases import execution
 from leases.models import Lease
 from sandboxes import providers
-from sandboxes.egress import log_collection
+from sandboxes.egress.logs import collection
 from sandboxes.egress.nginx import NginxProxy, get_server_socket_path
 from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Sandbox
@@ -121,7 +121,7 @@ class EgressStack:
 
     @property
     def log(self) -> Path:
-        return log_collection.access_log_path()
+        return collection.access_log_path()
 
     def settled(self, count: int) -> list[LlmCall]:
         """Wait until `count` calls are closed. Return their rows."""

@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 from django.conf import settings
 
-from sandboxes.egress import access_log, slots
+from sandboxes.egress import slots
+from sandboxes.egress.logs import access_log
 from sandboxes.egress.nginx_config import MAX_SOCKETS_PER_SLOT
 from sandboxes.egress.request_filter import FIELDS_BY_PATH
 from sandboxes.identity import signing

@@ -18,7 +18,8 @@ from controlplane.env import ENV_VARIABLES
 from leases import leasing, sweeps
 from leases.one_shot import OneShotOutcome, OneShotRequest, run_once
 from sandboxes import pool as pools
-from sandboxes.egress import authorization, log_collection, slots
+from sandboxes.egress import authorization, slots
+from sandboxes.egress.logs import collection
 from sandboxes.egress.nginx import INSTALLATION_LABEL, NginxProxy, get_installation_id, get_server_socket_path
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import LlmCall, Pool, Sandbox
@@ -35,7 +36,7 @@ from tests.egress.stack import (
 )
 from tests.support.egress import CHAT_PATH, COMPLETION_RESPONSE, post
 from tests.support.waiting import run_with_growing_timeouts, wait_until
-from tests.unit.sandboxes.test_egress_server import PIECE, TOKENS, events, streaming
+from tests.unit.sandboxes.egress.test_egress_server import PIECE, TOKENS, events, streaming
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., LeasedSandbox]
@@ -277,7 +278,7 @@ def test_default_number_of_slots_is_served_and_distinguished(
         last = settings.EGRESS_SLOTS - 1
         for slot in (0, 17, last):
             assert post(slots.ensure_slot_directory(slot) / slots.SOCKET_NAME, {}, "/x")[0] == 403
-        log = log_collection.access_log_path()
+        log = collection.access_log_path()
         wait_until(lambda: len(log.read_text().splitlines()) == 3, "nginx has logged the requests")
         assert {json.loads(line)["slot"] for line in log.read_text().splitlines()} == {0, 17, last}
         assert many.engine.client.inspect_container(many.name)["RestartCount"] == 0

@@ -11,7 +11,8 @@ from django.conf import settings
 from django.test import override_settings
 
 from sandboxes import reconciliation
-from sandboxes.egress import log_collection, slots
+from sandboxes.egress import slots
+from sandboxes.egress.logs import collection
 from sandboxes.egress.nginx import DIRECTORY_LABEL, NginxProxy, get_server_socket_path, is_open
 from sandboxes.egress.server import EgressServer
 from sandboxes.management.commands import egress
@@ -79,13 +80,13 @@ def test_nginx_is_not_restarted_with_the_engine(nginx: NginxProxy) -> None:
 
 
 def test_heartbeat_is_recorded_and_rotates_the_log(nginx: NginxProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = log_collection.access_log_path()
+    log = collection.access_log_path()
     wait_until(log.exists, "nginx has a log")
     egress.record_heartbeat(nginx)
     row = Sweep.objects.get(name="egress")
     assert row.succeeded_at is not None and row.counts == {}
     first = log.stat().st_ino
-    monkeypatch.setattr("sandboxes.egress.access_log.rotate_log.__kwdefaults__", {"largest": -1})
+    monkeypatch.setattr("sandboxes.egress.logs.access_log.rotate_log.__kwdefaults__", {"largest": -1})
     egress.record_heartbeat(nginx)
     wait_until(log.exists, "nginx has a new log")
     assert log.stat().st_ino != first
@@ -94,7 +95,7 @@ def test_heartbeat_is_recorded_and_rotates_the_log(nginx: NginxProxy, monkeypatc
 
 def test_failed_heartbeat_is_not_recorded_and_does_not_end_the_command(nginx: NginxProxy) -> None:
     nginx.stop()
-    path = log_collection.access_log_path()
+    path = collection.access_log_path()
     path.with_name(f"{path.name}.1").touch()
     egress.record_heartbeat(nginx)
     row = Sweep.objects.get(name="egress")

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from sandboxes.egress import log_collection, slots
-from sandboxes.egress import upstream_records as records
+from sandboxes.egress import slots
 from sandboxes.egress.amounts import parse_usd
+from sandboxes.egress.logs import collection
+from sandboxes.egress.logs import upstream_records as records
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.models import LlmCall, Run, Sandbox
 from tests.conftest import MINUTE, NOW
@@ -31,7 +32,7 @@ from tests.support import ports
 from tests.support.egress import EventLoopThread, FakeUpstream
 from tests.support.models import ANSWER_CHUNKS, TOKEN_COUNTS
 from tests.support.waiting import wait_until
-from tests.unit.sandboxes.test_litellm_callback import CHAT, MESSAGES, WHOLE, LiteLLM, litellm
+from tests.unit.sandboxes.egress.test_litellm_callback import CHAT, MESSAGES, WHOLE, LiteLLM, litellm
 
 __all__ = ["litellm"]
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
@@ -94,9 +95,9 @@ def each_recorded(did: str, calls: int) -> dict[str, dict[str, Any]]:
 
 def collected(*, at: Any = LATER) -> dict[str, int]:
     """Run the reconciliation sweep twice. Return the counts of the first run, and assert that the second changes no row."""
-    result = log_collection.collect_call_logs(now=at)
+    result = collection.collect_call_logs(now=at)
     before = [*LlmCall.objects.order_by("pk").values()]
-    log_collection.collect_call_logs(now=at)
+    collection.collect_call_logs(now=at)
     assert [*LlmCall.objects.order_by("pk").values()] == before
     return dict(result.counts)
 
@@ -250,7 +251,7 @@ def test_egress_server_killed_during_a_call(leased: LeasedSandbox, did: str, egr
             assert running.result(60).exit_code in (0, 1)  # nginx ends a stream of unknown length normally
         process.wait(20)
     each_recorded(did, 2), egress.logged(2)
-    log_collection.collect_call_logs(now=NOW)  # nginx logged its end, and the row is open: it is closed as lost a minute later
+    collection.collect_call_logs(now=NOW)  # nginx logged its end, and the row is open: it is closed as lost a minute later
     [row] = LlmCall.objects.filter(outcome="open")
     assert row.logged_at is not None
     assert collected(at=row.logged_at + 2 * MINUTE)["requests closed as lost"] == 1

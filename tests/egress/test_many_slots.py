@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from django.test import override_settings
 
-from sandboxes.egress import log_collection, slots
+from sandboxes.egress import slots
+from sandboxes.egress.logs import collection
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.providers.docker.engine import Engine
 from tests.support.egress import post
@@ -32,7 +33,7 @@ def test_two_thousand_slots_are_served_and_distinguished(many: NginxProxy) -> No
         path: Path = slots.ensure_slot_directory(slot) / slots.SOCKET_NAME
         assert post(path, {}, "/v1/files", **{"X-Leasehold-Slot": "7", "Host": "5"})[0] == 403
         assert post(path, {}, "/v1/embeddings")[0] == 502  # no server is running
-    log = log_collection.access_log_path()
+    log = collection.access_log_path()
     wait_until(lambda: log.read_bytes().count(b"\n") == 2 * len(tested_slots), "all are logged")
     lines = [json.loads(line) for line in log.read_text().splitlines()]  # in any order: each worker writes its own lines
     found = sorted((each["slot"], each["status"]) for each in lines)

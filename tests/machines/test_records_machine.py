@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from sandboxes import lifecycle
-from sandboxes.egress import log_tail, upstream_records
+from sandboxes.egress.logs import tail, upstream_records
 from sandboxes.models import LlmCall
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 
@@ -174,9 +174,9 @@ class RecordsMachine(RuleBasedStateMachine):
         raise SimulatedCrash
 
 
-@pytest.mark.parametrize("batch", [log_tail.BATCH_BYTES, 700])
+@pytest.mark.parametrize("batch", [tail.BATCH_BYTES, 700])
 def test_every_record_counts_once(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    monkeypatch.setattr(log_tail, "BATCH_BYTES", batch)  # 700 bytes: three lines
+    monkeypatch.setattr(tail, "BATCH_BYTES", batch)  # 700 bytes: three lines
     examples = int(os.environ.get("RECORDS_MACHINE_EXAMPLES", "20"))
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(

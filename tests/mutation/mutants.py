@@ -9,7 +9,7 @@ from dataclasses import dataclass
 # Sources.
 POOL, LIFECYCLE, RUNS = "sandboxes/pool.py", "sandboxes/lifecycle.py", "sandboxes/runs.py"
 EVICTION, DESTRUCTION = "sandboxes/eviction.py", "sandboxes/destruction.py"
-LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/authentication.py", "leases/api_keys.py"
+LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
 METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
 BUDGET_ADMISSION, BUDGET_PERIODS, BUDGET_UPDATES = (
     "billing/budgets/admission.py",
@@ -27,7 +27,10 @@ TEST_METERING, TEST_USE = "tests/unit/billing/test_metering.py", "tests/unit/bil
 TEST_PRICING, TEST_RATES = "tests/unit/billing/test_pricing.py", "tests/unit/billing/test_rates.py"
 TEST_BUDGETS, TEST_ADMISSION = "tests/unit/billing/test_budgets.py", "tests/unit/billing/test_budget_admission.py"
 TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = "tests/api/test_keys.py", "tests/api/test_leases.py", "tests/admin/test_calls.py"
-TEST_EGRESS, TEST_REDACTION = "tests/unit/sandboxes/test_egress_server.py", "tests/unit/sandboxes/test_redaction.py"
+TEST_EGRESS, TEST_REDACTION = (
+    "tests/unit/sandboxes/egress/test_egress_server.py",
+    "tests/unit/sandboxes/egress/test_redaction.py",
+)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from leases.management.base import first_line, parse_duration, report_errors
 from leases.models import Lease
 from sandboxes import reconciliation, runs
 from sandboxes import sweeps as sandboxes
-from sandboxes.egress import access_log, authorization, model_pricing
+from sandboxes.egress import authorization, model_pricing
+from sandboxes.egress.logs import access_log
 from sandboxes.models import ModelRate, Pool, Sandbox
 from sandboxes.providers.base import ProviderSandbox
 from sandboxes.state import data_sync, pruning

@@ -13,8 +13,8 @@ from drf_spectacular.utils import OpenApiParameter
 from rest_framework.response import Response
 
 from leases import leasing
-from leases.api import schema
-from leases.api.views import ApiRequest, LeaseApiView
+from leases.api.base import schema
+from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.errors import InvalidRequest
 from sandboxes.stores import lease_stores
 from sandboxes.stores.lease_stores import LeaseStores

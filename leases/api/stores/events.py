@@ -10,12 +10,12 @@ from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 from rest_framework.serializers import Serializer
 
-from leases.api import schema
-from leases.api.fields import JsonField, JsonObjectField, StrictCharField
-from leases.api.idempotency import StatusAndBody
-from leases.api.pagination import parse_limit
+from leases.api.base import schema
+from leases.api.base.fields import JsonField, JsonObjectField, StrictCharField
+from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.pagination import parse_limit
+from leases.api.base.views import ApiRequest
 from leases.api.stores.base import CURSOR_PARAMETER, LIMIT_PARAMETER, ORDER_PARAMETER, SORT_ORDERS, StoreApiView
-from leases.api.views import ApiRequest
 from leases.errors import InvalidRequest
 from sandboxes.db.clock import format_timestamp
 from sandboxes.stores.events import Event, EventStore, parse_stamp

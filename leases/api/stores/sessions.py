@@ -10,11 +10,11 @@ from rest_framework import serializers
 from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 
-from leases.api import schema
-from leases.api.fields import JsonObjectField
-from leases.api.pagination import parse_limit
+from leases.api.base import schema
+from leases.api.base.fields import JsonObjectField
+from leases.api.base.pagination import parse_limit
+from leases.api.base.views import ApiRequest
 from leases.api.stores.base import StoreApiView, parse_name_cursor, validate_name
-from leases.api.views import ApiRequest
 from sandboxes.db.clock import format_timestamp
 from sandboxes.stores.lease_stores import Session
 from sandboxes.stores.limits import DEFAULT_LIMITS

@@ -15,7 +15,8 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import DatabaseError, close_old_connections
 from django.utils import timezone
 
-from sandboxes.egress import access_log, log_collection, nginx, slots
+from sandboxes.egress import nginx, slots
+from sandboxes.egress.logs import access_log, collection
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.egress.server import EgressServer
 from sandboxes.providers.base import ProviderError
@@ -92,7 +93,7 @@ def record_heartbeat(container: NginxProxy | None) -> None:
 
     def rotate() -> SweepResult:
         result = SweepResult()
-        if container and access_log.rotate_log(log_collection.access_log_path(), container.reopen_log, now=now):
+        if container and access_log.rotate_log(collection.access_log_path(), container.reopen_log, now=now):
             result.note("logs rotated")
         return result
 

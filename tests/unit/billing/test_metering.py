@@ -23,7 +23,8 @@ from leases.models import Lease
 from sandboxes import lifecycle
 from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.admin.sandboxes import compute_time_alive
-from sandboxes.egress import model_pricing, upstream_records
+from sandboxes.egress import model_pricing
+from sandboxes.egress.logs import upstream_records
 from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command

@@ -11,7 +11,7 @@ import pytest
 
 from leases import execution
 from leases.models import Lease
-from sandboxes.egress import access_log, log_tail
+from sandboxes.egress.logs import access_log, tail
 from sandboxes.models import LlmCall, Sandbox
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, SimulatedCrash
@@ -277,4 +277,4 @@ def test_interrupted_rotation_loses_no_line(file: Path, at_checkpoint, at: str, 
             settle(old)
     access_log.collect_access_log(file, NOW)
     assert LlmCall.objects.count() == nginx.number == 7
-    assert log_tail.find_position(file) is not None
+    assert tail.find_position(file) is not None

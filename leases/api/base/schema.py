@@ -11,8 +11,8 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, inline_serializer
 from rest_framework import serializers
 
-from leases.api.fields import ENCODINGS
-from leases.api.problems import ProblemSerializer
+from leases.api.base.fields import ENCODINGS
+from leases.api.base.problems import ProblemSerializer
 from leases.models import LeaseStatus
 
 OCTET_STREAM, PROBLEM_JSON = "application/octet-stream", "application/problem+json"
@@ -101,7 +101,7 @@ class ApiSchema(AutoSchema):
 
 
 class KeyScheme(OpenApiAuthenticationExtension):
-    target_class = "leases.api.authentication.KeyAuthentication"
+    target_class = "leases.api.base.authentication.KeyAuthentication"
     name = "key"
 
     def get_security_definition(self, auto_schema: AutoSchema) -> dict[str, Any]:

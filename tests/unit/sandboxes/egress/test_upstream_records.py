@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from sandboxes.egress import log_tail, model_pricing, upstream_records
+from sandboxes.egress import model_pricing
+from sandboxes.egress.logs import tail, upstream_records
 from sandboxes.models import LlmCall, LogPosition, ModelRate
 from tests.conftest import MINUTE, NOW, SimulatedCrash, run_in_threads
 
@@ -199,7 +200,7 @@ def test_partial_line_of_a_dead_writer_does_not_affect_the_next(file: Path) -> N
 
 
 def test_lines_are_read_in_batches_and_an_overlong_line_is_skipped(file: Path, monkeypatch) -> None:
-    monkeypatch.setattr(log_tail, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(tail, "BATCH_BYTES", 1000)
     for number in range(1, 21):
         call(number)
     append(file, *[record(number) for number in range(1, 11)], b"x" * 5000, b"\n", *map(record, range(11, 21)))
@@ -340,7 +341,7 @@ def test_lines_applied_by_a_concurrent_reader_are_not_applied_again(file: Path, 
 
 @pytest.mark.django_db(transaction=True)
 def test_concurrent_readers_apply_each_line_once(file: Path, monkeypatch) -> None:
-    monkeypatch.setattr(log_tail, "BATCH_BYTES", 2000)
+    monkeypatch.setattr(tail, "BATCH_BYTES", 2000)
     for number in range(1, 101):
         call(number)
     append(file, *map(record, range(1, 101)))

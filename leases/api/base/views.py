@@ -18,10 +18,10 @@ from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
 from leases import api_keys
-from leases.api import idempotency
-from leases.api.authentication import Caller, KeyAuthentication
-from leases.api.permissions import CanAccessLease, HasKey
-from leases.api.renderers import Negotiation
+from leases.api.base import idempotency
+from leases.api.base.authentication import Caller, KeyAuthentication
+from leases.api.base.permissions import CanAccessLease, HasKey
+from leases.api.base.renderers import Negotiation
 from leases.models import Lease
 
 MAX_SMALL_BODY_BYTES = 64 << 10  # default limit; views that accept documents or files set their own

@@ -6,7 +6,8 @@ from pathlib import Path
 import structlog
 from django.conf import settings
 
-from sandboxes.egress import access_log, model_pricing, upstream_records
+from sandboxes.egress import model_pricing
+from sandboxes.egress.logs import access_log, upstream_records
 from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)

@@ -13,7 +13,7 @@ import pytest
 from tests.support import ports
 from tests.support.waiting import wait_until
 
-BRIDGE = Path(__file__).resolve().parents[3] / "sandboxes" / "image" / "bridge.py"
+BRIDGE = Path(__file__).resolve().parents[4] / "sandboxes" / "image" / "bridge.py"
 TURNS = 60
 QUICK = 0.035  # seconds; a busy machine may exceed it occasionally
 

@@ -35,7 +35,7 @@ from tests.conftest import NOW, SimulatedCrash, run_in_threads
 
 SECOND = timedelta(seconds=1)
 MICROSECOND = timedelta(microseconds=1)
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 class StoreProxy(KeyValueStore):

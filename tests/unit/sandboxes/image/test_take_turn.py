@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "sandboxes" / "image" / "take_turn.py"
+SCRIPT = Path(__file__).resolve().parents[4] / "sandboxes" / "image" / "take_turn.py"
 
 
 @dataclass

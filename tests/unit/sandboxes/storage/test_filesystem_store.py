@@ -22,7 +22,7 @@ from tests.conftest import run_in_threads
 
 MIB = 1 << 20
 HOUR = timedelta(hours=1)
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture

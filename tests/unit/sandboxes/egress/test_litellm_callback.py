@@ -16,8 +16,8 @@ import pytest
 import requests
 
 from sandboxes.egress import amounts, model_pricing
-from sandboxes.egress import upstream_records as records
 from sandboxes.egress.amounts import parse_usd
+from sandboxes.egress.logs import upstream_records as records
 from sandboxes.models import LlmCall, ModelRate
 from tests.conftest import MINUTE, NOW, skip_or_fail
 from tests.support.models import ANSWER_CHUNKS, TOKEN_COUNTS

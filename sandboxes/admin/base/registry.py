@@ -9,7 +9,7 @@ from uuid import UUID
 
 from django.db.models import Model
 
-from sandboxes.admin.formatting import SummaryField
+from sandboxes.admin.base.formatting import SummaryField
 
 
 class Reference:

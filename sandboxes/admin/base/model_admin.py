@@ -10,9 +10,9 @@ from django.db import models
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
-from sandboxes.admin.actions import ActionModelAdmin
-from sandboxes.admin.changelist import CappedPaginator, ListTab, TabbedChangeList, parse_uuid
-from sandboxes.admin.fields import DurationTextField, LineListField, NormalizedDecimalField
+from sandboxes.admin.base.actions import ActionModelAdmin
+from sandboxes.admin.base.changelist import CappedPaginator, ListTab, TabbedChangeList, parse_uuid
+from sandboxes.admin.base.fields import DurationTextField, LineListField, NormalizedDecimalField
 
 
 class ConsoleModelAdmin(ActionModelAdmin):

@@ -23,7 +23,7 @@ from unfold.enums import ActionVariant
 from unfold.forms import BaseDialogForm
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from sandboxes.admin.formatting import pluralize
+from sandboxes.admin.base.formatting import pluralize
 from sandboxes.errors import SandboxError
 
 REASON_HELP_TEXT = "Recorded in the history with your user name."

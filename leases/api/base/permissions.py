@@ -5,7 +5,7 @@ from typing import Any
 from rest_framework.permissions import SAFE_METHODS, BasePermission
 from rest_framework.request import Request
 
-from leases.api.authentication import Caller
+from leases.api.base.authentication import Caller
 
 
 class HasKey(BasePermission):

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from django.db.models import QuerySet
 
-from sandboxes.egress import log_tail
+from sandboxes.egress.logs import tail
 from sandboxes.egress.request_filter import MODELS_PATH
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import LlmCall, Sandbox
@@ -51,7 +51,7 @@ class AccessLogLine:
 
 def collect_access_log(path: Path, now: datetime) -> Counter[str]:
     """Ingest new log lines: mark logged calls, insert refused requests, and close abandoned calls as lost. Return counts."""
-    counts = log_tail.ingest_file(path, lambda lines: apply_lines(lines, now=now), now=now)
+    counts = tail.ingest_file(path, lambda lines: apply_lines(lines, now=now), now=now)
     counts["closed as lost"] += find_abandoned(now=now).update(ended_at=now, outcome=Outcome.LOST)
     return +counts
 
@@ -185,7 +185,7 @@ def rotate_log(path: Path, reopen: Callable[[], object], *, now: datetime, max_b
         reopen()  # the process that renamed the log may have died before reopening it
         checkpoint("log reopened", path)
         collect_access_log(path, now)
-        if log_tail.is_fully_read(path, old):
+        if tail.is_fully_read(path, old):
             old.unlink()
         return False
     if not path.exists() or path.stat().st_size <= max_bytes:

@@ -14,7 +14,7 @@ from django.http.response import HttpResponseBase
 from django.shortcuts import get_object_or_404
 from django.utils.http import content_disposition_header
 
-from sandboxes.admin.base import ReadOnlyModelAdmin
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from sandboxes.state.workspace import CorruptSnapshot
 from sandboxes.storage.base import CHUNK_BYTES, StoreError
 

@@ -16,7 +16,7 @@ from django.db import IntegrityError, transaction
 from django.http import HttpResponse
 from rest_framework.request import Request
 
-from leases.api.renderers import JsonRenderer, encode_json
+from leases.api.base.renderers import JsonRenderer, encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
 from sandboxes.db.clock import clock_from

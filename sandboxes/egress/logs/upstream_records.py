@@ -15,8 +15,8 @@ import structlog
 from django.conf import settings
 from django.db.models import QuerySet
 
-from sandboxes.egress import log_tail
 from sandboxes.egress.amounts import parse_usd
+from sandboxes.egress.logs import tail
 from sandboxes.models import LlmCall
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ def collect_records(path: Path, now: datetime) -> Counter[str]:
     """Apply records written since the last collection to the call rows. Return counts by kind of result.
 
     LiteLLM writes one record per attempt. The record with the highest cost counts."""
-    return log_tail.ingest_file(path, lambda lines: apply_lines(lines, now=now), now=now)
+    return tail.ingest_file(path, lambda lines: apply_lines(lines, now=now), now=now)
 
 
 def find_unmetered(now: datetime) -> QuerySet[LlmCall]:

@@ -86,7 +86,7 @@ def test_heartbeat_is_recorded_and_rotates_the_log(nginx: NginxProxy, monkeypatc
     row = Sweep.objects.get(name="egress")
     assert row.succeeded_at is not None and row.counts == {}
     first = log.stat().st_ino
-    monkeypatch.setattr("sandboxes.egress.logs.access_log.rotate_log.__kwdefaults__", {"largest": -1})
+    monkeypatch.setattr("sandboxes.egress.logs.access_log.rotate_log.__kwdefaults__", {"max_bytes": -1})
     egress.record_heartbeat(nginx)
     wait_until(log.exists, "nginx has a new log")
     assert log.stat().st_ino != first

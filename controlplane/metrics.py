@@ -23,13 +23,15 @@ from prometheus_client.registry import Collector
 
 from leases.models import Lease, LeaseStatus
 from sandboxes import pool_stats
+from sandboxes.lifecycle import EDGES, START_REASONS
 from sandboxes.models import Sweep
+from sandboxes.models.transition_reasons import RUN_REASONS
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 
 # Seconds for which a snapshot is reused. It must be shorter than the scrape interval: otherwise a second process could report
 # an older value, and Prometheus takes a decreasing counter for a reset.
 CACHE_SECONDS = 2.0
-STATEMENT_TIMEOUT_MS = 800  # for each of six statements, so that a scrape takes less than 5 seconds
+STATEMENT_TIMEOUT_MS = 700  # for each of seven statements, so that a scrape takes less than 5 seconds
 
 GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "pool_capacity": ("Maximum number of sandboxes.", lambda pool: pool.capacity),
@@ -73,6 +75,11 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...], Mapping[tuple[str, ...], Callabl
     "sleeps": ("Sandboxes put to sleep, for any reason.", (), {(): lambda pool: pool.slept}),
     "prewarmed_claims": ("Claims of a pre-warmed sandbox.", (), {(): lambda pool: pool.claimed_warm}),
 }
+# (target state, reason): every combination is reported, with 0 if none occurred, so that no series comes and goes.
+REPORTED_TRANSITIONS = sorted({
+    *(("warming", reason.value) for reason in START_REASONS),
+    *((to.value, reason.value) for (_, to), reasons in EDGES.items() for reason in reasons if reason not in RUN_REASONS),
+})  # fmt: skip
 
 
 @require_safe
@@ -90,6 +97,7 @@ class MetricsSnapshot:
     """Values of all metrics at one moment."""
 
     pools: list[PoolStats]
+    transitions: dict[tuple[str, str, str], int]  # (pool, target state, reason) -> number in the last ten minutes
     leases: dict[str, int]
     sweeps: dict[str, float]  # name -> seconds since the last success
     queue: int
@@ -100,6 +108,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
     with _limit_statement_time():
         return MetricsSnapshot(
             pools=pool_stats.collect_pool_stats(now=now),
+            transitions=pool_stats.count_recent_transitions(now=now),
             # Destroyed leases are history. Each other status needs its own statement: no index covers both.
             leases={
                 status.value: Lease.objects.filter(status=status).count()
@@ -164,6 +173,14 @@ class SnapshotCollector(Collector):
                 CounterMetricFamily, name, help, ["pool", *labels],
                 {(pool.name, *label_values): value(pool) for pool in snapshot.pools for label_values, value in values.items()},
             )  # fmt: skip
+        yield _build_family(
+            GaugeMetricFamily, "recent_transitions", "State changes of the last 10 minutes by reason, without those of runs.",
+            ["pool", "to", "reason"],
+            {
+                (pool.name, to, reason): snapshot.transitions.get((pool.name, to, reason), 0)
+                for pool in snapshot.pools for to, reason in REPORTED_TRANSITIONS
+            },
+        )  # fmt: skip
         yield _build_family(
             GaugeMetricFamily, "leases", "Leases that are active, or expired with a sandbox not yet destroyed.", ["status"],
             {(status,): number for status, number in snapshot.leases.items()},

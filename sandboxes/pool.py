@@ -359,9 +359,6 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
     unchanged = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
     sandbox.incarnation += 1
     sandbox.ref, sandbox.claim = sandbox.name, uuid.uuid4()
-    if sandbox.slot is None:  # the row is older than the column
-        Sandbox.objects.filter(pk=sandbox.pk, slot=None).update(slot=(slot := slots.choose_free_slot()))
-        sandbox.slot = slot
     if not advance(
         sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
         incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,

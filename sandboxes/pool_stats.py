@@ -9,10 +9,12 @@ from django.conf import settings
 from django.db.models import Case, Count, F, Min, Q, Sum, Value, When
 
 from sandboxes import runs
+from sandboxes.db import sql
 from sandboxes.destruction import SANDBOX_COUNTER_FIELDS
 from sandboxes.models import GONE_STATES, IN_FLIGHT_STATES, Pool, Quota, Sandbox, SandboxState
 
 LIVE_STATES = [state for state in SandboxState if state != SandboxState.DESTROYED]
+RECENT_PERIOD = timedelta(minutes=10)  # longer than usual scrape intervals, so that no transition is missed between two scrapes
 STALLED_AFTER = timedelta(minutes=2)  # past its deadline: two intervals of the sweep that takes the next step
 POOL_COUNTER_FIELDS = (*SANDBOX_COUNTER_FIELDS, "claimed_warm", "evicted_cold", "evicted_warm", "evicted_waiting")
 
@@ -124,6 +126,21 @@ def _build_pool_stats(pool: Pool, live: Mapping[str, Any], gauges: Iterable[str]
         **{name: live.get(name, 0) for name in gauges},
         **{name: live.get(f"pool__{name}", getattr(pool, name)) + live.get(f"now_{name}", 0) for name in POOL_COUNTER_FIELDS},
     )
+
+
+# The condition repeats that of the index `transition_not_of_runs`, because SQLite uses a partial index only for literals.
+RECENT_TRANSITIONS_SQL = """
+SELECT p.name, t."to", t.code, COUNT(*) FROM sandboxes_transition t
+JOIN sandboxes_sandbox s ON s.id = t.sandbox_id JOIN sandboxes_pool p ON p.id = s.pool_id
+WHERE NOT t.code IN ('run_started', 'run_ended') AND t.at > %s GROUP BY p.name, t."to", t.code
+"""
+
+
+def count_recent_transitions(*, now: datetime) -> dict[tuple[str, str, str], int]:
+    """Count the transitions of the last RECENT_PERIOD by pool name, target state and reason, without those of runs.
+
+    Executes one statement, served by an index. A combination without a transition is absent."""
+    return {(pool, to, code): count for pool, to, code, count in sql.fetch_all(RECENT_TRANSITIONS_SQL, now - RECENT_PERIOD)}
 
 
 def sum_stats(pools: Sequence[Stats]) -> Stats:

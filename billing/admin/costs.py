@@ -44,13 +44,13 @@ from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_usd,
-    pluralize,
     render_admin_link,
     render_timestamp,
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
+from sandboxes.formatting import pluralize
 
 MAX_USAGE_RECORDS_SHOWN = 50  # on the page of a cost record
 EXPORT_FIELDS = [

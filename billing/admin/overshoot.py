@@ -7,7 +7,8 @@ from billing import budgets
 from billing.admin.budget_usage import CENT
 from billing.models import Budget
 from billing.models.budgets import Unit
-from sandboxes.admin.base.formatting import format_duration, format_usd, pluralize
+from sandboxes.admin.base.formatting import format_duration, format_usd
+from sandboxes.formatting import pluralize
 
 SWEEP_INTERVAL = timedelta(minutes=1)  # of the `meter` and `budgets` sweeps
 READING_INTERVAL = timedelta(minutes=5)  # of the `read` sweep

@@ -13,7 +13,8 @@ from django.utils import timezone
 from billing import overview
 from billing.admin.formatting import format_money, format_money_brief
 from billing.models import Account, BillableItem, Watermark
-from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, pluralize, render_time_ago
+from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, render_time_ago
+from sandboxes.formatting import pluralize
 
 COLOURED_SERIES = {
     "docker", "process", "memory", "cloudflare", "daytona", "modal", "runloop", "langsmith", "kubernetes", "store",

@@ -22,10 +22,8 @@ from sandboxes.admin.base.changelist import ListTab, parse_uuid
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
-    format_bytes,
     format_duration,
     format_usd,
-    pluralize,
     render_admin_link,
     render_timestamp,
     render_two_lines,
@@ -34,6 +32,7 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.admin.readings import format_cpu_time
+from sandboxes.formatting import format_bytes, pluralize
 
 
 def get_month(now: datetime) -> date:

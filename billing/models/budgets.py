@@ -103,7 +103,7 @@ class Budget(models.Model):
         ]
 
     def __str__(self) -> str:
-        period_suffix = {Period.DAY: " a day", Period.MONTH: " a month", Period.EVER: " in all"}[Period(self.period)]
+        period_suffix = {Period.DAY: " a day", Period.MONTH: " a month", Period.EVER: " (lifetime)"}[Period(self.period)]
         amount = f"{self.amount.normalize():f}"
         return f"{amount} {'USD' if self.unit == Unit.USD else 'hours'}{period_suffix} for {self.subject_label}"
 

@@ -15,17 +15,11 @@ from billing.admin.members import build_account_field
 from leases.admin import budgets, spending
 from leases.models import Agent, AgentKey, Lease, LeaseStatus
 from sandboxes.admin.base.changelist import ListTab
-from sandboxes.admin.base.formatting import (
-    SummaryField,
-    build_changelist_url,
-    format_bytes,
-    pluralize,
-    render_admin_link,
-    render_time_ago,
-)
+from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, render_admin_link, render_time_ago
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.identity import build_signing_key_field
 from sandboxes.admin.pools import build_add_quota_url, build_quota_row
+from sandboxes.formatting import format_bytes, pluralize
 from sandboxes.models import AgentData, Quota, Sandbox, SandboxState
 
 

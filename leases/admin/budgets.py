@@ -14,7 +14,8 @@ from billing.models import Budget, Tab
 from billing.models.budgets import Scope
 from leases.budget_enforcement import END_REASON
 from leases.models import Lease, LeaseStatus
-from sandboxes.admin.base.formatting import SummaryField, pluralize, render_admin_link
+from sandboxes.admin.base.formatting import SummaryField, render_admin_link
+from sandboxes.formatting import pluralize
 
 
 def can_view_budgets(request: HttpRequest) -> bool:

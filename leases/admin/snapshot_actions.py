@@ -15,8 +15,8 @@ from leases.leasing import LeaseRequest
 from leases.models import ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN, Lease, LeaseEvent, LeaseStatus
 from leases.tasks import request_restore, request_snapshot
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
-from sandboxes.admin.base.formatting import format_bytes, format_path
 from sandboxes.admin.snapshots import SnapshotAdmin
+from sandboxes.formatting import format_bytes, format_path
 from sandboxes.models import ALIVE_STATES, Sandbox, SandboxState, Snapshot
 
 

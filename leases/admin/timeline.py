@@ -11,10 +11,11 @@ from django.db.models import QuerySet
 from django.urls import reverse
 
 from leases.models import Lease, LeaseEvent, Turn
-from sandboxes.admin.base.formatting import format_command, format_duration, format_path, render_badge, truncate_text
+from sandboxes.admin.base.formatting import format_command, format_duration, render_badge, truncate_text
 from sandboxes.admin.data_events import render_data_event
 from sandboxes.admin.runs import format_run_duration, render_run_outcome
 from sandboxes.admin.sandboxes import RUN_TRANSITIONS_FILTER, format_transition_reason
+from sandboxes.formatting import format_path
 from sandboxes.models import DataEvent, Run, Transition
 
 SOURCE_LABELS = {"lease": "Lease", "sandbox": "Sandbox", "turn": "Turns", "run": "Runs", "state": "Data"}

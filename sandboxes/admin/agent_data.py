@@ -18,16 +18,14 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
+from sandboxes import formatting
 from sandboxes.admin import tabs
-from sandboxes.admin.base import formatting
 from sandboxes.admin.base.actions import list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.downloads import Download, DownloadModelAdmin
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
-    format_bytes,
-    pluralize,
     render_admin_link,
     render_badge,
     render_meter,
@@ -38,6 +36,7 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.model_admin import build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, render_holders
 from sandboxes.admin.data_events import render_data_event
+from sandboxes.formatting import format_bytes, pluralize
 from sandboxes.models import GONE_STATES, Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataStorageMode
 from sandboxes.state import data_tree, pull

@@ -9,7 +9,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import formatting
+from sandboxes import formatting
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import SummaryField, render_badge, render_time_ago, render_timestamp, truncate_text
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset

@@ -20,7 +20,6 @@ from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     format_time_until,
-    pluralize,
     render_admin_link,
     render_badge,
     render_time_ago,
@@ -29,6 +28,7 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.formatting import pluralize
 from sandboxes.models import Delivery, Event, Webhook
 from sandboxes.webhooks import delivery, outbox
 

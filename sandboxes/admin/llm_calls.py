@@ -23,11 +23,8 @@ from sandboxes.admin.base.changelist import ListTab, parse_uuid
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
-    format_bytes,
     format_duration,
-    format_path,
     format_usd,
-    pluralize,
     render_admin_link,
     render_badge,
     render_time_ago,
@@ -39,6 +36,7 @@ from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.egress import model_pricing
 from sandboxes.egress.logs import upstream_records
 from sandboxes.egress.totals import IS_FAILED, IS_REFUSED, IS_UNPRICED, CallTotals
+from sandboxes.formatting import format_bytes, format_path, pluralize
 from sandboxes.models import LlmCall, ModelRate
 
 OUTCOME_BADGES = {

@@ -26,7 +26,6 @@ from sandboxes.admin.base.formatting import (
     decode_output,
     format_age,
     format_counts,
-    pluralize,
     render_admin_link,
     render_badge,
     render_meter,
@@ -36,6 +35,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import build_agent_field, get_reference
+from sandboxes.formatting import pluralize
 from sandboxes.models import Pool, Quota, SandboxState
 from sandboxes.pool_stats import PoolStats
 

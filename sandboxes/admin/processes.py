@@ -15,7 +15,6 @@ from sandboxes.admin.base.formatting import (
     build_sandbox_field,
     format_command,
     format_duration,
-    format_path,
     render_badge,
     render_time_ago,
     render_timestamp,
@@ -24,6 +23,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
+from sandboxes.formatting import format_path
 from sandboxes.models import Process, ProcessStatus
 
 STATE_BADGES = {

@@ -20,7 +20,6 @@ from sandboxes.admin.base.formatting import (
     decode_output,
     format_command,
     format_duration,
-    pluralize,
     render_badge,
     render_time_ago,
     render_timestamp,
@@ -29,6 +28,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_holder_field
+from sandboxes.formatting import pluralize
 from sandboxes.models import Run, RunOutcome
 from sandboxes.pool_stats import STALLED_AFTER
 

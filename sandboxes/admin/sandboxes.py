@@ -14,20 +14,17 @@ from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import RadioFilter
 from unfold.decorators import display
 
-from sandboxes import destruction
+from sandboxes import destruction, formatting
 from sandboxes.admin.agent_data import build_agent_data_field, find_attachment
-from sandboxes.admin.base import formatting
 from sandboxes.admin.base.actions import AdminAction, AuditEntry, list_audit_entries
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     decode_output,
-    format_bytes,
     format_command,
     format_counts,
     format_duration,
     format_time_until,
-    pluralize,
     render_admin_link,
     render_badge,
     render_time_ago,
@@ -43,6 +40,7 @@ from sandboxes.admin.readings import build_cpu_field
 from sandboxes.admin.runs import format_run_duration, render_run_outcome
 from sandboxes.admin.snapshots import SNAPSHOT_KIND_LABELS, SnapshotAdmin, describe_snapshot_location, find_snapshots
 from sandboxes.admin.tabs import SANDBOX_TABS
+from sandboxes.formatting import format_bytes, pluralize
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Sandbox, SandboxState, Snapshot, Transition
 from sandboxes.models.state import Attachment, SnapshotKind
 
@@ -54,7 +52,7 @@ RUN_TRANSITIONS_FILTER = Q(to=SandboxState.RUNNING) | Q(
 
 def format_transition_reason(row: Transition) -> str:
     """Format the code and the text of a transition's reason, such as "lease_ended: released", without repeating the code."""
-    return row.reason if not row.code or row.reason.startswith(row.code) else f"{row.code}: {row.reason}"
+    return row.reason if row.reason.startswith(row.code) else f"{row.code}: {row.reason}"
 
 
 def compute_time_alive(sandbox: Sandbox, now: datetime) -> timedelta:

@@ -15,20 +15,20 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import formatting
+from sandboxes import formatting
 from sandboxes.admin.base.actions import list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.downloads import Download, DownloadModelAdmin
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_sandbox_field,
-    format_bytes,
     render_time_ago,
     render_timestamp,
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
+from sandboxes.formatting import format_bytes
 from sandboxes.models import Sandbox
 from sandboxes.models.state import Snapshot, SnapshotKind
 from sandboxes.state import workspace

@@ -4,6 +4,8 @@ Fernet has no associated data, so it cannot bind a ciphertext to a row: an attac
 without a key could copy the secret of one agent into the row of another."""
 
 import os
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -13,6 +15,18 @@ from django.conf import settings
 
 NONCE_BYTES = 12  # random nonces are safe for 2**32 secrets under one key (NIST SP 800-38D, section 8.3)
 HKDF_INFO = b"leasehold identity keys 1"
+
+
+Row = TypeVar("Row")
+
+
+@dataclass
+class ReencryptionResult(Generic[Row]):
+    """Counts of a re-encryption: changed, already under the first key (`current`), and the rows that no key decrypts."""
+
+    changed: int = 0
+    current: int = 0
+    undecryptable: list[Row] = field(default_factory=list)
 
 
 class DecryptionFailed(Exception):

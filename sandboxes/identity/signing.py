@@ -1,7 +1,6 @@
 """Agent signing keys and service tokens. Private keys never leave this module."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -102,18 +101,9 @@ def _end_key(key: SigningKey, **changes: Any) -> bool:
     return bool(ended)
 
 
-@dataclass
-class ReencryptionResult:
-    """Counts of a re-encryption: changed, already under the first key (`current`), and not decryptable."""
-
-    changed: int = 0
-    current: int = 0
-    undecryptable: list[SigningKey] = field(default_factory=list)
-
-
-def reencrypt_keys() -> ReencryptionResult:
+def reencrypt_keys() -> encryption.ReencryptionResult[SigningKey]:
     """Encrypt every private key under the first encryption key, so that the others can be removed. Idempotent."""
-    result = ReencryptionResult()
+    result: encryption.ReencryptionResult[SigningKey] = encryption.ReencryptionResult()
     for key in SigningKey.objects.filter(ACTIVE_KEY_FILTER):
         try:
             private, newest = _decrypt_private_key(key)

@@ -334,7 +334,7 @@ class Migration(migrations.Migration):
                 ('to', models.CharField(choices=[('warming', 'Warming'), ('warm', 'Warm'), ('running', 'Running'), ('waiting', 'Waiting'), ('evicting', 'Evicting'), ('cold', 'Cold'), ('destroying', 'Destroying'), ('destroyed', 'Destroyed')], max_length=16)),
                 ('at', models.DateTimeField()),
                 ('holder', models.UUIDField(blank=True, null=True)),
-                ('code', models.CharField(blank=True, choices=[('requested', 'requested'), ('prewarmed', 'started ahead of demand'), ('ready', 'ready'), ('claimed', 'claimed'), ('run_started', 'run started'), ('run_ended', 'run ended'), ('idle', 'idle'), ('capacity', 'place needed'), ('budget', 'budget spent'), ('restore', 'earlier snapshot restored'), ('persist_failed', 'state could not be stored'), ('persisted', 'stored'), ('nothing_unsaved', 'nothing unsaved was in it'), ('woken', 'woken'), ('lease_ended', 'lease ended'), ('operator', 'operator'), ('start_failed', 'start failed'), ('start_stalled', 'stalled while starting'), ('state_lost', 'stored state is lost'), ('surplus', 'surplus of the pool'), ('provider_lost', 'lost by the provider'), ('eviction_stalled', 'process could not be destroyed'), ('cold_ttl', 'cold for too long'), ('confirmed_gone', 'confirmed gone'), ('no_process', 'no process to destroy')], max_length=32)),
+                ('code', models.CharField(choices=[('requested', 'requested'), ('prewarmed', 'started ahead of demand'), ('ready', 'ready'), ('claimed', 'claimed'), ('run_started', 'run started'), ('run_ended', 'run ended'), ('idle', 'idle'), ('capacity', 'place needed'), ('budget', 'budget spent'), ('restore', 'earlier snapshot restored'), ('persist_failed', 'state could not be stored'), ('persisted', 'stored'), ('nothing_unsaved', 'nothing unsaved was in it'), ('woken', 'woken'), ('lease_ended', 'lease ended'), ('operator', 'operator'), ('start_failed', 'start failed'), ('start_stalled', 'stalled while starting'), ('state_lost', 'stored state is lost'), ('surplus', 'surplus of the pool'), ('provider_lost', 'lost by the provider'), ('eviction_stalled', 'process could not be destroyed'), ('cold_ttl', 'cold for too long'), ('confirmed_gone', 'confirmed gone'), ('no_process', 'no process to destroy')], max_length=32)),
                 ('reason', models.CharField(max_length=200)),
                 ('actor', models.CharField(blank=True, help_text='Agent, operator or sweep that caused the transition.', max_length=255)),
             ],
@@ -882,6 +882,10 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='transition',
             index=models.Index(fields=['sandbox', 'id'], name='transition_in_order'),
+        ),
+        migrations.AddIndex(
+            model_name='transition',
+            index=models.Index(condition=models.Q(('code__in', ('run_started', 'run_ended')), _negated=True), fields=['at'], name='transition_not_of_runs'),
         ),
         migrations.AddIndex(
             model_name='delivery',

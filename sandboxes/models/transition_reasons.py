@@ -31,3 +31,6 @@ class TransitionReason(models.TextChoices):
     COLD_TTL = "cold_ttl", "cold for too long"
     CONFIRMED_GONE = "confirmed_gone", "confirmed gone"  # by the provider
     NO_PROCESS = "no_process", "no process to destroy"
+
+
+RUN_REASONS = (TransitionReason.RUN_STARTED, TransitionReason.RUN_ENDED)

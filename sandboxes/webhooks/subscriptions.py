@@ -3,7 +3,6 @@
 import base64
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from uuid import UUID
 
@@ -96,18 +95,9 @@ def load_signing_secrets(webhook: Webhook, *, now: datetime) -> list[bytes]:
     return [encryption.decrypt(bytes(secret), row=_encryption_context(webhook.pk))[0] for secret in sealed if secret]
 
 
-@dataclass
-class ReencryptionResult:
-    """Counts of a re-encryption: changed, already under the first key (`current`), and not decryptable."""
-
-    changed: int = 0
-    current: int = 0
-    undecryptable: list[Webhook] = field(default_factory=list)
-
-
-def reencrypt_secrets(*, now: datetime) -> ReencryptionResult:
+def reencrypt_secrets(*, now: datetime) -> encryption.ReencryptionResult[Webhook]:
     """Encrypt every secret under the first encryption key, so that the others can be removed. Idempotent."""
-    result = ReencryptionResult()
+    result: encryption.ReencryptionResult[Webhook] = encryption.ReencryptionResult()
     for webhook in Webhook.objects.filter(NOT_REMOVED):
         row = _encryption_context(webhook.pk)
         try:

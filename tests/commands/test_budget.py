@@ -56,7 +56,7 @@ def test_a_key_is_named_by_its_prefix_as_the_admin_shows_it(shown: str) -> None:
 def test_an_exhausted_budget_is_marked() -> None:
     run("add", "1", "hours", "ever", "--all")
     Budget.objects.update(spent=2, period_began=dates.EPOCH)
-    assert run("list").endswith("1 hours in all for everything: 2 spent (hard, warns at 80 %, grace 300s, EXHAUSTED)")
+    assert run("list").endswith("1 hours (lifetime) for everything: 2 spent (hard, warns at 80 %, grace 300s, EXHAUSTED)")
 
 
 def test_a_budget_shows_its_predicted_exhaustion_date() -> None:

@@ -50,7 +50,7 @@ def test_an_interrupted_destroy_is_retried_at_once(interrupted, memory, settings
     memory.before("destroy", lambda ref: (_ for _ in ()).throw(SimulatedCrash()))
     with pytest.raises(SimulatedCrash):
         sweeps.reclaim(now=SHORTLY_AFTER)
-    memory._hooks.clear()
+    memory.clear_hooks()
     assert not sweeps.reclaim(now=SHORTLY_AFTER + MINUTE).counts
     assert release_instance("up-a", now=SHORTLY_AFTER + MINUTE) == 1
     assert sweeps.reclaim(now=SHORTLY_AFTER + MINUTE).counts == {"destroyed": 1, "leases closed": 1}

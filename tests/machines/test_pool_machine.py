@@ -232,7 +232,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         """Run the sweeps without failures, and check that rows and sandboxes agree."""
-        self.memory._hooks.clear()
+        self.memory.clear_hooks()
         Pool.objects.filter(pk=self.pool.pk).update(warm_target=0)
         for hours in (1, 1, 10):
             self.now += timedelta(hours=hours)

@@ -23,8 +23,8 @@ from unfold.enums import ActionVariant
 from unfold.forms import BaseDialogForm
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from sandboxes.admin.base.formatting import pluralize
 from sandboxes.errors import SandboxError
+from sandboxes.formatting import pluralize
 
 REASON_HELP_TEXT = "Recorded in the history with your user name."
 

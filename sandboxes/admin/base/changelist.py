@@ -13,7 +13,7 @@ from django.utils import timezone
 from django.utils.functional import cached_property
 from unfold.views import ChangeList
 
-from sandboxes.admin.base.formatting import pluralize
+from sandboxes.formatting import pluralize
 
 LINK_FILTER_FIELDS = ("agent_did", "environment_id", "holder", "sandbox", "lease")  # columns that other pages link by
 

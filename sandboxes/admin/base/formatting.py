@@ -13,9 +13,6 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from sandboxes.formatting import CONTROL_CHARACTER_ESCAPES
-from sandboxes.formatting import format_bytes as format_bytes
-from sandboxes.formatting import format_path as format_path
-from sandboxes.formatting import pluralize as pluralize
 
 
 def format_duration(length: timedelta) -> str:

@@ -15,17 +15,16 @@ their duration, and print all their output at the start. Beyond the port it offe
     memory.skills["catan"]           files copied by `seed`: {"prompt.md": b"..."}"""
 
 import io
-import itertools
 import tarfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import BinaryIO
 
+from sandboxes.fault_injection import HookedCalls
 from sandboxes.image.files import build_exclude_filter, list_path_prefixes
 from sandboxes.providers.base import (
     DATA,
@@ -104,9 +103,10 @@ class MemorySandbox:
     background: dict[str, BackgroundProgram] = field(default_factory=dict)  # by mark
 
 
-class MemoryProvider(Provider):
+class MemoryProvider(HookedCalls, Provider):
     """Provider whose sandboxes exist only in this process."""
 
+    port = Provider
     name = "memory"
     isolated = True
     enforces_limits = True
@@ -120,28 +120,9 @@ class MemoryProvider(Provider):
         """Remove all sandboxes, hooks and recorded calls, and restore the default programs and skills."""
         with self._lock:
             self._sandboxes: dict[str, MemorySandbox] = {}
-            self._hooks: defaultdict[tuple[str, str], list[Callable[[str], None]]] = defaultdict(list)
-            self.calls: list[tuple[str, str]] = []
+            self.clear_hooks()
             self.programs: dict[str, Program] = {**PROGRAMS, "sh": lambda call: run_shell(self.programs, call)}
             self.skills: dict[str, dict[str, bytes]] = {kind: {"prompt.md": prompt} for kind, prompt in SKILLS.items()}
-
-    def before(self, verb: str, fn: Callable[[str], None]) -> ExitStack:
-        """Call fn(ref) at the start of every call of this verb, until reset() or until the returned stack is closed."""
-        return self._hook("before", verb, fn)
-
-    def after(self, verb: str, fn: Callable[[str], None]) -> ExitStack:
-        """Call fn(ref) after every success of this verb, before it returns. Removed as in `before`."""
-        return self._hook("after", verb, fn)
-
-    def fail(self, verb: str, error: BaseException, *, times: int | None = None) -> ExitStack:
-        """Make the next `times` calls of this verb (None: all) raise `error` without effect. Removed as in `before`."""
-        remaining = itertools.repeat(None) if times is None else itertools.repeat(None, times)
-
-        def raise_error(ref: str) -> None:
-            for _ in remaining:
-                raise error
-
-        return self._hook("before", verb, raise_error)
 
     def vanish(self, ref: str) -> None:
         """Remove a sandbox and its processes, as by an external actor. Raise Missing."""
@@ -163,30 +144,8 @@ class MemoryProvider(Provider):
         """Return the file tree of a running or stopped sandbox, for reading and writing."""
         return self._get(ref).files
 
-    def _hook(self, when: str, verb: str, fn: Callable[[str], None]) -> ExitStack:
-        if verb not in Provider.__abstractmethods__:
-            raise ValueError(f"{verb} is not a method of Provider")
-        hooks, unhook = self._hooks[when, verb], ExitStack()
-        hooks.append(fn)
-
-        @unhook.callback
-        def remove() -> None:
-            with suppress(ValueError):
-                hooks.remove(fn)
-
-        return unhook
-
-    @contextmanager
-    def _hooked_call(self, verb: str, ref: str) -> Iterator[None]:
-        self.calls.append((verb, ref))
-        for fn in [*self._hooks["before", verb]]:
-            fn(ref)
-        yield
-        for fn in [*self._hooks["after", verb]]:
-            fn(ref)
-
     def create(self, spec: SandboxSpec) -> str:
-        with self._hooked_call("create", spec.name), self._lock:
+        with self.hooked_call("create", spec.name), self._lock:
             sandbox = self._sandboxes.setdefault(spec.name, MemorySandbox(spec, datetime.now(UTC)))
             if sandbox.spec.owner != spec.owner:
                 raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
@@ -195,7 +154,7 @@ class MemoryProvider(Provider):
         return spec.name
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
-        with self._hooked_call("wait_ready", ref):
+        with self.hooked_call("wait_ready", ref):
             self._running(ref)
 
     def exec(
@@ -210,7 +169,7 @@ class MemoryProvider(Provider):
         cap: int = 1 << 20,
         mark: str,
     ) -> ExecResult:
-        with self._hooked_call("exec", ref):  # without the lock: execs run concurrently, and a program may block
+        with self.hooked_call("exec", ref):  # without the lock: execs run concurrently, and a program may block
             sandbox = self._running(ref)
             result = run_program(self.programs, _build_call(sandbox, argv, env, cwd, mark, stdin, timeout))
             timed_out = result.took >= timeout
@@ -226,7 +185,7 @@ class MemoryProvider(Provider):
             )
 
     def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
-        with self._hooked_call("start", ref), self._lock:
+        with self.hooked_call("start", ref), self._lock:
             sandbox = self._running(ref)
             if mark not in sandbox.background:
                 sandbox.background[mark] = BackgroundProgram(
@@ -235,12 +194,12 @@ class MemoryProvider(Provider):
             return sandbox.background[mark].state()
 
     def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:
-        with self._hooked_call("processes", ref), self._lock:
+        with self.hooked_call("processes", ref), self._lock:
             background = self._running(ref).background
             return {mark: background[mark].state() for mark in marks if mark in background}
 
     def log(self, ref: str, mark: str, *, start: int, length: int) -> ProcessOutput:
-        with self._hooked_call("log", ref), self._lock:
+        with self.hooked_call("log", ref), self._lock:
             check_range(start, length)
             result = self._running(ref).background.get(mark, BackgroundProgram(ProgramResult())).outcome
             output = result.stdout + result.stderr
@@ -249,50 +208,50 @@ class MemoryProvider(Provider):
             return ProcessOutput(content, offset + len(content))
 
     def kill(self, ref: str, mark: str) -> None:
-        with self._hooked_call("kill", ref), self._lock:
+        with self.hooked_call("kill", ref), self._lock:
             background = self._get(ref).background  # an exec's program never outlives the exec
             if mark in background and background[mark].state().running:
                 background[mark].killed = True
 
     def destroy(self, ref: str) -> None:
-        with self._hooked_call("destroy", ref), self._lock:
+        with self.hooked_call("destroy", ref), self._lock:
             self._sandboxes.pop(ref, None)
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        with self._hooked_call("inspect", ref), self._lock:
+        with self.hooked_call("inspect", ref), self._lock:
             return _describe_sandbox(self._get(ref))
 
     def stats(self, ref: str) -> ResourceUsage | None:
-        with self._hooked_call("stats", ref), self._lock:
+        with self.hooked_call("stats", ref), self._lock:
             sandbox = self._get(ref)
             return sandbox.used if sandbox.running else None
 
     def list(self, owner: str) -> list[ProviderSandbox]:
-        with self._hooked_call("list", owner), self._lock:
+        with self.hooked_call("list", owner), self._lock:
             return [_describe_sandbox(sandbox) for sandbox in self._sandboxes.values() if sandbox.spec.owner == owner]
 
     def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
-        with self._hooked_call("read_file", ref), self._lock:
+        with self.hooked_call("read_file", ref), self._lock:
             entry = get_regular_file(self._running(ref).files, path)
             if len(entry.content) > limit:
                 raise TooLarge(f"The file has {len(entry.content)} bytes, more than the limit of {limit}.")
             return entry.content
 
     def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
-        with self._hooked_call("read_range", ref), self._lock:
+        with self.hooked_call("read_range", ref), self._lock:
             check_range(start, length)
             content = get_regular_file(self._running(ref).files, path).content
             return content[start : start + length], len(content)
 
     def write_file(self, ref: str, path: str, content: bytes) -> None:
-        with self._hooked_call("write_file", ref), self._lock:
+        with self.hooked_call("write_file", ref), self._lock:
             files, mode = self._running(ref).files, 0o644
             with suppress(NoSuchFile):
                 mode = get_regular_file(files, path).mode
             put_entry(files, path, File(content, mode))
 
     def remove_file(self, ref: str, path: str) -> None:
-        with self._hooked_call("remove_file", ref), self._lock:
+        with self.hooked_call("remove_file", ref), self._lock:
             files = self._running(ref).files
             get_regular_file(files, path)
             del files[path]
@@ -300,7 +259,7 @@ class MemoryProvider(Provider):
     def manifest(
         self, ref: str, root: str, *, under: str = "", deep: bool = True, max_entries: int = 100_000
     ) -> dict[str, FileStat]:
-        with self._hooked_call("manifest", ref), self._lock:
+        with self.hooked_call("manifest", ref), self._lock:
             files = self._running(ref).files
             directory = f"{root}/{under}".removesuffix("/")
             if check_directory_path(root, under):
@@ -319,7 +278,7 @@ class MemoryProvider(Provider):
     ) -> Iterator[bytes]:
         skip = build_exclude_filter(check_patterns(exclude))
         selected = None if only is None else {check_relative_path(root, path) for path in only}
-        with self._hooked_call("get_files", ref), self._lock:
+        with self.hooked_call("get_files", ref), self._lock:
             packed = io.BytesIO()
             with tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar:
                 for path, entry in list_below(self._running(ref).files, check_root(root)):
@@ -331,7 +290,7 @@ class MemoryProvider(Provider):
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
         sent = io.BytesIO(tar.read())  # before taking the lock: the source may be slow
-        with self._hooked_call("put_files", ref), self._lock:
+        with self.hooked_call("put_files", ref), self._lock:
             files = self._running(ref).files
             check_root(root)
             try:
@@ -342,25 +301,25 @@ class MemoryProvider(Provider):
                 raise Rejected(f"Invalid tar: {error}") from None
 
     def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
-        with self._hooked_call("remove_files", ref), self._lock:
+        with self.hooked_call("remove_files", ref), self._lock:
             files = self._running(ref).files
             for path in sorted((check_relative_path(root, path) for path in paths), reverse=True):
                 if not list_below(files, f"{root}/{path}"):
                     files.pop(f"{root}/{path}", None)
 
     def clear(self, ref: str, root: str) -> None:
-        with self._hooked_call("clear", ref), self._lock:
+        with self.hooked_call("clear", ref), self._lock:
             files = self._running(ref).files
             for path, _ in list_below(files, check_root(root)):
                 del files[path]
 
     def size(self, ref: str, root: str) -> int:
-        with self._hooked_call("size", ref), self._lock:
+        with self.hooked_call("size", ref), self._lock:
             entries = list_below(self._running(ref).files, check_root(root))
             return sum(len(entry.content) for _, entry in entries if isinstance(entry, File))
 
     def seed(self, ref: str, kind: str) -> None:
-        with self._hooked_call("seed", ref), self._lock:
+        with self.hooked_call("seed", ref), self._lock:
             files, target = self._running(ref).files, f"{DATA}/skills/{check_slug(kind)}"
             if kind in self.skills and target not in files and isinstance(files.get(f"{DATA}/skills", Folder()), Folder):
                 for name, content in self.skills[kind].items():

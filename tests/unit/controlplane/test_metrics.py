@@ -11,8 +11,8 @@ from controlplane import metrics, schedules
 from leases import execution, leasing
 from leases.models import Lease
 from sandboxes import sweeps as sandbox_sweeps
-from sandboxes.models import Pool, Sweep
-from sandboxes.providers.base import Rejected
+from sandboxes.models import Pool, Sandbox, Sweep
+from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
 
@@ -94,6 +94,30 @@ def test_wakes_sleeps_evictions_and_claims_are_counters(scrape, grant, pool) -> 
     evictions = {tier: scrape("evictions_total", tier=tier) for tier in ("cold", "warm", "waiting")}
     assert evictions == {"cold": 0, "warm": 0, "waiting": 1}
     assert scrape("sleeps_total") == 2
+
+
+def test_recent_transitions_are_counted_by_reason_without_those_of_runs(scrape, grant, pool, memory) -> None:
+    now = timezone.now()
+    old, idle, unstored = (grant(environment=name, now=now - HOUR) for name in ("old", "idle", "unstored"))
+    use(old, now - HOUR)
+    leasing.release(old.pk, now=now - 11 * MINUTE)
+    use(idle, now)
+    use(unstored, now)
+    sandbox_sweeps.evict_idle(now=now - MINUTE)
+    Sandbox.objects.filter(holder=idle.pk).update(idle_at=now)
+    sandbox_sweeps.evict_idle(now=now)
+    leasing.release(idle.pk, now=now)
+    Sandbox.objects.filter(holder=unstored.pk).update(idle_at=now)
+    with memory.fail("size", Unavailable("disk"), times=99):
+        sandbox_sweeps.evict_idle(now=now)
+    recent = {
+        (to, reason): scrape("recent_transitions", to=to, reason=reason)
+        for to, reason in (
+            ("evicting", "idle"), ("cold", "persisted"), ("waiting", "persist_failed"), ("destroying", "lease_ended"),
+            ("destroying", "operator"), ("running", "run_started"),
+        )
+    }  # fmt: skip
+    assert [*recent.values()] == [2, 1, 1, 1, 0, None]
 
 
 def test_failed_starts_sweep_age_and_queue_depth_are_gauges(scrape, pool, memory) -> None:

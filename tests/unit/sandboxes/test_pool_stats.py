@@ -10,7 +10,7 @@ from leases.models import Lease
 from sandboxes import eviction, pool_stats
 from sandboxes import pool as pools
 from sandboxes import sweeps as pool_sweeps
-from sandboxes.models import Pool, Quota, Sandbox
+from sandboxes.models import Pool, Quota, Sandbox, Transition
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, SimulatedCrash
@@ -225,8 +225,26 @@ def test_statistics_take_two_statements_and_read_no_history(grant, pool, django_
         cursor.execute("ANALYZE")
     with django_assert_num_queries(2) as captured:
         pool_stats.collect_pool_stats(now=NOW)
-    explain = "EXPLAIN" if connection.vendor == "postgresql" else "EXPLAIN QUERY PLAN"
-    with connection.cursor() as cursor:
-        cursor.execute(f"{explain} {captured.captured_queries[0]['sql']}")
-        plan = "\n".join(str(row) for row in cursor.fetchall())
+    plan = explain(captured.captured_queries[0]["sql"])
     assert "sandbox_live" in plan, plan
+
+
+def test_recent_transitions_take_one_statement_and_read_no_history(grant, pool, django_assert_num_queries) -> None:
+    use(lease := grant())
+    old = {"sandbox_id": Sandbox.objects.get(holder=lease.pk).pk, "to": "running", "code": "run_started", "reason": "run"}
+    Transition.objects.bulk_create(Transition(at=NOW - HOUR, **old) for _ in range(2000))
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE")
+    with django_assert_num_queries(1) as captured:
+        assert pool_stats.count_recent_transitions(now=NOW) == {
+            (pool.name, "warming", "requested"): 1, (pool.name, "warm", "ready"): 1,
+        }  # fmt: skip
+    plan = explain(captured.captured_queries[0]["sql"])
+    assert "transition_not_of_runs" in plan, plan
+
+
+def explain(statement: str) -> str:
+    verb = "EXPLAIN" if connection.vendor == "postgresql" else "EXPLAIN QUERY PLAN"
+    with connection.cursor() as cursor:
+        cursor.execute(f"{verb} {statement}")
+        return "\n".join(str(row) for row in cursor.fetchall())

@@ -74,7 +74,7 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
             return "sandboxes in transition"  # its worker finishes the transition, or the `stalled` sweep does
         # After a failed attempt idle_at is the time of the next one, unless the sandbox has been used since.
         unused = sandbox.last_used_at < sandbox.state_since
-        if sandbox.tries and unused and sandbox.idle_at and sandbox.idle_at > now:
+        if sandbox.persist_failures and unused and sandbox.idle_at and sandbox.idle_at > now:
             return "sandboxes not stored yet"
         if sandbox.state == RUNNING:
             if now < budgets.get_grace_deadline(budget):

@@ -20,11 +20,9 @@ from sandboxes.models import (
     Quota,
     Run,
     Sandbox,
-    Snapshot,
     TransitionReason,
     processes,
 )
-from sandboxes.models.state import SnapshotKind
 from sandboxes.providers.base import WORKSPACE, Missing, Provider, ProviderError
 from sandboxes.state import data_sync, mounts, workspace
 from sandboxes.storage.base import StoreError
@@ -78,7 +76,7 @@ def request_eviction(pk: uuid.UUID, *, now: datetime, actor: str, reason: str, g
 def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     """Finish the eviction of a claimed sandbox. Returns whether it is cold now. Safe to repeat after a crash at any step.
 
-    1. Store the state, unless a snapshot of this incarnation exists or the incarnation has had no run.
+    1. Store the state, unless it is stored since the last run or the incarnation has had no run.
     2. Destroy the process.
     3. Move the row to `cold`.
 
@@ -98,13 +96,14 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
         mark_lost(sandbox, str(missing), now=clock())
         return False
     except (ProviderError, StoreError) as failed:
-        tries = sandbox.tries + 1
-        log.error("state not stored", sandbox=str(pk), tries=tries, error=str(failed))
+        failures = sandbox.persist_failures + 1
+        log.error("state not stored", sandbox=str(pk), tries=failures, error=str(failed))
         advance(
             pk, EVICTING, WAITING, now=clock(), actor=actor, guard=own_claim,
             code=TransitionReason.PERSIST_FAILED, reason=f"state could not be stored: {failed}",
-            claim=None, deadline_at=None, tries=tries, last_error=f"State could not be stored: {failed}"[:2000],
-            idle_at=clock() + compute_backoff(tries, initial=timedelta(minutes=1)),
+            claim=None, deadline_at=None, persist_failures=failures,
+            last_error=f"State could not be stored: {failed}"[:2000],
+            idle_at=clock() + compute_backoff(failures, initial=timedelta(minutes=1)),
         )  # fmt: skip
         return False
     readings.record_final_reading(sandbox, provider, now=clock())
@@ -119,7 +118,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     checkpoint("process gone", sandbox)
     slept = advance(
         pk, EVICTING, COLD, now=clock(), code=TransitionReason.PERSISTED, actor=actor, guard=own_claim,
-        claim=None, deadline_at=None, tries=0, last_error="", slept=F("slept") + 1,
+        claim=None, deadline_at=None, tries=0, persist_failures=0, last_error="", slept=F("slept") + 1,
     )  # fmt: skip
     if slept:
         log.info("sleep", sandbox=str(pk), agent=sandbox.agent_did, bytes=sandbox.workspace_bytes)
@@ -127,10 +126,8 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
 
 
 def _persist_state(sandbox: Sandbox, provider: Provider, own_claim: Q, clock: Clock) -> bool:
-    """Store the state of this incarnation, unless it had no Run or is stored already. Returns False if the claim was lost."""
-    used = Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
-    stored = Snapshot.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation, kind=SnapshotKind.SLEEP)
-    if not used or stored.exists():
+    """Store the state of this incarnation, unless nothing in it is unsaved. Returns False if the claim was lost."""
+    if not has_unsaved_state(sandbox):
         return True
     data_sync.persist_final(sandbox, provider, now=clock())
     size = provider.size(sandbox.ref, WORKSPACE)
@@ -139,13 +136,26 @@ def _persist_state(sandbox: Sandbox, provider: Provider, own_claim: Q, clock: Cl
     sandbox.workspace_bytes = size
     with transaction.atomic():  # the Snapshot row becomes the pointer to the state only while the claim is held
         claimed = Sandbox.objects.filter(own_claim, pk=sandbox.pk, state=EVICTING).update(
-            workspace_bytes=size, measured_at=clock(), deadline_at=clock() + EVICTION_TIMEOUT
+            workspace_bytes=size, measured_at=clock(), deadline_at=clock() + EVICTION_TIMEOUT, persisted=True
         )
         if claimed:
             snapshot.save(force_insert=True)
     if claimed:
-        workspace.forget_older(snapshot.holder, now=clock())
+        _forget_older(snapshot.holder, now=clock())
     return bool(claimed)
+
+
+def has_unsaved_state(sandbox: Sandbox) -> bool:
+    """Return whether a Run of this incarnation began after its state was stored. False if the incarnation has had no Run."""
+    return not sandbox.persisted and Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
+
+
+def _forget_older(holder: uuid.UUID, *, now: datetime) -> None:
+    """Delete superseded snapshots. A failure leaves objects to the prune sweep: the new state is stored either way."""
+    try:
+        workspace.forget_older(holder, now=now)
+    except StoreError as failed:
+        log.warning("old snapshots not deleted", lease=str(holder), error=str(failed))
 
 
 def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime) -> bool:
@@ -201,7 +211,7 @@ def find_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
     guaranteed = Quota.objects.filter(
         pool=OuterRef("pool"), agent_did=OuterRef("agent_did"), guaranteed__gt=0, used__lte=F("guaranteed")
     ).exclude(agent_did=agent_did)
-    postponed = Q(tries__gt=0, idle_at__gt=now, last_used_at__lt=F("state_since"))
+    postponed = Q(persist_failures__gt=0, idle_at__gt=now, last_used_at__lt=F("state_since"))
     candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, pool=pool, tier__isnull=False, lost_at__isnull=True)
     return candidates.order_by("tier", "last_used_at").first()
 

@@ -59,7 +59,8 @@ INSERT_TRANSITION_SQL = (
 )
 
 BEGIN_FIRST_RUN_SQL = (
-    "state = 'running', state_since = %s, last_used_at = %s, open_runs = 1, idle_at = NULL, warm_hits = warm_hits + %s "
+    "state = 'running', state_since = %s, last_used_at = %s, open_runs = 1, idle_at = NULL, warm_hits = warm_hits + %s, "
+    "persisted = FALSE, persist_failures = 0 "
     "WHERE id = %s AND holder = %s AND state = %s"
 )
 BEGIN_CONCURRENT_RUN_SQL = (

@@ -362,7 +362,7 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
     if not advance(
         sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
         incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
-        deadline_at=now + settings.SANDBOX_START_TIMEOUT, last_used_at=now,
+        deadline_at=now + settings.SANDBOX_START_TIMEOUT, last_used_at=now, persisted=False,
     ):  # fmt: skip
         return None
     checkpoint("wake claimed", sandbox)

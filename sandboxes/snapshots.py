@@ -213,7 +213,7 @@ def _evict(sandbox: Sandbox, *, now: datetime, actor: str) -> None:
         return
     current = Sandbox.objects.get(pk=sandbox.pk)
     _require_not_running(current)
-    if current.state == SandboxState.WAITING and current.last_error and current.tries > sandbox.tries:
+    if current.state == SandboxState.WAITING and current.persist_failures > sandbox.persist_failures:
         raise StoreUnavailable(f"The current workspace could not be stored, so nothing was restored. {current.last_error}")
     if current.state == EVICTING and current.last_error:
         raise SandboxBusy("The current workspace is stored, but its sandbox could not be destroyed yet. A sweep tries again.")

@@ -202,18 +202,12 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
 
 def _resume_eviction(sandbox: Sandbox, result: SweepResult, *, now: datetime) -> None:
     unchanged = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
-    if (
-        sandbox.tries >= settings.DESTROY_TRIES
-    ):  # the state is stored; destroy_due retries the destroy, then quarantines the sandbox
-        destruction.schedule_destroy(
-            sandbox.pk,
-            now=now,
-            code=TransitionReason.EVICTION_STALLED,
+    if sandbox.tries >= settings.DESTROY_TRIES and not eviction.has_unsaved_state(sandbox):
+        destroyed = destruction.schedule_destroy(  # destroy_due retries the destroy, then quarantines the sandbox
+            sandbox.pk, now=now, code=TransitionReason.EVICTION_STALLED, actor="sweep", guard=unchanged,
             reason=f"process could not be destroyed: {sandbox.last_error}",
-            actor="sweep",
-            guard=unchanged,
-        )
-        result.note("stalled evictions destroyed")
+        )  # fmt: skip
+        result.note("stalled evictions destroyed" if destroyed else "lost race")
         return
     token = uuid.uuid4()
     claimed = Sandbox.objects.filter(unchanged, pk=sandbox.pk, state=EVICTING).update(

@@ -111,7 +111,8 @@ class SandboxAdmin(ReadOnlyModelAdmin):
         "id", "pool", "agent_did", "environment_id", "holder", "state", "state_since", "incarnation", "provider",
         "isolated", "ref", "image", "memory_mib", "millicpus", "pids", "policy", "open_runs", "idle_after", "idle_at",
         "last_used_at", "prepared", "source", "workspace_bytes", "measured_at", "warm_hits", "woken_local", "woken_cloud",
-        "woken_fresh", "lost_at", "claimed_by", "deadline_at", "tries", "quarantined_at", "created_at", "destroyed_at",
+        "woken_fresh", "lost_at", "claimed_by", "deadline_at", "tries", "persist_failures", "quarantined_at", "created_at",
+        "destroyed_at",
     )  # fmt: skip
     change_form_outer_before_template = "admin/sandboxes/sandbox/history.html"
     row_actions = {"retry_destroy": RETRY_DESTROY_ACTION}
@@ -145,9 +146,9 @@ class SandboxAdmin(ReadOnlyModelAdmin):
         unsaved = get_unsaved_attachment(row, getattr(row, "attachment", None))
         if not row.last_error and unsaved is None:
             return "–"
-        step = "eviction" if row.state == SandboxState.WAITING else "destroy"
-        title = pluralize(row.tries, f"failed {step}", f"failed {step}s") if row.tries else "Last error"
-        if unsaved and not row.tries:
+        step, failures = ("eviction", row.persist_failures) if row.state == SandboxState.WAITING else ("destroy", row.tries)
+        title = pluralize(failures, f"failed {step}", f"failed {step}s") if failures else "Last error"
+        if unsaved and not failures:
             title = "Data not stored"
         return format_html(
             '<span class="lh-two lh-trouble"><span>{}</span><span>{}</span></span>',

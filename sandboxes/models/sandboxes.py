@@ -79,7 +79,13 @@ class Sandbox(models.Model):
     claim = models.UUIDField(null=True, blank=True, help_text="Token of the worker that owns the in-flight state.")
     claimed_by = models.CharField(max_length=64, blank=True, help_text="Control-plane instance that holds the claim.")
     deadline_at = models.DateTimeField(null=True, blank=True, help_text="Deadline of the claim. A sweep continues after it.")
-    tries = models.PositiveIntegerField(default=0)
+    tries = models.PositiveIntegerField(default=0, help_text="Failed destroy attempts in a row.")
+    persisted = models.BooleanField(
+        default=False, editable=False, help_text="The state of this incarnation is stored, and no run has begun since."
+    )
+    persist_failures = models.PositiveIntegerField(
+        default=0, help_text="Failed attempts in a row to store the state. A run resets the count."
+    )
     last_error = models.TextField(blank=True)
     quarantined_at = models.DateTimeField(
         null=True, blank=True, help_text="Time of quarantine. Destroy failed too often; an operator has to act."

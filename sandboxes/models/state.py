@@ -44,11 +44,6 @@ class Snapshot(models.Model):
     class Meta:
         default_permissions = ("view",)
         ordering = ["-at", "-pk"]
-        constraints = [
-            models.UniqueConstraint(
-                fields=["sandbox", "incarnation"], condition=Q(kind="sleep"), name="snapshot_once_an_incarnation"
-            )
-        ]
         indexes = [
             models.Index(fields=["holder", "-at"], name="snapshot_holder"),
             models.Index(fields=["key"], name="snapshot_key"),

@@ -46,15 +46,15 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
-        guard=LeaseGuard(lease.pk, now, check_budget=check_budget),
+        guard=LeaseGuard(lease.pk, clock_from(now), check_budget=check_budget),
     )
 
 
 def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
-    """Run a command in the sandbox of a lease, which is started or woken first. Renew the lease afterwards.
+    """Run a command in the sandbox of a lease, which is started or woken first. Renew the lease before and afterwards.
 
     Raise LeaseEnded if the lease has ended, also if it ended while the command ran."""
-    with use_lease(pk, now=now, spends=True) as request:
+    with use_lease(pk, now=now, spends=True, lasts=command.timeout) as request:
         return runs.exec_in_sandbox(request, command, now=now, actor=actor)
 
 
@@ -63,7 +63,7 @@ def call_in_sandbox(
 ) -> tuple[Run, T]:
     """Like exec_command, for an operation other than a command, such as a change of files. Return its Run and result."""
     with (
-        use_lease(pk, now=now, spends=command.kind != "file") as request,
+        use_lease(pk, now=now, spends=command.kind != "file", lasts=command.timeout) as request,
         runs.operation(request, command, now=now, actor=actor) as opened,
     ):
         result = operation(opened.provider, opened.sandbox)
@@ -87,13 +87,23 @@ def mint_service_token(
     lease = leasing.require_active(pk, now=now)
     checkpoint("may mint", lease)
     return signing.mint_service_token(
-        lease.agent_did, aud=aud, lxm=lxm, lifetime=lifetime, now=now, holder=pk, actor=actor, fence=LeaseGuard(pk, now).fence
+        lease.agent_did,
+        aud=aud,
+        lxm=lxm,
+        lifetime=lifetime,
+        now=now,
+        holder=pk,
+        actor=actor,
+        fence=LeaseGuard(pk, clock_from(now)).fence,
     )
 
 
 @contextmanager
-def use_lease(pk: UUID, *, now: datetime, spends: bool = False) -> Iterator[SandboxRequest]:
-    """Yield the sandbox request of an active lease, and renew the lease after the body of the `with`.
+def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta = timedelta(0)) -> Iterator[SandboxRequest]:
+    """Yield the sandbox request of an active lease, and renew the lease before and after the body of the `with`.
+
+    The first renewal covers an operation of the length `lasts` and the time in which its process is killed, so that the lease
+    does not end by its TTL while the operation goes on. The max TTL limits it.
 
     Raises LeaseEnded, also if the lease ended during the body. A sandbox that was lost during the body ends the lease.
     BudgetExhausted is raised when a budget of the lease is spent: if `spends`, before the body; otherwise only when the body
@@ -103,6 +113,8 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False) -> Iterator[Sand
     lease = leasing.require_active(pk, now=now)
     if spends:
         budgets.require_budget(pk, now=now)
+    if now + lasts + runs.KILL_GRACE > lease.expires_at:
+        leasing.renew(lease, now=now, lasts=lasts + runs.KILL_GRACE)
     try:
         yield build_sandbox_request(lease, now=now, check_budget=not spends)
     except SandboxLost:

@@ -1,22 +1,22 @@
 """Guard of a lease's sandbox requests: fence, terms and budget checks."""
 
 from dataclasses import dataclass
-from datetime import datetime
 from uuid import UUID
 
 from billing import budgets
 from leases import leasing
 from leases.models import Lease
+from sandboxes.db.clock import Clock
 from sandboxes.guard import HolderTerms
 
 
 @dataclass(frozen=True)
 class LeaseGuard:
-    """sandboxes.guard.Guard for one lease. Raises LeaseEnded and BudgetExhausted, evaluated at `now`."""
+    """sandboxes.guard.Guard for one lease. Raises LeaseEnded and BudgetExhausted, evaluated at the time of each check."""
 
     lease_id: UUID
-    now: datetime
-    check_budget: bool = False  # False: the budget of the whole operation was checked before it began
+    clock: Clock
+    check_budget: bool = False  # False: the budget was checked before the operation began, and need not be before its run
 
     def fence(self) -> HolderTerms:
         """Lock the lease until the transaction ends, and return the terms of its sandbox. Raise LeaseEnded.
@@ -26,15 +26,15 @@ class LeaseGuard:
         event of the lease must not wait for a transaction that takes the two locks in the opposite order."""
         leases = Lease.objects.select_for_update(no_key=True, of=("self",)).select_related("environment_type__policy")
         lease = leases.get(pk=self.lease_id)
-        leasing.require_active(self.lease_id, now=self.now)
+        leasing.require_active(self.lease_id, now=self.clock())
         kind = lease.environment_type
         return HolderTerms(excludes=kind.snapshot_excludes, llm_limit=lease.llm_limit, policy=kind.policy)
 
     def check_affordable(self) -> None:
-        if self.check_budget:
-            budgets.require_budget(self.lease_id, now=self.now)
+        leasing.require_active(self.lease_id, now=self.clock())
+        budgets.require_budget(self.lease_id, now=self.clock())
 
     def check_proceed(self) -> None:
         """Raise BudgetExhausted once a spent budget's grace period is over."""
         if self.check_budget:
-            budgets.require_budget(self.lease_id, now=self.now, after_grace=True)
+            budgets.require_budget(self.lease_id, now=self.clock(), after_grace=True)

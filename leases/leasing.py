@@ -169,11 +169,12 @@ def apply_elapsed_clock(lease: Lease, now: datetime) -> Lease:
     return lease
 
 
-def renew(lease: Lease, *, now: datetime) -> datetime:
-    """Extend a lease to `ttl` from now, at most to max_expires_at. Return the new end. Raise LeaseEnded.
+def renew(lease: Lease, *, now: datetime, lasts: timedelta = timedelta(0)) -> datetime:
+    """Extend a lease to `ttl` or `lasts` from now, whichever is longer, at most to max_expires_at. Return the new end. Raise
+    LeaseEnded.
 
     One guarded UPDATE: a renewal that arrives late cannot shorten a later one."""
-    until = compute_expires_at(renewed_at=now, ttl=lease.ttl, max_expires_at=lease.max_expires_at)
+    until = compute_expires_at(renewed_at=now, ttl=max(lease.ttl, lasts), max_expires_at=lease.max_expires_at)
     renewed = sql.update(Lease, RENEW_SQL, until, to_epoch_minute(until), now, lease.pk, now, now, until)
     return until if renewed else require_active(lease.pk, now=now).expires_at
 

@@ -25,7 +25,9 @@ class Guard(Protocol):
         ...
 
     def check_affordable(self) -> None:
-        """Raise if the holder may not start or wake a sandbox now."""
+        """Raise if the holder has ended, or may not start or wake a sandbox now.
+
+        The pool calls it before a start or wake, and again after it, because both may take minutes."""
         ...
 
     def check_proceed(self) -> None:

@@ -77,7 +77,7 @@ def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -
     QuotaExceeded or PoolDraining if no place is available, SandboxNotReady if the start failed, SandboxLost if the stored
     state is gone, and SandboxBusy if another process has not finished after SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
-    deadline = now + settings.SANDBOX_START_TIMEOUT
+    deadline, waited = now + settings.SANDBOX_START_TIMEOUT, False
     while True:
         sandbox = find_by_holder(request.holder)
         if sandbox is None or sandbox.state == COLD:
@@ -86,14 +86,20 @@ def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -
             if claimed := claim_warm(request, now=clock(), actor=actor):
                 return claimed
             if reserved := reserve_place(request, now=clock(), actor=actor):
-                return start_reserved(reserved, now=clock(), actor=actor, files=request.files)
+                started = start_reserved(reserved, now=clock(), actor=actor, files=request.files)
+                request.guard.check_affordable()
+                return started
         elif sandbox.lost_at:
             raise SandboxLost()
         elif sandbox.state in ALIVE_STATES:
+            if waited:
+                request.guard.check_affordable()
             sandbox.pool = request.pool
             return sandbox
         elif sandbox.state == COLD and (woken := wake(sandbox, now=clock(), actor=actor)):
+            request.guard.check_affordable()
             return woken
+        waited = True
         if clock() > deadline:
             raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
         time.sleep(POLL_INTERVAL_SECONDS)

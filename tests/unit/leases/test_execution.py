@@ -1,0 +1,95 @@
+"""Leases and budgets that end while a sandbox is being started, and leases renewed by long commands."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from billing.errors import BudgetExhausted
+from billing.models import Budget
+from leases import execution, leasing
+from leases.errors import LeaseEnded
+from leases.models import Lease
+from sandboxes import eviction
+from sandboxes.db import clock
+from sandboxes.models import Pool, Run, Sandbox
+from sandboxes.runs import Command
+from tests.conftest import MINUTE, NOW
+from tests.support.billing import create_budget
+
+pytestmark = pytest.mark.django_db
+SECOND = timedelta(seconds=1)
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[timedelta], None]:
+    """Return a function that advances the clocks of running operations."""
+    passed = timedelta(0)
+
+    def advance(length: timedelta) -> None:
+        nonlocal passed
+        passed += length
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed.total_seconds()))
+    return advance
+
+
+def run(lease: Lease, timeout: timedelta = MINUTE, now=NOW) -> Run:
+    return execution.exec_command(lease.pk, Command(argv=["true"], timeout=timeout), now=now)[0]
+
+
+def test_lease_that_ends_while_it_waits_for_a_place_gets_none(grant, pool, memory, pass_time) -> None:
+    Pool.objects.filter(pk=pool.pk).update(capacity=1)
+    run(grant(agent="did:plc:first"))
+    late = grant(ttl=MINUTE)
+    with memory.before("get_files", lambda ref: pass_time(3 * MINUTE)), pytest.raises(LeaseEnded):  # of the evicted sandbox
+        run(late, timeout=10 * SECOND)
+    assert not Sandbox.objects.filter(holder=late.pk).exists()
+
+
+@pytest.mark.parametrize("woken", [False, True])
+def test_lease_that_ends_while_its_sandbox_starts_runs_nothing(grant, memory, pass_time, woken: bool) -> None:
+    lease = grant(ttl=2 * MINUTE)
+    if woken:
+        run(lease)
+        assert eviction.evict(Sandbox.objects.get(holder=lease.pk).pk, now=NOW)
+        leasing.renew(lease, now=NOW)
+    runs = Run.objects.count()
+    with memory.after("wait_ready", lambda ref: pass_time(3 * MINUTE)), pytest.raises(LeaseEnded):
+        run(lease, timeout=10 * SECOND)
+    assert Run.objects.count() == runs
+
+
+def test_budget_spent_while_a_sandbox_starts_runs_nothing(grant, memory) -> None:
+    lease = grant()
+
+    def spend(ref: str) -> None:
+        budget = create_budget(1)
+        began = budget.period_began or NOW.replace(hour=0)
+        Budget.objects.update(spent=1, spent_at=NOW, period_began=began, exhausted_at=NOW, exhausted_for=began)
+
+    with memory.after("wait_ready", spend), pytest.raises(BudgetExhausted):
+        run(lease)
+    assert not Run.objects.exists()
+
+
+def test_command_longer_than_the_ttl_does_not_outlive_its_lease(grant, memory, pass_time) -> None:
+    lease = grant(ttl=MINUTE)
+    seen = []
+
+    def look(ref: str) -> None:
+        pass_time(5 * MINUTE)
+        seen.append(leasing.require_active(lease.pk, now=NOW + 5 * MINUTE).expires_at)
+
+    with memory.before("exec", look):
+        assert run(lease, timeout=10 * MINUTE).outcome == "ok"
+    assert seen == [NOW + 10 * MINUTE + 30 * SECOND]
+
+
+def test_renewal_for_a_command_stops_at_the_max_ttl(grant, memory) -> None:
+    lease = grant(ttl=MINUTE, max_ttl=5 * MINUTE)
+    run(lease, timeout=10 * MINUTE)
+    lease.refresh_from_db()
+    assert lease.expires_at == NOW + 5 * MINUTE

@@ -53,6 +53,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.SandboxNotReady: 503,
     sandboxes.ProviderCallFailed: 503,
     sandboxes.SandboxLost: 410,
+    sandboxes.OutcomeUnknown: 500,
     provider.NoSuchFile: 404,
     provider.BadPath: 400,
     provider.TooLarge: 413,

@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 from uuid import UUID
 
-from django.db import transaction
+import structlog
+from django.db import InterfaceError, OperationalError, connection, transaction
 
 from billing import budgets
 from leases import leasing
@@ -26,6 +27,7 @@ from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
 from sandboxes.runs import Command
 
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 
 def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = False) -> SandboxRequest:
@@ -125,4 +127,9 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
     except SandboxError:
         leasing.require_active(pk, now=clock())
         raise
-    leasing.renew(lease, now=clock())
+    try:
+        leasing.renew(lease, now=clock())
+    except (OperationalError, InterfaceError) as failed:  # the operation has succeeded, and must not look failed
+        if connection.in_atomic_block:
+            raise
+        log.warning("lease not renewed", lease=str(pk), error=str(failed))

@@ -63,6 +63,12 @@ class ProviderCallFailed(SandboxError):
     retry_after = 5
 
 
+class OutcomeUnknown(SandboxError):
+    """The operation has run, but its result could not be recorded. Do not repeat it without checking its effects."""
+
+    code = "outcome_unknown"
+
+
 class QuotaExceeded(SandboxError):
     """The agent has reached its quota of sandboxes in this pool."""
 

@@ -158,6 +158,40 @@ def _forget_older(holder: uuid.UUID, *, now: datetime) -> None:
         log.warning("old snapshots not deleted", lease=str(holder), error=str(failed))
 
 
+def record_missing(
+    sandbox: Sandbox, cause: str, *, now: datetime, actor: str = "", unstarted_run: uuid.UUID | None = None
+) -> str:
+    """Record that the provider does not have this incarnation. Returns the outcome, or "" if the row has moved.
+
+    - "unheld destroyed": the sandbox has no holder.
+    - "found cold": nothing unsaved was in the sandbox. The next use wakes it from its stored state, if any.
+    - "lost": a Run may have left changes that are stored nowhere.
+
+    `unstarted_run` is an ended Run that did not reach the sandbox and therefore left nothing in it."""
+    unchanged = Q(incarnation=sandbox.incarnation)
+    if sandbox.holder is None:
+        code = TransitionReason.PROVIDER_LOST
+        destroyed = destruction.schedule_destroy(sandbox.pk, now=now, code=code, actor=actor, guard=unchanged)
+        return "unheld destroyed" if destroyed else ""
+    runs = Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation)
+    if unstarted_run:
+        runs = runs.exclude(pk=unstarted_run)
+    if sandbox.persisted or not runs.exists():
+        unused = ~Exists(runs.filter(sandbox=OuterRef("pk"))) | Q(persisted=True)
+        with transaction.atomic():
+            for was in (WARM, WAITING):
+                if advance(
+                    sandbox.pk, was, EVICTING, now=now, code=TransitionReason.PROVIDER_LOST, actor=actor,
+                    guard=unchanged & unused, claim=uuid.uuid4(), deadline_at=now, idle_at=None,
+                ) and advance(
+                    sandbox.pk, EVICTING, COLD, now=now, code=TransitionReason.NOTHING_UNSAVED, actor=actor,
+                    claim=None, deadline_at=None,
+                ):  # fmt: skip
+                    return "found cold"
+        return ""
+    return "lost" if mark_lost(sandbox, cause, now=now) else ""
+
+
 def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime) -> bool:
     """Record that the provider has lost this incarnation, and close its processes. The caller, or a sweep, ends the lease.
 

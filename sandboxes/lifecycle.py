@@ -30,7 +30,7 @@ EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (WAITING, RUNNING): (Reason.RUN_STARTED,),
     (RUNNING, WAITING): (Reason.RUN_ENDED,),
     (WARM, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST),
-    (WAITING, EVICTING): _EVICT_REASONS,
+    (WAITING, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST),
     (EVICTING, WAITING): (Reason.PERSIST_FAILED,),
     (EVICTING, COLD): (Reason.PERSISTED, Reason.NOTHING_UNSAVED),
     (COLD, WARMING): (Reason.WOKEN,),

@@ -1,17 +1,15 @@
 """Reconciliation of sandbox rows with the listings of providers."""
 
-import uuid
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 import structlog
 from django.core.exceptions import ImproperlyConfigured
-from django.db.models import Q
 
-from sandboxes import destruction, eviction, providers
+from sandboxes import eviction, providers
 from sandboxes.egress import nginx
-from sandboxes.lifecycle import COLD, DESTROYED, EVICTING, WARM, advance
-from sandboxes.models import ALIVE_STATES, Pool, Sandbox, TransitionReason
+from sandboxes.lifecycle import COLD, DESTROYED
+from sandboxes.models import ALIVE_STATES, Pool, Sandbox
 from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
 from sandboxes.sweep_log import SweepResult
 
@@ -95,24 +93,4 @@ def _handle_missing(alive: list[Sandbox], listed: list[ProviderSandbox], result:
         try:
             providers.get_provider(sandbox.provider).inspect(sandbox.ref)
         except Missing as missing:
-            result.note(_mark_missing(sandbox, str(missing), now=now))
-
-
-def _mark_missing(sandbox: Sandbox, cause: str, *, now: datetime) -> str:
-    """Record that the provider does not have the sandbox of a row. Returns the outcome for the sweep."""
-    unchanged = Q(incarnation=sandbox.incarnation)
-    if sandbox.holder is None:
-        destroyed = destruction.schedule_destroy(
-            sandbox.pk, now=now, code=TransitionReason.PROVIDER_LOST, actor="sweep", guard=unchanged
-        )
-        return "unheld destroyed" if destroyed else "lost race"
-    if sandbox.state == WARM:  # nothing unsaved is lost: the next use wakes the sandbox from its stored state, if any
-        cold_now = advance(
-            sandbox.pk, WARM, EVICTING, now=now, code=TransitionReason.PROVIDER_LOST, actor="sweep", guard=unchanged,
-            claim=uuid.uuid4(), deadline_at=now, idle_at=None,
-        ) and advance(
-            sandbox.pk, EVICTING, COLD, now=now, code=TransitionReason.NOTHING_UNSAVED, actor="sweep",
-            claim=None, deadline_at=None,
-        )  # fmt: skip
-        return "found cold" if cold_now else "lost race"
-    return "lost" if eviction.mark_lost(sandbox, cause, now=now) else "lost race"
+            result.note(eviction.record_missing(sandbox, str(missing), now=now, actor="sweep") or "lost race")

@@ -4,26 +4,40 @@ A Run is opened before the provider is called, and closed after, also on failure
 open Runs: its state and its count of open Runs change in the transaction that opens or closes the Run. An eviction
 checks the state, and therefore never takes a sandbox in which an operation is active."""
 
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+import structlog
 from django.conf import settings
-from django.db import transaction
+from django.db import InterfaceError, OperationalError, connection, transaction
 from django.db.models import QuerySet
 
 from sandboxes import eviction, lifecycle, pool, providers
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.errors import DataFull, ProviderCallFailed, SandboxError, SandboxLost, StoreUnavailable, WorkspaceFull
+from sandboxes.errors import (
+    DataFull,
+    OutcomeUnknown,
+    ProviderCallFailed,
+    SandboxError,
+    SandboxLost,
+    SandboxNotReady,
+    StoreUnavailable,
+    WorkspaceFull,
+)
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
 from sandboxes.state import data_sync
 from sandboxes.storage.base import StoreError
 
+log = structlog.get_logger(__name__)
+CLOSE_RETRY_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
+CLOSE_RETRY_SECONDS = 0.5
 KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, in which the provider kills the command and reports the timeout
 
 
@@ -50,6 +64,7 @@ class Operation:
     sandbox: Sandbox
     provider: Provider
     result: ExecResult | None = None  # of the command; sets the outcome and the output of the Run
+    entered: bool = False  # the body of the operation began
 
 
 def exec_in_sandbox(
@@ -91,6 +106,7 @@ def operation(request: pool.SandboxRequest, command: Command, *, now: datetime, 
     opened, attached = _open_operation(request, command, clock, actor=actor), None
     try:
         attached = _prepare_sandbox(opened, request, command, clock)
+        opened.entered = True
         yield opened
     except Exception as failed:
         error = _fail_operation(opened, failed, now=clock(), actor=actor)
@@ -98,9 +114,29 @@ def operation(request: pool.SandboxRequest, command: Command, *, now: datetime, 
             raise
         raise error from failed
     checkpoint("run answered", opened.run)
-    note = _persist_data(attached, opened.sandbox, opened.provider, now=clock()) if attached else ""
+    _record_success(opened, attached, clock, actor=actor)
+
+
+def _record_success(opened: Operation, attached: Attachment | None, clock: Clock, *, actor: str) -> None:
+    """Persist /data and close the Run, with retries for CLOSE_RETRY_PERIOD while the database does not respond.
+
+    An error of the database would make the client repeat an operation that has run. Raises OutcomeUnknown after the period."""
+    until = clock() + CLOSE_RETRY_PERIOD
     outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.OK
-    close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, actor=actor)
+    while True:
+        try:
+            note = _persist_data(attached, opened.sandbox, opened.provider, now=clock()) if attached else ""
+            close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, actor=actor)
+            return
+        except (OperationalError, InterfaceError) as failed:
+            if connection.in_atomic_block:
+                raise  # the caller's transaction is lost
+            log.warning("run not closed", run=str(opened.run.pk), error=str(failed))
+            if clock() >= until:
+                exit_code = opened.result.exit_code if opened.result else None
+                raise OutcomeUnknown(run_id=str(opened.run.pk), exit_code=exit_code) from failed
+            connection.close()  # the next statement opens a new connection
+            time.sleep(CLOSE_RETRY_SECONDS)
 
 
 def _open_operation(request: pool.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
@@ -130,6 +166,12 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
     """Close the Run of an operation that failed, and return the error to raise."""
     if isinstance(failed, Missing):
         note = f"The provider has no such sandbox: {failed}"
+        if not opened.entered:
+            close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=note, actor=actor)
+            recorded = eviction.record_missing(opened.sandbox, str(failed), now=now, actor=actor, unstarted_run=opened.run.pk)
+            if recorded == "lost":
+                return SandboxLost()
+            return SandboxNotReady("The sandbox is gone, and nothing unsaved was in it. The next use starts it again.")
         close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
         eviction.mark_lost(opened.sandbox, str(failed), now=now)
         return SandboxLost()

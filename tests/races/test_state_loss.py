@@ -1,13 +1,21 @@
 """Failures and crashes around a stored state. A change that a run has acknowledged survives every one of them."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from django.db import OperationalError
 
+from controlplane.errors import build_error_response
 from leases import execution
 from leases import sweeps as lease_sweeps
-from sandboxes import eviction, sweeps
-from sandboxes.models import Sandbox
+from leases.errors import LeaseEnded
+from sandboxes import eviction, runs, sweeps
+from sandboxes.db import clock
+from sandboxes.errors import OutcomeUnknown, SandboxNotReady
+from sandboxes.models import Run, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
 from sandboxes.storage.base import StoreError
@@ -88,3 +96,71 @@ def test_a_run_resets_the_count_of_failed_stores(grant, store) -> None:
     assert get_sandbox(lease).persist_failures == 1
     sh(lease, "true", NOW + HOUR)
     assert get_sandbox(lease).persist_failures == 0
+
+
+def test_missing_sandbox_with_nothing_unsaved_is_woken_from_its_stored_state(grant, store, memory) -> None:
+    """The run finds the sandbox missing before the `reconcile` sweep does."""
+    lease = grant()
+    sh(lease, "echo stored >f", NOW)
+    assert eviction.evict(get_sandbox(lease).pk, now=NOW)
+    ready = execution.ensure_sandbox_ready(lease.pk, now=NOW + MINUTE)
+    memory.vanish(ready.ref)
+    with pytest.raises(SandboxNotReady):
+        sh(lease, "cat f", NOW + MINUTE)
+    assert get_sandbox(lease).state == "cold"
+    assert sh(lease, "cat f", NOW + 2 * MINUTE) == b"stored\n"
+    assert get_sandbox(lease).incarnation == ready.incarnation + 1
+
+
+def test_missing_sandbox_with_unsaved_changes_ends_the_lease(grant, store, memory) -> None:
+    lease = grant()
+    sh(lease, "echo unsaved >f", NOW)
+    memory.vanish(get_sandbox(lease).ref)
+    with pytest.raises(LeaseEnded, match="lost"):
+        sh(lease, "cat f", NOW + MINUTE)
+
+
+class TestFailover:
+    """The database does not respond while a result is being recorded."""
+
+    pytestmark = pytest.mark.django_db(transaction=True)
+
+    @pytest.fixture
+    def fail_close(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
+        """Make the next `times` attempts to close a Run fail. Time passes only by the pauses between the attempts."""
+
+        def prepare(times: int) -> list[str]:
+            attempts: list[str] = []
+            close_run, paused = runs.close_run, [0.0]
+
+            def fail(run: Run, **values: Any) -> bool:
+                attempts.append(str(run.pk))
+                if len(attempts) <= times:
+                    raise OperationalError("the connection is closed")
+                return close_run(run, **values)
+
+            pause = SimpleNamespace(sleep=lambda seconds: paused.append(seconds))
+            monkeypatch.setattr(runs, "close_run", fail)
+            monkeypatch.setattr(runs, "time", pause)
+            monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: sum(paused)))
+            return attempts
+
+        return prepare
+
+    def test_result_in_hand_is_recorded_after_the_failover(self, grant, memory, fail_close) -> None:
+        lease = grant()
+        attempts = fail_close(20)
+        assert sh(lease, "echo done", NOW) == b"done\n"
+        assert len(attempts) == 21
+        assert Run.objects.get().outcome == "ok"
+
+    def test_result_that_cannot_be_recorded_does_not_invite_a_repetition(self, grant, memory, fail_close) -> None:
+        lease = grant()
+        fail_close(1000)
+        with pytest.raises(OutcomeUnknown) as raised:
+            sh(lease, "echo done", NOW)
+        run = Run.objects.get()
+        assert raised.value.extra == {"run_id": str(run.pk), "exit_code": 0}
+        response = build_error_response(raised.value, "/")
+        assert (response.status_code, response.headers.get("Retry-After")) == (500, None)
+        assert len([verb for verb, _ in memory.calls if verb == "exec"]) == 1

@@ -7,12 +7,14 @@ have started, and the error names the run with the known part of the outcome."""
 import hashlib
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
+import structlog
 from django.conf import settings
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError, InterfaceError, OperationalError, connection, transaction
 from django.http import HttpResponse
 from rest_framework.request import Request
 
@@ -23,6 +25,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Run, RunOutcome
 
+log = structlog.get_logger(__name__)
 HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
 RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
@@ -78,15 +81,28 @@ def execute_once(
     try:
         status, data = act(run_id)
     except Exception:
-        if repeatable or not _may_have_started(run_id):
-            own_row.delete()
-        else:
-            own_row.update(deadline_at=clock())
+        with _database_errors_logged(row):
+            if repeatable or not _may_have_started(run_id):
+                own_row.delete()
+            else:
+                own_row.update(deadline_at=clock())
         raise
     checkpoint("acted", row)
     response = _build_response(status, data)
-    own_row.update(status_code=status, body=response.content.decode())
+    with _database_errors_logged(row):
+        own_row.update(status_code=status, body=response.content.decode())
     return response
+
+
+@contextmanager
+def _database_errors_logged(row: IdempotentRequest) -> Iterator[None]:
+    """Log an error of the database. The client gets the outcome of its request either way, and the key ends at its deadline."""
+    try:
+        yield
+    except (OperationalError, InterfaceError) as failed:
+        if connection.in_atomic_block:
+            raise
+        log.warning("idempotency key not settled", key_row=row.pk, error=str(failed))
 
 
 def _claim_key(

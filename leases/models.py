@@ -242,6 +242,10 @@ class LeaseEvent(models.Model):
     kind = models.CharField(max_length=32)
     actor = models.CharField(max_length=255, blank=True)
     reason = models.CharField(max_length=500, blank=True)
+    request = models.OneToOneField(
+        "self", on_delete=models.PROTECT, null=True, blank=True, editable=False, related_name="outcome",
+        help_text="The queued request whose outcome this entry is. Unique, so that a task delivered twice acts once.",
+    )  # fmt: skip
 
     class Meta:
         default_permissions = ("view",)

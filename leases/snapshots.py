@@ -9,27 +9,29 @@ from sandboxes import snapshots
 from sandboxes.models import Snapshot
 
 
-def take_snapshot(pk: UUID, *, name: str = "", now: datetime, actor: str = "") -> Snapshot:
-    """Store the current workspace of a lease, also of a sleeping one. Raise LeaseEnded, SnapshotNotFound or SandboxBusy."""
+def take_snapshot(pk: UUID, *, name: str = "", now: datetime, actor: str = "", request_id: int | None = None) -> Snapshot:
+    """Store the current workspace of a lease, also of a sleeping one. Raise LeaseEnded, SnapshotNotFound or SandboxBusy.
+
+    `request_id` is the LeaseEvent of a queued request. Raise IntegrityError, without effect, if the request has an outcome."""
 
     def record(taken: Snapshot) -> None:
-        _record_event(pk, now, "snapshot", actor, f"{taken.pk} {taken.name}")
+        _record_event(pk, now, "snapshot", actor, f"{taken.pk} {taken.name}", request_id)
 
     with execution.use_lease(pk, now=now) as request:
         return snapshots.take_snapshot(request, name=name, now=now, actor=actor, record=record)
 
 
-def restore_snapshot(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = "") -> Snapshot:
+def restore_snapshot(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = "", request_id: int | None = None) -> Snapshot:
     """Make a snapshot the content of the workspace from its next use on.
 
-    Raise LeaseEnded, SnapshotNotFound, or SandboxBusy while a run is open."""
+    Raise LeaseEnded, SnapshotNotFound, or SandboxBusy while a run is open. `request_id` as in take_snapshot."""
 
     def record(restored: Snapshot) -> None:
-        _record_event(pk, now, "restored", actor, f"from snapshot {snapshot} {restored.name}")
+        _record_event(pk, now, "restored", actor, f"from snapshot {snapshot} {restored.name}", request_id)
 
     with execution.use_lease(pk, now=now) as request:
         return snapshots.restore_snapshot(request, snapshot, now=now, actor=actor, record=record)
 
 
-def _record_event(pk: UUID, at: datetime, kind: str, actor: str, reason: str) -> None:
-    LeaseEvent.objects.create(lease_id=pk, at=at, kind=kind, actor=actor, reason=reason.strip())
+def _record_event(pk: UUID, at: datetime, kind: str, actor: str, reason: str, request_id: int | None) -> None:
+    LeaseEvent.objects.create(lease_id=pk, at=at, kind=kind, actor=actor, reason=reason.strip(), request_id=request_id)

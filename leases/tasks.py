@@ -1,11 +1,12 @@
 """Queued tasks of this app, and the functions that enqueue them."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from uuid import UUID
 
-from django.db import transaction
+from django.db import IntegrityError, transaction
 from django.db.models import Q
 from django.utils import timezone
 from django_q.models import OrmQ
@@ -91,27 +92,39 @@ def _enqueue_with_event(
     if lease_id is None or not Lease.objects.filter(pk=lease_id, status=LeaseStatus.ACTIVE).exists():
         return False
     with transaction.atomic():  # as in request_wake
-        LeaseEvent.objects.create(lease_id=lease_id, at=now, kind=kind, actor=actor, reason=reason)
-        async_task(f"leases.tasks.{task}", str(lease_id), argument, actor, group=task)
+        request = LeaseEvent.objects.create(lease_id=lease_id, at=now, kind=kind, actor=actor, reason=reason)
+        async_task(f"leases.tasks.{task}", str(lease_id), argument, actor, request.pk, group=task)
     return True
 
 
-def take_snapshot(lease_id: str, name: str, actor: str) -> str:
-    """Task: store a lease's workspace. A task that is delivered twice stores two snapshots."""
+def take_snapshot(lease_id: str, name: str, actor: str, request_id: int) -> str:
+    """Task: store a lease's workspace, once for each request event."""
     operation = partial(snapshots.take_snapshot, UUID(lease_id), name=name, now=timezone.now(), actor=actor)
-    return _run_recording_failure(operation, lease_id, "snapshot_failed", actor)
+    return _run_once(operation, lease_id, "snapshot_failed", actor, request_id)
 
 
-def restore_snapshot(lease_id: str, snapshot_id: str, actor: str) -> str:
-    """Task: restore a snapshot into a lease's workspace."""
+def restore_snapshot(lease_id: str, snapshot_id: str, actor: str, request_id: int) -> str:
+    """Task: restore a snapshot into a lease's workspace, once for each request event.
+
+    The queue delivers a task again after its retry time. A second restore would discard what was done since the first."""
     operation = partial(snapshots.restore_snapshot, UUID(lease_id), UUID(snapshot_id), now=timezone.now(), actor=actor)
-    return _run_recording_failure(operation, lease_id, "restore_failed", actor)
+    return _run_once(operation, lease_id, "restore_failed", actor, request_id)
 
 
-def _run_recording_failure(operation: Callable[[], Snapshot], lease_id: str, failure_kind: str, actor: str) -> str:
-    """Return the id of the resulting snapshot, or record the error in the lease's timeline and return its message."""
+def _run_once(operation: Callable[..., Snapshot], lease_id: str, failure_kind: str, actor: str, request_id: int) -> str:
+    """Return the id of the resulting snapshot, or record the error in the lease's timeline and return its message.
+
+    The outcome of an earlier or concurrent delivery is returned instead of a second one."""
+    if earlier := LeaseEvent.objects.filter(request=request_id).first():
+        return earlier.reason
     try:
-        return str(operation().pk)
+        return str(operation(request_id=request_id).pk)
+    except IntegrityError:
+        return LeaseEvent.objects.get(request=request_id).reason
     except SandboxError as error:
-        LeaseEvent.objects.create(lease_id=lease_id, at=timezone.now(), kind=failure_kind, actor=actor, reason=str(error)[:500])
+        with suppress(IntegrityError), transaction.atomic():
+            LeaseEvent.objects.create(
+                lease_id=lease_id, at=timezone.now(), kind=failure_kind, actor=actor, reason=str(error)[:500],
+                request_id=request_id,
+            )  # fmt: skip
         return str(error)

@@ -1,0 +1,54 @@
+"""Queued tasks that the queue delivers more than once."""
+
+import pytest
+from django.utils import timezone
+from django_q.models import OrmQ
+
+from leases import execution, snapshots, tasks
+from leases.models import LeaseEvent
+from sandboxes.models import Sandbox, Snapshot
+from sandboxes.runs import Command
+from tests.conftest import MINUTE
+
+pytestmark = pytest.mark.django_db
+
+
+def sh(lease, line: str) -> bytes:
+    return execution.exec_command(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=timezone.now())[1].stdout
+
+
+def deliver() -> str:
+    """Run the only queued task, as a worker does. The task stays in the queue and can be delivered again."""
+    task = OrmQ.objects.get().task
+    return getattr(tasks, task["func"].rpartition(".")[2])(*task["args"])
+
+
+def test_redelivered_restore_does_not_discard_later_work(grant) -> None:
+    lease = grant(now=timezone.now())
+    sh(lease, "echo before >f")
+    snapshot = snapshots.take_snapshot(lease.pk, now=timezone.now())
+    assert tasks.request_restore(snapshot, now=timezone.now(), actor="operator", reason="")
+    deliver()
+    sh(lease, "echo after >f")
+    deliver()
+    assert sh(lease, "cat f") == b"after\n"
+    assert LeaseEvent.objects.filter(lease=lease, kind="restored").count() == 1
+
+
+def test_redelivered_snapshot_is_taken_once(grant) -> None:
+    lease = grant(now=timezone.now())
+    sh(lease, "echo 1 >f")
+    assert tasks.request_snapshot(Sandbox.objects.get(holder=lease.pk), "one", now=timezone.now(), actor="operator", reason="")
+    first, second = deliver(), deliver()
+    assert first in second
+    assert Snapshot.objects.count() == 1
+
+
+def test_failed_restore_has_one_entry_in_the_timeline(grant) -> None:
+    lease = grant(now=timezone.now())
+    sh(lease, "echo 1 >f")
+    snapshot = snapshots.take_snapshot(lease.pk, now=timezone.now())
+    assert tasks.request_restore(snapshot, now=timezone.now(), actor="operator", reason="")
+    Snapshot.objects.update(forgotten_at=timezone.now())
+    assert deliver() == deliver()
+    assert LeaseEvent.objects.filter(lease=lease, kind="restore_failed").count() == 1

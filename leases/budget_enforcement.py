@@ -72,9 +72,8 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
             return "sandboxes lost"  # the `reconcile` sweep ends its lease
         if sandbox.state in (WARMING, EVICTING):
             return "sandboxes in transition"  # its worker finishes the transition, or the `stalled` sweep does
-        # After a failed attempt idle_at is the time of the next one, unless the sandbox has been used since.
-        unused = sandbox.last_used_at < sandbox.state_since
-        if sandbox.persist_failures and unused and sandbox.idle_at and sandbox.idle_at > now:
+        # After a failed attempt idle_at is the time of the next one. A run resets the count of failures.
+        if sandbox.persist_failures and sandbox.idle_at and sandbox.idle_at > now:
             return "sandboxes not stored yet"
         if sandbox.state == RUNNING:
             if now < budgets.get_grace_deadline(budget):

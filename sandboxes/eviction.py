@@ -240,12 +240,12 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") ->
 def find_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
     """Return the sandbox to evict next when this agent needs a place, or None. One query, served by an index.
 
-    A sandbox whose state could not be stored is skipped until its next try, so that it does not block others. A use after
-    the failure cancels the try and makes the sandbox a candidate again."""
+    A sandbox whose state could not be stored is skipped until its next try, so that it does not block others. A run
+    resets the count of failures and makes the sandbox a candidate again."""
     guaranteed = Quota.objects.filter(
         pool=OuterRef("pool"), agent_did=OuterRef("agent_did"), guaranteed__gt=0, used__lte=F("guaranteed")
     ).exclude(agent_did=agent_did)
-    postponed = Q(persist_failures__gt=0, idle_at__gt=now, last_used_at__lt=F("state_since"))
+    postponed = Q(persist_failures__gt=0, idle_at__gt=now)
     candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, pool=pool, tier__isnull=False, lost_at__isnull=True)
     return candidates.order_by("tier", "last_used_at").first()
 

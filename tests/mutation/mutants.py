@@ -22,6 +22,7 @@ REQUEST_FILTER = "sandboxes/egress/request_filter.py"
 # Tests.
 TEST_POOL, TEST_LIFECYCLE = "tests/unit/sandboxes/test_pool.py", "tests/unit/sandboxes/test_lifecycle.py"
 TEST_LEASING, TEST_TURNS = "tests/unit/leases/test_leasing.py", "tests/unit/leases/test_turns.py"
+TEST_STATE_LOSS, TEST_EXECUTION = "tests/races/test_state_loss.py", "tests/unit/leases/test_execution.py"
 TEST_CRASHES, TEST_RACES = "tests/races/test_crashes.py", "tests/races/test_races.py"
 TEST_METERING, TEST_USE = "tests/unit/billing/test_metering.py", "tests/unit/billing/test_use.py"
 TEST_PRICING, TEST_RATES = "tests/unit/billing/test_pricing.py", "tests/unit/billing/test_rates.py"
@@ -170,17 +171,66 @@ MUTANTS = (
     ),
     Mutant(
         name="eviction-postponed-although-used",
-        path=EVICTION,
-        before='postponed = Q(tries__gt=0, idle_at__gt=now, last_used_at__lt=F("state_since"))',
-        after="postponed = Q(tries__gt=0, idle_at__gt=now)",
+        path=LIFECYCLE,
+        before="persisted = FALSE, persist_failures = 0",
+        after="persisted = FALSE",
         tests=[f"{TEST_POOL}::test_sandbox_used_after_a_failed_eviction_is_a_candidate_again"],
     ),
     Mutant(
         name="eviction-stored-twice",
         path=EVICTION,
-        before="if not used or stored.exists():",
-        after="if not used:",
+        before="return not sandbox.persisted and Run.objects",
+        after="return Run.objects",
         tests=[f"{TEST_POOL}::test_failed_destroy_after_storing_is_repeated_without_storing_twice"],
+    ),
+    Mutant(
+        name="eviction-unsaved-state-destroyed-as-stalled",
+        path="sandboxes/sweeps.py",
+        before="if sandbox.tries >= settings.DESTROY_TRIES and not eviction.has_unsaved_state(sandbox):",
+        after="if sandbox.persist_failures >= settings.DESTROY_TRIES:",
+        tests=[f"{TEST_STATE_LOSS}::test_a_sandbox_whose_state_is_not_stored_is_never_destroyed_as_stalled"],
+    ),
+    Mutant(
+        name="eviction-run-keeps-the-stored-mark",
+        path=LIFECYCLE,
+        before="persisted = FALSE, persist_failures = 0",
+        after="persist_failures = 0",
+        tests=[f"{TEST_STATE_LOSS}::test_a_snapshot_counts_only_if_no_run_began_after_it"],
+    ),
+    Mutant(
+        name="eviction-pointer-moved-without-the-claim",
+        path=EVICTION,
+        before="claimed = Sandbox.objects.filter(own_claim, pk=sandbox.pk, state=EVICTING).update(",
+        after="claimed = Sandbox.objects.filter(pk=sandbox.pk, state=EVICTING).update(",
+        tests=[f"{TEST_STATE_LOSS}::test_overtaken_worker_does_not_store_over_its_successor"],
+    ),
+    Mutant(
+        name="pool-ready-without-the-claim",
+        path=POOL,
+        before="own_claim = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)",
+        after="own_claim = Q(incarnation=sandbox.incarnation)",
+        tests=[f"{TEST_STATE_LOSS}::test_start_whose_claim_was_taken_over_does_not_make_the_sandbox_ready"],
+    ),
+    Mutant(
+        name="lifecycle-concurrent-run-of-another-holder",
+        path=LIFECYCLE,
+        before="\"WHERE id = %s AND holder = %s AND state = 'running'\"",
+        after="\"WHERE id = %s AND (holder = %s OR TRUE) AND state = 'running'\"",
+        tests=[f"{TEST_STATE_LOSS}::test_run_does_not_join_a_running_sandbox_of_another_holder"],
+    ),
+    Mutant(
+        name="eviction-guaranteed-place-chosen",
+        path=EVICTION,
+        before="candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed,",
+        after="candidates = Sandbox.objects.filter(~postponed,",
+        tests=[f"{TEST_STATE_LOSS}::test_guarantee_is_checked_when_a_victim_is_chosen_and_when_its_place_is_taken"],
+    ),
+    Mutant(
+        name="leasing-wait-outlives-the-lease",
+        path="leases/guard.py",
+        before="        leasing.require_active(self.lease_id, now=self.clock())\n        budgets",
+        after="        budgets",
+        tests=[f"{TEST_EXECUTION}::test_lease_that_ends_while_its_sandbox_starts_runs_nothing"],
     ),
     Mutant(
         name="eviction-of-a-lost-sandbox",

@@ -1,9 +1,10 @@
-"""Failures and crashes around a stored state. A change that a run has acknowledged survives every one of them."""
+"""Failures, crashes and overtaken workers. A change that a run has acknowledged survives every one of them."""
 
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.db import OperationalError
@@ -12,10 +13,10 @@ from controlplane.errors import build_error_response
 from leases import execution
 from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
-from sandboxes import eviction, runs, sweeps
+from sandboxes import eviction, lifecycle, runs, sweeps
 from sandboxes.db import clock
-from sandboxes.errors import OutcomeUnknown, SandboxNotReady
-from sandboxes.models import Run, Sandbox
+from sandboxes.errors import OutcomeUnknown, SandboxNotHeld, SandboxNotReady
+from sandboxes.models import Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
 from sandboxes.storage.base import StoreError
@@ -118,6 +119,45 @@ def test_missing_sandbox_with_unsaved_changes_ends_the_lease(grant, store, memor
     memory.vanish(get_sandbox(lease).ref)
     with pytest.raises(LeaseEnded, match="lost"):
         sh(lease, "cat f", NOW + MINUTE)
+
+
+def test_overtaken_worker_does_not_store_over_its_successor(grant, store, at_checkpoint) -> None:
+    """The worker's objects are stored when another worker takes over its claim."""
+    lease = grant()
+    sh(lease, "echo 1 >f", NOW)
+    sandbox = get_sandbox(lease)
+    at_checkpoint("objects stored", lambda: Sandbox.objects.filter(pk=sandbox.pk).update(claim=uuid4()))
+    assert not eviction.evict(sandbox.pk, now=NOW)
+    assert not Snapshot.objects.exists()
+    assert (get_sandbox(lease).state, get_sandbox(lease).persisted) == ("evicting", False)
+
+
+def test_start_whose_claim_was_taken_over_does_not_make_the_sandbox_ready(grant, store, memory, at_checkpoint) -> None:
+    lease = grant()
+    at_checkpoint("prepared", lambda: Sandbox.objects.filter(holder=lease.pk).update(claim=uuid4()))
+    with pytest.raises(SandboxNotHeld):
+        execution.ensure_sandbox_ready(lease.pk, now=NOW)
+    assert get_sandbox(lease).state == "warming"
+    assert not memory.list(str(lease.pool.owner))
+
+
+def test_run_does_not_join_a_running_sandbox_of_another_holder(grant, store) -> None:
+    sandbox = execution.ensure_sandbox_ready(grant().pk, now=NOW)
+    assert sandbox.holder is not None
+    assert lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=NOW) == "warm"
+    assert lifecycle.start_run(sandbox.pk, holder=uuid4(), now=NOW) is None
+    assert lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=NOW) == "running"
+
+
+def test_guarantee_is_checked_when_a_victim_is_chosen_and_when_its_place_is_taken(grant, store, pool) -> None:
+    """The guarantee may change between the two checks."""
+    sandbox = execution.ensure_sandbox_ready(grant().pk, now=NOW)
+    Quota.objects.filter(pool=pool, agent_did=sandbox.agent_did).update(guaranteed=1)
+    assert eviction.find_victim(pool, agent_did="did:plc:other", now=NOW) is None
+    assert eviction.find_victim(pool, agent_did=sandbox.agent_did, now=NOW) == sandbox
+    assert eviction.evict(sandbox.pk, now=NOW)
+    assert not eviction.release_cold(sandbox.pk, now=NOW, for_agent="did:plc:other")
+    assert eviction.release_cold(sandbox.pk, now=NOW, for_agent=sandbox.agent_did)
 
 
 class TestFailover:

@@ -172,6 +172,7 @@ def test_signals_are_exit_codes(real_box):
     assert ended(real_box, mark) == ProcessState(False, 143)
 
 
+@pytest.mark.parametrize("real_box", ["process"], indirect=True)
 def test_old_logs_of_exited_processes_are_removed(real_box):
     oldest = start(real_box, "echo", "hi")
     ended(real_box, oldest)

@@ -36,14 +36,9 @@ def test_up_serves_until_sigterm_refuses_a_second_up_and_leaves_only_the_sandbox
     assert home.query_value("SELECT state FROM sandboxes_sandbox") == "waiting"
 
 
-def test_without_migrations_the_error_names_the_command_to_run(home: Home) -> None:
+def test_up_is_refused_without_migrations_and_without_isolation(home: Home) -> None:
     refused = run_manage(home.path, "up", DATABASE_URL=f"sqlite:///{home.path / 'empty.sqlite3'}")
-    assert (refused.returncode, refused.stderr) == (
-        1, "CommandError: Migrations are not applied: run manage.py migrate.\n",
-    )  # fmt: skip
-
-
-def test_without_isolation_and_without_debug_up_does_not_start(home: Home) -> None:
+    assert (refused.returncode, refused.stderr) == (1, "CommandError: Migrations are not applied: run manage.py migrate.\n")
     refused = run_manage(home.path, "up", DEBUG="0", SANDBOX_PROVIDER="auto", DOCKER_HOST="unix:///nowhere.sock")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
     assert refused.stderr.startswith("The process provider does not isolate")

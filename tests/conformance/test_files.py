@@ -17,7 +17,8 @@ from tests.conformance.conftest import BY_EXEC, make_box_fixture
 from tests.support.tars import directory, file, link, pack
 
 ODD = [
-    "-rf", "with space", "ünïcode 漢字 🎲", "--", "two\nlines", "tab\there", 'it\'s "quoted" $HOME `id` \\', "*", ".hidden", "a" * 255,
+    "-rf", "with space", "ünïcode 漢字 🎲", "--", "two\nlines", "tab\there", 'it\'s "quoted" $HOME `id` \\', "*", ".hidden",
+    "a" * 255,
 ]  # fmt: skip
 box = make_box_fixture("memory", "process", "docker", BY_EXEC, root=DATA)
 real = make_box_fixture("process", "docker", BY_EXEC, root=DATA)
@@ -151,7 +152,7 @@ for mode in (0o000, 0o400, 0o100, 0o300):
 """
 
 
-def test_unreadable_entries_are_listed_and_fetched_and_keep_their_mode(real):
+def test_unreadable_entries_are_listed_and_transferred_and_keep_their_mode(real):
     real.python(LOCKED)
     there = real.look()
     assert len(there) == 12
@@ -162,6 +163,10 @@ def test_unreadable_entries_are_listed_and_fetched_and_keep_their_mode(real):
     again = real.look()
     assert {path: stat.mode for path, stat in again.items()} == {path: stat.mode for path, stat in there.items()}
     assert all(again[path].stamp == stat.stamp for path, stat in there.items() if stat.kind == "directory")
+    tar = b"".join(real.provider.get_files(real.ref, DATA))
+    real.provider.clear(real.ref, DATA)
+    real.provider.put_files(real.ref, DATA, io.BytesIO(tar))
+    assert b"".join(real.provider.get_files(real.ref, DATA)) == tar
 
 
 def test_more_files_than_one_host_tar_holds_are_listed_fetched_and_removed(box):
@@ -402,10 +407,16 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root reaches a cont
 
 
 @as_root
-def test_host_access_needs_no_exec(container, monkeypatch):
-    monkeypatch.setattr(container.provider, "_create_exec", lambda *args, **options: pytest.fail("an exec"))
-    container.write("a/f", b"x")
-    container.put(file("b/g", b"y"), file("b/locked", b"z", mode=0), directory("b", mode=0))
+def test_host_access_needs_no_exec_and_its_files_are_owned_by_the_agent(container, monkeypatch):
+    def forbid_execs(patch):
+        patch.setattr(container.provider, "_create_exec", lambda *args, **options: pytest.fail("an exec"))
+
+    with monkeypatch.context() as patch:
+        forbid_execs(patch)
+        container.write("a/f", b"x")
+        container.put(file("b/g", b"y"), file("b/locked", b"z", mode=0), directory("b", mode=0))
+    assert container.run("stat", "-c", "%u:%g", "a", "a/f", "b", cwd=DATA).stdout.split() == [b"10001:10001"] * 3
+    forbid_execs(monkeypatch)
     assert container.look(under="a").keys() == {"a/f"}
     assert container.get(only=["a/f", "b/locked"]) == {"a/f": b"x", "b/locked": b"z"}
     assert (container.read("a/f"), container.range("b/g", 0, 9)) == (b"x", (b"y", 1))

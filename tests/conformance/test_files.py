@@ -2,7 +2,6 @@
 
 import io
 import os
-import socket
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,13 +52,6 @@ def test_manifest_contains_kind_mode_size_and_target(box):
     }
 
 
-def test_roots_have_separate_manifests(box):
-    box.write("a")
-    assert "a" not in box.provider.manifest(box.ref, WORKSPACE)
-    with pytest.raises(BadPath):
-        box.provider.manifest(box.ref, "/etc")
-
-
 def test_unpacked_times_are_kept_in_whole_seconds(box):
     (member, content), folder = file("old"), directory("folder")[0]
     member.mtime, folder.mtime = 1_000_000_000.9, 1_100_000_000
@@ -80,7 +72,7 @@ def test_manifest_of_a_missing_directory_is_an_error(box):
     for gone in ("nothing", "no/such"):
         with pytest.raises(NoSuchFile):
             box.look(under=gone)
-    for bad in ("file", "file/below", "link", "link/below", "..", "a/../b", "/a", "a//b", "a/", ".", "a\0b"):
+    for bad in ("file", "file/below", "link", "link/below", "..", "a/../b", "/a", "a//b", "a/", ".", "a\0b", "\ud800"):
         with pytest.raises(BadPath):
             box.look(under=bad)
 
@@ -121,26 +113,16 @@ def test_names_that_are_not_utf8_are_supported_by_all_verbs(real):
     assert path not in real.look()
 
 
-def test_undecodable_string_is_a_bad_path(box):
-    for act in (box.read, box.remove, lambda path: box.look(under=path), lambda path: box.get(only=[path])):
-        with pytest.raises(BadPath):
-            act("\ud800")
-
-
 def test_pipes_and_sockets_are_listed_but_not_read(real):
     real.python("os.mkfifo('pipe'); s = socket.socket(socket.AF_UNIX); s.bind('socket'); open('file', 'w')")
     there = real.look()
-    assert {path: (stat.kind, stat.size, stat.target) for path, stat in there.items()} == {
-        "pipe": ("other", 0, ""),
-        "socket": ("other", 0, ""),
-        "file": ("file", 0, ""),
-    }
+    assert {path: stat.kind for path, stat in there.items()} == {"pipe": "other", "socket": "other", "file": "file"}
+    assert {(stat.size, stat.target) for stat in there.values()} == {(0, "")}
     assert real.get(only=there) == real.get() == {"file": b""}
     for path in ("pipe", "socket"):
-        with pytest.raises(BadPath):
-            real.read(path)
-        with pytest.raises(BadPath):
-            real.range(path, 0, 1)
+        for act in (real.read, lambda path: real.range(path, 0, 1)):
+            with pytest.raises(BadPath):
+                act(path)
     real.remove(*there)
     assert real.look() == {}
 
@@ -207,20 +189,15 @@ def test_stamp_changes_with_content_mode_and_target_of_its_entry_only(box):
     assert {path for path in before if after[path].stamp != before[path].stamp} == {"a", "d/b", "l"}
 
 
-def test_stamp_changes_after_a_rewrite_of_equal_length_and_restored_mtime(real):
-    real.write("a", b"one")
-    before = real.look()["a"]
-    real.python("s = os.stat('a'); open('a', 'r+').write('two'); os.utime('a', ns=(s.st_atime_ns, s.st_mtime_ns))")
-    after = real.look()["a"]
-    assert (after.size, after.mtime) == (before.size, before.mtime)
-    assert after.stamp != before.stamp
-
-
-def test_directory_stamp_changes_with_its_mode(real):
-    real.write("d/a")
-    before = real.look()["d"]
+def test_stamp_changes_with_a_directorys_mode_and_a_rewrite_of_equal_length_and_mtime(real):
+    real.write("d/a", b"one")
+    before = real.look()
+    real.python("s = os.stat('d/a'); open('d/a', 'r+').write('two'); os.utime('d/a', ns=(s.st_atime_ns, s.st_mtime_ns))")
     real.python("os.chmod('d', 0o500)")
-    assert real.look()["d"].stamp != before.stamp
+    after = real.look()
+    assert (after["d/a"].size, after["d/a"].mtime) == (before["d/a"].size, before["d/a"].mtime)
+    assert after["d/a"].stamp != before["d/a"].stamp
+    assert after["d"].stamp != before["d"].stamp
 
 
 # --- partial reads --------------------------------------------------------------------------------------------
@@ -234,7 +211,7 @@ def test_only_selected_existing_paths_are_fetched(box):
 
 
 def test_invalid_path_is_neither_fetched_nor_removed(box):
-    for path in ("", "..", "../x", "/etc/passwd", "a/../../x", "a//b", "./a", "a/", "a\0b"):
+    for path in ("", "..", "../x", "/etc/passwd", "a/../../x", "a//b", "./a", "a/", "a\0b", "\ud800"):
         for act in (lambda path: box.get(only=[path]), box.remove):
             with pytest.raises(BadPath):
                 act(path)
@@ -641,9 +618,3 @@ def test_clear_ends_at_its_deadline_while_files_are_created(tmp_path, monkeypatc
     monkeypatch.setattr(files, "_remove_entry", make_another)
     with pytest.raises((TimeoutError, OSError)):
         files.clear(str(tmp_path), seconds=0.2)
-
-
-def test_socket_among_files_is_listed(tmp_path):
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "s"))
-        assert [fields[0] for _, fields in files.scan(str(tmp_path), max_entries=9)] == ["other"]

@@ -9,17 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes.providers.base import (
-    DATA,
-    WORKSPACE,
-    BadPath,
-    Missing,
-    NoSuchFile,
-    ProviderError,
-    Rejected,
-    SandboxSpec,
-    TooLarge,
-)
+from sandboxes.providers.base import DATA, WORKSPACE, BadPath, Missing, NoSuchFile, Rejected, SandboxSpec, TooLarge
 from sandboxes.providers.memory import MemoryProvider
 from tests.conformance.conftest import ProviderBench, unique_name, unique_sleep_seconds
 from tests.support.tars import directory, file, link, other, pack
@@ -126,17 +116,17 @@ VERBS = {
 
 
 def test_verbs_raise_missing_without_a_sandbox(bench):
-    def outcome(verb, ref):
+    def is_missing(verb, ref):
         try:
             VERBS[verb](bench.provider, ref)
-        except ProviderError as error:
-            return type(error)
+        except Missing:
+            return True
 
     box = bench.box()
     box.look()  # so that the provider has cached the sandbox
     bench.provider.destroy(box.ref)
     for ref in (box.ref, box.name, "lhc-never-was"):
-        assert {verb: outcome(verb, ref) for verb in VERBS} == dict.fromkeys(VERBS, Missing)
+        assert [verb for verb in VERBS if not is_missing(verb, ref)] == []
 
 
 @pytest.mark.parametrize("verb", ["manifest", "get_files", "remove_files", "clear", "read_range", "seed"])
@@ -396,7 +386,7 @@ def test_missing_file_is_an_error(box):
 OUTSIDE = [
     "", "/", "/workspace", "/workspace/", "/etc/passwd", "etc/passwd", "workspace/a", "/workspaces/a",
     "/workspace/../etc/passwd", "/workspace/a/../../data/b", "/workspace/./a", "/workspace//a", "/workspace/a/",
-    "/workspace/a\0b", "/workspace/" + "a" * 300,
+    "/workspace/a\0b", "/workspace/\ud800", "/workspace/" + "a" * 300,
 ]  # fmt: skip
 
 
@@ -529,7 +519,7 @@ def test_unpack_does_not_write_through_an_existing_link(box):
 
 
 def test_invalid_and_truncated_tars_are_rejected(box):
-    for sent in (b"this is no tar " * 1000, b"", pack(file("a"), file("b")).getvalue()[:1024]):
+    for sent in (b"this is no tar " * 1000, b"", pack(file("a")).getvalue()[:515]):
         with pytest.raises(Rejected):
             box.provider.put_files(box.ref, "/workspace", io.BytesIO(sent))
 
@@ -540,6 +530,7 @@ def test_only_workspace_and_data_are_valid_roots(box, root):
         lambda: b"".join(box.provider.get_files(box.ref, root)),
         lambda: box.provider.put_files(box.ref, root, pack(file("a"))),
         lambda: box.provider.size(box.ref, root),
+        lambda: box.provider.manifest(box.ref, root),
     ):
         with pytest.raises(BadPath):
             act()

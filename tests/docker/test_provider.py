@@ -1,5 +1,6 @@
 """Docker provider: isolation, limits, timeouts and destruction, beyond the conformance suite."""
 
+import io
 import os
 import subprocess
 import threading
@@ -27,6 +28,7 @@ from sandboxes.providers.docker.provider import DockerProvider, is_daemon_availa
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
 from tests.docker.test_sealed import Cell
+from tests.support.tars import file, pack
 from tests.support.waiting import run_with_growing_timeouts, wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("docker_ready")]
@@ -61,9 +63,11 @@ def make_box(owner: str) -> Box:
 def make_owner() -> Iterator[str]:
     """Return a unique owner. Afterwards destroy all its sandboxes."""
     name, provider = f"lhd-{uuid4().hex[:16]}", DockerProvider()
-    yield name
-    for found in provider.list(name):
-        provider.destroy(found.ref)
+    try:
+        yield name
+    finally:
+        for found in provider.list(name):
+            provider.destroy(found.ref)
 
 
 @pytest.fixture
@@ -371,6 +375,11 @@ def test_destroy_awaits_a_concurrent_removal_and_removes_the_volumes(own_box: Bo
     with pytest.raises(Missing):
         own_box.provider.inspect(own_box.ref)
     assert volumes_of(own_box) == []
+
+
+def test_tar_without_its_end_is_rejected(box: Box) -> None:
+    with pytest.raises(Rejected):
+        box.provider.put_files(box.ref, "/data", io.BytesIO(pack(file("a"), file("b")).getvalue()[:1024]))
 
 
 def test_abandoned_transfer_leaves_no_process(box: Box) -> None:

@@ -70,7 +70,8 @@ class SandboxHandle:
 
     def get_members(self, **more) -> dict[str, tuple[tarfile.TarInfo, bytes | str | None]]:
         """Return the tar of get_files as name -> (member, content, link target, or None for a directory)."""
-        with tarfile.open(fileobj=io.BytesIO(b"".join(self.provider.get_files(self.ref, self.root, **more))), mode="r:") as tar:
+        content = io.BytesIO(b"".join(self.provider.get_files(self.ref, self.root, **more)))
+        with tarfile.open(fileobj=content, mode="r:") as tar:
             return {
                 member.name.removeprefix("./"): (
                     member,

@@ -88,7 +88,8 @@ def test_start_is_idempotent_per_mark(box):
     wait_until(lambda: log(box, mark).content == b"once\n", "it has printed")
 
 
-def test_unknown_mark_has_no_state_and_no_output(box):
+def test_unknown_mark_has_no_state_and_no_output_and_can_be_killed(box):
+    box.provider.kill(box.ref, unique_name())
     assert state(box, unique_name()) is None
     assert log(box, unique_name(), start=7) == ProcessOutput(b"", 7)
 

@@ -358,12 +358,9 @@ def test_program_that_cannot_be_started_is_a_result_with_the_reason_on_stderr(
     assert why in done.stderr
 
 
-def test_start_failure_is_recognized_with_a_small_cap(box: Box) -> None:
-    done = box.run("no-such-program", cap=4)
-    assert (done.exit_code, done.stderr, done.truncated) == (127, b"exec", True)
-
-
-def test_program_may_exit_with_127_and_its_own_message(box: Box) -> None:
+def test_start_failure_is_distinguished_from_a_program_that_prints_the_same(box: Box) -> None:
+    failed = box.run("no-such-program", cap=4)
+    assert (failed.exit_code, failed.stderr, failed.truncated) == (127, b"exec", True)
     done = box.run("sh", "-c", "echo 'OCI runtime exec failed'; exit 127")
     assert (done.exit_code, done.stdout) == (127, b"OCI runtime exec failed\n")
 
@@ -390,15 +387,12 @@ def test_abandoned_transfer_leaves_no_process(box: Box) -> None:
     assert box.processes() == []
 
 
-def test_tools_are_installed(box: Box) -> None:
+def test_tools_are_installed_and_home_is_ignored_by_git(box: Box) -> None:
     assert box.run("sh", "-ec", "pip --version && python -c 'import pydantic, aiohttp'").exit_code == 0
-    git = "git init -q r && cd r && touch f && git add f && git commit -qm m && git log --format='%an <%ae>'"
-    assert box.run("sh", "-ec", git).stdout == b"Agent <agent@leasehold.invalid>\n"
-
-
-def test_home_is_in_the_workspace_and_ignored_by_git(box: Box) -> None:
     done = box.run("sh", "-ec", "cd; pwd; touch x; cd /workspace; git init -q; git status --porcelain")
     assert done.stdout == b"/workspace/.home\n"
+    commit = "touch f && git add f && git commit -qm m && git log --format='%an <%ae>'"
+    assert box.run("sh", "-ec", commit).stdout == b"Agent <agent@leasehold.invalid>\n"
 
 
 def test_image_is_not_rebuilt_without_changes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,20 +1,27 @@
 """Fixtures of the provider conformance suite: every provider behind one interface.
 
-Each test's sandboxes have their own owner label, by which they are removed. Concurrent runs and real sandboxes therefore do
-not interfere."""
+Sandboxes have an owner label of this run, by which they are removed. Concurrent runs and real sandboxes therefore do not
+interfere."""
 
-from dataclasses import dataclass, field
+import io
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from uuid import uuid4
 
 import pytest
 
 from sandboxes.providers import PROVIDER_CLASSES
-from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, SandboxSpec
+from sandboxes.providers.base import DATA, WORKSPACE, ExecResult, FileStat, Provider, SandboxSpec
+from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.providers.process import ProcessProvider
 from tests.conftest import DOCKER_IMAGE
+from tests.support.tars import TarMember, pack
 
 MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
+BY_EXEC = "docker by exec"  # without access to the container's files from the host
 
 
 def unique_name():
@@ -28,11 +35,12 @@ def unique_sleep_seconds():
 
 @dataclass
 class SandboxHandle:
-    """A ready sandbox."""
+    """A ready sandbox, with shorthands for file verbs below `root`."""
 
     provider: Provider
     ref: str
     name: str
+    root: str = WORKSPACE
 
     def run(self, *argv, env=None, seconds=60, mark="", **more) -> ExecResult:
         limit = timedelta(seconds=seconds)
@@ -47,6 +55,52 @@ class SandboxHandle:
         The mark is not used: a command need not see the environment of another exec."""
         unlike_itself = f"[{nap[0]}]{nap[1:]}"
         return self.run("sh", "-c", f"grep -lsaz '{unlike_itself}' /proc/[0-9]*/cmdline").stdout.split()
+
+    def write(self, path, content=b""):
+        self.provider.write_file(self.ref, f"{self.root}/{path}", content)
+
+    def read(self, path, limit=1 << 20):
+        return self.provider.read_file(self.ref, f"{self.root}/{path}", limit=limit)
+
+    def remove_file(self, path):
+        self.provider.remove_file(self.ref, f"{self.root}/{path}")
+
+    def put(self, *members: TarMember):
+        self.provider.put_files(self.ref, self.root, pack(*members))
+
+    def get_members(self, **more) -> dict[str, tuple[tarfile.TarInfo, bytes | str | None]]:
+        """Return the tar of get_files as name -> (member, content, link target, or None for a directory)."""
+        content = io.BytesIO(b"".join(self.provider.get_files(self.ref, self.root, **more)))
+        with tarfile.open(fileobj=content, mode="r:") as tar:
+            return {
+                member.name.removeprefix("./"): (
+                    member,
+                    tar.extractfile(member).read() if member.isreg() else member.linkname or None,
+                )
+                for member in tar
+            }
+
+    def get(self, **more):
+        """Return the tar of get_files as name -> content, link target, or None for a directory."""
+        return {name: content for name, (_, content) in self.get_members(**more).items()}
+
+    def look(self, **more) -> Mapping[str, FileStat]:
+        return self.provider.manifest(self.ref, self.root, **more)
+
+    def names(self):
+        """Return the paths in the manifest, without the home directory."""
+        return {*self.look()} - {".home"}
+
+    def remove(self, *paths):
+        self.provider.remove_files(self.ref, self.root, paths)
+
+    def range(self, path, start, length):
+        return self.provider.read_range(self.ref, f"{self.root}/{path}", start=start, length=length)
+
+    def python(self, code):
+        """Run a Python script in the root."""
+        done = self.run("python3", "-c", f"import os, socket\n{code}", cwd=self.root)
+        assert done.exit_code == 0, done.stderr
 
 
 @dataclass
@@ -74,15 +128,55 @@ class ProviderBench:
             self.provider.destroy(found.ref)
 
 
-def make_bench_fixture(*kinds):
-    """Create a fixture parametrized by provider. Without Docker it skips or fails, see tests/conftest.py."""
+def make_params(kinds):
+    return [pytest.param(kind, marks=[pytest.mark.docker] * kind.startswith("docker")) for kind in kinds]
 
-    @pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.docker] * (kind == "docker")) for kind in kinds])
+
+def make_bench(request, tmp_path):
+    """Create the bench of a fixture's parameter. Without Docker it skips or fails, see tests/conftest.py."""
+    kind = request.param.split()[0]
+    if kind == "docker":
+        request.getfixturevalue("docker_ready")
+    return ProviderBench(ProcessProvider(tmp_path) if kind == "process" else PROVIDER_CLASSES[kind]())
+
+
+def make_bench_fixture(*kinds):
+    """Create a fixture parametrized by provider, for tests that create or destroy sandboxes."""
+
+    @pytest.fixture(params=make_params(kinds))
     def fixture(request, tmp_path):
-        if request.param == "docker":
-            request.getfixturevalue("docker_ready")
-        bench = ProviderBench(ProcessProvider(tmp_path) if request.param == "process" else PROVIDER_CLASSES[request.param]())
+        bench = make_bench(request, tmp_path)
         yield bench
+        bench.clean()
+
+    return fixture
+
+
+@pytest.fixture(scope="module")
+def shared_container():
+    """Container shared by successive tests, because starting one takes longer than most tests."""
+    bench = ProviderBench(DockerProvider())
+    made = cache(bench.box)
+    yield made
+    if made.cache_info().currsize:
+        bench.clean()
+
+
+def make_box_fixture(*kinds, root=WORKSPACE):
+    """Create a fixture parametrized by provider and access path, with an empty sandbox that tests do not destroy."""
+
+    @pytest.fixture(params=make_params(kinds))
+    def fixture(request, tmp_path, monkeypatch, shared_container):
+        bench = make_bench(request, tmp_path)
+        if request.param.startswith("docker"):
+            box = shared_container()
+            for directory in (WORKSPACE, DATA):
+                box.provider.clear(box.ref, directory)
+        else:
+            box = bench.box()
+        if request.param == BY_EXEC:
+            monkeypatch.setattr(DockerProvider, "_call_on_host", lambda self, ref, act, *roots: None)
+        yield replace(box, root=root)
         bench.clean()
 
     return fixture
@@ -91,33 +185,5 @@ def make_bench_fixture(*kinds):
 bench = make_bench_fixture("memory", "process", "docker")
 real_bench = make_bench_fixture("process", "docker")  # providers that execute real programs
 limiting_bench = make_bench_fixture("memory", "docker")  # enforces_limits
-
-
-@pytest.fixture
-def box(bench):
-    return bench.box()
-
-
-@pytest.fixture
-def real_box(real_bench):
-    return real_bench.box()
-
-
-@pytest.fixture
-def workspace(box):
-    """File access by paths relative to /workspace."""
-    return Workspace(box)
-
-
-@dataclass
-class Workspace:
-    box: SandboxHandle
-
-    def write(self, path, content):
-        self.box.provider.write_file(self.box.ref, f"{WORKSPACE}/{path}", content)
-
-    def read(self, path, limit=1 << 20):
-        return self.box.provider.read_file(self.box.ref, f"{WORKSPACE}/{path}", limit=limit)
-
-    def remove(self, path):
-        self.box.provider.remove_file(self.box.ref, f"{WORKSPACE}/{path}")
+box = make_box_fixture("memory", "process", "docker")
+real_box = make_box_fixture("process", "docker")

@@ -12,14 +12,6 @@ from tests.support.waiting import wait_until
 ON = ProcessState(True)
 MIB = 1 << 20
 
-RELAY = """
-import sys, time
-time.sleep(0.3)
-print("Connected to relay", flush=True)
-while True:
-    time.sleep(1)
-"""
-
 DAEMON = """
 import os, sys, time
 if os.fork():
@@ -49,10 +41,10 @@ def ended(box: SandboxHandle, mark):
     return wait_until(lambda: (now := state(box, mark)) and not now.running and now, "the program ends")
 
 
-def test_process_outlives_its_start_call_and_its_output_is_recorded(box):
+def test_process_outlives_its_start_call_and_other_execs_and_its_output_is_recorded(box):
     mark = start(box, "sh", "-c", "echo hello; echo oops >&2; sleep 300")
     wait_until(lambda: log(box, mark).content == b"hello\noops\n", "it has printed")
-    assert box.run("true").exit_code == 0
+    assert box.run("sleep", "60", seconds=1).timed_out
     assert state(box, mark) == ON
 
 
@@ -77,12 +69,9 @@ def test_invalid_arguments_are_rejected(box):
 
 
 def test_env_and_cwd_are_passed(box):
-    where = start(box, "pwd", cwd="/data")
-    ended(box, where)
-    assert log(box, where).content.decode() == f"{box.path('/data')}\n"
-    word = start(box, "printenv", "WORD", env={"WORD": "x y"})
-    ended(box, word)
-    assert log(box, word).content == b"x y\n"
+    mark = start(box, "sh", "-c", "pwd; printenv WORD", cwd="/data", env={"WORD": "x y"})
+    ended(box, mark)
+    assert log(box, mark).content.decode() == f"{box.path('/data')}\nx y\n"
 
 
 def test_concurrent_processes_have_separate_logs(box):
@@ -99,7 +88,8 @@ def test_start_is_idempotent_per_mark(box):
     wait_until(lambda: log(box, mark).content == b"once\n", "it has printed")
 
 
-def test_unknown_mark_has_no_state_and_no_output(box):
+def test_unknown_mark_has_no_state_and_no_output_and_can_be_killed(box):
+    box.provider.kill(box.ref, unique_name())
     assert state(box, unique_name()) is None
     assert log(box, unique_name(), start=7) == ProcessOutput(b"", 7)
 
@@ -113,8 +103,7 @@ def test_log_is_read_in_parts(box):
     assert log(box, mark, start=10) == ProcessOutput(b"", 10)
 
 
-def test_end_of_a_long_log_is_retained(bench):
-    box = bench.box()
+def test_end_of_a_long_log_is_retained(box):
     size = 5 * MIB + 12345
     mark = start(box, "head", "-c", str(size), "/dev/zero")
     assert ended(box, mark) == ProcessState(False, 0)
@@ -124,22 +113,20 @@ def test_end_of_a_long_log_is_retained(bench):
     assert log(box, mark, start=after - 10) == ProcessOutput(bytes(10), after)
 
 
-def test_kill_is_idempotent(box):
-    mark = start(box, "sleep", "300")
-    box.provider.kill(box.ref, mark)
-    assert state(box, mark) == ProcessState(False, 137)
-    box.provider.kill(box.ref, mark)
-    assert state(box, mark) == ProcessState(False, 137)
+def test_kill_is_idempotent_and_keeps_the_exit_code(box):
+    running, exited = start(box, "sleep", "300"), start(box, "sh", "-c", "exit 3")
+    ended(box, exited)
+    for _ in range(2):
+        for mark in (running, exited):
+            box.provider.kill(box.ref, mark)
+        assert box.provider.processes(box.ref, [running, exited]) == {
+            running: ProcessState(False, 137),
+            exited: ProcessState(False, 3),
+        }
 
 
-def test_kill_after_exit_keeps_the_exit_code(box):
-    mark = start(box, "sh", "-c", "exit 3")
-    ended(box, mark)
-    box.provider.kill(box.ref, mark)
-    assert state(box, mark) == ProcessState(False, 3)
-
-
-def test_process_ends_with_its_sandbox(bench, box):
+def test_process_ends_with_its_sandbox(bench):
+    box = bench.box()
     mark = start(box, "sleep", "300")
     bench.provider.destroy(box.ref)
     for verb in (lambda: state(box, mark), lambda: log(box, mark), lambda: start(box, "true")):
@@ -181,30 +168,19 @@ def test_kill_during_start_is_effective_at_the_latest_when_repeated(real_box):
         assert not (state(real_box, mark) or ProcessState(False)).running
 
 
-def test_process_survives_the_timeout_of_an_exec(real_box):
-    nap = unique_sleep_seconds()
-    mark = start(real_box, "sleep", nap)
-    assert real_box.run("sleep", "60", seconds=1).timed_out
-    assert state(real_box, mark) == ON
-
-
 def test_signals_are_exit_codes(real_box):
     mark = start(real_box, "sh", "-c", "kill -TERM $$")
     assert ended(real_box, mark) == ProcessState(False, 143)
 
 
+@pytest.mark.parametrize("real_box", ["process"], indirect=True)
 def test_old_logs_of_exited_processes_are_removed(real_box):
-    marks = [start(real_box, "echo", "hi") for _ in range(launch.MAX_EXITED_LOGS + 3)]
-    for mark in marks:
-        ended(real_box, mark)
+    oldest = start(real_box, "echo", "hi")
+    ended(real_box, oldest)
+    marks = [start(real_box, "echo", "hi") for _ in range(launch.MAX_EXITED_LOGS + 1)]
+    wait_until(
+        lambda: not any(state.running for state in real_box.provider.processes(real_box.ref, marks).values()), "all have ended"
+    )
     start(real_box, "true")
-    kept = [log(real_box, mark).content for mark in marks]
-    assert kept[-1] == b"hi\n"
-    assert kept[0] == b""
-    assert not state(real_box, marks[0]).running
-
-
-def test_relay_watcher_prints_that_it_is_connected(real_box):
-    mark = start(real_box, "python3", "-c", RELAY)
-    wait_until(lambda: b"Connected to relay" in log(real_box, mark).content, "the watcher is connected")
-    assert state(real_box, mark) == ON
+    assert (log(real_box, oldest).content, log(real_box, marks[-1]).content) == (b"", b"hi\n")
+    assert not state(real_box, oldest).running

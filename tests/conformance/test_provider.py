@@ -3,14 +3,16 @@
 import io
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
 
-from sandboxes.providers.base import BadPath, Missing, NoSuchFile, Rejected, SandboxSpec, TooLarge
+from sandboxes.providers.base import DATA, WORKSPACE, BadPath, Missing, NoSuchFile, Rejected, SandboxSpec, TooLarge
 from sandboxes.providers.memory import MemoryProvider
-from tests.conformance.conftest import unique_name, unique_sleep_seconds
+from tests.conformance.conftest import ProviderBench, unique_name, unique_sleep_seconds
+from tests.support.tars import directory, file, link, other, pack
 from tests.support.waiting import run_with_growing_timeouts
 
 MIB = 1 << 20
@@ -26,18 +28,13 @@ def test_created_sandbox_becomes_ready_and_runs_commands(box):
     assert (result.timed_out, result.oom, result.truncated) == (False, False, False)
 
 
-def test_create_is_idempotent(bench):
-    spec = bench.spec()
-    assert bench.provider.create(spec) == bench.provider.create(spec)
-    assert [found.name for found in bench.provider.list(bench.owner)] == [spec.name]
-
-
-def test_repeated_create_keeps_files(bench):
+def test_create_is_idempotent_and_keeps_files(bench):
     spec = bench.spec()
     ref = bench.provider.create(spec)
     bench.provider.wait_ready(ref, timeout=READY_TIMEOUT)
     bench.provider.write_file(ref, "/workspace/kept", b"kept")
-    bench.provider.create(spec)
+    assert bench.provider.create(spec) == ref
+    assert [found.name for found in bench.provider.list(bench.owner)] == [spec.name]
     assert bench.provider.read_file(ref, "/workspace/kept", limit=10) == b"kept"
 
 
@@ -49,53 +46,41 @@ def test_concurrent_creates_return_the_same_sandbox(bench):
     assert len(refs) == 1
 
 
-def test_name_of_another_owner_is_rejected(bench, box):
+def test_name_of_another_owner_is_rejected(bench):
+    box = bench.box()
     with pytest.raises(Rejected):
         bench.provider.create(SandboxSpec(name=box.name, owner=bench.owner + "-other", image=bench.spec().image))
     assert bench.provider.list(bench.owner + "-other") == []
     assert box.run("true").exit_code == 0
 
 
-def test_sandbox_is_found_by_ref_and_by_name(bench, box):
-    by_ref, by_name = bench.provider.inspect(box.ref), bench.provider.inspect(box.name)
+def test_sandbox_is_found_by_ref_and_by_name(box):
+    by_ref, by_name = box.provider.inspect(box.ref), box.provider.inspect(box.name)
     assert by_ref == by_name
     assert (by_ref.ref, by_ref.name, by_ref.running) == (box.ref, box.name, True)
-    assert abs(datetime.now(UTC) - by_ref.created_at) < timedelta(minutes=5)
+    assert abs(datetime.now(UTC) - by_ref.created_at) < timedelta(hours=1)
 
 
-def test_every_verb_accepts_the_name_as_ref(bench, box):
+def test_every_verb_accepts_the_name_as_ref(bench):
+    box = bench.box()
     box.ref = box.name
     bench.provider.wait_ready(box.name, timeout=READY_TIMEOUT)
-    bench.provider.write_file(box.name, "/workspace/a", b"1")
+    box.write("a", b"1")
     assert box.run("cat", "a").stdout == b"1"
     bench.provider.destroy(box.name)
     assert bench.provider.list(bench.owner) == []
 
 
-def test_list_contains_only_the_owners_sandboxes(bench, box):
-    second = bench.box()
-    assert {found.ref for found in bench.provider.list(bench.owner)} == {box.ref, second.ref}
-    assert bench.provider.list(bench.owner + "-other") == []
-    assert bench.provider.list(bench.owner[:-1]) == []
-
-
-def test_destroyed_sandbox_is_gone(bench, box):
-    bench.provider.destroy(box.ref)
-    assert bench.provider.list(bench.owner) == []
+def test_list_and_destroy_affect_only_the_named_sandboxes(bench):
+    first, second = bench.box(), bench.box()
+    assert {found.ref for found in bench.provider.list(bench.owner)} == {first.ref, second.ref}
+    assert bench.provider.list(bench.owner + "-other") == bench.provider.list(bench.owner[:-1]) == []
+    for ref in (first.ref, first.ref, f"lhc-never-{uuid4().hex}"):
+        bench.provider.destroy(ref)
+        assert [found.ref for found in bench.provider.list(bench.owner)] == [second.ref]
     with pytest.raises(Missing):
-        bench.provider.inspect(box.ref)
-
-
-def test_destroy_is_idempotent(bench, box):
-    bench.provider.destroy(box.ref)
-    bench.provider.destroy(box.ref)
-    bench.provider.destroy(f"lhc-never-{uuid4().hex}")
-
-
-def test_destroy_leaves_other_sandboxes(bench, box):
-    other = bench.box()
-    bench.provider.destroy(box.ref)
-    assert other.run("echo", "still here").stdout == b"still here\n"
+        bench.provider.inspect(first.ref)
+    assert second.run("echo", "still here").stdout == b"still here\n"
 
 
 def test_sandbox_recreated_under_a_name_is_empty(bench):
@@ -112,41 +97,51 @@ def test_sandbox_recreated_under_a_name_is_empty(bench):
 VERBS = {
     "wait_ready": lambda p, ref: p.wait_ready(ref, timeout=timedelta(seconds=5)),
     "exec": lambda p, ref: p.exec(ref, ["true"], env={}, timeout=READY_TIMEOUT, mark=uuid4().hex),
+    "kill": lambda p, ref: p.kill(ref, unique_name()),
     "inspect": lambda p, ref: p.inspect(ref),
+    "stats": lambda p, ref: p.stats(ref),
     "read_file": lambda p, ref: p.read_file(ref, "/workspace/a", limit=10),
     "write_file": lambda p, ref: p.write_file(ref, "/workspace/a", b""),
     "remove_file": lambda p, ref: p.remove_file(ref, "/workspace/a"),
-    "get_files": lambda p, ref: b"".join(p.get_files(ref, "/workspace")),
     "put_files": lambda p, ref: p.put_files(ref, "/workspace", pack(file("a"))),
     "size": lambda p, ref: p.size(ref, "/workspace"),
+    "manifest": lambda p, ref: p.manifest(ref, DATA),
+    "get_files": lambda p, ref: b"".join(p.get_files(ref, DATA)),
+    "get_files by path": lambda p, ref: b"".join(p.get_files(ref, DATA, only=["a"])),
+    "remove_files": lambda p, ref: p.remove_files(ref, DATA, ["a"]),
+    "clear": lambda p, ref: p.clear(ref, DATA),
+    "read_range": lambda p, ref: p.read_range(ref, f"{DATA}/a", start=0, length=1),
+    "seed": lambda p, ref: p.seed(ref, "catan"),
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_verbs_raise_missing_without_a_sandbox(bench, verb):
+def test_verbs_raise_missing_without_a_sandbox(bench):
+    def is_missing(verb, ref):
+        try:
+            VERBS[verb](bench.provider, ref)
+        except Missing:
+            return True
+
     box = bench.box()
+    box.look()  # so that the provider has cached the sandbox
     bench.provider.destroy(box.ref)
     for ref in (box.ref, box.name, "lhc-never-was"):
-        with pytest.raises(Missing):
-            VERBS[verb](bench.provider, ref)
+        assert [verb for verb in VERBS if not is_missing(verb, ref)] == []
+
+
+@pytest.mark.parametrize("verb", ["manifest", "get_files", "remove_files", "clear", "read_range", "seed"])
+def test_memory_provider_injects_failures_into_file_verbs(verb):
+    memory, seen = MemoryProvider(), []
+    box = ProviderBench(memory).box()
+    memory.write_file(box.ref, f"{DATA}/a", b"")
+    memory.before(verb, seen.append)
+    VERBS[verb](memory, box.ref)
+    assert seen == [box.ref]
 
 
 # --- exec: input -------------------------------------------------------------------------------------------
 
-WORDS = [
-    "a b",
-    "",
-    "$HOME",
-    "`id`",
-    "it's",
-    '"quoted"',
-    "*",
-    "back\\slash",
-    "ünïcode 漢字",
-    "two\nlines",
-    "-n",
-    "; exit",
-]
+WORDS = ["a b", "", "$HOME", "`id`", "it's", '"quoted"', "*", "back\\slash", "ünïcode 漢字", "two\nlines", "-n", "; exit"]
 
 
 def test_arguments_are_passed_unchanged_without_a_shell(box):
@@ -154,29 +149,18 @@ def test_arguments_are_passed_unchanged_without_a_shell(box):
     assert result.stdout == b"".join(word.encode() + b"\0" for word in WORDS)
 
 
-def test_stdin_is_passed_unchanged(box):
-    assert box.run("cat", stdin=bytes(range(256))).stdout == bytes(range(256))
-
-
-def test_empty_stdin_ends_immediately(box):
-    assert box.run("cat", seconds=60).stdout == b""
-
-
-def test_five_megabytes_of_stdin_pass_through_cat(box):
+def test_stdin_is_passed_unchanged_and_ends(box):
     sent = bytes(range(256)) * (5 * MIB // 256)
     result = box.run("cat", stdin=sent, cap=8 * MIB)
-    assert result.stdout == sent
-    assert not result.truncated
+    assert (result.stdout == sent, result.truncated) == (True, False)
+    assert box.run("cat").stdout == b""
 
 
-def test_five_megabytes_of_stdin_echoed_past_the_cap_do_not_block(box):
-    result = box.run("cat", stdin=b"x" * 5 * MIB, cap=1000)
-    assert (result.stdout, result.truncated, result.exit_code) == (b"x" * 1000, True, 0)
-
-
-def test_unread_stdin_does_not_block(box):
-    result = box.run("true", stdin=b"x" * 5 * MIB)
-    assert (result.exit_code, result.timed_out) == (0, False)
+def test_large_input_that_is_unread_or_echoed_past_the_cap_does_not_block(box):
+    unread = box.run("true", stdin=b"x" * 5 * MIB)
+    assert (unread.exit_code, unread.timed_out) == (0, False)
+    echoed = box.run("cat", stdin=b"x" * 20 * MIB, cap=1000)
+    assert (echoed.stdout, echoed.truncated, echoed.exit_code) == (b"x" * 1000, True, 0)
 
 
 def test_command_that_stops_reading_to_write_does_not_block(real_box):
@@ -185,67 +169,49 @@ def test_command_that_stops_reading_to_write_does_not_block(real_box):
     assert (result.exit_code, result.timed_out, result.truncated) == (0, False, True)
 
 
-def test_env_is_passed(box):
+def test_env_and_mark_are_passed_to_this_exec_only(box):
     given = {"GREETING": "hello world", "EMPTY": "", "ODD": "a=b 'c' \"d\" $e\nsecond line ü"}
-    result = box.run("printenv", *given, env=given)
-    assert result.stdout.decode() == "".join(f"{value}\n" for value in given.values())
+    result = box.run("printenv", *given, "LEASEHOLD_RUN", env=given, mark="lhc-a-mark")
+    assert result.stdout.decode() == "".join(f"{value}\n" for value in (*given.values(), "lhc-a-mark"))
+    assert box.run("printenv", "GREETING").exit_code == 1
 
 
 def test_control_planes_environment_is_not_inherited(box, monkeypatch):
     monkeypatch.setenv("LEASEHOLD_CANARY", "a secret of the control plane")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:CANARY@proxy.invalid")
     seen = box.run("env").stdout
     assert b"PATH=" in seen
     assert b"CANARY" not in seen
     assert b"SECRET_KEY" not in seen
 
 
-def test_env_does_not_persist_between_execs(box):
-    box.run("true", env={"ONCE": "1"})
-    assert box.run("printenv", "ONCE").exit_code == 1
-
-
-def test_mark_is_in_the_environment(box):
-    assert box.run("printenv", "LEASEHOLD_RUN", mark="lhc-a-mark").stdout == b"lhc-a-mark\n"
-
-
 def test_default_cwd_is_the_workspace(box):
     assert box.run("pwd").stdout.decode() == box.path("/workspace") + "\n"
 
 
-def test_command_starts_in_cwd(bench, box):
-    bench.provider.write_file(box.ref, "/data/deep er/file", b"found")
-    result = box.run("cat", "file", cwd="/data/deep er")
-    assert result.stdout == b"found"
-
-
-def test_argument_may_be_a_sandbox_path(bench, box):
-    bench.provider.write_file(box.ref, "/data/notes", b"found")
-    assert box.run("cat", box.path("/data/notes")).stdout == b"found"
+def test_cwd_and_arguments_may_be_sandbox_paths(box):
+    box.provider.write_file(box.ref, "/data/deep er/file", b"found")
+    assert box.run("cat", "file", cwd="/data/deep er").stdout == b"found"
+    assert box.run("cat", box.path("/data/deep er/file")).stdout == b"found"
 
 
 # --- exec: results -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [0, 1, 3, 42, 255])
-def test_exit_code_is_the_programs(box, code):
-    assert box.run("sh", "-c", f"exit {code}").exit_code == code
+def test_exit_code_is_the_programs(box):
+    codes = (0, 1, 3, 42, 255)
+    assert tuple(box.run("sh", "-c", f"exit {code}").exit_code for code in codes) == codes
 
 
 def test_missing_program_is_a_result(box):
     result = box.run("lhc-no-such-program", "--help")
     assert (result.exit_code, result.timed_out, result.stdout) == (127, False, b"")
-
-
-def test_missing_program_path_is_a_result(box):
     assert box.run("/no/such/program").exit_code == 127
 
 
-def test_signal_is_reported_as_exit_code(box):
+def test_signal_is_reported_as_exit_code_and_is_not_oom(box):
     result = box.run("sh", "-c", "kill -9 $$")
     assert (result.exit_code, result.timed_out, result.oom) == (137, False, False)
-
-
-def test_exit_code_137_alone_is_not_oom(box):
     assert not box.run("sh", "-c", "exit 137").oom
 
 
@@ -266,16 +232,15 @@ def test_stdout_and_stderr_are_separate(box):
     assert (result.stdout, result.stderr) == (b"out\n", b"err\n")
 
 
-def test_ten_megabytes_on_stdout_keep_the_first_cap_bytes(box):
-    result = box.run("sh", "-c", f"echo first; head -c {10 * MIB} /dev/zero", cap=1000)
-    assert result.stdout == b"first\n" + bytes(994)
-    assert (result.stderr, result.truncated, result.exit_code) == (b"", True, 0)
-
-
-def test_ten_megabytes_on_stderr_keep_the_first_cap_bytes(box):
-    result = box.run("sh", "-c", f"echo first >&2; head -c {10 * MIB} /dev/zero >&2; echo done", cap=1000)
-    assert result.stderr == b"first\n" + bytes(994)
-    assert (result.stdout, result.truncated, result.exit_code) == (b"done\n", True, 0)
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_ten_megabytes_keep_the_first_cap_bytes(box, stream):
+    to = "" if stream == "stdout" else " >&2"
+    result = box.run(
+        "sh", "-c", f"echo first{to}; head -c {10 * MIB} /dev/zero{to}; echo done{' >&2' if not to else ''}", cap=1000
+    )
+    both = (b"first\n" + bytes(994), b"done\n")
+    assert (result.stdout, result.stderr) == (both if stream == "stdout" else both[::-1])
+    assert (result.truncated, result.exit_code) == (True, 0)
 
 
 def test_output_of_exactly_the_cap_is_not_truncated(box):
@@ -294,21 +259,17 @@ def test_concurrent_execs_have_separate_results(box):
 # --- exec: timeouts ----------------------------------------------------------------------------------------
 
 
-def test_timeout_is_a_result(box):
+def test_timeout_is_a_result_after_which_the_sandbox_works(box):
     result = box.run("sleep", "300", seconds=1)
     assert (result.exit_code, result.timed_out, result.oom) == (137, True, False)
     assert timedelta(seconds=1) <= result.duration < READY_TIMEOUT
+    assert box.run("echo", "fine").stdout == b"fine\n"
 
 
 def test_output_before_the_timeout_is_returned(box):
     line = "echo begun; sleep 300; echo ended"
     result = run_with_growing_timeouts(lambda seconds: box.run("sh", "-c", line, seconds=seconds), lambda result: result.stdout)
     assert (result.stdout, result.timed_out) == (b"begun\n", True)
-
-
-def test_sandbox_works_after_a_timeout(box):
-    box.run("sleep", "300", seconds=1)
-    assert box.run("echo", "fine").stdout == b"fine\n"
 
 
 FAMILIES = {
@@ -321,13 +282,16 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_timeout_kills_all_descendants(real_box, family):
-    nap = unique_sleep_seconds()
-    result = real_box.run("sh", "-c", FAMILIES[family].format(nap=nap), seconds=1)
-    assert result.timed_out
-    assert result.duration < READY_TIMEOUT
-    assert real_box.asleep(nap) == []
+def test_timeouts_kill_all_descendants(real_box):
+    naps = {family: unique_sleep_seconds() for family in FAMILIES}
+    with ThreadPoolExecutor(len(FAMILIES)) as threads:
+        results = threads.map(
+            lambda family: real_box.run("sh", "-c", FAMILIES[family].format(nap=naps[family]), seconds=1), naps
+        )
+    for (family, nap), result in zip(naps.items(), results, strict=True):
+        assert result.timed_out, family
+        assert result.duration < READY_TIMEOUT
+        assert real_box.asleep(nap) == [], family
 
 
 def test_other_exec_survives_a_timeout(real_box):
@@ -355,19 +319,14 @@ def test_kill_by_mark_affects_only_that_exec(real_box):
         assert not other.result().timed_out
 
 
-def test_kill_without_a_process_succeeds_and_without_a_sandbox_is_missing(bench, box):
-    bench.provider.kill(box.ref, unique_name())
-    with pytest.raises(Missing):
-        bench.provider.kill(unique_name(), unique_name())
-
-
 def test_remaining_descendant_does_not_delay_the_result(real_box):
     result = real_box.run("sh", "-c", "sleep 300 & echo done", seconds=250)
     assert (result.stdout, result.exit_code, result.timed_out) == (b"done\n", 0, False)
     assert result.duration < READY_TIMEOUT
 
 
-def test_destroy_does_not_wait_for_running_commands(real_bench, real_box):
+def test_destroy_does_not_wait_for_running_commands(real_bench):
+    real_box = real_bench.box()
     real_box.run("mkfifo", "ready")
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(real_box.run, "sh", "-c", "echo >ready; sleep 300", seconds=250)
@@ -380,207 +339,147 @@ def test_destroy_does_not_wait_for_running_commands(real_bench, real_box):
 
 
 @pytest.mark.parametrize("path", ["/workspace/a", "/data/deep er/still/ü '$x'.bin", "/workspace/-rf", "/data/.hidden"])
-def test_file_is_written_with_its_parents_and_read_back(bench, box, path):
+def test_file_is_written_with_its_parents_and_read_back(box, path):
     content = bytes(range(256)) * 5000
-    bench.provider.write_file(box.ref, path, content)
-    assert bench.provider.read_file(box.ref, path, limit=2 * MIB) == content
+    box.provider.write_file(box.ref, path, content)
+    assert box.provider.read_file(box.ref, path, limit=2 * MIB) == content
     assert box.run("cat", box.path(path), cap=2 * MIB).stdout == content
 
 
-def test_write_replaces_the_file_and_leaves_no_temporary_file(bench, box, workspace):
-    workspace.write("a/file", b"a long first version")
-    workspace.write("a/file", b"second")
-    assert workspace.read("a/file") == b"second"
-    assert names(get(bench, box)) == {"a", "a/file"}
+def test_write_replaces_the_file_and_leaves_no_temporary_file(box):
+    for content in (b"a long first version", b"second", b""):
+        box.write("a/file", content)
+        assert box.read("a/file") == content
+        assert box.names() == {"a", "a/file"}
 
 
-def test_empty_file_is_read_back(workspace):
-    workspace.write("empty", b"")
-    assert workspace.read("empty", limit=0) == b""
-
-
-def test_commands_may_modify_written_files(box, workspace):
-    workspace.write("mine", b"before")
+def test_commands_may_modify_written_files(box):
+    box.write("mine", b"before")
     assert box.run("sh", "-c", "echo after >mine; echo new >other").exit_code == 0
-    assert (workspace.read("mine"), workspace.read("other")) == (b"after\n", b"new\n")
+    assert (box.read("mine"), box.read("other")) == (b"after\n", b"new\n")
 
 
-def test_remove_affects_only_the_named_file(workspace):
-    workspace.write("a", b"1")
-    workspace.write("b", b"2")
-    workspace.remove("a")
+def test_remove_affects_only_the_named_file(box):
+    box.write("a", b"1")
+    box.write("b", b"2")
+    box.remove_file("a")
     with pytest.raises(NoSuchFile):
-        workspace.read("a")
-    assert workspace.read("b") == b"2"
+        box.read("a")
+    assert box.read("b") == b"2"
 
 
-def test_missing_file_is_an_error(workspace):
+def test_missing_file_is_an_error(box):
     for path in ("nothing", "no/such/directory/file"):
-        with pytest.raises(NoSuchFile):
-            workspace.read(path)
-        with pytest.raises(NoSuchFile):
-            workspace.remove(path)
+        for act in (box.read, box.remove_file):
+            with pytest.raises(NoSuchFile):
+                act(path)
 
 
 OUTSIDE = [
     "", "/", "/workspace", "/workspace/", "/etc/passwd", "etc/passwd", "workspace/a", "/workspaces/a",
     "/workspace/../etc/passwd", "/workspace/a/../../data/b", "/workspace/./a", "/workspace//a", "/workspace/a/",
-    "/workspace/a\0b", "/workspace/" + "a" * 300,
+    "/workspace/a\0b", "/workspace/\ud800", "/workspace/" + "a" * 300,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", OUTSIDE)
-def test_invalid_path_is_refused(bench, box, path):
+def test_invalid_path_is_refused(box, path):
     with pytest.raises(BadPath):
-        bench.provider.read_file(box.ref, path, limit=10)
+        box.provider.read_file(box.ref, path, limit=10)
     with pytest.raises(BadPath):
-        bench.provider.write_file(box.ref, path, b"")
+        box.provider.write_file(box.ref, path, b"")
     with pytest.raises(BadPath):
-        bench.provider.remove_file(box.ref, path)
+        box.provider.remove_file(box.ref, path)
 
 
-@pytest.mark.parametrize("target", ["/etc/passwd", "../../../../../../etc/passwd", "beside", "nowhere"])
-def test_symbolic_link_is_not_followed(box, workspace, target):
-    workspace.write("beside", b"untouched")
-    assert box.run("ln", "-s", target, "link").exit_code == 0
-    for act in (workspace.read, workspace.remove, lambda path: workspace.write(path, b"evil")):
+LINKS = [
+    *(("link", target) for target in ("/etc/passwd", "../../../../../../etc/passwd", "beside/passwd", "nowhere")),
+    *(("link/passwd", target) for target in ("/etc", "../../../../../../etc", "beside", ".")),
+]
+
+
+@pytest.mark.parametrize(("path", "target"), LINKS)
+def test_symbolic_link_is_not_followed_as_a_file_or_among_its_parents(box, path, target):
+    box.write("beside/passwd", b"untouched")
+    box.put(link("link", target))
+    for act in (box.read, box.remove_file, lambda path: box.write(path, b"evil")):
         with pytest.raises(BadPath):
-            act("link")
-    assert workspace.read("beside") == b"untouched"
+            act(path)
+    assert box.read("beside/passwd") == b"untouched"
 
 
-@pytest.mark.parametrize("target", ["/etc", "../../../../../../etc", "beside", "."])
-def test_symbolic_link_among_the_parents_is_not_followed(box, workspace, target):
-    workspace.write("beside/passwd", b"untouched")
-    assert box.run("ln", "-s", target, "link").exit_code == 0
-    for act in (workspace.read, workspace.remove, lambda path: workspace.write(path, b"evil")):
-        with pytest.raises(BadPath):
-            act("link/passwd")
-    assert workspace.read("beside/passwd") == b"untouched"
+def test_directory_is_not_a_file_and_file_not_a_directory(box):
+    box.write("folder/file", b"")
+    for path in ("folder", "folder/file/below"):
+        for act in (box.read, box.remove_file, box.write):
+            with pytest.raises(BadPath):
+                act(path)
 
 
-def test_directory_is_not_a_file(workspace):
-    workspace.write("folder/file", b"")
-    for act in (workspace.read, workspace.remove, lambda path: workspace.write(path, b"")):
-        with pytest.raises(BadPath):
-            act("folder")
-
-
-def test_file_is_not_a_directory(workspace):
-    workspace.write("file", b"")
-    for act in (workspace.read, workspace.remove, lambda path: workspace.write(path, b"")):
-        with pytest.raises(BadPath):
-            act("file/below")
-
-
-def test_read_limit_is_inclusive(workspace):
-    workspace.write("file", b"0123456789")
-    assert workspace.read("file", limit=10) == b"0123456789"
+def test_read_limit_is_inclusive(box):
+    box.write("file", b"0123456789")
+    assert box.read("file", limit=10) == b"0123456789"
     with pytest.raises(TooLarge):
-        workspace.read("file", limit=9)
+        box.read("file", limit=9)
 
 
 # --- whole directories --------------------------------------------------------------------------------------------
 
 
-def file(name, content=b"content", mode=0o644):
-    member = tarfile.TarInfo(name)
-    member.size, member.mode = len(content), mode
-    return member, io.BytesIO(content)
-
-
-def other(name, kind, linkname="", mode=0o755):
-    member = tarfile.TarInfo(name)
-    member.type, member.linkname, member.mode = kind, linkname, mode
-    return member, None
-
-
-def pack(*members):
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for member, content in members:
-            tar.addfile(member, content)
-    packed.seek(0)
-    return packed
-
-
-def get(bench, box, root="/workspace"):
-    """Return the tar of get_files as name -> (type, executable, content or target)."""
-    read = {}
-    with tarfile.open(fileobj=io.BytesIO(b"".join(bench.provider.get_files(box.ref, root))), mode="r:") as tar:
-        for member in tar:
-            content = tar.extractfile(member).read() if member.isreg() else member.linkname
-            read[member.name.removeprefix("./")] = (member.type, bool(member.mode & 0o100), content)
-    return read
-
-
-def names(read):
-    return {*read} - {"", ".", ".home"}
-
-
-def test_directories_are_unpacked_and_packed_unchanged(bench, box):
+def test_directories_are_unpacked_and_packed_unchanged(box):
     sent = [
         file("with space/ünïcode 漢字.txt", b"text"),
         file("run.sh", b"#!/bin/sh\n", mode=0o755),
         file("empty", b""),
         file("long/" + "n" * 200, b"1"),
         file("large", bytes(range(256)) * 20_000),
-        other("folder", tarfile.DIRTYPE),
-        other("to run", tarfile.SYMTYPE, "run.sh"),
-        other("to python", tarfile.SYMTYPE, "/usr/bin/python3"),
+        directory("folder"),
+        link("to run", "run.sh"),
+        link("to python", "/usr/bin/python3"),
     ]
-    bench.provider.put_files(box.ref, "/workspace", pack(*sent))
-    read = get(bench, box)
+    box.put(*sent)
+    received = box.get_members()
     for member, content in sent:
-        expected = content.getvalue() if content else member.linkname
-        assert read[member.name][0::2] == (member.type, expected)
-        assert not member.isreg() or read[member.name][1] is bool(member.mode & 0o100)
-    assert names(read) == {member.name for member, _ in sent} | {"with space", "long"}
+        found, found_content = received[member.name]
+        assert (found.type, found_content) == (member.type, content.getvalue() if content else member.linkname or None)
+        assert not member.isreg() or found.mode & 0o100 == member.mode & 0o100
+    assert {*received} - {"", ".", ".home"} == {member.name for member, _ in sent} | {"with space", "long"}
 
 
-def test_tar_of_one_sandbox_can_be_unpacked_in_another(bench, box):
-    bench.provider.put_files(box.ref, "/data", pack(file("a/b", b"1"), other("l", tarfile.SYMTYPE, "a/b")))
-    second = bench.box()
-    bench.provider.put_files(second.ref, "/data", io.BytesIO(b"".join(bench.provider.get_files(box.ref, "/data"))))
-    assert get(bench, second, "/data") == get(bench, box, "/data")
+def test_tar_of_one_sandbox_can_be_unpacked_in_another(bench):
+    first, second = bench.box(), bench.box()
+    first.put(file("a/b", b"1"), link("l", "a/b"))
+    second.provider.put_files(second.ref, WORKSPACE, io.BytesIO(b"".join(first.provider.get_files(first.ref, WORKSPACE))))
+    assert second.get() == first.get()
+    assert second.get()["a/b"] == b"1"
+    assert replace(second, root=DATA).names() == set()
 
 
-def test_unpack_replaces_its_members_and_leaves_other_files(bench, box, workspace):
-    workspace.write("kept", b"kept")
-    workspace.write("replaced", b"old")
-    bench.provider.put_files(box.ref, "/workspace", pack(other(".", tarfile.DIRTYPE), file("./replaced", b"new")))
-    assert (workspace.read("kept"), workspace.read("replaced")) == (b"kept", b"new")
+def test_unpack_replaces_its_members_and_leaves_other_files(box):
+    box.put(file("kept", b"kept"), file("replaced", b"old"))
+    box.put()
+    box.put(directory("."), file("./replaced", b"new"))
+    assert (box.read("kept"), box.read("replaced")) == (b"kept", b"new")
 
 
-def test_commands_may_modify_unpacked_files(bench, box, workspace):
+def test_commands_may_modify_unpacked_files(box):
     member, content = file("mine", b"before")
     member.uid = member.gid = 12345
-    bench.provider.put_files(box.ref, "/workspace", pack((member, content)))
+    box.put((member, content))
     assert box.run("sh", "-c", "echo after >mine").exit_code == 0
-    assert workspace.read("mine") == b"after\n"
+    assert box.read("mine") == b"after\n"
 
 
-def test_empty_tar_changes_nothing(bench, box, workspace):
-    workspace.write("kept", b"kept")
-    bench.provider.put_files(box.ref, "/workspace", pack())
-    assert names(get(bench, box)) == {"kept"}
-
-
-def test_external_link_is_packed_as_a_link(bench, box):
-    box.run("ln", "-s", "/etc", "link")
-    assert get(bench, box)["link"][0::2] == (tarfile.SYMTYPE, "/etc")
-
-
-TO_TMP, TO_PARENT = other("out", tarfile.SYMTYPE, "/tmp"), other("out", tarfile.SYMTYPE, "..")
+TO_TMP, TO_PARENT = link("out", "/tmp"), link("out", "..")
 HOSTILE = {
     "dots": lambda name: [file(f"../{name}")],
     "dots further down": lambda name: [file(f"a/../../{name}")],
     "an absolute name": lambda name: [file(f"/tmp/{name}")],
     "through a link": lambda name: [TO_TMP, file(f"out/{name}")],
     "through a link by dots": lambda name: [TO_PARENT, file(f"out/{name}")],
-    "through a link to a link": lambda name: [TO_TMP, other("two", tarfile.SYMTYPE, "out"), file(f"two/{name}")],
-    "a directory through a link": lambda name: [TO_TMP, other(f"out/{name}", tarfile.DIRTYPE)],
-    "a directory over a link": lambda name: [TO_TMP, other("out", tarfile.DIRTYPE), file(f"out/{name}")],
+    "through a link to a link": lambda name: [TO_TMP, link("two", "out"), file(f"two/{name}")],
+    "a directory through a link": lambda name: [TO_TMP, directory(f"out/{name}")],
+    "a directory over a link": lambda name: [TO_TMP, directory("out"), file(f"out/{name}")],
     "a hard link out": lambda name: [other("x", tarfile.LNKTYPE, "../../../../../../../etc/passwd")],
     "an absolute hard link": lambda name: [other("x", tarfile.LNKTYPE, "/etc/passwd")],
     "a device": lambda name: [other("x", tarfile.CHRTYPE)],
@@ -589,52 +488,50 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_tar_with_outside_members_is_rejected(bench, box, kind):
+def test_tar_with_outside_members_is_rejected(box, kind):
     name = f"lhc-{uuid4().hex}"
     with pytest.raises(Rejected):
-        bench.provider.put_files(box.ref, "/workspace", pack(*HOSTILE[kind](name)))
-    for outside in (f"/tmp/{name}", f"{box.path('/workspace')}/../{name}", f"/{name}"):
-        assert box.run("cat", outside).exit_code == 1
-        assert box.run("ls", outside).exit_code != 0
-    assert "x" not in get(bench, box)
+        box.put(*HOSTILE[kind](name))
+    assert not exists_outside(box, name)
+    assert "x" not in box.get()
 
 
-def test_unpack_does_not_write_through_an_existing_link(bench, box):
+def exists_outside(box, name):
+    paths = [f"/tmp/{name}", f"{box.path('/workspace')}/../{name}", f"/{name}"]
+    words = [f"'{path}'" for path in paths]
+    return box.run("sh", "-c", "; ".join([*(f"cat {word}" for word in words), f"ls -d {' '.join(words)}"])).stdout != b""
+
+
+def test_unpack_does_not_write_through_an_existing_link(box):
     box.run("ln", "-s", "/tmp", "out")
     name = f"lhc-{uuid4().hex}"
     with pytest.raises(Rejected):
-        bench.provider.put_files(box.ref, "/workspace", pack(file(f"out/{name}")))
-    assert box.run("cat", f"/tmp/{name}").exit_code == 1
+        box.put(file(f"out/{name}"))
+    assert not exists_outside(box, name)
 
 
-@pytest.mark.parametrize("sent", [b"this is no tar " * 1000, b""])
-def test_invalid_tar_is_rejected(bench, box, sent):
-    with pytest.raises(Rejected):
-        bench.provider.put_files(box.ref, "/workspace", io.BytesIO(sent))
+def test_invalid_and_truncated_tars_are_rejected(box):
+    for sent in (b"this is no tar " * 1000, b"", pack(file("a")).getvalue()[:515]):
+        with pytest.raises(Rejected):
+            box.provider.put_files(box.ref, "/workspace", io.BytesIO(sent))
 
 
 @pytest.mark.parametrize("root", ["/", "/etc", "/workspace/a", "/workspace/..", "workspace", ""])
-def test_only_workspace_and_data_are_valid_roots(bench, box, root):
-    with pytest.raises(BadPath):
-        b"".join(bench.provider.get_files(box.ref, root))
-    with pytest.raises(BadPath):
-        bench.provider.put_files(box.ref, root, pack(file("a")))
-    with pytest.raises(BadPath):
-        bench.provider.size(box.ref, root)
+def test_only_workspace_and_data_are_valid_roots(box, root):
+    for act in (
+        lambda: b"".join(box.provider.get_files(box.ref, root)),
+        lambda: box.provider.put_files(box.ref, root, pack(file("a"))),
+        lambda: box.provider.size(box.ref, root),
+        lambda: box.provider.manifest(box.ref, root),
+    ):
+        with pytest.raises(BadPath):
+            act()
 
 
-def test_size_is_the_sum_of_regular_files(bench, box, workspace):
-    assert bench.provider.size(box.ref, "/workspace") == 0
-    workspace.write("a", b"x" * 1000)
-    workspace.write("deep/er/b", b"x" * 234)
-    box.run("ln", "-s", "/etc/passwd", "link")
-    assert bench.provider.size(box.ref, "/workspace") == 1234
-
-
-def test_roots_and_sandboxes_are_separate(bench, box, workspace):
-    workspace.write("a", b"1")
-    assert "a" not in get(bench, box, "/data")
-    assert names(get(bench, bench.box())) == set()
+def test_size_is_the_sum_of_regular_files(box):
+    assert box.provider.size(box.ref, "/workspace") == 0
+    box.put(file("a", b"x" * 1000), file("deep/er/b", b"x" * 234), link("link", "/etc/passwd"))
+    assert box.provider.size(box.ref, "/workspace") == 1234
 
 
 # --- resource usage -----------------------------------------------------------------------------------------------------
@@ -650,11 +547,6 @@ def test_cpu_usage_grows_if_measured(box):
     assert before and after and after.memory_bytes >= 0
     used = (after.cpu_micros - before.cpu_micros) / 10**6
     assert 0.45 <= used <= 5, "what the loop's own clock says, which ticks apart from the kernel's, and what starts it"
-
-
-def test_stats_without_a_sandbox_raises_missing(bench):
-    with pytest.raises(Missing):
-        bench.provider.stats(unique_name())
 
 
 def burn(box, seconds):

@@ -1,6 +1,6 @@
 """Docker sandboxes under gVisor. Skipped unless the engine has the runtime `runsc`.
 
-LEASEHOLD_DOCKER_RUNTIME=runsc runs the conformance suite under gVisor, too."""
+LEASEHOLD_DOCKER_RUNTIME=runsc runs the conformance suite, with files, commands and timeouts, under gVisor."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ import docker as sdk
 import pytest
 from django.test import override_settings
 
-from sandboxes.providers.base import BadPath, SandboxSpec
+from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.docker.provider import DockerProvider
 from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.docker.test_sealed import Cell
@@ -61,10 +61,8 @@ def cell(docker_ready: None, sockets: Path) -> Iterator[Cell]:
 
 def test_kernel_is_gvisor_and_tools_work(cell: Cell) -> None:
     assert cell.run("uname", "-r").stdout.decode().strip() != os.uname().release
-    work = (
-        "git init -q g; cd g; echo a > a; git add a; git commit -qm one; python3 -c 'import sqlite3, ssl'; git log --format=%s"
-    )
-    assert cell.run("sh", "-ec", work).stdout == b"one\n"
+    commit = "git init -q g; cd g; echo a > a; git add a; git commit -qm one; git log --format=%s"
+    assert cell.run("sh", "-ec", f"python3 -c 'import sqlite3, ssl'; {commit}").stdout == b"one\n"
 
 
 def test_only_the_mounted_socket_is_reachable(cell: Cell) -> None:
@@ -78,31 +76,3 @@ def test_only_the_mounted_socket_is_reachable(cell: Cell) -> None:
 def test_root_is_read_only(cell: Cell) -> None:
     assert "ro" in cell.run("cat", "/proc/mounts").stdout.decode().splitlines()[0].split()[3].split(",")
     assert cell.run("sh", "-c", "echo x > /etc/x").exit_code != 0
-
-
-def test_files_are_transferred_and_no_link_is_followed(cell: Cell) -> None:
-    cell.provider.write_file(cell.ref, "/workspace/kept/a", b"a")
-    assert cell.provider.read_file(cell.ref, "/workspace/kept/a", limit=10) == b"a"
-    assert cell.run("ln", "-s", "kept", "link").exit_code == 0
-    with pytest.raises(BadPath):
-        cell.provider.write_file(cell.ref, "/workspace/link/b", b"b")
-    with pytest.raises(BadPath):
-        cell.provider.remove_file(cell.ref, "/workspace/link/a")
-    assert cell.run("sh", "-c", "echo kept/*").stdout == b"kept/a\n"
-
-
-def test_missing_program_is_a_result(cell: Cell) -> None:
-    for program in ("no-such-program", "/no/such/program"):
-        done = cell.run(program)
-        assert done.exit_code == 127
-        assert program.encode() in done.stderr
-
-
-def test_timeout_kills_only_the_execs_processes(cell: Cell) -> None:
-    mark = uuid4().hex
-    state = cell.provider.start(cell.ref, ["sleep", "300"], env={}, mark=mark)
-    assert state.running
-    assert cell.run("sh", "-c", "setsid sleep 301 & sleep 301", seconds=2).timed_out
-    assert [line for line in cell.processes() if "sleep 30" in line] == ["sleep 300"]
-    cell.provider.kill(cell.ref, mark)
-    assert not [line for line in cell.processes() if "sleep 30" in line]

@@ -43,7 +43,7 @@ def run_lease(pool: Pool, environment: str) -> tuple[list[TimeInterval], list[Ti
     began = time.time()
     lease = leasing.acquire(leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=pool.name), now=timezone.now())[0]
     for _ in range(2):
-        execution.exec_command(lease.pk, Command(argv=["sleep", "1.5"], timeout=MINUTE), now=timezone.now())
+        execution.exec_command(lease.pk, Command(argv=["sleep", "0.2"], timeout=MINUTE), now=timezone.now())
         box = Sandbox.objects.get(holder=lease.pk)
         assert eviction.evict(box.pk, now=timezone.now(), reason="test")
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
@@ -58,10 +58,8 @@ def engine_spans(pool: Pool, *, since: float) -> list[TimeInterval]:
     """Return the run times of a pool's containers from the engine's events."""
     engine = Engine().client
     label = {"label": f"leasehold.owner={pool.owner}", "type": "container", "event": ["start", "die"]}
-    span: dict[str, Any] = {
-        "since": f"{since:.6f}",
-        "until": f"{time.time():.6f}",
-    }  # the SDK's own conversion truncates to seconds
+    # The SDK's own conversion of times truncates to seconds.
+    span: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{time.time():.6f}"}
     seen: dict[str, dict[str, datetime]] = defaultdict(dict)
     for event in engine.events(**span, filters=label, decode=True):
         seen[event["Actor"]["ID"]][event["Action"]] = datetime.fromtimestamp(event["timeNano"] / 1e9, UTC)

@@ -47,7 +47,6 @@ def test_command_exits_normally(play) -> None:
     result = play("sh", "-c", "cat; id -u; ls -A; echo oops >&2; exit 3", stdin=b"in\n")
     assert (result.outcome, result.exit_code) == (OneShotOutcome.FAILED, 3)
     assert (result.stdout, result.stderr) == (b"in\n10001\n.home\n", b"oops\n")
-    assert play("true").outcome == OneShotOutcome.OK
 
 
 def test_timeout_leaves_no_process(play) -> None:
@@ -64,10 +63,6 @@ def test_oom_kill_is_reported(play) -> None:
     result = play("python3", "-c", "x = bytearray(200 << 20); print(len(x))", memory_mib=64)
     assert (result.outcome, result.exit_code, Sandbox.objects.get().memory_mib) == (OneShotOutcome.OOM_KILLED, 137, 64)
     assert play("python3", "-c", "x = bytearray(200 << 20); print(len(x))", memory_mib=512).outcome == OneShotOutcome.OK
-
-
-def test_missing_program_is_a_failed_run(play) -> None:
-    assert (play("no-such-program").outcome, play("no-such-program").exit_code) == (OneShotOutcome.FAILED, 127)
 
 
 def test_missing_image_is_a_failed_container(play, docker_pool: Pool) -> None:
@@ -89,10 +84,9 @@ def test_workspace_directory_is_copied_in_and_out(docker_pool: Pool, tmp_path: P
     (root / "numbers").write_text("3\n1\n2\n")
     (root / "run").write_text("#!/bin/sh\nsort numbers >sorted; rm numbers; ln -s / top; mkdir empty; echo done\n")
     (root / "run").chmod(0o755)
+    words = ("--agent", "did:plc:ada", "--pool", docker_pool.name, "--workspace", str(root), "--", "./run")
     with pytest.raises(SystemExit, match="0"):
-        call_command(
-            "run_once", "--agent", "did:plc:ada", "--pool", docker_pool.name, "--workspace", str(root), "--", "./run"
-        )  # fmt: skip
+        call_command("run_once", *words)
     assert capfd.readouterr() == ("done\n", "")
     after = read_tree(root)
     assert sorted(after) == ["empty", "run", "sorted", "top"]

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.manage import MANAGE, build_environment, run_manage
-from tests.e2e.test_up import Home, home  # noqa: F401 - a fixture
+from tests.commands.manage import MANAGE, build_environment
+from tests.e2e.conftest import Home
 
 pytestmark = pytest.mark.e2e
 
 
-def test_every_turn_of_the_demo_has_an_action_and_a_logged_model_call(home: Home) -> None:  # noqa: F811
-    assert run_manage(home.path, "quickstart").returncode == 0
+def test_every_turn_of_the_demo_has_an_action_and_a_logged_model_call(home: Home) -> None:
     output = demo(home.path, "--points", "3", "--seed", "7", "--exit", "--port", str(home.port))
     assert re.search(r"^did:web:(ada|brook)\.demo\.invalid wins\.$", output, re.MULTILINE), output
     seats = re.findall(r"destroyed \(condition:game\.finished\)  process +(\d+) +(\d+) ", output)

@@ -1,0 +1,112 @@
+"""Control planes as separate processes."""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.manage import MANAGE, build_environment, get_runtime_dir, run_manage
+from tests.support import ports
+from tests.support.waiting import wait_until
+
+HEALTHY = 120.0  # seconds that a start can take on a busy machine
+PROCESS_COUNTS = {"granian": 2, "qcluster": 5}  # processes per child, with one worker
+
+
+class Home:
+    """A control plane whose state is below one directory. Its processes have that directory in their environment."""
+
+    def __init__(self, path: Path, **env: str) -> None:
+        self.path, self.env = path, env
+        self.log = path / "up.log"
+        [self.port] = ports.find_free_ports()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def up(self, *args: str) -> "subprocess.Popen[bytes]":
+        """Start `manage.py up` and return once it prints "ready"."""
+        output = self.read_log()
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(MANAGE), "up", "--port", str(self.port), *args],
+                env=build_environment(self.path, **self.env), stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        self.wait_for_line("up: ready\n", times=output.count("up: ready\n") + 1)
+        return self.process
+
+    def read_log(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_for_line(self, text: str, times: int = 1) -> None:
+        try:
+            wait_until(lambda: self.read_log().count(text) >= times, text, within=HEALTHY)
+        except AssertionError:
+            raise AssertionError(f"not printed: {text!r}:\n{self.read_log()}") from None
+
+    def get(self, path: str) -> tuple[int, Any]:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=HEALTHY)) as connection:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    def find_processes(self, *arguments: str) -> set[int]:
+        """Process ids of this control plane whose command line contains all `arguments`."""
+        pids = set()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                environ = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+                argv = Path(f"/proc/{name}/cmdline").read_text().split("\0")
+                if f"LEASEHOLD_STATE_DIR={self.path / 'state'}".encode() in environ and set(arguments) <= set(argv):
+                    pids.add(int(name))
+        return pids
+
+    def wait_for_child(self, program: str) -> set[int]:
+        """Wait until all processes of a child exist and return their ids."""
+        return wait_until(
+            lambda: len(pids := self.find_processes(program)) == PROCESS_COUNTS[program] and pids, f"all of {program} exists"
+        )
+
+    def query_value(self, query: str) -> Any:
+        """Return the first column of the first row, or None."""
+        with closing(sqlite3.connect(self.path / "leasehold.sqlite3", timeout=20)) as database, database:
+            row = database.execute(query).fetchone()
+            return row[0] if row else None
+
+    def acquire_lease(self) -> str:
+        argv = ("acquire", "--agent", "did:plc:ada", "--environment", "game-1", "--type", "catan", "--json")
+        return str(json.loads(run_manage(self.path, *argv).stdout)["id"])
+
+    def stop(self, number: signal.Signals) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(timeout=HEALTHY)
+
+
+@pytest.fixture(scope="session")
+def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SQLite database with all migrations, to be copied."""
+    path = tmp_path_factory.mktemp("migrated")
+    assert run_manage(path, "migrate").returncode == 0
+    return path / "leasehold.sqlite3"
+
+
+@pytest.fixture
+def home(tmp_path: Path, migrated_database: Path) -> Iterator[Home]:
+    shutil.copy(migrated_database, tmp_path)
+    home = Home(tmp_path)
+    yield home
+    for pid in home.find_processes():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if home.process:
+        home.process.wait(timeout=HEALTHY)
+    shutil.rmtree(get_runtime_dir(tmp_path), ignore_errors=True)

@@ -17,9 +17,10 @@ from billing.models import Budget
 from controlplane.console import dashboard
 from leases.models import Lease
 from sandboxes.models import AgentData, Attachment, LlmCall, Pool, Sandbox, Sweep, Webhook
-from tests.admin.conftest import count_queries, ensure_sandbox
+from tests.admin.conftest import ensure_sandbox
 from tests.conftest import MINUTE
 from tests.support.billing import create_rate, create_time_usage
+from tests.support.console import count_queries
 
 pytestmark = pytest.mark.django_db
 NO_COUNTS = ("Capacity used", "Cost today", "Cost this month")

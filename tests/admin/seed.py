@@ -116,10 +116,8 @@ def _seed_programs(memory: MemoryProvider) -> None:
 
     def play(call: ProgramCall) -> ProgramResult:
         number = int(call.env["TURN_NUMBER"])
-        if number % 13 == 0:
-            return ProgramResult(stdout=b"I would rather trade sheep.", took=timedelta(seconds=0.4))
-        output = b'{"action": "build_road", "edge": [%d, %d], "why": "towards the ore"}' % (number, number + 1)
-        return ProgramResult(stdout=output if number % 3 else b'{"action": "roll"}', took=timedelta(seconds=0.9))
+        action = b'{"action": "build_road", "edge": [%d, %d], "why": "towards the ore"}' % (number, number + 1)
+        return ProgramResult(stdout=action if number % 13 else b"I would rather trade sheep.", took=timedelta(seconds=0.9))
 
     memory.programs["play"] = play
     trace = b'Traceback (most recent call last):\n  File "/workspace/train.py", line 12, in <module>\n    import torch\n'
@@ -150,12 +148,8 @@ def _seed_deliveries(now: datetime) -> None:
     """Record a successful, a failing and a disabled webhook."""
     for number, kind in enumerate(("budget.warning", "budget.exhausted")):
         outbox.enqueue_event(kind, key=f"catan {number}", payload={"budget": "catan", "spent": "8.41"}, now=now - HOUR)
-    answers = {
-        "pager": PostResult(204),
-        "ledger": PostResult(503, "Status 503 Service Unavailable."),
-        "old": PostResult(410, "Status 410 Gone."),
-    }
-    for name, answer in answers.items():
+    unavailable, gone = PostResult(503, "Status 503 Service Unavailable."), PostResult(410, "Status 410 Gone.")
+    for name, answer in (("pager", PostResult(204)), ("ledger", unavailable), ("old", gone)):
         webhook = Webhook.objects.get(url__contains=f"//{name}")
         for _ in range(5):
             if taken := delivery.claim_delivery(webhook.pk, now=now - 9 * MINUTE):
@@ -171,21 +165,16 @@ def _seed_game(now: datetime) -> None:
 
 def _seed_runs(now: datetime) -> None:
     lease = _acquire_lease(AGENT_DIDS[1], "coding-task-118", now - 3 * HOUR)
+    python = ["python3", "train.py", "--epochs", "2", "--name", "it's here"]
     for minutes, argv in (
-        (2, ["echo", "hello from the sandbox"]),
-        (5, ["python3", "train.py", "--epochs", "2", "--name", "it's here"]),
-        (9, ["sleep", "600"]),
-        (12, ["oom"]),
-        (20, ["head", "-c", "200000", "/dev/zero"]),
-        (26, ["printf", "<script>alert('no')</script>\\n"]),
+        (2, ["echo", "hello from the sandbox"]), (5, python), (9, ["sleep", "600"]), (12, ["oom"]),
+        (20, ["head", "-c", "200000", "/dev/zero"]), (26, ["printf", "<script>alert('no')</script>\\n"]),
         (31, ["no-such-program"]),
-    ):
+    ):  # fmt: skip
         command = Command(argv=argv, timeout=timedelta(seconds=30), env={"TOKEN": "x"} if minutes == 5 else {})
         execution.exec_command(lease.pk, command, now=now - 3 * HOUR + minutes * MINUTE, actor="key 3f9a1c20")
-    for launch in (
-        ProcessSpec(["node", "relay-watcher.js"], {"TOKEN": "x"}, name="relay <watcher>"),
-        ProcessSpec(["sleep", "100000"], name="dev server"),
-    ):
+    relay = ProcessSpec(["node", "relay-watcher.js"], {"TOKEN": "x"}, name="relay <watcher>")
+    for launch in (relay, ProcessSpec(["sleep", "100000"], name="dev server")):
         want = execution.build_sandbox_request(lease, now=now - 2 * HOUR)
         processes.start_process(want, launch, now=now - 2 * HOUR, actor="key 3f9a1c20")
 
@@ -403,16 +392,13 @@ def _seed_budgets(now: datetime) -> None:
 
 def _seed_sweeps(now: datetime) -> None:
     for name, age, every, counts, error in (
-        ("expire", 20, MINUTE, {"expired": 2}, ""),
-        ("reclaim", 25, MINUTE, {"destroyed": 3}, "7b0c: engine answered 500"),
+        ("expire", 20, MINUTE, {"expired": 2}, ""), ("reclaim", 25, MINUTE, {"destroyed": 3}, "7b0c: engine answered 500"),
         ("stalled", 40, MINUTE, {}, ""),
         ("reconcile", 900, 5 * MINUTE, {"orphans destroyed": 1}, 'pool "demo", docker: the daemon did not answer'),
-    ):
-        at = now - timedelta(seconds=age)
-        Sweep.objects.create(
-            name=name, every=every, started_at=at, succeeded_at=at, took=timedelta(milliseconds=140), counts=counts,
-            last_error=error,
-        )  # fmt: skip
+    ):  # fmt: skip
+        at, took = now - timedelta(seconds=age), timedelta(milliseconds=140)
+        known = {"every": every, "started_at": at, "succeeded_at": at, "took": took}
+        Sweep.objects.create(name=name, counts=counts, last_error=error, **known)
     Sweep.objects.create(name="heartbeat", every=MINUTE)
 
 

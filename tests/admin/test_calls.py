@@ -208,8 +208,11 @@ def limits(lease: Lease) -> tuple[Decimal | None, Decimal | None]:
 
 def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Client, metered_lease: Lease) -> None:
     assert b"Spend limit" in operator.get(row_url(metered_lease)).content
+    Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=3)
+    shown = fetch(operator, row_url(metered_lease, "limit_spending"))
+    assert "1.75 USD" in shown and "3 USD" in shown and 'value="3"' in shown
     for limit, now, event in (
-        ("1.5", Decimal("1.5"), "1.5 USD instead of no limit"),
+        ("1.5", Decimal("1.5"), "1.5 USD instead of 3 USD"),
         ("0.000000001", Decimal("1e-9"), "0.000000001 USD instead of 1.5 USD"),
         ("20", Decimal(20), "20 USD instead of 0.000000001 USD"),
         ("", None, "no limit instead of 20 USD"),
@@ -237,13 +240,6 @@ def test_a_limit_applies_from_the_next_call(operator: Client, metered_lease: Lea
     set_limit(operator, metered_lease, "1.76")
     ask(2)
     assert LlmCall.objects.get(call_id="call-2").outcome == "open"
-
-
-def test_the_dialog_shows_the_spending(operator: Client, metered_lease: Lease) -> None:
-    Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=3)
-    shown = fetch(operator, f"/admin/leases/lease/{metered_lease.pk}/limit_spending/")
-    assert "1.75 USD" in shown and "3 USD" in shown and 'value="3"' in shown
-    assert limits(metered_lease)[0] == 3
 
 
 @pytest.mark.parametrize("limit", ["-1", "0.0000000001", "NaN", "Infinity", "much", "1e20"])

@@ -24,6 +24,7 @@ from sandboxes.processes import ProcessSpec
 from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.runs import Command
 from sandboxes.state import data_editing
+from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
 from tests.conftest import MINUTE
 from tests.support.console import MARKUP, assert_constant_queries, fetch, list_rows, row_url
@@ -39,7 +40,8 @@ PAGES = [
     "leases/environmenttype/", "sandboxes/sandbox/", "sandboxes/sandbox/?slice=stalled", "sandboxes/run/", "sandboxes/llmcall/",
     "sandboxes/llmcall/?slice=refused&code=no&since=1d&streamed__exact=0", "sandboxes/llmcall/?slice=unpriced",
     "sandboxes/sandbox/?slice=unstored&lasting=5m", "sandboxes/pool/", "sandboxes/policy/", "sandboxes/quota/",
-    "sandboxes/sweep/", "sandboxes/signingkey/", "sandboxes/mintedtoken/",
+    "sandboxes/sweep/", "sandboxes/signingkey/", "sandboxes/mintedtoken/", "sandboxes/webhook/", "sandboxes/event/",
+    "sandboxes/delivery/", "sandboxes/delivery/?slice=all",
 ]  # fmt: skip
 
 
@@ -62,6 +64,8 @@ def test_a_list_costs_as_many_queries_for_many_rows_as_for_few(
             Sweep.objects.create(name=f"sweep {number}")
             Pool.objects.create(name=f"pool-{number}", warm_target=1)
             Policy.objects.create(name=f"policy-{number}")
+            subscriptions.add_webhook(f"https://example.com/{number}", now=now)
+            outbox.enqueue_event("lease.ended", key=str(number), payload={}, now=now)
             for outcome in ("ok", "refused"):
                 LlmCall.objects.create(
                     call_id=f"{outcome}-{number}", started_at=NOW, deadline_at=NOW, ended_at=now, outcome=outcome, code="no",
@@ -134,17 +138,14 @@ def test_each_tab_of_leases_lists_its_own_rows(viewer: Client, grant: Callable[.
     assert listed(viewer, "") == shown["active"]
 
 
-def test_the_active_tab_is_marked(viewer: Client) -> None:
+def test_the_active_tab_is_marked_and_an_empty_tab_says_so(viewer: Client) -> None:
+    for name, part in SandboxAdmin.list_tabs.items():
+        assert part.empty_text in fetch(viewer, f"/admin/sandboxes/sandbox/?slice={name}")
     page = fetch(viewer, "/admin/sandboxes/sandbox/?slice=quarantine&q=did")
     tab = page[page.index("tabs-items") :]
     assert "q=did&amp;slice=history" in tab
     assert tab.index("active")
     assert "Quarantine" in tab[tab.index('class="active"') :].split("</a>")[0]
-
-
-def test_an_empty_tab_shows_its_empty_text(viewer: Client) -> None:
-    for name, part in SandboxAdmin.list_tabs.items():
-        assert part.empty_text in fetch(viewer, f"/admin/sandboxes/sandbox/?slice={name}")
 
 
 def test_search_is_by_prefix_or_by_a_complete_id(viewer: Client, grant: Callable[..., Lease]) -> None:
@@ -213,34 +214,21 @@ def start_process(lease: Lease, *argv: str, name: str = "") -> Process:
     )
 
 
-def test_the_tabs_list_running_and_all_processes(viewer: Client, lease: Lease) -> None:
-    start_process(lease, "sleep", "300", name="relay <watcher>")
+def test_processes_are_listed_with_their_results_and_without_secrets(viewer: Client, lease: Lease) -> None:
+    process = start_process(lease, "sleep", "300", name="relay <watcher>")
     start_process(lease, "no-such-program")
-    running = fetch(viewer, "/admin/sandboxes/process/")
-    assert "sleep 300" in running
-    assert "relay &lt;watcher&gt;" in running
-    assert "no-such-program" not in running
-    every = fetch(viewer, "/admin/sandboxes/process/?slice=all")
-    assert "exit 127" in every
-
-
-def test_a_process_page_shows_its_result_and_lease(viewer: Client, lease: Lease) -> None:
-    process = start_process(lease, "sleep", "300")
+    listing = "/admin/sandboxes/process/"
+    running = fetch(viewer, listing)
+    assert "sleep 300" in running and "relay &lt;watcher&gt;" in running and "no-such-program" not in running
+    assert "exit 127" in fetch(viewer, f"{listing}?slice=all")
+    sandbox = fetch(viewer, row_url(process.sandbox))
+    assert "Background processes" in sandbox
+    assert f"{listing}?slice=all&amp;sandbox={process.sandbox_id}" in sandbox
+    assert "sleep 300" in fetch(viewer, f"{listing}?slice=all&sandbox={process.sandbox_id}")
     processes.kill_process(process, now=timezone.now())
     page = fetch(viewer, row_url(process))
-    assert "killed" in page
-    assert row_url(lease) in page
-    assert "TOKEN" in page
-    assert "s3cret" not in page
-
-
-def test_a_sandboxs_page_counts_background_processes(viewer: Client, lease: Lease) -> None:
-    process = start_process(lease, "sleep", "300")
-    page = fetch(viewer, row_url(process.sandbox))
-    assert "Background processes" in page
-    assert f"/admin/sandboxes/process/?slice=all&amp;sandbox={process.sandbox_id}" in page
-    listed = fetch(viewer, f"/admin/sandboxes/process/?slice=all&sandbox={process.sandbox_id}")
-    assert "sleep 300" in listed
+    assert "killed" in page and row_url(lease) in page
+    assert "TOKEN" in page and "s3cret" not in page
 
 
 # --- the timeline -------------------------------------------------------------------------------------------------

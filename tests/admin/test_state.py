@@ -314,8 +314,16 @@ def test_snapshots_of_an_ended_lease_are_not_taken_or_restored(operator: Client,
     assert "Fork into…" in shown
 
 
-def test_a_lease_is_forked_from_a_copy_into_another_environment(operator: Client, lease: Lease, used: Sandbox) -> None:
+def test_a_lease_is_forked_from_a_copy_into_another_environment(
+    operator: Client, lease: Lease, used: Sandbox, grant: Callable[..., Lease]
+) -> None:
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
+    grant(environment="game-9")
+    for environment, why in (("a b", "Not 1 to 200 letters"), ("", "required"), ("game-9", "holds a lease")):
+        refused = operator.post(row_url(copy, "fork"), {**WHY, "environment": environment})
+        assert refused.status_code == 200 and "HX-Redirect" not in refused.headers
+        assert why in refused.content.decode() and b'id="dialog-form"' in refused.content
+    assert (Lease.objects.count(), LogEntry.objects.count()) == (2, 0)
     answer = operator.post(row_url(copy, "fork"), {**WHY, "environment": "game-2"})
     forked = Lease.objects.get(environment_id="game-2")
     assert answer.headers["HX-Redirect"] == row_url(forked)
@@ -324,23 +332,6 @@ def test_a_lease_is_forked_from_a_copy_into_another_environment(operator: Client
     assert [kind for kind, *_ in events(lease)][:2] == ["fork_asked_for", "forked"]
     again = operator.post(row_url(copy, "fork"), {**WHY, "environment": "game-2"})
     assert list_messages(again)[-1] == "Nothing changed: that environment already has a lease forked from this snapshot."
-
-
-@pytest.mark.parametrize(
-    ("environment", "why"), [("a b", "Not 1 to 200 letters"), ("", "required"), ("game-9", "holds a lease")]
-)
-def test_a_refused_fork_is_explained_in_the_dialog(
-    operator: Client, lease: Lease, used: Sandbox, grant: Callable[..., Lease], environment: str, why: str
-) -> None:
-    copy = snapshots.take_snapshot(lease.pk, now=NOW)
-    grant(environment="game-9")
-    answer = operator.post(row_url(copy, "fork"), {**WHY, "environment": environment})
-    assert answer.status_code == 200
-    assert "HX-Redirect" not in answer.headers
-    assert why in answer.content.decode()
-    assert b'id="dialog-form"' in answer.content
-    assert Lease.objects.count() == 2
-    assert not LogEntry.objects.exists()
 
 
 def test_a_copy_is_downloaded_as_it_was_stored(operator: Client, lease: Lease, used: Sandbox) -> None:
@@ -384,16 +375,13 @@ def test_unsaved_changes_are_shown_on_every_related_page(viewer: Client, lease: 
     assert "unsaved changes" in fetch(viewer, page)
     for url in (row_url(unsaved), tabs[0], page):
         assert "no route to the engine" in fetch(viewer, url), url
+    health = Client().get("/healthz").json()
+    assert health["unsaved"] == 1
+    assert "Sandboxes with unsaved changes in /data: 1." in health["warnings"]
+    assert not any("engine" in each or "did:" in each for each in health["warnings"])
     sh(lease, "true")
     assert "Unsaved changes in /data" not in fetch(viewer, row_url(unsaved))
     assert [list_rows(viewer, url) for url in tabs] == [[], []]
-
-
-def test_health_counts_unsaved_sandboxes_without_names(client: Client, unsaved: Sandbox) -> None:
-    found = client.get("/healthz").json()
-    assert found["unsaved"] == 1
-    assert "Sandboxes with unsaved changes in /data: 1." in found["warnings"]
-    assert not any("engine" in each or "did:" in each for each in found["warnings"])
 
 
 def test_data_events_are_in_the_leases_timeline(viewer: Client, lease: Lease, memory: MemoryProvider) -> None:

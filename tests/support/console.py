@@ -65,8 +65,9 @@ def assert_constant_queries(client: Client, pages: list[str], limit: int, create
     for numbers in (range(3), range(3, 8)):
         create(numbers)
         cache.set("fleet", dashboard.build_fleet_summary(), 600)  # as in normal operation
-        for url in urls.values():  # ids of content types are read once in a process
-            client.get(url)
+        if not counts:  # ids of content types are read once in a process
+            for url in urls.values():
+                client.get(url)
         counts.append({page: count_queries(client, url) for page, url in urls.items()})
     assert counts[0] == counts[1]
     assert max(counts[0].values()) <= limit

@@ -82,5 +82,14 @@ def ensure_sandbox(lease: Lease) -> Sandbox:
     return pool.find_by_holder(lease.pk) or execution.ensure_sandbox_ready(lease.pk, now=lease.leased_at)
 
 
+def get_state(sandbox: Sandbox) -> str:
+    return Sandbox.objects.get(pk=sandbox.pk).state
+
+
+def list_events(lease: Lease) -> list[tuple[str, str, str]]:
+    """Events after the grant, newest first: kind, actor and reason."""
+    return [(each.kind, each.actor, each.reason) for each in lease.events.exclude(kind="granted")]
+
+
 def run(lease: Lease, *argv: str, now=NOW) -> Run:
     return execution.exec_command(lease.pk, Command(argv=argv, timeout=MINUTE), now=now)[0]

@@ -1,4 +1,4 @@
-"""Seed ten weeks of usage and costs. Usage records are written directly, everything else by domain verbs."""
+"""Seed six weeks of usage and costs. Usage records are written directly, everything else by domain verbs."""
 
 import random
 import uuid
@@ -26,7 +26,7 @@ def seed_money(now: datetime) -> None:
         account = Account.objects.create(name=name, title=title)
         for agent in agents:
             join_account(account, agent=agent)
-    began = f"{now - 70 * DAY:%Y-%m-%d}"
+    began = f"{now - 45 * DAY:%Y-%m-%d}"
     create_rate("time", "0.031", began, "docker", source="The rack's invoice")
     create_rate("cpu", "0.0023574", began, "modal", source="The provider's page of prices")
     create_rate("time", "0.035", f"{now + 20 * DAY:%Y-%m-%d}", "docker", source="Next year's contract")
@@ -34,7 +34,7 @@ def seed_money(now: datetime) -> None:
     for agent in [*(did for _, agents in ACCOUNTS.values() for did in agents), "did:plc:worker0", "did:plc:worker1"]:
         Agent.objects.get_or_create(did=agent)
         size = chance.choice([CLOUDFLARE_SIZE, DOCKER_SIZE, DOCKER_SIZE, MODAL_SIZE])
-        for number in range(69, -1, -1):
+        for number in range(44, -1, -1):
             if chance.random() < 0.7:
                 start = now.replace(hour=0, minute=0) - number * DAY + chance.random() * 5 * HOUR
                 _create_usage(agent, min(start, now - 3 * HOUR), chance, size)
@@ -43,7 +43,7 @@ def seed_money(now: datetime) -> None:
     last = now.astimezone(UTC).date().replace(day=1)
     for account in Account.objects.order_by("name"):
         if account.name == "research":
-            statements.grant_credit(account, Decimal("25"), now=now - 60 * DAY, actor="admin", reason="For a start")
+            statements.grant_credit(account, Decimal("25"), now=now - 40 * DAY, actor="admin", reason="For a start")
         for first in statements.find_open_months(account, now=now):
             if start_of_next_month(first) < last or account.name != "tournament":
                 statements.close_month(account, first, now=max(now - DAY, start_of_day(last)), actor="admin")

@@ -260,9 +260,8 @@ def test_a_timeline_is_read_page_by_page_without_losing_a_moment(lease: Lease) -
         read += entries
         if before is None:
             break
-    assert (
-        len(read) == len({(entry.title, entry.href, entry.state) for entry in read}) == 2 * PAGE_SIZE + 3
-    )  # and granted, warming, warm
+    distinct = {(entry.title, entry.href, entry.state) for entry in read}
+    assert len(read) == len(distinct) == 2 * PAGE_SIZE + 3  # and granted, warming, warm
     assert [entry.at for entry in read] == sorted((entry.at for entry in read), reverse=True)
 
 

@@ -34,7 +34,7 @@ from tests.support.billing import (
     create_time_usage,
     join_account,
 )
-from tests.support.console import WHY, fetch, row_url
+from tests.support.console import WHY, fetch, row_url, submit_bulk
 
 pytestmark = pytest.mark.django_db
 
@@ -79,8 +79,6 @@ ADMINISTRATOR_ACTIONS = {
     "key": {"revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
     "unused": {"turn_on"}, "account": {"grant_credit", "close_month"}, "credit": {"take_back"}, "rate": {"withdraw"},
 }  # fmt: skip
-
-
 READ_ONLY_ROWS = {"lease", "sandbox", "snapshot", "delivery", "key", "signing_key", "credit", "statement", "begun", "sealed"}
 
 
@@ -149,13 +147,8 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
     declared = {(page.model, name) for page in admin.site._registry.values() for name in getattr(page, "row_actions", {})}
     tables = {"Operator": OPERATOR_ACTIONS, "Administrator": ADMINISTRATOR_ACTIONS}
     assert declared == {(type(rows[row]), act) for table in tables.values() for row, acts in table.items() for act in acts}
-    fields = {
-        **WHY,
-        "usd": "5",
-        "limit": "5",
-        "month": f"{start_of_day(get_previous_month(timezone.now())):%Y-%m-%d}",
-        "environment": "game-2",
-    }
+    month = f"{get_previous_month(timezone.now()):%Y-%m-%d}"
+    fields = {**WHY, "usd": "5", "limit": "5", "month": month, "environment": "game-2"}
     before = list_values(rows)
     OrmQ.objects.all().delete()
     refused = {"Operator": ["Viewer"], "Administrator": ["Viewer", "Operator"]}
@@ -172,6 +165,10 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
             for client in map(as_role, refused[role]):
                 assert url not in fetch(client, page), url
                 assert client.post(url, fields).status_code == 403, url
+    for row in rows.values():
+        listing = row_url(row).removesuffix(f"{row.pk}/change/")
+        for act in getattr(admin.site._registry[type(row)], "bulk_actions", {}):
+            submit_bulk(as_role("Viewer"), listing, act, [row.pk], confirm="1", **WHY)
     assert list_values(rows) == before
     assert not LogEntry.objects.exists() and not LeaseEvent.objects.exclude(kind__in=["granted", "snapshot"]).exists()
     assert (OrmQ.objects.count(), Lease.objects.count(), Snapshot.objects.count(), Credit.objects.count()) == (0, 3, 1, 1)

@@ -17,8 +17,7 @@ from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.state import workspace
-from tests.admin.conftest import NOW, ensure_sandbox, run
-from tests.admin.test_acts import state_of
+from tests.admin.conftest import NOW, ensure_sandbox, get_state, list_events, run
 from tests.conftest import MINUTE
 from tests.support.console import (
     WHY,
@@ -50,10 +49,6 @@ def queued() -> list[tuple[str, tuple[str, ...]]]:
     return [(row.task["func"], row.task["args"]) for row in OrmQ.objects.all()]
 
 
-def events(lease: Lease) -> list[tuple[str, str, str]]:
-    return [(each.kind, each.actor, each.reason) for each in lease.events.exclude(kind="granted")]
-
-
 # --- evict --------------------------------------------------------------------------------------------------------
 
 
@@ -62,11 +57,11 @@ def test_an_evicted_sandbox_is_put_to_sleep_by_the_queue_and_not_by_the_request(
 ) -> None:
     asked = len(memory.calls)
     assert list_messages(operator.post(row_url(waiting, "evict"), WHY)) == ["1 sandbox scheduled for eviction."]
-    assert (state_of(waiting), len(memory.calls)) == ("waiting", asked)
+    assert (get_state(waiting), len(memory.calls)) == ("waiting", asked)
     assert queued() == [("leases.tasks.sweep_idle", ())]
     assert tasks.sweep_idle() == "1 put to sleep"
-    assert state_of(waiting) == "cold"
-    assert events(lease) == [("sleep_asked_for", "operator", "it was agreed")]
+    assert get_state(waiting) == "cold"
+    assert list_events(lease) == [("sleep_asked_for", "operator", "it was agreed")]
     assert LogEntry.objects.get().get_change_message() == "Evict: it was agreed"
     assert "Sleep asked for" in fetch(operator, row_url(lease))
     entries = operator.get(row_url(waiting)).context["timeline"]
@@ -78,7 +73,7 @@ def test_a_use_after_the_request_cancels_the_eviction(operator: Client, lease: L
     operator.post(row_url(waiting, "evict"), WHY)
     run(lease, "true", now=timezone.now())
     assert tasks.sweep_idle() == "nothing to do"
-    assert state_of(waiting) == "waiting"
+    assert get_state(waiting) == "waiting"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +91,7 @@ def test_an_eviction_is_refused_in_other_states(
     assert "Evict…" not in fetch(operator, row_url(waiting))
     assert list_messages(operator.post(row_url(waiting, "evict"), WHY)) == [f"Nothing changed: {why}."]
     assert tasks.sweep_idle() == "nothing to do"
-    assert (queued(), events(lease), LogEntry.objects.count()) == ([], [], 0)
+    assert (queued(), list_events(lease), LogEntry.objects.count()) == ([], [], 0)
 
 
 def test_a_bulk_eviction_skips_sandboxes_that_do_not_wait(
@@ -109,7 +104,7 @@ def test_a_bulk_eviction_skips_sandboxes_that_do_not_wait(
     done = submit_bulk(operator, "sandboxes/sandbox/", "evict_all", [waiting.pk, warm.pk], confirm="1", **WHY)
     assert list_messages(done) == ["1 sandbox scheduled for eviction. 1 skipped: not waiting."]
     tasks.sweep_idle()
-    assert (state_of(waiting), state_of(warm)) == ("cold", "warm")
+    assert (get_state(waiting), get_state(warm)) == ("cold", "warm")
     assert list_messages(operator.post(row_url(warm, "evict"), WHY))[-1] == "1 sandbox scheduled for eviction."
     assert tasks.sweep_idle() == "1 put to sleep"
 
@@ -122,7 +117,7 @@ def test_a_woken_sandbox_is_started_by_the_queue_and_not_by_the_request(
 ) -> None:
     asked = len(memory.calls)
     assert list_messages(operator.post(row_url(cold, "wake"), WHY)) == ["1 sandbox being woken."]
-    assert (state_of(cold), len(memory.calls)) == ("cold", asked)
+    assert (get_state(cold), len(memory.calls)) == ("cold", asked)
     [(name, args)] = queued()
     assert (name, args) == ("leases.tasks.wake_sandbox", (str(lease.pk), "operator"))
     assert tasks.wake_sandbox(*args) == "warm"
@@ -130,7 +125,7 @@ def test_a_woken_sandbox_is_started_by_the_queue_and_not_by_the_request(
     after = Sandbox.objects.get(pk=cold.pk)
     assert (after.state, after.source, after.incarnation) == ("warm", "local", 2)
     assert {each.actor for each in after.transitions.all()[:2]} == {"operator"}
-    assert events(lease) == [("wake_asked_for", "operator", "it was agreed")]
+    assert list_events(lease) == [("wake_asked_for", "operator", "it was agreed")]
 
 
 def test_a_sandbox_woken_in_the_meantime_or_without_a_lease_is_left_alone(
@@ -139,10 +134,10 @@ def test_a_sandbox_woken_in_the_meantime_or_without_a_lease_is_left_alone(
     operator.post(row_url(cold, "wake"), WHY)
     leasing.end(lease.pk, reason="released", now=timezone.now())
     assert "released" in tasks.wake_sandbox(str(lease.pk), "operator")
-    assert state_of(cold) == "destroying"
+    assert get_state(cold) == "destroying"
     Sandbox.objects.filter(pk=cold.pk).update(state="warm")
     assert list_messages(operator.post(row_url(cold, "wake"), WHY))[-1] == "Nothing changed: the sandbox is warm."
-    assert (len(queued()), len(events(lease))) == (1, 2)
+    assert (len(queued()), len(list_events(lease))) == (1, 2)
 
 
 # --- the page -----------------------------------------------------------------------------------------------------

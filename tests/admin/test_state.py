@@ -32,7 +32,7 @@ from sandboxes.runs import Command
 from sandboxes.state import data_editing, data_tree, workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES
-from tests.admin.conftest import ADA, NOW, ensure_sandbox
+from tests.admin.conftest import ADA, NOW, ensure_sandbox, list_events
 from tests.conftest import MINUTE
 from tests.support.billing import run_command
 from tests.support.console import MARKUP, WHY, assert_constant_queries, fetch, list_messages, list_rows, row_url
@@ -254,10 +254,6 @@ def work() -> list[str]:
     return done
 
 
-def events(lease: Lease) -> list[tuple[str, str, str]]:
-    return [(each.kind, each.actor, each.reason) for each in lease.events.exclude(kind="granted")]
-
-
 def test_a_snapshot_is_taken_by_the_queue_and_not_by_the_request(
     operator: Client, lease: Lease, used: Sandbox, memory: MemoryProvider
 ) -> None:
@@ -268,7 +264,7 @@ def test_a_snapshot_is_taken_by_the_queue_and_not_by_the_request(
     work()
     copy = Snapshot.objects.get()
     assert (copy.kind, copy.name, copy.holder) == ("asked", "before the exam", lease.pk)
-    assert events(lease) == [
+    assert list_events(lease) == [
         ("snapshot", "operator", f"{copy.pk} before the exam"), ("snapshot_asked_for", "operator", "it was agreed"),
     ]  # fmt: skip
     assert LogEntry.objects.get().get_change_message() == "Take snapshot: it was agreed"
@@ -289,7 +285,7 @@ def test_an_earlier_copy_is_restored_by_the_queue(operator: Client, lease: Lease
     work()
     newest, *_ = workspace.find_by_holder(lease.pk)
     assert (newest.kind, newest.key) == ("restored", copy.key)
-    assert ("restore_asked_for", "operator", "it was agreed") in events(lease)
+    assert ("restore_asked_for", "operator", "it was agreed") in list_events(lease)
 
 
 def test_a_failed_task_is_recorded_in_the_timeline(operator: Client, lease: Lease, used: Sandbox) -> None:
@@ -298,7 +294,7 @@ def test_a_failed_task_is_recorded_in_the_timeline(operator: Client, lease: Leas
     runs.open_run(used, Command(argv=["sleep"], timeout=MINUTE), now=timezone.now())
     [refusal] = work()
     assert refusal == "A run is open in the sandbox. Restore the snapshot after the run has ended."
-    assert events(lease)[0] == ("restore_failed", "operator", refusal)
+    assert list_events(lease)[0] == ("restore_failed", "operator", refusal)
 
 
 def test_snapshots_of_an_ended_lease_are_not_taken_or_restored(operator: Client, lease: Lease, used: Sandbox) -> None:
@@ -329,7 +325,7 @@ def test_a_lease_is_forked_from_a_copy_into_another_environment(
     assert answer.headers["HX-Redirect"] == row_url(forked)
     assert (forked.agent_did, forked.environment_type_id, forked.pool_id) == (ADA, "catan", lease.pool_id)
     assert run_command(forked, "cat", "/workspace/x", now=timezone.now()) == b"first\n"
-    assert [kind for kind, *_ in events(lease)][:2] == ["fork_asked_for", "forked"]
+    assert [kind for kind, *_ in list_events(lease)][:2] == ["fork_asked_for", "forked"]
     again = operator.post(row_url(copy, "fork"), {**WHY, "environment": "game-2"})
     assert list_messages(again)[-1] == "Nothing changed: that environment already has a lease forked from this snapshot."
 

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.django_db
 
 def test_an_operator_ends_a_lease_and_says_why(operator: Client, lease: Lease) -> None:
     sandbox = ensure_sandbox(lease)
+    for reason in ("x", "y" * 201):
+        assert "HX-Redirect" not in operator.post(row_url(lease, "end_lease"), WHY | {"reason": reason}).headers
     answer = operator.post(row_url(lease, "end_lease"), WHY)
     assert answer.headers["HX-Redirect"] == row_url(lease)
     assert list_messages(answer) == ["1 lease ended."]

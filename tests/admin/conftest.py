@@ -1,4 +1,4 @@
-"""Fixtures of the console tests: signed-in users by role, and query counts."""
+"""Fixtures of the console tests: signed-in users by role, a lease and its sandbox."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -7,17 +7,18 @@ from functools import partial
 import pytest
 from django.contrib.auth.models import Group, User
 from django.core.cache import cache
-from django.db import connection
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from leases import execution
 from leases.models import Lease
 from sandboxes import pool
-from sandboxes.models import Sandbox
+from sandboxes.models import Run, Sandbox
+from sandboxes.runs import Command
+from tests.conftest import MINUTE
 
 NOW = timezone.now() - timedelta(minutes=10)  # pages read the real clock, so rows are made relative to it
+ADA = "did:plc:ada"
 
 
 @pytest.fixture
@@ -81,7 +82,14 @@ def ensure_sandbox(lease: Lease) -> Sandbox:
     return pool.find_by_holder(lease.pk) or execution.ensure_sandbox_ready(lease.pk, now=lease.leased_at)
 
 
-def count_queries(client: Client, url: str) -> int:
-    with CaptureQueriesContext(connection) as captured:
-        assert client.get(url).status_code == 200
-    return len(captured)
+def get_state(sandbox: Sandbox) -> str:
+    return Sandbox.objects.get(pk=sandbox.pk).state
+
+
+def list_events(lease: Lease) -> list[tuple[str, str, str]]:
+    """Events after the grant, newest first: kind, actor and reason."""
+    return [(each.kind, each.actor, each.reason) for each in lease.events.exclude(kind="granted")]
+
+
+def run(lease: Lease, *argv: str, now=NOW) -> Run:
+    return execution.exec_command(lease.pk, Command(argv=argv, timeout=MINUTE), now=now)[0]

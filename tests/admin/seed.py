@@ -19,15 +19,14 @@ from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.auth.models import Group, User
 from django.utils import timezone
 
-from billing import budgets, costs, metering
-from billing.models import Budget
+from billing import costs, metering
 from leases import api_keys, budget_enforcement, execution, fork, leasing, snapshots, sweeps, turns
 from leases.models import AgentKey, EnvironmentType, Lease
 from sandboxes import eviction, pool, processes, providers, runs
 from sandboxes import sweeps as below
 from sandboxes.egress import model_pricing
 from sandboxes.identity import curves, signing
-from sandboxes.models import LlmCall, ModelRate, Policy, Pool, Quota, Sandbox, SandboxState, Sweep, Webhook
+from sandboxes.models import ModelRate, Policy, Pool, Quota, Sandbox, SandboxState, Sweep, Webhook
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import File, Link, MemoryProvider, ProgramCall, ProgramResult
@@ -36,14 +35,10 @@ from sandboxes.state import data_editing, workspace
 from sandboxes.webhooks import delivery, outbox, subscriptions
 from sandboxes.webhooks.http_post import PostResult
 from tests.admin.seed_money import seed_money
+from tests.support.billing import create_budget, create_llm_call
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
-AGENT_DIDS = [
-    "did:plc:ada",
-    "did:plc:grace",
-    "did:web:agents.example.com:alan",
-    "did:plc:" + "z72i7hdynmk6r22z27h6tvur" * 2,
-]
+AGENT_DIDS = ["did:plc:ada", "did:plc:grace", "did:web:agents.example.com:alan", "did:plc:" + "z72i7hdynmk6r22z27h6tvur" * 2]
 
 
 def seed(now: datetime) -> None:
@@ -94,10 +89,15 @@ def _acquire_lease(agent: str, environment: str, at: datetime, pool: str = "demo
     return leasing.acquire(request, now=at, actor="key 3f9a1c20")[0]
 
 
+def _run_command(lease: Lease, at: datetime, *argv: str) -> None:
+    command = Command(argv=argv or ["true"], timeout=MINUTE)
+    execution.exec_command(lease.pk, command, now=at, actor="key 3f9a1c20")
+
+
 def _acquire_used_lease(agent: str, environment: str, at: datetime, pool: str = "demo") -> Lease:
     """Acquire a lease and run a command in its sandbox."""
     lease = _acquire_lease(agent, environment, at, pool)
-    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=at, actor="key 3f9a1c20")
+    _run_command(lease, at)
     return lease
 
 
@@ -116,10 +116,8 @@ def _seed_programs(memory: MemoryProvider) -> None:
 
     def play(call: ProgramCall) -> ProgramResult:
         number = int(call.env["TURN_NUMBER"])
-        if number % 13 == 0:
-            return ProgramResult(stdout=b"I would rather trade sheep.", took=timedelta(seconds=0.4))
-        output = b'{"action": "build_road", "edge": [%d, %d], "why": "towards the ore"}' % (number, number + 1)
-        return ProgramResult(stdout=output if number % 3 else b'{"action": "roll"}', took=timedelta(seconds=0.9))
+        action = b'{"action": "build_road", "edge": [%d, %d], "why": "towards the ore"}' % (number, number + 1)
+        return ProgramResult(stdout=action if number % 13 else b"I would rather trade sheep.", took=timedelta(seconds=0.9))
 
     memory.programs["play"] = play
     trace = b'Traceback (most recent call last):\n  File "/workspace/train.py", line 12, in <module>\n    import torch\n'
@@ -142,21 +140,16 @@ def _seed_webhooks(now: datetime) -> None:
         ("https://old.example.org/events", ["lease.ended"], ""),
         ("http://127.0.0.1:9000/", ["sandbox.quarantined"], "A script on this machine."),
     ):
-        subscriptions.add_webhook(
-            url, kinds, description=description, internal="127" in url, now=now - 20 * HOUR, actor="admin"
-        )
+        internal = "127" in url
+        subscriptions.add_webhook(url, kinds, description=description, internal=internal, now=now - 20 * HOUR, actor="admin")
 
 
 def _seed_deliveries(now: datetime) -> None:
     """Record a successful, a failing and a disabled webhook."""
     for number, kind in enumerate(("budget.warning", "budget.exhausted")):
         outbox.enqueue_event(kind, key=f"catan {number}", payload={"budget": "catan", "spent": "8.41"}, now=now - HOUR)
-    answers = {
-        "pager": PostResult(204),
-        "ledger": PostResult(503, "Status 503 Service Unavailable."),
-        "old": PostResult(410, "Status 410 Gone."),
-    }
-    for name, answer in answers.items():
+    unavailable, gone = PostResult(503, "Status 503 Service Unavailable."), PostResult(410, "Status 410 Gone.")
+    for name, answer in (("pager", PostResult(204)), ("ledger", unavailable), ("old", gone)):
         webhook = Webhook.objects.get(url__contains=f"//{name}")
         for _ in range(5):
             if taken := delivery.claim_delivery(webhook.pk, now=now - 9 * MINUTE):
@@ -172,21 +165,16 @@ def _seed_game(now: datetime) -> None:
 
 def _seed_runs(now: datetime) -> None:
     lease = _acquire_lease(AGENT_DIDS[1], "coding-task-118", now - 3 * HOUR)
+    python = ["python3", "train.py", "--epochs", "2", "--name", "it's here"]
     for minutes, argv in (
-        (2, ["echo", "hello from the sandbox"]),
-        (5, ["python3", "train.py", "--epochs", "2", "--name", "it's here"]),
-        (9, ["sleep", "600"]),
-        (12, ["oom"]),
-        (20, ["head", "-c", "200000", "/dev/zero"]),
-        (26, ["printf", "<script>alert('no')</script>\\n"]),
+        (2, ["echo", "hello from the sandbox"]), (5, python), (9, ["sleep", "600"]), (12, ["oom"]),
+        (20, ["head", "-c", "200000", "/dev/zero"]), (26, ["printf", "<script>alert('no')</script>\\n"]),
         (31, ["no-such-program"]),
-    ):
+    ):  # fmt: skip
         command = Command(argv=argv, timeout=timedelta(seconds=30), env={"TOKEN": "x"} if minutes == 5 else {})
         execution.exec_command(lease.pk, command, now=now - 3 * HOUR + minutes * MINUTE, actor="key 3f9a1c20")
-    for launch in (
-        ProcessSpec(["node", "relay-watcher.js"], {"TOKEN": "x"}, name="relay <watcher>"),
-        ProcessSpec(["sleep", "100000"], name="dev server"),
-    ):
+    relay = ProcessSpec(["node", "relay-watcher.js"], {"TOKEN": "x"}, name="relay <watcher>")
+    for launch in (relay, ProcessSpec(["sleep", "100000"], name="dev server")):
         want = execution.build_sandbox_request(lease, now=now - 2 * HOUR)
         processes.start_process(want, launch, now=now - 2 * HOUR, actor="key 3f9a1c20")
 
@@ -194,11 +182,9 @@ def _seed_runs(now: datetime) -> None:
 def _seed_sandbox_states(now: datetime) -> None:
     for index in range(5):
         lease = _acquire_lease(f"did:plc:worker{index}", "training-run", now - HOUR - index * MINUTE)
-        execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 50 * MINUTE + index * MINUTE)
+        _run_command(lease, now - 50 * MINUTE + index * MINUTE)
         if index < 3:  # still running
-            sandbox = pool.find_by_holder(lease.pk)
-            assert sandbox
-            runs.open_run(sandbox, Command(argv=["make", "all"], timeout=10 * MINUTE), now=now - index * MINUTE)
+            runs.open_run(_get_sandbox(lease), Command(argv=["make", "all"], timeout=10 * MINUTE), now=now - index * MINUTE)
     warm = _acquire_lease(AGENT_DIDS[2], "warming-up", now - 2 * MINUTE)
     execution.ensure_sandbox_ready(warm.pk, now=now - 2 * MINUTE)
     starting = _acquire_lease(AGENT_DIDS[3], "starting", now - MINUTE)
@@ -214,7 +200,7 @@ def _seed_ended_leases(now: datetime) -> None:
         execution.ensure_sandbox_ready(lease.pk, now=lease.leased_at)
     for index, agent in enumerate(AGENT_DIDS):
         gone = _acquire_lease(agent, f"catan-round-{index}", now - 20 * HOUR)
-        execution.exec_command(gone.pk, Command(argv=["true"], timeout=MINUTE), now=now - 20 * HOUR)
+        _run_command(gone, now - 20 * HOUR)
         leasing.end(gone.pk, reason="condition:game.finished", now=now - 19 * HOUR, actor="key 3f9a1c20")
     sweeps.reclaim(now=now - 19 * HOUR)
 
@@ -226,8 +212,7 @@ def _seed_cold_sandboxes(memory: MemoryProvider, now: datetime) -> None:
     )
     for lease in (sleeper, moved):
         _put_to_sleep(lease, now - 2 * HOUR)
-        execution.ensure_sandbox_ready(lease.pk, now=now - 100 * MINUTE, actor="key 3f9a1c20")
-        execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 99 * MINUTE, actor="key 3f9a1c20")
+        _run_command(lease, now - 99 * MINUTE)
     for lease in (sleeper, moved, away):
         _put_to_sleep(lease, now - 70 * MINUTE)
     stored = workspace.find_latest(moved.pk)
@@ -236,7 +221,7 @@ def _seed_cold_sandboxes(memory: MemoryProvider, now: datetime) -> None:
     execution.ensure_sandbox_ready(moved.pk, now=now - 3 * MINUTE, actor="key 3f9a1c20")
     falling = _get_sandbox(_acquire_used_lease("did:plc:falling", "long-study", now - 40 * MINUTE))
     Sandbox.objects.filter(pk=falling.pk).update(idle_at=now - 9 * HOUR)
-    below.claim_idle(SandboxState.WAITING, uuid.uuid4(), now=now - MINUTE + timedelta(seconds=40), limit=1)
+    below.claim_idle(SandboxState.WAITING, uuid.uuid4(), now=now - MINUTE / 3, limit=1)
 
 
 def _seed_failures(memory: MemoryProvider, now: datetime) -> None:
@@ -254,16 +239,13 @@ def _seed_failures(memory: MemoryProvider, now: datetime) -> None:
 def _seed_identities(now: datetime) -> None:
     """Create a rotated key, a revoked key and service tokens signed with them."""
     for index, agent in enumerate(AGENT_DIDS[:3]):
-        signing.create_key(
-            agent, now=now - 50 * HOUR, actor="admin", private=curves.generate_key(["ES256K", "ES256"][index % 2])
-        )
+        private = curves.generate_key(["ES256K", "ES256"][index % 2])
+        signing.create_key(agent, now=now - 50 * HOUR, actor="admin", private=private)
     for minutes, fragment in ((300, ""), (40, "#relay"), (0, "#relay")):
         at = now - minutes * MINUTE
         lease = _acquire_lease(AGENT_DIDS[0], "relay-watch", at)
-        audience = "did:web:relay.example.com" + fragment
-        execution.mint_service_token(
-            lease.pk, aud=audience, lxm="com.atproto.sync.subscribeRepos", now=at, actor="key 3f9a1c20"
-        )
+        claims = {"aud": "did:web:relay.example.com" + fragment, "lxm": "com.atproto.sync.subscribeRepos"}
+        execution.mint_service_token(lease.pk, now=at, actor="key 3f9a1c20", **claims)
         if minutes == 300:
             signing.rotate_key(AGENT_DIDS[0], now=now - 200 * MINUTE, actor="admin")
     signing.revoke_active_key(AGENT_DIDS[1], now=now - HOUR, actor="command line")
@@ -287,29 +269,21 @@ def _seed_llm_calls(now: datetime) -> None:
 
 
 def _create_llm_call(lease: Lease, number: int, at: datetime) -> None:
-    """One of the ways in which a call goes, in turn; the first of them are the common ones."""
+    """One of CALL_OUTCOMES, in turn; the first of them is the most frequent one."""
     outcome, kind, status, code, priced = CALL_OUTCOMES[max(number % 24 - 12, 0)]
     model = "" if kind == "relay" else ["gpt-4o-mini-2024-07-18", "claude-3-5-haiku-20241022"][number % 2]
-    took = timedelta(seconds=0.4 + number % 7 * 2.3)
-    left, known = outcome != "refused", outcome in ("ok", "cut") and kind == "llm"
-    box, tokens = _get_sandbox(lease), (1800 + 410 * number, 1024 * (number % 3), 90 + 13 * number)
-    row = LlmCall(
-        call_id=uuid.uuid4().hex, sandbox=box, holder=lease.pk, agent_did=lease.agent_did, kind=kind, model=model, code=code,
-        environment_id=lease.environment_id, path="/v1/messages" if model else "/xrpc/com.atproto.sync.subscribeRepos",
-        streamed=number % 2 == 0, started_at=at, deadline_at=at + HOUR, outcome=outcome, status=status, priced=priced,
-        sent_bytes=2300 * (number + 1) if model else 0,
+    took = timedelta(seconds=0.4 + number % 7 * 2.3) if outcome != "refused" else timedelta(0)
+    counts = (1800 + 410 * number, 1024 * (number % 3), 90 + 13 * number)
+    tokens = dict(zip(("input_tokens", "cached_tokens", "output_tokens"), counts, strict=True))
+    create_llm_call(
+        lease, sandbox=_get_sandbox(lease), kind=kind, model=model, code=code, streamed=number % 2 == 0, started_at=at,
+        path="/v1/messages" if model else "/xrpc/com.atproto.sync.subscribeRepos", deadline_at=at + HOUR, outcome=outcome,
+        status=status, priced=priced, sent_bytes=2300 * (number + 1) if model else 0, received_bytes=911 * (number + 2),
+        first_byte_at=at + took / 3 if took and status else None, ended_at=at + took if outcome != "open" else None,
+        logged_at=at + MINUTE if outcome != "open" else None, recorded_at=at + MINUTE if priced == "record" else None,
+        cost=model_pricing.calculate_price(ModelRate.objects.all(), model, *counts, at) if priced else None,
+        **tokens if model and outcome in ("ok", "cut") else dict.fromkeys(tokens),
     )  # fmt: skip
-    if left and status:
-        row.first_byte_at, row.received_bytes = at + took / 3, 911 * (number + 2)
-    if outcome != "open":
-        row.ended_at = at + took if left else at
-        row.logged_at = at + MINUTE
-    if known:
-        row.input_tokens, row.cached_tokens, row.output_tokens = tokens
-    if priced:
-        row.cost = model_pricing.calculate_price(ModelRate.objects.all(), model, *tokens, at)
-        row.recorded_at = at + MINUTE if priced == "record" else None
-    row.save()
 
 
 CALL_OUTCOMES = [
@@ -334,11 +308,8 @@ def _seed_pools(memory: MemoryProvider, now: datetime) -> None:
         pool.start_warm(demo, now=now - minutes * MINUTE)
     execution.ensure_sandbox_ready(_acquire_lease("did:plc:quick", "claimed", now - 2 * MINUTE).pk, now=now - 2 * MINUTE)
     for agent, most, guaranteed in (
-        (AGENT_DIDS[0], 8, 2),
-        (AGENT_DIDS[1], None, 1),
-        ("did:plc:large", 1, 0),
-        ("did:plc:new", 5, 3),
-    ):
+        (AGENT_DIDS[0], 8, 2), (AGENT_DIDS[1], None, 1), ("did:plc:large", 1, 0), ("did:plc:new", 5, 3)
+    ):  # fmt: skip
         Quota.objects.update_or_create(pool=demo, agent_did=agent, defaults={"most": most, "guaranteed": guaranteed})
     Pool.objects.create(name="small", provider="memory", capacity=2)
     for index in range(6):
@@ -386,9 +357,9 @@ def _seed_agent_data(memory: MemoryProvider, now: datetime) -> None:
         memory.files(_get_sandbox(one).ref)[f"{DATA}/memory/sessions/{number:04}.json"] = File(b"{}" * number)
     memory.files(_get_sandbox(one).ref)[f"{DATA}/memory/latest"] = Link("2026-11-21.md")
     memory.files(_get_sandbox(one).ref)[f"{DATA}/campaign/" + "long/" * 220 + "way"] = File(b"x")
-    _run_shell(one, "echo one >/data/plan.md", now - 4 * HOUR)
+    _run_command(one, now - 4 * HOUR, "sh", "-c", "echo one >/data/plan.md")
     memory.files(_get_sandbox(two).ref)[f"{DATA}/plan.md"] = File(b"two\n")
-    _run_shell(two, "true", now - 2 * HOUR)
+    _run_command(two, now - 2 * HOUR, "sh", "-c", "true")
     for name, minutes in (("before the exam", 90), ("", 60)):
         snapshots.take_snapshot(one.pk, name=name, now=now - minutes * MINUTE, actor="operator")
     oldest = workspace.find_by_holder(one.pk).last()
@@ -396,19 +367,14 @@ def _seed_agent_data(memory: MemoryProvider, now: datetime) -> None:
     fork.fork(one, leasing.LeaseRequest(agent, "library-2", "catan", pool="demo"), snapshot=oldest.pk, now=now - 30 * MINUTE)
     stuck = _acquire_used_lease("did:plc:stubborn", "annex", now - 40 * MINUTE)
     with memory.fail("get_files", Unavailable('engine answered 500: "input/output error"'), times=1):
-        _run_shell(stuck, "echo x >/data/note.md", now - 25 * MINUTE)
-
-
-def _run_shell(lease: Lease, line: str, at: datetime) -> None:
-    execution.exec_command(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=at, actor="key 3f9a1c20")
+        _run_command(stuck, now - 25 * MINUTE, "sh", "-c", "echo x >/data/note.md")
 
 
 def _seed_budgets(now: datetime) -> None:
     """Create budgets of every level: within, warned, exhausted and off."""
     _acquire_used_lease("did:plc:thrifty", "essay-3", now - 2 * HOUR)
     metering.meter_usage(now=now - HOUR)
-    one = Budget(scope="agent", subject="did:plc:thrifty", amount=Decimal("0.9"), unit="hours", period="ever")
-    budgets.save_budget(one, now=now - HOUR)
+    create_budget("0.9", "hours", "ever", scope="agent", subject="did:plc:thrifty", now=now - HOUR)
     budget_enforcement.enforce_budgets(now=now - HOUR)  # ends its lease
     metering.meter_usage(now=now)
     costs.price_usage(now=now)
@@ -421,22 +387,18 @@ def _seed_budgets(now: datetime) -> None:
         ("agent", AGENT_DIDS[2], "12.5", "usd", "month", {"active": False}),
         ("account", "house", "1200", "usd", "month", {"warn_percent": 90}),
     ):
-        known = {"scope": scope, "subject": subject, "unit": unit, "period": period, **more}
-        budgets.save_budget(Budget(amount=Decimal(amount), **known), now=now - MINUTE)
+        create_budget(amount, unit, period, scope=scope, subject=subject, now=now - MINUTE, **more)
 
 
 def _seed_sweeps(now: datetime) -> None:
     for name, age, every, counts, error in (
-        ("expire", 20, MINUTE, {"expired": 2}, ""),
-        ("reclaim", 25, MINUTE, {"destroyed": 3}, "7b0c: engine answered 500"),
+        ("expire", 20, MINUTE, {"expired": 2}, ""), ("reclaim", 25, MINUTE, {"destroyed": 3}, "7b0c: engine answered 500"),
         ("stalled", 40, MINUTE, {}, ""),
         ("reconcile", 900, 5 * MINUTE, {"orphans destroyed": 1}, 'pool "demo", docker: the daemon did not answer'),
-    ):
-        at = now - timedelta(seconds=age)
-        Sweep.objects.create(
-            name=name, every=every, started_at=at, succeeded_at=at, took=timedelta(milliseconds=140), counts=counts,
-            last_error=error,
-        )  # fmt: skip
+    ):  # fmt: skip
+        at, took = now - timedelta(seconds=age), timedelta(milliseconds=140)
+        known = {"every": every, "started_at": at, "succeeded_at": at, "took": took}
+        Sweep.objects.create(name=name, counts=counts, last_error=error, **known)
     Sweep.objects.create(name="heartbeat", every=MINUTE)
 
 

@@ -1,4 +1,4 @@
-"""Model calls in the console: results, spending and limits of leases, filters and search."""
+"""Model calls in the console: results, spending and limits of leases, filters, search and model rates."""
 
 import re
 from collections.abc import Callable
@@ -9,25 +9,27 @@ from typing import Any
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.contrib.messages import get_messages
-from django.http import HttpResponse
 from django.test import Client
 from django.utils import timezone
 from django.utils.html import conditional_escape
 
 from leases import execution, leasing
-from leases.models import Agent, EnvironmentType, Lease
+from leases.models import Agent, Lease
 from sandboxes import pool
 from sandboxes.admin.base.formatting import SummaryField
 from sandboxes.egress import authorization
 from sandboxes.models import LlmCall, ModelRate, Sandbox
 from tests.admin.conftest import NOW, ensure_sandbox
-from tests.admin.test_pages import MARKUP
 from tests.conftest import MINUTE
+from tests.support.billing import HOUR
+from tests.support.console import MARKUP, WHY, fetch, get_fields, list_messages, list_rows, row_url
 
 pytestmark = pytest.mark.django_db
-LIST, DAY = "/admin/sandboxes/llmcall/", timedelta(days=1)
-WHY = {"_form_submitted": "on", "reason": "a longer game"}
+LIST, RATES, DAY = "/admin/sandboxes/llmcall/", "/admin/sandboxes/modelrate/", timedelta(days=1)
+RATE_FORM = {
+    "pattern": "gpt-*", "input_usd": "2.5", "cached_usd": "", "output_usd": "10", "valid_from_0": "2021-01-01",
+    "valid_from_1": "00:00:00",
+}  # fmt: skip
 
 
 def call(lease: Lease | None = None, **fields: Any) -> LlmCall:
@@ -37,17 +39,7 @@ def call(lease: Lease | None = None, **fields: Any) -> LlmCall:
 
 
 def listed(client: Client, query: str) -> list[int]:
-    answer = client.get(query if query.startswith("/") else LIST + query)
-    assert answer.status_code == 200, query
-    return sorted(row.pk for row in answer.context["cl"].result_list)
-
-
-def page(lease: Lease) -> str:
-    return f"/admin/leases/lease/{lease.pk}/change/"
-
-
-def facts(client: Client, url: str) -> dict[str, SummaryField]:
-    return {fact.label: fact for fact in client.get(url).context["facts"]}
+    return sorted(row.pk for row in list_rows(client, query if query.startswith("/") else LIST + query))
 
 
 def links(fact: SummaryField) -> dict[str, str]:
@@ -64,10 +56,8 @@ def links(fact: SummaryField) -> dict[str, str]:
 def test_a_call_of_every_outcome_is_shown(viewer: Client, lease: Lease, outcome: str, kind: str) -> None:
     row = call(lease, outcome=outcome, kind=kind, ended_at=None if outcome == "open" else NOW)
     word = LlmCall.Outcome(outcome).label
-    for url in (LIST, f"{LIST}{row.pk}/change/"):
-        shown = viewer.get(url)
-        assert shown.status_code == 200
-        assert f">{word}</span>" in shown.content.decode()
+    for url in (LIST, row_url(row)):
+        assert f">{word}</span>" in fetch(viewer, url)
 
 
 def test_each_tab_of_calls_lists_its_own_rows(viewer: Client) -> None:
@@ -83,15 +73,11 @@ def test_each_tab_of_calls_lists_its_own_rows(viewer: Client) -> None:
 
 
 def test_refused_calls_are_not_unpriced(viewer: Client) -> None:
-    for fields in (
-        {"outcome": "refused", "status": 402, "code": "spend_limit_reached"},
-        {"kind": "relay", "path": "/xrpc/sub"},
-    ):
-        row = call(**fields)
-        shown = viewer.get(LIST).content.decode()
-        assert "unpriced" not in shown.split("result_list")[1]
-        assert str(fields.get("code") or fields["path"]) in shown
-        row.delete()
+    call(outcome="refused", status=402, code="spend_limit_reached")
+    call(kind="relay", path="/xrpc/sub")
+    shown = fetch(viewer, LIST)
+    assert "unpriced" not in shown.split("result_list")[1]
+    assert "spend_limit_reached" in shown and "/xrpc/sub" in shown
 
 
 def test_calls_are_narrowed_by_each_filter(viewer: Client, lease: Lease) -> None:
@@ -102,34 +88,20 @@ def test_calls_are_narrowed_by_each_filter(viewer: Client, lease: Lease) -> None
     free = call(started_at=NOW - 50 * DAY)
     everything = sorted(row.pk for row in (plain, record, refused, relay, free))
     for query, found in {
-        "kind__exact=relay": [relay],
-        "outcome__exact=refused": [refused],
-        "code=model_not_allowed": [refused],
-        "code=model": [],
-        "status=403": [refused],
-        "status=4": [],
-        "called=claude": [record],
-        "streamed__exact=1": [record],
-        "price=record": [record],
-        "price=rate": [plain],
-        "price=none": [free],
-        "since=1h": [plain],
+        "kind__exact=relay": [relay], "outcome__exact=refused": [refused], "code=model_not_allowed": [refused],
+        "code=model": [], "status=403": [refused], "status=4": [], "called=claude": [record], "streamed__exact=1": [record],
+        "price=record": [record], "price=rate": [plain], "price=none": [free], "since=1h": [plain],
         "since=7d": [plain, record, refused],
         f"started_at_from_0={NOW - 2 * DAY:%Y-%m-%d}": [plain, record],
         f"started_at_to_0={NOW - 40 * DAY:%Y-%m-%d}": [relay, free],
         f"started_at_from_0={NOW - 3 * DAY:%Y-%m-%d}&started_at_from_1={NOW:%H:%M}"
         f"&started_at_to_0={NOW - 2 * DAY:%Y-%m-%d}&started_at_to_1={NOW + MINUTE:%H:%M}": [record, refused],
-    }.items():
+    }.items():  # fmt: skip
         assert listed(viewer, f"?{query}") == sorted(row.pk for row in found), query
     for nonsense in (
-        "since=x",
-        "price=x",
-        "started_at_from_0=x",
-        "started_at_from_0=2026-13-45&started_at_from_1=25:00",
-        "code=",
-        "code=%00",
-        "called=%00",
-    ):
+        "since=x", "price=x", "started_at_from_0=x", "started_at_from_0=2026-13-45&started_at_from_1=25:00", "code=",
+        "code=%00", "called=%00",
+    ):  # fmt: skip
         assert listed(viewer, f"?{nonsense}") == everything, nonsense
 
 
@@ -147,7 +119,7 @@ def test_a_calls_page_shows_the_source_of_its_price(viewer: Client, lease: Lease
         lease, cost="0.0025", priced="rate", input_tokens=1000, cached_tokens=400, output_tokens=50, path="/v1/messages",
         sent_bytes=2048, received_bytes=812, first_byte_at=NOW + timedelta(seconds=2), recorded_at=NOW, streamed=True,
     )  # fmt: skip
-    fields = facts(viewer, f"{LIST}{row.pk}/change/")
+    fields = get_fields(viewer, row_url(row))
     assert (fields["USD"].value, fields["Sent / received"].value) == ("0.0025", "2.0 KiB / 812 B")
     assert f"/admin/sandboxes/modelrate/{rate.pk}/" in str(fields["USD"].note)
     assert "input 2.5, cached 1.25, output 10 USD per million" in str(fields["USD"].note)
@@ -156,12 +128,12 @@ def test_a_calls_page_shows_the_source_of_its_price(viewer: Client, lease: Lease
     assert fields["In proxy log"].value == "no"
     assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(fields["In upstream records"].value)
     ModelRate.objects.update(output_usd=11)
-    assert facts(viewer, f"{LIST}{row.pk}/change/")["USD"].note == "by a rate that was changed since"
+    assert get_fields(viewer, row_url(row))["USD"].note == "by a rate that was changed since"
 
 
 def test_text_from_a_sandbox_in_a_call_is_escaped(superuser: Client, lease: Lease) -> None:
     row = call(lease, model=MARKUP, path=MARKUP, code=MARKUP[:64], outcome="failed", environment_id=MARKUP)
-    for url in (LIST, f"{LIST}{row.pk}/change/", f"{LIST}?code={MARKUP}", f"{LIST}?q={MARKUP}"):
+    for url in (LIST, row_url(row), f"{LIST}?code={MARKUP}", f"{LIST}?q={MARKUP}"):
         assert "<img src=x" not in superuser.get(url).content.decode(), url
 
 
@@ -183,7 +155,7 @@ def metered_lease(lease: Lease, grant: Callable[..., Lease]) -> Lease:
 
 
 def test_a_lease_links_to_exactly_its_model_calls(viewer: Client, metered_lease: Lease) -> None:
-    fields = facts(viewer, page(metered_lease))
+    fields = get_fields(viewer, row_url(metered_lease))
     assert (fields["Model calls"].value, fields["Tokens in / out"].value) == ("6", "1,500 / 20")
     assert fields["Tokens in / out"].note == "300 input tokens cached"
     assert (fields["Model cost"].value, fields["Model cost"].alarm) == ("1.75 USD", False)
@@ -200,13 +172,13 @@ def test_a_limit_is_a_bar_that_turns_red_when_it_is_reached(
     viewer: Client, metered_lease: Lease, limit: str, share: str, over: bool
 ) -> None:
     Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=limit)
-    fields = facts(viewer, page(metered_lease))["Model cost"]
+    fields = get_fields(viewer, row_url(metered_lease))["Model cost"]
     assert (f'value="{share}"' in fields.note, fields.alarm, f"of {limit} USD" in fields.note) == (True, over, True)
 
 
 def test_an_agents_page_sums_up_its_last_thirty_days(viewer: Client, metered_lease: Lease) -> None:
     call(metered_lease, cost=7, started_at=NOW - 31 * DAY)
-    fields = facts(viewer, f"/admin/leases/agent/{Agent.objects.get(did=metered_lease.agent_did).pk}/change/")
+    fields = get_fields(viewer, row_url(Agent.objects.get(did=metered_lease.agent_did)))
     assert (fields["Model calls, last 30 days"].value, fields["Model cost"].value) == ("6", "1.75 USD")
     assert len(listed(viewer, fields["Model calls, last 30 days"].href)) == 6
     assert len(listed(viewer, links(fields["Model cost"])["2 calls unpriced"])) == 2
@@ -215,12 +187,8 @@ def test_an_agents_page_sums_up_its_last_thirty_days(viewer: Client, metered_lea
 # --- spend limit --------------------------------------------------------------------------------------------------
 
 
-def set_to(client: Client, lease: Lease, limit: str, **more: str) -> HttpResponse:
-    return client.post(f"/admin/leases/lease/{lease.pk}/limit_spending/", {**WHY, "limit": limit, **more})  # type: ignore[return-value]
-
-
-def list_messages(answer: HttpResponse) -> list[str]:
-    return [str(message) for message in get_messages(answer.wsgi_request)]  # type: ignore[attr-defined]
+def set_limit(client: Client, lease: Lease, limit: str) -> Any:
+    return client.post(row_url(lease, "limit_spending"), WHY | {"limit": limit})
 
 
 def limits(lease: Lease) -> tuple[Decimal | None, Decimal | None]:
@@ -230,20 +198,23 @@ def limits(lease: Lease) -> tuple[Decimal | None, Decimal | None]:
 
 
 def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Client, metered_lease: Lease) -> None:
-    assert b"Spend limit" in operator.get(page(metered_lease)).content
+    assert b"Spend limit" in operator.get(row_url(metered_lease)).content
+    Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=3)
+    shown = fetch(operator, row_url(metered_lease, "limit_spending"))
+    assert "1.75 USD" in shown and "3 USD" in shown and 'value="3"' in shown
     for limit, now, event in (
-        ("1.5", Decimal("1.5"), "1.5 USD instead of no limit"),
+        ("1.5", Decimal("1.5"), "1.5 USD instead of 3 USD"),
         ("0.000000001", Decimal("1e-9"), "0.000000001 USD instead of 1.5 USD"),
         ("20", Decimal(20), "20 USD instead of 0.000000001 USD"),
         ("", None, "no limit instead of 20 USD"),
     ):
-        assert list_messages(set_to(operator, metered_lease, limit))[-1] == "1 lease updated with the new spend limit."
+        assert list_messages(set_limit(operator, metered_lease, limit))[-1] == "1 lease updated with the new spend limit."
         assert limits(metered_lease) == (now, now)
         last = metered_lease.events.first()
         assert last
-        assert (last.kind, last.actor, last.reason) == ("spend_limit", "operator", f"{event}: a longer game")
-        assert LogEntry.objects.first().get_change_message() == "Set spend limit: a longer game"  # type: ignore[union-attr]
-    assert event in operator.get(page(metered_lease)).content.decode()
+        assert (last.kind, last.actor, last.reason) == ("spend_limit", "operator", f"{event}: it was agreed")
+        assert LogEntry.objects.first().get_change_message() == "Set spend limit: it was agreed"  # type: ignore[union-attr]
+    assert event in fetch(operator, row_url(metered_lease))
 
 
 def test_a_limit_applies_from_the_next_call(operator: Client, metered_lease: Lease, settings: Any) -> None:
@@ -253,42 +224,29 @@ def test_a_limit_applies_from_the_next_call(operator: Client, metered_lease: Lea
     def ask(number: int) -> None:
         authorization.open_model_call(7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, now=timezone.now())
 
-    set_to(operator, metered_lease, "1.75")
+    set_limit(operator, metered_lease, "1.75")
     with pytest.raises(authorization.CallRefused) as refused:
         ask(1)
     assert (refused.value.status, refused.value.code) == (402, "spend_limit_reached")
-    set_to(operator, metered_lease, "1.76")
+    set_limit(operator, metered_lease, "1.76")
     ask(2)
     assert LlmCall.objects.get(call_id="call-2").outcome == "open"
 
 
-def test_the_dialog_shows_the_spending(operator: Client, metered_lease: Lease) -> None:
-    Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=3)
-    shown = operator.get(f"/admin/leases/lease/{metered_lease.pk}/limit_spending/").content.decode()
-    assert "1.75 USD" in shown and "3 USD" in shown and 'value="3"' in shown
-    assert limits(metered_lease)[0] == 3
-
-
 @pytest.mark.parametrize("limit", ["-1", "0.0000000001", "NaN", "Infinity", "much", "1e20"])
 def test_an_invalid_limit_is_explained(operator: Client, lease: Lease, limit: str) -> None:
-    again = set_to(operator, lease, limit)
+    again = set_limit(operator, lease, limit)
     assert again.status_code == 200 and "HX-Redirect" not in again.headers
     assert limits(lease) == (None, None)
 
 
 def test_the_same_limit_and_an_ended_lease_change_nothing(operator: Client, lease: Lease) -> None:
-    assert list_messages(set_to(operator, lease, "")) == ["Nothing changed: the lease already has that limit."]
+    assert list_messages(set_limit(operator, lease, "")) == ["Nothing changed: the lease already has that limit."]
     leasing.end(lease.pk, reason="released", now=NOW)
-    assert list_messages(set_to(operator, lease, "5"))[-1] == "Nothing changed: no longer active."
+    assert list_messages(set_limit(operator, lease, "5"))[-1] == "Nothing changed: no longer active."
     assert Lease.objects.get(pk=lease.pk).llm_limit is None
     assert not lease.events.filter(kind="spend_limit").exists() and not LogEntry.objects.exists()
-    assert "Spend limit…" not in operator.get(page(lease)).content.decode()
-
-
-def test_a_viewer_sets_no_limit(viewer: Client, lease: Lease) -> None:
-    assert "Spend limit…" not in viewer.get(page(lease)).content.decode()
-    assert set_to(viewer, lease, "5").status_code == 403
-    assert limits(lease) == (None, None)
+    assert "Spend limit…" not in fetch(operator, row_url(lease))
 
 
 @pytest.mark.parametrize("warm_target", [0, 1])
@@ -301,42 +259,39 @@ def test_a_later_sandbox_gets_the_present_limit_of_its_lease(
     if warm_target:
         pool.start_warm(lease.pool, now=NOW)
     want = execution.build_sandbox_request(lease, now=NOW)  # a request that began before the limit was set
-    set_to(operator, lease, "5")
+    set_limit(operator, lease, "5")
     assert pool.ensure_running(want, now=NOW).llm_limit == 5
     assert limits(lease) == (5, 5)
 
 
-# --- environment types --------------------------------------------------------------------------------------------
+# --- model rates --------------------------------------------------------------------------------------------------
 
 
-def form(**fields: str) -> dict[str, str]:
-    known = {
-        "ttl": "4h", "max_ttl": "1d", "expiry_conditions": "", "turn_argv": "play", "sleep_after": "5m", "turn_timeout": "",
-        "snapshot_excludes": "", "pool": "", "policy": "",
-    }  # fmt: skip
-    return known | fields
+def test_a_rate_is_added_shown_and_listed(superuser: Client) -> None:
+    assert superuser.post(f"{RATES}add/", RATE_FORM).status_code == 302
+    rate = ModelRate.objects.get()
+    assert (rate.pattern, rate.input_usd, rate.cached_usd, rate.output_usd) == ("gpt-*", Decimal("2.5"), None, 10)
+    shown = fetch(superuser, RATES)
+    assert "gpt-*" in shown and "2.5" in shown and "as input" in shown
+    tokens = {"input_tokens": 1, "output_tokens": 1}
+    call(**tokens), call(model="claude", **tokens), call(cost=1, priced="record", **tokens)
+    assert get_fields(superuser, row_url(rate))["Unpriced calls"].value == "1"
 
 
-def test_an_environment_type_shows_the_spend_limit_of_new_leases(
-    administrator: Client, lease: Lease, grant: Callable[..., Lease]
-) -> None:
-    kind = EnvironmentType.objects.get(name="catan")
-    url = f"/admin/leases/environmenttype/{kind.pk}/change/"
-    assert facts(administrator, url)["Spend limit"].value == "no limit"
-    assert administrator.post(url, form(llm_limit="2.50")).status_code == 302
-    assert facts(administrator, url)["Spend limit"].value == "2.5 USD"
-    shown = administrator.get(url).content.decode()
-    assert 'value="2.5"' in shown and "The limit of an existing lease" in shown
-    assert "2.5 USD" in administrator.get("/admin/leases/environmenttype/").content.decode()
-    assert limits(lease) == (None, None)
-    assert grant(environment="next").llm_limit == Decimal("2.5")
-    assert administrator.post(url, form(llm_limit="")).status_code == 302
-    assert grant(environment="third").llm_limit is None
+@pytest.mark.parametrize("wrong", [{"input_usd": "-1"}, {"output_usd": ""}, {"cached_usd": "-0.1"}, {"pattern": ""}])
+def test_an_invalid_model_rate_is_refused(superuser: Client, wrong: dict[str, str]) -> None:
+    assert superuser.post(f"{RATES}add/", RATE_FORM | wrong).status_code == 200
+    assert not ModelRate.objects.exists()
 
 
-@pytest.mark.parametrize("limit", ["-0.01", "1e-10", "NaN", "five"])
-def test_an_invalid_default_limit_is_not_saved(administrator: Client, limit: str) -> None:
-    kind = EnvironmentType.objects.get(name="catan")
-    again = administrator.post(f"/admin/leases/environmenttype/{kind.pk}/change/", form(llm_limit=limit))
-    assert again.status_code == 200 and again.context["adminform"].form.errors.keys() == {"llm_limit"}
-    assert EnvironmentType.objects.get(pk=kind.pk).llm_limit is None
+def test_a_scheduled_model_rate_shows_its_start(superuser: Client) -> None:
+    ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=timezone.now() + 5 * HOUR)
+    shown = fetch(superuser, RATES)
+    assert ">in 4 h 59 m</time>" in shown and "ago</time>" not in shown
+
+
+def test_calls_missing_in_upstream_records_are_listed(superuser: Client, settings: Any) -> None:
+    old = call(ended_at=NOW - HOUR)
+    assert listed(superuser, "?slice=unmetered") == []
+    settings.LLM_RECORDS = "/var/log/records.jsonl"
+    assert listed(superuser, "?slice=unmetered") == [old.pk]

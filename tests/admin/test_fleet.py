@@ -17,9 +17,10 @@ from billing.models import Budget
 from controlplane.console import dashboard
 from leases.models import Lease
 from sandboxes.models import AgentData, Attachment, LlmCall, Pool, Sandbox, Sweep, Webhook
-from tests.admin.conftest import count_queries, ensure_sandbox
+from tests.admin.conftest import ensure_sandbox
 from tests.conftest import MINUTE
 from tests.support.billing import create_rate, create_time_usage
+from tests.support.console import count_queries
 
 pytestmark = pytest.mark.django_db
 NO_COUNTS = ("Capacity used", "Cost today", "Cost this month")
@@ -59,7 +60,7 @@ def troubled(grant: Callable[..., Lease]) -> None:
         )
 
 
-def test_every_tile_links_to_the_rows_it_counts(viewer: Client, troubled: None) -> None:
+def test_every_tile_and_state_of_a_pool_links_to_the_rows_it_counts(viewer: Client, troubled: None, pool: Pool) -> None:
     tiles = {tile.title: tile for tile in dashboard.build_fleet_summary().tiles}
     numbers = {title: tile.value for title, tile in tiles.items() if title not in NO_COUNTS}
     assert numbers == {
@@ -71,9 +72,6 @@ def test_every_tile_links_to_the_rows_it_counts(viewer: Client, troubled: None) 
     assert tiles["Model calls, 24 h"].note == "1 refused, 0.25 USD"
     for title, number in numbers.items():
         assert str(viewer.get(tiles[title].href).context["cl"].result_count) == number, title
-
-
-def test_every_state_in_a_pools_legend_links_to_its_sandboxes(viewer: Client, troubled: None, pool: Pool) -> None:
     filling = next(each for each in dashboard.build_fleet_summary().pools if each.stats.pk == pool.pk)
     numbers = {part.state: part.number for part in filling.parts}
     assert numbers == {"warm": 1, "running": 1, "waiting": 2, "destroying": 3, "cold": 1}
@@ -81,12 +79,16 @@ def test_every_state_in_a_pools_legend_links_to_its_sandboxes(viewer: Client, tr
         assert viewer.get(part.href).context["cl"].result_count == part.number, part.state
 
 
-def test_problems_are_listed_on_the_dashboard(viewer: Client, troubled: None) -> None:
+def test_problems_are_listed_on_the_dashboard_and_a_poll_is_served_from_the_cache(viewer: Client, troubled: None) -> None:
     page = viewer.get("/admin/").content.decode()
     for text in ("engine down", "store down", "Lost: no container", "draining", "circuit open for"):
         assert text in page, text
     assert page.count("lh-tile lh-alarmed") == 10
     assert re.search(r"Sandboxes</span>\s*<span[^>]*>\s*2\s*<", page)
+    assert count_queries(viewer, "/admin/fleet/") <= 4  # session, user, permissions
+    answer = viewer.get("/admin/fleet/")
+    assert "no-store" in answer.headers["Cache-Control"]
+    assert b"<html" not in answer.content
 
 
 def test_an_empty_fleet_says_so(viewer: Client) -> None:
@@ -121,11 +123,10 @@ def test_costs_are_shown_on_the_dashboard(viewer: Client) -> None:
 @pytest.mark.parametrize(
     ("more", "seen"),
     [
-        ([], set()),
-        (["view_costrecord"], {"Cost today", "Cost this month"}),
+        ([], set()), (["view_costrecord"], {"Cost today", "Cost this month"}),
         (["view_budget"], {"Budgets warned", "Budgets exhausted"}),
     ],
-)
+)  # fmt: skip
 def test_costs_are_hidden_without_permission_to_view_them(
     as_role: Callable[..., Client], troubled: None, more: list[str], seen: set[str]
 ) -> None:
@@ -144,14 +145,6 @@ def test_cost_tiles_take_three_queries(django_assert_num_queries: Any) -> None:
     with django_assert_num_queries(3):
         dashboard.build_spending_tiles(now)
         dashboard.build_budget_tiles(now)
-
-
-def test_a_poll_is_served_from_the_cache(viewer: Client, troubled: None) -> None:
-    viewer.get("/admin/")
-    assert count_queries(viewer, "/admin/fleet/") <= 4  # session, user, permissions
-    answer = viewer.get("/admin/fleet/")
-    assert "no-store" in answer.headers["Cache-Control"]
-    assert b"<html" not in answer.content
 
 
 def test_polling_stops_after_signing_out() -> None:

@@ -1,58 +1,38 @@
-"""Console pages: content, query counts at two sizes, and escaping of text from agents."""
+"""Console pages: content, query counts at two sizes, runs, background processes and escaping of text from agents."""
 
+import io
 from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.auth import get_user_model
-from django.core.cache import cache
+from django.contrib.auth.models import User
 from django.test import Client
 from django.utils import timezone
 
-from controlplane.console import dashboard
 from leases import execution, leasing, sweeps, turns
 from leases.admin.leases import LeaseAdmin
 from leases.admin.timeline import PAGE_SIZE, load_timeline
-from leases.models import EnvironmentType, Lease, LeaseEvent, Turn
-from sandboxes import runs
+from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Turn
+from sandboxes import processes, runs
 from sandboxes.admin.base.changelist import CappedPaginator
 from sandboxes.admin.sandboxes import SandboxAdmin, compute_time_alive
 from sandboxes.identity import signing
-from sandboxes.models import LlmCall, Policy, Pool, Quota, Run, Sandbox, Sweep
+from sandboxes.models import AgentData, DataEvent, DataFile, LlmCall, Policy, Pool, Process, Quota, Sandbox, Snapshot, Sweep
+from sandboxes.processes import ProcessSpec
 from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.runs import Command
-from tests.admin.conftest import NOW, count_queries, ensure_sandbox
+from sandboxes.state import data_editing
+from sandboxes.webhooks import outbox, subscriptions
+from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
 from tests.conftest import MINUTE
+from tests.support.console import MARKUP, assert_constant_queries, fetch, list_rows, row_url
 
 pytestmark = pytest.mark.django_db
-MARKUP = """<img src=x onerror=alert(1)> x-data="alert(2)" {{ 7 }}"""
-
-
-def run(lease: Lease, *argv: str, now=NOW) -> Run:
-    return execution.exec_command(lease.pk, Command(argv=argv, timeout=MINUTE), now=now)[0]
 
 
 # --- query counts -------------------------------------------------------------------------------------------------
-
-
-def fill(grant: Callable[..., Lease], first: int, last: int) -> None:
-    """Create a lease, its sandbox, a run and a turn for each number."""
-    EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
-    for number in range(first, last):
-        lease = grant(agent=f"did:plc:a{number}", environment="e", now=timezone.now())
-        run(lease, "true", now=timezone.now())
-        turns.take_turn(lease.pk, 1, {}, now=timezone.now())
-        signing.create_key(lease.agent_did, now=timezone.now())
-        execution.mint_service_token(lease.pk, aud="did:web:relay.example", lxm="a.b.c", now=timezone.now())
-        Sweep.objects.create(name=f"sweep {number}")
-        Pool.objects.create(name=f"pool-{number}", warm_target=1)
-        Policy.objects.create(name=f"policy-{number}")
-        known = {"sandbox": ensure_sandbox(lease), "holder": lease.pk, "agent_did": lease.agent_did, "ended_at": timezone.now()}
-        for outcome in ("ok", "refused"):
-            LlmCall.objects.create(
-                call_id=f"{outcome}-{number}", started_at=NOW, deadline_at=NOW, outcome=outcome, code="no", **known
-            )
 
 
 PAGES = [
@@ -60,37 +40,70 @@ PAGES = [
     "leases/environmenttype/", "sandboxes/sandbox/", "sandboxes/sandbox/?slice=stalled", "sandboxes/run/", "sandboxes/llmcall/",
     "sandboxes/llmcall/?slice=refused&code=no&since=1d&streamed__exact=0", "sandboxes/llmcall/?slice=unpriced",
     "sandboxes/sandbox/?slice=unstored&lasting=5m", "sandboxes/pool/", "sandboxes/policy/", "sandboxes/quota/",
-    "sandboxes/sweep/", "sandboxes/signingkey/", "sandboxes/mintedtoken/",
+    "sandboxes/sweep/", "sandboxes/signingkey/", "sandboxes/mintedtoken/", "sandboxes/webhook/", "sandboxes/event/",
+    "sandboxes/delivery/", "sandboxes/delivery/?slice=all",
 ]  # fmt: skip
 
 
-def costs(client: Client, pages: list[str]) -> dict[str, int]:
-    """Count the queries of each page with a warm dashboard cache, as in normal operation."""
-    cache.set("fleet", dashboard.build_fleet_summary(), 600)
-    for page in pages:  # what is asked for once in a process: the ids of content types
-        client.get(f"/admin/{page}")
-    return {page: count_queries(client, f"/admin/{page}") for page in pages}
-
-
-def test_a_list_costs_as_many_queries_for_60_rows_as_for_3(viewer: Client, grant: Callable[..., Lease]) -> None:
-    fill(grant, 0, 3)
-    few = costs(viewer, PAGES)
-    fill(grant, 3, 60)
-    assert costs(viewer, PAGES) == few
-    assert max(few.values()) <= 9
-
-
-def test_the_page_of_a_lease_costs_the_same_after_60_turns_as_after_3(viewer: Client, lease: Lease) -> None:
+@pytest.fixture
+def turn_argv(db: None) -> None:
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
-    pages = [f"leases/lease/{lease.pk}/change/", f"sandboxes/sandbox/{ensure_sandbox(lease).pk}/change/"]
-    counts = []
-    for until in (3, 60):
-        for number in range(1, until):
-            turns.take_turn(lease.pk, number, {}, now=NOW)
+
+
+def test_a_list_costs_as_many_queries_for_many_rows_as_for_few(
+    viewer: Client, grant: Callable[..., Lease], turn_argv: None
+) -> None:
+    def create(numbers: range) -> None:
+        for number in numbers:
+            now = timezone.now()
+            lease = grant(agent=f"did:plc:a{number}", environment="e", now=now)
+            run(lease, "true", now=now)
+            turns.take_turn(lease.pk, 1, {}, now=now)
+            signing.create_key(lease.agent_did, now=now)
+            execution.mint_service_token(lease.pk, aud="did:web:relay.example", lxm="a.b.c", now=now)
+            Sweep.objects.create(name=f"sweep {number}")
+            Pool.objects.create(name=f"pool-{number}", warm_target=1)
+            Policy.objects.create(name=f"policy-{number}")
+            subscriptions.add_webhook(f"https://example.com/{number}", now=now)
+            outbox.enqueue_event("lease.ended", key=str(number), payload={}, now=now)
+            for outcome in ("ok", "refused"):
+                LlmCall.objects.create(
+                    call_id=f"{outcome}-{number}", started_at=NOW, deadline_at=NOW, ended_at=now, outcome=outcome, code="no",
+                    sandbox=ensure_sandbox(lease), holder=lease.pk, agent_did=lease.agent_did,
+                )  # fmt: skip
+
+    assert_constant_queries(viewer, PAGES, 9, create)
+
+
+def test_a_page_costs_as_many_queries_for_many_related_rows_as_for_few(
+    viewer: Client, lease: Lease, grant: Callable[..., Lease], turn_argv: None
+) -> None:
+    """Related rows are turns, runs, snapshots, actions, agents with data, files, data events, quotas and pools."""
+    user, pool, sandbox = User.objects.get(username="viewer"), lease.pool, ensure_sandbox(lease)
+
+    def put(path: str) -> AgentData:
+        data_editing.put_file(lease.agent_did, path, io.BytesIO(b"1"), now=NOW)
+        return AgentData.objects.get(agent_did=lease.agent_did)
+
+    def create(numbers: range) -> None:
+        for number in numbers:
+            other = grant(agent=f"did:plc:a{number}", now=NOW)
+            run(other, "true")
+            data = put(f"memory/{number}")
+            DataFile.objects.filter(data=data, path=f"memory/{number}").update(holder=other.pk)
+            DataEvent.objects.create(agent_did=ADA, holder=lease.pk, at=NOW, kind="conflict", path=f"memory/{number}")
+            Snapshot.objects.create(sandbox=sandbox, incarnation=number, holder=lease.pk, at=NOW, size_bytes=1)
+            Quota.objects.create(pool=Pool.objects.create(name=f"p{number}"), agent_did=lease.agent_did, most=1)
+            turns.take_turn(lease.pk, number + 1, {}, now=NOW)
+            LogEntry.objects.log_actions(user.pk, [sandbox, pool], CHANGE, "Evict: enough")
         run(lease, "true")
-        counts.append(costs(viewer, pages))
-    assert counts[0] == counts[1]
-    assert max(counts[0].values()) <= 18
+
+    data = put("memory/a")
+    rows = (lease, sandbox, pool, Agent.objects.get(did=lease.agent_did), data)
+    lists = [f"sandboxes/{name}/" for name in ("agentdata", "dataevent", "quota", "pool", "sandbox", "snapshot")]
+    pages = [*map(row_url, rows), f"{row_url(data)}?path=memory", *lists, "sandboxes/snapshot/?slice=history"]
+    counts = assert_constant_queries(viewer, pages, 18, create)
+    assert max(counts[page] for page in lists) <= 9
 
 
 def test_a_large_table_is_counted_up_to_a_limit(grant: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +118,8 @@ def test_a_large_table_is_counted_up_to_a_limit(grant: Callable[..., Lease], mon
 # --- lists --------------------------------------------------------------------------------------------------------
 
 
-def listed(client: Client, url: str) -> set[str]:
-    return {row.environment_id for row in client.get(url).context["cl"].result_list}
+def listed(client: Client, query: str) -> set[str]:
+    return {row.environment_id for row in list_rows(client, f"/admin/leases/lease/{query}")}
 
 
 def test_each_tab_of_leases_lists_its_own_rows(viewer: Client, grant: Callable[..., Lease]) -> None:
@@ -117,37 +130,31 @@ def test_each_tab_of_leases_lists_its_own_rows(viewer: Client, grant: Callable[.
     gone = grant(environment="gone", now=now)
     execution.ensure_sandbox_ready(gone.pk, now=now)
     leasing.end(gone.pk, reason="released", now=now)
-    shown = {name: listed(viewer, f"/admin/leases/lease/?slice={name}") for name in LeaseAdmin.list_tabs}
+    shown = {name: listed(viewer, f"?slice={name}") for name in LeaseAdmin.list_tabs}
+    active = {"plenty", "soon", "late"}
     assert shown == {
-        "active": {"plenty", "soon", "late"},
-        "soon": {"soon"},
-        "overdue": {"late"},
-        "undead": {"gone"},
-        "history": {"plenty", "soon", "late", "gone"},
-    }
-    assert listed(viewer, "/admin/leases/lease/") == shown["active"]
+        "active": active, "soon": {"soon"}, "overdue": {"late"}, "undead": {"gone"}, "history": {*active, "gone"},
+    }  # fmt: skip
+    assert listed(viewer, "") == shown["active"]
 
 
-def test_the_active_tab_is_marked(viewer: Client) -> None:
-    page = viewer.get("/admin/sandboxes/sandbox/?slice=quarantine&q=did").content.decode()
+def test_the_active_tab_is_marked_and_an_empty_tab_says_so(viewer: Client) -> None:
+    for name, part in SandboxAdmin.list_tabs.items():
+        assert part.empty_text in fetch(viewer, f"/admin/sandboxes/sandbox/?slice={name}")
+    page = fetch(viewer, "/admin/sandboxes/sandbox/?slice=quarantine&q=did")
     tab = page[page.index("tabs-items") :]
     assert "q=did&amp;slice=history" in tab
     assert tab.index("active")
     assert "Quarantine" in tab[tab.index('class="active"') :].split("</a>")[0]
 
 
-def test_an_empty_tab_shows_its_empty_text(viewer: Client) -> None:
-    for name, part in SandboxAdmin.list_tabs.items():
-        assert part.empty_text in viewer.get(f"/admin/sandboxes/sandbox/?slice={name}").content.decode()
-
-
 def test_search_is_by_prefix_or_by_a_complete_id(viewer: Client, grant: Callable[..., Lease]) -> None:
     ada, _ = grant(agent="did:plc:ada", environment="one"), grant(agent="did:plc:bob", environment="two")
-    assert listed(viewer, "/admin/leases/lease/?q=did:plc:a") == {"one"}
-    assert listed(viewer, "/admin/leases/lease/?q=tw") == {"two"}
-    assert listed(viewer, "/admin/leases/lease/?q=wo") == set()
-    assert listed(viewer, f"/admin/leases/lease/?q={ada.pk}") == {"one"}
-    assert listed(viewer, "/admin/leases/lease/?slice=history&agent_did=did:plc:bob") == {"two"}
+    assert listed(viewer, "?q=did:plc:a") == {"one"}
+    assert listed(viewer, "?q=tw") == {"two"}
+    assert listed(viewer, "?q=wo") == set()
+    assert listed(viewer, f"?q={ada.pk}") == {"one"}
+    assert listed(viewer, "?slice=history&agent_did=did:plc:bob") == {"two"}
 
 
 @pytest.mark.parametrize("query", ["slice=none", "p=99", "holder=nonsense", "sandbox=nonsense", "o=7.-3.x"])
@@ -179,7 +186,7 @@ def test_time_alive_counts_time_with_a_process(lease: Lease) -> None:
 def test_a_run_shows_its_command_and_output(viewer: Client, lease: Lease, memory: MemoryProvider, settings) -> None:
     settings.RUN_OUTPUT_KEPT = 8
     memory.programs["mix"] = lambda call: ProgramResult(3, stdout=b"\xff\x1b[31m12345")
-    page = viewer.get(f"/admin/sandboxes/run/{run(lease, 'mix', 'two words').pk}/change/").content.decode()
+    page = fetch(viewer, row_url(run(lease, "mix", "two words")))
     assert "mix &#x27;two words&#x27;" in page
     assert "exit 3" in page
     assert "\ufffd\\x1b[31m12" in page
@@ -188,7 +195,7 @@ def test_a_run_shows_its_command_and_output(viewer: Client, lease: Lease, memory
 
 
 def test_output_is_downloaded_byte_for_byte_and_never_shown_as_a_page(viewer: Client, lease: Lease) -> None:
-    answer = viewer.get(f"/admin/sandboxes/run/{run(lease, 'echo', MARKUP).pk}/stdout/")
+    answer = viewer.get(row_url(run(lease, "echo", MARKUP), "stdout"))
     assert answer.content == MARKUP.encode() + b"\n"
     assert answer.headers["Content-Type"].startswith("text/plain")
     assert answer.headers["Content-Disposition"].startswith("attachment")
@@ -197,12 +204,38 @@ def test_output_is_downloaded_byte_for_byte_and_never_shown_as_a_page(viewer: Cl
     assert viewer.get(f"/admin/sandboxes/run/{lease.pk}/stdout/").status_code == 404
 
 
+# --- background processes -----------------------------------------------------------------------------------------
+
+
+def start_process(lease: Lease, *argv: str, name: str = "") -> Process:
+    now = timezone.now()
+    return processes.start_process(
+        execution.build_sandbox_request(lease, now=now), ProcessSpec(argv, {"TOKEN": "s3cret"}, name=name), now=now
+    )
+
+
+def test_processes_are_listed_with_their_results_and_without_secrets(viewer: Client, lease: Lease) -> None:
+    process = start_process(lease, "sleep", "300", name="relay <watcher>")
+    start_process(lease, "no-such-program")
+    listing = "/admin/sandboxes/process/"
+    running = fetch(viewer, listing)
+    assert "sleep 300" in running and "relay &lt;watcher&gt;" in running and "no-such-program" not in running
+    assert "exit 127" in fetch(viewer, f"{listing}?slice=all")
+    sandbox = fetch(viewer, row_url(process.sandbox))
+    assert "Background processes" in sandbox
+    assert f"{listing}?slice=all&amp;sandbox={process.sandbox_id}" in sandbox
+    assert "sleep 300" in fetch(viewer, f"{listing}?slice=all&sandbox={process.sandbox_id}")
+    processes.kill_process(process, now=timezone.now())
+    page = fetch(viewer, row_url(process))
+    assert "killed" in page and row_url(lease) in page
+    assert "TOKEN" in page and "s3cret" not in page
+
+
 # --- the timeline -------------------------------------------------------------------------------------------------
 
 
-def test_a_leases_timeline_lists_its_events(viewer: Client, lease: Lease) -> None:
+def test_a_leases_timeline_lists_its_events(viewer: Client, lease: Lease, turn_argv: None) -> None:
     run(lease, "false", now=NOW + MINUTE)
-    EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
     turns.take_turn(lease.pk, 1, {}, now=NOW + 2 * MINUTE)
     leasing.end(lease.pk, reason="operator", now=NOW + 3 * MINUTE, actor="eve", detail="enough")
     entries, older = load_timeline(lease)
@@ -211,12 +244,14 @@ def test_a_leases_timeline_lists_its_events(viewer: Client, lease: Lease) -> Non
     assert older is None
     only, _ = load_timeline(lease, only="turn")
     assert [entry.title for entry in only] == ["Turn 1"]
-    assert b"operator: enough" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?only=lease").content
+    assert "operator: enough" in fetch(viewer, f"{row_url(lease)}?only=lease")
+    for query in ("before=yesterday", "before=2026-01-01", "only=nothing"):
+        assert "Granted" in fetch(viewer, f"{row_url(lease)}?{query}"), query
 
 
 def test_a_timeline_is_read_page_by_page_without_losing_a_moment(lease: Lease) -> None:
     LeaseEvent.objects.bulk_create(
-        LeaseEvent(lease=lease, at=NOW + (number // 7) * MINUTE, kind=f"event {number}") for number in range(200)
+        LeaseEvent(lease=lease, at=NOW + (number // 7) * MINUTE, kind=f"event {number}") for number in range(2 * PAGE_SIZE)
     )
     read, before = [], None
     while True:
@@ -225,7 +260,8 @@ def test_a_timeline_is_read_page_by_page_without_losing_a_moment(lease: Lease) -
         read += entries
         if before is None:
             break
-    assert len(read) == len({(entry.title, entry.href, entry.state) for entry in read}) == 203  # and granted, warming, warm
+    distinct = {(entry.title, entry.href, entry.state) for entry in read}
+    assert len(read) == len(distinct) == 2 * PAGE_SIZE + 3  # and granted, warming, warm
     assert [entry.at for entry in read] == sorted((entry.at for entry in read), reverse=True)
 
 
@@ -234,11 +270,6 @@ def test_a_command_that_ran_again_is_named_once(lease: Lease) -> None:
         run(lease, *argv, now=NOW + minute * MINUTE)
     entries, _ = load_timeline(lease, only="run")
     assert [entry.detail for entry in entries] == ["true", "false", "", "true"]
-
-
-@pytest.mark.parametrize("query", ["before=yesterday", "before=2026-01-01", "only=nothing"])
-def test_a_timeline_ignores_an_invalid_query_string(viewer: Client, lease: Lease, query: str) -> None:
-    assert b"Granted" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?{query}").content
 
 
 # --- escaping -----------------------------------------------------------------------------------------------------
@@ -270,17 +301,12 @@ def test_markup_from_agents_and_providers_is_escaped(
     Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=1, ref=MARKUP, lost_at=NOW)
     quota, _ = Quota.objects.get_or_create(pool=pool, agent_did=MARKUP)
     turn = Turn.objects.get()
-    agent = superuser.get("/admin/leases/agent/").context["cl"].result_list[0]
-    for page in (
-        "", "fleet/", "leases/lease/", f"leases/lease/{lease.pk}/change/",
-        "leases/turn/", f"leases/turn/{turn.pk}/change/", "leases/agent/", f"leases/agent/{agent.pk}/change/",
-        "sandboxes/sandbox/", f"sandboxes/sandbox/{sandbox.pk}/change/",
-        f"sandboxes/sandbox/{lost.pk}/change/", "sandboxes/run/", f"sandboxes/run/{ran.pk}/change/", "sandboxes/sweep/",
-        f"sandboxes/sweep/{sweep.pk}/change/", f"sandboxes/sandbox/{sandbox.pk}/destroy_now/",
-        f"sandboxes/sandbox/{sandbox.pk}/evict/", "sandboxes/pool/", f"sandboxes/pool/{pool.pk}/change/",
-        f"sandboxes/pool/{pool.pk}/warm_again/", "sandboxes/quota/", f"sandboxes/quota/{quota.pk}/change/",
-    ):  # fmt: skip
-        shown = superuser.get(f"/admin/{page}")
-        assert shown.status_code == 200, page
-        assert "<img src=x" not in shown.content.decode(), page
-    assert "&lt;img src=x" in superuser.get(f"/admin/sandboxes/run/{ran.pk}/change/").content.decode()
+    agent = list_rows(superuser, "/admin/leases/agent/")[0]
+    rows = (lease, turn, agent, sandbox, lost, ran, sweep, pool, quota)
+    lists = ("leases/lease/", "leases/turn/", "leases/agent/", *(
+        f"sandboxes/{name}/" for name in ("sandbox", "run", "sweep", "pool", "quota")
+    ))  # fmt: skip
+    acts = (row_url(sandbox, "destroy_now"), row_url(sandbox, "evict"), row_url(pool, "warm_again"))
+    for page in ("/admin/", "/admin/fleet/", *(f"/admin/{name}" for name in lists), *map(row_url, rows), *acts):
+        assert "<img src=x" not in fetch(superuser, page), page
+    assert "&lt;img src=x" in fetch(superuser, row_url(ran))

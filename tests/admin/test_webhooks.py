@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.contrib.messages import get_messages
 from django.test import Client
 
 from leases import leasing
@@ -15,8 +14,9 @@ from leases.models import Lease
 from sandboxes.models import Delivery, Event, Webhook
 from sandboxes.webhooks import delivery as delivering
 from sandboxes.webhooks import outbox, subscriptions
-from tests.admin.conftest import NOW, count_queries
+from tests.admin.conftest import NOW
 from tests.conftest import MINUTE
+from tests.support.console import MARKUP, WHY, fetch, list_messages, list_rows, row_url, submit_bulk
 from tests.support.receiver import WebhookReceiver, run_receiver, verify_signature
 
 pytestmark = pytest.mark.django_db
@@ -35,28 +35,19 @@ def webhook(receiver: WebhookReceiver) -> Webhook:
     return subscriptions.add_webhook(receiver.url, now=NOW, internal=True)[0]
 
 
-def page_of(row: Webhook | Event | Delivery) -> str:
-    return f"/admin/sandboxes/{row._meta.model_name}/{row.pk}/change/"
-
-
-def do(client: Client, act: str, row: Webhook | Delivery, reason: str = "as was asked"):
+def do(client: Client, act: str, row: Webhook | Delivery):
     """Submit the dialog of an action on a row's page."""
-    url = f"/admin/sandboxes/{row._meta.model_name}/{row.pk}/{act}/"
-    return client.post(url, {"reason": reason, "_form_submitted": "1"})
+    return client.post(row_url(row, act), WHY)
 
 
-def list_messages(client: Client, row: Webhook | Delivery) -> list[str]:
-    return [str(message) for message in get_messages(client.get(page_of(row)).wsgi_request)]
+def messages_of(client: Client, row: Webhook | Delivery) -> list[str]:
+    return list_messages(client.get(row_url(row)))
 
 
 def happen(key: str = "1") -> Delivery:
     event = outbox.enqueue_event("lease.ended", key=key, payload={"lease_id": key}, now=NOW)
     assert event
-    return event.deliveries.get()
-
-
-def listed(client: Client, url: str) -> list:
-    return list(client.get(url).context["cl"].result_list)
+    return event.deliveries.earliest("pk")
 
 
 def secret_in(text: str) -> str:
@@ -67,7 +58,7 @@ def secret_in(text: str) -> str:
 def test_a_webhook_is_added_and_its_secret_shown_once(administrator: Client, receiver: WebhookReceiver) -> None:
     answer = administrator.post(f"{HOOKS}add/", NEW | {"url": receiver.url}, follow=True)
     row = Webhook.objects.get()
-    assert answer.redirect_chain == [(page_of(row), 302)]
+    assert answer.redirect_chain == [(row_url(row), 302)]
     secret = secret_in(answer.content.decode())
     assert (row.url, row.kinds, row.internal, row.created_by) == (receiver.url, NEW["kinds"], True, "administrator")
     assert LogEntry.objects.get().get_change_message() == "Add webhook: on call wants it"
@@ -75,8 +66,8 @@ def test_a_webhook_is_added_and_its_secret_shown_once(administrator: Client, rec
     assert verify_signature(receiver.received[0], secret)
     hidden = {secret.removeprefix("whsec_"), base64.b64decode(secret.removeprefix("whsec_")).hex()}
     event, delivery = Event.objects.get(), Delivery.objects.get()
-    for page in (page_of(row), page_of(event), page_of(delivery), HOOKS, EVENTS, DELIVERIES, "/admin/"):
-        shown = administrator.get(page).content.decode()
+    for page in (row_url(row), row_url(event), row_url(delivery), HOOKS, EVENTS, DELIVERIES, "/admin/"):
+        shown = fetch(administrator, page)
         assert not any(text in shown for text in hidden) and "v1," not in shown
 
 
@@ -97,39 +88,40 @@ def test_an_invalid_webhook_is_refused_at_its_field(administrator: Client, field
 def test_a_webhooks_subscription_is_editable_and_its_url_is_not(administrator: Client, webhook: Webhook) -> None:
     sealed, url = bytes(webhook.sealed or b""), webhook.url
     change = {"url": "https://evil.example/", "kinds": ["budget.exhausted"], "internal": "on", "description": "for Ada"}
-    assert administrator.post(page_of(webhook), change).status_code == 302
+    assert administrator.post(row_url(webhook), change).status_code == 302
     webhook.refresh_from_db()
     assert (webhook.url, webhook.kinds, webhook.description) == (url, ["budget.exhausted"], "for Ada")
     assert bytes(webhook.sealed or b"") == sealed
-    response = administrator.post(page_of(webhook), {"kinds": []})  # the URL is a loopback address
+    response = administrator.post(row_url(webhook), {"kinds": []})  # the URL is a loopback address
     assert b"is not enabled for this webhook" in response.content
 
 
 def test_a_test_event_is_sent_and_its_response_shown(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
-    assert do(operator, "send_test", webhook)["HX-Redirect"] == page_of(webhook)
-    assert list_messages(operator, webhook) == ["1 webhook accepted the test event."]
+    assert do(operator, "send_test", webhook)["HX-Redirect"] == row_url(webhook)
+    assert messages_of(operator, webhook) == ["1 webhook accepted the test event."]
     assert receiver.received[0].payload["type"] == "webhook.test"
     receiver.status = 500
     assert b"Status 500 Internal Server Error." in do(operator, "send_test", webhook).content
-    shown = operator.get(page_of(webhook)).content.decode()
+    shown = fetch(operator, row_url(webhook))
     assert "Status 500 Internal Server Error." in shown and "lh-alarmed" in shown
 
 
 def test_a_webhook_is_paused_and_resumed(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     do(operator, "pause", webhook)
-    shown = operator.get(page_of(webhook)).content.decode()
+    shown = fetch(operator, row_url(webhook))
     assert "Resume…" in shown and "Pause…" not in shown
-    assert listed(operator, f"{HOOKS}?slice=paused") == [webhook]
-    assert "nothing changed" in list_messages(operator, webhook)[0].lower() if do(operator, "pause", webhook) else False
+    assert list_rows(operator, f"{HOOKS}?slice=paused") == [webhook]
+    do(operator, "pause", webhook)
+    assert messages_of(operator, webhook)[0].startswith("Nothing changed")
     do(operator, "resume", webhook)
-    shown = operator.get(page_of(webhook)).content.decode()
+    shown = fetch(operator, row_url(webhook))
     assert "Pause…" in shown and "Resume…" not in shown
 
 
 def test_a_rotated_secret_is_shown_once(administrator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     do(administrator, "rotate", webhook)
-    secret = secret_in(administrator.get(page_of(webhook)).content.decode())
-    again = administrator.get(page_of(webhook)).content.decode()
+    secret = secret_in(fetch(administrator, row_url(webhook)))
+    again = fetch(administrator, row_url(webhook))
     assert secret not in again and "previous secret expires" in again
     webhook.refresh_from_db()
     delivering.send_test_event(webhook, now=NOW)
@@ -140,26 +132,9 @@ def test_a_rotated_secret_is_shown_once(administrator: Client, webhook: Webhook,
 def test_a_removed_webhook_is_a_record(administrator: Client, webhook: Webhook) -> None:
     happen()
     do(administrator, "remove", webhook)
-    shown = administrator.get(page_of(webhook)).content.decode()
+    shown = fetch(administrator, row_url(webhook))
     assert "destroyed" in shown and "Remove…" not in shown and 'name="_save"' not in shown
-    assert listed(administrator, HOOKS) == [] and listed(administrator, f"{HOOKS}?slice=all") == [webhook]
-
-
-def test_only_an_administrator_adds_changes_rotates_and_removes(viewer: Client, operator: Client, webhook: Webhook) -> None:
-    delivery = happen()
-    for client in (viewer, operator):
-        assert client.get(page_of(webhook)).status_code == 200
-        assert client.post(f"{HOOKS}add/", NEW | {"url": "https://10.0.0.1/"}).status_code == 403
-        assert client.post(page_of(webhook), {"kinds": []}).status_code == 403
-        for act in ("rotate", "remove"):
-            assert do(client, act, webhook).status_code == 403
-    for act in ("send_test", "pause", "resume"):
-        assert do(viewer, act, webhook).status_code == 403
-    assert do(viewer, "again", delivery).status_code == 403
-    assert "Send a test…" in operator.get(page_of(webhook)).content.decode()
-    assert "Send a test…" not in viewer.get(page_of(webhook)).content.decode()
-    webhook.refresh_from_db()
-    assert webhook.state == "active" and Webhook.objects.count() == 1
+    assert list_rows(administrator, HOOKS) == [] and list_rows(administrator, f"{HOOKS}?slice=all") == [webhook]
 
 
 def test_a_failed_delivery_is_sent_again(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
@@ -168,23 +143,17 @@ def test_a_failed_delivery_is_sent_again(operator: Client, webhook: Webhook, rec
     for minutes in (0, 3 * 24 * 60):
         Delivery.objects.update(due_at=NOW, tries=delivering.MIN_ATTEMPTS - 1)
         delivering.deliver_due(now=NOW + minutes * MINUTE)
-    assert listed(operator, f"{DELIVERIES}?slice=given_up") == [delivery]
-    assert listed(operator, f"{HOOKS}?slice=disabled") == [webhook]
+    assert list_rows(operator, f"{DELIVERIES}?slice=given_up") == [delivery]
+    assert list_rows(operator, f"{HOOKS}?slice=disabled") == [webhook]
     receiver.status = 204
     do(operator, "resume", webhook)
     do(operator, "again", delivery)
-    assert listed(operator, DELIVERIES) == [delivery]
+    assert list_rows(operator, DELIVERIES) == [delivery]
     assert delivering.deliver_due(now=NOW + timedelta(days=30)).counts == {"delivered": 1}
-    assert listed(operator, f"{DELIVERIES}?slice=delivered") == [delivery]
-    act = {
-        "action": "again_all",
-        "_selected_action": [delivery.pk],
-        "confirm": "1",
-        "reason": "once more",
-        "_form_submitted": "1",
-    }
-    assert operator.post(f"{DELIVERIES}?slice=delivered", act).status_code == 302
-    assert listed(operator, DELIVERIES) == [delivery]
+    assert list_rows(operator, f"{DELIVERIES}?slice=delivered") == [delivery]
+    page = "sandboxes/delivery/?slice=delivered"
+    assert submit_bulk(operator, page, "again_all", [delivery.pk], confirm="1", **WHY).status_code == 302
+    assert list_rows(operator, DELIVERIES) == [delivery]
 
 
 def test_an_event_shows_its_payload_and_deliveries(
@@ -193,30 +162,18 @@ def test_an_event_shows_its_payload_and_deliveries(
     leasing.end(lease.pk, reason="released", now=NOW)
     delivering.deliver_due(now=NOW)
     event = Event.objects.get()
-    shown = viewer.get(page_of(event)).content.decode()
+    shown = fetch(viewer, row_url(event))
     assert "&quot;type&quot;: &quot;lease.ended&quot;" in shown and "delivered" in shown and receiver.url in shown
-    assert listed(viewer, f"{EVENTS}?q={event.pk}") == [event]
-    assert listed(viewer, f"{EVENTS}?q={lease.pk}") == [event]
-    assert listed(viewer, f"{EVENTS}?q=nobody") == []
-    assert listed(viewer, f"{DELIVERIES}?slice=all&webhook__id__exact={webhook.pk}") == list(event.deliveries.all())
-    assert listed(viewer, f"{DELIVERIES}?slice=all&event__id__exact={event.pk}") == list(event.deliveries.all())
+    assert list_rows(viewer, f"{EVENTS}?q={event.pk}") == [event]
+    assert list_rows(viewer, f"{EVENTS}?q={lease.pk}") == [event]
+    assert list_rows(viewer, f"{EVENTS}?q=nobody") == []
+    assert list_rows(viewer, f"{DELIVERIES}?slice=all&webhook__id__exact={webhook.pk}") == list(event.deliveries.all())
+    assert list_rows(viewer, f"{DELIVERIES}?slice=all&event__id__exact={event.pk}") == list(event.deliveries.all())
 
 
 def test_text_in_webhooks_is_escaped(viewer: Client, webhook: Webhook) -> None:
-    Webhook.objects.update(description="<img src=x onerror=alert(1)>")
+    Webhook.objects.update(description=MARKUP)
     delivery = happen("</pre><script>alert(1)</script>")
-    for page in (HOOKS, EVENTS, DELIVERIES, page_of(webhook), page_of(delivery), page_of(delivery.event)):
-        shown = viewer.get(page).content.decode()
+    for page in (HOOKS, EVENTS, DELIVERIES, row_url(webhook), row_url(delivery), row_url(delivery.event)):
+        shown = fetch(viewer, page)
         assert "<img src=x" not in shown and "<script>alert" not in shown
-
-
-def test_a_list_costs_as_many_queries_for_many_rows_as_for_few(viewer: Client, webhook: Webhook) -> None:
-    pages = [HOOKS, EVENTS, DELIVERIES, f"{DELIVERIES}?slice=all"]
-    happen()
-    viewer.get(HOOKS)
-    few = [count_queries(viewer, page) for page in pages]
-    for number in range(2, 20):
-        subscriptions.add_webhook(f"https://example.com/{number}", now=NOW)
-    for number in range(2, 20):
-        outbox.enqueue_event("lease.ended", key=str(number), payload={}, now=NOW)
-    assert [count_queries(viewer, page) for page in pages] == few and max(few) <= 9

@@ -40,7 +40,7 @@ COST_FIELDS = [
     "account__name", "day", "provider", "item", "agent_did", "holder", "environment_id", "rate", "whole", "quantity", "free",
     "usd",
 ]  # fmt: skip
-_sequence = itertools.count(1)
+_sequence = itertools.count(10**9)  # metering names usage records by row ids, which are smaller
 
 
 def parse_utc(text: str) -> datetime:
@@ -76,10 +76,10 @@ def create_storage_usage(began: str, lasts: timedelta, size_bytes: int, **fields
     )
 
 
-def create_token_usage(began: str, usd: str, number: int = 1, **fields: Any) -> list[UsageRecord]:
+def create_token_usage(began: str | datetime, usd: str, number: int = 1, **fields: Any) -> list[UsageRecord]:
     return create_time_usage(
         began, timedelta(seconds=1), item=UsageKind.TOKENS, state="", memory_mib=0, millicpus=0, calls=number, usd=Decimal(usd),
-        model="m", **fields,
+        **{"model": "m"} | fields,
     )  # fmt: skip
 
 

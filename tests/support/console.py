@@ -1,0 +1,74 @@
+"""Access to the pages of the console: URLs of rows and actions, content of pages, messages and query counts."""
+
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urljoin
+
+from django.contrib.messages import get_messages
+from django.core.cache import cache
+from django.db import connection
+from django.db.models import Model
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+
+from controlplane.console import dashboard
+from sandboxes.admin.base.formatting import SummaryField
+
+MARKUP = """<img src=x onerror=alert(1)> x-data="alert(2)" {{ 7 }}"""
+WHY = {"_form_submitted": "on", "reason": "it was agreed"}
+ENVIRONMENT_TYPE_FORM = {
+    "ttl": "4h", "max_ttl": "1d", "expiry_conditions": "", "turn_argv": "play", "sleep_after": "5m", "turn_timeout": "",
+    "snapshot_excludes": "", "pool": "", "policy": "",
+}  # fmt: skip
+
+
+def row_url(row: Model, act: str = "change") -> str:
+    """URL of a row's page, or of one of its actions."""
+    return f"/admin/{row._meta.label_lower.replace('.', '/')}/{row.pk}/{act}/"
+
+
+def fetch(client: Client, url: str) -> str:
+    """Text of a page."""
+    answer = client.get(url)
+    assert answer.status_code == 200, url
+    return (b"".join(answer) if answer.streaming else answer.content).decode()  # type: ignore[arg-type, attr-defined]
+
+
+def get_fields(client: Client, url: str) -> dict[str, SummaryField]:
+    return {fact.label: fact for fact in client.get(url).context["facts"]}
+
+
+def list_rows(client: Client, url: str) -> list[Any]:
+    answer = client.get(url)
+    assert answer.status_code == 200, url
+    return list(answer.context["cl"].result_list)
+
+
+def list_messages(answer: Any) -> list[str]:
+    return [str(message) for message in get_messages(answer.wsgi_request)]
+
+
+def submit_bulk(client: Client, page: str, action: str, pks: list[object], **more: str) -> Any:
+    """Submit a bulk action as its confirmation page does."""
+    return client.post(urljoin("/admin/", page), {"action": action, "_selected_action": [str(pk) for pk in pks], **more})
+
+
+def count_queries(client: Client, url: str) -> int:
+    with CaptureQueriesContext(connection) as captured:
+        assert client.get(url).status_code == 200
+    return len(captured)
+
+
+def assert_constant_queries(client: Client, pages: list[str], limit: int, create: Callable[[range], object]) -> dict[str, int]:
+    """Require as many queries of each page for eight rows as for three, and at most `limit`. Returns the counts by page."""
+    urls, counts = {page: urljoin("/admin/", page) for page in pages}, []
+    for numbers in (range(3), range(3, 8)):
+        create(numbers)
+        cache.set("fleet", dashboard.build_fleet_summary(), 600)  # as in normal operation
+        if not counts:  # ids of content types are read once in a process
+            for url in urls.values():
+                client.get(url)
+        counts.append({page: count_queries(client, url) for page, url in urls.items()})
+    assert counts[0] == counts[1]
+    assert max(counts[0].values()) <= limit
+    return counts[0]

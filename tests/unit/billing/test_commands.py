@@ -12,14 +12,7 @@ from django.utils import timezone
 from billing import costs
 from billing.models import CostRecord, UsageRecord
 from tests.conftest import NOW
-from tests.support.billing import (
-    ADA,
-    BASIC_INSTANCE,
-    HOUR,
-    create_rate,
-    create_time_usage,
-    list_cost_records,
-)
+from tests.support.billing import ADA, BASIC_INSTANCE, HOUR, create_rate, create_time_usage, list_cost_records
 
 pytestmark = pytest.mark.django_db
 EIGHT = ["--agents", "8", "--days", "30", "--instance", "basic", "--cpu-utilisation", "0.1"]

@@ -32,11 +32,9 @@ def build_rate(**fields: Any) -> Rate:
 def test_cloudflare_rates_are_shipped() -> None:
     result = Rate.objects.filter(provider="cloudflare").values_list("item", "usd", "allowance", "own")
     assert {*result} == {
-        ("memory", Decimal("0.009"), 25, False),
-        ("cpu", Decimal("0.0012"), 375, False),
-        ("disk", Decimal("0.00025"), 200, False),
-        ("plan", 5, 0, False),
-    }
+        ("memory", Decimal("0.009"), 25, False), ("cpu", Decimal("0.0012"), 375, False),
+        ("disk", Decimal("0.00025"), 200, False), ("plan", 5, 0, False),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["docker", "process", "memory"])
@@ -64,11 +62,8 @@ def test_house_account_is_shipped() -> None:
 
 
 def test_rate_applies_from_its_start() -> None:
-    rates = [
-        create_rate("time", "1"),
-        create_rate("time", "2", since="2026-11-02"),
-        create_rate("time", "3", since="2027-01-01"),
-    ]
+    starts = {"1": "2020-01-01", "2": "2026-11-02", "3": "2027-01-01"}
+    rates = [create_rate("time", usd, since) for usd, since in starts.items()]
     moments = {"2019-12-31": None, "2020-01-01": 1, "2026-11-01T23:59:59.999999": 1, "2026-11-02": 2, "2030-01-01": 3}
     result = {when: pricing.find_rate(rates, "acme", "", "time", parse_utc(when)) for when in moments}
     assert {when: each and each.usd for when, each in result.items()} == moments
@@ -82,12 +77,8 @@ def test_rate_applies_from_its_start() -> None:
     ],
 )  # fmt: skip
 def test_rate_matches_provider_instance_type_and_item(provider: str, kind: str, item: str, usd: int | None) -> None:
-    rates = [
-        create_rate("time", "1"),
-        create_rate("time", "2", instance_type="small"),
-        create_rate("memory", "4"),
-        create_rate("time", "5", provider="other"),
-    ]
+    rates = [create_rate("time", "1"), create_rate("time", "2", instance_type="small"), create_rate("memory", "4")]
+    rates.append(create_rate("time", "5", provider="other"))
     for order in (rates, rates[::-1]):
         result = pricing.find_rate(order, provider, kind, item, NOW)
         assert (result and result.usd) == usd
@@ -144,20 +135,13 @@ def test_rate_with_costs_is_protected_in_the_database() -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"usd": Decimal("-0.01")}, "usd"),
-        ({"usd": Decimal("0.0000000000001")}, "usd"),
-        ({"usd": Decimal("12345.678901234567")}, "usd"),
-        ({"usd": Decimal(10**7)}, "usd"),
-        ({"usd": None}, "usd"),
-        ({"allowance": Decimal(-1)}, "allowance"),
-        ({"allowance": Decimal("0.0000001")}, "allowance"),
-        ({"item": "llm"}, "item"),
-        ({"item": "egress"}, "item"),
-        ({"provider": ""}, "provider"),
-        ({"provider": "a b"}, "provider"),
-        ({"valid_from": None}, "valid_from"),
+        ({"usd": Decimal("-0.01")}, "usd"), ({"usd": Decimal("0.0000000000001")}, "usd"),
+        ({"usd": Decimal("12345.678901234567")}, "usd"), ({"usd": Decimal(10**7)}, "usd"), ({"usd": None}, "usd"),
+        ({"allowance": Decimal(-1)}, "allowance"), ({"allowance": Decimal("0.0000001")}, "allowance"),
+        ({"item": "llm"}, "item"), ({"item": "egress"}, "item"), ({"provider": ""}, "provider"),
+        ({"provider": "a b"}, "provider"), ({"valid_from": None}, "valid_from"),
     ],
-)
+)  # fmt: skip
 def test_invalid_rate_names_its_field(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(ValidationError) as refused:
         build_rate(**fields).save()

@@ -345,6 +345,7 @@ def test_calls_of_a_lease_and_model_are_summed_exactly_by_day(grant: AnyCallable
     for cost in ("12345.100000001", "0.100000001", "0.000000001"):
         create_llm_call(lease, model="other", cost=Decimal(cost))
     create_llm_call(lease, outcome="refused", cost=None, priced="")
+    create_llm_call(lease, model="refused", outcome="refused", cost=None, priced="")
     create_llm_call(lease, kind="relay", model="", cost=None, priced="")
     create_llm_call(lease, ended_at=None, outcome="open", cost=None, priced="")
     meter_usage(now=NOON + HOUR)

@@ -115,9 +115,16 @@ def price(now: datetime = NOW) -> None:
     costs.price_usage(now=now)
 
 
-def sum_usd(**filters: Any) -> Decimal:
-    """Return the sum of the cost records."""
+def price_and_sum(**filters: Any) -> Decimal:
+    """Price all usage, and return the sum of the cost records."""
+    price()
     return sum(CostRecord.objects.filter(**filters).values_list("usd", flat=True), Decimal(0))
+
+
+def price_and_list(*names: str, **filters: Any) -> list[tuple[Any, ...]]:
+    """Price all usage, and return columns of the cost records, ordered by day and lease."""
+    price()
+    return list_cost_values(*names, **filters)
 
 
 def list_cost_records() -> list[tuple[Any, ...]]:

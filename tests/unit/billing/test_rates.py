@@ -106,7 +106,7 @@ def test_rate_cannot_begin_in_the_past() -> None:
 @pytest.mark.parametrize(
     "change", [{"usd": Decimal(9)}, {"allowance": Decimal(9)}, {"valid_from": datetime(2099, 1, 1, tzinfo=UTC)}]
 )
-def test_rate_that_has_begun_cannot_change(change: dict[str, Any]) -> None:
+def test_rate_that_has_begun_cannot_be_changed_or_deleted(change: dict[str, Any]) -> None:
     rate = Rate.objects.get(provider="cloudflare", item="memory")
     for name, value in change.items():
         setattr(rate, name, value)
@@ -115,21 +115,9 @@ def test_rate_that_has_begun_cannot_change(change: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="has begun"):
         rate.save(update_fields=[*change])
     rate.refresh_from_db()
-    assert (rate.usd, rate.allowance, rate.valid_from.year) == (Decimal("0.009"), 25, 2020)
-
-
-def test_rate_that_has_begun_cannot_be_deleted() -> None:
-    rate = Rate.objects.get(provider="cloudflare", item="memory")
     with pytest.raises(ValidationError, match="has begun"):
         rate.delete()
-
-
-def test_rate_with_costs_is_protected_in_the_database() -> None:
-    rate = create_rate("time", "1")
-    create_time_usage("2026-11-02T10:00", provider="acme")
-    costs.price_usage(now=NOW)
-    with pytest.raises(ProtectedError):
-        Rate.objects.filter(pk=rate.pk).delete()
+    assert (rate.usd, rate.allowance, rate.valid_from.year) == (Decimal("0.009"), 25, 2020)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +148,7 @@ def test_rate_is_unique_per_start() -> None:
 @pytest.mark.parametrize("field", ["usd", "allowance"])
 def test_database_refuses_negative_rates(field: str) -> None:
     with pytest.raises(IntegrityError), transaction.atomic():
-        create_rate("time", **({"usd": "1"} | {field: "-1"} if field == "usd" else {"usd": "1", field: Decimal(-1)}))
+        create_rate("time", **{"usd": "1", field: "-1"})
 
 
 # --- unpriced days ----------------------------------------------------------------------------------------------------
@@ -211,7 +199,7 @@ def test_move_marks_only_changed_days_as_unpriced() -> None:
     assert list_unpriced_days() == [2, 3, 4]
 
 
-def test_costs_are_unique_and_not_negative() -> None:
+def test_costs_are_unique_and_not_negative_and_protect_their_rate() -> None:
     rate = create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", provider="acme", agent="")
     costs.price_usage(now=NOW)
@@ -222,3 +210,5 @@ def test_costs_are_unique_and_not_negative() -> None:
     for wrong in ({"usd": -1}, {"quantity": -1}, {"free": 2}, {"rate": None}):
         with pytest.raises(IntegrityError), transaction.atomic():
             CostRecord.objects.update(**wrong)
+    with pytest.raises(ProtectedError):
+        Rate.objects.filter(pk=rate.pk).delete()

@@ -25,7 +25,8 @@ from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.admin.sandboxes import compute_time_alive
 from sandboxes.egress import model_pricing
 from sandboxes.egress.logs import upstream_records
-from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot
+from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
+from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
 from sandboxes.state import workspace
 from tests.conftest import MINUTE, NOW, SimulatedCrash
@@ -142,6 +143,16 @@ def test_time_without_a_lease_has_no_agent(grant: AnyCallable, pool: Any, memory
     meter_usage(now=NOON + 2 * HOUR)
     assert sum_seconds(holder=None, agent_did="") == {"warm": 3600}
     assert sum_seconds(holder=lease.pk, agent_did="did:plc:ada") == {"warm": 3600}
+
+
+def test_failed_start_has_no_ready_time(grant: AnyCallable, memory: Any) -> None:
+    lease = grant()
+    with memory.fail("create", Unavailable("no"), times=99), pytest.raises(Exception, match="no"):
+        run_true(lease, now=NOON)
+    sweeps.reclaim(now=NOON + HOUR)
+    meter_usage(now=NOON + 2 * HOUR)
+    assert set(sum_exact_seconds()) <= {"warming", "destroying"}
+    assert Transition.objects.filter(to="destroying").exists()
 
 
 def test_usage_metered_ahead_of_time_is_corrected_by_the_next_transition(grant: AnyCallable, memory: Any) -> None:

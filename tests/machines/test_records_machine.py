@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sandboxes import lifecycle
 from sandboxes.egress.logs import tail, upstream_records
 from sandboxes.models import LlmCall
-from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 
 pytestmark = pytest.mark.django_db
 STEPS = st.sampled_from(["lines read", "lines applied", "lines committed"])
@@ -88,7 +88,7 @@ class RecordsMachine(RuleBasedStateMachine):
 
     @rule(step=STEPS)
     def crash_reader(self, step: str) -> None:
-        self.at(step, self.die)
+        self.at(step, die)
         with suppress(SimulatedCrash):
             upstream_records.collect_records(self.file, NOW)
         lifecycle.CHECKPOINT_HOOKS.clear()
@@ -103,9 +103,8 @@ class RecordsMachine(RuleBasedStateMachine):
     @rule(nanos=NANOS, copied=st.booleans())
     def rotate(self, nanos: int, copied: bool) -> None:
         """Rotate at most once between two collections that find the old file unchanged. One writer is late."""
-        self.append(
-            self.line(self.insert_call(), nanos)
-        )  # the copy of an empty file could not be distinguished from another file
+        # A copy of an empty file could not be distinguished from another file.
+        self.append(self.line(self.insert_call(), nanos))
         self.settle()
         self.append(self.line(self.insert_call(), nanos))
         self.rotations += 1
@@ -169,9 +168,6 @@ class RecordsMachine(RuleBasedStateMachine):
                 act()
 
         lifecycle.CHECKPOINT_HOOKS.append(hook)
-
-    def die(self) -> None:
-        raise SimulatedCrash
 
 
 @pytest.mark.parametrize("batch", [tail.BATCH_BYTES, 700])

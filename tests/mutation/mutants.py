@@ -316,7 +316,7 @@ MUTANTS = (
         path=METERING,
         before="return call.kind == LlmCall.Kind.LLM and call.outcome != LlmCall.Outcome.REFUSED",
         after="return call.kind == LlmCall.Kind.LLM",
-        tests=[f"{TEST_METERING}::test_refused_calls_have_no_usage"],
+        tests=[f"{TEST_METERING}::test_calls_of_a_lease_and_model_are_summed_exactly_by_day"],
     ),
     # --- pricing ---
     Mutant(

@@ -17,23 +17,21 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import pool as pools
 from sandboxes.models import Event, Pool, Run, Sandbox
-from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.billing import HOUR, create_budget, get_lease_end, run_command
 from tests.support.waiting import wait_until_blocked
 
 pytestmark = pytest.mark.django_db(transaction=True)
 MANY = 50 if connection.vendor == "postgresql" else 16
-HOUR = timedelta(hours=1)
 
 
-def budget(amount: Any, unit: str = "hours", **fields: Any) -> Budget:
-    created = Budget(**{"scope": "all", "amount": Decimal(amount), "unit": unit, "period": "day"} | fields)
-    budgets.save_budget(created, now=NOW)
-    return created
-
-
-def true() -> Command:
-    return Command(argv=["true"], timeout=MINUTE)
+@pytest.fixture
+def used_lease(grant: Callable[..., Lease], memory: Any) -> Lease:
+    """A lease with an hour of metered use by NOW."""
+    lease = grant(now=NOW - HOUR, ttl=9 * HOUR, sleep_after=9 * HOUR)
+    run_command(lease, now=NOW - HOUR)
+    metering.meter_usage(now=NOW)
+    return lease
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def small_minimum(settings: Any) -> None:
 
 @pytest.mark.parametrize("unit", ["hours", "usd"])
 def test_concurrent_acquires_of_a_budget_for_ten_grant_ten(unit: str, small_minimum: None, grant: Callable[..., Lease]) -> None:
-    budget(1, unit)
+    create_budget(1, unit)
     with run_in_threads(MANY) as run:
         results = run(lambda i: grant(f"did:plc:a{i}"))
     assert sum(isinstance(result, Lease) for result in results) == 10
@@ -52,8 +50,12 @@ def test_concurrent_acquires_of_a_budget_for_ten_grant_ten(unit: str, small_mini
 
 
 def test_concurrent_acquires_under_several_budgets_exceed_none(small_minimum: None, grant: Callable[..., Lease]) -> None:
-    budget("0.8"), budget("0.5", scope="agent", subject="did:plc:b"), budget(1, scope="environment_type", subject="catan")
-    budget("0.3", "usd", scope="account", subject="house"), budget("0.2", scope="agent", subject="did:plc:a")
+    (
+        create_budget("0.8"),
+        create_budget("0.5", scope="agent", subject="did:plc:b"),
+        create_budget(1, scope="environment_type", subject="catan"),
+    )
+    create_budget("0.3", "usd", scope="account", subject="house"), create_budget("0.2", scope="agent", subject="did:plc:a")
     with run_in_threads(MANY) as run:
         results = run(lambda i: grant(f"did:plc:{'ab'[i % 2]}", f"e{i}", environment_type=("catan", "rpg")[i % 3 > 0]))
     assert {type(result) for result in results} == {Lease, BudgetExhausted}
@@ -62,7 +64,7 @@ def test_concurrent_acquires_under_several_budgets_exceed_none(small_minimum: No
 
 
 def test_concurrent_acquires_and_releases_never_exceed_the_budget(small_minimum: None, grant: Callable[..., Lease]) -> None:
-    budget("0.3")
+    create_budget("0.3")
     counts: list[int] = []
 
     def act(number: int) -> None:
@@ -81,7 +83,7 @@ def test_concurrent_acquires_and_releases_never_exceed_the_budget(small_minimum:
 
 
 def test_concurrent_acquires_of_one_lease_reserve_one_minimum(small_minimum: None, grant: Callable[..., Lease]) -> None:
-    budget("0.1")
+    create_budget("0.1")
     with run_in_threads(12) as run:
         results = run(lambda i: grant())
     assert len({result.pk for result in results}) == 1
@@ -90,9 +92,9 @@ def test_concurrent_acquires_of_one_lease_reserve_one_minimum(small_minimum: Non
 def test_concurrent_budget_sweeps_send_one_event_and_end_each_lease_once(grant: Callable[..., Lease], memory: Any) -> None:
     leases = [grant(environment=f"e{i}", now=NOW - HOUR, ttl=9 * HOUR, sleep_after=9 * HOUR) for i in range(4)]
     for lease in leases:
-        execution.exec_command(lease.pk, true(), now=NOW - HOUR)
+        run_command(lease, now=NOW - HOUR)
     metering.meter_usage(now=NOW), costs.price_usage(now=NOW)
-    budget("0.9")
+    create_budget("0.9")
     Budget.objects.update(spent=0, exhausted_at=None, exhausted_for=None, warned_for=None)
     Event.objects.all().delete()
     with run_in_threads(3) as run:
@@ -104,48 +106,37 @@ def test_concurrent_budget_sweeps_send_one_event_and_end_each_lease_once(grant: 
 
 
 def test_exec_during_the_end_of_its_lease_runs_completely_or_not_at_all(
-    grant: Callable[..., Lease], memory: Any, at_checkpoint: Callable[..., None]
+    used_lease: Lease, at_checkpoint: Callable[..., None]
 ) -> None:
-    lease = grant(now=NOW - HOUR, ttl=9 * HOUR, sleep_after=9 * HOUR)
-    execution.exec_command(lease.pk, true(), now=NOW - HOUR)
-    metering.meter_usage(now=NOW)
     results: list[Any] = []
 
     def rival() -> None:
         try:
-            results.append(execution.exec_command(lease.pk, true(), now=NOW)[1].exit_code)
+            results.append(run_command(used_lease))
         except (BudgetExhausted, LeaseEnded) as error:
             results.append(error)
         connections.close_all()
 
     thread = threading.Thread(target=rival)
-    budget("0.9")
+    create_budget("0.9")
     at_checkpoint("persisted", thread.start)
     budget_enforcement.enforce_budgets(now=NOW)
     thread.join(30)
     assert isinstance(results[0], BudgetExhausted | LeaseEnded)
-    lease.refresh_from_db()
-    assert (lease.end_reason, Run.objects.filter(ended_at=None).count()) == ("budget", 0)
+    assert (get_lease_end(used_lease)[1], Run.objects.filter(ended_at=None).count()) == ("budget", 0)
     assert Sandbox.objects.get().state == "destroying"
 
 
 def test_lease_whose_sandbox_wakes_before_its_end_is_not_ended_during_a_run(
-    grant: Callable[..., Lease], memory: Any, at_checkpoint: Callable[..., None]
+    used_lease: Lease, at_checkpoint: Callable[..., None]
 ) -> None:
     """A run that passed the budget check before the budget was spent wakes the sandbox late."""
-    lease = grant(now=NOW - HOUR, ttl=9 * HOUR, sleep_after=9 * HOUR)
-    execution.exec_command(lease.pk, true(), now=NOW - HOUR)
-    metering.meter_usage(now=NOW)
-    budget("0.9")
-    at_checkpoint("budget stored", lambda: _start_sandbox(lease))
+    create_budget("0.9")
+    request = execution.build_sandbox_request(used_lease, now=NOW)
+    at_checkpoint("budget stored", lambda: pools.ensure_running(request, now=NOW))
     assert budget_enforcement.enforce_budgets(now=NOW).counts["lost race"] == 1
-    lease.refresh_from_db()
-    assert (lease.status, Sandbox.objects.get().state) == ("active", "warm")
+    assert (get_lease_end(used_lease)[0], Sandbox.objects.get().state) == ("active", "warm")
     assert budget_enforcement.enforce_budgets(now=NOW + MINUTE).counts["leases ended"] == 1
-
-
-def _start_sandbox(lease: Lease) -> None:
-    pools.ensure_running(execution.build_sandbox_request(lease, now=NOW), now=NOW)
 
 
 def test_second_grant_waits_for_the_first_and_counts_its_lease(
@@ -154,7 +145,7 @@ def test_second_grant_waits_for_the_first_and_counts_its_lease(
     """A grant locks the budget until it commits."""
     if connection.vendor != "postgresql":
         pytest.skip("SQLite has one writer at a time")
-    created, began, results = budget("0.1"), threading.Event(), []
+    created, began, results = create_budget("0.1"), threading.Event(), []
 
     def rival() -> None:
         began.set()
@@ -181,8 +172,8 @@ def test_second_grant_waits_for_the_first_and_counts_its_lease(
 def test_concurrent_grants_ends_changes_and_sweeps_do_not_deadlock(
     small_minimum: None, grant: Callable[..., Lease], memory: Any
 ) -> None:
-    created = [budget(5, scope=scope, subject=subject) for scope, subject in [("all", ""), ("account", "house")]]
-    created += [budget(5, scope="agent", subject=f"did:plc:a{i}") for i in range(3)] + [budget("0.7", "usd")]
+    created = [create_budget(5, scope=scope, subject=subject) for scope, subject in [("all", ""), ("account", "house")]]
+    created += [create_budget(5, scope="agent", subject=f"did:plc:a{i}") for i in range(3)] + [create_budget("0.7", "usd")]
 
     def act(number: int) -> None:
         for turn in range(5):
@@ -195,7 +186,7 @@ def test_concurrent_grants_ends_changes_and_sweeps_do_not_deadlock(
             else:
                 try:
                     lease = grant(f"did:plc:a{number % 3}", f"e{number}")
-                    execution.exec_command(lease.pk, true(), now=NOW)
+                    run_command(lease)
                     leasing.release(lease.pk, now=NOW)
                 except BudgetExhausted:
                     continue

@@ -88,21 +88,10 @@ def create_sandbox(agent: str = ADA, provider: str = "cloudflare", memory_mib: i
     pool = Pool.objects.get_or_create(name="box", defaults={"provider": "memory"})[0]
     moment = parse_utc("2026-01-01")
     return Sandbox.objects.create(
-        pool=pool,
-        agent_did=agent,
-        environment_id="game-1",
-        holder=derive_lease_id(agent),
-        provider=provider,
-        memory_mib=memory_mib,
-        millicpus=millicpus,
-        pids=64,
-        state="destroyed",
-        state_since=moment,
-        last_used_at=moment,
-        created_at=moment,
-        destroyed_at=moment,
-        measured=True,
-    )
+        pool=pool, agent_did=agent, environment_id="game-1", holder=derive_lease_id(agent), provider=provider,
+        memory_mib=memory_mib, millicpus=millicpus, pids=64, state="destroyed", measured=True,
+        state_since=moment, last_used_at=moment, created_at=moment, destroyed_at=moment,
+    )  # fmt: skip
 
 
 def create_reading(began: str | datetime, lasts: timedelta, of: Sandbox, cpu: timedelta, memory_mib: int = 0) -> Reading:
@@ -119,6 +108,23 @@ def create_rate(item: str, usd: str, since: str = "2020-01-01", provider: str = 
     """Insert a rate without validation, so that it may have begun already."""
     defaults = {"provider": provider, "item": item, "usd": Decimal(usd), "valid_from": parse_utc(since)}
     return Rate.objects.bulk_create([Rate(**{**defaults, **fields})])[0]
+
+
+def price(now: datetime = NOW) -> None:
+    """Price all usage that is not priced yet."""
+    costs.price_usage(now=now)
+
+
+def price_and_sum(**filters: Any) -> Decimal:
+    """Price all usage, and return the sum of the cost records."""
+    price()
+    return sum(CostRecord.objects.filter(**filters).values_list("usd", flat=True), Decimal(0))
+
+
+def price_and_list(*names: str, **filters: Any) -> list[tuple[Any, ...]]:
+    """Price all usage, and return columns of the cost records, ordered by day and lease."""
+    price()
+    return list_cost_values(*names, **filters)
 
 
 def list_cost_records() -> list[tuple[Any, ...]]:

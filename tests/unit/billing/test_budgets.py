@@ -45,19 +45,15 @@ MIDNIGHT = datetime(2026, 11, 22, tzinfo=UTC)
 @pytest.mark.parametrize(
     ("period", "now", "began", "ends"),
     [
-        ("day", "2026-11-21T12:00Z", "2026-11-21", "2026-11-22"),
+        ("ever", "2026-11-21T12:00Z", "1970-01-01", None), ("day", "2026-11-21T12:00Z", "2026-11-21", "2026-11-22"),
         ("day", "2026-11-21T23:59:59.999999Z", "2026-11-21", "2026-11-22"),
-        ("day", "2026-11-22T00:00Z", "2026-11-22", "2026-11-23"),
-        ("day", "2026-11-22T00:30+01:00", "2026-11-21", "2026-11-22"),
-        ("day", "2028-02-28T12:00Z", "2028-02-28", "2028-02-29"),
-        ("day", "2027-02-28T12:00Z", "2027-02-28", "2027-03-01"),
-        ("month", "2028-02-29T23:59Z", "2028-02-01", "2028-03-01"),
-        ("month", "2026-12-31T23:59Z", "2026-12-01", "2027-01-01"),
+        ("day", "2026-11-22T00:00Z", "2026-11-22", "2026-11-23"), ("day", "2026-11-22T00:30+01:00", "2026-11-21", "2026-11-22"),
+        ("day", "2028-02-28T12:00Z", "2028-02-28", "2028-02-29"), ("day", "2027-02-28T12:00Z", "2027-02-28", "2027-03-01"),
+        ("month", "2028-02-29T23:59Z", "2028-02-01", "2028-03-01"), ("month", "2026-12-31T23:59Z", "2026-12-01", "2027-01-01"),
         ("month", "2027-01-01T00:30+02:00", "2026-12-01", "2027-01-01"),
         ("month", "2027-01-31T00:00Z", "2027-01-01", "2027-02-01"),
-        ("ever", "2026-11-21T12:00Z", "1970-01-01", None),
     ],
-)
+)  # fmt: skip
 def test_periods_are_utc_days_and_months(period: str, now: str, began: str, ends: str | None) -> None:
     def at(text: str) -> datetime:
         return datetime.fromisoformat(text).replace(tzinfo=UTC)
@@ -132,11 +128,8 @@ def test_usage_before_a_move_counts_for_the_old_account(unit: str) -> None:
         ("house", "month"): 9, ("crew", "month"): 4, ("lab", "month"): 1,
         ("house", "ever"): 10, ("crew", "ever"): 4, ("lab", "ever"): 1,
     }  # fmt: skip
-    crew = {
-        day.day: sums.total
-        for day, sums in budgets.sum_spending_by_day(rows["crew", "month"], parse_utc("2026-11-01"), None).items()
-    }
-    assert crew == {1: 1, 10: 1, 14: 1, 20: 1}
+    by_day = budgets.sum_spending_by_day(rows["crew", "month"], parse_utc("2026-11-01"), None)
+    assert {day.day: sums.total for day, sums in by_day.items()} == {1: 1, 10: 1, 14: 1, 20: 1}
 
 
 def test_account_budget_refuses_and_ends_leases_of_present_members(used_lease: AnyCallable, grant: AnyCallable) -> None:
@@ -147,16 +140,10 @@ def test_account_budget_refuses_and_ends_leases_of_present_members(used_lease: A
     lab = create_budget(3, scope="account", subject="lab", period="ever", grace=HOUR)
     late = MIDNIGHT - timedelta(microseconds=1)
 
-    def find_over_budget() -> list[list[Any]]:
-        leases = [lease, other]
-        return [
-            [each for each in leases if each.pk in budget_enforcement.find_leases_over_budget(now=when)]
-            for when in (late, MIDNIGHT)
-        ]
-
     metering.meter_usage(now=NOW)
     assert budgets.update_spending(crew.pk, now=NOW) == ["warned", "exhausted"]
-    assert find_over_budget() == [[lease, other], [other]]
+    over_budget = [budget_enforcement.find_leases_over_budget(now=when) for when in (late, MIDNIGHT)]
+    assert [{*leases} & {lease.pk, other.pk} for leases in over_budget] == [{lease.pk, other.pk}, {other.pk}]
     with expect_refusal(limit="2"):
         grant(environment="e3", now=late)
     with expect_refusal(limit="2"):
@@ -236,13 +223,8 @@ def test_warning_and_exhaustion_are_sent_once_per_period(grant: AnyCallable, mem
         run_billing_sweeps(NOW + minute * MINUTE)
         marks[minute] = len(list_budget_events())
     assert [minute for minute in marks if marks[minute] > marks.get(minute - 6, 0)] == [48, 60]
-    first = Event.objects.get(kind="budget.exhausted").payload
-    assert (first["budget"], first["spent"], first["amount"], first["resets_at"]) == (
-        budget.pk,
-        "1",
-        "1",
-        "2026-11-22T00:00:00Z",
-    )
+    expected = {"budget": budget.pk, "spent": "1", "amount": "1", "resets_at": "2026-11-22T00:00:00Z"}
+    assert expected.items() <= Event.objects.get(kind="budget.exhausted").payload.items()
     run_billing_sweeps(MIDNIGHT + 50 * MINUTE), run_billing_sweeps(MIDNIGHT + HOUR)
     assert list_budget_events() == ["warning", "exhausted", "warning", "exhausted"]
 

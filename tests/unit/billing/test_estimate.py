@@ -1,19 +1,42 @@
-"""Estimates: worked tables of providers' prices, and instance sizes."""
+"""Estimates by worked tables of providers' prices, and forecasts of a month's costs and of a budget's exhaustion."""
 
+import itertools
+from collections.abc import Callable
+from datetime import datetime, timedelta
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
+from billing import budgets, costs
 from billing.estimate import Scenario, estimate
+from billing.forecast import forecast, predict_exhaustion_date
 from billing.instance_types import INSTANCE_SIZES, find_instance_size
-from billing.models import Rate
+from billing.models import Account, Budget, Membership, Rate, Tab
+from billing.pricing import round_half_up
 from tests.conftest import NOW
 from tests.support.billing import (
+    ADA,
+    BOB,
+    HOUR,
+    create_budget,
     create_rate,
+    create_ten_hours_a_day,
+    create_time_usage,
+    create_token_usage,
+    derive_lease_id,
+    parse_day,
+    parse_utc,
+    price,
 )
 
 pytestmark = pytest.mark.django_db
+UNITS = pytest.mark.parametrize("unit", ["hours", "usd"])
+DAY = timedelta(days=1)
+
+
+# --- worked tables ----------------------------------------------------------------------------------------------------
 
 
 def amounts(**fields: Any) -> dict[str, str]:
@@ -23,9 +46,6 @@ def amounts(**fields: Any) -> dict[str, str]:
     }  # fmt: skip
     result = estimate(Scenario(**{**defaults, **fields}), Rate.objects.all(), now=NOW)
     return {line.item: str(line.usd) for line in result.lines} | {"total": str(result.total), "agent": str(result.per_agent)}
-
-
-# --- worked tables ----------------------------------------------------------------------------------------------------
 
 
 def test_eight_agents_for_four_hours_a_day() -> None:
@@ -75,3 +95,240 @@ def test_sizes_match_the_providers_table() -> None:
         "standard-3": (2, 8, 16), "standard-4": (4, 12, 20),
     }  # fmt: skip
     assert find_instance_size("docker", "basic") == INSTANCE_SIZES["cloudflare"]["basic"]
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def create_lasting_budget(amount: Any, unit: str = "hours", period: str = "ever", now: datetime = NOW, **fields: Any) -> Budget:
+    return create_budget(amount, unit, period, now=now, **fields)
+
+
+def predict(budget: Budget, now: datetime = NOW) -> str | None:
+    """Return the predicted day of exhaustion as month and day."""
+    day = predict_exhaustion_date(budget, now)
+    return day and f"{day:%m-%d}"
+
+
+def use(began: str, hours: float, agent: str = ADA) -> None:
+    """Add priced usage that begins on a day and time of November 2026."""
+    create_time_usage(f"2026-11-{began}", hours * HOUR, agent, provider="acme")
+    price()
+
+
+@pytest.fixture
+def one_usd(db: None) -> Rate:
+    return create_rate("time", "1")
+
+
+@pytest.fixture
+def ten_a_day(db: None) -> None:
+    create_ten_hours_a_day()
+
+
+@pytest.mark.usefixtures("ten_a_day")
+def test_future_days_cost_the_average_of_the_last_days() -> None:
+    expected = {
+        ("60", "ever"): "11-21", ("60.01", "ever"): "11-22", ("70", "ever"): "11-22", ("150.01", "ever"): "12-01",
+        ("100000000", "ever"): None, ("60", "month"): "11-21", ("150", "month"): "11-30", ("150.01", "month"): None,
+        ("10", "day"): "11-21", ("10.01", "day"): None,
+    }  # fmt: skip
+    assert {key: predict(create_lasting_budget(key[0], "usd", key[1])) for key in expected} == expected
+
+
+@pytest.mark.usefixtures("ten_a_day")
+def test_exhausted_budget_reports_its_day_of_exhaustion() -> None:
+    for period, later in (("ever", "11-21"), ("month", "11-21"), ("day", "11-22")):
+        budget = create_lasting_budget(5, period=period)
+        assert budget.exhausted_at == NOW
+        assert (predict(budget), predict(budget, NOW + DAY)) == ("11-21", later)
+
+
+@pytest.mark.usefixtures("ten_a_day")
+def test_forecast_precedes_the_next_sweep() -> None:
+    raised, spent = create_lasting_budget(5), create_lasting_budget(60)
+    Budget.objects.filter(pk=raised.pk).update(amount=70)
+    raised.refresh_from_db()
+    assert raised.exhausted_at and predict(raised) == "11-22"
+    use("21T00:00", 4, BOB)
+    assert (spent.exhausted_at, predict(spent)) == (None, "11-21")
+
+
+@pytest.mark.usefixtures("ten_a_day")
+def test_today_above_the_average_counts_in_full() -> None:
+    use("21T00:00", 14, BOB)
+    assert [predict(create_lasting_budget(amount)) for amount in (71, 80, "80.01")] == ["11-22", "11-22", "11-23"]
+
+
+@UNITS
+def test_monthly_budget_uses_the_pace_of_the_previous_month(unit: str) -> None:
+    """10 a day on eleven days, up to 1 December, and 10 expected on the 2nd: 20 to 50 at the ends of the 2nd to the 5th."""
+    create_rate("time", "1")
+    for number in range(11):
+        create_time_usage(parse_utc("2026-11-21T06:00") + number * DAY, 10 * HOUR, provider="acme")
+    now = parse_utc("2026-12-02T12:00")
+    price(now)
+    expected = {20: "12-02", 45: "12-05", 310: "12-31", 311: None}
+    assert {amount: predict(create_lasting_budget(amount, unit, "month", now), now) for amount in expected} == expected
+    assert predict(create_lasting_budget(150, unit, "ever", now), now) == "12-05"
+
+
+def test_only_full_days_in_the_window_make_the_pace() -> None:
+    use("13T06:00", 6), use("21T06:00", 6)  # a day too early, and today
+    assert predict(create_lasting_budget(13)) is None
+    use("14T06:00", 7)
+    assert predict(create_lasting_budget(21)) == "11-23"  # 19, and 1 on each of two days
+
+
+def test_unused_or_inactive_budget_does_not_run_out() -> None:
+    assert {predict(create_lasting_budget(1, period=period)) for period in ("day", "month", "ever")} == {None}
+    create_ten_hours_a_day()
+    assert predict(create_lasting_budget(70, active=False)) is None
+
+
+def test_pace_is_an_exact_fraction() -> None:
+    """One hour in three days. Today is expected to take a third; 1 2/3 hours more last five days."""
+    for each in (18, 19, 20):
+        use(f"{each}T06:00", 1 / 3)
+    assert [predict(create_lasting_budget(amount)) for amount in ("3", "3.000001")] == ["11-26", "11-27"]
+
+
+@pytest.mark.usefixtures("one_usd")
+def test_plan_counts_once_and_is_not_part_of_the_pace() -> None:
+    create_rate("plan", "30")
+    for each in (19, 20, 21):
+        use(f"{each}T06:00", 1)
+    expected = {33: "11-21", 34: "11-22", 35: "11-23"}
+    for scope in ({"scope": "all"}, {"scope": "account", "subject": "house"}):
+        assert {amount: predict(create_lasting_budget(amount, "usd", **scope)) for amount in expected} == expected
+    assert predict(create_lasting_budget(5, "usd", scope="agent", subject=ADA)) == "11-23"  # a plan belongs to no agent
+
+
+@pytest.mark.usefixtures("one_usd")
+def test_plan_charged_today_does_not_count_as_usage_of_today() -> None:
+    """2, the plan, 1 and 1 more today."""
+    create_rate("plan", "30", since="2026-11-21")
+    use("20T06:00", 2), use("21T06:00", 1)
+    assert [predict(create_lasting_budget(amount, "usd")) for amount in (34, "34.01")] == ["11-21", "11-22"]
+
+
+SCOPES = [
+    ({"scope": "all"}, 4), ({"scope": "agent", "subject": ADA}, 3), ({"scope": "agent", "subject": BOB}, 1),
+    ({"scope": "key", "subject": "7"}, 3), ({"scope": "environment_type", "subject": "rpg"}, 1),
+    ({"scope": "account", "subject": "team"}, 1), ({"scope": "account", "subject": "house"}, 3),
+]  # fmt: skip
+
+
+@pytest.fixture
+def two_agents(one_usd: Rate) -> None:
+    """Ada uses 3 a day in catan by key 7, Bob of the team 1 a day in rpg by key 8: on five days, and nothing today yet."""
+    Membership.objects.create(agent_did=BOB, account=Account.objects.create(name="team"))
+    for agent, kind, key, hours in ((ADA, "catan", "7", 3), (BOB, "rpg", "8", 1)):
+        Tab.objects.create(holder=derive_lease_id(agent), agent_did=agent, environment_type=kind, key_id=key, opened_at=NOW)
+        for each in range(16, 21):
+            create_time_usage(f"2026-11-{each}T06:00", hours * HOUR, agent, provider="acme")
+    price()
+
+
+@UNITS
+@pytest.mark.usefixtures("two_agents")
+def test_budget_runs_out_by_the_usage_of_its_scope(unit: str) -> None:
+    """Today is expected to be the sixth day, so the ninth is the 24th."""
+    for scope, a_day in SCOPES:
+        days = [predict(create_lasting_budget(amount, unit, **scope)) for amount in (6 * a_day, 9 * a_day, 9 * a_day + 1)]
+        assert days == ["11-21", "11-24", "11-25"], scope
+
+
+@UNITS
+@pytest.mark.usefixtures("two_agents")
+def test_daily_sums_add_up_to_the_recorded_spending(unit: str) -> None:
+    create_rate("memory", "0.000000012345")
+    create_time_usage("2026-11-20T23:17", 3 * HOUR / 7, provider="acme")
+    create_token_usage("2026-11-21T10:00", "0.123456789", provider="acme")
+    costs.reset_costs()
+    price()
+    for (scope, _), period in itertools.product(SCOPES, ("day", "month", "ever")):
+        budget = create_lasting_budget(1000, unit, period, **scope)
+        sums = budgets.sum_spending_by_day(budget, *budgets.get_period_bounds(period, NOW))
+        assert round_half_up(sum((each.total for each in sums.values()), Fraction(0))) == budget.spent, scope
+        assert budget.spent or period == "day", scope
+
+
+@UNITS
+@pytest.mark.usefixtures("two_agents")
+def test_forecast_takes_one_query_and_none_for_an_exhausted_budget(
+    unit: str, django_assert_num_queries: Callable[..., Any]
+) -> None:
+    budget, exhausted = create_lasting_budget(100, unit, scope="key", subject="7"), create_lasting_budget(1, unit)
+    with django_assert_num_queries(1):
+        assert predict_exhaustion_date(budget, NOW)
+    with django_assert_num_queries(0):
+        assert predict_exhaustion_date(exhausted, NOW) == parse_day("2026-11-21")
+
+
+# --- the month --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("ten_a_day")
+def test_month_continues_at_the_pace_of_the_last_days() -> None:
+    """50 until yesterday, 10 today (6 of them so far), and 9 more days: 150."""
+    result = forecast(now=NOW)
+    assert (result.spent, result.a_day, result.days, result.month) == (56, 10, 5, 150)
+    use("21T06:00", 5, BOB)
+    assert forecast(now=NOW).month == 50 + 11 + 90  # today is above the average
+
+
+@pytest.mark.usefixtures("ten_a_day")
+def test_month_reaches_an_amount_on_a_day() -> None:
+    expected = {
+        "10": "2026-11-16", "10.01": "2026-11-17", "56": "2026-11-21", "56.01": "2026-11-21", "60": "2026-11-21",
+        "60.01": "2026-11-22", "150": "2026-11-30", "151": "2026-12-01", "1e9": "None",
+    }  # fmt: skip
+    assert {budget: str(forecast(now=NOW, budget=Decimal(budget)).runs_out) for budget in expected} == expected
+
+
+@pytest.mark.usefixtures("ten_a_day")
+def test_month_forecast_is_limited_to_given_agents() -> None:
+    use("20T06:00", 1, BOB)
+    assert [forecast(now=NOW, agents=agents).a_day for agents in (None, [ADA], [BOB], [])] == [Decimal("10.2"), 10, 1, None]
+    assert forecast(now=NOW, agents=[ADA], agent=BOB).a_day is None
+
+
+@pytest.mark.usefixtures("ten_a_day")
+def test_month_pace_excludes_plans() -> None:
+    create_rate("plan", "30")
+    costs.reset_costs()
+    price()
+    result = forecast(now=NOW)
+    assert (result.spent, result.a_day, result.month) == (86, 10, 180)
+
+
+@pytest.mark.usefixtures("ten_a_day")
+def test_month_expects_the_rest_of_the_day_of_a_plan() -> None:
+    """50 before today; today 10, of which 6 are used, and a plan of 30; 10 on each of the 9 remaining days."""
+    create_rate("plan", "30", provider="other")
+    create_rate("time", "0", provider="other")
+    create_time_usage("2026-11-21T06:00", HOUR, provider="other")
+    price()
+    result = forecast(now=NOW, budget=Decimal(85))
+    assert (result.spent, result.month, str(result.runs_out)) == (86, 50 + 40 + 90, "2026-11-21")
+
+
+@pytest.mark.usefixtures("ten_a_day")
+def test_month_pace_counts_only_the_window() -> None:
+    use("20T17:00", 6, BOB)
+    assert [forecast(now=NOW, last=last).a_day for last in (1, 2, 5, 30)] == [16, 13, Decimal("11.2"), Decimal("11.2")]
+
+
+@pytest.mark.usefixtures("one_usd")
+def test_month_without_a_full_day_has_no_pace() -> None:
+    use("21T06:00", 6)
+    result = forecast(now=NOW, budget=Decimal(100))
+    assert (result.spent, result.a_day, result.month, result.runs_out) == (6, None, 6, None)
+
+
+def test_month_forecast_on_its_last_day_is_the_amount_spent() -> None:
+    create_rate("time", "1")
+    create_time_usage("2028-02-28", 2 * 24 * HOUR, provider="acme")
+    price()
+    assert forecast(now=parse_utc("2028-02-29T23:00")).month == 48

@@ -46,6 +46,28 @@ def sum_seconds(**which: Any) -> dict[str, float]:
     return {state: 60 * round(total / 60) for state, total in sum_exact_seconds(**which).items() if round(total / 60)}
 
 
+def list_usage_records() -> list[tuple[Any, ...]]:
+    """Return all usage records without their ids."""
+    names = [field.attname for field in UsageRecord._meta.concrete_fields if field.name != "id"]
+    return sorted(UsageRecord.objects.values_list(*names), key=str)
+
+
+def assert_derivation_is_repeatable(now: datetime) -> None:
+    before = list_usage_records()
+    metering.reset_usage()
+    meter_usage(now=now)
+    assert list_usage_records() == before
+
+
+@pytest.fixture
+def cold_lease(grant: AnyCallable) -> Lease:
+    """A lease whose sandbox ran from NOON on and is stored in a snapshot an hour later."""
+    lease: Lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
+    run_true(lease, now=NOON)
+    sandbox_sweeps.evict_idle(now=NOON + HOUR)
+    return lease
+
+
 def sum_exact_seconds(**which: Any) -> Counter[str]:
     total: Counter[str] = Counter()
     for row in UsageRecord.objects.filter(item=UsageKind.TIME, **which):
@@ -56,18 +78,13 @@ def sum_exact_seconds(**which: Any) -> Counter[str]:
 # --- intervals --------------------------------------------------------------------------------------------------------
 
 
-def test_each_transition_begins_an_interval_and_the_last_is_open() -> None:
+def test_each_transition_begins_an_interval_and_the_last_is_open_unless_destroyed() -> None:
     life = [(3, "warming", None, NOW), (7, "warm", None, NOW + MINUTE)]
-    assert [*build_intervals(life, until=NOW + HOUR)] == [
-        StateInterval(3, "warming", None, NOW, NOW + MINUTE),
-        StateInterval(7, "warm", None, NOW + MINUTE, NOW + HOUR, open=True),
-    ]
+    closed, opened = (3, "warming", None, NOW, NOW + MINUTE), (7, "warm", None, NOW + MINUTE, NOW + HOUR)
+    assert [*build_intervals(life, until=NOW + HOUR)] == [StateInterval(*closed), StateInterval(*opened, open=True)]
+    destroyed = [*life, (9, "destroyed", None, NOW + HOUR)]
+    assert [*build_intervals(destroyed, until=NOW + 2 * HOUR)] == [StateInterval(*closed), StateInterval(*opened)]
     assert [*build_intervals([], until=NOW)] == []
-
-
-def test_destroyed_sandbox_has_no_open_interval() -> None:
-    life = [(1, "warm", None, NOW), (2, "destroyed", None, NOW + MINUTE)]
-    assert [*build_intervals(life, until=NOW + HOUR)] == [StateInterval(1, "warm", None, NOW, NOW + MINUTE)]
 
 
 def test_clock_jump_back_neither_adds_nor_removes_time() -> None:
@@ -138,14 +155,6 @@ def test_failed_start_has_no_ready_time(grant: AnyCallable, memory: Any) -> None
     assert Transition.objects.filter(to="destroying").exists()
 
 
-def test_watermark_does_not_go_back(grant: AnyCallable, memory: Any) -> None:
-    run_true(grant(ttl=9 * HOUR), now=NOON)
-    meter_usage(now=NOON + 2 * HOUR)
-    before = list_usage_records()
-    meter_usage(now=NOON + HOUR)
-    assert list_usage_records() == before and sum_seconds() == {"waiting": 7200}
-
-
 def test_usage_metered_ahead_of_time_is_corrected_by_the_next_transition(grant: AnyCallable, memory: Any) -> None:
     lease = grant(ttl=9 * HOUR)
     run_true(lease, now=NOON)
@@ -173,13 +182,8 @@ def test_sandbox_destroyed_after_a_clock_jump_is_not_alive(grant: AnyCallable, m
         ("tokens", "calls"),
     ],
 )  # fmt: skip
-def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(
-    subject: str, source: str, grant: AnyCallable, memory: Any
-) -> None:
-    lease = grant(sleep_after=30 * MINUTE, ttl=9 * HOUR)
-    run_true(lease, now=NOON)
-    sandbox_sweeps.evict_idle(now=NOON + HOUR)
-    create_llm_call(lease)
+def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(subject: str, source: str, cold_lease: Lease) -> None:
+    create_llm_call(cold_lease)
     DataSize.note("did:plc:ada", 1000, now=NOON)
 
     def die(reached: str, at: object) -> None:
@@ -196,10 +200,7 @@ def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(
     meter_usage(now=NOON + 2 * HOUR)
     sources = {each.split()[0] for each in UsageRecord.objects.values_list("source", flat=True)}
     assert sources == {"transition", "reading", "runs", "snapshot", "data", "calls"}
-    before = list_usage_records()
-    metering.reset_usage()
-    meter_usage(now=NOON + 2 * HOUR)
-    assert list_usage_records() == before
+    assert_derivation_is_repeatable(now=NOON + 2 * HOUR)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -226,37 +227,26 @@ def test_concurrent_passes_count_everything_once(grant: AnyCallable, memory: Any
     total, hours, tolerance = sum_exact_seconds(), 6 * 3600, 0.01
     billable = sum(total[state] for state in BILLABLE_STATES)
     assert hours - verbs_seconds - tolerance <= total["waiting"] <= billable <= hours + tolerance  # less the time of the verbs
-    before = list_usage_records()
-    metering.reset_usage()
-    meter_usage(now=NOON + 2 * HOUR)
-    assert list_usage_records() == before
+    assert_derivation_is_repeatable(now=NOON + 2 * HOUR)
 
 
 # --- storage ----------------------------------------------------------------------------------------------------------
 
 
-def test_snapshot_storage_lasts_until_it_is_forgotten(grant: AnyCallable, memory: Any) -> None:
-    lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
-    run_true(lease, now=NOON)
-    sandbox_sweeps.evict_idle(now=NOON + HOUR)
+def test_snapshot_storage_lasts_until_it_is_forgotten(cold_lease: Lease) -> None:
     kept = Snapshot.objects.get()
     meter_usage(now=NOON + 2 * HOUR)
     meter_usage(now=MIDNIGHT + HOUR)
     rows = UsageRecord.objects.filter(source__startswith="snapshot").order_by("day")
-    assert [(round((row.ended_at - row.began_at) / HOUR), row.size_bytes) for row in rows] == [
-        (11, kept.size_bytes), (1, kept.size_bytes),
-    ]  # fmt: skip
-    assert {(row.holder, row.agent_did) for row in rows} == {(lease.pk, "did:plc:ada")}
+    assert [round((row.ended_at - row.began_at) / HOUR) for row in rows] == [11, 1]
+    assert {(row.holder, row.agent_did, row.size_bytes) for row in rows} == {(cold_lease.pk, "did:plc:ada", kept.size_bytes)}
     Snapshot.objects.filter(pk=kept.pk).update(forgotten_at=NOON + 3 * HOUR)  # earlier than the usage already written
     meter_usage(now=MIDNIGHT + 2 * HOUR)
     assert [round((row.ended_at - row.began_at) / HOUR) for row in rows.all()] == [2]
     assert Snapshot.objects.get().metered
 
 
-def test_snapshot_forgotten_during_a_pass_ends_in_the_next_pass(grant: AnyCallable, memory: Any) -> None:
-    lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
-    run_true(lease, now=NOON)
-    sandbox_sweeps.evict_idle(now=NOON + HOUR)
+def test_snapshot_forgotten_during_a_pass_ends_in_the_next_pass(cold_lease: Lease) -> None:
     kept = Snapshot.objects.get()
     rivals = [lambda: workspace.forget(kept, now=NOON + 2.5 * HOUR)]
 
@@ -272,29 +262,23 @@ def test_snapshot_forgotten_during_a_pass_ends_in_the_next_pass(grant: AnyCallab
     assert [row.ended_at for row in UsageRecord.objects.filter(source=f"snapshot {kept.pk}")] == [NOON + 2.5 * HOUR]
 
 
-def test_shared_objects_count_once_until_their_last_reference_is_forgotten(grant: AnyCallable, memory: Any) -> None:
-    lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
-    run_true(lease, now=NOON)
-    sandbox_sweeps.evict_idle(now=NOON + HOUR)
+def test_shared_objects_count_once_until_their_last_reference_is_forgotten(cold_lease: Lease) -> None:
     kept = Snapshot.objects.get()
-    restored = snapshots.restore_snapshot(lease.pk, kept.pk, now=NOON + HOUR)
+    restored = snapshots.restore_snapshot(cold_lease.pk, kept.pk, now=NOON + HOUR)
     meter_usage(now=NOON + 2 * HOUR)
-    named = snapshots.take_snapshot(lease.pk, name="asleep", now=NOON + 2 * HOUR)
+    named = snapshots.take_snapshot(cold_lease.pk, name="asleep", now=NOON + 2 * HOUR)
     pool = kept.sandbox.pool.name
     request = LeaseRequest(agent_did="did:plc:bob", environment_id="fork", environment_type="catan", pool=pool)
-    forked, _ = fork.fork(lease, request, now=NOON + 2 * HOUR)
+    forked, _ = fork.fork(cold_lease, request, now=NOON + 2 * HOUR)
     ends = {kept: 3, restored: 4, workspace.find_latest(forked.pk): 5, named: 6}
     for copy, hours in ends.items():
         assert copy and workspace.forget(copy, now=NOON + hours * HOUR)
         meter_usage(now=NOON + (hours + 1) * HOUR)
         row = UsageRecord.objects.get(source__startswith="snapshot")
-        assert (row.source, row.agent_did, row.holder) == (f"snapshot {kept.pk}", "did:plc:ada", lease.pk)
+        assert (row.source, row.agent_did, row.holder) == (f"snapshot {kept.pk}", "did:plc:ada", cold_lease.pk)
         assert row.ended_at == NOON + (hours if copy == named else hours + 1) * HOUR
     assert not Snapshot.objects.filter(metered=False).exists()
-    before = list_usage_records()
-    metering.reset_usage()
-    meter_usage(now=NOON + 7 * HOUR)
-    assert list_usage_records() == before
+    assert_derivation_is_repeatable(now=NOON + 7 * HOUR)
 
 
 def test_agent_data_storage_follows_its_size(grant: AnyCallable) -> None:
@@ -310,9 +294,7 @@ def test_agent_data_storage_follows_its_size(grant: AnyCallable) -> None:
     before = list_usage_records()
     meter_usage(now=MIDNIGHT + 2.9 * HOUR)
     assert list_usage_records() == before  # open storage is written once an hour
-    metering.reset_usage()
-    meter_usage(now=MIDNIGHT + 2.9 * HOUR)
-    assert list_usage_records() == before
+    assert_derivation_is_repeatable(now=MIDNIGHT + 2.9 * HOUR)
 
 
 def test_pass_reads_one_row_per_stored_object() -> None:
@@ -325,7 +307,7 @@ def test_pass_reads_one_row_per_stored_object() -> None:
         assert [len(cursor.execute(sql).fetchall()) for sql in selects] == [1]
 
 
-def test_data_size_is_recorded_on_change(grant: AnyCallable, memory: Any) -> None:
+def test_data_size_is_recorded_on_change_and_in_order(grant: AnyCallable, memory: Any) -> None:
     lease = grant()
     sizes = []
     for script in ("echo 12345 >/data/a", "true", "echo 1 >/data/a"):
@@ -333,12 +315,9 @@ def test_data_size_is_recorded_on_change(grant: AnyCallable, memory: Any) -> Non
         sizes.append(AgentData.objects.get(agent_did="did:plc:ada").size_bytes)
     recorded = [row.size_bytes for row in DataSize.objects.filter(agent_did="did:plc:ada").order_by("pk")]
     assert (recorded, sizes) == ([sizes[0], sizes[0] - 4], [sizes[0], sizes[0], sizes[0] - 4])
-
-
-def test_data_sizes_are_recorded_in_order() -> None:
-    DataSize.note("did:plc:ada", 1, now=NOON)
     DataSize.note("did:plc:ada", 2, now=NOON - HOUR)
-    assert [row.at for row in DataSize.objects.order_by("pk")] == [NOON, NOON]
+    *_, before, last = DataSize.objects.order_by("pk")
+    assert (last.size_bytes, last.at) == (2, before.at)
 
 
 def list_storage_hours() -> list[tuple[str, int, float]]:
@@ -355,25 +334,21 @@ def list_token_records() -> list[tuple[Any, ...]]:
     return [(row.model, row.calls, row.unpriced, row.input_tokens, row.output_tokens, row.usd) for row in rows]
 
 
-def test_calls_of_a_lease_and_model_are_one_row_a_day(grant: AnyCallable) -> None:
+def test_calls_of_a_lease_and_model_are_summed_exactly_by_day(grant: AnyCallable) -> None:
     lease = grant()
     create_llm_call(lease)
     create_llm_call(lease, outcome="cut", cost=None, priced="", output_tokens=None)
     create_llm_call(lease, started_at=MIDNIGHT, ended_at=MIDNIGHT)
-    create_llm_call(lease, model="other")
+    for cost in ("12345.100000001", "0.100000001", "0.000000001"):
+        create_llm_call(lease, model="other", cost=Decimal(cost))
     create_llm_call(lease, outcome="refused", cost=None, priced="")
+    create_llm_call(lease, model="refused", outcome="refused", cost=None, priced="")
     create_llm_call(lease, kind="relay", model="", cost=None, priced="")
     create_llm_call(lease, ended_at=None, outcome="open", cost=None, priced="")
     meter_usage(now=NOON + HOUR)
-    usd = Decimal("0.001")
-    assert list_token_records() == [("gpt", 2, 1, 200, 7, usd), ("gpt", 1, 0, 100, 7, usd), ("other", 1, 0, 100, 7, usd)]
+    usd, exact = Decimal("0.001"), Decimal("12345.200000003")
+    assert list_token_records() == [("gpt", 2, 1, 200, 7, usd), ("gpt", 1, 0, 100, 7, usd), ("other", 3, 0, 300, 21, exact)]
     assert meter_usage(now=NOON + 2 * HOUR) == {}
-
-
-def test_refused_calls_have_no_usage(grant: AnyCallable) -> None:
-    create_llm_call(grant(), outcome="refused", cost=None, priced="")
-    assert meter_usage(now=NOON + HOUR) == {}
-    assert list_token_records() == []
 
 
 def test_model_name_may_be_long_or_empty(grant: AnyCallable) -> None:
@@ -387,35 +362,17 @@ def test_model_name_may_be_long_or_empty(grant: AnyCallable) -> None:
         LlmCall.objects.update(counted=False)
 
 
-def test_call_prices_are_summed_exactly(grant: AnyCallable) -> None:
-    lease = grant()
-    for cost in ("12345.100000001", "0.100000001", "0.000000001"):
-        create_llm_call(lease, cost=Decimal(cost))
-    meter_usage(now=NOON + HOUR)
-    assert [each[-1] for each in list_token_records()] == [Decimal("12345.200000003")]
-
-
 def test_late_call_price_counts_once(grant: AnyCallable) -> None:
-    row = create_llm_call(grant(), cost=None, priced="")
+    """One price is recorded by the proxy, the other is computed by a model rate."""
+    call = create_llm_call(grant(), cost=None, priced="", cached_tokens=0)
+    create_llm_call(grant(), model="mini", cost=None, priced="", cached_tokens=0)
     meter_usage(now=NOON + HOUR)
-    assert [each[-1] for each in list_token_records()] == [0]
-    line = b'{"call": "%s", "status": "success", "cost": 0.5, "input": 100, "output": 7}' % row.call_id.encode()
+    assert [each[-1] for each in list_token_records()] == [0, 0]
+    line = b'{"call": "%s", "status": "success", "cost": 0.5, "input": 100, "output": 7}' % call.call_id.encode()
+    ModelRate.objects.create(pattern="mini", input_usd=1, output_usd=2, valid_from=NOON - HOUR)
     for _ in range(2):
         upstream_records.apply_lines([line], now=NOON + HOUR)
+        model_pricing.price_calls(NOON + 2 * HOUR)
         meter_usage(now=NOON + 2 * HOUR)
-        assert list_token_records() == [("gpt", 1, 0, 100, 7, Decimal("0.5"))]
-
-
-def test_call_price_by_model_rate_counts(grant: AnyCallable) -> None:
-    create_llm_call(grant(), cost=None, priced="", cached_tokens=0)
-    meter_usage(now=NOON + HOUR)
-    ModelRate.objects.create(pattern="gpt", input_usd=1, output_usd=2, valid_from=NOON - HOUR)
-    assert model_pricing.price_calls(NOON + 2 * HOUR) == 1
-    meter_usage(now=NOON + 2 * HOUR)
-    assert list_token_records() == [("gpt", 1, 0, 100, 7, Decimal("0.000114"))]
-
-
-def list_usage_records() -> list[tuple[Any, ...]]:
-    """Return all usage records without their ids."""
-    names = [field.attname for field in UsageRecord._meta.concrete_fields if field.name != "id"]
-    return sorted(UsageRecord.objects.values_list(*names), key=str)
+        records = [("gpt", 1, 0, 100, 7, Decimal("0.5")), ("mini", 1, 0, 100, 7, Decimal("0.000114"))]
+        assert list_token_records() == records

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from billing import costs, pricing, totals
-from billing.models import Account, CostRecord, Membership, UsageRecord
-from tests.conftest import NOW
+from billing.models import CostRecord, UsageRecord
+from sandboxes.models import SandboxState
 from tests.support.billing import (
     ADA,
     BASIC_INSTANCE,
@@ -20,22 +20,17 @@ from tests.support.billing import (
     create_time_usage,
     create_token_usage,
     derive_lease_id,
-    list_cost_values,
+    join_account,
     parse_day,
     parse_utc,
+    price,
+    price_and_list,
+    price_and_sum,
 )
 
 pytestmark = pytest.mark.django_db
 DAY = timedelta(days=1)
 USD = Decimal
-
-
-def price() -> None:
-    costs.price_usage(now=NOW)
-
-
-def total(**filters: Any) -> Decimal:
-    return sum((usd for (usd,) in list_cost_values("usd", **filters)), USD(0))
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -56,12 +51,11 @@ def test_amounts_are_rounded_half_up(amount: Fraction, places: int, shown: str) 
 @pytest.mark.parametrize(
     ("used", "allowances", "free"),
     [
-        ([5, 5, 5], [7, 7, 7], [5, 2, 0]),
-        ([5, 5], [0, 0], [0, 0]),
+        ([5, 5, 5], [7, 7, 7], [5, 2, 0]), ([5, 5], [0, 0], [0, 0]),
         ([5, 5, 5], [7, 7, 12], [5, 2, 5]),  # raised: the difference remains
         ([5, 5, 5], [7, 3, 7], [5, 0, 2]),  # lowered, then raised again
     ],
-)
+)  # fmt: skip
 def test_allowances_are_used_up_in_order(used: list[int], allowances: list[int], free: list[int]) -> None:
     assert [*pricing.apply_allowances(zip(used, allowances, strict=True))] == free
 
@@ -82,11 +76,9 @@ def test_eight_agents_for_four_hours_a_day() -> None:
     price()
     sums = {each.key: (each.usd, each.quantities[each.key], each.free.get(each.key, 0)) for each in totals.sum_costs("item")}
     assert sums == {
-        "memory": (USD("8.415"), 960, 25),
-        "disk": (USD("0.91"), 3840, 200),
-        "cpu": (USD("16.83"), 14400, 375),
+        "memory": (USD("8.415"), 960, 25), "disk": (USD("0.91"), 3840, 200), "cpu": (USD("16.83"), 14400, 375),
         "plan": (USD(5), 1, 0),
-    }
+    }  # fmt: skip
 
 
 def test_eight_agents_always_on() -> None:
@@ -119,7 +111,7 @@ def test_fargate_task_for_a_month() -> None:
     sums = {each.key: each.usd for each in totals.sum_costs("item")}
     assert {item: round(usd, 2) for item, usd in sums.items()} == {"cpu": USD("29.15"), "memory": USD("12.80")}
     assert sums == {"cpu": USD("29.1456"), "memory": USD("12.8016")}  # a day of CPU is 0.97152000048, rounded to nine places
-    assert round(total(), 2) == USD("41.95")
+    assert round(price_and_sum(), 2) == USD("41.95")
 
 
 def test_fargate_disk_beyond_the_free_part_of_a_task() -> None:
@@ -127,8 +119,7 @@ def test_fargate_disk_beyond_the_free_part_of_a_task() -> None:
     allowance of 10000 GB-hours, 4400 x 0.000111 = 0.4884."""
     create_rate("disk", "0.000111", provider="cloudflare", instance_type="standard-4", allowance=USD(10000))
     create_time_usage("2026-04-01", 30 * DAY, provider="cloudflare", millicpus=4000, memory_mib=12288)
-    price()
-    assert total(item="disk") == USD("0.4884")
+    assert price_and_sum(item="disk") == USD("0.4884")
 
 
 def test_gigabyte_stored_for_thirty_days_is_a_gb_month() -> None:
@@ -136,51 +127,40 @@ def test_gigabyte_stored_for_thirty_days_is_a_gb_month() -> None:
     25 GB for 30 days are 25 GB-months: 15 x 0.015 = 0.225."""
     create_rate("storage", "0.015", allowance=USD(10))
     create_storage_usage("2026-04-01", 30 * DAY, 25 * 10**9, provider="acme")
-    price()
-    assert total() == USD("0.225")
-    assert list_cost_values("quantity") == [(USD("0.833333333"),)] * 30  # rounded here, but not in the price
+    assert price_and_sum() == USD("0.225")
+    assert price_and_list("quantity") == [(USD("0.833333333"),)] * 30  # rounded here, but not in the price
 
 
 def test_model_calls_keep_their_cost() -> None:
     create_token_usage("2026-11-02T10:00", "0.123456789", 3)
     create_token_usage("2026-11-02T11:00", "0.000000001", provider="docker")
     create_token_usage("2026-11-02T11:00", "1", 2, agent=BOB)
-    price()
-    assert list_cost_values("agent_did", "item", "quantity", "usd", "rate", agent_did=ADA) == [
+    assert price_and_list("agent_did", "item", "quantity", "usd", "rate", agent_did=ADA) == [
         (ADA, "llm", 4, USD("0.123456790"), None)
     ]
-    assert total() == USD("1.123456790")
+    assert price_and_sum() == USD("1.123456790")
 
 
 # --- billable usage ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("state", "paid"),
-    [
-        ("warming", False), ("warm", True), ("running", True), ("waiting", True), ("evicting", False), ("cold", False),
-        ("destroying", False),
-    ],
-)  # fmt: skip
-def test_only_ready_states_are_billable(state: str, paid: bool) -> None:
+def test_only_ready_states_are_billable() -> None:
     create_rate("time", "1")
-    create_time_usage("2026-11-02T10:00", provider="acme", state=state)
-    price()
-    assert total() == paid
-    assert totals.sum_sandbox_time("agent") == ({ADA: HOUR} if paid else {})
+    for state in SandboxState.values:
+        create_time_usage("2026-11-02T10:00", agent=state, provider="acme", state=state)
+    assert {agent for agent, usd in price_and_list("agent_did", "usd") if usd} == {"warm", "running", "waiting"}
+    assert totals.sum_sandbox_time("agent") == {"warm": HOUR, "running": HOUR, "waiting": HOUR}
 
 
 def test_sandbox_without_a_lease_is_billed_to_the_house_account() -> None:
     create_rate("time", "2")
     create_time_usage("2026-11-02T10:00", agent="", provider="acme")
-    price()
-    assert list_cost_values("account__name", "agent_did", "holder", "usd") == [("house", "", None, 2)]
+    assert price_and_list("account__name", "agent_did", "holder", "usd") == [("house", "", None, 2)]
 
 
 def test_provider_without_rates_costs_nothing_and_has_hours() -> None:
     create_time_usage("2026-11-02T10:00", provider="nowhere")
-    price()
-    assert list_cost_values("item") == []
+    assert price_and_list("item") == []
     (row,) = totals.sum_costs("agent")
     assert (row.key, row.usd, row.sandbox_time) == (ADA, 0, HOUR)
 
@@ -188,16 +168,14 @@ def test_provider_without_rates_costs_nothing_and_has_hours() -> None:
 def test_disk_is_charged_only_for_instance_types() -> None:
     create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)
     create_time_usage("2026-11-02T10:00", agent=BOB, provider="cloudflare", memory_mib=1000, millicpus=250)
-    price()
-    assert list_cost_values("agent_did", "quantity", item="disk") == [(ADA, 4)]
+    assert price_and_list("agent_did", "quantity", item="disk") == [(ADA, 4)]
 
 
 @pytest.mark.parametrize("millicpus", [62, 63])
 def test_a_sixteenth_of_a_cpu_is_lite(millicpus: int) -> None:
     create_rate("time", "3", provider="cloudflare", instance_type="lite")
     create_time_usage("2026-11-02T10:00", provider="cloudflare", memory_mib=256, millicpus=millicpus)
-    price()
-    assert total(item="time") == 3
+    assert price_and_sum(item="time") == 3
 
 
 def test_rate_for_an_instance_type_precedes_a_general_one() -> None:
@@ -205,8 +183,7 @@ def test_rate_for_an_instance_type_precedes_a_general_one() -> None:
     create_rate("time", "7", provider="cloudflare", instance_type="basic")
     create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)
     create_time_usage("2026-11-02T10:00", agent=BOB, provider="cloudflare", memory_mib=99)
-    price()
-    assert list_cost_values("agent_did", "usd", item="time") == sorted(
+    assert price_and_list("agent_did", "usd", item="time") == sorted(
         [(ADA, USD(7)), (BOB, USD(1))], key=lambda each: str(derive_lease_id(each[0]))
     )
 
@@ -219,22 +196,17 @@ def test_rate_that_begins_within_usage_splits_it() -> None:
     old = create_rate("time", "1")
     new = create_rate("time", "4", since="2026-11-02T10:45:00.000001")
     create_time_usage("2026-11-02T10:00", provider="acme")
-    price()
-    assert list_cost_values("rate", "whole", "usd") == [
-        (old.pk, "2700000001", USD("0.750000000")),
-        (new.pk, "899999999", USD("0.999999999")),
-    ]
+    parts = [(old.pk, "2700000001", USD("0.750000000")), (new.pk, "899999999", USD("0.999999999"))]
+    assert price_and_list("rate", "whole", "usd") == parts
 
 
 def test_usage_before_a_rate_keeps_its_price() -> None:
     create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", 30 * HOUR, provider="acme")
-    price()
-    before = list_cost_values("day", "usd", "rate")
+    before = price_and_list("day", "usd", "rate")
     create_rate("time", "5", since="2026-11-03T16:00")
     costs.reset_costs()
-    price()
-    assert list_cost_values("day", "usd", "rate") == before
+    assert price_and_list("day", "usd", "rate") == before
 
 
 def test_allowance_continues_across_a_change_of_rate() -> None:
@@ -242,8 +214,7 @@ def test_allowance_continues_across_a_change_of_rate() -> None:
     create_rate("time", "1", allowance=USD(10))
     create_rate("time", "5", since="2026-11-02T08:00", allowance=USD(10))
     create_time_usage("2026-11-02T00:00", 16 * HOUR, provider="acme")
-    price()
-    assert list_cost_values("quantity", "free", "usd") == [(8, 8, 0), (8, 2, 30)]
+    assert price_and_list("quantity", "free", "usd") == [(8, 8, 0), (8, 2, 30)]
 
 
 def test_raised_allowance_adds_to_a_used_up_one() -> None:
@@ -251,8 +222,7 @@ def test_raised_allowance_adds_to_a_used_up_one() -> None:
     create_rate("time", "1", since="2026-11-05", allowance=USD(20))
     for when, free in (("2026-11-01", 10), ("2026-11-06", 10), ("2026-11-07", 0)):
         create_time_usage(when, 12 * HOUR, provider="acme")
-        price()
-        assert list_cost_values("free", "usd", day=parse_day(when)) == [(free, 12 - free)]
+        assert price_and_list("free", "usd", day=parse_day(when)) == [(free, 12 - free)]
 
 
 def test_allowance_is_used_by_day_before_rate() -> None:
@@ -260,37 +230,26 @@ def test_allowance_is_used_by_day_before_rate() -> None:
     create_rate("time", "1", provider="cloudflare", instance_type="basic", allowance=USD(10))
     create_time_usage("2026-11-03T00:00", 8 * HOUR, **BASIC_INSTANCE)
     create_time_usage("2026-11-02T00:00", 8 * HOUR, provider="cloudflare")
-    price()
-    assert list_cost_values("day", "free", item="time") == [(parse_day("2026-11-02"), 8), (parse_day("2026-11-03"), 2)]
+    assert price_and_list("day", "free", item="time") == [(parse_day("2026-11-02"), 8), (parse_day("2026-11-03"), 2)]
 
 
 # --- months and allowances --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_leases_of_an_account_share_its_allowance() -> None:
-    for agent in (BOB, ADA):
-        create_time_usage("2026-11-02T00:00", 7 * HOUR, agent, provider="acme")
-    price()
-    first, second = list_cost_values("quantity", "free", "usd")
-    assert (first, second) == ((7, 7, 0), (7, 3, 4))  # ordered by lease id, not by the order of writing
-
-
-@pytest.mark.usefixtures("ten_free")
-def test_each_account_has_its_own_allowance() -> None:
-    team = Account.objects.create(name="team")
-    Membership.objects.create(agent_did=BOB, account=team)
-    for agent in (ADA, BOB):
-        create_time_usage("2026-11-02T00:00", 12 * HOUR, agent, provider="acme")
-    price()
-    assert {each.key: each.usd for each in totals.sum_costs("account")} == {"house": 2, "team": 2}
+def test_leases_share_the_allowance_of_their_own_account() -> None:
+    join_account("team", agent="did:plc:eve")
+    for agent, hours in ((BOB, 7), (ADA, 7), ("did:plc:eve", 12)):
+        create_time_usage("2026-11-02T00:00", hours * HOUR, agent, provider="acme")
+    house = price_and_list("quantity", "free", "usd", account__name="house")
+    assert house == [(7, 7, 0), (7, 3, 4)]  # ordered by lease id, not by the order of writing
+    assert price_and_list("quantity", "free", "usd", account__name="team") == [(12, 10, 2)]
 
 
 @pytest.mark.usefixtures("ten_free")
 def test_allowance_resets_at_the_start_of_a_utc_month() -> None:
     create_time_usage("2026-11-30T12:00", 24 * HOUR, provider="acme")
-    price()
-    assert list_cost_values("day", "free", "usd") == [(parse_day("2026-11-30"), 10, 2), (parse_day("2026-12-01"), 10, 2)]
+    assert price_and_list("day", "free", "usd") == [(parse_day("2026-11-30"), 10, 2), (parse_day("2026-12-01"), 10, 2)]
 
 
 @pytest.mark.usefixtures("ten_free")
@@ -298,8 +257,7 @@ def test_allowance_resets_at_the_start_of_a_utc_month() -> None:
 def test_february_has_its_number_of_days(year: str, days: int) -> None:
     begin = parse_utc(f"{year}-02-01")
     create_time_usage(begin, datetime(int(year), 3, 1, tzinfo=UTC) - begin, provider="acme")
-    price()
-    assert (total(), CostRecord.objects.count()) == (days * 24 - 10, days)
+    assert (price_and_sum(), CostRecord.objects.count()) == (days * 24 - 10, days)
 
 
 @pytest.mark.usefixtures("ten_free")
@@ -307,18 +265,17 @@ def test_february_has_its_number_of_days(year: str, days: int) -> None:
 def test_day_of_a_daylight_saving_change_has_24_hours(when: str, settings: Any) -> None:
     settings.TIME_ZONE = "Europe/Berlin"
     create_time_usage(when, DAY, provider="acme")
-    price()
-    assert list_cost_values("day", "usd") == [(parse_day(when), 14)]
+    assert price_and_list("day", "usd") == [(parse_day(when), 14)]
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_late_usage_of_an_earlier_day_takes_the_allowance() -> None:
+def test_earlier_usage_takes_the_allowance_and_returns_it_when_removed() -> None:
     create_time_usage("2026-11-05T00:00", 8 * HOUR, provider="acme")
-    price()
-    assert list_cost_values("day", "free") == [(parse_day("2026-11-05"), 8)]
-    create_time_usage("2026-11-02T00:00", 6 * HOUR, BOB, provider="acme")
-    price()
-    assert list_cost_values("day", "free", "usd") == [(parse_day("2026-11-02"), 6, 0), (parse_day("2026-11-05"), 4, 4)]
+    assert price_and_list("day", "free", "usd") == [(parse_day("2026-11-05"), 8, 0)]
+    late = create_time_usage("2026-11-02T00:00", 6 * HOUR, BOB, provider="acme")
+    assert price_and_list("day", "free", "usd") == [(parse_day("2026-11-02"), 6, 0), (parse_day("2026-11-05"), 4, 4)]
+    UsageRecord.objects.filter(pk__in=[row.pk for row in late]).delete()
+    assert price_and_list("day", "free", "usd") == [(parse_day("2026-11-05"), 8, 0)]
 
 
 @pytest.mark.usefixtures("ten_free")
@@ -326,45 +283,24 @@ def test_used_up_allowance_changes_only_with_earlier_usage() -> None:
     early = [create_time_usage(f"2026-11-{each:02}T00:00", 6 * HOUR, provider="acme") for each in range(1, 20)]
     price()
     create_time_usage("2026-11-15T00:00", 6 * HOUR, BOB, provider="acme")
-    price()
-    assert (total(), list_cost_values("free", agent_did=BOB)) == (20 * 6 - 10, [(0,)])
+    assert (price_and_sum(), price_and_list("free", agent_did=BOB)) == (20 * 6 - 10, [(0,)])
     UsageRecord.objects.filter(pk=early[1][0].pk).delete()
-    price()
-    assert list_cost_values("day", "free")[:2] == [(parse_day("2026-11-01"), 6), (parse_day("2026-11-03"), 4)]
-    assert total() == 19 * 6 - 10
-
-
-@pytest.mark.usefixtures("ten_free")
-def test_removed_usage_returns_its_allowance() -> None:
-    early = create_time_usage("2026-11-02T00:00", 6 * HOUR, BOB, provider="acme")
-    create_time_usage("2026-11-05T00:00", 8 * HOUR, provider="acme")
-    price()
-    UsageRecord.objects.filter(pk__in=[row.pk for row in early]).delete()
-    price()
-    assert list_cost_values("day", "free", "usd") == [(parse_day("2026-11-05"), 8, 0)]
+    assert price_and_list("day", "free")[:2] == [(parse_day("2026-11-01"), 6), (parse_day("2026-11-03"), 4)]
+    assert price_and_sum() == 19 * 6 - 10
 
 
 def test_plan_is_charged_once_per_account_and_month_on_the_first_day_of_use() -> None:
-    team = Account.objects.create(name="team")
-    Membership.objects.create(agent_did=BOB, account=team)
+    join_account("team", agent=BOB)
     for when in ("2026-11-09T10:00", "2026-11-20T10:00", "2026-12-24T10:00"):
         create_time_usage(when, **BASIC_INSTANCE)
     create_time_usage("2026-11-30T23:00", agent=BOB, **BASIC_INSTANCE)
-    price()
     paid = [("house", parse_day("2026-11-09")), ("team", parse_day("2026-11-30")), ("house", parse_day("2026-12-24"))]
-    assert list_cost_values("account__name", "day", "quantity", "usd", item="plan") == [(*each, 1, 5) for each in paid]
+    assert price_and_list("account__name", "day", "quantity", "usd", item="plan") == [(*each, 1, 5) for each in paid]
     create_time_usage("2026-11-04T10:00", **BASIC_INSTANCE)
-    price()
-    assert list_cost_values("day", "usd", item="plan", account__name="house") == [
-        (parse_day("2026-11-04"), 5),
-        (parse_day("2026-12-24"), 5),
-    ]
+    december = (parse_day("2026-12-24"), 5)
+    assert price_and_list("day", "usd", item="plan", account__name="house") == [(parse_day("2026-11-04"), 5), december]
     UsageRecord.objects.filter(day__lt=parse_day("2026-11-19")).delete()
-    price()
-    assert list_cost_values("day", "usd", item="plan", account__name="house") == [
-        (parse_day("2026-11-20"), 5),
-        (parse_day("2026-12-24"), 5),
-    ]
+    assert price_and_list("day", "usd", item="plan", account__name="house") == [(parse_day("2026-11-20"), 5), december]
 
 
 def test_plan_that_begins_later_is_charged_from_then_on() -> None:
@@ -372,5 +308,4 @@ def test_plan_that_begins_later_is_charged_from_then_on() -> None:
     create_rate("time", "0")
     for when in ("2026-11-09T10:00", "2026-11-12T10:00", "2026-11-13T10:00"):
         create_time_usage(when, provider="acme")
-    price()
-    assert list_cost_values("day", "usd", item="plan") == [(parse_day("2026-11-12"), 30)]
+    assert price_and_list("day", "usd", item="plan") == [(parse_day("2026-11-12"), 30)]

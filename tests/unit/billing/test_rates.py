@@ -32,11 +32,9 @@ def build_rate(**fields: Any) -> Rate:
 def test_cloudflare_rates_are_shipped() -> None:
     result = Rate.objects.filter(provider="cloudflare").values_list("item", "usd", "allowance", "own")
     assert {*result} == {
-        ("memory", Decimal("0.009"), 25, False),
-        ("cpu", Decimal("0.0012"), 375, False),
-        ("disk", Decimal("0.00025"), 200, False),
-        ("plan", 5, 0, False),
-    }
+        ("memory", Decimal("0.009"), 25, False), ("cpu", Decimal("0.0012"), 375, False),
+        ("disk", Decimal("0.00025"), 200, False), ("plan", 5, 0, False),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["docker", "process", "memory"])
@@ -64,11 +62,8 @@ def test_house_account_is_shipped() -> None:
 
 
 def test_rate_applies_from_its_start() -> None:
-    rates = [
-        create_rate("time", "1"),
-        create_rate("time", "2", since="2026-11-02"),
-        create_rate("time", "3", since="2027-01-01"),
-    ]
+    starts = {"1": "2020-01-01", "2": "2026-11-02", "3": "2027-01-01"}
+    rates = [create_rate("time", usd, since) for usd, since in starts.items()]
     moments = {"2019-12-31": None, "2020-01-01": 1, "2026-11-01T23:59:59.999999": 1, "2026-11-02": 2, "2030-01-01": 3}
     result = {when: pricing.find_rate(rates, "acme", "", "time", parse_utc(when)) for when in moments}
     assert {when: each and each.usd for when, each in result.items()} == moments
@@ -82,12 +77,8 @@ def test_rate_applies_from_its_start() -> None:
     ],
 )  # fmt: skip
 def test_rate_matches_provider_instance_type_and_item(provider: str, kind: str, item: str, usd: int | None) -> None:
-    rates = [
-        create_rate("time", "1"),
-        create_rate("time", "2", instance_type="small"),
-        create_rate("memory", "4"),
-        create_rate("time", "5", provider="other"),
-    ]
+    rates = [create_rate("time", "1"), create_rate("time", "2", instance_type="small"), create_rate("memory", "4")]
+    rates.append(create_rate("time", "5", provider="other"))
     for order in (rates, rates[::-1]):
         result = pricing.find_rate(order, provider, kind, item, NOW)
         assert (result and result.usd) == usd
@@ -115,7 +106,7 @@ def test_rate_cannot_begin_in_the_past() -> None:
 @pytest.mark.parametrize(
     "change", [{"usd": Decimal(9)}, {"allowance": Decimal(9)}, {"valid_from": datetime(2099, 1, 1, tzinfo=UTC)}]
 )
-def test_rate_that_has_begun_cannot_change(change: dict[str, Any]) -> None:
+def test_rate_that_has_begun_cannot_be_changed_or_deleted(change: dict[str, Any]) -> None:
     rate = Rate.objects.get(provider="cloudflare", item="memory")
     for name, value in change.items():
         setattr(rate, name, value)
@@ -124,40 +115,21 @@ def test_rate_that_has_begun_cannot_change(change: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="has begun"):
         rate.save(update_fields=[*change])
     rate.refresh_from_db()
-    assert (rate.usd, rate.allowance, rate.valid_from.year) == (Decimal("0.009"), 25, 2020)
-
-
-def test_rate_that_has_begun_cannot_be_deleted() -> None:
-    rate = Rate.objects.get(provider="cloudflare", item="memory")
     with pytest.raises(ValidationError, match="has begun"):
         rate.delete()
-
-
-def test_rate_with_costs_is_protected_in_the_database() -> None:
-    rate = create_rate("time", "1")
-    create_time_usage("2026-11-02T10:00", provider="acme")
-    costs.price_usage(now=NOW)
-    with pytest.raises(ProtectedError):
-        Rate.objects.filter(pk=rate.pk).delete()
+    assert (rate.usd, rate.allowance, rate.valid_from.year) == (Decimal("0.009"), 25, 2020)
 
 
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"usd": Decimal("-0.01")}, "usd"),
-        ({"usd": Decimal("0.0000000000001")}, "usd"),
-        ({"usd": Decimal("12345.678901234567")}, "usd"),
-        ({"usd": Decimal(10**7)}, "usd"),
-        ({"usd": None}, "usd"),
-        ({"allowance": Decimal(-1)}, "allowance"),
-        ({"allowance": Decimal("0.0000001")}, "allowance"),
-        ({"item": "llm"}, "item"),
-        ({"item": "egress"}, "item"),
-        ({"provider": ""}, "provider"),
-        ({"provider": "a b"}, "provider"),
-        ({"valid_from": None}, "valid_from"),
+        ({"usd": Decimal("-0.01")}, "usd"), ({"usd": Decimal("0.0000000000001")}, "usd"),
+        ({"usd": Decimal("12345.678901234567")}, "usd"), ({"usd": Decimal(10**7)}, "usd"), ({"usd": None}, "usd"),
+        ({"allowance": Decimal(-1)}, "allowance"), ({"allowance": Decimal("0.0000001")}, "allowance"),
+        ({"item": "llm"}, "item"), ({"item": "egress"}, "item"), ({"provider": ""}, "provider"),
+        ({"provider": "a b"}, "provider"), ({"valid_from": None}, "valid_from"),
     ],
-)
+)  # fmt: skip
 def test_invalid_rate_names_its_field(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(ValidationError) as refused:
         build_rate(**fields).save()
@@ -176,7 +148,7 @@ def test_rate_is_unique_per_start() -> None:
 @pytest.mark.parametrize("field", ["usd", "allowance"])
 def test_database_refuses_negative_rates(field: str) -> None:
     with pytest.raises(IntegrityError), transaction.atomic():
-        create_rate("time", **({"usd": "1"} | {field: "-1"} if field == "usd" else {"usd": "1", field: Decimal(-1)}))
+        create_rate("time", **{"usd": "1", field: "-1"})
 
 
 # --- unpriced days ----------------------------------------------------------------------------------------------------
@@ -227,7 +199,7 @@ def test_move_marks_only_changed_days_as_unpriced() -> None:
     assert list_unpriced_days() == [2, 3, 4]
 
 
-def test_costs_are_unique_and_not_negative() -> None:
+def test_costs_are_unique_and_not_negative_and_protect_their_rate() -> None:
     rate = create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", provider="acme", agent="")
     costs.price_usage(now=NOW)
@@ -238,3 +210,5 @@ def test_costs_are_unique_and_not_negative() -> None:
     for wrong in ({"usd": -1}, {"quantity": -1}, {"free": 2}, {"rate": None}):
         with pytest.raises(IntegrityError), transaction.atomic():
             CostRecord.objects.update(**wrong)
+    with pytest.raises(ProtectedError):
+        Rate.objects.filter(pk=rate.pk).delete()

@@ -67,20 +67,15 @@ def test_adjacent_prorated_parts_add_up_to_the_whole(whole: int, lengths: list[i
 
 
 @pytest.mark.parametrize(
-    ("began", "days"),
-    [
-        ("2026-11-21T23:50", ["2026-11-21", "2026-11-22"]),
-        ("2026-11-30T23:50", ["2026-11-30", "2026-12-01"]),  # end of a month
-        ("2028-02-28T23:50", ["2028-02-28", "2028-02-29"]),  # leap year
-        ("2027-02-28T23:50", ["2027-02-28", "2027-03-01"]),  # no leap year
-    ],
+    ("first", "second"), [("2026-11-30", "2026-12-01"), ("2028-02-28", "2028-02-29"), ("2027-02-28", "2027-03-01")]
 )
-def test_use_across_midnight_is_split_between_days(began: str, days: list[str]) -> None:
-    create_reading(began, timedelta(minutes=30), create_sandbox(), timedelta(seconds=10, microseconds=1), memory_mib=3)
+def test_use_across_midnight_is_split_between_days(first: str, second: str) -> None:
+    begin = f"{first}T23:50"
+    create_reading(begin, timedelta(minutes=30), create_sandbox(), timedelta(seconds=10, microseconds=1), memory_mib=3)
     meter_usage(now=parse_utc("2028-12-01"))
     minute = 60 * 10**6
     assert [(str(day), *rest) for day, *rest in list_use_records()] == [
-        (days[0], 3_333_333, 3 * 10 * minute), (days[1], 6_666_668, 3 * 20 * minute),
+        (first, 3_333_333, 3 * 10 * minute), (second, 6_666_668, 3 * 20 * minute),
     ]  # fmt: skip
 
 
@@ -213,14 +208,13 @@ def test_each_run_counts_once_on_its_start_day() -> None:
     create_runs("2026-11-30T23:59:58", 3, sandbox)
     meter_usage(now=parse_utc("2026-12-01T00:10"))
     assert list_run_counts() == [("2026-11-30", 2), ("2026-12-01", 1)]
-    create_runs("2026-11-30T12:00", 1200, sandbox)  # late, and more than a batch
+    create_runs("2026-11-30T12:00", 5, sandbox)  # late
     meter_usage(now=parse_utc("2026-12-01T00:20"))
     meter_usage(now=parse_utc("2026-12-01T00:20"))
-    assert list_run_counts() == [("2026-11-30", 1202), ("2026-12-01", 1)]
-    before = list_run_counts()
+    assert list_run_counts() == [("2026-11-30", 7), ("2026-12-01", 1)]
     metering.reset_usage()
     meter_usage(now=parse_utc("2026-12-01T00:20"))
-    assert list_run_counts() == before
+    assert list_run_counts() == [("2026-11-30", 7), ("2026-12-01", 1)]
 
 
 def test_batch_boundaries_count_each_run_once(monkeypatch: pytest.MonkeyPatch) -> None:

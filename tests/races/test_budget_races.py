@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
@@ -16,6 +17,7 @@ from leases import budget_enforcement, execution, leasing
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import pool as pools
+from sandboxes.guard import OPEN_GUARD
 from sandboxes.models import Event, Pool, Run, Sandbox
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.billing import HOUR, create_budget, get_lease_end, run_command
@@ -132,7 +134,7 @@ def test_lease_whose_sandbox_wakes_before_its_end_is_not_ended_during_a_run(
 ) -> None:
     """A run that passed the budget check before the budget was spent wakes the sandbox late."""
     create_budget("0.9")
-    request = execution.build_sandbox_request(used_lease, now=NOW)
+    request = replace(execution.build_sandbox_request(used_lease, now=NOW), guard=OPEN_GUARD)  # the checks have passed
     at_checkpoint("budget stored", lambda: pools.ensure_running(request, now=NOW))
     assert budget_enforcement.enforce_budgets(now=NOW).counts["lost race"] == 1
     assert (get_lease_end(used_lease)[0], Sandbox.objects.get().state) == ("active", "warm")

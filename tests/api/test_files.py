@@ -16,8 +16,7 @@ from sandboxes.models import DataObject, Run, Sandbox
 from sandboxes.providers.memory import File, MemoryProvider
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
-from tests.api.conftest import ApiClient, check_response, expire_lease
-from tests.api.test_bad_input import assert_refused
+from tests.api.conftest import ApiClient, assert_refused, check_response, expire_lease
 
 pytestmark = pytest.mark.django_db
 

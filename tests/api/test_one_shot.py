@@ -15,8 +15,7 @@ from leases.models import IdempotentRequest, Lease
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from tests.api.conftest import ADA, BOB, ApiClient
-from tests.api.test_bad_input import assert_refused
+from tests.api.conftest import ADA, BOB, ApiClient, assert_refused
 from tests.conftest import SimulatedCrash
 from tests.unit.leases.test_one_shot import assert_nothing_is_left, pack_tar, unpack_tar
 

@@ -8,8 +8,7 @@ import pytest
 from leases.models import AgentKey, Lease
 from sandboxes.models import Run, Sandbox, Snapshot
 from sandboxes.providers.memory import MemoryProvider
-from tests.api.conftest import ADA, BOB, ApiClient, expire_lease
-from tests.api.test_bad_input import assert_refused
+from tests.api.conftest import ADA, BOB, ApiClient, assert_refused, expire_lease
 
 pytestmark = pytest.mark.django_db
 

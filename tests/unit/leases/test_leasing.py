@@ -128,10 +128,10 @@ def test_release_is_idempotent(grant) -> None:
 
 def test_a_condition_ends_every_lease_that_lists_it_and_no_other(grant) -> None:
     listed, elsewhere = grant(agent="did:plc:a"), grant(agent="did:plc:b", environment="game-2")
-    other = grant(agent="did:plc:c", environment_type="coding")
+    other, elapsed = grant(agent="did:plc:c", environment_type="coding"), grant(agent="did:plc:d", ttl=MINUTE)
     ended = conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None)
     assert [lease.pk for lease in ended] == [listed.pk]
-    assert {lease.pk for lease in Lease.objects.filter(status="active")} == {elsewhere.pk, other.pk}
+    assert {lease.pk for lease in Lease.objects.filter(status="active")} == {elsewhere.pk, other.pk, elapsed.pk}
     listed.refresh_from_db()
     assert listed.end_reason == "condition:game.finished"
     assert conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None) == []

@@ -11,7 +11,6 @@ from sandboxes.models import Run
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ApiClient
-from tests.conftest import SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 
@@ -20,17 +19,6 @@ def advance_time(time: timedelta) -> None:
     """Move the times of all stored requests back."""
     columns = ("started_at", "deadline_at", "expires_at")
     IdempotentRequest.objects.update(**{name: F(name) - time for name in columns})
-
-
-def send_and_crash(api: ApiClient, at_checkpoint, step: str, path: str, body=None) -> None:
-    """Send a request whose process dies at the given step."""
-
-    def die() -> None:
-        raise SimulatedCrash()
-
-    at_checkpoint(step, die)
-    with pytest.raises(SimulatedCrash):
-        api.post(path, body, idempotency_key="k1")
 
 
 @pytest.fixture
@@ -110,8 +98,9 @@ def test_a_stored_response_expires(ada: ApiClient, lease, run_path: str, setting
 
 
 @pytest.mark.parametrize("step", ["key claimed", "acted"])
-def test_a_repeatable_request_of_a_dead_process_is_taken_over(ada: ApiClient, acquire_body, at_checkpoint, step: str) -> None:
-    send_and_crash(ada, at_checkpoint, step, "leases", acquire_body())
+def test_a_repeatable_request_of_a_dead_process_is_taken_over(ada: ApiClient, acquire_body, crash_at, step: str) -> None:
+    with crash_at(step):
+        ada.post("leases", acquire_body(), idempotency_key="k1")
     waiting = ada.post("leases", acquire_body(), idempotency_key="k1")
     assert (waiting.status_code, waiting.json()["code"]) == (409, "idempotency_in_progress")
     advance_time(timedelta(minutes=2))
@@ -121,8 +110,9 @@ def test_a_repeatable_request_of_a_dead_process_is_taken_over(ada: ApiClient, ac
 
 
 @pytest.mark.parametrize("step", ["key claimed", "run opened", "run answered", "acted"])
-def test_exec_of_a_dead_process_is_never_repeated(ada: ApiClient, run_path: str, at_checkpoint, step: str) -> None:
-    send_and_crash(ada, at_checkpoint, step, run_path, {"argv": ["true"]})
+def test_exec_of_a_dead_process_is_never_repeated(ada: ApiClient, run_path: str, crash_at, step: str) -> None:
+    with crash_at(step):
+        ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     advance_time(timedelta(hours=1))
     response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")

@@ -14,9 +14,11 @@ from leases.models import IdempotentRequest, Lease
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
 from tests.api.conftest import ADA, BOB, ApiClient, assert_refused
+from tests.support.tars import other, pack
 from tests.unit.leases.test_one_shot import assert_nothing_is_left, pack_tar, unpack_tar
 
 pytestmark = pytest.mark.django_db
+DEVICE_TAR = base64.b64encode(pack(other("null", tarfile.CHRTYPE)).getvalue()).decode()
 
 
 @pytest.fixture
@@ -29,15 +31,6 @@ def body(pool: Pool) -> Callable[..., dict[str, Any]]:
 
 def encode_tar(**files: str) -> str:
     return base64.b64encode(pack_tar(**files).getvalue()).decode()
-
-
-def encode_device_tar() -> str:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        device = tarfile.TarInfo("null")
-        device.type = tarfile.CHRTYPE
-        tar.addfile(device)
-    return base64.b64encode(out.getvalue()).decode()
 
 
 def test_a_run_returns_its_result_and_leaves_nothing(ada: ApiClient, body, pool, memory) -> None:
@@ -81,7 +74,7 @@ def test_input_limits_and_workspace_are_passed_on_and_bytes_survive_in_base64(ad
     assert "s3cret" not in str(Run.objects.values("argv", "env_names", "note"))
 
 
-@pytest.mark.parametrize("workspace", [encode_tar(**{"../out": "x"}), encode_tar(**{"/out": "x"}), encode_device_tar()])
+@pytest.mark.parametrize("workspace", [encode_tar(**{"../out": "x"}), encode_tar(**{"/out": "x"}), DEVICE_TAR])
 def test_an_unsafe_workspace_is_refused_and_nothing_runs(ada: ApiClient, body, memory, workspace: str) -> None:
     assert_refused(ada, "POST", "runs", body(workspace=workspace), 400, "workspace")
     assert memory.calls == []

@@ -48,6 +48,14 @@ def evict(lease) -> Callable[[], None]:
     return evict_sandbox
 
 
+@pytest.fixture(params=["sandbox", "snapshot"])
+def source(request: pytest.FixtureRequest, filled_url: str, evict) -> str:
+    """Source of the files that are read: the awake sandbox, or the snapshot of a cold one."""
+    if request.param == "snapshot":
+        evict()
+    return str(request.param)
+
+
 def read_content(response: Any) -> bytes:
     return b"".join(response.streaming_content) if response.streaming else response.content
 
@@ -105,10 +113,7 @@ RANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_cold", [False, True])
-def test_byte_ranges_are_returned(is_cold: bool, ada: ApiClient, filled_url: str, evict) -> None:
-    if is_cold:
-        evict()
+def test_byte_ranges_are_returned(source: str, ada: ApiClient, filled_url: str) -> None:
     for result, status, content, content_range in RANGES:
         response = ada.get(f"{filled_url}/files/src/deep/er/x.bin", range=result)
         assert (response.status_code, response.headers.get("Content-Range")) == (status, content_range), result
@@ -117,42 +122,30 @@ def test_byte_ranges_are_returned(is_cold: bool, ada: ApiClient, filled_url: str
         else:
             assert (response.content, response["Content-Length"]) == (content, str(len(content)))
             assert response["Accept-Ranges"] == "bytes"
-            assert response["Leasehold-Source"] == ("snapshot" if is_cold else "sandbox")
+            assert response["Leasehold-Source"] == source
     assert ada.get(f"{filled_url}/files/empty", range="bytes=0-").status_code == 416
     assert ada.get(f"{filled_url}/files/src/main.py", range="bytes=0-1", if_range='"x"').content == b"print('hi')\n"
-    assert Sandbox.objects.get().state == ("cold" if is_cold else "waiting")
+    assert Sandbox.objects.get().state == ("cold" if source == "snapshot" else "waiting")
 
 
-def test_head_returns_the_size(ada: ApiClient, filled_url: str, evict) -> None:
+def test_head_returns_the_size(source: str, ada: ApiClient, filled_url: str) -> None:
     url, key = f"/api/v1/{filled_url}/files/src/deep/er/x.bin", {"Authorization": f"Bearer {ada.key}"}
-    for source in ("sandbox", "snapshot"):
-        response = ada.client.head(url, headers=key)
-        assert (response.status_code, response["Content-Length"], response["Accept-Ranges"]) == (200, "256", "bytes")
-        assert (response["Leasehold-Source"], response["Content-Type"]) == (source, "application/octet-stream")
-        assert response.content == b""
-        if source == "sandbox":
-            evict()
+    response = ada.client.head(url, headers=key)
+    assert (response.status_code, response["Content-Length"], response["Accept-Ranges"]) == (200, "256", "bytes")
+    assert (response["Leasehold-Source"], response["Content-Type"]) == (source, "application/octet-stream")
+    assert response.content == b""
     assert ada.client.head(f"{url}x", headers=key).status_code == 404
 
 
-@pytest.mark.parametrize("is_cold", [False, True])
-def test_a_large_file_is_read_in_ranges(
-    is_cold: bool, ada: ApiClient, filled_url: str, evict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_is_read_in_ranges(source: str, ada: ApiClient, filled_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leases.api.files.MAX_FILE_BYTES", 100)
-    if is_cold:
-        evict()
-    whole = ada.get(f"{filled_url}/files/src/deep/er/x.bin")
-    assert (whole.status_code, whole.json()["field"]) == (413, "path")
-    assert "256 bytes" in whole.json()["detail"]
-    content, start = b"", 0
-    while start < 256:
-        part = ada.get(f"{filled_url}/files/src/deep/er/x.bin", range=f"bytes={start}-")
-        assert part.status_code == 206
-        content += part.content
-        start = len(content)
-    assert content == bytes(range(256))
-    assert len(ada.get(f"{filled_url}/files/src/deep/er/x.bin", range="bytes=-200").content) == 100
+    url = f"{filled_url}/files/src/deep/er/x.bin"
+    problem = ada.get(url).json()
+    assert (problem["status"], problem["field"], "256 bytes" in problem["detail"]) == (413, "path", True)
+    parts = [ada.get(url, range=f"bytes={start}-") for start in (0, 100, 200)]
+    assert [(part.status_code, len(part.content)) for part in parts] == [(206, 100), (206, 100), (206, 56)]
+    assert b"".join(part.content for part in parts) == bytes(range(256))
+    assert len(ada.get(url, range="bytes=-200").content) == 100
 
 
 def test_workspace_operations_do_not_wait_for_the_agents_data(ada: ApiClient, lease_url: str, memory: MemoryProvider) -> None:
@@ -202,17 +195,12 @@ def test_a_cold_sandbox_returns_the_same_files_and_is_not_woken(
     assert ada.get(filled_url).json()["expires_at"] > before
 
 
-def test_the_agents_data_is_listed_and_packed_while_the_sandbox_is_cold(ada: ApiClient, filled_url: str, evict) -> None:
+def test_files_of_a_cold_and_of_an_evicted_sandbox_are_read_from_stored_state(ada: ApiClient, filled_url: str, evict) -> None:
     evict()
     listed = ada.get(f"{filled_url}/files?root=data&path=memory").json()
     assert [(entry["name"], entry["size"]) for entry in listed["entries"]] == [("notes.md", 9)]
     tar = read_tar(read_content(ada.get(f"{filled_url}/archive?root=data&path=memory")))
-    assert tar["memory/notes.md"] == b"remember\n"
-    assert set(tar) <= {"memory", "memory/notes.md"}
-
-
-def test_files_of_an_evicted_sandbox_are_read_from_stored_state(ada: ApiClient, filled_url: str, evict) -> None:
-    evict()
+    assert {name: content for name, content in tar.items() if name != "memory"} == {"memory/notes.md": b"remember\n"}
     eviction.release_cold(Sandbox.objects.get().pk, now=timezone.now(), reason="test")
     response = ada.get(f"{filled_url}/files/src/main.py")
     assert (response.content, response["Leasehold-Source"]) == (b"print('hi')\n", "snapshot")
@@ -237,16 +225,14 @@ def test_a_fork_lists_its_own_config_before_its_first_start(ada: ApiClient, fill
     assert (tar["config.json"], tar["src/main.py"]) == (content.content, b"print('hi')\n")
 
 
-def corrupt(snapshot: Any) -> None:
-    get_store().set(f"{snapshot.key}/workspace", b"corrupt")
-    (workspace.local_directory(snapshot) / "workspace").write_bytes(b"corrupt")
-
-
 def test_a_corrupted_copy_wakes_the_sandbox(ada: ApiClient, filled_url: str, lease, evict) -> None:
     evict()
     ada.put(f"{filled_url}/files/src/main.py", b"newer")
     evict()
-    corrupt(workspace.find_latest(uuid.UUID(lease["id"])))
+    snapshot = workspace.find_latest(uuid.UUID(lease["id"]))
+    assert snapshot
+    get_store().set(f"{snapshot.key}/workspace", b"corrupt")
+    (workspace.local_directory(snapshot) / "workspace").write_bytes(b"corrupt")
     response = ada.get(f"{filled_url}/files/src/main.py")
     assert (response.content, response["Leasehold-Source"]) == (b"print('hi')\n", "sandbox")
     assert Sandbox.objects.get().source == "local"
@@ -275,35 +261,29 @@ def test_data_lost_by_the_store_is_unavailable(ada: ApiClient, filled_url: str, 
 # --- listings -----------------------------------------------------------------------------------------------------
 
 
-def test_a_listing_has_all_attributes_of_its_entries(ada: ApiClient, filled_url: str) -> None:
+def test_a_listing_has_all_attributes_of_its_entries(ada: ApiClient, filled_url: str, memory: MemoryProvider) -> None:
+    memory.files(Sandbox.objects.get().ref)["/workspace/caf\udce9"] = File(b"", mtime=10**12)  # no UTF-8
     result = ada.get(f"{filled_url}/files").json()
     assert (result["root"], result["path"]) == ("workspace", "")
     shown = {entry["name"]: (entry["kind"], entry["size"], entry["mode"], entry["target"]) for entry in result["entries"]}
     assert shown == {
+        "caf\N{REPLACEMENT CHARACTER}": ("file", 0, "0644", ""),
         "config.json": ("file", shown["config.json"][1], "0644", ""),
         "empty": ("file", 0, "0644", ""),
         "link": ("link", 0, "0777", "src/main.py"),
         "src": ("directory", 0, "0755", ""),
     }
+    assert [entry["mtime"] for entry in result["entries"] if entry["name"].startswith("caf")] == ["9999-12-31T00:00:00Z"]
     deep = [entry["name"] for entry in ada.get(f"{filled_url}/files?path=src&deep=1").json()["entries"]]
     assert deep == ["deep", "deep/er", "deep/er/x.bin", "main.py"]
 
 
-def test_names_that_are_not_utf8_are_listed(ada: ApiClient, filled_url: str, memory: MemoryProvider) -> None:
-    files = memory.files(Sandbox.objects.get().ref)
-    files["/workspace/caf\udce9"] = File(b"", mtime=10**12)
-    (entry,) = [entry for entry in ada.get(f"{filled_url}/files").json()["entries"] if entry["name"].startswith("caf")]
-    assert (entry["name"], entry["mtime"]) == ("caf\N{REPLACEMENT CHARACTER}", "9999-12-31T00:00:00Z")
-
-
-def test_a_long_listing_is_refused(ada: ApiClient, filled_url: str, evict, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("source")
+def test_a_long_listing_is_refused(ada: ApiClient, filled_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leases.api.files.MAX_LISTING_ENTRIES", 4)
-    for is_cold in (False, True):
-        if is_cold:
-            evict()
-        assert ada.get(f"{filled_url}/files").status_code == 200
-        response = ada.get(f"{filled_url}/files?deep=1")
-        assert (response.status_code, response.json()["field"]) == (413, "path")
+    assert ada.get(f"{filled_url}/files").status_code == 200
+    problem = ada.get(f"{filled_url}/files?deep=1").json()
+    assert (problem["status"], problem["field"]) == (413, "path")
 
 
 # --- archives -----------------------------------------------------------------------------------------------------
@@ -339,9 +319,9 @@ def test_tars_of_other_programs_are_accepted(ada: ApiClient, lease_url: str) -> 
     for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode="w", format=form) as tar:
-            member = tarfile.TarInfo("./" + "/".join(["n" * 60] * 2))
-            member.size, member.mtime = 4, 1700000000.5 if form == tarfile.PAX_FORMAT else 1700000000
-            tar.addfile(member, io.BytesIO(b"text"))
+            member, content = file("./" + "/".join(["n" * 60] * 2), b"text")
+            member.mtime = 1700000000.5 if form == tarfile.PAX_FORMAT else 1700000000
+            tar.addfile(member, content)
         assert ada.put(f"{lease_url}/archive", out.getvalue()).status_code == 204
         assert ada.get(f"{lease_url}/files/{'/'.join(['n' * 60] * 2)}").content == b"text"
 

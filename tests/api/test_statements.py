@@ -11,7 +11,6 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 
 from billing import statements
-from billing.models import Account, Membership
 from tests.api.conftest import ApiClient
 from tests.support.billing import (
     ADA,
@@ -22,6 +21,7 @@ from tests.support.billing import (
     create_time_usage,
     create_token_usage,
     get_house_account,
+    join_account,
     parse_day,
     parse_utc,
 )
@@ -34,8 +34,7 @@ DECEMBER = parse_utc("2026-12-01T00:00")
 def closed(db: None) -> None:
     """Statements of house for October and November, and of team for November, which a credit of 0.50 USD reduces."""
     create_rate("time", "0.5")
-    team = Account.objects.create(name="team")
-    Membership.objects.create(agent_did=ADA, account=team)
+    team = join_account("team").account
     create_time_usage("2026-10-02T22:00", 3 * HOUR, "", provider="acme")
     create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
     create_token_usage("2026-11-03T10:00", "0.125", provider="acme")
@@ -126,8 +125,7 @@ def test_the_command_lists_and_shows() -> None:
 
 def test_the_command_closes_months_and_names_those_it_cannot() -> None:
     create_rate("time", "0.5")
-    team = Account.objects.create(name="team")
-    Membership.objects.create(agent_did=ADA, account=team)
+    join_account("team")
     create_time_usage("2021-09-02T22:00", 3 * HOUR, "", provider="acme")
     for month in ("2021-09", "2021-10"):
         create_time_usage(f"{month}-02T22:00", 3 * HOUR, provider="acme")

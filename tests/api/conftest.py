@@ -41,12 +41,19 @@ ALL_MODELS = (
 
 @cache
 def load_openapi() -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load(OPENAPI.read_text())
+    return parse_yaml(OPENAPI.read_text())
+
+
+def parse_yaml(text: str | bytes) -> dict[str, Any]:
+    """Parse with libyaml, which takes a tenth of the time of the parser in Python."""
+    document: dict[str, Any] = yaml.load(text, Loader=yaml.CSafeLoader)
     return document
 
 
-def list_operations(prefix: str, *, status: int) -> list[tuple[str, str]]:
-    """Return method and path of each operation that documents this status. Only the lease id is left to be filled in."""
+def list_operations(prefix: str = "", *, status: int = 401) -> list[tuple[str, str]]:
+    """Return method and path of each operation that documents this status. Only the lease id is left to be filled in.
+
+    Every operation documents 401."""
     return [
         (method.upper(), path.removeprefix("/api/v1/").format(**PATH_PARAMETERS))
         for path, methods in load_openapi()["paths"].items()

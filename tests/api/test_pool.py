@@ -38,7 +38,10 @@ def used_lease(ada: ApiClient, lease) -> dict[str, Any]:
 # --- GET /pool --------------------------------------------------------------------------------------------------------
 
 
-def test_an_agents_key_sees_capacity_and_its_own_quota_only(ada: ApiClient, used_lease, pool: Pool) -> None:
+def test_an_agents_key_sees_capacity_and_its_own_quota_only(ada: ApiClient, bob: ApiClient, used_lease, pool, settings) -> None:
+    assert get_pool(bob, pool)["quotas"] == [{"agent_did": BOB, "most": None, "guaranteed": 0, "used": 0}]
+    settings.MAX_SANDBOXES_PER_AGENT = 2
+    assert get_pool(bob, pool)["quotas"][0]["most"] == 2
     Quota.objects.update_or_create(pool=pool, agent_did=ADA, defaults={"most": 3, "guaranteed": 1})
     Quota.objects.create(pool=pool, agent_did=BOB, most=9)
     assert get_pool(ada, pool) == {
@@ -46,12 +49,6 @@ def test_an_agents_key_sees_capacity_and_its_own_quota_only(ada: ApiClient, used
         "quotas": [{"agent_did": ADA, "most": 3, "guaranteed": 1, "used": 1}],
     }  # fmt: skip
     assert ada.get("pool").json().keys() == {"pools"}
-
-
-def test_an_agent_without_sandboxes_sees_its_quota(bob: ApiClient, pool: Pool, settings) -> None:
-    assert get_pool(bob, pool)["quotas"] == [{"agent_did": BOB, "most": None, "guaranteed": 0, "used": 0}]
-    settings.MAX_SANDBOXES_PER_AGENT = 2
-    assert get_pool(bob, pool)["quotas"][0]["most"] == 2
 
 
 def test_an_operators_key_sees_all_statistics_and_totals(operator: ApiClient, ada: ApiClient, used_lease, pool: Pool) -> None:

@@ -1,136 +1,178 @@
 """Invalid input gets a 4xx that names the field, and changes nothing."""
 
+import io
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from django.test import RequestFactory
-from django_q.models import OrmQ
 
 from leases.api.base import parsers
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
-from leases.models import Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, Turn
-from sandboxes.models import Pool, Run, Sandbox, Transition
-from tests.api.conftest import ApiClient, check_response
+from tests.api.conftest import ANY_BODY, ApiClient, assert_refused, check_response, list_operations, read_rows
 
 pytestmark = pytest.mark.django_db
-ALL_MODELS = (
-    Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, OrmQ, Pool, Run, Sandbox, Transition, Turn,
-)  # fmt: skip
-TOO_DEEP = b'{"turn_number": 1, "state": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}"
-SLIGHTLY_TOO_DEEP = b'{"turn_number": 1, "state": {"a": ' + b"[" * 200 + b"]" * 200 + b"}}"
-Change = Callable[[], Any]
+TOO_DEEP = b'{"a":' * 5000 + b"1" + b"}" * 5000
+SLIGHTLY_TOO_DEEP = b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}"
 
 
-def read_rows() -> dict[str, Any]:
-    """Row counts and state that a refused request must not change."""
-    leases = list(Lease.objects.values_list("pk", "status", "expires_at", "last_activity_at"))
-    return {"leases": leases, "tokens": list(AgentKey.objects.values_list("tokens"))} | {
-        model.__name__: model._default_manager.count() for model in ALL_MODELS
-    }
-
-
-def assert_refused(
-    api: ApiClient, method: str, path: str, body: Any, status: int, field: str | None = None, **headers: str
-) -> None:
-    before = read_rows()
-    response = api(method, path, body, **({"idempotency_key": "k1"} | headers))
-    problem = response.json()
-    assert (response.status_code, problem["status"]) == (status, status), problem
-    assert problem["detail"]
-    assert problem["code"]
-    assert problem["type"].startswith("urn:leasehold:problem:")
-    if field is not None:
-        assert (problem.get("field") or "").partition(".")[0] == field, problem
-    assert read_rows() == before
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"environment_type": "chess"}, "environment_type"),
-        ({"environment_type": "Ünfug"}, "environment_type"),
-        ({"environment_type": None}, "environment_type"),
-        ({"environment_type": ["rpg"]}, "environment_type"),
-        ({"agent_did": ""}, "agent_did"),
-        ({"agent_did": "ada"}, "agent_did"),
-        ({"agent_did": "did:plc:a b"}, "agent_did"),
-        ({"agent_did": " did:plc:ada"}, "agent_did"),
-        ({"agent_did": "did:plc:ada\n"}, "agent_did"),
-        ({"agent_did": "did:plc:🦊"}, "agent_did"),
-        ({"agent_did": "did:plc:" + "a" * 10_000}, "agent_did"),
-        ({"agent_did": "did:plc:a\0b"}, "agent_did"),
-        ({"agent_did": 5}, "agent_did"),
-        ({"environment_id": ""}, "environment_id"),
-        ({"environment_id": "a/b"}, "environment_id"),
-        ({"environment_id": "x" * 201}, "environment_id"),
-        ({"environment_id": "a\0"}, "environment_id"),
-        ({"environment_id": 7}, "environment_id"),
-        ({"environment_id": True}, "environment_id"),
-        ({"expiry_conditions": "game.finished"}, "expiry_conditions"),
-        ({"expiry_conditions": {"a": 1}}, "expiry_conditions"),
-        ({"expiry_conditions": [1]}, "expiry_conditions"),
-        ({"expiry_conditions": [None]}, "expiry_conditions"),
-        ({"expiry_conditions": ["a", "a"]}, "expiry_conditions"),
-        ({"expiry_conditions": ["a b"]}, "expiry_conditions"),
-        ({"expiry_conditions": ["a\0"]}, "expiry_conditions"),
-        ({"expiry_conditions": [f"c{n}" for n in range(33)]}, "expiry_conditions"),
-        *[
-            ({name: value}, name)
-            for name in ("ttl_seconds", "max_ttl_seconds")
-            for value in (0, -1, "5 minutes", "300", 10**12, 10**400, True, 1.5, 1.0, [], {})
-        ],
-        ({"ttl_seconds": 600, "max_ttl_seconds": 60}, "ttl_seconds"),
-        *[({"sleep_after": value}, "sleep_after") for value in (0, -1, "", "5 minutes", "5m ago", 10**12, True, 1.5, [])],
-        ({"sleep_after": "99999999d"}, "sleep_after"),
-        ({"pool": "no-such-pool"}, "pool"),
-        ({"pool": "a\0"}, "pool"),
-        ({"pool": 1}, "pool"),
+MISSING = object()
+SECONDS = [0, -1, "5 minutes", "300", 10**12, 10**400, True, 1.5, 1.0, [], {}]
+COMMAND: dict[str, list[Any]] = {
+    "argv": [MISSING, [], [""], ["", "a"], "ls", ["ls", 1], ["ls", None], ["a\0b"]],
+    "env": [
+        [], "A=1", {"A": 1}, {"A": "x\0"}, {"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"1A": "x"}, {"Ü": "x"},
+        {"LEASEHOLD_RUN": "x"}, {"LLM_SOCKET": "/tmp/s"},
     ],
-    ids=lambda value: repr(value)[:60],
-)
-def test_acquiring(operator: ApiClient, acquire_body, fields: dict[str, Any], field: str) -> None:
-    assert_refused(operator, "POST", "leases", acquire_body(**fields), 400, field)
+    "cwd": ["data", "", "/a\0", "/" + "a" * 5000, 1],
+}  # fmt: skip
+BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
+    "leases": {
+        "environment_type": ["chess", "Ünfug", None, ["rpg"]],
+        "agent_did": [
+            "", "ada", "did:plc:a b", " did:plc:ada", "did:plc:ada\n", "did:plc:🦊", "did:plc:" + "a" * 10_000, "did:plc:a\0b",
+            5, None,
+        ],
+        "environment_id": ["", "a/b", "x" * 201, "a\0", 7, True],
+        "expiry_conditions": [
+            "game.finished", {"a": 1}, [1], [None], ["a", "a"], ["a b"], ["a\0"], [f"c{n}" for n in range(33)],
+        ],
+        "ttl_seconds": [*SECONDS, 24 * 3600 + 1],  # more than the maximum of the type
+        "max_ttl_seconds": [*SECONDS, 24 * 3600 + 1],
+        "sleep_after": [0, -1, "", "5 minutes", "5m ago", 10**12, True, 1.5, [], "99999999d"],
+        "pool": ["no-such-pool", "a\0", 1],
+    },
+    "environments/game-2/join": {"environment_type": [MISSING, "chess"], "agent_did": [MISSING, "ada"]},
+    "environments/game-1/conditions": {"condition": [MISSING, None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"]},
+    "agents": {"did": [MISSING, "x"], "name": ["n" * 101, "\0"]},
+    "leases/{id}/exec": COMMAND | {"stdin": [1, None], "timeout_seconds": [0, -1, 3601, 10**12, True, 1.5, "60", []]},
+    "leases/{id}/processes": COMMAND | {
+        "name": ["x" * 101], "wait_seconds": [0, 301], "wait_for": ["x" * 1001, ["x"]],
+    },
+    "runs": COMMAND | {
+        "agent_did": [None, "ada"], "stdin": [5], "pool": ["no-such-pool"], "environment_type": ["chess"],
+        "return_workspace": ["yes"], "workspace": [5, "?", "", "AAAA"], "limits": [5],
+        "limits.timeout_seconds": [0, -1, "60", True, 1.5, 3601],
+        "limits.memory_mib": [0, 15, -1, "64", True, 4097, 10**400],
+    },
+    "leases/{id}/turns": {
+        "turn_number": [MISSING, -1, 2**62 + 1, 10**400, "1", 1.0, True, None, []], "state": [MISSING, None, [], "x", 1, [{}]],
+    },
+    "leases/{id}/snapshots": {"name": [5, None, [], "x" * 101, "a\0b"]},
+    "leases/{id}/restore": {"snapshot_id": [MISSING, 5, None, "", "x", [], {}, True, "0" * 31]},
+    "leases/{id}/fork": {
+        "snapshot_id": [5, "", "x", [], {}, True, "0" * 31], "environment_id": [MISSING, None, "a/b"], "agent_did": ["bob", 5],
+        "environment_type": [[]], "ttl_seconds": [0], "max_ttl_seconds": ["1"], "sleep_after": ["soon"],
+    },
+    "leases/{id}/chat": {"role": [MISSING, "", 5, "x" * 65], "content": [MISSING]},
+    "leases/{id}/audit": {"action": [MISSING, ["x"], "x" * 201]},
+    "leases/{id}/service-token": {
+        "aud": [
+            MISSING, None, "", 5, "relay.example", "did:web:", "did:web:x#", "did:web:x#a#b", "did:web:x y", "did:web:x\n",
+            f"did:web:{'x' * 330}",
+        ],
+        "lxm": [
+            MISSING, None, "", 5, "com.example", "com.example.foo.*", "com.example-.foo", "1.0.0.127.record", "a-0.b-1.c-3",
+            "one.two.three\n", "com.atproto.feed.p@st", "com.example.fooBar.2", ".one.two.three", "one.two..three",
+            f"com.{'o' * 64}.foo",
+        ],
+        "lifetime_seconds": [0, -1, 301, 1.5, "60", True],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in BAD_FIELDS.items() for field in fields])
+def test_invalid_fields_are_named(operator: ApiClient, acquire_body, lease, path: str, field: str) -> None:
+    for value in BAD_FIELDS[path][field]:
+        outer, _, inner = field.partition(".")
+        body = ANY_BODY | acquire_body(environment_id="fork-1") | {outer: {inner: value} if inner else value}
+        assert_refused(operator, "POST", path.format(**lease), {k: v for k, v in body.items() if v is not MISSING}, 400, field)
+
+
+BAD_EVENT_PAGES = {
+    "order": ["up"], "limit": ["0", "201", "x"],
+    "cursor": ["x", "%00", "000000000000000001-000000000000000z-0000000001"],
+}  # fmt: skip
+BAD_DIRECTORIES = {"root": ["etc", ""], "path": ["/etc", "..", "a/../..", "a//b", "a/", ".", "%00", "a%00", "x" * 256]}
+BAD_COST_FILTERS = {
+    "agent": ["", "%00", "a" * 256, "did:plc:a&agent=did:plc:b"], "account": ["", "a%00", "a" * 64],
+    "environment": ["%00", "a" * 201], "provider": ["%00", "a" * 33, "a&provider=a"],
+}  # fmt: skip
+OUT_OF_RANGE_CURSOR = "MjAyNi0xMS0yMVQwMDowMDowMCswMDowMCA5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OQ=="  # more than 64 bits
+BAD_PARAMETERS: dict[str, dict[str, list[str]]] = {
+    "leases?": {
+        "status": ["asleep", "%00"], "agent_did": ["ada", "did:plc:%00"], "environment_id": ["%00"],
+        "limit": ["0", "-1", "201", "x", "1.5", "9" * 50, "%C2%B2"],
+        "cursor": ["x", "%00", "é", "MjAyNg==", "MDAwMS0wMS0wMVQwMDowMCsyMzo1OSB4", "A" * 5000, "===="],
+    },
+    "leases/{id}/turns?": {"cursor": [OUT_OF_RANGE_CURSOR]},
+    "leases/{id}/chat?": BAD_EVENT_PAGES,
+    "leases/{id}/audit?": BAD_EVENT_PAGES,
+    "leases/{id}/files?": BAD_DIRECTORIES | {"deep": ["2", "yes"]},
+    "leases/{id}/archive?": BAD_DIRECTORIES,
+    "leases/{id}/files/a?": {"root": ["etc"]},
+    "pool?": {"agent_did": ["unknown"]},
+    "costs?": BAD_COST_FILTERS | {
+        "by": ["moon", "", "day&by=agent"], "since": ["x", "2026-02-30"], "until": ["%00", "2026-11-02&since=2026-11-02"],
+        "lease": ["x"], "limit": ["0", "99999", "9" * 2000],
+    },
+    "estimate?": {"agents": ["", "0", "1e3", "9" * 5000, "1&agents=2"]},
+    "estimate?agents=1&": {
+        "hours_per_day": ["25", "NaN", "1e-9"], "days": ["0"], "instance": ["huge"], "cpu_utilisation": ["-1", "Infinity"],
+        "provider": ["nowhere", "%00", "A B"],
+    },
+    "forecast?": BAD_COST_FILTERS | {
+        "last": ["0", "367", "-1", "", "1.5", "9" * 5000, "%00", "1&last=1"],
+        "budget": [
+            "0", "-1", "", "NaN", "-Infinity", "1e9", "1e-10", "1e999999999", "1e-999999999", "9" * 5000, "1%00", "1&budget=2",
+        ],
+    },
+    "statements?": {"month": ["2026", "%00", "2026-00"], "limit": ["0"], "account": [""]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in BAD_PARAMETERS.items() for name in names])
+def test_invalid_query_parameters_are_named(operator: ApiClient, lease, path: str, name: str) -> None:
+    for value in BAD_PARAMETERS[path][name]:
+        assert_refused(operator, "GET", f"{path.format(**lease)}{name}={value}", None, 400, name)
+
+
+def test_parameters_that_contradict_or_lack_each_other_are_named(operator: ApiClient, lease, acquire_body) -> None:
+    body = acquire_body(environment_id="game-2", ttl_seconds=600, max_ttl_seconds=60)
+    assert_refused(operator, "POST", "leases", body, 400, "ttl_seconds")
+    assert_refused(operator, "GET", "estimate", None, 400, "agents")
+    for query, field in (("root=etc", "root"), ("path=..", "path")):
+        assert_refused(operator, "PUT", f"leases/{lease['id']}/archive?{query}", bytes(1024), 400, field)
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
+    "body",
     [
-        (b"", 400),
-        (b"{", 400),
-        (b"[]", 400),
-        (b'"did"', 400),
-        (b"null", 400),
-        (b'{"agent_did": NaN}', 400),
-        (b'{"agent_did": 1e999}', 400),
-        (b'{"agent_did": ' + b"1" * 5000 + b"}", 400),
-        (b'{"agent_did": "\xff"}', 400),
-        (b'{"agent_did": "did:plc:\\ud800"}', 400),
-        (b'{"agent_did": "did:plc:\\u0000"}', 400),
-        (b"\xef\xbb\xbf{}", 400),
-        ('{"agent_did": "did:plc:a"}'.encode("utf-16"), 400),
-        (b"[" * 30_000, 400),
-        (b'{"a":' * 5000 + b"1" + b"}" * 5000, 400),
-        (b"{" + b" " * (64 << 10) + b"}", 413),
+        b"", b"{", b"[]", b'"did"', b"null", b'{"agent_did": NaN}', b'{"agent_did": 1e999}',
+        b'{"agent_did": ' + b"1" * 5000 + b"}", b'{"agent_did": "\xff"}', b'{"agent_did": "did:plc:\\ud800"}',
+        b'{"agent_did": "did:plc:\\u0000"}', b"\xef\xbb\xbf{}", '{"agent_did": "did:plc:a"}'.encode("utf-16"), b"[" * 30_000,
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
     ],
     ids=lambda value: repr(value)[:40],
-)
-@pytest.mark.parametrize("path", ["leases", "environments/game-1/join", "environments/game-1/conditions", "agents"])
-def test_bodies_that_are_no_json_object_are_rejected(operator: ApiClient, path: str, body: bytes, status: int) -> None:
-    assert_refused(operator, "POST", path, body, status)
+)  # fmt: skip
+def test_a_body_that_is_no_json_object_is_rejected(operator: ApiClient, body: bytes) -> None:
+    assert_refused(operator, "POST", "leases", body, 400)
 
 
-@pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonx", ""]
-)
-def test_other_content_types_are_rejected(operator: ApiClient, acquire_body, kind: str) -> None:
-    assert_refused(operator, "POST", "leases", acquire_body(), 415, content_type=kind)
+@pytest.mark.parametrize(("method", "path"), list_operations(status=415))
+def test_every_json_operation_rejects_other_bodies_and_content_types(
+    operator: ApiClient, lease, method: str, path: str
+) -> None:
+    for body in (b"{", b"[]"):
+        assert_refused(operator, method, path.format(**lease), body, 400)
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonx", ""):
+        assert_refused(operator, method, path.format(**lease), ANY_BODY, 415, content_type=kind)
 
 
-@pytest.mark.parametrize("value", [None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"])
-def test_invalid_conditions_are_rejected(operator: ApiClient, value: Any) -> None:
-    assert_refused(operator, "POST", "environments/game-1/conditions", {"condition": value}, 400, "condition")
+# --- fields of each endpoint ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("environment", ["a%20b", "%00", "x" * 201, "%F0%9F%A6%8A", "-a"])
@@ -141,46 +183,10 @@ def test_invalid_environment_ids_in_the_path_are_rejected(
     assert_refused(operator, "POST", f"environments/{environment}/{act}", acquire_body(condition="x"), 400, "environment_id")
 
 
-@pytest.mark.parametrize(
-    ("payload", "status", "field"),
-    [
-        ({}, 400, "argv"),
-        ({"argv": []}, 400, "argv"),
-        ({"argv": [""]}, 400, "argv"),
-        ({"argv": ["", "a"]}, 400, "argv"),
-        ({"argv": "ls"}, 400, "argv"),
-        ({"argv": ["ls", 1]}, 400, "argv"),
-        ({"argv": ["ls", None]}, 400, "argv"),
-        ({"argv": ["a\0b"]}, 400, "argv"),
-        ({"argv": ["echo", "x" * (1 << 20)]}, 413, "argv"),
-        ({"argv": ["echo", "ü" * (100 << 10)]}, 413, "argv"),
-        ({"argv": ["echo"] + ["x"] * (100 << 10)}, 413, "argv"),
-        ({"env": []}, 400, "env"),
-        ({"env": "A=1"}, 400, "env"),
-        ({"env": {"A": 1}}, 400, "env"),
-        ({"env": {"A": "x\0"}}, 400, "env"),
-        ({"env": {"": "x"}}, 400, "env"),
-        ({"env": {"A=B": "x"}}, 400, "env"),
-        ({"env": {"A\0": "x"}}, 400, "env"),
-        ({"env": {"1A": "x"}}, 400, "env"),
-        ({"env": {"Ü": "x"}}, 400, "env"),
-        ({"env": {"LEASEHOLD_RUN": "x"}}, 400, "env"),
-        ({"env": {"LLM_SOCKET": "/tmp/s"}}, 400, "env"),
-        ({"env": {"A": "x" * (1 << 20)}}, 413, "env"),
-        ({"cwd": "data"}, 400, "cwd"),
-        ({"cwd": ""}, 400, "cwd"),
-        ({"cwd": "/a\0"}, 400, "cwd"),
-        ({"cwd": "/" + "a" * 5000}, 400, "cwd"),
-        ({"cwd": 1}, 400, "cwd"),
-        ({"stdin": 1}, 400, "stdin"),
-        ({"stdin": None}, 400, "stdin"),
-        *[({"timeout_seconds": value}, 400, "timeout_seconds") for value in (0, -1, 3601, 10**12, True, 1.5, "60", [])],
-    ],
-    ids=lambda value: repr(value)[:60],
-)
-def test_exec_rejects_invalid_fields(ada: ApiClient, lease, payload: dict[str, Any], status: int, field: str) -> None:
-    payload = payload if field == "argv" else {"argv": ["true"]} | payload
-    assert_refused(ada, "POST", f"leases/{lease['id']}/exec", payload, status, field)
+def test_large_fields_of_exec_are_rejected(ada: ApiClient, lease) -> None:
+    for argv in (["echo", "x" * (1 << 20)], ["echo", "ü" * (100 << 10)], ["echo"] + ["x"] * (100 << 10)):
+        assert_refused(ada, "POST", f"leases/{lease['id']}/exec", {"argv": argv}, 413, "argv")
+    assert_refused(ada, "POST", f"leases/{lease['id']}/exec", {"argv": ["true"], "env": {"A": "x" * (1 << 20)}}, 413, "env")
 
 
 def test_invalid_encodings_are_rejected(ada: ApiClient, lease) -> None:
@@ -195,24 +201,9 @@ def test_lone_surrogates_are_rejected(ada: ApiClient, lease) -> None:
     assert ada.post(f"leases/{lease['id']}/exec", b'{"argv": ["echo", "\\ud83e\\udd8a"]}').json()["stdout"] == "🦊\n"
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "field"),
-    [
-        ({"state": {}}, 400, "turn_number"),
-        *[({"turn_number": n, "state": {}}, 400, "turn_number") for n in (-1, 2**62 + 1, 10**400, "1", 1.0, True, None, [])],
-        ({"turn_number": 1}, 400, "state"),
-        *[({"turn_number": 1, "state": state}, 400, "state") for state in (None, [], "x", 1, [{}])],
-        ({"turn_number": 1, "state": {"board": "x" * (5 << 20)}}, 413, None),
-        (b'{"turn_number": 1, "state": {"a": NaN}}', 400, None),
-        (b'{"turn_number": 1, "state": {"a": 1e400}}', 400, None),
-        (b'{"turn_number": 1, "state": {"a": "\\ud800"}}', 400, None),
-        (TOO_DEEP, 400, None),
-        (SLIGHTLY_TOO_DEEP, 400, None),
-    ],
-    ids=lambda value: repr(value)[:60],
-)
-def test_turns_reject_invalid_fields(ada: ApiClient, lease, body: Any, status: int, field: str | None) -> None:
-    assert_refused(ada, "POST", f"leases/{lease['id']}/turns", body, status, field)
+@pytest.mark.parametrize("state", [b'{"a": NaN}', b'{"a": 1e400}', b'{"a": "\\ud800"}', TOO_DEEP, SLIGHTLY_TOO_DEEP])
+def test_states_that_are_no_json_or_too_deep_are_rejected(ada: ApiClient, lease, state: bytes) -> None:
+    assert_refused(ada, "POST", f"leases/{lease['id']}/turns", b'{"turn_number": 1, "state": ' + state + b"}", 400)
 
 
 @pytest.mark.parametrize(
@@ -226,43 +217,10 @@ def test_invalid_file_paths_are_rejected(ada: ApiClient, lease, method: str, pat
     assert_refused(ada, method, f"leases/{lease['id']}/files/{path}", b"x", 400, "path")
 
 
-def test_unknown_roots_and_files_over_the_limit_are_rejected(ada: ApiClient, lease, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_refused(ada, "GET", f"leases/{lease['id']}/files/a?root=etc", None, 400, "root")
-    monkeypatch.setattr("leases.api.files.MAX_FILE_BYTES", 1000)
-    monkeypatch.setattr("leases.api.files.FileView.max_body_bytes", 1000)
-    assert_refused(ada, "PUT", f"leases/{lease['id']}/files/a", b"x" * 1001, 413)
-    ada.post(f"leases/{lease['id']}/exec", {"argv": ["sh", "-c", "head -c 2000 /dev/zero >a"]})
-    assert ada.get(f"leases/{lease['id']}/files/a").status_code == 413
-
-
 @pytest.mark.parametrize("pk", ["1", "x", "None", str(uuid.UUID(int=0)), "%00", "0" * 32])
 @pytest.mark.parametrize(("method", "act"), [("GET", ""), ("POST", "/renew"), ("POST", "/exec"), ("GET", "/files/a")])
 def test_unknown_leases_are_not_found(ada: ApiClient, lease, method: str, pk: str, act: str) -> None:
     assert_refused(ada, method, f"leases/{pk}{act}", {"argv": ["true"]}, 404)
-
-
-@pytest.mark.parametrize(
-    ("query", "field"),
-    [
-        ("status=asleep", "status"),
-        ("status=%00", "status"),
-        ("agent_did=ada", "agent_did"),
-        ("agent_did=did:plc:%00", "agent_did"),
-        ("environment_id=%00", "environment_id"),
-        *[(f"limit={n}", "limit") for n in ("0", "-1", "201", "x", "1.5", "9" * 50, "%C2%B2")],
-        *[
-            (f"cursor={c}", "cursor")
-            for c in ("x", "%00", "é", "MjAyNg==", "MDAwMS0wMS0wMVQwMDowMCsyMzo1OSB4", "A" * 5000, "====")
-        ],
-    ],
-)
-def test_invalid_list_parameters_are_rejected(ada: ApiClient, query: str, field: str) -> None:
-    assert_refused(ada, "GET", f"leases?{query}", None, 400, field)
-
-
-def test_a_cursor_with_a_number_beyond_the_database_is_rejected(ada: ApiClient, lease) -> None:
-    cursor = "MjAyNi0xMS0yMVQwMDowMDowMCswMDowMCA5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OQ=="
-    assert_refused(ada, "GET", f"leases/{lease['id']}/turns?cursor={cursor}", None, 400, "cursor")
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a b", "ü", "\x7f"])
@@ -271,67 +229,44 @@ def test_invalid_idempotency_keys_are_rejected(ada: ApiClient, lease, key: str, 
     assert_refused(ada, "POST", f"leases/{lease['id']}/{act}", None, 400, "Idempotency-Key", idempotency_key=key)
 
 
-@pytest.mark.parametrize(
-    "payload", [{"did": "x"}, {"did": "did:plc:x", "name": "n" * 101}, {"name": "x"}, {"did": "did:plc:x", "name": "\0"}]
-)
-def test_invalid_agents_are_rejected(operator: ApiClient, payload: dict[str, Any]) -> None:
-    assert_refused(operator, "POST", "agents", payload, 400)
-
-
 # --- request bodies at the WSGI boundary ----------------------------------------------------------------------------
 
 
-class Stream:
-    """Request body that counts the bytes read from it."""
-
-    def __init__(self, content: bytes) -> None:
-        self.remaining, self.bytes_read = content, 0
-
-    def read(self, size: int = -1) -> bytes:
-        chunk, self.remaining = self.remaining[:size], self.remaining[size:]
-        self.bytes_read += len(chunk)
-        return chunk
+MAX_BODY_BYTES = {
+    "exec": 16 << 20, "turns": (1 << 20) + 1024, "processes": 1 << 20, "files/a": 64 << 20, "archive": 1 << 30,
+    "chat": 256 << 10, "audit": 256 << 10, "artifacts/a": 64 << 20, "runs": 32 << 20,
+}  # fmt: skip
 
 
-def build_request(stream: Stream, **environ: Any) -> Any:
-    request = RequestFactory().generic("POST", "/", **environ)
-    request.META.update({"wsgi.input": stream})
-    request._stream.stream = stream  # the stream that Django reads
-    return request
+@pytest.mark.parametrize(("method", "path"), [row for row in list_operations(status=413) if row[0] != "GET"])
+def test_every_body_is_read_up_to_its_limit_only(operator: ApiClient, lease, method: str, path: str) -> None:
+    """A body that no handler needs is read, too: otherwise the server would close the connection under the next request."""
+    limit = MAX_BODY_BYTES.get(path.removeprefix("leases/{id}/"), 64 << 10)
+    url, before = f"/api/v1/{path.format(**lease)}", read_rows()
+    for announced, status, bytes_read in ((limit, 400, 100), (limit + 1, 413, 0)):  # the body ends before its Content-Length
+        environ = {"CONTENT_LENGTH": str(announced), "wsgi.input": (stream := io.BytesIO(b" " * 100))}
+        headers = {"Authorization": f"Bearer {operator.key}"}
+        response = operator.client.generic(method, url, b"", "application/json", headers=headers, **environ)
+        check_response(method, url, response)
+        assert (response.status_code, stream.tell(), read_rows()) == (status, bytes_read, before)
 
 
-def test_a_body_announced_as_too_large_is_not_read() -> None:
-    stream = Stream(b"x" * 100)
-    with pytest.raises(RequestTooLarge):
-        parsers.read_body(build_request(stream, CONTENT_LENGTH="101"), 100)
-    assert stream.bytes_read == 0
+def build_request(stream: io.BytesIO, **environ: Any) -> Any:
+    return RequestFactory().generic("POST", "/", **environ, **{"wsgi.input": stream})
 
 
 def test_a_chunked_body_is_read_no_further_than_its_limit() -> None:
     chunked = {"HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
-    assert parsers.read_body(build_request(Stream(b"x" * 100), **chunked), 100) == b"x" * 100
-    stream = Stream(b"x" * (1 << 20))
+    assert parsers.read_body(build_request(io.BytesIO(b"x" * 100), **chunked), 100) == b"x" * 100
+    stream = io.BytesIO(b"x" * (1 << 20))
     with pytest.raises(RequestTooLarge):
         parsers.read_body(build_request(stream, **chunked), 100)
-    assert stream.bytes_read <= parsers.CHUNK_BYTES
+    assert stream.tell() <= parsers.CHUNK_BYTES
+    with pytest.raises(LengthRequired):  # the server does not mark the end of the body
+        parsers.read_body(build_request(stream, HTTP_TRANSFER_ENCODING="chunked"), 100)
 
 
-def test_a_chunked_body_is_refused_if_the_server_does_not_mark_its_end() -> None:
-    with pytest.raises(LengthRequired):
-        parsers.read_body(build_request(Stream(b"x"), HTTP_TRANSFER_ENCODING="chunked"), 100)
-
-
-@pytest.mark.parametrize("length", ["5", "-1", "x", "²", "1e3"])
-def test_a_body_that_is_not_as_long_as_announced_is_refused(length: str) -> None:
-    request = RequestFactory().generic("POST", "/", b"four")
-    request.META["CONTENT_LENGTH"] = length
-    with pytest.raises(InvalidRequest):
-        parsers.read_body(request, 100)
-
-
-def test_a_large_file_is_refused_before_it_is_read(ada: ApiClient, lease) -> None:
-    before, url = read_rows(), f"/api/v1/leases/{lease['id']}/files/a"
-    environ = {"CONTENT_LENGTH": str((64 << 20) + 1), "HTTP_AUTHORIZATION": f"Bearer {ada.key}"}
-    response = ada.client.generic("PUT", url, b"", **environ)
-    check_response("PUT", url, response)
-    assert (response.status_code, read_rows()) == (413, before)
+def test_a_body_that_is_not_as_long_as_announced_is_refused() -> None:
+    for length in ("5", "-1", "x", "²", "1e3"):
+        with pytest.raises(InvalidRequest):
+            parsers.read_body(build_request(io.BytesIO(b"four"), CONTENT_LENGTH=length), 100)

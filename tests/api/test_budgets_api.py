@@ -1,33 +1,22 @@
 """Budgets through the API: refusals and visibility."""
 
-from collections.abc import Callable
-from datetime import UTC, date, datetime, timedelta
-from decimal import Decimal
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import connection
-from django.test import Client
 from django.utils import timezone
 
 from billing import budgets
 from billing.dates import start_of_day, to_utc_date
-from billing.models import Account, Budget, Membership, Tab
-from leases import api_keys
+from billing.forecast import predict_exhaustion_date
+from billing.models import Account, Budget, Membership
 from leases.models import AgentKey, Lease
 from sandboxes import eviction
-from sandboxes.models import Run, Sandbox
-from tests.api.conftest import ADA, BOB, ApiClient
-from tests.conftest import run_in_threads
-from tests.support.billing import create_time_usage
+from sandboxes.models import Sandbox
+from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient
+from tests.support.billing import HOUR, create_budget, create_time_usage
 
 pytestmark = pytest.mark.django_db
-
-
-def create_budget(amount: Any = 1, unit: str = "hours", period: str = "day", **fields: Any) -> Budget:
-    budget = Budget(**{"scope": "all", "amount": Decimal(amount), "unit": unit, "period": period} | fields)
-    budgets.save_budget(budget, now=timezone.now())
-    return budget
 
 
 def mark_exhausted(budget: Budget) -> None:
@@ -39,77 +28,51 @@ def mark_exhausted(budget: Budget) -> None:
     )
 
 
-def assert_exhausted(response: Any) -> dict[str, Any]:
-    assert response.status_code == 402, response.content
-    assert response.headers["Content-Type"] == "application/problem+json"
-    result: dict[str, Any] = response.json()
-    assert (result["type"], result["code"]) == ("urn:leasehold:problem:budget_exhausted", "budget_exhausted")
-    assert result["title"] == "Budget exhausted" and "field" not in result and "Retry-After" not in response.headers
+def assert_exhausted(api: ApiClient, method: str, path: str, body: Any) -> dict[str, Any]:
+    response = api(method, path, body)
+    result = response.json()
+    assert (response.status_code, result["code"], result["title"]) == (402, "budget_exhausted", "Budget exhausted")
+    assert "field" not in result and "Retry-After" not in response.headers
     return {name: result[name] for name in ("spent", "limit", "unit", "resets_at")}
 
 
-def test_an_exhausted_budget_is_refused_with_its_figures(ada: ApiClient, acquire_body, pool) -> None:
+def test_a_new_lease_over_budget_is_refused_with_the_figures(ada: ApiClient, acquire_body) -> None:
     create_budget("0.001", period="ever", scope="agent", subject=ADA)
-    nothing = {"spent": "0", "limit": "0.001", "unit": "hours", "resets_at": None}
-    assert assert_exhausted(ada.post("leases", acquire_body())) == nothing
-    body = {name: value for name, value in acquire_body().items() if name != "environment_id"}
-    assert assert_exhausted(ada.post("environments/game-1/join", body)) == nothing
-    assert assert_exhausted(ada.post("runs", {"agent_did": ADA, "argv": ["true"], "pool": pool.name})) == nothing
-    assert not (Lease.objects.exists() or Tab.objects.exists() or Sandbox.objects.exists() or Run.objects.exists())
-    assert pool.__class__.objects.get(pk=pool.pk).used == 0
+    for path in ("leases", "environments/game-1/join", "runs"):
+        figures = assert_exhausted(ada, "POST", path, ANY_BODY | acquire_body())
+        assert figures == {"spent": "0", "limit": "0.001", "unit": "hours", "resets_at": None}
+    assert not Lease.objects.exists()
 
 
-def test_a_refused_request_frees_its_idempotency_key(ada: ApiClient, acquire_body) -> None:
-    budget = create_budget("0.001")
-    assert_exhausted(ada.post("leases", acquire_body(), idempotency_key="k1"))
-    budget.amount = Decimal(1)
-    budgets.save_budget(budget, now=timezone.now())
-    assert ada.post("leases", acquire_body(), idempotency_key="k1").status_code == 201
-
-
-def test_exec_and_turns_are_refused_while_the_budget_is_exhausted(
-    ada: ApiClient, bob: ApiClient, acquire_body, lease, memory
-) -> None:
+def test_new_work_of_a_lease_is_refused_while_the_budget_is_exhausted(ada: ApiClient, acquire_body, lease, memory) -> None:
     lease_url = f"leases/{lease['id']}"
     assert ada.post(f"{lease_url}/exec", {"argv": ["sh", "-c", "echo kept >f"]}).status_code == 200
     mark_exhausted(budget := create_budget(2, "usd", "month", scope="agent", subject=ADA))
-    result = assert_exhausted(ada.post(f"{lease_url}/exec", {"argv": ["true"]}))
-    assert (result["spent"], result["limit"], result["unit"]) == ("2", "2", "usd")
-    assert datetime.fromisoformat(result["resets_at"]) == budgets.get_period_bounds("month", timezone.now())[1]
-    assert_exhausted(ada.post(f"{lease_url}/turns", {"turn_number": 1, "state": {}}))
-    assert_exhausted(ada.post(f"{lease_url}/processes", {"argv": ["sleep", "9"]}))
-    assert_exhausted(ada.post("environments/game-1/join", {k: v for k, v in acquire_body().items() if k != "environment_id"}))
-    assert_exhausted(ada.post("leases", acquire_body(environment_id="game-2")))
-    assert_exhausted(ada.post(f"{lease_url}/fork", {"environment_id": "game-3"}))
+    resets_at = budgets.get_period_bounds("month", timezone.now())[1]
+    body = {name: value for name, value in ANY_BODY.items() if name != "snapshot_id"}
+    for path in ("exec", "turns", "processes", "fork"):
+        figures = assert_exhausted(ada, "POST", f"{lease_url}/{path}", body)
+        assert datetime.fromisoformat(figures.pop("resets_at")) == resets_at
+        assert figures == {"spent": "2", "limit": "2", "unit": "usd"}
+    assert ada.put(f"{lease_url}/files/g", b"1").status_code == 204
+    assert [ada.post(f"{lease_url}/renew").status_code, ada.post("leases", acquire_body()).status_code] == [200, 200]
+    eviction.evict(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
     assert ada.get(f"{lease_url}/files/f").content == b"kept\n"
-    assert ada.put(f"{lease_url}/files/g", b"1", content_type="application/octet-stream").status_code == 204
-    assert [ada.post(f"{lease_url}/renew").status_code, ada.get(lease_url).status_code] == [200, 200]
-    assert ada.post("leases", acquire_body()).json()["is_new"] is False
-    assert bob.post("leases", acquire_body(agent_did=BOB)).status_code == 201
+    assert_exhausted(ada, "PUT", f"{lease_url}/files/g", b"1")
+    assert Sandbox.objects.get().state == "cold"
     Budget.objects.filter(pk=budget.pk).update(amount=3)
     assert ada.post(f"{lease_url}/exec", {"argv": ["true"]}).status_code == 200
 
 
-def test_files_of_a_sleeping_sandbox_are_readable_but_not_writable_over_budget(ada: ApiClient, lease) -> None:
-    lease_url = f"leases/{lease['id']}"
-    ada.post(f"{lease_url}/exec", {"argv": ["sh", "-c", "echo kept >f"]})
-    eviction.evict(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
-    mark_exhausted(create_budget())
-    assert ada.get(f"{lease_url}/files/f").content == b"kept\n"
-    assert_exhausted(ada.put(f"{lease_url}/files/g", b"1", content_type="application/octet-stream"))
-    assert Sandbox.objects.get().state == "cold"
-
-
-def test_a_budget_of_a_key_counts_what_that_key_acquires(acquire_body, pool) -> None:
-    first, second = (api_keys.issue_key([ADA], now=timezone.now()) for _ in range(2))
-    create_budget("0.02", scope="key", subject=str(first[0].pk))
-    one, other = ApiClient(first[1]), ApiClient(second[1])
+def test_a_budget_of_a_key_counts_what_that_key_acquires(issue, acquire_body, pool) -> None:
+    one, other = issue(ADA), issue(ADA)
+    first_key = AgentKey.objects.earliest("pk")
+    create_budget("0.02", scope="key", subject=str(first_key.pk))
     assert one.post("leases", acquire_body()).status_code == 201
-    result = one.post("leases", acquire_body(environment_id="game-2"))
-    assert assert_exhausted(result)["limit"] == "0.02"
-    assert one.post("runs", {"agent_did": ADA, "argv": ["true"], "pool": pool.name}).status_code == 402
+    assert assert_exhausted(one, "POST", "leases", acquire_body(environment_id="game-2"))["limit"] == "0.02"
+    assert_exhausted(one, "POST", "runs", {"agent_did": ADA, "argv": ["true"], "pool": pool.name})
     assert other.post("leases", acquire_body(environment_id="game-2")).status_code == 201
-    assert [*Tab.objects.order_by("opened_at").values_list("key_id", flat=True)] == [str(first[0].pk), str(second[0].pk)]
+    assert Lease.objects.count() == 2
 
 
 # --- visibility ---------------------------------------------------------------------------------------------------
@@ -138,7 +101,6 @@ def test_agents_see_the_budgets_of_their_leases_and_operators_see_all(
     ]  # fmt: skip
     assert list_scopes(bob) == [("account", "crew"), ("agent", BOB), ("all", "")]
     assert len(list_scopes(operator)) == 10
-    assert Client().get("/api/v1/budgets").status_code == 401
 
 
 def test_a_budget_is_returned_whole_and_is_read_only(ada: ApiClient) -> None:
@@ -156,23 +118,10 @@ def test_a_budget_is_returned_whole_and_is_read_only(ada: ApiClient) -> None:
     }  # fmt: skip
     for method in ("POST", "PUT", "DELETE"):
         assert ada(method, "budgets", {}).status_code == 405
-
-
-def test_a_budget_has_a_predicted_day_of_exhaustion(ada: ApiClient, bob: ApiClient, operator: ApiClient) -> None:
-    today = timezone.now().astimezone(UTC).date()
-    create_time_usage(start_of_day(today - timedelta(days=1)), timedelta(hours=10), ADA)
-    for amount, scope in ((100, {"scope": "agent", "subject": ADA}), (1000, {}), (7, {"scope": "agent", "subject": BOB})):
-        create_budget(amount, period="ever", **scope)
-    create_budget(100, period="ever", scope="agent", subject=ADA, active=False)
-
-    def shown(api: ApiClient) -> dict[tuple[str, bool], int | None]:
-        rows = api.get("budgets").json()["results"]
-        days = {(row["amount"], row["active"]): row["runs_out"] for row in rows}
-        return {name: (date.fromisoformat(day) - today).days if day else None for name, day in days.items()}
-
-    assert shown(ada) == {("100", True): 8, ("1000", True): 98}
-    assert shown(bob) == {("1000", True): 98, ("7", True): None}
-    assert shown(operator) == {("100", True): 8, ("100", False): None, ("1000", True): 98, ("7", True): None}
+    yesterday = start_of_day(to_utc_date(timezone.now()) - timedelta(days=1))
+    create_time_usage(yesterday, 10 * HOUR, ADA)
+    lasting = create_budget(100, period="ever")
+    assert ada.get("budgets").json()["results"][0]["runs_out"] == f"{predict_exhaustion_date(lasting, timezone.now())}"
 
 
 def test_a_page_takes_one_query_per_budget(operator: ApiClient, django_assert_max_num_queries: Any) -> None:
@@ -180,18 +129,3 @@ def test_a_page_takes_one_query_per_budget(operator: ApiClient, django_assert_ma
         create_budget(9, "usd", "ever", scope="agent", subject=ADA)
     with django_assert_max_num_queries(10 + 4):
         assert len(operator.get("budgets?limit=10").json()["results"]) == 10
-
-
-# --- concurrency ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.django_db(transaction=True)
-def test_concurrent_acquires_and_runs_do_not_exceed_the_budget(issue: Callable[..., ApiClient], acquire_body, settings) -> None:
-    settings.MINIMUM_TIME = timedelta(minutes=6)
-    many = 50 if connection.vendor == "postgresql" else 16
-    create_budget(1)
-    apis = [issue(f"did:plc:a{number}") for number in range(many)]
-    with run_in_threads(many) as run:
-        responses = run(lambda i: apis[i].post("leases", acquire_body(agent_did=f"did:plc:a{i}")))
-    assert sorted(response.status_code for response in responses) == [201] * 10 + [402] * (many - 10)
-    assert Lease.objects.count() == 10

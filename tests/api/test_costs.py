@@ -1,7 +1,8 @@
-"""GET /costs, /estimate and /forecast: visibility, grouping and invalid parameters."""
+"""GET /costs, /estimate and /forecast: visibility, grouping and rendering."""
 
 import csv
 import uuid
+from collections.abc import Callable
 from datetime import UTC, date, timedelta
 from decimal import Decimal
 from io import StringIO
@@ -15,16 +16,13 @@ from billing import costs, metering
 from billing.dates import start_of_day
 from billing.forecast import forecast
 from billing.models import Account, Membership
-from leases import api_keys
 from tests.api.conftest import ApiClient
 from tests.conftest import NOW
 from tests.support.billing import ADA, BOB, HOUR, create_rate, create_time_usage, create_token_usage, derive_lease_id
 
 pytestmark = pytest.mark.django_db
-
-
-def issue_client(*dids: str, operator: bool = False) -> ApiClient:
-    return ApiClient(api_keys.issue_key(dids, operator=operator, now=timezone.now())[1])
+ADAS_LEASE = str(derive_lease_id(ADA))
+Issue = Callable[..., ApiClient]
 
 
 @pytest.fixture
@@ -45,58 +43,44 @@ def get_totals(api: ApiClient, query: str = "") -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.usefixtures("usage")
-def test_an_operator_sees_all() -> None:
-    assert get_totals(issue_client(operator=True)) == {ADA: ("1.500000003", "3"), "": ("1", "2"), BOB: ("0.5", "1")}
-
-
-@pytest.mark.usefixtures("usage")
-def test_an_agents_key_sees_its_own() -> None:
-    assert get_totals(issue_client(ADA)) == {ADA: ("1.500000003", "3")}
-    assert get_totals(issue_client(ADA, BOB)) == {ADA: ("1.500000003", "3"), BOB: ("0.5", "1")}
-    assert get_totals(issue_client("did:plc:new")) == {}
-    assert issue_client(BOB).get("costs").json()["total_usd"] == "0.5"
-    assert get_totals(issue_client(BOB), f"lease={derive_lease_id(ADA)}") == {}
-
-
-@pytest.mark.usefixtures("usage")
-@pytest.mark.parametrize(
-    ("by", "found"),
-    [
-        ("lease", {str(derive_lease_id(ADA)): ("1.500000003", "3"), str(derive_lease_id(BOB)): ("0.5", "1"), "": ("1", "2")}),
-        ("environment", {"game-1": ("1.500000003", "3"), "game-2": ("0.5", "1"), "": ("1", "2")}),
-        ("provider", {"acme": ("3.000000003", "6")}),
-        ("day", {"2026-11-02": ("1", "2"), "2026-11-03": ("1.000000003", "2"), "2026-11-04": ("1", "2")}),
-        ("account", {"house": ("3.000000003", "6")}),
-        ("item", {"time": ("3", None), "llm": ("0.000000003", None)}),
-    ],
-)  # fmt: skip
-def test_costs_are_grouped_by_each_column(by: str, found: dict[str, Any]) -> None:
-    assert get_totals(issue_client(operator=True), f"by={by}") == found
+def test_an_operator_sees_all_and_an_agents_key_its_own(operator: ApiClient, issue: Issue) -> None:
+    assert get_totals(operator) == {ADA: ("1.500000003", "3"), "": ("1", "2"), BOB: ("0.5", "1")}
+    assert get_totals(issue(ADA)) == {ADA: ("1.500000003", "3")}
+    assert get_totals(issue(ADA, BOB)) == {ADA: ("1.500000003", "3"), BOB: ("0.5", "1")}
+    assert get_totals(issue("did:plc:new")) == {}
+    assert issue(BOB).get("costs").json()["total_usd"] == "0.5"
+    assert get_totals(issue(BOB), f"lease={ADAS_LEASE}") == {}
 
 
 @pytest.mark.usefixtures("usage")
 @pytest.mark.parametrize(
     ("query", "found"),
     [
+        ("by=lease", {ADAS_LEASE: ("1.500000003", "3"), str(derive_lease_id(BOB)): ("0.5", "1"), "": ("1", "2")}),
+        ("by=environment", {"game-1": ("1.500000003", "3"), "game-2": ("0.5", "1"), "": ("1", "2")}),
+        ("by=provider", {"acme": ("3.000000003", "6")}),
+        ("by=day", {"2026-11-02": ("1", "2"), "2026-11-03": ("1.000000003", "2"), "2026-11-04": ("1", "2")}),
+        ("by=account", {"house": ("3.000000003", "6")}),
+        ("by=item", {"time": ("3", None), "llm": ("0.000000003", None)}),
         ("since=2026-11-03", {ADA: ("0.500000003", "1"), BOB: ("0.5", "1"), "": ("1", "2")}),
         ("until=2026-11-03", {ADA: ("1", "2")}),
         ("since=2026-11-03&until=2026-11-04", {ADA: ("0.500000003", "1"), BOB: ("0.5", "1")}),
         (f"agent={BOB}", {BOB: ("0.5", "1")}),
-        (f"lease={derive_lease_id(ADA)}", {ADA: ("1.500000003", "3")}),
+        (f"lease={ADAS_LEASE}", {ADA: ("1.500000003", "3")}),
         ("environment=game-2", {BOB: ("0.5", "1")}),
         ("provider=other", {}),
         ("account=house", {ADA: ("1.500000003", "3"), "": ("1", "2"), BOB: ("0.5", "1")}),
         ("account=team", {}),
     ],
 )  # fmt: skip
-def test_costs_are_filtered(query: str, found: dict[str, Any]) -> None:
-    assert get_totals(issue_client(operator=True), query) == found
+def test_costs_are_grouped_and_filtered(operator: ApiClient, query: str, found: dict[str, Any]) -> None:
+    assert get_totals(operator, query) == found
 
 
 @pytest.mark.usefixtures("usage")
-def test_a_response_names_its_period_and_grouping() -> None:
+def test_a_response_names_its_period_and_grouping(operator: ApiClient) -> None:
     metering.meter_usage(now=NOW)
-    result = issue_client(operator=True).get("costs?by=day&since=2026-11-01&until=2026-11-04&limit=1").json()
+    result = operator.get("costs?by=day&since=2026-11-01&until=2026-11-04&limit=1").json()
     (first,) = result.pop("results")
     assert first == {"key": "2026-11-02", "usd": "1", "hours": "2", "quantities": {"time": "2"}, "free": {}}
     assert result == {
@@ -106,67 +90,32 @@ def test_a_response_names_its_period_and_grouping() -> None:
 
 
 @pytest.mark.usefixtures("usage")
-@pytest.mark.parametrize("selector", ["header", "parameter"])
-def test_costs_are_csv_on_request(selector: str) -> None:
-    client, secret = Client(), issue_client(ADA).key
-    headers = {"Authorization": f"Bearer {secret}"} | ({"Accept": "text/csv"} if selector == "header" else {})
-    response = client.get("/api/v1/costs?by=day" + ("&format=csv" if selector == "parameter" else ""), headers=headers)
-    assert response["Content-Type"] == "text/csv; charset=utf-8"
-    assert [*csv.reader(StringIO(response.content.decode()))] == [
+def test_costs_are_csv_on_request(ada: ApiClient) -> None:
+    key = {"Authorization": f"Bearer {ada.key}"}
+    by_header = Client().get("/api/v1/costs?by=day", headers=key | {"Accept": "text/csv"})
+    by_parameter = Client().get("/api/v1/costs?by=day&format=csv", headers=key)
+    assert by_header["Content-Type"] == by_parameter["Content-Type"] == "text/csv; charset=utf-8"
+    assert by_header.content == by_parameter.content
+    assert [*csv.reader(StringIO(by_header.content.decode()))] == [
         ["day", "usd", "hours", "time", "memory", "cpu", "disk", "storage", "request", "plan", "llm"],
         ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", ""],
         ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "1"],
     ]
+    assert Client().get("/api/v1/costs?format=xml", headers=key).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("query", "field"),
-    [
-        ("by=moon", "by"), ("by=", "by"), ("since=x", "since"), ("since=2026-02-30", "since"), ("until=%00", "until"),
-        ("since=2026-11-02&until=2026-11-02", "until"), ("lease=x", "lease"), ("limit=0", "limit"), ("limit=99999", "limit"),
-        ("limit=" + "9" * 2000, "limit"), ("environment=%00", "environment"), ("provider=" + "a" * 33, "provider"),
-        ("agent=" + "a" * 256, "agent"), ("account=", "account"),
-        ("by=day&by=agent", "by"), (f"agent={ADA}&agent={BOB}", "agent"),
-    ],
-)  # fmt: skip
-def test_invalid_parameters_are_named(query: str, field: str) -> None:
-    problem = issue_client(operator=True).get(f"costs?{query}").json()
-    assert (problem["status"], problem["field"]) == (400, field)
+def test_costs_of_other_agents_are_forbidden(bob: ApiClient) -> None:
+    for path in ("costs", "forecast"):
+        assert bob.get(f"{path}?agent={ADA}").status_code == 403
+        assert bob.post(path).status_code == 405
 
 
-def test_costs_of_other_agents_are_forbidden() -> None:
-    assert ApiClient().get("costs").status_code == 401
-    assert ApiClient("lh_00000000_" + "a" * 43).get("estimate?agents=1").status_code == 401
-    assert issue_client(BOB).get(f"costs?agent={ADA}").status_code == 403
-    assert issue_client(BOB).post("costs").status_code == 405
-    assert (
-        Client().get("/api/v1/costs?format=xml", headers={"Authorization": f"Bearer {issue_client(BOB).key}"}).status_code
-        == 404
-    )
-
-
-def test_any_key_gets_an_estimate() -> None:
-    result = issue_client(ADA).get("estimate?agents=8&hours_per_day=4&days=30&instance=basic&cpu_utilisation=0.1").json()
+def test_any_key_gets_an_estimate(ada: ApiClient) -> None:
+    result = ada.get("estimate?agents=8&hours_per_day=4&days=30&instance=basic&cpu_utilisation=0.1").json()
     assert {line["item"]: line["usd"] for line in result["lines"]} == {
         "memory": "8.42", "cpu": "1.28", "disk": "0.91", "plan": "5.00",
     }  # fmt: skip
     assert (result["total_usd"], result["per_agent_usd"]) == ("15.61", "1.95")
-
-
-@pytest.mark.parametrize(
-    ("query", "field"),
-    [
-        ("", "agents"), ("agents=0", "agents"), ("agents=1e3", "agents"), ("agents=" + "9" * 5000, "agents"),
-        ("agents=1&hours_per_day=25", "hours_per_day"), ("agents=1&hours_per_day=NaN", "hours_per_day"),
-        ("agents=1&hours_per_day=1e-9", "hours_per_day"), ("agents=1&days=0", "days"), ("agents=1&instance=huge", "instance"),
-        ("agents=1&cpu_utilisation=-1", "cpu_utilisation"), ("agents=1&cpu_utilisation=Infinity", "cpu_utilisation"),
-        ("agents=1&provider=nowhere", "provider"), ("agents=1&provider=%00", "provider"), ("agents=1&provider=A B", "provider"),
-        ("agents=1&agents=2", "agents"),
-    ],
-)  # fmt: skip
-def test_an_estimate_names_invalid_parameters(query: str, field: str) -> None:
-    problem = issue_client(ADA).get(f"estimate?{query}").json()
-    assert (problem["status"], problem["field"]) == (400, field)
 
 
 # --- forecasts --------------------------------------------------------------------------------------------------------
@@ -192,76 +141,44 @@ def get_forecast(api: ApiClient, query: str = "") -> dict[str, Any]:
     return payload
 
 
-def test_a_forecast_has_the_cost_of_the_month_and_the_day_of_exhaustion(recent_usage: date) -> None:
+def test_a_forecast_has_the_cost_of_the_month_and_the_day_of_exhaustion(operator: ApiClient, recent_usage: date) -> None:
     found = forecast(now=timezone.now(), budget=Decimal("100000.5"))
-    assert get_forecast(issue_client(operator=True), "budget=100000.50") == {
+    assert get_forecast(operator, "budget=100000.50") == {
         "metered_at": None, "spent_usd": "28" if recent_usage.day > 1 else "2", "a_day_usd": "26", "days": 1,
         "month_usd": f"{found.month.normalize():f}", "budget_usd": "100000.5", "runs_out": f"{found.runs_out}",
     }  # fmt: skip
     metering.meter_usage(now=NOW)
-    assert get_forecast(issue_client(operator=True))["metered_at"] == "2026-11-21T12:00:00Z"
+    assert get_forecast(operator)["metered_at"] == "2026-11-21T12:00:00Z"
 
 
 @pytest.mark.usefixtures("recent_usage")
-@pytest.mark.parametrize(
-    ("query", "a_day"),
-    [
-        ("", "26"), ("last=1", "26"), ("last=366", "26"), (f"agent={ADA}", "24"), ("account=team", "2"),
-        ("account=house", "24"), ("environment=game-2", "2"),
-        ("provider=acme", "26"), ("provider=other", None), (f"agent={ADA}&account=team", None),
-    ],
-)  # fmt: skip
-def test_a_forecast_is_filtered(query: str, a_day: str | None) -> None:
-    assert get_forecast(issue_client(operator=True), query)["a_day_usd"] == a_day
+def test_a_forecast_is_filtered(operator: ApiClient) -> None:
+    paces = {
+        "": "26", "last=1": "26", "last=366": "26", f"agent={ADA}": "24", "account=team": "2", "account=house": "24",
+        "environment=game-2": "2", "provider=acme": "26", "provider=other": None, f"agent={ADA}&account=team": None,
+    }  # fmt: skip
+    assert {query: get_forecast(operator, query)["a_day_usd"] for query in paces} == paces
+    assert get_forecast(operator, "budget=999999999.999999999&last=366")["runs_out"] is None  # the largest budget
+    assert get_forecast(operator, "budget=0.000000001")["runs_out"]  # the smallest
 
 
 @pytest.mark.usefixtures("recent_usage")
-def test_an_agents_key_gets_a_forecast_of_its_own_agents() -> None:
-    assert get_forecast(issue_client(ADA))["a_day_usd"] == "24"
-    assert get_forecast(issue_client(ADA, BOB))["a_day_usd"] == "26"
-    assert get_forecast(issue_client(ADA, BOB), f"agent={BOB}")["a_day_usd"] == "2"
-    assert get_forecast(issue_client("did:plc:new"), "budget=1") == {
+def test_an_agents_key_gets_a_forecast_of_its_own_agents(issue: Issue) -> None:
+    assert get_forecast(issue(ADA))["a_day_usd"] == "24"
+    assert get_forecast(issue(ADA, BOB))["a_day_usd"] == "26"
+    assert get_forecast(issue(ADA, BOB), f"agent={BOB}")["a_day_usd"] == "2"
+    assert get_forecast(issue("did:plc:new"), "budget=1") == {
         "metered_at": None, "spent_usd": "0", "a_day_usd": None, "days": 0, "month_usd": "0", "budget_usd": "1",
         "runs_out": None,
     }  # fmt: skip
-    assert get_forecast(issue_client(ADA), "account=team")["a_day_usd"] is None
-    assert issue_client(BOB).get(f"forecast?agent={ADA}").status_code == 403
-    assert ApiClient().get("forecast").status_code == 401
-    assert issue_client(BOB).post("forecast").status_code == 405
-
-
-@pytest.mark.parametrize(
-    ("query", "field"),
-    [
-        ("last=0", "last"), ("last=367", "last"), ("last=-1", "last"), ("last=", "last"), ("last=1.5", "last"),
-        ("last=" + "9" * 5000, "last"), ("last=%00", "last"), ("last=1&last=1", "last"), ("budget=0", "budget"),
-        ("budget=-1", "budget"), ("budget=", "budget"), ("budget=NaN", "budget"), ("budget=-Infinity", "budget"),
-        ("budget=1e9", "budget"), ("budget=1e-10", "budget"), ("budget=1e999999999", "budget"),
-        ("budget=1e-999999999", "budget"), ("budget=" + "9" * 5000, "budget"), ("budget=1%00", "budget"),
-        ("budget=1&budget=2", "budget"), ("agent=", "agent"), ("agent=%00", "agent"), ("agent=" + "a" * 256, "agent"),
-        (f"agent={ADA}&agent={BOB}", "agent"), ("account=a%00", "account"), ("account=" + "a" * 64, "account"),
-        ("environment=%00", "environment"), ("environment=" + "a" * 201, "environment"), ("provider=%00", "provider"),
-        ("provider=" + "a" * 33, "provider"), ("provider=a&provider=a", "provider"),
-    ],
-)  # fmt: skip
-def test_a_forecast_names_invalid_parameters(query: str, field: str) -> None:
-    problem = issue_client(operator=True).get(f"forecast?{query}").json()
-    assert (problem["status"], problem["field"]) == (400, field)
-
-
-@pytest.mark.usefixtures("recent_usage")
-def test_the_largest_and_the_smallest_budget_are_accepted() -> None:
-    operator = issue_client(operator=True)
-    assert get_forecast(operator, "budget=999999999.999999999&last=366")["runs_out"] is None
-    assert get_forecast(operator, "budget=0.000000001")["runs_out"]
+    assert get_forecast(issue(ADA), "account=team")["a_day_usd"] is None
 
 
 # --- query counts -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("usage")
-def test_costs_take_a_constant_number_of_queries(django_assert_max_num_queries: Any) -> None:
-    operator = issue_client(operator=True)
+def test_costs_take_a_constant_number_of_queries(operator: ApiClient, django_assert_max_num_queries: Any) -> None:
     for number in range(20):
         create_time_usage("2026-11-02T10:00", agent=f"did:plc:{uuid.UUID(int=number).hex}", provider="acme")
     costs.price_usage(now=NOW)

@@ -22,18 +22,11 @@ def debug(request, settings) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/api/", 404),
-        ("GET", "/api/v2/leases", 404),
-        ("GET", "/api/v1/leases/", 404),
-        ("POST", "/api/v1/nope", 404),
-        ("DELETE", "/api/v1/leases", 405),
-        ("PATCH", "/api/v1/leases", 405),
-        ("OPTIONS", "/api/v1/leases", 405),
-        ("TRACE", "/api/v1/leases", 405),
-        ("GET", "/api/v1/environments/e/join", 405),
-        ("POST", "/api/schema", 405),
+        ("GET", "/api/", 404), ("GET", "/api/v2/leases", 404), ("GET", "/api/v1/leases/", 404), ("POST", "/api/v1/nope", 404),
+        ("DELETE", "/api/v1/leases", 405), ("PATCH", "/api/v1/leases", 405), ("OPTIONS", "/api/v1/leases", 405),
+        ("TRACE", "/api/v1/leases", 405), ("GET", "/api/v1/environments/e/join", 405), ("POST", "/api/schema", 405),
     ],
-)
+)  # fmt: skip
 def test_unknown_urls_and_methods_are_problem_documents(ada: ApiClient, method: str, path: str, status: int) -> None:
     response = ada(method, path)
     problem = response.json()
@@ -68,12 +61,9 @@ def test_a_database_that_does_not_answer_is_unavailable(ada: ApiClient, lease, m
     assert "locked" not in response.content.decode()
 
 
-def test_all_invalid_fields_are_named(ada: ApiClient, acquire_body) -> None:
+def test_all_invalid_fields_are_named_and_described(ada: ApiClient, acquire_body) -> None:
     problem = ada.post("leases", acquire_body(ttl_seconds=0, environment_id="a b", expiry_conditions=["ok", "not ok"])).json()
     assert {row["field"] for row in problem["errors"]} == {"ttl_seconds", "environment_id", "expiry_conditions.1"}
-
-
-def test_the_error_of_an_invalid_did_has_the_description_of_a_did(ada: ApiClient, acquire_body) -> None:
     problem = ada.post("leases", acquire_body(agent_did="ada")).json()
     assert problem["detail"].endswith(f"Not {DID_DESCRIPTION}.")
 

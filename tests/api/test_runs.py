@@ -7,8 +7,8 @@ import pytest
 from django.utils import timezone
 
 from leases import leasing
-from leases.models import EnvironmentType, Lease
-from sandboxes.models import Pool, Run, Sandbox
+from leases.models import EnvironmentType
+from sandboxes.models import Pool, Run
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ApiClient
@@ -21,18 +21,27 @@ def lease_url(lease) -> str:
     return f"leases/{lease['id']}"
 
 
-def test_exec_returns_exit_code_and_output(ada: ApiClient, lease_url: str) -> None:
+def test_exec_returns_exit_code_and_output_and_renews_the_lease(ada: ApiClient, lease_url: str) -> None:
+    before = ada.get(lease_url).json()["expires_at"]
     response = ada.post(f"{lease_url}/exec", {"argv": ["sh", "-c", "echo hello; echo oops >&2; exit 3"]})
     result = response.json()
     assert (response.status_code, result["exit_code"], result["stdout"], result["stderr"]) == (200, 3, "hello\n", "oops\n")
     assert (result["timed_out"], result["oom"], result["truncated"]) == (False, False, False)
     assert Run.objects.get(pk=result["run_id"]).exit_code == 3
+    assert ada.get(lease_url).json()["expires_at"] > before
 
 
-def test_exec_passes_env_cwd_and_stdin(ada: ApiClient, lease_url: str) -> None:
-    assert ada.post(f"{lease_url}/exec", {"argv": ["cat"], "stdin": "héllo\u0000"}).json()["stdout"] == "héllo\0"
-    assert ada.post(f"{lease_url}/exec", {"argv": ["pwd"], "cwd": "/data"}).json()["stdout"] == "/data\n"
-    assert ada.post(f"{lease_url}/exec", {"argv": ["printenv", "WORD"], "env": {"WORD": "x y"}}).json()["stdout"] == "x y\n"
+def test_exec_passes_env_cwd_and_stdin_and_base64_is_exact(ada: ApiClient, lease_url: str) -> None:
+    def run(query: str = "", **payload: object) -> str:
+        stdout: str = ada.post(f"{lease_url}/exec{query}", payload).json()["stdout"]
+        return stdout
+
+    assert run(argv=["cat"], stdin="héllo\u0000") == "héllo\0"
+    assert run(argv=["pwd"], cwd="/data") == "/data\n"
+    assert run(argv=["printenv", "WORD"], env={"WORD": "x y"}) == "x y\n"
+    assert run(argv=["printf", r"a\377b"]) == "a\N{REPLACEMENT CHARACTER}b"
+    raw = bytes(range(256))
+    assert base64.b64decode(run("?encoding=base64", argv=["cat"], stdin=base64.b64encode(raw).decode())) == raw
 
 
 def test_timeout_and_oom_are_results(ada: ApiClient, lease_url: str) -> None:
@@ -41,36 +50,22 @@ def test_timeout_and_oom_are_results(ada: ApiClient, lease_url: str) -> None:
     assert ada.post(f"{lease_url}/exec", {"argv": ["oom"]}).json()["oom"] is True
 
 
-def test_base64_is_exact_and_utf8_replaces_invalid_bytes(ada: ApiClient, lease_url: str) -> None:
-    raw = bytes(range(256))
-    payload = {"argv": ["cat"], "stdin": base64.b64encode(raw).decode()}
-    assert base64.b64decode(ada.post(f"{lease_url}/exec?encoding=base64", payload).json()["stdout"]) == raw
-    printed = ada.post(f"{lease_url}/exec", {"argv": ["printf", r"a\377b"]}).json()["stdout"]
-    assert printed == "a\N{REPLACEMENT CHARACTER}b"
-
-
-def test_a_real_command_runs(ada: ApiClient, acquire_body, pool: Pool) -> None:
+def test_a_real_command_and_a_real_process_run(ada: ApiClient, acquire_body, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(provider="process")
     lease = ada.post("environments/real/join", acquire_body()).json()
     payload = {"argv": ["sh", "-c", 'cat; echo "$WORD" >&2; exit 7'], "env": {"WORD": "there"}, "stdin": "here"}
     result = ada.post(f"leases/{lease['id']}/exec", payload).json()
     assert (result["exit_code"], result["stdout"], result["stderr"]) == (7, "here", "there\n")
     assert lease["sandbox"]["isolated"] is False
+    process = {"argv": ["sh", "-c", 'echo "$WORD"; exec sleep 300'], "env": {"WORD": "ready"}, "wait_for": "ready"}
+    started = ada.post(f"leases/{lease['id']}/processes", process).json()
+    assert (started["found"], started["state"]) == (True, "running")
+    assert ada.delete(f"leases/{lease['id']}/processes/{started['process_id']}").json()["state"] == "killed"
 
 
-def test_an_exec_renews_the_lease(ada: ApiClient, lease_url: str, lease) -> None:
-    ada.post(f"{lease_url}/exec", {"argv": ["true"]})
-    assert ada.get(lease_url).json()["expires_at"] > lease["expires_at"]
-
-
-def test_a_lease_that_ends_during_exec_is_gone(ada: ApiClient, lease_url: str, lease, memory: MemoryProvider) -> None:
-    memory.before("exec", lambda ref: leasing.release(uuid.UUID(lease["id"]), now=timezone.now()))
-    response = ada.post(f"{lease_url}/exec", {"argv": ["true"]})
-    assert (response.status_code, response.json()["end_reason"]) == (410, "released")
-
-
-def test_a_lease_that_ends_while_its_sandbox_starts_is_gone(ada: ApiClient, lease_url: str, lease, memory) -> None:
-    memory.before("create", lambda ref: leasing.release(uuid.UUID(lease["id"]), now=timezone.now()))
+@pytest.mark.parametrize("verb", ["create", "exec"])
+def test_a_lease_that_ends_during_a_start_or_an_exec_is_gone(ada: ApiClient, lease_url: str, lease, memory, verb: str) -> None:
+    memory.before(verb, lambda ref: leasing.release(uuid.UUID(lease["id"]), now=timezone.now()))
     response = ada.post(f"{lease_url}/exec", {"argv": ["true"]})
     assert (response.status_code, response.json()["end_reason"]) == (410, "released")
 
@@ -81,13 +76,6 @@ def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, lease_ur
     assert (response.status_code, response.json()["code"]) == (503, "provider_unavailable")
     assert ada.get(f"{lease_url}/runs/{response.json()['run_id']}").json()["outcome"] == "error"
     assert int(response["Retry-After"]) > 0
-
-
-def test_a_sandbox_that_vanished_ends_the_lease_as_lost(ada: ApiClient, lease_url: str, memory: MemoryProvider) -> None:
-    ada.post(f"{lease_url}/exec", {"argv": ["true"]})
-    memory.vanish(Sandbox.objects.get().ref)
-    response = ada.post(f"{lease_url}/exec", {"argv": ["true"]})
-    assert (response.status_code, response.json()["end_reason"]) == (410, "lost")
 
 
 def test_runs_are_listed_without_output_and_returned_with_it(ada: ApiClient, lease_url: str) -> None:
@@ -103,66 +91,21 @@ def test_runs_are_listed_without_output_and_returned_with_it(ada: ApiClient, lea
 # --- turns --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def echoing(db: None) -> None:
+def test_a_turn_returns_its_action_and_repeated_the_stored_result(ada: ApiClient, lease_url: str) -> None:
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["cat"])
-
-
-@pytest.mark.usefixtures("echoing")
-def test_a_turn_returns_its_action(ada: ApiClient, lease_url: str) -> None:
-    response = ada.post(f"{lease_url}/turns", {"turn_number": 1, "state": {"action": "roll"}})
-    result = response.json()
-    assert (response.status_code, result["turn_number"], result["action"]) == (200, 1, {"action": "roll"})
-    assert (result["skipped"], Run.objects.get(pk=result["run_id"]).kind) == (False, "turn")
-
-
-@pytest.mark.usefixtures("echoing")
-def test_a_repeated_turn_returns_the_stored_result_and_is_listed_once(ada: ApiClient, lease_url: str) -> None:
     first = ada.post(f"{lease_url}/turns", {"turn_number": 1, "state": {"action": "roll"}})
+    result = first.json()
+    assert (first.status_code, result["turn_number"], result["skipped"]) == (200, 1, False)
+    assert result["action"] == {"action": "roll"}
+    assert Run.objects.get(pk=result["run_id"]).kind == "turn"
     again = ada.post(f"{lease_url}/turns", {"turn_number": 1, "state": {"action": "other"}})
-    assert again.json() == first.json()
-    assert Run.objects.count() == 1
-    assert ada.get(f"{lease_url}/turns").json()["results"] == [first.json()]
+    assert (again.json(), Run.objects.count()) == (result, 1)
+    assert ada.get(f"{lease_url}/turns").json()["results"] == [result]
+    largest_state = {"board": "x" * ((1 << 20) - 100)}
+    assert ada.post(f"{lease_url}/turns", {"turn_number": 2, "state": largest_state}).status_code == 200
 
 
 def test_a_turn_that_fails_is_skipped(ada: ApiClient, lease_url: str) -> None:
     EnvironmentType.objects.update(turn_argv=["false"])
     result = ada.post(f"{lease_url}/turns", {"turn_number": 0, "state": {}}).json()
     assert (result["skipped"], result["action"]["action"]) == (True, "skip_turn")
-
-
-@pytest.mark.usefixtures("echoing")
-def test_a_state_of_nearly_a_mebibyte_is_accepted(ada: ApiClient, lease_url: str) -> None:
-    assert ada.post(f"{lease_url}/turns", {"turn_number": 1, "state": {"board": "x" * ((1 << 20) - 100)}}).status_code == 200
-
-
-# --- files --------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_is_written_read_and_deleted(ada: ApiClient, lease_url: str) -> None:
-    raw = bytes(range(256))
-    assert ada.put(f"{lease_url}/files/notes/a%20b.bin", raw).status_code == 204
-    response = ada.get(f"{lease_url}/files/notes/a%20b.bin")
-    assert (response.status_code, response.content) == (200, raw)
-    assert (response["X-Content-Type-Options"], response["Content-Disposition"]) == ("nosniff", "attachment")
-    assert ada.delete(f"{lease_url}/files/notes/a%20b.bin").status_code == 204
-    assert ada.get(f"{lease_url}/files/notes/a%20b.bin").status_code == 404
-
-
-def test_root_data_is_the_agents_data_directory(ada: ApiClient, lease_url: str) -> None:
-    ada.put(f"{lease_url}/files/memory.json?root=data", b"{}")
-    assert ada.post(f"{lease_url}/exec", {"argv": ["cat", "/data/memory.json"]}).json()["stdout"] == "{}"
-    assert ada.get(f"{lease_url}/files/memory.json").status_code == 404
-
-
-def test_a_file_operation_is_a_run(ada: ApiClient, lease_url: str) -> None:
-    ada.put(f"{lease_url}/files/a", b"x")
-    run = Run.objects.get()
-    assert (run.kind, run.argv, run.outcome) == ("file", ["write", "/workspace/a"], "ok")
-    assert Lease.objects.get().last_activity_at >= run.started_at
-
-
-def test_a_link_out_of_the_workspace_is_not_followed(ada: ApiClient, lease_url: str) -> None:
-    ada.post(f"{lease_url}/exec", {"argv": ["ln", "-s", "/etc/passwd", "/workspace/link"]})
-    response = ada.get(f"{lease_url}/files/link")
-    assert (response.status_code, response.json()["code"], response.json()["field"]) == (400, "bad_path", "path")

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from leases.models import AgentKey, Lease
-from sandboxes.models import Run, Sandbox, Snapshot
+from sandboxes.models import Snapshot
 from sandboxes.providers.memory import MemoryProvider
-from tests.api.conftest import ADA, BOB, ApiClient, expire_lease
-from tests.api.test_bad_input import assert_refused
+from tests.api.conftest import ADA, BOB, ApiClient, assert_refused, expire_lease
 
 pytestmark = pytest.mark.django_db
 
@@ -35,18 +34,17 @@ def test_a_snapshot_is_taken_listed_and_restored(ada: ApiClient, lease_url: str)
     assert listed[0] == restored.json()
 
 
-def test_the_name_of_a_snapshot_is_optional(ada: ApiClient, lease_url: str) -> None:
-    assert ada.post(f"{lease_url}/snapshots").json()["name"] == ""
-    assert ada.post(f"{lease_url}/snapshots", {}).status_code == 201
+def test_an_unused_lease_has_nothing_to_snapshot(ada: ApiClient, lease) -> None:
+    assert assert_refused(ada, "POST", f"leases/{lease['id']}/snapshots", None, 404)["code"] == "no_snapshot"
 
 
 def test_snapshots_are_listed_a_page_at_a_time_and_after_the_end(ada: ApiClient, lease_url: str, lease) -> None:
-    for name in ("a", "b"):
-        ada.post(f"{lease_url}/snapshots", {"name": name})
+    for body in (None, {"name": "b"}):
+        assert ada.post(f"{lease_url}/snapshots", body).status_code == 201
     expire_lease(lease["id"])
     first = ada.get(f"{lease_url}/snapshots?limit=1").json()
     second = ada.get(first["next"]).json()
-    assert [first["results"][0]["name"], second["results"][0]["name"], second["next"]] == ["b", "a", None]
+    assert [first["results"][0]["name"], second["results"][0]["name"], second["next"]] == ["b", "", None]
 
 
 def test_a_repeated_request_takes_one_snapshot(ada: ApiClient, lease_url: str) -> None:
@@ -58,12 +56,6 @@ def test_a_repeated_request_takes_one_snapshot(ada: ApiClient, lease_url: str) -
     ada.put(f"{lease_url}/files/f", b"three")
     ada.post(f"{lease_url}/restore", {"snapshot_id": first.json()["id"]}, idempotency_key="k2")
     assert ada.get(f"{lease_url}/files/f").content == b"three"
-
-
-def test_an_unused_lease_has_nothing_to_snapshot(ada: ApiClient, lease) -> None:
-    response = ada.post(f"leases/{lease['id']}/snapshots")
-    assert (response.status_code, response.json()["code"]) == (404, "no_snapshot")
-    assert not Sandbox.objects.exists()
 
 
 def test_a_restore_while_something_runs_is_busy(ada: ApiClient, lease_url: str, memory: MemoryProvider) -> None:
@@ -89,11 +81,6 @@ def test_a_fork_is_a_lease_with_the_same_files(ada: ApiClient, lease_url: str, l
     assert (again.status_code, again.json()["id"], again.json()["is_new"]) == (200, fork["id"], False)
 
 
-def test_a_fork_may_be_of_another_type(ada: ApiClient, lease_url: str, pool) -> None:
-    fork = ada.post(f"{lease_url}/fork", {"environment_id": "fork-1", "environment_type": "rpg", "pool": pool.name}).json()
-    assert fork["environment_type"] == "rpg"
-
-
 def test_a_fork_from_a_named_snapshot_of_an_ended_lease(ada: ApiClient, lease_url: str, lease) -> None:
     pk = ada.post(f"{lease_url}/snapshots").json()["id"]
     ada.put(f"{lease_url}/files/f", b"two")
@@ -105,16 +92,16 @@ def test_a_fork_from_a_named_snapshot_of_an_ended_lease(ada: ApiClient, lease_ur
 
 def test_a_fork_into_a_held_environment_is_a_conflict(ada: ApiClient, lease_url: str, acquire_body) -> None:
     ada.post("leases", acquire_body(environment_id="fork-1"))
-    response = ada.post(f"{lease_url}/fork", {"environment_id": "fork-1"})
-    assert (response.status_code, response.json()["field"]) == (409, "environment_id")
-    assert ada.post(f"{lease_url}/fork", {"environment_id": "game-1"}).status_code == 409
+    for environment in ("fork-1", "game-1"):
+        assert_refused(ada, "POST", f"{lease_url}/fork", {"environment_id": environment}, 409, "environment_id")
 
 
-def test_a_fork_for_another_agent_needs_a_key_of_both(ada: ApiClient, bob: ApiClient, issue, lease_url: str) -> None:
-    result = {"environment_id": "fork-1", "agent_did": BOB}
-    assert ada.post(f"{lease_url}/fork", result).status_code == 403
-    assert bob.post(f"{lease_url}/fork", result).status_code == 404
-    assert issue(ADA, BOB).post(f"{lease_url}/fork", result).json()["agent_did"] == BOB
+def test_a_fork_for_another_agent_needs_a_key_of_both(ada: ApiClient, bob: ApiClient, issue, lease_url: str, pool) -> None:
+    body = {"environment_id": "fork-1", "agent_did": BOB, "environment_type": "rpg", "pool": pool.name}
+    assert_refused(ada, "POST", f"{lease_url}/fork", body, 403)
+    assert_refused(bob, "POST", f"{lease_url}/fork", body, 404)
+    fork = issue(ADA, BOB).post(f"{lease_url}/fork", body).json()
+    assert (fork["agent_did"], fork["environment_type"]) == (BOB, "rpg")
 
 
 def test_a_fork_counts_as_a_new_lease(ada: ApiClient, lease_url: str) -> None:
@@ -126,18 +113,6 @@ def test_a_fork_counts_as_a_new_lease(ada: ApiClient, lease_url: str) -> None:
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [5, None, [], "x" * 101, "a\0b"])
-def test_invalid_snapshot_names_are_rejected(ada: ApiClient, lease_url: str, name: Any) -> None:
-    assert_refused(ada, "POST", f"{lease_url}/snapshots", {"name": name}, 400, "name")
-
-
-@pytest.mark.parametrize("pk", [5, None, "", "x", [], {}, True, "0" * 31])
-def test_invalid_snapshot_ids_are_rejected(ada: ApiClient, lease_url: str, pk: Any) -> None:
-    assert_refused(ada, "POST", f"{lease_url}/restore", {"snapshot_id": pk}, 400, "snapshot_id")
-    if pk is not None:
-        assert_refused(ada, "POST", f"{lease_url}/fork", {"environment_id": "fork-1", "snapshot_id": pk}, 400, "snapshot_id")
-
-
 def test_unknown_snapshots_are_not_found(ada: ApiClient, bob: ApiClient, lease_url: str, acquire_body) -> None:
     other = bob.post("leases", acquire_body(agent_did=BOB)).json()["id"]
     bob.put(f"leases/{other}/files/f", b"bob's")
@@ -147,47 +122,8 @@ def test_unknown_snapshots_are_not_found(ada: ApiClient, bob: ApiClient, lease_u
         assert_refused(ada, "POST", f"{lease_url}/fork", {"environment_id": "fork-1", "snapshot_id": pk}, 404, "snapshot_id")
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "field"),
-    [
-        ({"environment_id": None}, 400, "environment_id"),
-        ({"environment_id": "a/b"}, 400, "environment_id"),
-        ({"agent_did": "bob"}, 400, "agent_did"),
-        ({"agent_did": 5}, 400, "agent_did"),
-        ({"environment_type": "chess"}, 400, "environment_type"),
-        ({"environment_type": []}, 400, "environment_type"),
-        ({"ttl_seconds": 0}, 400, "ttl_seconds"),
-        ({"max_ttl_seconds": "1"}, 400, "max_ttl_seconds"),
-        ({"sleep_after": "soon"}, 400, "sleep_after"),
-        ({"pool": "no-such-pool"}, 400, "pool"),
-    ],
-)
-def test_fork_rejects_invalid_fields(ada: ApiClient, lease_url: str, fields: dict[str, Any], status: int, field: str) -> None:
-    ada.post(f"{lease_url}/snapshots")
-    pk = Snapshot.objects.get().pk
-    assert_refused(
-        ada, "POST", f"{lease_url}/fork", {"environment_id": "fork-1", "snapshot_id": str(pk)} | fields, status, field
-    )
-
-
-@pytest.mark.parametrize("act", ["snapshots", "restore", "fork"])
-@pytest.mark.parametrize(("body", "status"), [(b"{", 400), (b"[]", 400), (b"{" + b" " * (64 << 10) + b"}", 413)])
-def test_bodies_that_are_no_json_object_are_rejected(
-    ada: ApiClient, lease_url: str, act: str, body: bytes, status: int
-) -> None:
-    assert_refused(ada, "POST", f"{lease_url}/{act}", body, status)
-
-
-@pytest.mark.parametrize("act", ["snapshots", "restore", "fork"])
-def test_another_agents_lease_is_not_found(bob: ApiClient, lease_url: str, act: str) -> None:
-    runs = Run.objects.count()
-    result = {"snapshot_id": str(uuid.uuid4()), "environment_id": "fork-1"}
-    assert bob.post(f"{lease_url}/{act}", result).status_code == 404
-    assert Run.objects.count() == runs
-
-
-@pytest.mark.parametrize("act", ["snapshots", "restore"])
-def test_an_ended_lease_is_gone(ada: ApiClient, lease_url: str, lease, act: str) -> None:
+def test_a_fork_of_an_unknown_type_or_pool_names_the_field(ada: ApiClient, lease_url: str) -> None:
     pk = ada.post(f"{lease_url}/snapshots").json()["id"]
-    expire_lease(lease["id"])
-    assert ada.post(f"{lease_url}/{act}", {"snapshot_id": pk}).status_code == 410
+    for field, value in (("environment_type", "chess"), ("pool", "no-such-pool")):
+        body = {"environment_id": "fork-1", "snapshot_id": pk, field: value}
+        assert_refused(ada, "POST", f"{lease_url}/fork", body, 400, field)

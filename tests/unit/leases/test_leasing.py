@@ -1,14 +1,14 @@
 """Lifecycle of a lease: uniqueness, clocks, renewal, end reasons, and refusal of operations after the end."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from django.db import IntegrityError, transaction
 
 from leases import conditions, execution, leasing, sweeps
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
-from leases.models import Lease
-from sandboxes import destruction
+from leases.models import Lease, LeaseEvent
+from sandboxes import destruction, eviction
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -128,10 +128,10 @@ def test_release_is_idempotent(grant) -> None:
 
 def test_a_condition_ends_every_lease_that_lists_it_and_no_other(grant) -> None:
     listed, elsewhere = grant(agent="did:plc:a"), grant(agent="did:plc:b", environment="game-2")
-    other = grant(agent="did:plc:c", environment_type="coding")
+    other, elapsed = grant(agent="did:plc:c", environment_type="coding"), grant(agent="did:plc:d", ttl=MINUTE)
     ended = conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None)
     assert [lease.pk for lease in ended] == [listed.pk]
-    assert {lease.pk for lease in Lease.objects.filter(status="active")} == {elsewhere.pk, other.pk}
+    assert {lease.pk for lease in Lease.objects.filter(status="active")} == {elsewhere.pk, other.pk, elapsed.pk}
     listed.refresh_from_db()
     assert listed.end_reason == "condition:game.finished"
     assert conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None) == []
@@ -215,3 +215,26 @@ def test_a_lost_sandbox_ends_its_lease_as_lost(grant, memory: MemoryProvider) ->
     assert (refused.value.extra["end_reason"], lease.end_reason) == ("lost", "lost")
     sandbox = Sandbox.objects.get()
     assert sandbox.lost_at and sandbox.last_error.startswith("Lost: ")
+
+
+def test_a_workspace_over_its_limit_is_warned_about_once_a_day(grant, pool: Pool) -> None:
+    Pool.objects.filter(pk=pool.pk).update(workspace_limit_mib=1)
+    full, emptied, ended, slept, small = (grant(environment=f"game-{n}") for n in range(5))
+    for lease in (full, emptied, ended, slept, small):
+        script = "true" if lease == small else "head -c 3000000 /dev/zero >big"
+        execution.exec_command(lease.pk, Command(argv=["sh", "-c", script], timeout=MINUTE), now=NOW)
+    assert eviction.evict(Sandbox.objects.get(holder=slept.pk).pk, now=NOW, reason="test")  # measures, too
+    leasing.release(ended.pk, now=NOW)
+
+    def list_warned(now: datetime) -> list[str]:
+        sweeps.measure_workspaces(now=now)
+        warnings = LeaseEvent.objects.filter(kind=sweeps.WORKSPACE_OVER_LIMIT_EVENT, at=now)
+        assert {(event.actor, event.reason) for event in warnings} <= {("sweep", "/workspace uses 2 MiB of 1 MiB.")}
+        return sorted(warnings.values_list("lease__environment_id", flat=True))
+
+    assert list_warned(NOW + MINUTE) == ["game-0", "game-1", "game-3"]
+    remove = Command(argv=["delete", "big"], timeout=MINUTE, kind="file")
+    execution.call_in_sandbox(emptied.pk, remove, lambda p, s: p.remove_file(s.ref, "/workspace/big"), now=NOW + MINUTE)
+    execution.exec_command(emptied.pk, build_command(), now=NOW + MINUTE)
+    assert list_warned(NOW + 23 * HOUR) == []
+    assert list_warned(NOW + 25 * HOUR + MINUTE) == ["game-0", "game-3"]

@@ -10,9 +10,8 @@ from leases import execution, leasing
 from leases.models import Lease
 from sandboxes import sweeps
 from sandboxes.errors import DataFull, StoreUnavailable
-from sandboxes.models import Attachment, Sandbox
+from sandboxes.models import Attachment
 from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject, DataSize
-from sandboxes.pool import find_by_holder
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import Entry, File, Folder, Link, MemoryProvider
 from sandboxes.runs import Command
@@ -67,17 +66,13 @@ def live_paths() -> set[str]:
     return {row.path for row in DataFile.objects.filter(removed=False) if row.kind != "directory"} - {"skills/catan/prompt.md"}
 
 
-def test_files_follow_the_agent_into_other_sandboxes(one: Lease, two: Lease) -> None:
+def test_files_follow_the_agent_into_other_sandboxes(one: Lease, two: Lease, grant: Callable[..., Lease]) -> None:
     write(one, "memory/note.md", "hello")
     assert read(two, "memory/note.md") == "hello"
     leasing.release(one.pk, now=NOW)
     leasing.release(two.pk, now=NOW)
     sweeps.destroy_due(now=NOW + MINUTE)
-    third = leasing.acquire(
-        leasing.LeaseRequest(agent_did=one.agent_did, environment_id="other", environment_type="catan", pool=one.pool.name),
-        now=NOW,
-    )[0]
-    assert read(third, "memory/note.md") == "hello"
+    assert read(grant(environment="other"), "memory/note.md") == "hello"
 
 
 def test_data_is_not_visible_to_other_agents(one: Lease, grant: Callable[..., Lease]) -> None:
@@ -95,7 +90,7 @@ def test_exec_without_changes_costs_one_manifest(one: Lease, memory: MemoryProvi
 
 def test_only_changed_files_are_uploaded(one: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    sandbox_files(one, memory)[f"{DATA}/large"] = File(b"x" * 300_000)
+    edit(one, memory, {"large": File(b"x" * 300_000)})
     write(one, "small", "1")
     write(one, "small", "2")
     newest = stored_row("small").stored_in
@@ -106,7 +101,7 @@ def test_only_changed_files_are_uploaded(one: Lease, memory: MemoryProvider) -> 
 def test_removal_is_pulled_by_other_sandboxes(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     write(one, "note", "hello")
     assert read(two, "note") == "hello"
-    del sandbox_files(one, memory)[f"{DATA}/note"]
+    edit(one, memory, {"note": None})
     sh(one, "true")
     assert "No such file" in read(two, "note")
     assert stored_row("note").removed
@@ -114,20 +109,17 @@ def test_removal_is_pulled_by_other_sandboxes(one: Lease, two: Lease, memory: Me
 
 def test_modes_and_links_are_preserved(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    files = sandbox_files(one, memory)
-    files[f"{DATA}/run.sh"], files[f"{DATA}/latest"] = File(b"#!/bin/sh\n", mode=0o755), Link("/etc/passwd")
+    entries = {"run.sh": File(b"#!/bin/sh\n", mode=0o755), "latest": Link("/etc/passwd")}
+    edit(one, memory, entries)
     sh(one, "true")
     sh(two, "true")
-    files_of_two = sandbox_files(two, memory)
-    assert files_of_two[f"{DATA}/run.sh"] == files[f"{DATA}/run.sh"]
-    assert files_of_two[f"{DATA}/latest"] == Link("/etc/passwd")
+    assert {path: sandbox_files(two, memory)[f"{DATA}/{path}"] for path in entries} == entries
 
 
 def test_mode_change_uploads_no_content(one: Lease, memory: MemoryProvider) -> None:
     write(one, "tool", "x")
     before = stored_row("tool")
-    files = sandbox_files(one, memory)
-    files[f"{DATA}/tool"] = File(b"x\n", mode=0o755)
+    edit(one, memory, {"tool": File(b"x\n", mode=0o755)})
     sh(one, "true")
     assert stored_row("tool").mode == 0o755 and stored_row("tool").stored_in_id == before.stored_in_id
 
@@ -195,7 +187,7 @@ def test_repeated_conflicts_keep_every_replaced_version(one: Lease, two: Lease, 
     for number in (1, 2):
         write(one, "plan", f"one-{number}")
         sh(two, "true")
-        sandbox_files(two, memory)[f"{DATA}/plan"] = File(f"two-{number}\n".encode())
+        edit(two, memory, {"plan": f"two-{number}"})
         write(one, "plan", f"lost-{number}")
         sh(two, "true")
         sh(one, "true")
@@ -204,79 +196,11 @@ def test_repeated_conflicts_keep_every_replaced_version(one: Lease, two: Lease, 
     assert read(one, f".conflicts/{one.pk}.2/plan") == "lost-2"
 
 
-def test_file_replaces_unseen_directory_whose_files_become_conflict_copies(one: Lease, two: Lease, memory) -> None:
-    sh(two, "true")
-    sandbox_files(two, memory)[f"{DATA}/plan"] = File(b"two\n")
-    write(one, "plan/deep", "one")
-    sh(two, "true")
-    assert read(one, "plan") == read(two, "plan") == "two"
-    assert read(two, f".conflicts/{one.pk}/plan/deep") == "one"
-    assert live_paths() == {"plan", f".conflicts/{one.pk}/plan/deep"}
-
-
-def test_directory_replaces_unseen_file_which_becomes_a_conflict_copy(one: Lease, two: Lease, memory) -> None:
-    sh(two, "true")
-    files = sandbox_files(two, memory)
-    files[f"{DATA}/plan"], files[f"{DATA}/plan/deep"] = Folder(), File(b"two\n")
-    write(one, "plan", "one")
-    sh(two, "true")
-    assert read(one, "plan/deep") == read(two, "plan/deep") == "two"
-    assert read(two, f".conflicts/{one.pk}/plan") == "one"
-
-
-def test_new_file_in_directory_wins_over_link_that_replaced_the_directory(one: Lease, two: Lease, memory) -> None:
-    write(one, "d/old", "old")
-    sh(two, "true")
-    files = sandbox_files(one, memory)
-    del files[f"{DATA}/d/old"]
-    files[f"{DATA}/d"] = Link("elsewhere")
-    sandbox_files(two, memory)[f"{DATA}/d/new"] = File(b"new\n")
-    sh(one, "true")
-    sh(two, "true")
-    sh(two, "true")
-    assert read(one, "d/new") == read(two, "d/new") == "new"
-    assert sandbox_files(one, memory)[f"{DATA}/.conflicts/{one.pk}/d"] == Link("elsewhere")
-
-
-def test_removed_directory_is_restored_for_a_concurrent_new_file(one: Lease, two: Lease, memory) -> None:
-    write(one, "d/old", "old")
-    sh(two, "true")
-    files = sandbox_files(one, memory)
-    del files[f"{DATA}/d/old"], files[f"{DATA}/d"]
-    sandbox_files(two, memory)[f"{DATA}/d/new"] = File(b"new\n")
-    sh(two, "true")
-    for lease in (one, two):
-        sh(lease, "true")
-    assert read(one, "d/new") == "new"
-    assert f"{DATA}/d/old" not in sandbox_files(one, memory) and f"{DATA}/d/old" not in sandbox_files(two, memory)
-
-
-def test_file_named_like_the_conflicts_directory_does_not_lose_conflict_copies(
-    one: Lease, two: Lease, memory: MemoryProvider
-) -> None:
-    sh(two, "true")
-    files = sandbox_files(two, memory)
-    files[f"{DATA}/.conflicts"], files[f"{DATA}/plan"] = File(b"mine\n"), File(b"two\n")
-    write(one, "plan", "one")
-    sh(two, "true")
-    for lease in (one, two):
-        assert read(lease, ".conflicts") == "mine"
-        assert read(lease, "plan") == "two"
-        assert read(lease, f".conflicts.2/{one.pk}/plan") == "one"
-
-
-@pytest.mark.parametrize("left", [b"two\n", None], ids=["changed", "removed"])
-def test_change_right_after_pull_is_detected(one: Lease, two: Lease, memory, left) -> None:
+@pytest.mark.parametrize("left", [File(b"two\n", mtime=1), None], ids=["changed", "removed"])
+def test_change_right_after_pull_is_detected(one: Lease, two: Lease, memory, left: File | None) -> None:
     sh(two, "true")
     write(one, "plan", "one")
-
-    def change(ref: str) -> None:
-        if left:
-            memory.files(ref)[f"{DATA}/plan"] = File(left, mtime=1)
-        else:
-            del memory.files(ref)[f"{DATA}/plan"]
-
-    with memory.after("put_files", change):
+    with memory.after("put_files", lambda ref: edit(two, memory, {"plan": left})):
         sh(two, "true")
     assert read(one, "plan") == ("two" if left else f"cat: {DATA}/plan: No such file or directory")
 
@@ -301,10 +225,10 @@ def test_pull_restarts_when_its_object_is_removed_meanwhile(one: Lease, two: Lea
 
 def test_sandbox_is_not_evicted_while_its_data_cannot_be_scanned(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    sandbox_files(one, memory)[f"{DATA}/late"] = File(b"late\n")  # by a background program, after its command has ended
+    edit(one, memory, {"late": "late"})
     with memory.fail("manifest", Unavailable("busy")):
         assert sweeps.evict_idle(now=NOW + 10 * MINUTE).failures
-    assert Sandbox.objects.get(holder=one.pk).state == "waiting"
+    assert sandbox_of(one).state == "waiting"
     assert sweeps.evict_idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
     assert read(two, "late", now=NOW + 21 * MINUTE) == "late"
 
@@ -331,38 +255,37 @@ def test_failed_final_scan_does_not_prevent_destroy_of_saved_data(one: Lease, me
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_exec_is_refused_while_data_exceeds_the_byte_limit(one: Lease, memory: MemoryProvider, settings) -> None:
+@pytest.mark.parametrize(
+    ("limit", "files", "message"),
+    [
+        ({"DATA_MOST_BYTES": 100_000}, {"large": File(b"x" * 200_000)}, "Remove files"),
+        ({"DATA_MOST_FILES": 10}, {str(n): File(b"") for n in range(20)}, "more than 10"),
+    ],
+    ids=["bytes", "files"],
+)
+def test_exec_is_refused_while_data_exceeds_a_limit(one: Lease, memory, settings, limit, files, message: str) -> None:
     sh(one, "true")
-    settings.DATA_MOST_BYTES = 100_000
-    sandbox_files(one, memory)[f"{DATA}/large"] = File(b"x" * 200_000)
+    for name, value in limit.items():
+        setattr(settings, name, value)
+    edit(one, memory, files)
     sh(one, "true")
-    assert DataEvent.objects.get(kind="full") and not DataFile.objects.filter(path="large").exists()
-    with pytest.raises(DataFull, match="Remove files"):
+    assert DataEvent.objects.get(kind="full") and live_paths() == set()
+    with pytest.raises(DataFull, match=message):
         sh(one, "true")
-    sandbox = find_by_holder(one.pk)
-    assert sandbox
 
     def remove(provider, sandbox):
-        provider.remove_file(sandbox.ref, f"{DATA}/large")
+        for path in files:
+            provider.remove_file(sandbox.ref, f"{DATA}/{path}")
 
     execution.call_in_sandbox(one.pk, Command(argv=["remove"], kind="file", timeout=MINUTE), remove, now=NOW)
     sh(one, "true")
     assert Attachment.objects.get().unsaved_since is None
 
 
-def test_exec_is_refused_while_data_exceeds_the_file_limit(one: Lease, memory: MemoryProvider, settings) -> None:
-    sh(one, "true")
-    settings.DATA_MOST_FILES = 10
-    sandbox_files(one, memory).update({f"{DATA}/{n}": File(b"") for n in range(20)})
-    sh(one, "true")
-    with pytest.raises(DataFull, match="more than 10"):
-        sh(one, "true")
-
-
 def test_data_above_the_limit_does_not_prevent_destroy(one: Lease, memory: MemoryProvider, settings) -> None:
     sh(one, "true")
     settings.DATA_MOST_BYTES = 1000
-    sandbox_files(one, memory)[f"{DATA}/large"] = File(b"x" * 200_000)
+    edit(one, memory, {"large": File(b"x" * 200_000)})
     sh(one, "true")
     leasing.release(one.pk, now=NOW)
     assert sweeps.destroy_due(now=NOW + MINUTE).counts == {"destroyed": 1}
@@ -372,7 +295,7 @@ def test_data_above_the_limit_does_not_prevent_destroy(one: Lease, memory: Memor
 @pytest.mark.parametrize("path", ["x" * 1001, "not\udcff-text"])
 def test_unstorable_path_is_skipped_and_reported(one: Lease, memory: MemoryProvider, path: str) -> None:
     sh(one, "true")
-    sandbox_files(one, memory).update({f"{DATA}/{path}": File(b"1"), f"{DATA}/good": File(b"2")})
+    edit(one, memory, {path: "1", "good": "2"})
     sh(one, "true")
     sh(one, "true")
     assert live_paths() == {"good"}
@@ -388,25 +311,26 @@ def test_first_use_of_a_type_seeds_its_skill(one: Lease, memory: MemoryProvider)
 
 def test_removed_skill_is_not_seeded_again(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    del sandbox_files(one, memory)[f"{DATA}/skills/catan/prompt.md"]
+    edit(one, memory, {"skills/catan/prompt.md": None})
     sh(one, "true")
     sh(two, "true")
     assert f"{DATA}/skills/catan/prompt.md" not in sandbox_files(two, memory)
 
 
-def test_many_objects_are_repacked(one: Lease, two: Lease) -> None:
+def test_many_objects_are_repacked(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     for number in range(40):
         write(one, f"note-{number}", str(number))
     assert DataObject.objects.count() < 33
     assert set(get_store().list("agents/")) == set(DataObject.objects.values_list("key", flat=True))
-    assert [read(two, f"note-{number}") for number in range(40)] == [str(number) for number in range(40)]
+    sh(two, "true")
+    assert read_tree(two, memory) == {f"note-{number}": str(number) for number in range(40)}
 
 
 @pytest.mark.parametrize(("size", "left"), [(1, 8), (1 << 20, 1)], ids=["small", "large"])
 def test_outdated_objects_are_removed(size: int, left: int, one: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
     for number in range(20):
-        sandbox_files(one, memory)[f"{DATA}/note"] = File(bytes([number]) * size)
+        edit(one, memory, {"note": File(bytes([number]) * size)})
         sh(one, "true")
     pointed = {*DataFile.objects.filter(removed=False, kind="file").values_list("stored_in__key", flat=True)}
     assert pointed <= {*get_store().list("agents/")}
@@ -438,7 +362,7 @@ def test_crash_during_pull_is_repaired_by_the_next_use(step: str, one: Lease, tw
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
         read(two, "note")
-    sandbox_files(two, memory)[f"{DATA}/note"] = File(b"half wri")  # a partial write
+    edit(two, memory, {"note": "half wri"})  # a partial write
     sweeps.recover_stalled(now=LATER)
     assert read(two, "note", now=LATER) == "good"
     assert read(one, "note", now=LATER) == "good"

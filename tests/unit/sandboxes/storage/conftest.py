@@ -1,5 +1,6 @@
-"""A scripted HTTP server for the stores that are clients of one, and two stores of which one supports appends."""
+"""A scripted HTTP server for the stores that are clients, and two stores of which one supports appends."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,3 +21,9 @@ def server() -> Iterator[ScriptedServer]:
 @pytest.fixture(params=["filesystem", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> KeyValueStore:
     return MemoryStore() if request.param == "memory" else FilesystemStore(tmp_path / "store")
+
+
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable fsync: no test cuts the power, and a killed process loses nothing that it has written."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -175,12 +175,6 @@ LETTERS = st.sampled_from(["/", "/", "=", ".", "%", "a", "b", "!", "ä", "\x01",
 KEYS = st.lists(LETTERS, min_size=1, max_size=6).map("".join).filter(lambda key: len(key.encode()) <= 512)
 
 
-@pytest.fixture
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync: it does not affect the mapping of keys to names."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(keys=st.lists(KEYS, max_size=8, unique=True), prefix=st.just("") | KEYS, cursor=st.just("") | KEYS)
 def test_page_contains_all_keys_with_the_prefix_after_the_cursor(

@@ -65,9 +65,7 @@ def keys(*names: str, cursor: str = "") -> Responder:
 
 
 @pytest.mark.parametrize(
-    ("retry_after", "seconds"),
-    [("3", 3), ("Sat, 21 Nov 2026 12:00:07 GMT", 7), ("soon", 1)],
-    ids=["3 s", "date", "invalid"],
+    ("retry_after", "seconds"), [("3", 3), ("Sat, 21 Nov 2026 12:00:07 GMT", 7), ("soon", 1)], ids=["3 s", "date", "invalid"]
 )
 def test_rate_limited_write_is_retried_after_retry_after(
     server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock, retry_after: str, seconds: int

@@ -178,13 +178,13 @@ def test_standard_mode_writes_no_event_or_artifact_key_twice(now: datetime) -> N
     assert len(written) == len({*written}) == 15
 
 
-def test_journaled_history_uses_one_file_per_process(tmp_path: Path, now: datetime) -> None:
+def test_journaled_history_uses_one_file_per_process(tmp_path: Path) -> None:
     store = FilesystemStore(tmp_path)
     append_events(LeaseStores(store, DID, LEASE, journaled=True).chat, 5)
     assert store.size() == 1
 
 
-def test_prune_compacts_a_journal_of_many_segments(now: datetime) -> None:
+def test_prune_compacts_a_journal_of_many_segments() -> None:
     store = MemoryStore()
     chat = LeaseStores(store, DID, LEASE, journaled=True).chat
     append_events(chat, 40)
@@ -413,20 +413,15 @@ def test_session_has_the_last_document(stores: LeaseStores, open_again, now: dat
 def test_sessions_are_listed_by_id(stores: LeaseStores, now: datetime) -> None:
     for name in ("b", "a", "c"):
         stores.sessions.put(name, {}, now=now)
-    first, more = stores.sessions.page(limit=2)
-    assert ([session.id for session in first], more) == (["a", "b"], True)
-    rest, more = stores.sessions.page(after="b", limit=2)
-    assert ([session.id for session in rest], more) == (["c"], False)
+    pages = [stores.sessions.page(limit=2), stores.sessions.page(after="b", limit=2)]
+    assert [([session.id for session in page], more) for page, more in pages] == [(["a", "b"], True), (["c"], False)]
 
 
-def test_invalid_session_id_is_refused_and_finds_nothing(stores: LeaseStores, now: datetime) -> None:
+def test_invalid_session_is_refused(stores: LeaseStores, now: datetime) -> None:
     for name in ("", "a/b", "..", "a b", "\0", "\ud800", "x" * 129):
         with pytest.raises(StoreRefused, match="a session's id has"):
             stores.sessions.put(name, {}, now=now)
         assert stores.sessions.read(name) is None
-
-
-def test_oversized_session_is_refused(stores: LeaseStores, now: datetime) -> None:
     with pytest.raises(StoreRefused, match="this session has 108 bytes; the limit is 100"):
         stores.sessions.put("s", {"n": "x" * 100}, now=now)
 
@@ -458,23 +453,17 @@ def fill(lease: UUID, did: str = DID) -> None:
     stores.sessions.put("s", {}, now=NOW)
 
 
-def test_open_stores_follows_the_settings(configured_store: KeyValueStore, mode: str) -> None:
-    fill(LEASE)
-    keys = [*configured_store.list()]
-    assert keys
-    assert all(key.startswith(f"stores/{DID}/{LEASE.hex}/") for key in keys)
-    assert any("/chat/journal/" in key for key in keys) == (mode == "journaled")
-
-
-def test_prune_removes_only_the_stores_of_ended_leases(configured_store: KeyValueStore, now: datetime) -> None:
+def test_prune_removes_only_the_stores_of_ended_leases(configured_store: KeyValueStore, mode: str, now: datetime) -> None:
     leases = [uuid4() for _ in range(3)]
     for lease in leases:
         fill(lease)
-    configured_store.set("stores", b"no key of a lease")
-    configured_store.set("stores/x/y/z", b"nor this")
-    configured_store.set("agents/did:plc:ada/x", b"nor this")
+    keys = [*configured_store.list()]
+    assert any("/chat/journal/" in key for key in keys) == (mode == "journaled")
+    ended_keys = [key for key in keys if key.startswith(f"stores/{DID}/{leases[0].hex}/")]
+    assert 0 < len(ended_keys) == len([key for key in keys if leases[0].hex in key])
+    for key in ("stores", "stores/x/y/z", "agents/did:plc:ada/x"):
+        configured_store.set(key, b"no key of a lease")
     before = [*configured_store.list()]
-    ended_keys = [key for key in before if leases[0].hex in key]
     assert lease_stores.prune_stores(now=now, find_ended=lambda _: {leases[0]}).count == len(ended_keys)
     assert [*configured_store.list()] == [key for key in before if key not in ended_keys]
     assert lease_stores.prune_stores(now=now, find_ended=lambda _: {leases[0]}) == PruneResult()

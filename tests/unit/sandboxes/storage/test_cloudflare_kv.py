@@ -205,10 +205,10 @@ def test_empty_api_page_with_a_cursor_is_not_the_end(server: ScriptedServer, sto
         store.page()
 
 
-@pytest.mark.parametrize("cursor", ["junk", "[1, 2]", "{}", '["a"]'])
-def test_invalid_cursor_is_refused(server: ScriptedServer, store: CloudflareKVStore, cursor: str) -> None:
-    with pytest.raises(StoreRefused, match="cursor"):
-        store.page(cursor=cursor)
+def test_invalid_cursor_is_refused(store: CloudflareKVStore) -> None:
+    for cursor in ("junk", "[1, 2]", "{}", '["a"]'):
+        with pytest.raises(StoreRefused, match="cursor"):
+            store.page(cursor=cursor)
 
 
 def test_keys_that_a_batch_did_not_remove_are_removed_singly(server: ScriptedServer, clock: FakeClock) -> None:
@@ -218,11 +218,11 @@ def test_keys_that_a_batch_did_not_remove_are_removed_singly(server: ScriptedSer
     assert json.loads(server.seen[0].body) == ["ours/a", "ours/b", "ours/c"]
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"result": []}', b'{"success": true}', b'{"success": true, "result": [1]}'])
-def test_invalid_listing_raises_store_error(server: ScriptedServer, store: CloudflareKVStore, body: bytes) -> None:
-    server.script = [respond(200, body)]
-    with pytest.raises(StoreError, match="the response is"):
-        store.page()
+def test_invalid_listing_raises_store_error(server: ScriptedServer, store: CloudflareKVStore) -> None:
+    for body in (b"", b"[]", b'{"result": []}', b'{"success": true}', b'{"success": true, "result": [1]}'):
+        server.script = [respond(200, body)]
+        with pytest.raises(StoreError, match="the response is"):
+            store.page()
 
 
 def test_range_is_cut_from_the_value(server: ScriptedServer, store: CloudflareKVStore) -> None:

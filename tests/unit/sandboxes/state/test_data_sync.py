@@ -98,22 +98,17 @@ def test_only_changed_files_are_uploaded(one: Lease, memory: MemoryProvider) -> 
     assert stored_row("large").stored_in_id != newest.pk
 
 
-def test_removal_is_pulled_by_other_sandboxes(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_modes_links_and_removals_are_pulled_by_other_sandboxes(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    entries = {"run.sh": File(b"#!/bin/sh\n", mode=0o755), "latest": Link("/etc/passwd")}
+    edit(one, memory, entries)
     write(one, "note", "hello")
     assert read(two, "note") == "hello"
+    assert {path: sandbox_files(two, memory)[f"{DATA}/{path}"] for path in entries} == entries
     edit(one, memory, {"note": None})
     sh(one, "true")
     assert "No such file" in read(two, "note")
     assert stored_row("note").removed
-
-
-def test_modes_and_links_are_preserved(one: Lease, two: Lease, memory: MemoryProvider) -> None:
-    sh(one, "true")
-    entries = {"run.sh": File(b"#!/bin/sh\n", mode=0o755), "latest": Link("/etc/passwd")}
-    edit(one, memory, entries)
-    sh(one, "true")
-    sh(two, "true")
-    assert {path: sandbox_files(two, memory)[f"{DATA}/{path}"] for path in entries} == entries
 
 
 def test_mode_change_uploads_no_content(one: Lease, memory: MemoryProvider) -> None:
@@ -223,7 +218,7 @@ def test_pull_restarts_when_its_object_is_removed_meanwhile(one: Lease, two: Lea
 # --- store failures ---------------------------------------------------------------------------------------------------
 
 
-def test_sandbox_is_not_evicted_while_its_data_cannot_be_scanned(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_failed_scan_prevents_eviction_but_not_destroy_of_saved_data(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
     edit(one, memory, {"late": "late"})
     with memory.fail("manifest", Unavailable("busy")):
@@ -231,6 +226,9 @@ def test_sandbox_is_not_evicted_while_its_data_cannot_be_scanned(one: Lease, two
     assert sandbox_of(one).state == "waiting"
     assert sweeps.evict_idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
     assert read(two, "late", now=NOW + 21 * MINUTE) == "late"
+    leasing.release(two.pk, now=NOW + 22 * MINUTE)
+    with memory.fail("manifest", Unavailable("busy")):
+        assert sweeps.destroy_due(now=NOW + 23 * MINUTE).counts == {"destroyed": 1}
 
 
 @pytest.mark.parametrize("names", [["note"], ["note", "more"]], ids=["one object", "two objects"])
@@ -243,13 +241,6 @@ def test_corrupt_object_is_reported_and_nothing_runs(one: Lease, two: Lease, nam
     with pytest.raises(StoreUnavailable, match="does not match its digest"):
         sh(two, "true")
     assert DataEvent.objects.get(kind="corrupt").path in names
-
-
-def test_failed_final_scan_does_not_prevent_destroy_of_saved_data(one: Lease, memory) -> None:
-    write(one, "note", "stored")
-    leasing.release(one.pk, now=NOW)
-    with memory.fail("manifest", Unavailable("busy")):
-        assert sweeps.destroy_due(now=NOW + MINUTE).counts == {"destroyed": 1}
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -302,19 +293,15 @@ def test_unstorable_path_is_skipped_and_reported(one: Lease, memory: MemoryProvi
     assert "Not stored" in DataEvent.objects.get(kind="left_out").detail
 
 
-def test_first_use_of_a_type_seeds_its_skill(one: Lease, memory: MemoryProvider) -> None:
+def test_first_use_of_a_type_seeds_its_skill(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
     assert f"{DATA}/skills/catan/prompt.md" in sandbox_files(one, memory)
     assert f"{DATA}/skills/rpg/prompt.md" not in sandbox_files(one, memory)
     assert stored_row("skills/catan/prompt.md").size_bytes
-
-
-def test_removed_skill_is_not_seeded_again(one: Lease, two: Lease, memory: MemoryProvider) -> None:
-    sh(one, "true")
     edit(one, memory, {"skills/catan/prompt.md": None})
     sh(one, "true")
     sh(two, "true")
-    assert f"{DATA}/skills/catan/prompt.md" not in sandbox_files(two, memory)
+    assert f"{DATA}/skills/catan/prompt.md" not in sandbox_files(two, memory)  # a removed skill is not seeded again
 
 
 def test_many_objects_are_repacked(one: Lease, two: Lease, memory: MemoryProvider) -> None:

@@ -58,10 +58,9 @@ def stores(open_again: Callable[..., LeaseStores]) -> LeaseStores:
 # --- events -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["chat", "audit"])
-def events(request: pytest.FixtureRequest, stores: LeaseStores) -> EventStore:
-    event_store: EventStore = getattr(stores, request.param)
-    return event_store
+@pytest.fixture
+def events(stores: LeaseStores) -> EventStore:
+    return stores.chat  # the audit log is another instance
 
 
 def append_events(events: EventStore, count: int, *, at: datetime = NOW) -> list[str]:
@@ -159,13 +158,6 @@ def test_surplus_is_minimal(
     surplus = bounds.surplus(ordered)
     assert within(ordered[surplus:])
     assert not any(within(ordered[fewer:]) for fewer in range(surplus))
-
-
-def test_threads_append_concurrently(open_again, now: datetime) -> None:
-    with run_in_threads(4) as run:
-        run(lambda index: [open_again().chat.append({"n": index}, now=now) for _ in range(10)])
-    events, more = open_again().chat.page(limit=100)
-    assert (sorted(event.document["n"] for event in events), more) == (sorted([*range(4)] * 10), False)
 
 
 def test_standard_mode_writes_no_event_or_artifact_key_twice(now: datetime) -> None:
@@ -534,4 +526,5 @@ def test_append_during_prune_loses_nothing(open_again, now: datetime) -> None:
 
     with run_in_threads(3) as run:
         pruned = sum(run(act)[:1])
-    assert len(open_again().chat.page(limit=100)[0]) == 60 - pruned
+    events, _ = open_again().chat.page(limit=100)
+    assert len({event.document["n"] for event in events}) == len(events) == 60 - pruned

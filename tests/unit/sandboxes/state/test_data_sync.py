@@ -9,13 +9,13 @@ import pytest
 from leases import execution, leasing
 from leases.models import Lease
 from sandboxes import sweeps
-from sandboxes.errors import DataFull, StoreUnavailable
+from sandboxes.errors import DataFull, SandboxBusy, StoreUnavailable
 from sandboxes.models import Attachment
 from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject, DataSize
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import Entry, File, Folder, Link, MemoryProvider
 from sandboxes.runs import Command
-from sandboxes.state import pruning
+from sandboxes.state import data_sync, pruning
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from tests.conftest import MINUTE, NOW, SimulatedCrash
@@ -128,6 +128,9 @@ CONFLICTS = {
         {"plan": "of two", ".conflicts/one/plan": "of one"},
     ),
     "identical changes are no conflict": ({}, {"plan": "same"}, {"plan": "same"}, {"plan": "same"}),
+    "an edit wins over a file that was only touched": (
+        {"plan": "first"}, {"plan": "second"}, {"plan": File(b"first\n", mtime=1)}, {"plan": "second"},
+    ),
     "an edit wins over a later removal": ({"plan": "first"}, {"plan": "second"}, {"plan": None}, {"plan": "second"}),
     "an edit wins over an earlier removal": ({"plan": "first"}, {"plan": None}, {"plan": "second"}, {"plan": "second"}),
     "a file replaces an unseen directory": (
@@ -198,6 +201,15 @@ def test_change_right_after_pull_is_detected(one: Lease, two: Lease, memory, lef
     with memory.after("put_files", lambda ref: edit(two, memory, {"plan": left})):
         sh(two, "true")
     assert read(one, "plan") == ("two" if left else f"cat: {DATA}/plan: No such file or directory")
+
+
+def test_use_during_a_pull_of_another_process_is_refused(one: Lease, two: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+    sh(two, "true")
+    write(one, "plan", "one")
+    Attachment.objects.filter(sandbox__holder=two.pk).update(pull_until=NOW + MINUTE)
+    monkeypatch.setattr(data_sync, "PULL_WAIT_TIMEOUT", timedelta(0))
+    with pytest.raises(SandboxBusy, match="still writing"):
+        sh(two, "true")
 
 
 def test_pull_restarts_when_its_object_is_removed_meanwhile(one: Lease, two: Lease, memory) -> None:

@@ -129,6 +129,18 @@ def test_remove_deletes_empty_directories(store: FilesystemStore) -> None:
     assert sorted(path.name for path in store.root.rglob("*")) == [".new", "a", "d.value"]
 
 
+def test_key_removed_right_after_its_write_is_no_error(store: FilesystemStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def replace_and_remove(source: Path, target: Path) -> None:
+        replace(source, target)
+        store.remove("a/b")  # and its directory
+
+    monkeypatch.setattr(os, "replace", replace_and_remove)
+    store.set("a/b", b"x")
+    assert store.is_empty()
+
+
 # --- listings -----------------------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,8 @@ def test_missing_key_is_distinguished_from_missing_bucket(server: ScriptedServer
     assert not store.download("k", io.BytesIO())
     server.script = [respond(404), respond(200)]  # HEAD of the key, HEAD of the bucket; neither has a body
     assert not store.has("k")
+    server.script = [respond(200)]
+    assert store.has("k")
     server.script = [respond(404)]
     with pytest.raises(StoreError, match="bucket 'shelf' does not exist"):
         store.has("k")

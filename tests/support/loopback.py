@@ -6,8 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import ThreadingMixIn, UnixStreamServer
 
 Responder = Callable[["Handler"], None]
+
+
+class ThreadingUnixStreamServer(ThreadingMixIn, UnixStreamServer):
+    """socketserver has this class since Python 3.12."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +106,12 @@ def stall_after_body(body: bytes, *, length: int) -> Responder:
 
 
 @contextmanager
-def run_scripted_server(*script: Responder) -> Iterator[ScriptedServer]:
+def run_scripted_server(*script: Responder, unix: Path | None = None) -> Iterator[ScriptedServer]:
+    """Run the server on a free port, or on a unix socket."""
     handler = type("Scripted", (Handler,), {})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingUnixStreamServer(str(unix), handler) if unix else ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    handler.loopback = ScriptedServer(f"http://127.0.0.1:{server.server_port}", [*script])
+    handler.loopback = ScriptedServer("" if unix else f"http://127.0.0.1:{server.server_address[1]}", [*script])
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield handler.loopback

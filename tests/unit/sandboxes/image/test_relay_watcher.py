@@ -69,25 +69,25 @@ def relay(*script: bytes) -> Iterator[ScriptedRelay]:
         scripted.door.close()
 
 
-def watched(scripted: ScriptedRelay) -> tuple[list[str], list[float]]:
-    """Run the watcher. Return (lines written, delay after each connection of the script)."""
+def watched(url: str, connections: int) -> tuple[list[str], list[float]]:
+    """Run the watcher. Return (lines written, delay after each connection)."""
     lines: list[str] = []
     pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
-        if len(pauses) == len(scripted.script):
+        if len(pauses) == connections:
             raise StopWatching
 
     with pytest.raises(StopWatching):
-        watch_relay(scripted.url, lines.append, sleep)
+        watch_relay(url, lines.append, sleep)
     return lines, pauses
 
 
 def test_fragmented_events_are_reassembled() -> None:
     script = frame(0x01, b"one\n") + frame(PING, b"there?") + frame(0x00, b"and") + frame(0x80, b"\r\ntwo")
     with relay(script + frame(0x82, b"\0\xff") + frame(0x81, b"x" * 70_000) + frame(CLOSE, b"\x03\xe9bye")) as scripted:
-        lines, _ = watched(scripted)
+        lines, _ = watched(scripted.url, len(scripted.script))
     assert lines[:4] == ["Connected to relay", "one and two", "AP8=", "x" * 70_000]
     assert lines[4].startswith("Not connected to relay: closed by the relay, 1001 bye. Next try in ")
     assert scripted.asked[0].startswith(b"GET /x?y=1 HTTP/1.1\r\nHost: 127.0.0.1:")
@@ -111,13 +111,13 @@ def test_fragmented_events_are_reassembled() -> None:
 )
 def test_broken_connection_is_retried(words: bytes, reason: str) -> None:
     with relay(words, frame(0x81, b"news")) as scripted:
-        lines, _ = watched(scripted)
+        lines, _ = watched(scripted.url, len(scripted.script))
     assert [line for line in lines if reason in line] and lines[-3:-1] == ["Connected to relay", "news"]
 
 
 def test_retry_delay_grows_until_an_event_arrives() -> None:
     with relay(*[BUSY] * 8, frame(0x81, b"news"), BUSY) as scripted:
-        _, pauses = watched(scripted)
+        _, pauses = watched(scripted.url, len(scripted.script))
     steps = [*RETRY_DELAYS_SECONDS, RETRY_DELAYS_SECONDS[-1], RETRY_DELAYS_SECONDS[0], RETRY_DELAYS_SECONDS[1]]
     assert all(0.8 * step <= pause <= 1.2 * step for pause, step in zip(pauses, steps, strict=True))
 
@@ -126,13 +126,7 @@ def test_refused_tcp_connection_is_retried() -> None:
     closed = socket.create_server(("127.0.0.1", 0))
     url = f"ws://127.0.0.1:{closed.getsockname()[1]}/"
     closed.close()
-    lines: list[str] = []
-
-    def sleep(seconds: float) -> None:
-        raise StopWatching
-
-    with pytest.raises(StopWatching):
-        watch_relay(url, lines.append, sleep)
+    lines, _ = watched(url, 1)
     assert "connection failed" in lines[0]
 
 

@@ -2,69 +2,28 @@
 
 import json
 import os
-import socketserver
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.loopback import Responder, ScriptedServer, respond, run_scripted_server
+
 SCRIPT = Path(__file__).resolve().parents[4] / "sandboxes" / "image" / "take_turn.py"
+BUSY = respond(429, Retry_After="0")
 
 
-@dataclass
-class Model:
-    """OpenAI-compatible model that answers `text` and records requests."""
-
-    env: dict[str, str]
-    text: str = '{"action": "wait"}'
-    status: int = 200
-    retry_after: list[str] = field(default_factory=list)  # Retry-After values of 429 responses sent before the answer
-    requests: list[tuple[str, Any]] = field(default_factory=list)
+@pytest.fixture
+def model() -> Iterator[ScriptedServer]:
+    """OpenAI-compatible model."""
+    with run_scripted_server(say('{"action": "wait"}')) as server:
+        yield server
 
 
-def serve(model: Model, server: socketserver.BaseServer) -> Callable[[], None]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            model.requests.append((self.path, request))
-            body = json.dumps({"choices": [{"message": {"content": model.text}}]}).encode()
-            retry_after = model.retry_after.pop(0) if model.retry_after else None
-            self.send_response(model.status if retry_after is None else 429)
-            if retry_after is not None:
-                self.send_header("Retry-After", retry_after)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def address_string(self) -> str:
-            return "a unix socket has none"
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server.RequestHandlerClass = Handler
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    return lambda: (server.shutdown(), server.server_close())[0]
-
-
-@pytest.fixture(params=["unix socket", "base URL"])
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Model]:
-    server: socketserver.BaseServer
-    if request.param == "unix socket":
-        server = socketserver.UnixStreamServer(str(tmp_path / "llm.sock"), BaseHTTPRequestHandler)
-        made = Model({"LLM_SOCKET": str(tmp_path / "llm.sock")})
-    else:
-        server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-        made = Model({"OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_address[1]}/v1"})
-    stop = serve(made, server)
-    yield made
-    stop()
+def say(text: str) -> Responder:
+    return respond(200, json.dumps({"choices": [{"message": {"content": text}}]}).encode())
 
 
 def turn(state: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -73,30 +32,48 @@ def turn(state: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]
     return subprocess.run(argv, input=text, env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True)
 
 
-def test_action_is_the_models_answer(model: Model, tmp_path: Path) -> None:
-    model.text = '{"action": "build_city", "position": 12}'
-    done = turn({"turn_number": 3}, model.env | {"MODEL": "m-1"})
+def turn_with(model: ScriptedServer, state: object, **env: str) -> subprocess.CompletedProcess[str]:
+    return turn(state, {"OPENAI_BASE_URL": f"{model.url}/v1", **env})
+
+
+def prompts(model: ScriptedServer) -> list[dict[str, str]]:
+    return [json.loads(request.body)["messages"][0] for request in model.seen]
+
+
+def assert_failed(done: subprocess.CompletedProcess[str], reason: str) -> None:
+    """Assert that the turn failed with one line on stderr."""
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("take_turn: ") and reason in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("address", ["unix socket", "base URL"])
+def test_action_is_the_models_answer(address: str, tmp_path: Path) -> None:
+    unix = tmp_path / "llm.sock" if address == "unix socket" else None
+    with run_scripted_server(BUSY, say('{"action": "build_city", "position": 12}'), unix=unix) as model:
+        env = {"LLM_SOCKET": str(unix)} if unix else {"OPENAI_BASE_URL": f"{model.url}/v1"}
+        done = turn({"turn_number": 3}, env | {"MODEL": "m-1"})
     assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, {"action": "build_city", "position": 12}, "")
-    path, requests = model.requests[0]
-    assert path == "/v1/chat/completions"
-    assert requests["model"] == "m-1"
-    assert json.loads(requests["messages"][1]["content"]) == {"turn_number": 3}
+    for request in model.seen:  # the first is answered "try again at once"
+        body = json.loads(request.body)
+        assert (request.path, body["model"]) == ("/v1/chat/completions", "m-1")
+        assert json.loads(body["messages"][1]["content"]) == {"turn_number": 3}
+    assert len(model.seen) == 2
 
 
-def test_prompt_is_the_agents_skill(model: Model, tmp_path: Path) -> None:
+def test_prompt_is_the_agents_skill(model: ScriptedServer, tmp_path: Path) -> None:
     skill = tmp_path / "skills" / "catan" / "prompt.md"
     skill.parent.mkdir(parents=True)
     skill.write_text("You like ore.")
-    turn({"environment_type": "catan"}, model.env | {"LEASEHOLD_DATA": str(tmp_path)})
-    turn({}, model.env | {"LEASEHOLD_DATA": str(tmp_path), "ENVIRONMENT_TYPE": "catan"})
-    assert [requests["messages"][0] for _, requests in model.requests] == [{"role": "system", "content": "You like ore."}] * 2
+    turn_with(model, {"environment_type": "catan"}, LEASEHOLD_DATA=str(tmp_path))
+    turn_with(model, {}, LEASEHOLD_DATA=str(tmp_path), ENVIRONMENT_TYPE="catan")
+    assert prompts(model) == [{"role": "system", "content": "You like ore."}] * 2
 
 
 @pytest.mark.parametrize("kind", ["chess", "../../etc", "", None, 7])
-def test_default_prompt_is_used_without_a_skill(model: Model, tmp_path: Path, kind: object) -> None:
-    done = turn({"environment_type": kind}, model.env | {"LEASEHOLD_DATA": str(tmp_path)})
-    assert done.returncode == 0
-    assert "exactly one JSON object" in model.requests[0][1]["messages"][0]["content"]
+def test_default_prompt_is_used_without_a_skill(model: ScriptedServer, tmp_path: Path, kind: object) -> None:
+    assert turn_with(model, {"environment_type": kind}, LEASEHOLD_DATA=str(tmp_path)).returncode == 0
+    assert "exactly one JSON object" in prompts(model)[0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -107,24 +84,21 @@ def test_default_prompt_is_used_without_a_skill(model: Model, tmp_path: Path, ki
         'I choose {"action": "move", "to": {"x": 1}} because "}" is no argument.',
     ],
 )
-def test_first_object_is_found_in_prose_and_code_fences(model: Model, text: str) -> None:
-    model.text = text
-    assert json.loads(turn({}, model.env).stdout) == {"action": "move", "to": {"x": 1}}
+def test_first_object_is_found_in_prose_and_code_fences(model: ScriptedServer, text: str) -> None:
+    model.script = [say(text)]
+    assert json.loads(turn_with(model, {}).stdout) == {"action": "move", "to": {"x": 1}}
 
 
-def test_text_without_an_object_is_one_line_on_stderr(model: Model) -> None:
-    model.text = "I would rather\nnot."
-    done = turn({}, model.env)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "take_turn: the model's text has no JSON object: I would rather not.\n"
+def test_text_without_an_object_is_one_line_on_stderr(model: ScriptedServer) -> None:
+    model.script = [say("I would rather\nnot.")]
+    assert_failed(turn_with(model, {}), "the model's text has no JSON object: I would rather not.\n")
 
 
-def test_model_error_is_one_line_on_stderr(model: Model) -> None:
-    model.status = 429
-    done = turn({}, model.env)
-    assert done.returncode == 1
-    assert done.stderr.startswith("take_turn: the model answered 429")
-    assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize("retry_after", ["999", "Fri, 31 Dec 1999 23:59:59 GMT", "-1", None])
+def test_retry_after_beyond_the_turn_is_not_awaited(model: ScriptedServer, retry_after: str | None) -> None:
+    model.script = [respond(429, **({"Retry_After": retry_after} if retry_after else {}))]
+    assert_failed(turn_with(model, {}), "the model answered 429")
+    assert len(model.seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -138,20 +112,4 @@ def test_model_error_is_one_line_on_stderr(model: Model) -> None:
     ],
 )
 def test_invalid_input_is_one_line_on_stderr(state: str, env: dict[str, str], reason: str) -> None:
-    done = turn(state, env)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert reason in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_retry_after_is_honored(model: Model) -> None:
-    model.retry_after = ["0", "0"]
-    assert json.loads(turn({}, model.env).stdout) == {"action": "wait"}
-    assert len(model.requests) == 3
-
-
-@pytest.mark.parametrize("retry_after", ["999", "Fri, 31 Dec 1999 23:59:59 GMT", "-1"])
-def test_retry_after_beyond_the_turn_is_not_awaited(model: Model, retry_after: str) -> None:
-    model.retry_after = [retry_after]
-    done = turn({}, model.env)
-    assert (done.returncode, len(model.requests)) == (1, 1) and "the model answered 429" in done.stderr
+    assert_failed(turn(state, env), reason)

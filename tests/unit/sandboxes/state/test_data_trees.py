@@ -6,7 +6,7 @@ bit."""
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,50 +178,36 @@ class SandboxWorld:
         assert eviction.evict(sandbox.pk, now=NOW + self.minutes * MINUTE / 100, reason="test")
 
 
-def world_fixture(kind: str) -> Any:
-    @pytest.fixture
-    def fixture(db: None, request: pytest.FixtureRequest) -> Iterator[SandboxWorld]:
-        if kind == "docker":
-            request.getfixturevalue("docker_ready")
-        name = f"trees-{uuid.uuid4().hex[:12]}"
-        pool = Pool.objects.create(name=name, provider=kind, image=DOCKER_IMAGE, capacity=10, memory_mib=256)
-        yield SandboxWorld(pool)
-        provider = providers.get_provider(kind)
-        for sandbox in provider.list(str(pool.owner)):
-            provider.destroy(sandbox.ref)
-
-    return fixture
-
-
-process, docker = world_fixture("process"), world_fixture("docker")
-
-
 @pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
-def world(request: pytest.FixtureRequest) -> SandboxWorld:
-    world: SandboxWorld = request.getfixturevalue(request.param)
-    return world
+def world(db: None, request: pytest.FixtureRequest) -> Iterator[SandboxWorld]:
+    if request.param == "docker":
+        request.getfixturevalue("docker_ready")
+    name = f"trees-{uuid.uuid4().hex[:12]}"
+    pool = Pool.objects.create(name=name, provider=request.param, image=DOCKER_IMAGE, capacity=10, memory_mib=256)
+    yield SandboxWorld(pool)
+    provider = providers.get_provider(request.param)
+    for sandbox in provider.list(str(pool.owner)):
+        provider.destroy(sandbox.ref)
 
 
-def hypothesis_settings(examples: int) -> Callable[[Any], Any]:
-    """Hypothesis settings. The examples of one test reuse its sandboxes."""
+def examples(world: SandboxWorld, *, process: int, docker: int) -> settings:
+    """Hypothesis settings with a number of examples for each provider. The examples of one test reuse its sandboxes."""
     return settings(
-        max_examples=examples,
+        max_examples=process if world.pool.provider == "process" else docker,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.reuse, Phase.generate],
     )
 
 
-def assert_survives_sleep(world: SandboxWorld, tree: dict[str, Node]) -> None:
-    before = world.make("game-1", WORKSPACE, tree)
-    world.sleep("game-1")
-    assert differing(before, world.look("game-1", WORKSPACE)) == []
-
-
-def assert_survives_sync(world: SandboxWorld, tree: dict[str, Node]) -> None:
-    before = world.make("game-1", DATA, tree)
-    assert differing(before, world.look("game-2", DATA)) == []
-    assert differing(before, world.look("game-1", DATA)) == []
+def assert_survives(world: SandboxWorld, place: str, tree: dict[str, Node]) -> None:
+    """Assert that a tree is the same after sleep and wake (/workspace), or in another sandbox of the agent (/data)."""
+    before = world.make("game-1", place, tree)
+    if place == WORKSPACE:
+        world.sleep("game-1")
+    else:
+        assert differing(before, world.look("game-2", place)) == []
+    assert differing(before, world.look("game-1", place)) == []
 
 
 def differing(before: list[Line], after: list[Line]) -> list[Line]:
@@ -232,55 +218,33 @@ def differing(before: list[Line], after: list[Line]) -> list[Line]:
 # --- round trips ----------------------------------------------------------------------------------------------------------
 
 
-@hypothesis_settings(25)
-@example(EVERY_KIND)
-@example(nested(60))
-@given(trees(NAMES | RAW_NAMES.map(os.fsdecode)))
-def test_any_workspace_survives_sleep(process: SandboxWorld, tree: dict[str, Node]) -> None:
-    assert_survives_sleep(process, tree)
+@pytest.mark.parametrize(
+    ("place", "names"), [(WORKSPACE, NAMES | RAW_NAMES.map(os.fsdecode)), (DATA, NAMES)], ids=["workspace", "data"]
+)
+def test_any_tree_survives_sleep_or_the_move_to_another_sandbox(
+    world: SandboxWorld, place: str, names: st.SearchStrategy[str]
+) -> None:
+    @examples(world, process=15, docker=3)
+    @example(EVERY_KIND)
+    @example(nested(60))
+    @given(trees(names))
+    def round_trip(tree: dict[str, Node]) -> None:
+        assert_survives(world, place, tree)
+
+    round_trip()
 
 
-@hypothesis_settings(25)
-@example(EVERY_KIND)
-@example(nested(60))
-@given(trees(NAMES))
-def test_any_data_is_identical_in_another_sandbox(process: SandboxWorld, tree: dict[str, Node]) -> None:
-    assert_survives_sync(process, tree)
-
-
-@pytest.mark.docker
-@hypothesis_settings(3)
-@example(EVERY_KIND)
-@example(nested(60))
-@given(trees(NAMES | RAW_NAMES.map(os.fsdecode)))
-def test_any_workspace_of_a_container_survives_sleep(docker: SandboxWorld, tree: dict[str, Node]) -> None:
-    assert_survives_sleep(docker, tree)
-
-
-@pytest.mark.docker
-@hypothesis_settings(3)
-@example(EVERY_KIND)
-@example(nested(60))
-@given(trees(NAMES))
-def test_any_data_is_identical_in_another_container(docker: SandboxWorld, tree: dict[str, Node]) -> None:
-    assert_survives_sync(docker, tree)
-
-
-LARGE_FILE: dict[str, Node] = {"large": ("file", 0o644, 50 << 20)}
+LARGE_FILE: dict[str, Node] = {"large": ("file", 0o644, 12 << 20)}
 MANY_FILES: dict[str, Node] = {
     f"d{number}": ("directory", 0o755, {f"file {at}": ("file", 0o644, f"{number:04x}{at:04x}") for at in range(100)})
-    for number in range(20)
+    for number in range(11)
 }
 
 
-@pytest.mark.parametrize("tree", [LARGE_FILE, MANY_FILES], ids=["50 MB", "2,000 files"])
-def test_large_workspace_survives_sleep(world: SandboxWorld, tree: dict[str, Node]) -> None:
-    assert_survives_sleep(world, tree)
-
-
-@pytest.mark.parametrize("tree", [LARGE_FILE, MANY_FILES], ids=["50 MB", "2,000 files"])
-def test_large_data_is_identical_in_another_sandbox(world: SandboxWorld, tree: dict[str, Node]) -> None:
-    assert_survives_sync(world, tree)
+@pytest.mark.parametrize("place", [WORKSPACE, DATA])
+@pytest.mark.parametrize("tree", [LARGE_FILE, MANY_FILES], ids=["12 MB", "1,100 files"])
+def test_large_tree_survives_sleep_or_the_move_to_another_sandbox(world: SandboxWorld, place: str, tree) -> None:
+    assert_survives(world, place, tree)
 
 
 # --- excludes -------------------------------------------------------------------------------------------------------------
@@ -307,23 +271,18 @@ def is_excluded(path: str) -> bool:
     return inside or (parts[0] == "build" and len(parts) > 1 and parts[1].startswith("out"))
 
 
-@hypothesis_settings(25)
-@given(st.dictionaries(EXCLUDED_AND_SIMILAR_NAMES, st.recursive(PLAIN_LEAVES, branching, max_leaves=20), max_size=6))
-def test_snapshot_skips_exactly_the_excluded_paths(process: SandboxWorld, tree: dict[str, Node]) -> None:
-    assert_only_excludes_missing(process, tree)
-
-
-@pytest.mark.docker
-def test_snapshot_of_a_container_skips_exactly_the_excluded_paths(docker: SandboxWorld) -> None:
+def test_snapshot_skips_exactly_the_excluded_paths(world: SandboxWorld) -> None:
+    EnvironmentType.objects.filter(name="coding").update(snapshot_excludes=EXCLUDES)
     below: dict[str, Node] = dict.fromkeys(("node_modules", "a.pyc", "a.pyc2", "out", "outer", "src"), ("file", 420, "00"))
     inner: dict[str, Node] = {**below, "build": ("directory", 0o000, below), "src": ("directory", 0o755, below)}
-    assert_only_excludes_missing(
-        docker, {**inner, "node_modules": ("directory", 0o755, inner), "src": ("directory", 0o755, inner)}
-    )
+    every_combination = {**inner, "node_modules": ("directory", 0o755, inner), "src": ("directory", 0o755, inner)}
 
+    @examples(world, process=15, docker=1)
+    @example(every_combination)
+    @given(st.dictionaries(EXCLUDED_AND_SIMILAR_NAMES, st.recursive(PLAIN_LEAVES, branching, max_leaves=20), max_size=6))
+    def skips_excluded(tree: dict[str, Node]) -> None:
+        before = world.make("game-1", WORKSPACE, tree)
+        world.sleep("game-1")
+        assert differing([line for line in before if not is_excluded(line[0])], world.look("game-1", WORKSPACE)) == []
 
-def assert_only_excludes_missing(world: SandboxWorld, tree: dict[str, Node]) -> None:
-    EnvironmentType.objects.filter(name="coding").update(snapshot_excludes=EXCLUDES)
-    before = world.make("game-1", WORKSPACE, tree)
-    world.sleep("game-1")
-    assert differing([line for line in before if not is_excluded(line[0])], world.look("game-1", WORKSPACE)) == []
+    skips_excluded()

@@ -65,44 +65,35 @@ def test_unchanged_files_are_not_touched(root: Path, round_trip) -> None:
     assert {path: path.lstat().st_ctime_ns for path in root.rglob("*")} == times
 
 
-def test_changes_of_content_mode_and_existence_are_applied(root: Path, round_trip) -> None:
+def test_changes_of_content_mode_existence_and_type_are_applied(root: Path, round_trip) -> None:
+    (root / "flat").write_text("file\n")
+    (root / "gone").mkdir()
+
     def act(copy: Path) -> None:
         (copy / "README").write_text("HELLO\n")
         (copy / "new" / "dir").mkdir(parents=True)
         (copy / "new" / "dir" / "file").write_text("x")
         (copy / "src" / "deep" / "data").unlink()
         (copy / "src" / "deep").rmdir()
+        (copy / "src" / "deep").write_text("flat")
         (copy / "src" / "run").chmod(0o700)
         (copy / "ln").symlink_to("README")
-
-    assert round_trip(act) == 8
-    after = read_tree(root)
-    assert (after["README"][1], after["new/dir/file"][1], after["ln"][1]) == (b"HELLO\n", b"x", "README")
-    assert (root / "src" / "run").stat().st_mode & 0o777 == 0o700
-    assert not (root / "src" / "deep").exists()
-
-
-def test_paths_of_changed_type_are_replaced(root: Path, round_trip) -> None:
-    def act(copy: Path) -> None:
-        (copy / "README").unlink()
-        (copy / "README").mkdir()
-        (copy / "README" / "part").write_text("1")
-        (copy / "src" / "deep" / "data").unlink()
-        (copy / "src" / "deep").rmdir()
-        (copy / "src" / "deep").write_text("flat")
+        (copy / "gone").rmdir()
+        (copy / "flat").unlink()
+        (copy / "flat").mkdir()
+        (copy / "flat" / "part").write_text("1")
         (copy / "link").unlink()
         (copy / "link").mkdir()
         (copy / "link" / "secret").write_text("changed")
+        (root / "meanwhile").write_text("kept")
 
-    round_trip(act)
-    assert (root / "README" / "part").read_text() == "1"
-    assert (root / "src" / "deep").read_text() == "flat"
-    assert ((root / "link").is_symlink(), (root / "link" / "secret").read_text()) == (False, "changed")
-
-
-def test_concurrent_local_file_is_kept(root: Path, round_trip) -> None:
-    round_trip(lambda copy: (root / "meanwhile").write_text("kept"))
-    assert (root / "meanwhile").read_text() == "kept"
+    assert round_trip(act) == 13
+    after = read_tree(root)
+    contents = {"README": b"HELLO\n", "new/dir/file": b"x", "ln": "README", "src/deep": b"flat", "flat/part": b"1",
+                "link/secret": b"changed", "meanwhile": b"kept"}  # fmt: skip
+    assert {path: after[path][1] for path in contents} == contents
+    assert (root / "src" / "run").stat().st_mode & 0o777 == 0o700
+    assert not (root / "link").is_symlink() and not (root / "gone").exists()
 
 
 def test_home_is_not_copied_in_either_direction(root: Path, round_trip) -> None:

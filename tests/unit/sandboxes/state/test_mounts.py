@@ -2,13 +2,13 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -16,7 +16,7 @@ from uuid import UUID, uuid4
 import pytest
 from django.core.checks import run_checks
 
-from leases import execution, leasing
+from leases import leasing
 from leases.models import Lease
 from sandboxes import destruction, eviction, providers, sweeps
 from sandboxes import pool as pools
@@ -25,16 +25,16 @@ from sandboxes.models import Pool, Sandbox, TransitionReason
 from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
 from sandboxes.providers.base import DATA, Rejected
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
 from sandboxes.state import mount_points, mounts, pruning, s3fs, storage_mode
 from sandboxes.state.s3fs import SandboxMount
 from sandboxes.storage import get_store
 from tests.conftest import MINUTE, NOW, run_in_threads, skip_or_fail
+from tests.support.services import require_s3
+from tests.support.state import sandbox_of, sh
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 ADA = "did:plc:ada"
-NEEDED = ("TEST_S3_URL", "TEST_BUCKET", "TEST_S3_ACCESS_KEY_ID", "TEST_S3_SECRET_ACCESS_KEY")
 
 
 class S3Proxy:
@@ -88,11 +88,9 @@ class S3Proxy:
 @pytest.fixture
 def s3_proxy(settings: Any, tmp_path: Path) -> Iterator[S3Proxy]:
     """The S3 server behind a proxy, and a state directory of this test only. Unmounts everything afterwards."""
-    url, bucket, key_id, secret = (os.environ.get(name, "") for name in NEEDED)
-    missing = [name for name in NEEDED if not os.environ.get(name)]
-    missing += [] if shutil.which("s3fs") and os.path.exists("/dev/fuse") else ["s3fs, or /dev/fuse"]
-    if missing or os.geteuid():
-        skip_or_fail(f"mounting requires root and {', '.join(missing or ['nothing else'])}")
+    url, bucket, key_id, secret = require_s3()
+    if os.geteuid() or not shutil.which("s3fs") or not os.path.exists("/dev/fuse"):
+        skip_or_fail("mounting requires root, s3fs and /dev/fuse")
     host, port = url.removeprefix("http://").rstrip("/").split(":")
     s3_proxy = S3Proxy(host, int(port))
     settings.STORAGE_BACKEND, settings.SANDBOX_PROVIDER, settings.DATA_KEEPING = "s3", "docker", "mount"
@@ -118,20 +116,8 @@ def pool(s3_proxy: S3Proxy, docker_pool: Pool) -> Pool:
     return docker_pool
 
 
-def sh(lease: Lease, line: str, *, seconds: float = 30) -> str:
-    command = Command(argv=["sh", "-c", line], timeout=timedelta(seconds=seconds))
-    _, result = execution.exec_command(lease.pk, command, now=NOW)
-    return (result.stdout + result.stderr).decode().strip()
-
-
 def mount_of(lease: Lease) -> SandboxMount:
     return SandboxMount.of(sandbox_of(lease).pk)
-
-
-def sandbox_of(lease: Lease) -> Sandbox:
-    sandbox = pools.find_by_holder(lease.pk)
-    assert sandbox
-    return sandbox
 
 
 def key_prefix(lease: Lease) -> str:
@@ -175,45 +161,32 @@ def destroy(lease: Lease) -> None:
     assert result.counts == {"destroyed": 1}, result
 
 
-@pytest.fixture
-def one(grant: Callable[..., Lease]) -> Lease:
-    return grant(environment="game-1")
-
-
-@pytest.fixture
-def two(grant: Callable[..., Lease]) -> Lease:
-    """A second sandbox of the same agent."""
-    return grant(environment="game-2")
-
-
 def test_files_appear_in_the_bucket_and_objects_in_the_sandbox(one: Lease) -> None:
     assert sh(one, f"mkdir -p {DATA}/memory && echo hello >{DATA}/memory/note && cat {DATA}/memory/note") == "hello"
     assert get_store().get(f"{key_prefix(one)}memory/note") == b"hello\n"
+    ref = sandbox_of(one).ref
+    assert docker("volume", "ls", "-q", "--filter", f"label=leasehold.name={ref}") == f"{ref}-workspace\n"  # none for /data
     get_store().set(f"{key_prefix(one)}from/outside.txt", b"good day")
     assert sh(one, f"cat {DATA}/from/outside.txt") == "good day"
     assert sh(one, f"rm {DATA}/memory/note; ls {DATA}/memory") == ""
     assert bucket_paths(one) == {"from/outside.txt"}
 
 
-def test_written_files_are_measured(one: Lease) -> None:
+def test_files_behave_as_programs_expect_and_are_measured(one: Lease) -> None:
     def measured_bytes() -> int:
         assert pruning.measure_mounted(now=NOW).counts == {"measured": 1}
         data = AgentData.objects.get()
         assert DataSize.objects.latest("pk").size_bytes == data.size_bytes
         return data.size_bytes
 
-    sh(one, f"echo hello >{DATA}/note")
-    before = measured_bytes()
-    sh(one, f"mkdir {DATA}/more && head -c 5000 /dev/zero >{DATA}/more/zeros && rm {DATA}/note")
-    assert measured_bytes() == before + 5000 - len("hello\n")
-
-
-def test_files_behave_as_programs_expect(one: Lease) -> None:
     line = (
         f"cd {DATA} && echo 1 >a && echo 2 >>a && mv a b && ln -s b c && cat c && chmod 750 b && stat -c %a:%u b && "
         "git init -q repo && cd repo && touch x && git add x && git commit -qm one && git log --format=%s"
     )
-    assert sh(one, line, seconds=60).splitlines() == ["1", "2", "750:10001", "one"]
+    assert sh(one, line).splitlines() == ["1", "2", "750:10001", "one"]
+    before = measured_bytes()
+    sh(one, f"mkdir {DATA}/more && head -c 5000 /dev/zero >{DATA}/more/zeros && rm {DATA}/b")
+    assert measured_bytes() == before + 5000 - len("1\n2\n")
 
 
 def test_two_sandboxes_of_an_agent_see_each_others_files(one: Lease, two: Lease) -> None:
@@ -228,11 +201,10 @@ def test_files_are_not_visible_to_other_agents(one: Lease, grant: Callable[..., 
     assert sh(grant(agent="did:plc:bob", environment="game-9"), f"ls -A {DATA}") == "skills"
 
 
-@pytest.mark.parametrize("did", ["did:web:example.org%3A8443:agents:x", "did:key:z6Mk-._a"])
-def test_did_with_colons_or_escapes_is_a_valid_prefix(grant: Callable[..., Lease], did: str) -> None:
-    lease = grant(agent=did)
-    sh(lease, f"echo hello >{DATA}/note")
-    assert get_store().get(f"agents/{did}/files/note") == b"hello\n"
+def test_did_with_colons_or_escapes_is_a_valid_prefix(grant: Callable[..., Lease]) -> None:
+    for did in ("did:web:example.org%3A8443:agents:x", "did:key:z6Mk-._a"):
+        sh(grant(agent=did, environment=f"game-{len(did)}"), f"echo hello >{DATA}/note")
+        assert get_store().get(f"agents/{did}/files/note") == b"hello\n"
 
 
 def test_skill_is_seeded_once_and_not_after_removal(one: Lease, two: Lease) -> None:
@@ -241,14 +213,17 @@ def test_skill_is_seeded_once_and_not_after_removal(one: Lease, two: Lease) -> N
     assert sh(two, f"ls -A {DATA}/skills") == ""
 
 
-def test_dead_s3fs_is_replaced_before_the_next_command(one: Lease) -> None:
+def test_dead_or_stuck_s3fs_is_replaced_before_the_next_command(one: Lease) -> None:
     sh(one, f"echo hello >{DATA}/note")
     mount = mount_of(one)
     for _ in range(2):
         mount.end(grace_seconds=0)
         assert mount.probe() == s3fs.DEAD
         assert sh(one, f"cat {DATA}/note") == "hello"
-    assert len(mount._find_s3fs_pids()) == 1
+    [stuck] = mount._find_s3fs_pids()
+    os.kill(stuck, signal.SIGSTOP)
+    assert sh(one, f"cat {DATA}/note") == "hello"
+    assert stuck not in mount._find_s3fs_pids()
 
 
 def test_dead_s3fs_is_replaced_in_a_container_started_while_mounted(one: Lease) -> None:
@@ -260,25 +235,13 @@ def test_dead_s3fs_is_replaced_in_a_container_started_while_mounted(one: Lease) 
     assert get_store().get(f"{key_prefix(one)}more") == b"again\n"
 
 
-def test_mounted_data_has_no_docker_volume(one: Lease) -> None:
-    sh(one, "true")
-    ref = sandbox_of(one).ref
-    assert docker("volume", "ls", "-q", "--filter", f"label=leasehold.name={ref}") == f"{ref}-workspace\n"
-
-
-def test_externally_removed_mount_is_restored(one: Lease) -> None:
+def test_externally_removed_mount_refuses_writes_and_is_restored(one: Lease) -> None:
     sh(one, f"echo hello >{DATA}/note")
     mount_of(one).unmount()
-    assert sh(one, f"cat {DATA}/note") == "hello"
-
-
-def test_process_cannot_write_to_the_directory_without_a_mount(one: Lease) -> None:
-    sh(one, "true")
-    mount_of(one).unmount()
-    result = providers.get_provider("docker").exec(
-        sandbox_of(one).ref, ["touch", f"{DATA}/lost"], env={}, timeout=MINUTE, mark=uuid4().hex
-    )
+    provider = providers.get_provider("docker")
+    result = provider.exec(sandbox_of(one).ref, ["touch", f"{DATA}/lost"], env={}, timeout=MINUTE, mark=uuid4().hex)
     assert b"Permission denied" in result.stderr
+    assert sh(one, f"cat {DATA}/note") == "hello"
 
 
 def test_concurrent_attaches_create_one_mount(one: Lease) -> None:
@@ -311,14 +274,6 @@ def test_dead_server_refuses_commands_in_bounded_time(one: Lease, two: Lease, s3
     assert not mount_of(two).device()
     s3_proxy.restore()
     assert sh(two, f"cat {DATA}/note") == "hello"
-
-
-def test_stuck_s3fs_is_replaced(one: Lease) -> None:
-    sh(one, f"echo hello >{DATA}/note")
-    [stuck] = mount_of(one)._find_s3fs_pids()
-    os.kill(stuck, 19)
-    assert sh(one, f"cat {DATA}/note") == "hello"
-    assert stuck not in mount_of(one)._find_s3fs_pids()
 
 
 def test_wrong_keys_are_reported_and_leave_no_mount(one: Lease, settings: Any) -> None:
@@ -375,21 +330,14 @@ def test_s3_keys_are_not_visible_in_the_sandbox(one: Lease, settings: Any) -> No
 
 def test_mount_gives_the_sandbox_no_additional_rights(one: Lease) -> None:
     status = sh(one, "cat /proc/self/status; ls /sys/class/net; ls /dev")
-    assert "CapBnd:\t0000000000000000" in status
-    assert "NoNewPrivs:\t1" in status
-    assert "fuse" not in status
-    assert "eth0" not in status
+    assert "CapBnd:\t0000000000000000" in status and "NoNewPrivs:\t1" in status
+    assert "fuse" not in status and "eth0" not in status
     script = f"import ctypes, os; c = ctypes.CDLL(None, use_errno=True); c.umount2(b'{DATA}', 2); print(ctypes.get_errno())"
     assert sh(one, f'python3 -c "{script}"') == "1"
-
-
-def test_mount_made_inside_does_not_propagate(one: Lease) -> None:
-    """Propagation is one-way: a mount made by the container's root on /data stays in the container."""
-    sh(one, "true")
-    mount, ref = mount_of(one), sandbox_of(one).ref
-    pid = docker("inspect", "-f", "{{.State.Pid}}", ref).strip()
+    # Propagation is one-way: a mount made by the container's root on /data stays in the container.
+    pid = docker("inspect", "-f", "{{.State.Pid}}", sandbox_of(one).ref).strip()
     subprocess.run(["nsenter", "-t", pid, "-m", "mount", "-t", "tmpfs", "none", DATA], check=True)
-    assert [line.split(" - ")[1].split()[0] for line in mount_lines(mount)] == ["fuse.s3fs", "fuse.s3fs"]
+    assert [line.split(" - ")[1].split()[0] for line in mount_lines(mount_of(one))] == ["fuse.s3fs", "fuse.s3fs"]
 
 
 def test_synced_data_works_in_a_sandbox_with_a_mount_directory(one: Lease) -> None:

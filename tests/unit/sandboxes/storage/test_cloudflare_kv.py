@@ -4,7 +4,6 @@ Its storage semantics are tested in tests/conformance/test_store.py."""
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from sandboxes.storage.base import StoreError, StoreRefused
 from sandboxes.storage.cloudflare_kv import MAX_ATTEMPTS, RETRY_DEADLINE_SECONDS, CloudflareKVStore
 from tests.support.loopback import Responder, ScriptedServer, drop_connection, respond, run_scripted_server, stall_response
+from tests.support.stores import KEY_METHODS
 
 TOKEN = "a-token-that-nobody-may-see"
 NOW = 1_795_262_400.0  # Sat, 21 Nov 2026 12:00:00 GMT
@@ -38,26 +38,13 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with run_scripted_server() as server:
-        yield server
-
-
-@pytest.fixture
 def store(server: ScriptedServer, clock: FakeClock) -> CloudflareKVStore:
     return kv(server, clock)
 
 
 def kv(server: ScriptedServer, clock: FakeClock, **options: Any) -> CloudflareKVStore:
-    return CloudflareKVStore(
-        "ns",
-        account_id="acc",
-        api_token=TOKEN,
-        api=server.url,
-        sleep=clock.sleep,
-        clock=lambda: clock.now,
-        **{"timeout": (20, 20)} | options,
-    )
+    options: dict[str, Any] = {"timeout": (20, 20), "sleep": clock.sleep, "clock": lambda: clock.now} | options
+    return CloudflareKVStore("ns", account_id="acc", api_token=TOKEN, api=server.url, **options)
 
 
 def success(result: object = None, status: int = 200, **options: object) -> Responder:
@@ -77,42 +64,27 @@ def keys(*names: str, cursor: str = "") -> Responder:
 # --- retries ----------------------------------------------------------------------------------------------------
 
 
-def test_rate_limited_write_is_retried_after_retry_after_seconds(
-    server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock
+@pytest.mark.parametrize(
+    ("retry_after", "seconds"), [("3", 3), ("Sat, 21 Nov 2026 12:00:07 GMT", 7), ("soon", 1)], ids=["3 s", "date", "invalid"]
+)
+def test_rate_limited_write_is_retried_after_retry_after(
+    server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock, retry_after: str, seconds: int
 ) -> None:
-    server.script = [failure(429, 10048, Retry_After="3"), failure(429, 10048), success()]
+    server.script = [failure(429, 10048, Retry_After=retry_after), failure(429, 10048), success()]
     store.set("k", b"value")
-    assert clock.slept == [3, 2]
+    assert clock.slept == [seconds, 2]
     assert [request.body for request in server.seen] == [b"value"] * 3
 
 
-def test_retry_after_may_be_a_date(server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock) -> None:
-    server.script = [
-        failure(429, 10048, Retry_After="Sat, 21 Nov 2026 12:00:07 GMT"),
-        failure(429, 10048, Retry_After="soon"),
-        success(),
-    ]
-    store.set("k", b"value")
-    assert clock.slept == [7, 2]
-
-
+@pytest.mark.parametrize(("headers", "attempts"), [({}, MAX_ATTEMPTS), ({"Retry_After": "3600"}, 1)], ids=["none", "too late"])
 def test_persistent_rate_limit_fails_in_bounded_time(
-    server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock
+    server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock, headers: dict[str, str], attempts: int
 ) -> None:
-    server.script = [failure(429, 10048)]
-    with pytest.raises(StoreError, match=r"set of 'k': failed after 5 attempts; .*429"):
+    server.script = [failure(429, 10048, **headers)]
+    with pytest.raises(StoreError, match=rf"set of 'k': failed after {attempts} attempts; .*429"):
         store.set("k", b"value")
-    assert len(server.seen) == MAX_ATTEMPTS
+    assert (len(server.seen), len(clock.slept)) == (attempts, attempts - 1)
     assert sum(clock.slept) <= RETRY_DEADLINE_SECONDS
-
-
-def test_retry_after_beyond_the_deadline_fails_at_once(
-    server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock
-) -> None:
-    server.script = [failure(429, 10048, Retry_After="3600")]
-    with pytest.raises(StoreError, match="failed after 1 attempts"):
-        store.set("k", b"value")
-    assert clock.slept == []
 
 
 @pytest.mark.parametrize(
@@ -147,14 +119,8 @@ def test_token_is_only_in_the_authorization_header(
     netrc.write_text("machine 127.0.0.1 login someone password else\n")
     monkeypatch.setenv("NETRC", str(netrc))
     store = kv(server, clock)
-    for response in (
-        failure(403, 10000),
-        failure(401, 10000),
-        failure(500, 1),
-        drop_connection,
-        respond(200, b"no JSON"),
-        failure(404, 10013),
-    ):
+    statuses = [failure(*error) for error in ((403, 10000), (401, 10000), (500, 1), (404, 10013))]
+    for response in (*statuses, drop_connection, respond(200, b"no JSON")):
         server.script = [response]
         with pytest.raises(StoreError) as failed:
             store.remove("k")
@@ -165,29 +131,21 @@ def test_token_is_only_in_the_authorization_header(
         assert TOKEN not in f"{request.path} {request.headers} {request.body!r}"
 
 
-def test_rejected_token_fails_without_retry(server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock) -> None:
-    server.script = [failure(403, 10000)]
-    with pytest.raises(StoreError, match="rejects this token"):
-        store.get("k")
-    assert len(server.seen) == 1
-
-
-def test_redirect_is_not_followed(server: ScriptedServer, store: CloudflareKVStore) -> None:
-    server.script = [respond(302, Location=f"{server.url}/elsewhere"), respond(200, b"value")]
-    with pytest.raises(StoreError, match="302"):
-        store.get("k")
-    assert len(server.seen) == 1
+def test_rejected_token_and_redirect_fail_without_retry(server: ScriptedServer, store: CloudflareKVStore) -> None:
+    for response, message in (failure(403, 10000), "rejects this token"), (respond(302, Location=server.url), "302"):
+        server.script, server.seen = [response, respond(200, b"value")], []
+        with pytest.raises(StoreError, match=message):
+            store.get("k")
+        assert len(server.seen) == 1
 
 
 def test_missing_namespace_is_distinguished_from_missing_key(server: ScriptedServer, store: CloudflareKVStore) -> None:
     server.script = [failure(404, 10009)]
     assert store.get("k") is None
-    server.script = [failure(404, 10013)]
-    with pytest.raises(StoreError, match=r"404, codes \[10013\]"):
-        store.get("k")
-    server.script = [respond(404, b"page not found")]
-    with pytest.raises(StoreError, match="404"):
-        store.get("k")
+    for response, message in (failure(404, 10013), r"404, codes \[10013\]"), (respond(404, b"page not found"), "404"):
+        server.script = [response]
+        with pytest.raises(StoreError, match=message):
+            store.get("k")
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
@@ -197,9 +155,9 @@ def test_values_and_keys_beyond_the_limits_are_refused_before_a_request(
     server: ScriptedServer, store: CloudflareKVStore
 ) -> None:
     for key in (".", "..", "", "x" * 513):
-        for act in (store.get, store.has, store.remove, lambda key: store.set(key, b"x"), lambda key: store.remove_many([key])):
+        for act in KEY_METHODS.values():
             with pytest.raises(StoreRefused):
-                act(key)
+                act(store, key)
     with pytest.raises(StoreRefused, match=r"set of 'k': the value has 26214401 bytes; the limit is 26214400"):
         store.set("k", bytes((25 << 20) + 1))
     with pytest.raises(StoreRefused, match=r"upload of 'k'"):
@@ -212,10 +170,8 @@ def test_a_key_is_one_segment_of_the_url_and_behind_the_prefix(server: ScriptedS
     store = kv(server, clock, prefix="ours/")
     store.set("a b/ü?#%2F", b"x")
     store.set("..", b"x")  # valid with the prefix
-    assert [request.path for request in server.seen] == [
-        f"{BASE}/values/ours%2Fa%20b%2F%C3%BC%3F%23%252F",
-        f"{BASE}/values/ours%2F..",
-    ]
+    paths = ["ours%2Fa%20b%2F%C3%BC%3F%23%252F", "ours%2F.."]
+    assert [request.path for request in server.seen] == [f"{BASE}/values/{path}" for path in paths]
     assert server.seen[0].headers["Content-Type"] == "application/octet-stream"
     with pytest.raises(StoreRefused):
         store.set("x" * 508, b"x")
@@ -249,10 +205,10 @@ def test_empty_api_page_with_a_cursor_is_not_the_end(server: ScriptedServer, sto
         store.page()
 
 
-@pytest.mark.parametrize("cursor", ["junk", "[1, 2]", "{}", '["a"]'])
-def test_invalid_cursor_is_refused(server: ScriptedServer, store: CloudflareKVStore, cursor: str) -> None:
-    with pytest.raises(StoreRefused, match="cursor"):
-        store.page(cursor=cursor)
+def test_invalid_cursor_is_refused(store: CloudflareKVStore) -> None:
+    for cursor in ("junk", "[1, 2]", "{}", '["a"]'):
+        with pytest.raises(StoreRefused, match="cursor"):
+            store.page(cursor=cursor)
 
 
 def test_keys_that_a_batch_did_not_remove_are_removed_singly(server: ScriptedServer, clock: FakeClock) -> None:
@@ -262,11 +218,11 @@ def test_keys_that_a_batch_did_not_remove_are_removed_singly(server: ScriptedSer
     assert json.loads(server.seen[0].body) == ["ours/a", "ours/b", "ours/c"]
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"result": []}', b'{"success": true}', b'{"success": true, "result": [1]}'])
-def test_invalid_listing_raises_store_error(server: ScriptedServer, store: CloudflareKVStore, body: bytes) -> None:
-    server.script = [respond(200, body)]
-    with pytest.raises(StoreError, match="the response is"):
-        store.page()
+def test_invalid_listing_raises_store_error(server: ScriptedServer, store: CloudflareKVStore) -> None:
+    for body in (b"", b"[]", b'{"result": []}', b'{"success": true}', b'{"success": true, "result": [1]}'):
+        server.script = [respond(200, body)]
+        with pytest.raises(StoreError, match="the response is"):
+            store.page()
 
 
 def test_range_is_cut_from_the_value(server: ScriptedServer, store: CloudflareKVStore) -> None:

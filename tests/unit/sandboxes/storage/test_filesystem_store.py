@@ -6,8 +6,8 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from sandboxes.storage import filesystem
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.filesystem import FilesystemStore
-from tests.conftest import run_in_threads
+from tests.support.disks import small_disk
+from tests.support.stores import METHODS
 
 MIB = 1 << 20
 HOUR = timedelta(hours=1)
@@ -38,20 +39,7 @@ def files(store: FilesystemStore) -> list[str]:
 
 
 @contextmanager
-def small_disk(at: Path) -> Iterator[None]:
-    """Mount a file system of 1 MiB. Requires root."""
-    at.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "leasehold-test", at], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"No file system can be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", at], check=True)
-
-
-@contextmanager
-def small_files() -> Iterator[None]:
+def small_files(root: Path) -> Iterator[None]:
     """Limit the files of this process to 256 KiB."""
     previous = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -63,44 +51,31 @@ def small_files() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_full_disk_raises_store_error_and_keeps_the_old_value(store: FilesystemStore) -> None:
-    with small_disk(store.root):
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [(lambda root: small_disk(root, "1m"), "No space left on device"), (small_files, "File too large")],
+    ids=["disk", "file size limit"],
+)
+def test_full_disk_raises_store_error_and_keeps_the_old_value(
+    store: FilesystemStore, limit: Callable[[Path], AbstractContextManager[object]], message: str
+) -> None:
+    with limit(store.root):
         store.set("k", b"old")
         for _ in range(3):  # a failed write frees its space
-            with pytest.raises(StoreError, match="filesystem: set of 'k': No space left on device"):
+            with pytest.raises(StoreError, match=f"filesystem: set of 'k': {message}"):
                 store.set("k", bytes(2 * MIB))
-            with pytest.raises(StoreError, match="filesystem: upload of 'k': No space left on device"):
+            with pytest.raises(StoreError, match=f"filesystem: upload of 'k': {message}"):
                 store.upload("k", io.BytesIO(bytes(2 * MIB)))
-        store.set("other", bytes(MIB // 2))
+        store.set("other", bytes(MIB // 8))
         assert store.get("k") == b"old"
         assert files(store) == ["k.value", "other.value"]
 
 
-def test_file_size_limit_raises_store_error_and_keeps_the_old_value(store: FilesystemStore) -> None:
-    store.set("k", b"old")
-    with small_files():
-        with pytest.raises(StoreError, match="set of 'k': File too large"):
-            store.set("k", bytes(MIB))
-        with pytest.raises(StoreError, match="upload of 'k': File too large"):
-            store.upload("k", io.BytesIO(bytes(MIB)))
-    assert store.get("k") == b"old"
-    assert files(store) == ["k.value"]
-
-
-def test_root_that_is_a_file_raises_store_error_in_every_method(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_root_that_is_a_file_raises_store_error_in_every_method(tmp_path: Path, method: str) -> None:
     (tmp_path / "file").write_bytes(b"")
-    store = FilesystemStore(tmp_path / "file")
-    for act in (
-        lambda: store.get("k"),
-        lambda: store.set("k", b""),
-        lambda: store.has("k"),
-        lambda: store.remove("k"),
-        lambda: store.page(),
-        lambda: store.download("k", io.BytesIO()),
-        lambda: store.sweep_leftovers(datetime.now(UTC)),
-    ):
-        with pytest.raises(StoreError, match="Not a directory"):
-            act()
+    with pytest.raises(StoreError, match="Not a directory"):
+        METHODS[method](FilesystemStore(tmp_path / "file"), "k")
 
 
 def test_value_truncated_during_download_raises_store_error(store: FilesystemStore) -> None:
@@ -131,10 +106,10 @@ FilesystemStore(Path(sys.argv[1])).upload("k", Source())
 
 
 def test_leftover_of_a_killed_write_is_hidden_and_swept_later(store: FilesystemStore) -> None:
+    assert store.sweep_leftovers(datetime.now(UTC)) == 0
     store.set("k", b"old")
-    result = subprocess.run(
-        [sys.executable, "-c", CRASHING_UPLOAD_SCRIPT, str(store.root)], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", CRASHING_UPLOAD_SCRIPT, str(store.root)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert store.get("k") == b"old"
     assert list(store.list()) == ["k"]
@@ -147,10 +122,6 @@ def test_leftover_of_a_killed_write_is_hidden_and_swept_later(store: FilesystemS
     assert store.get("k") == b"old"
 
 
-def test_sweep_of_an_empty_store_finds_nothing(store: FilesystemStore) -> None:
-    assert store.sweep_leftovers(datetime.now(UTC)) == 0
-
-
 def test_remove_deletes_empty_directories(store: FilesystemStore) -> None:
     store.set("a/b/c", b"x")
     store.set("a/d", b"x")
@@ -158,16 +129,16 @@ def test_remove_deletes_empty_directories(store: FilesystemStore) -> None:
     assert sorted(path.name for path in store.root.rglob("*")) == [".new", "a", "d.value"]
 
 
-def test_write_succeeds_while_its_directory_is_removed(store: FilesystemStore) -> None:
-    def write_and_remove(at: int) -> object:
-        for turn in range(60):
-            store.set(f"a/b/{at}", b"%d" % turn)
-            assert store.get(f"a/b/{at}") == b"%d" % turn
-            store.remove(f"a/b/{at}")
-        return None
+def test_key_removed_right_after_its_write_is_no_error(store: FilesystemStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
 
-    with run_in_threads(4) as run:
-        assert run(write_and_remove) == [None] * 4
+    def replace_and_remove(source: Path, target: Path) -> None:
+        replace(source, target)
+        store.remove("a/b")  # and its directory
+
+    monkeypatch.setattr(os, "replace", replace_and_remove)
+    store.set("a/b", b"x")
+    assert store.is_empty()
 
 
 # --- listings -----------------------------------------------------------------------------------------------------
@@ -200,22 +171,14 @@ def test_page_reads_only_directories_that_prefix_and_cursor_allow(
 
 def test_foreign_files_are_not_listed(store: FilesystemStore) -> None:
     store.set("k", b"x")
-    for name in ("lost+found", "a b", ".snapshot"):
-        (store.root / name).mkdir()
-        (store.root / name / "x.value").write_bytes(b"x")
-    (store.root / "README").write_bytes(b"x")
-    (store.root / "a b.value").write_bytes(b"x")
+    for name in ("lost+found/x.value", "a b/x.value", ".snapshot/x.value", "README", "a b.value"):
+        (store.root / name).parent.mkdir(exist_ok=True)
+        (store.root / name).write_bytes(b"x")
     assert list(store.list()) == ["k"]
 
 
 LETTERS = st.sampled_from(["/", "/", "=", ".", "%", "a", "b", "!", "ä", "\x01", "a" * 64, "a" * 63, "ä" * 32])
 KEYS = st.lists(LETTERS, min_size=1, max_size=6).map("".join).filter(lambda key: len(key.encode()) <= 512)
-
-
-@pytest.fixture
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync: it does not affect the mapping of keys to names."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

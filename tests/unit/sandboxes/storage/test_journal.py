@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandboxes.storage.base import MAX_PAGE_SIZE, KeyValueStore, ListingPage, StoreError, StoreRefused
+from sandboxes.storage.base import KeyValueStore, StoreError, StoreRefused
 from sandboxes.storage.filesystem import FilesystemStore
 from sandboxes.storage.memory import MemoryStore
 from sandboxes.stores.journal import (
@@ -33,60 +33,39 @@ from sandboxes.stores.journal import (
 )
 from tests.conftest import NOW, SimulatedCrash, run_in_threads
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
 SECOND = timedelta(seconds=1)
 MICROSECOND = timedelta(microseconds=1)
 ROOT = Path(__file__).resolve().parents[4]
+
+
+def _recorded(method: str) -> Callable[..., Any]:
+    def call(proxy: "StoreProxy", *args: Any, **options: Any) -> Any:
+        proxy.calls.append(method)
+        proxy.before(len(proxy.calls))
+        return getattr(proxy.inner, method)(*args, **options)
+
+    return call
 
 
 class StoreProxy(KeyValueStore):
     """Store proxy that calls `before(call number)` first. With `tear`, only so many bytes of an append are stored."""
 
     name = "staged"
+    get, set, remove, has = map(_recorded, ("get", "set", "remove", "has"))
+    page, upload, download = map(_recorded, ("page", "upload", "download"))
 
-    def __init__(self, inner: KeyValueStore) -> None:
+    def __init__(self, inner: KeyValueStore, before: Callable[[int], object] = lambda call: None) -> None:
         self.inner, self.supports_append = inner, inner.supports_append
         self.calls: list[str] = []
-        self.before: Callable[[int], None] = lambda call: None
+        self.before = before
         self.tear: int | None = None
 
-    def _step(self, method: str) -> None:
-        self.calls.append(method)
-        self.before(len(self.calls))
-
-    def get(self, key: str) -> bytes | None:
-        self._step("get")
-        return self.inner.get(key)
-
-    def set(self, key: str, value: bytes) -> None:
-        self._step("set")
-        self.inner.set(key, value)
-
-    def remove(self, key: str) -> None:
-        self._step("remove")
-        self.inner.remove(key)
-
-    def has(self, key: str) -> bool:
-        self._step("has")
-        return self.inner.has(key)
-
-    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> ListingPage:
-        self._step("page")
-        return self.inner.page(prefix, cursor=cursor, limit=limit)
-
-    def upload(self, key: str, source: BinaryIO) -> None:
-        self._step("upload")
-        self.inner.upload(key, source)
-
-    def download(self, key: str, target: BinaryIO, *, start: int = 0, length: int | None = None) -> bool:
-        self._step("download")
-        return self.inner.download(key, target, start=start, length=length)
-
     def append(self, key: str, data: bytes, *, sync: bool = True) -> None:
-        self._step("append")
-        if self.tear is not None and self.tear < len(data):
-            self.inner.append(key, data[: self.tear], sync=sync)
-            raise SimulatedCrash()
-        self.inner.append(key, data, sync=sync)
+        torn = self.tear is not None and self.tear < len(data)
+        _recorded("append")(self, key, data[: self.tear] if torn else data, sync=sync)
+        if torn:
+            raise SimulatedCrash
 
 
 KINDS = ("filesystem", "memory")  # segments that are appended to, and one object per append
@@ -94,11 +73,6 @@ KINDS = ("filesystem", "memory")  # segments that are appended to, and one objec
 
 def make_store(kind: str, root: Path) -> KeyValueStore:
     return MemoryStore() if kind == "memory" else FilesystemStore(root)
-
-
-@pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> KeyValueStore:
-    return make_store(request.param, tmp_path / "store")
 
 
 @pytest.fixture
@@ -118,18 +92,6 @@ def read_payloads(store: KeyValueStore) -> list[bytes]:
 def only_segment(store: KeyValueStore) -> str:
     (key,) = store.list("j/log/")
     return key
-
-
-def crash_before(call: int) -> Callable[[int], None]:
-    def before(at: int) -> None:
-        if at == call:
-            raise SimulatedCrash()
-
-    return before
-
-
-def test_empty_journal_replays_to_nothing(store: KeyValueStore) -> None:
-    assert read_payloads(store) == []
 
 
 def test_records_are_replayed_as_they_were_appended(store: KeyValueStore, now: datetime) -> None:
@@ -175,13 +137,10 @@ def test_append_adds_to_the_end_of_the_value(files: FilesystemStore, sync: bool)
     assert (files.get("a/b"), files.get("c"), [*files.list()]) == (b"onetwo", b"set and appended", ["a/b", "c"])
 
 
-def test_append_is_refused_without_support() -> None:
+def test_append_is_refused_without_support_and_fails_with_store_error(files: FilesystemStore) -> None:
     assert not MemoryStore.supports_append
     with pytest.raises(StoreRefused):
         MemoryStore().append("a", b"x")
-
-
-def test_failed_append_raises_store_error(files: FilesystemStore) -> None:
     files.set("a", b"x")
     files.root = files.root / "a.value"  # a file in the place of a directory
     with pytest.raises(StoreError, match="append of 'b'"):
@@ -224,14 +183,16 @@ def test_segment_cut_at_any_byte_keeps_the_complete_records(files: FilesystemSto
 
 
 @pytest.mark.parametrize(
-    "tail", [b"\0" * 64, b"\xff" * 64, b"\0", encode_record(Record(Stamp(1, "00" * 8, 1), b"x"))[:-1] + b"y"]
+    "tail", [b"\0" * 64, b"\xff" * 64, b"\0", b"half a rec", encode_record(Record(Stamp(1, "00" * 8, 1), b"x"))[:-1] + b"y"]
 )
-def test_invalid_tail_is_torn(files: FilesystemStore, now: datetime, tail: bytes) -> None:
-    journal(files).append(b"whole", now=now)
-    files.append(only_segment(files), tail)
+def test_invalid_tail_of_every_segment_is_torn(files: FilesystemStore, now: datetime, tail: bytes) -> None:
+    for number in (1, 2, 3):
+        journal(files).append(b"%d" % number, now=now + number * SECOND)
+    for key in [*files.list("j/log/")]:
+        files.append(key, tail)
     result = journal(files).replay()
-    assert [record.payload for record in result.records] == [b"whole"]
-    assert [torn.tail for torn in result.torn] == [tail]
+    assert [record.payload for record in result.records] == [b"1", b"2", b"3"]
+    assert [torn.tail for torn in result.torn] == [tail] * 3
 
 
 @given(st.binary(max_size=200))
@@ -251,36 +212,27 @@ def test_corrupt_byte_loses_its_record_and_the_following(payloads: list[bytes], 
     assert [record.payload for record in decode_records(bytes(whole))] == payloads[:first_damaged]
 
 
-def test_replay_continues_after_a_torn_segment(files: FilesystemStore, now: datetime) -> None:
-    for number in (1, 2, 3):
-        journal(files).append(b"%d" % number, now=now + number * SECOND)
-    for key in list(files.list("j/log/")):
-        files.append(key, b"half a rec")
-    result = journal(files).replay()
-    assert ([record.payload for record in result.records], len(result.torn)) == ([b"1", b"2", b"3"], 3)
-
-
-@pytest.mark.parametrize("arrived", range(40))
-def test_process_continues_in_a_new_segment_after_a_torn_append(files: FilesystemStore, now: datetime, arrived: int) -> None:
-    proxy = StoreProxy(files)
-    writer = journal(proxy)
-    writer.append(b"before", now=now)
-    proxy.tear = arrived
-    with pytest.raises(SimulatedCrash):
-        writer.append(b"torn, as it is", now=now)
-    proxy.tear = None
-    writer.append(b"after", now=now)
-    assert read_payloads(files) == [b"before", b"after"]
-    assert len(journal(files).replay().torn) == (arrived > 0)
+def test_process_continues_in_a_new_segment_after_a_torn_append(tmp_path: Path, now: datetime) -> None:
+    for arrived in range(40):
+        files = FilesystemStore(tmp_path / str(arrived))
+        proxy = StoreProxy(files)
+        writer = journal(proxy)
+        writer.append(b"before", now=now)
+        proxy.tear = arrived
+        with pytest.raises(SimulatedCrash):
+            writer.append(b"torn, as it is", now=now)
+        proxy.tear = None
+        writer.append(b"after", now=now)
+        assert read_payloads(files) == [b"before", b"after"]
+        assert len(journal(files).replay().torn) == (arrived > 0)
 
 
 def test_append_that_the_store_rejects_is_not_acknowledged(store: KeyValueStore, now: datetime) -> None:
     def fail(call: int) -> None:
         raise StoreError("staged", "any", "away")
 
-    proxy = StoreProxy(store)
+    proxy = StoreProxy(store, fail)
     writer = journal(proxy)
-    proxy.before = fail
     with pytest.raises(StoreError):
         writer.append(b"lost", now=now)
     proxy.before = lambda call: None
@@ -303,26 +255,22 @@ def fill(store: KeyValueStore, now: datetime, *, with_snapshot: bool = True) -> 
     return [b"%d" % number for number in range(6)]
 
 
-def test_compaction_leaves_one_object_with_the_same_records(store: KeyValueStore, now: datetime) -> None:
+def count_objects(store: KeyValueStore, *kinds: str) -> list[int]:
+    return [len([*store.list(f"j/{kind}/")]) for kind in kinds]
+
+
+def test_compaction_leaves_one_object_with_the_selected_records(store: KeyValueStore, now: datetime) -> None:
+    assert journal(store).compact() == CompactionResult()  # of an empty journal
     expected = fill(store, now)
     before = journal(store).replay()
     assert journal(store).compact() == CompactionResult()
     assert journal(store).replay() == before
     assert read_payloads(store) == expected
-    assert [len([*store.list(f"j/{kind}/")]) for kind in ("log", "snap", "torn")] == [0, 1, 0]
-
-
-def test_compaction_drops_unselected_records(store: KeyValueStore, now: datetime) -> None:
-    fill(store, now)
+    assert count_objects(store, "log", "snap", "torn") == [0, 1, 0]
     result = journal(store).compact(lambda records: records[4:])
     assert result is not None
     assert [record.payload for record in result.dropped] == [b"0", b"1", b"2", b"3"]
     assert read_payloads(store) == [b"4", b"5"]
-
-
-def test_empty_journal_can_be_compacted(store: KeyValueStore) -> None:
-    assert journal(store).compact() == CompactionResult()
-    assert read_payloads(store) == []
 
 
 def count_steps(store: KeyValueStore, now: datetime) -> int:
@@ -333,36 +281,37 @@ def count_steps(store: KeyValueStore, now: datetime) -> int:
     return len(proxy.calls)
 
 
+def crash_compaction(store: KeyValueStore, call: int, now: datetime, *select: Any) -> list[bytes]:
+    """Fill a journal and crash before this store call of a compaction. Return all payloads."""
+
+    def before(at: int) -> None:
+        if at == call:
+            raise SimulatedCrash
+
+    payloads = fill(store, now)
+    with pytest.raises(SimulatedCrash):
+        journal(StoreProxy(store, before)).compact(*select)
+    return payloads
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_compaction_crash_before_any_step_loses_nothing(kind: str, tmp_path: Path, now: datetime) -> None:
+    remaining = []
     for call in range(1, count_steps(make_store(kind, tmp_path / "counted"), now) + 1):
         store = make_store(kind, tmp_path / str(call))
-        expected = fill(store, now)
-        proxy = StoreProxy(store)
-        proxy.before = crash_before(call)
-        with pytest.raises(SimulatedCrash):
-            journal(proxy).compact()
+        expected = crash_compaction(store, call, now)
         assert read_payloads(store) == expected
         journal(store).append(b"6", now=now + 6 * SECOND)
         assert read_payloads(store) == [*expected, b"6"]
         journal(store).compact()  # the next compaction cleans up
         assert read_payloads(store) == [*expected, b"6"]
-        assert [len([*store.list(f"j/{kind}/")]) for kind in ("log", "snap")] == [0, 1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_dropped_records_stay_dropped_once_the_snapshot_is_written(kind: str, tmp_path: Path, now: datetime) -> None:
-    counts = []
-    for call in range(1, count_steps(make_store(kind, tmp_path / "counted"), now) + 1):
-        store = make_store(kind, tmp_path / str(call))
-        fill(store, now)
-        proxy = StoreProxy(store)
-        proxy.before = crash_before(call)
-        with pytest.raises(SimulatedCrash):
-            journal(proxy).compact(lambda records: records[4:])
-        counts.append(len(read_payloads(store)))
-    assert counts == sorted(counts, reverse=True)
-    assert {*counts} == {6, 2}
+        assert count_objects(store, "log", "snap") == [0, 1]
+        store = make_store(kind, tmp_path / f"{call} dropping")
+        crash_compaction(store, call, now, lambda records: records[4:])
+        remaining.append(len(read_payloads(store)))
+    # Dropped records stay dropped once the snapshot is written.
+    assert remaining == sorted(remaining, reverse=True)
+    assert {*remaining} == {6, 2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -375,7 +324,6 @@ def test_concurrent_operation_before_any_step_loses_nothing(
     for call in range(1, 40):
         store = make_store(kind, tmp_path / str(call))
         expected = fill(store, now)
-        proxy = StoreProxy(store)
 
         def act_as_rival(at: int, call: int = call, store: KeyValueStore = store) -> None:
             if at == call:
@@ -385,9 +333,10 @@ def test_concurrent_operation_before_any_step_loses_nothing(
                     for _ in range(2 if rival == "twice" else 1):
                         journal(store).compact()
 
-        proxy.before = act_as_rival
+        proxy = StoreProxy(store, act_as_rival)
         if operation == "append":
-            journal(proxy).append(b"ours", now=now + 7 * SECOND)
+            [stamp] = journal(proxy).append(b"ours", now=now + 7 * SECOND)
+            assert stamp in [record.stamp for record in journal(store).replay().records]
             expected += [b"ours"]
         else:
             journal(proxy).compact()
@@ -407,7 +356,6 @@ def test_two_compactions_overlap_at_every_pair_of_steps(with_snapshot: bool, now
     for paused_at, resumed_at in itertools.product(range(1, steps + 1), repeat=2):
         store = MemoryStore()
         expected = fill(store, now, with_snapshot=with_snapshot)
-        first, second = StoreProxy(store), StoreProxy(store)
         paused, go = threading.Event(), threading.Event()
 
         def pause(call: int, at: int = paused_at, paused: threading.Event = paused, go: threading.Event = go) -> None:
@@ -415,8 +363,7 @@ def test_two_compactions_overlap_at_every_pair_of_steps(with_snapshot: bool, now
                 paused.set()
                 assert go.wait(30)
 
-        first.before = pause
-        rival = threading.Thread(target=journal(first).compact)
+        rival = threading.Thread(target=journal(StoreProxy(store, pause)).compact)
         rival.start()
         assert paused.wait(30)
 
@@ -425,35 +372,17 @@ def test_two_compactions_overlap_at_every_pair_of_steps(with_snapshot: bool, now
                 go.set()
                 rival.join(30)
 
-        second.before = resume
-        journal(second).compact()
+        journal(StoreProxy(store, resume)).compact()
         go.set()
         rival.join(30)
         assert read_payloads(store) == expected, (paused_at, resumed_at)
 
 
-def test_append_overtaken_by_a_compaction_is_written_again(files: FilesystemStore, now: datetime) -> None:
-    """A complete compaction happens between the lookup of the generation and the write."""
-    proxy = StoreProxy(files)
-    journal(files).append(b"old", now=now)
-    proxy.before = lambda call: journal(files).compact() and None if call == 2 else None
-    (stamp,) = journal(proxy).append(b"late", now=now + SECOND)
-    assert proxy.calls == ["page", "append", "page", "append", "page"]
-    assert read_payloads(files) == [b"old", b"late"]
-    assert journal(files).replay().records[-1].stamp == stamp
-
-
-def test_replay_overtaken_by_a_compaction_restarts(store: KeyValueStore, now: datetime) -> None:
+def test_replay_overtaken_by_a_compaction_restarts_but_not_forever(store: KeyValueStore, now: datetime) -> None:
     expected = fill(store, now)
-    proxy = StoreProxy(store)
-    proxy.before = lambda call: journal(store).compact() and None if call == 4 else None
+    proxy = StoreProxy(store, lambda call: journal(store).compact() if call == 4 else None)
     assert [record.payload for record in Journal(proxy, "j").replay().records] == expected
-
-
-def test_replay_overtaken_repeatedly_raises_store_error(store: KeyValueStore, now: datetime) -> None:
-    fill(store, now)
-    proxy = StoreProxy(store)
-    proxy.before = lambda call: journal(store).compact() and None if proxy.calls[-1] == "get" else None
+    proxy.before = lambda call: journal(store).compact() if proxy.calls[-1] == "get" else None
     with pytest.raises(StoreError, match="kept replacing"):
         Journal(proxy, "j").replay()
 
@@ -536,9 +465,9 @@ def child(files: FilesystemStore) -> Iterator[Callable[[str, int], subprocess.Po
 
 def test_two_processes_append_while_a_third_compacts(files: FilesystemStore, child) -> None:
     children = [child(name, 60) for name in ("a", "b")]
-    while any(process.poll() is None for process in children):
+    for _ in children[0].stdout:  # a line for each record
         journal(files).compact()
-    assert [process.returncode for process in children] == [0, 0]
+    assert [process.wait(60) for process in children] == [0, 0]
     expected = [f"{name}-{number}".encode() for number in range(60) for name in ("a", "b")]
     payloads = read_payloads(files)
     assert sorted(payloads) == sorted(expected)
@@ -605,13 +534,8 @@ def test_any_order_of_appends_compactions_and_crashes(kind: str, script: list[An
             acknowledged.update(numbers)
 
         for action, rival_at, rival_action, crash_at, tear in script:
-            proxy = StoreProxy(store)
-            if rival_action[1] == action[1]:
-                rival_action = (
-                    rival_action[0],
-                    (rival_action[1] + 1) % 3,
-                    rival_action[2],
-                )  # the writer's lock would block an action of the same process
+            if rival_action[1] == action[1]:  # the writer's lock would block an action of the same process
+                rival_action = (rival_action[0], (rival_action[1] + 1) % 3, rival_action[2])
 
             def before(call: int, at: int | None = rival_at, rival: Any = rival_action, dies: int | None = crash_at) -> None:
                 if call == at:
@@ -619,7 +543,8 @@ def test_any_order_of_appends_compactions_and_crashes(kind: str, script: list[An
                 if call == dies:
                     raise SimulatedCrash()
 
-            proxy.before, proxy.tear = before, tear
+            proxy = StoreProxy(store, before)
+            proxy.tear = tear
             try:
                 act(proxy, action)
             except SimulatedCrash:

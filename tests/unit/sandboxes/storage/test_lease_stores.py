@@ -3,7 +3,7 @@
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,15 @@ from sandboxes.stores.events import EventStore
 from sandboxes.stores.lease_stores import PRUNE_MIN_KEYS, LeaseStores
 from sandboxes.stores.limits import ORPHAN_GRACE_PERIOD, PruneResult, RetentionBounds, StoreLimits, parse_stamped_key
 from tests.conftest import NOW, SimulatedCrash, run_in_threads
+from tests.support.state import die
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
 DID, LEASE = "did:plc:ada", UUID(int=7)
 SECOND, HOUR = timedelta(seconds=1), timedelta(hours=1)
 SMALL_LIMITS = StoreLimits(
     max_event_bytes=100, max_events=5, max_artifact_bytes=1000, max_artifacts=3, max_session_bytes=100, max_sessions=2
 )  # fmt: skip
 MODES = ("standard", "journaled")
-
-
-@pytest.fixture(params=["filesystem", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> KeyValueStore:
-    return MemoryStore() if request.param == "memory" else FilesystemStore(tmp_path / "store")
 
 
 @pytest.fixture(params=MODES)
@@ -61,10 +58,9 @@ def stores(open_again: Callable[..., LeaseStores]) -> LeaseStores:
 # --- events -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["chat", "audit"])
-def events(request: pytest.FixtureRequest, stores: LeaseStores) -> EventStore:
-    event_store: EventStore = getattr(stores, request.param)
-    return event_store
+@pytest.fixture
+def events(stores: LeaseStores) -> EventStore:
+    return stores.chat  # the audit log is another instance
 
 
 def append_events(events: EventStore, count: int, *, at: datetime = NOW) -> list[str]:
@@ -76,18 +72,13 @@ def numbers(events: EventStore, **options: Any) -> list[int]:
     return [event.document["n"] for event in events.page(**options)[0]]
 
 
-def test_event_is_stored_unchanged(stores: LeaseStores, open_again, now: datetime) -> None:
+def test_event_is_stored_unchanged_and_separately(stores: LeaseStores, open_again, now: datetime) -> None:
     document = {"role": "user", "content": ["ä", None, 1.5, {"a": [True, "\0"]}], "more": {}}
     event = stores.chat.append(document, now=now, actor="key abc")
     assert (event.document, event.at, event.actor) == (document, now, "key abc")
     assert open_again().chat.read(event.id) == event
     assert open_again().chat.page() == ([event], False)
-
-
-def test_chat_and_audit_are_separate(stores: LeaseStores, now: datetime) -> None:
-    event = stores.chat.append({"n": 1}, now=now)
-    assert stores.audit.page() == ([], False)
-    assert stores.audit.read(event.id) is None
+    assert (stores.audit.page(), stores.audit.read(event.id)) == (([], False), None)
 
 
 def test_leases_are_separate(stores: LeaseStores, open_again, now: datetime) -> None:
@@ -99,37 +90,32 @@ def test_leases_are_separate(stores: LeaseStores, open_again, now: datetime) -> 
 
 
 @pytest.mark.parametrize("newest_first", [True, False])
-@pytest.mark.parametrize("limit", [1, 2, 3, 4, 100])
-def test_pages_cover_all_events_in_order(events: EventStore, newest_first: bool, limit: int) -> None:
+def test_pages_cover_all_events_in_order(events: EventStore, newest_first: bool) -> None:
     append_events(events, 4)
-    numbers_seen: list[int] = []
-    last, more = None, True
-    while more:
-        page, more = events.page(after=last, newest_first=newest_first, limit=limit)
-        assert 1 <= len(page) <= limit
-        numbers_seen += [event.document["n"] for event in page]
-        last = page[-1].stamp
-    assert numbers_seen == ([3, 2, 1, 0] if newest_first else [0, 1, 2, 3])
+    for limit in (1, 2, 3, 4, 100):
+        numbers_seen: list[int] = []
+        last, more = None, True
+        while more:
+            page, more = events.page(after=last, newest_first=newest_first, limit=limit)
+            assert 1 <= len(page) <= limit
+            numbers_seen += [event.document["n"] for event in page]
+            last = page[-1].stamp
+        assert numbers_seen == ([3, 2, 1, 0] if newest_first else [0, 1, 2, 3])
 
 
 def test_later_events_come_after_the_last_event_seen(events: EventStore) -> None:
     append_events(events, 2)
     last = events.page(newest_first=False)[0][-1].stamp
     assert events.page(after=last, newest_first=False) == ([], False)
-    append_events(events, 1, at=NOW + HOUR)
-    assert numbers(events, after=last, newest_first=False) == [0]
+    for n in range(20):  # the same time
+        events.append({"n": n}, now=NOW + HOUR)
+    assert numbers(events, after=last, newest_first=False, limit=20) == [*range(20)]
 
 
-def test_events_at_the_same_time_keep_their_order(events: EventStore, now: datetime) -> None:
-    for n in range(20):
-        events.append({"n": n}, now=now)
-    assert numbers(events, newest_first=False, limit=20) == [*range(20)]
-
-
-@pytest.mark.parametrize("event_id", ["", "x", "../secret", "\ud800", "a-b-c", "1" * 600, "0" * 18 + "-" + "0" * 16 + "-1"])
-def test_malformed_id_finds_no_event(events: EventStore, event_id: str) -> None:
+def test_malformed_id_finds_no_event(events: EventStore) -> None:
     append_events(events, 1)
-    assert events.read(event_id) is None
+    for event_id in ("", "x", "../secret", "\ud800", "a-b-c", "1" * 600, "0" * 18 + "-" + "0" * 16 + "-1"):
+        assert events.read(event_id) is None
 
 
 def test_oversized_event_is_refused(events: EventStore, now: datetime) -> None:
@@ -174,13 +160,6 @@ def test_surplus_is_minimal(
     assert not any(within(ordered[fewer:]) for fewer in range(surplus))
 
 
-def test_threads_append_concurrently(open_again, now: datetime) -> None:
-    with run_in_threads(4) as run:
-        run(lambda index: [open_again().chat.append({"n": index}, now=now) for _ in range(10)])
-    events, more = open_again().chat.page(limit=100)
-    assert (sorted(event.document["n"] for event in events), more) == (sorted([*range(4)] * 10), False)
-
-
 def test_standard_mode_writes_no_event_or_artifact_key_twice(now: datetime) -> None:
     store = MemoryStore()
     stores = LeaseStores(store, DID, LEASE, journaled=False)
@@ -191,13 +170,13 @@ def test_standard_mode_writes_no_event_or_artifact_key_twice(now: datetime) -> N
     assert len(written) == len({*written}) == 15
 
 
-def test_journaled_history_uses_one_file_per_process(tmp_path: Path, now: datetime) -> None:
+def test_journaled_history_uses_one_file_per_process(tmp_path: Path) -> None:
     store = FilesystemStore(tmp_path)
     append_events(LeaseStores(store, DID, LEASE, journaled=True).chat, 5)
     assert store.size() == 1
 
 
-def test_prune_compacts_a_journal_of_many_segments(now: datetime) -> None:
+def test_prune_compacts_a_journal_of_many_segments() -> None:
     store = MemoryStore()
     chat = LeaseStores(store, DID, LEASE, journaled=True).chat
     append_events(chat, 40)
@@ -218,34 +197,29 @@ def content(stores: LeaseStores, name: str) -> bytes | None:
     return target.read() if stores.artifacts.fetch(name, target) else None
 
 
+def content_keys(store: KeyValueStore) -> list[str]:
+    return [key for key in store.list() if "/content/" in key]
+
+
 def test_artifact_is_stored_unchanged(stores: LeaseStores, open_again, now: datetime) -> None:
     source = io.BytesIO(b"skipped" + bytes(range(256)))
     source.seek(7)
     stored, replaced = stores.artifacts.put("map.png", source, now=now, media_type="image/png", actor="key abc")
     assert not replaced
-    assert (stored.name, stored.media_type, stored.size, stored.at, stored.actor) == (
-        "map.png",
-        "image/png",
-        256,
-        now,
-        "key abc",
-    )
+    fields = (stored.name, stored.media_type, stored.size, stored.at, stored.actor)
+    assert fields == ("map.png", "image/png", 256, now, "key abc")
     assert stored.sha256 == "40aff2e9d2d8922e47afd4648e6967497158785fbd1da870e7110266bf944880"
     assert open_again().artifacts.read("map.png") == stored
     assert content(open_again(), "map.png") == bytes(range(256))
 
 
-def test_empty_artifact_is_valid(stores: LeaseStores) -> None:
-    put(stores, "empty", b"")
-    assert content(stores, "empty") == b""
-
-
 def test_artifact_and_content_are_replaced(stores: LeaseStores, store: KeyValueStore, now: datetime) -> None:
-    put(stores, "a", b"old")
+    put(stores, "a", b"")
+    assert content(stores, "a") == b""
     assert stores.artifacts.put("a", io.BytesIO(b"newer"), now=now)[1]
     assert content(stores, "a") == b"newer"
     assert [artifact.size for artifact in stores.artifacts.page()[0]] == [5]
-    assert [parse_stamped_key(key)[1] for key in store.list() if "/content/" in key] == [5]
+    assert [parse_stamped_key(key)[1] for key in content_keys(store)] == [5]
 
 
 def test_artifact_is_removed_with_its_content(stores: LeaseStores, store: KeyValueStore, now: datetime) -> None:
@@ -254,7 +228,7 @@ def test_artifact_is_removed_with_its_content(stores: LeaseStores, store: KeyVal
     assert stores.artifacts.remove("a", now=now)
     assert not stores.artifacts.remove("a", now=now)
     assert (stores.artifacts.read("a"), content(stores, "a"), content(stores, "b")) == (None, None, b"stays")
-    assert len([key for key in store.list() if "/content/" in key]) == 1
+    assert len(content_keys(store)) == 1
     put(stores, "a", b"back")
     assert content(stores, "a") == b"back"
 
@@ -270,16 +244,14 @@ def test_artifacts_are_listed_by_name(stores: LeaseStores) -> None:
     assert names == ["B", "a", "a-1", "a.", "a:1", "b"]
 
 
-@pytest.mark.parametrize("name", ["", "/", "a/b", "..", ".hidden", "-", "a b", "ä", "a\0", "a\n", "\ud800", "x" * 129])
-def test_invalid_artifact_name_is_refused_and_finds_nothing(
-    stores: LeaseStores, store: KeyValueStore, now: datetime, name: str
-) -> None:
+def test_invalid_artifact_name_is_refused_and_finds_nothing(stores: LeaseStores, store: KeyValueStore, now: datetime) -> None:
     put(stores, "a")
     keys = [*store.list()]
-    with pytest.raises(StoreRefused, match="an artifact's name has"):
-        put(stores, name)
-    assert stores.artifacts.read(name) is None
-    assert not stores.artifacts.remove(name, now=now)
+    for name in ("", "/", "a/b", "..", ".hidden", "-", "a b", "ä", "a\0", "a\n", "\ud800", "x" * 129):
+        with pytest.raises(StoreRefused, match="an artifact's name has"):
+            put(stores, name)
+        assert stores.artifacts.read(name) is None
+        assert not stores.artifacts.remove(name, now=now)
     assert [*store.list()] == keys
 
 
@@ -291,15 +263,12 @@ def test_longest_names_fit_into_a_key(store: KeyValueStore, mode: str, now: date
     assert content(stores, "x" * 128) == b"content"
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "text/plain; charset=utf-8", 'a/b;c="d e"', "application/vnd.x+json"])
-def test_media_type_is_accepted(stores: LeaseStores, kind: str) -> None:
-    assert put(stores, "a", media_type=kind).media_type == kind
-
-
-@pytest.mark.parametrize("kind", ["", "text", "text/", "/plain", "text/plain\r\nX: y", "text/plain;", "ä/b", "a/b" + "c" * 200])
-def test_invalid_media_type_is_refused(stores: LeaseStores, kind: str) -> None:
-    with pytest.raises(StoreRefused, match="is not a media type"):
-        put(stores, "a", media_type=kind)
+def test_media_type_is_validated(stores: LeaseStores) -> None:
+    for kind in ("text/plain", "text/plain; charset=utf-8", 'a/b;c="d e"', "application/vnd.x+json"):
+        assert put(stores, "a", media_type=kind).media_type == kind
+    for kind in ("", "text", "text/", "/plain", "text/plain\r\nX: y", "text/plain;", "ä/b", "a/b" + "c" * 200):
+        with pytest.raises(StoreRefused, match="is not a media type"):
+            put(stores, "a", media_type=kind)
 
 
 def test_oversized_artifact_is_refused(stores: LeaseStores) -> None:
@@ -309,11 +278,14 @@ def test_oversized_artifact_is_refused(stores: LeaseStores) -> None:
     assert content(stores, "a") == b"x" * 1000
 
 
-def test_corrupt_content_raises_store_error(stores: LeaseStores, store: KeyValueStore) -> None:
+def test_corrupt_or_missing_content_raises_store_error(stores: LeaseStores, store: KeyValueStore) -> None:
     put(stores, "a")
-    (key,) = (key for key in store.list() if "/content/" in key)
+    [key] = content_keys(store)
     store.set(key, b"CONTENT")
     with pytest.raises(StoreError, match="does not match its digest"):
+        content(stores, "a")
+    store.remove(key)
+    with pytest.raises(StoreError, match="the content is missing"):
         content(stores, "a")
 
 
@@ -324,46 +296,56 @@ def test_prune_removes_the_oldest_artifacts(stores: LeaseStores, store: KeyValue
     assert stores.artifacts.prune(RetentionBounds(), now=now) == PruneResult()
     assert stores.artifacts.prune(RetentionBounds(max_count=4, max_total_bytes=30), now=now) == PruneResult(2, 20)
     assert [artifact.name for artifact in stores.artifacts.page()[0]] == ["a0", "a3", "a4"]
-    assert len([key for key in store.list() if "/content/" in key]) == 3
+    assert len(content_keys(store)) == 3
     assert stores.artifacts.prune(RetentionBounds(since=now + 4 * SECOND), now=now) == PruneResult(1, 10)
 
 
-@pytest.mark.parametrize("journaled", [False, True], ids=MODES)
+@pytest.fixture
+def memory_store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def hooked(memory_store: MemoryStore, mode: str) -> LeaseStores:
+    """Stores of a lease in a store with hooks."""
+    return LeaseStores(memory_store, DID, LEASE, journaled=mode == "journaled")
+
+
 @pytest.mark.parametrize("method", ["upload", "set", "remove"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_put_crash_at_any_step_leaves_old_or_new_content(journaled: bool, method: str, when: str, now: datetime) -> None:
+def test_put_crash_at_any_step_leaves_old_or_new_content(
+    hooked: LeaseStores, memory_store: MemoryStore, method: str, when: str, now: datetime
+) -> None:
     """The artifact has the old or the new content; unreferenced content is removed later."""
-    store = MemoryStore()
-    stores = LeaseStores(store, DID, LEASE, journaled=journaled)
-    put(stores, "a", b"old")
-
-    def die(key: str) -> None:
-        raise SimulatedCrash()
-
-    with getattr(store, when)(method, die), pytest.raises(SimulatedCrash):
-        put(stores, "a", b"new", now=now + SECOND)
-    assert content(stores, "a") in (b"old", b"new")
-    stores.artifacts.prune(RetentionBounds(), now=now + SECOND)
-    assert content(stores, "a") in (b"old", b"new")
-    stores.artifacts.prune(RetentionBounds(), now=now + ORPHAN_GRACE_PERIOD + 2 * SECOND)
-    assert [store.values[key] for key in store.list() if "/content/" in key] == [content(stores, "a")]
+    put(hooked, "a", b"old")
+    with getattr(memory_store, when)(method, die), pytest.raises(SimulatedCrash):
+        put(hooked, "a", b"new", now=now + SECOND)
+    assert content(hooked, "a") in (b"old", b"new")
+    hooked.artifacts.prune(RetentionBounds(), now=now + SECOND)
+    assert content(hooked, "a") in (b"old", b"new")
+    hooked.artifacts.prune(RetentionBounds(), now=now + ORPHAN_GRACE_PERIOD + 2 * SECOND)
+    assert [memory_store.values[key] for key in content_keys(memory_store)] == [content(hooked, "a")]
 
 
-def test_content_uploaded_before_its_index_entry_is_not_pruned(mode: str, now: datetime) -> None:
-    store = MemoryStore()
-    stores = LeaseStores(store, DID, LEASE, journaled=mode == "journaled")
-    with store.after("upload", lambda key: stores.artifacts.prune(RetentionBounds(max_count=0), now=now) and None):
-        put(stores, "a")
-    assert content(stores, "a") == b"content"
+def test_content_uploaded_before_its_index_entry_is_not_pruned(hooked: LeaseStores, memory_store, now: datetime) -> None:
+    with memory_store.after("upload", lambda key: hooked.artifacts.prune(RetentionBounds(max_count=0), now=now)):
+        put(hooked, "a")
+    assert content(hooked, "a") == b"content"
 
 
-def test_fetch_retries_if_the_artifact_is_replaced(mode: str, now: datetime) -> None:
-    store = MemoryStore()
-    stores = LeaseStores(store, DID, LEASE, journaled=mode == "journaled")
-    put(stores, "a", b"old")
-    once: Iterator[int] = iter([1])
-    with store.before("download", lambda key: [put(stores, "a", b"new", now=now + SECOND) for _ in once] and None):
-        assert content(stores, "a") == b"new"
+def test_reads_contain_an_artifact_replaced_meanwhile(hooked: LeaseStores, memory_store: MemoryStore, now: datetime) -> None:
+    put(hooked, "a", b"old")
+    put(hooked, "b")
+    versions = iter([b"new", b"newer"])
+
+    def replace(key: str) -> None:
+        hook.close()
+        put(hooked, "a", next(versions), now=now + SECOND)
+
+    hook = memory_store.before("download", replace)
+    assert content(hooked, "a") == b"new"
+    hook = memory_store.before("get", replace)
+    assert [artifact.name for artifact in hooked.artifacts.page()[0]] == ["a", "b"]
 
 
 def test_fetch_retries_if_the_listing_shows_no_version(tmp_path: Path, now: datetime, monkeypatch) -> None:
@@ -381,23 +363,6 @@ def test_fetch_retries_if_the_listing_shows_no_version(tmp_path: Path, now: date
 
     monkeypatch.setattr(filesystem, "_scan_directory", replaced_meanwhile)
     assert content(stores, "a") == b"new"
-
-
-def test_page_contains_an_artifact_replaced_meanwhile(mode: str, now: datetime) -> None:
-    store = MemoryStore()
-    stores = LeaseStores(store, DID, LEASE, journaled=mode == "journaled")
-    put(stores, "a", b"old"), put(stores, "b")
-    once: Iterator[int] = iter([1])
-    with store.before("get", lambda key: [put(stores, "a", b"newer", now=now + SECOND) for _ in once] and None):
-        listed = stores.artifacts.page()[0]
-    assert [artifact.name for artifact in listed] == ["a", "b"]
-
-
-def test_missing_content_raises_store_error(stores: LeaseStores, store: KeyValueStore) -> None:
-    put(stores, "a")
-    store.remove_many([key for key in store.list() if "/content/" in key])
-    with pytest.raises(StoreError, match="the content is missing"):
-        content(stores, "a")
 
 
 def test_compacted_artifact_journal_keeps_removals(now: datetime) -> None:
@@ -440,20 +405,15 @@ def test_session_has_the_last_document(stores: LeaseStores, open_again, now: dat
 def test_sessions_are_listed_by_id(stores: LeaseStores, now: datetime) -> None:
     for name in ("b", "a", "c"):
         stores.sessions.put(name, {}, now=now)
-    first, more = stores.sessions.page(limit=2)
-    assert ([session.id for session in first], more) == (["a", "b"], True)
-    rest, more = stores.sessions.page(after="b", limit=2)
-    assert ([session.id for session in rest], more) == (["c"], False)
+    pages = [stores.sessions.page(limit=2), stores.sessions.page(after="b", limit=2)]
+    assert [([session.id for session in page], more) for page, more in pages] == [(["a", "b"], True), (["c"], False)]
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "\0", "\ud800", "x" * 129])
-def test_invalid_session_id_is_refused_and_finds_nothing(stores: LeaseStores, now: datetime, name: str) -> None:
-    with pytest.raises(StoreRefused, match="a session's id has"):
-        stores.sessions.put(name, {}, now=now)
-    assert stores.sessions.read(name) is None
-
-
-def test_oversized_session_is_refused(stores: LeaseStores, now: datetime) -> None:
+def test_invalid_session_is_refused(stores: LeaseStores, now: datetime) -> None:
+    for name in ("", "a/b", "..", "a b", "\0", "\ud800", "x" * 129):
+        with pytest.raises(StoreRefused, match="a session's id has"):
+            stores.sessions.put(name, {}, now=now)
+        assert stores.sessions.read(name) is None
     with pytest.raises(StoreRefused, match="this session has 108 bytes; the limit is 100"):
         stores.sessions.put("s", {"n": "x" * 100}, now=now)
 
@@ -485,31 +445,26 @@ def fill(lease: UUID, did: str = DID) -> None:
     stores.sessions.put("s", {}, now=NOW)
 
 
-def test_open_stores_follows_the_settings(configured_store: KeyValueStore, mode: str) -> None:
-    fill(LEASE)
-    keys = [*configured_store.list()]
-    assert keys
-    assert all(key.startswith(f"stores/{DID}/{LEASE.hex}/") for key in keys)
-    assert any("/chat/journal/" in key for key in keys) == (mode == "journaled")
-
-
-def test_prune_removes_only_the_stores_of_ended_leases(configured_store: KeyValueStore, now: datetime) -> None:
+def test_prune_removes_only_the_stores_of_ended_leases(configured_store: KeyValueStore, mode: str, now: datetime) -> None:
     leases = [uuid4() for _ in range(3)]
     for lease in leases:
         fill(lease)
-    configured_store.set("stores", b"no key of a lease")
-    configured_store.set("stores/x/y/z", b"nor this")
-    configured_store.set("agents/did:plc:ada/x", b"nor this")
+    keys = [*configured_store.list()]
+    assert any("/chat/journal/" in key for key in keys) == (mode == "journaled")
+    ended_keys = [key for key in keys if key.startswith(f"stores/{DID}/{leases[0].hex}/")]
+    assert 0 < len(ended_keys) == len([key for key in keys if leases[0].hex in key])
+    for key in ("stores", "stores/x/y/z", "agents/did:plc:ada/x"):
+        configured_store.set(key, b"no key of a lease")
     before = [*configured_store.list()]
-    ended_keys = [key for key in before if leases[0].hex in key]
     assert lease_stores.prune_stores(now=now, find_ended=lambda _: {leases[0]}).count == len(ended_keys)
     assert [*configured_store.list()] == [key for key in before if key not in ended_keys]
     assert lease_stores.prune_stores(now=now, find_ended=lambda _: {leases[0]}) == PruneResult()
 
 
-def test_find_ended_is_called_in_batches(configured_store: KeyValueStore, now: datetime) -> None:
+def test_find_ended_is_called_in_batches(memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
+    monkeypatch.setattr(storage, "get_store", lambda: memory_store)
     for n in range(250):
-        configured_store.set(f"stores/did:plc:a{n % 7}/{UUID(int=n).hex}/sessions/s", b"{}")
+        memory_store.set(f"stores/did:plc:a{n % 7}/{UUID(int=n).hex}/sessions/s", b"{}")
     batch_sizes: list[int] = []
 
     def find_ended(leases: Any) -> Any:
@@ -518,7 +473,7 @@ def test_find_ended_is_called_in_batches(configured_store: KeyValueStore, now: d
 
     assert lease_stores.prune_stores(now=now, find_ended=find_ended).count == 250
     assert batch_sizes == [100, 100, 50]
-    assert configured_store.is_empty()
+    assert memory_store.is_empty()
 
 
 def test_prune_enforces_the_limits_of_live_leases(configured_store: KeyValueStore, now: datetime) -> None:
@@ -533,7 +488,7 @@ def test_prune_enforces_the_limits_of_live_leases(configured_store: KeyValueStor
     assert len(lease_stores.open_stores(DID, LEASE).chat.page(limit=100)[0]) == PRUNE_MIN_KEYS
 
 
-def test_failing_lease_does_not_stop_the_prune(settings, monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
+def test_failing_lease_does_not_stop_the_prune(monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
     store = MemoryStore()
     monkeypatch.setattr(storage, "get_store", lambda: store)
     leases = [UUID(int=n) for n in (1, 2)]
@@ -571,4 +526,5 @@ def test_append_during_prune_loses_nothing(open_again, now: datetime) -> None:
 
     with run_in_threads(3) as run:
         pruned = sum(run(act)[:1])
-    assert len(open_again().chat.page(limit=100)[0]) == 60 - pruned
+    events, _ = open_again().chat.page(limit=100)
+    assert len({event.document["n"] for event in events}) == len(events) == 60 - pruned

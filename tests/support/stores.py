@@ -1,0 +1,22 @@
+"""Calls of a key-value store that a test repeats for each method."""
+
+import io
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from sandboxes.storage.base import KeyValueStore
+
+Call = Callable[[KeyValueStore, str], object]
+KEY_METHODS: dict[str, Call] = {
+    "get": lambda store, key: store.get(key),
+    "set": lambda store, key: store.set(key, b"value"),
+    "has": lambda store, key: store.has(key),
+    "remove": lambda store, key: store.remove(key),
+    "remove_many": lambda store, key: store.remove_many([key]),
+    "upload": lambda store, key: store.upload(key, io.BytesIO(b"value")),
+    "download": lambda store, key: store.download(key, io.BytesIO()),
+}
+METHODS: dict[str, Call] = KEY_METHODS | {
+    "page": lambda store, prefix: store.page(prefix),
+    "sweep_leftovers": lambda store, key: store.sweep_leftovers(datetime.now(UTC)),
+}

@@ -2,44 +2,24 @@
 
 import http.client
 import json
-import os
 import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import find_free_ports
+
 REPO_DIR = Path(__file__).resolve().parents[2]
-
-
-def configure(database_url: str, directory: Path) -> None:
-    """Set the environment for this process and its children, migrate the database and set up Django."""
-    os.environ |= {
-        "LEASEHOLD_ENV_FILE": "",
-        "SECRET_KEY": uuid.uuid4().hex,
-        "DEBUG": "0",
-        "DATABASE_URL": database_url,
-        "LEASEHOLD_STATE_DIR": str(directory / "state"),
-        "LEASEHOLD_RUNTIME_DIR": str(directory / "run"),
-        "LEASEHOLD_CREATES_PER_MINUTE": "0",
-        "LEASEHOLD_LOG_LEVEL": "WARNING",
-        "LEASEHOLD_ALLOW_UNISOLATED": "1",
-        "DJANGO_SETTINGS_MODULE": "controlplane.settings",
-    }
-    subprocess.run([sys.executable, str(REPO_DIR / "manage.py"), "migrate", "--verbosity", "0"], check=True)
-    import django
-
-    django.setup()
 
 
 @contextmanager
 def run_control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     """Run `manage.py up` with web processes only. Yield its process and its port."""
-    port = find_free_port()
+    [port] = find_free_ports()
     argv = [sys.executable, str(REPO_DIR / "manage.py"), "up", "--no-worker", "--port", str(port)]
     up = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     try:
@@ -48,12 +28,6 @@ def run_control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     finally:
         up.terminate()
         up.wait(60)
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for(port: int, up: "subprocess.Popen[bytes]") -> None:

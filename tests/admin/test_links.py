@@ -15,7 +15,7 @@ LEAVE = ("/admin/logout/", "/admin/password_change/", "/admin/jsi18n/")
 
 
 def list_kinds(url: str) -> set[str]:
-    """Reduce a URL to the kind of page and each of its filters. An export is one kind, whatever its filters."""
+    """Reduce a URL to the kind of page and each of its filters. An export is one kind."""
     path, _, query = url.partition("?")
     page = re.sub(r"[0-9a-f-]{36}|/\d+/", "*", path)
     filters = re.findall(r"(?:^|&)(slice=\w+|only=\w+|agent_did|q)", query) if "/export/" not in path else []

@@ -132,9 +132,8 @@ class Client:
     """Process that makes calls, on the host or in a sandbox."""
 
     def __init__(self, *argv: str) -> None:
-        self.process = subprocess.Popen(
-            [*argv, "-I", "-c", CLIENT_SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        argv = (*argv, "-I", "-c", CLIENT_SCRIPT)
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.next_block_at = 0.0
 
     def ask(self, port: int, key: str, *, stream: bool, keep: bool, pause: float = 0.0) -> list[list[float]]:
@@ -142,9 +141,8 @@ class Client:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key or 'none'}\r\n"
         request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(
-            json.dumps({"request": request, "port": port, "keep": keep, "calls": CALLS_PER_BLOCK, "pause": pause}) + "\n"
-        )
+        job = {"request": request, "port": port, "keep": keep, "calls": CALLS_PER_BLOCK, "pause": pause}
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         timings: list[list[float]] = json.loads(self.process.stdout.readline() or "0") or []
         if len(timings) != CALLS_PER_BLOCK:
@@ -230,9 +228,8 @@ def create_sandbox() -> Sandbox:
     EnvironmentType.objects.filter(name="coding").update(policy=policy)
     ask = leasing.LeaseRequest(DID, f"egress-{uuid.uuid4().hex[:8]}", "coding", pool=pool.name)
     sandbox = execution.ensure_sandbox_ready(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
-    Run.objects.create(
-        sandbox=sandbox, argv=["bench"], started_at=timezone.now(), deadline_at=timezone.now() + timedelta(hours=1)
-    )
+    deadline_at = timezone.now() + timedelta(hours=1)
+    Run.objects.create(sandbox=sandbox, argv=["bench"], started_at=timezone.now(), deadline_at=deadline_at)
     Sandbox.objects.filter(pk=sandbox.pk).update(open_runs=1, state="running")
     return sandbox
 

@@ -64,13 +64,12 @@ def measure_decisions(size: int) -> dict[str, float]:
     def evict_cold(number: int) -> None:
         assert eviction.free_place(bench_pool, agent_did="did:plc:bench", now=now)
 
-    def make_due(count: int) -> None:
-        pks = Sandbox.objects.filter(pool=bench_pool, state="waiting").values("pk")[:count]
-        Sandbox.objects.filter(pk__in=list(pks.values_list("pk", flat=True))).update(idle_at=now)
+    def make_due(number: int) -> None:
+        pks = Sandbox.objects.filter(pool=bench_pool, state="waiting").values_list("pk", flat=True)[:IDLE_PER_SWEEP]
+        Sandbox.objects.filter(pk__in=list(pks)).update(idle_at=now)
 
     def sweep(number: int) -> None:
-        claimed = sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=10 * IDLE_PER_SWEEP)
-        assert claimed in (IDLE_PER_SWEEP, 10 * IDLE_PER_SWEEP)
+        assert sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=10 * IDLE_PER_SWEEP) == IDLE_PER_SWEEP
 
     def reset(number: int) -> None:
         Sandbox.objects.filter(pool=bench_pool, state="evicting").update(
@@ -80,8 +79,7 @@ def measure_decisions(size: int) -> dict[str, float]:
     def update_by_key(number: int) -> None:
         assert Pool.objects.filter(pk=bench_pool.pk).update(warm_target=1)
 
-    few_idle = BenchCase("idle sweep", sweep, before=lambda number: make_due(IDLE_PER_SWEEP), after=reset)
-    many_idle = BenchCase("of ten times as many", sweep, before=lambda number: make_due(10 * IDLE_PER_SWEEP), after=reset)
+    idle_sweep = BenchCase("idle sweep", sweep, before=make_due, after=reset)
     cases = [
         BenchCase("reference: update one row by key", update_by_key),
         BenchCase("claim a pre-warmed sandbox", claim),
@@ -91,13 +89,8 @@ def measure_decisions(size: int) -> dict[str, float]:
     ]
     rounds = min(ROUND_COUNT, size // 100)
     interleave(cases, rounds=rounds)
-    interleave([few_idle] + [many_idle] * (size >= 10_000), rounds=min(rounds, 10), warmup=1)
-    medians = {case.name: case.p50 for case in cases}
-    medians["idle sweep, per idle sandbox"] = per_sandbox = few_idle.p50 / IDLE_PER_SWEEP
-    medians["idle sweep of ten times as many, per sandbox"] = (
-        many_idle.p50 / (10 * IDLE_PER_SWEEP) if many_idle.seconds else per_sandbox
-    )
-    return medians
+    interleave([idle_sweep], rounds=min(rounds, 10), warmup=1)
+    return {case.name: case.p50 for case in cases} | {"idle sweep, per idle sandbox": idle_sweep.p50 / IDLE_PER_SWEEP}
 
 
 def fill_pool(pool: Pool, count: int, *, now: datetime) -> None:

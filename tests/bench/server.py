@@ -5,13 +5,13 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.support.ports import find_free_ports
+from tests.support.waiting import wait_until
 
 REPO_DIR = Path(__file__).resolve().parents[2]
 
@@ -31,17 +31,17 @@ def run_control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
 
 
 def _wait_for(port: int, up: "subprocess.Popen[bytes]") -> None:
-    for _ in range(300):
+    def responds() -> bool:
         if up.poll() is not None:
             raise SystemExit("The control plane did not start.")
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
             connection.request("GET", "/healthz")
-            if connection.getresponse().status == 200:
-                return
+            return connection.getresponse().status == 200
         except OSError:
-            time.sleep(0.1)
-    raise SystemExit("The control plane did not respond.")
+            return False
+
+    wait_until(responds, "the control plane responds")
 
 
 class ApiClient:

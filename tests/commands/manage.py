@@ -26,16 +26,11 @@ def get_runtime_dir(home: Path) -> Path:
 def build_environment(home: Path, **env: str) -> dict[str, str]:
     """Environment of a development installation on SQLite with the process provider, with all state below `home`."""
     return {
-        "PATH": os.environ["PATH"],
-        "LEASEHOLD_ENV_FILE": "",
+        "PATH": os.environ["PATH"], "LEASEHOLD_ENV_FILE": "", "DEBUG": "1", "SANDBOX_PROVIDER": "process",
         "SECRET_KEY": "for-tests-only-0123456789abcdef0123456789abcdef",
-        "DEBUG": "1",
-        "SANDBOX_PROVIDER": "process",
-        "LEASEHOLD_STATE_DIR": str(home / "state"),
-        "LEASEHOLD_RUNTIME_DIR": str(get_runtime_dir(home)),
-        "DATABASE_URL": f"sqlite:///{home / 'leasehold.sqlite3'}",
-        **env,
-    }
+        "LEASEHOLD_STATE_DIR": str(home / "state"), "LEASEHOLD_RUNTIME_DIR": str(get_runtime_dir(home)),
+        "DATABASE_URL": f"sqlite:///{home / 'leasehold.sqlite3'}", **env,
+    }  # fmt: skip
 
 
 def run_manage(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:

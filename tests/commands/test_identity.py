@@ -17,6 +17,7 @@ from tests.conftest import NOW
 from tests.support import tokens
 from tests.support.secrets import list_key_encodings
 
+pytestmark = pytest.mark.django_db
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 
 
@@ -32,7 +33,6 @@ def get_did_key(did: str) -> str:
     return key.did_key
 
 
-@pytest.mark.django_db
 def test_a_key_is_created_shown_rotated_and_revoked(monkeypatch) -> None:
     assert "signs with did:key:zQ3s" in run(monkeypatch, "create", ADA)
     assert Agent.objects.filter(did=ADA).exists()
@@ -49,7 +49,6 @@ def test_a_key_is_created_shown_rotated_and_revoked(monkeypatch) -> None:
     assert set(SigningKey.objects.values_list("created_by", "ended_by")) == {("command line", "command line")}
 
 
-@pytest.mark.django_db
 @pytest.mark.parametrize("algorithm", curves.CURVES)
 def test_a_private_key_is_imported_from_stdin_as_hex_or_multibase(monkeypatch, algorithm: str) -> None:
     first, second = curves.generate_key(algorithm), curves.generate_key(algorithm)
@@ -62,7 +61,6 @@ def test_a_private_key_is_imported_from_stdin_as_hex_or_multibase(monkeypatch, a
     assert not any(form in message for form in list_key_encodings(first) | list_key_encodings(second))
 
 
-@pytest.mark.django_db
 def test_an_invalid_private_key_is_refused_and_not_printed(monkeypatch) -> None:
     invalid_key = curves.generate_key().secret.hex()[:-1] + "g"
     with pytest.raises(CommandError, match="64 hexadecimal digits") as refused:
@@ -71,7 +69,6 @@ def test_an_invalid_private_key_is_refused_and_not_printed(monkeypatch) -> None:
     assert not SigningKey.objects.exists()
 
 
-@pytest.mark.django_db
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -85,7 +82,6 @@ def test_an_error_is_one_sentence(monkeypatch, args: list[str], message: str) ->
         run(monkeypatch, *args)
 
 
-@pytest.mark.django_db
 def test_reencrypt_names_the_agent_whose_key_it_cannot_decrypt(monkeypatch, settings) -> None:
     signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]

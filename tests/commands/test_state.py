@@ -72,18 +72,15 @@ def test_a_directory_is_listed_with_the_size_below_each_name() -> None:
     assert state("ls", ADA, "a/d") == "       2 B  d\n"
 
 
-def test_a_long_listing_shows_mode_lease_and_time(grant) -> None:
+def test_a_long_listing_shows_mode_lease_and_time_and_escapes_control_characters(grant) -> None:
     lease = grant()
     sh(lease, "echo hello >/data/note")
     line = state("ls", "-l", ADA, "note")
     assert line.startswith(f"-rw-r--r-- {lease.pk}")
     assert line.endswith("6 2026-11-21T12:00:00Z note\n")
-    assert state("ls", "-l", ADA).startswith("-rw-r--r--")
-
-
-def test_control_characters_in_names_are_escaped() -> None:
     put("odd\n\x1b[31mname", "1")
-    assert state("ls", ADA) == "       1 B  odd\\n\\x1b[31mname\n"
+    assert "       1 B  odd\\n\\x1b[31mname\n" in state("ls", ADA)
+    assert "Z odd\\n\\x1b[31mname\n" in state("ls", "-l", ADA)
 
 
 def test_a_listing_takes_two_queries_whatever_the_number_of_files() -> None:
@@ -232,14 +229,13 @@ def test_a_crash_between_the_object_and_the_rows_changes_nothing(at_checkpoint, 
 
 
 def trees(root: Path) -> dict[str, object]:
-    return {
-        str(path.relative_to(root)): os.readlink(path)
-        if path.is_symlink()
-        else oct(path.stat().st_mode)
-        if path.is_dir()
-        else (oct(path.stat().st_mode), path.read_bytes(), int(path.stat().st_mtime))
-        for path in sorted(root.rglob("*"))
-    }
+    def describe(path: Path) -> object:
+        if path.is_symlink():
+            return os.readlink(path)
+        status = path.stat()
+        return oct(status.st_mode) if path.is_dir() else (oct(status.st_mode), path.read_bytes(), int(status.st_mtime))
+
+    return {str(path.relative_to(root)): describe(path) for path in root.rglob("*")}
 
 
 @pytest.mark.parametrize("middle", ["out", "out.tar"])
@@ -260,7 +256,7 @@ def test_an_export_can_be_imported_unchanged(tmp_path: Path, middle: str) -> Non
     assert trees(tmp_path / "again") == trees(root)
 
 
-def test_an_export_does_not_overwrite_existing_files(tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing_and_writes_nothing_outside_its_directory(tmp_path: Path) -> None:
     put("a", "1")
     (tmp_path / "there.tar").write_text("mine")
     (tmp_path / "full").mkdir()
@@ -268,10 +264,6 @@ def test_an_export_does_not_overwrite_existing_files(tmp_path: Path) -> None:
     refused("File exists", "export", ADA, tmp_path / "there.tar")
     refused("is not empty", "export", ADA, tmp_path / "full")
     assert (tmp_path / "there.tar").read_text() == "mine"
-
-
-def test_a_path_outside_the_directory_is_not_exported(tmp_path: Path) -> None:
-    put("a", "1")
     DataFile.objects.update(path="../evil")
     refused("would be written outside", "export", ADA, tmp_path / "out")
     assert not (tmp_path / "evil").exists()

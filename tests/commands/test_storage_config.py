@@ -16,18 +16,13 @@ from sandboxes.storage.s3 import S3Store
 from tests.commands.manage import call, load_settings
 
 S3 = {
-    "STORAGE_BACKEND": "s3",
-    "R2_BUCKET_BINDING": "bucket",
-    "LEASEHOLD_S3_ENDPOINT": "https://account.invalid",
-    "LEASEHOLD_S3_ACCESS_KEY_ID": "a-key-id",
-    "LEASEHOLD_S3_SECRET_ACCESS_KEY": "a-secret-key",
-}
+    "STORAGE_BACKEND": "s3", "R2_BUCKET_BINDING": "bucket", "LEASEHOLD_S3_ENDPOINT": "https://account.invalid",
+    "LEASEHOLD_S3_ACCESS_KEY_ID": "a-key-id", "LEASEHOLD_S3_SECRET_ACCESS_KEY": "a-secret-key",
+}  # fmt: skip
 KV = {
-    "STORAGE_BACKEND": "cloudflare_kv",
-    "KV_NAMESPACE_BINDING": "0123456789abcdef0123456789abcdef",
-    "LEASEHOLD_KV_ACCOUNT_ID": "an-account",
-    "LEASEHOLD_KV_API_TOKEN": "a-secret-token",
-}
+    "STORAGE_BACKEND": "cloudflare_kv", "KV_NAMESPACE_BINDING": "0123456789abcdef0123456789abcdef",
+    "LEASEHOLD_KV_ACCOUNT_ID": "an-account", "LEASEHOLD_KV_API_TOKEN": "a-secret-token",
+}  # fmt: skip
 EACH_REMOTE_BACKEND = pytest.mark.parametrize("backend", [S3, KV], ids=["s3", "cloudflare_kv"])
 
 
@@ -62,12 +57,9 @@ def test_a_missing_variable_of_a_backend_is_named(load, backend: dict[str, str])
         assert message.startswith(f"{name} is not set, and STORAGE_BACKEND={backend['STORAGE_BACKEND']} needs it.")
 
 
-def test_aws_needs_a_region_but_no_endpoint_and_supports_journaled_mode(load) -> None:
+def test_journaled_mode_is_supported_on_aws_which_needs_no_endpoint_and_refused_on_kv(load) -> None:
     aws = {**S3, "LEASEHOLD_S3_ENDPOINT": "", "LEASEHOLD_S3_REGION": "eu-central-1"}
     assert load(**aws, STORAGE_MODE="journaled").STORAGE_MODE == "journaled"
-
-
-def test_journaled_mode_on_kv_is_refused_with_the_reason(load) -> None:
     assert refusal(load, **KV, STORAGE_MODE="journaled").startswith(
         "STORAGE_MODE=journaled is not supported with STORAGE_BACKEND=cloudflare_kv: KV accepts one write per second"
     )

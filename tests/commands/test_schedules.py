@@ -50,11 +50,17 @@ def test_sync_removes_retired_and_duplicate_rows_and_keeps_foreign_ones() -> Non
     schedules.sync_schedules(now=NOW)
     Schedule.objects.create(func="controlplane.schedules.run", args="'retired'", name="retired")
     Schedule.objects.create(func="controlplane.schedules.run", args="'expire'", name="expire")
-    Schedule.objects.create(func="controlplane.schedules.expire", name="expire")  # of a version with one function a sweep
     Schedule.objects.create(func="somebody.elses", name="expire")
-    assert schedules.sync_schedules(now=NOW) == {"created": 0, "changed": 0, "removed": 3}
+    assert schedules.sync_schedules(now=NOW) == {"created": 0, "changed": 0, "removed": 2}
     assert Schedule.objects.count() == len(schedules.SCHEDULE) + 1
     assert Schedule.objects.filter(func="somebody.elses").exists()
+
+
+def test_sync_replaces_the_rows_of_a_version_with_one_function_a_sweep() -> None:
+    count = len(schedules.SCHEDULE)
+    Schedule.objects.bulk_create(Schedule(func=f"controlplane.schedules.{name}", name=name) for name in schedules.SCHEDULE)
+    assert schedules.sync_schedules(now=NOW) == {"created": count, "changed": 0, "removed": count}
+    assert set(Schedule.objects.values_list("func", flat=True)) == {"controlplane.schedules.run"}
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULE)

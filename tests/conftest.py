@@ -156,10 +156,10 @@ def grant(pool: Pool) -> Callable[..., Lease]:
 
 @pytest.fixture
 def at_checkpoint() -> Iterator[Callable[..., None]]:
-    """Call a function at the first pass of a checkpoint: at_checkpoint("created", act). `act` may raise SimulatedCrash."""
+    """Call a function at the first pass of a checkpoint: at_checkpoint("created", act). By default the process dies there."""
     hooks: list[Any] = []
 
-    def add_hook(name: str, act: Callable[[], object]) -> None:
+    def add_hook(name: str, act: Callable[[], object] = die) -> None:
         def hook(reached: str, subject: Any) -> None:
             if reached == name:
                 lifecycle.CHECKPOINT_HOOKS.remove(hook)

@@ -1,15 +1,16 @@
 """`make bench`: each operation against the raw operation that it wraps, interleaved in one run.
 
-Only the ratios are comparable between machines. CPU is user and system time per call of the server's and PostgreSQL's
-processes. Each part runs in its own process with its own database; arguments select parts.
+Only the ratios are comparable between machines. CPU is user and system time per call: of the server's and PostgreSQL's
+processes, or of the measuring process. Each part runs in its own process with its own database.
 
 These variables reduce the number of calls, rows or seconds: BENCH_CALLS, BENCH_SECONDS, BENCH_EXECS, BENCH_STARTS,
 BENCH_ROUNDS, BENCH_ROWS, BENCH_SWEPT, BENCH_TURNS, BENCH_SLEEPS, BENCH_WORKSPACE_MB, BENCH_MODEL_CALLS, BENCH_BOXES,
-BENCH_READINGS, BENCH_TRANSITIONS, BENCH_USAGE and BENCH_GRANTS."""
+BENCH_TRANSITIONS, BENCH_DAY, BENCH_USAGE and BENCH_GRANTS."""
 
+import argparse
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import uuid
@@ -17,36 +18,46 @@ from pathlib import Path
 
 import psycopg
 
-REPO = Path(__file__).resolve().parents[2]
-BENCH_MODULES = tuple(f"tests.bench.{name}" for name in ("cases", "pool", "places", "egress", "state", "metering", "spending"))
+from tests.bench.parts import PARTS, run_part
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=PARTS, metavar="PART", help=f"default: all of {', '.join(PARTS)}")
+    parts = parser.parse_args().parts or PARTS
     server = os.environ.get("TEST_POSTGRES_URL")
-    parts = sys.argv[1:] or BENCH_MODULES
+    if not server:
+        print("PostgreSQL skipped, TEST_POSTGRES_URL is not set", flush=True)
     for part in parts:
-        for name in ("PostgreSQL", "SQLite"):
-            if name == "PostgreSQL" and not server:
-                print(f"{part}: PostgreSQL skipped, TEST_POSTGRES_URL is not set")
-                continue
-            directory = Path(tempfile.mkdtemp(prefix="lh-bench-"))
+        if server:
             database = f"bench_{uuid.uuid4().hex[:8]}"
+            _execute(server, f"CREATE DATABASE {database}")
             try:
-                url = f"sqlite:///{directory}/bench.sqlite3"
-                if name == "PostgreSQL":
-                    assert server
-                    _execute(server, f"CREATE DATABASE {database}")
-                    url = f"{server.rpartition('/')[0]}/{database}"
-                subprocess.run([sys.executable, "-m", part, name, url, str(directory)], check=True, cwd=REPO)
+                _run_process(part, "PostgreSQL", f"{server.rpartition('/')[0]}/{database}")
             finally:
-                shutil.rmtree(directory, ignore_errors=True)
-                if name == "PostgreSQL" and server:
-                    _execute(server, f"DROP DATABASE IF EXISTS {database} WITH (FORCE)")
+                _execute(server, f"DROP DATABASE IF EXISTS {database} WITH (FORCE)")
+        _run_process(part, "SQLite")
 
 
 def _execute(server: str, statement: str) -> None:
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute(statement)
+
+
+def _run_process(part: str, name: str, database_url: str = "") -> None:
+    """Run one part in a new process and state directory, by default on SQLite."""
+    directory = Path(tempfile.mkdtemp(prefix="lh-bench-"))
+    try:
+        url = database_url or f"sqlite:///{directory}/bench.sqlite3"
+        process = multiprocessing.get_context("spawn").Process(target=run_part, args=(part, name, url, directory))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"{part} on {name} failed")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

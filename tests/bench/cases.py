@@ -5,15 +5,20 @@ per execution."""
 
 import os
 import sqlite3
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+import psycopg
+from django.conf import settings
+from django.db import connection, connections
+from django.utils import timezone
+
+from leases import api_keys, leasing
+from leases.models import Lease
 from tests.bench.measure import BenchCase, ConcurrentCase, interleave, list_process_tree, print_report, run_concurrently
-from tests.bench.server import ApiClient, configure, run_control_plane
+from tests.bench.server import ApiClient, run_control_plane
 
 CALL_COUNT = int(os.environ.get("BENCH_CALLS", "2000"))
 SECONDS_PER_ROUND = float(os.environ.get("BENCH_SECONDS", "2"))
@@ -22,21 +27,14 @@ DID = "did:web:bench.invalid"
 Execute = Callable[[str, Sequence[Any]], Any]
 
 
-def main(name: str, database: str, here: Path) -> None:
-    configure(database, here)
+def main() -> None:
     with run_control_plane() as (up, port):
-        print(f"\n===== leases, {name} =====")
         bench_leases(port, up.pid)
 
 
 def open_driver() -> Execute:
     """Return a function that executes a statement with %s parameters on a new driver connection and returns its rows."""
-    from django.conf import settings
-    from django.db import connection
-
     if connection.vendor == "postgresql":
-        import psycopg
-
         driver_connection = psycopg.connect(os.environ["DATABASE_URL"], autocommit=True, prepare_threshold=0)
         cursor = driver_connection.cursor()
 
@@ -51,15 +49,11 @@ def open_driver() -> Execute:
 
 
 def adapt_datetime(value: Any) -> Any:
-    from django.db import connection
-
     return value if connection.vendor == "postgresql" else connection.ops.adapt_datetimefield_value(value)
 
 
 def list_database_pids() -> list[int]:
     """Process ids of PostgreSQL's backends for this database and of its shared workers; empty for SQLite."""
-    from django.db import connection
-
     if connection.vendor != "postgresql":
         return []
     with connection.cursor() as cursor:
@@ -68,12 +62,6 @@ def list_database_pids() -> list[int]:
 
 
 def bench_leases(port: int, up: int) -> None:
-    from django.db import connection, connections
-    from django.utils import timezone
-
-    from leases import api_keys, leasing
-    from leases.models import Lease
-
     now, run = timezone.now(), uuid.uuid4().hex[:8]
     key = api_keys.issue_key([DID], now=now)[1]
     api = ApiClient(port, key)
@@ -136,7 +124,3 @@ def bench_leases(port: int, up: int) -> None:
     connections.close_all()  # the clients are forked from this process
     run_concurrently([raw_case, http_case], clients=CLIENT_COUNT, seconds=SECONDS_PER_ROUND)
     print_report(f"renew, {CLIENT_COUNT} concurrent clients, one lease each", [raw_case, http_case], raw=raw_case)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

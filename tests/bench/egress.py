@@ -7,11 +7,13 @@ first is settled; programs that process a response first do not wait."""
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
 import uuid
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +23,22 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from django.conf import settings
+from django.db import connection
+from django.utils import timezone
+
+from leases import execution, leasing
+from leases.models import EnvironmentType
+from sandboxes.egress import slots
+from sandboxes.egress.nginx import NginxProxy
+from sandboxes.models import LlmCall, Policy, Pool, Run, Sandbox
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.docker import provider as docker_provider
+from sandboxes.providers.docker.engine import Engine
 from tests.bench.cases import adapt_datetime, list_database_pids, open_driver
-from tests.bench.measure import list_process_tree, read_cpu_seconds
-from tests.bench.server import REPO_DIR, call_engine, configure, find_free_port
+from tests.bench.measure import BenchCase, Timing, interleave, list_process_tree, print_report, read_cpu_seconds
+from tests.bench.server import REPO_DIR, call_engine
+from tests.support.ports import find_free_ports
 
 CALL_COUNT = int(os.environ.get("BENCH_MODEL_CALLS", "300"))
 START_COUNT = int(os.environ.get("BENCH_STARTS", "12"))
@@ -71,31 +86,17 @@ for line in sys.stdin:
 """
 
 
-def main(name: str, database: str, here: Path) -> None:
-    os.environ |= {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""}
-    configure(database, here)
-    from sandboxes import providers
-    from sandboxes.models import Pool
-
-    if providers.get_default_provider_name() != "docker":
-        print("\negress proxy: skipped, no Docker daemon available")
-        return
-    print(f"\n===== egress proxy, {name}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores =====")
-    try:
-        with run_bare_upstream() as port:
-            bench_calls("upstream without latency", port, "", measure_memory=True)
-        if url := os.environ.get("TEST_LITELLM_URL"):
-            bench_calls("LiteLLM", int(url.rpartition(":")[2]), os.environ["TEST_LITELLM_KEY"])
-        bench_starts()
-    finally:
-        for pool in Pool.objects.all():
-            for sandbox in providers.get_provider("docker").list(str(pool.owner)):
-                providers.get_provider("docker").destroy(sandbox.ref)
+def main() -> None:
+    with run_bare_upstream() as port:
+        bench_calls("upstream without latency", port, "", measure_memory=True)
+    if url := os.environ.get("TEST_LITELLM_URL"):
+        bench_calls("LiteLLM", int(url.rpartition(":")[2]), os.environ["TEST_LITELLM_KEY"])
+    bench_starts()
 
 
 @contextmanager
 def run_bare_upstream() -> Iterator[int]:
-    port = find_free_port()
+    [port] = find_free_ports()
     process = subprocess.Popen([sys.executable, "-m", "tests.bench.upstream", str(port)], cwd=REPO_DIR)
     try:
         time.sleep(1)
@@ -109,33 +110,30 @@ def run_bare_upstream() -> Iterator[int]:
 
 
 @dataclass
-class CallRoute:
-    """One route of calls and its measurements, in seconds. `parts` are the processes involved, by name."""
+class CallRoute(Timing):
+    """One route of calls. `parts` are the processes involved, by name. `first` has the seconds to the first byte."""
 
-    name: str
     ask: Callable[[], list[list[float]]]
     parts: dict[str, Callable[[], set[int]]] = field(default_factory=dict)
     first: list[float] = field(default_factory=list)
-    whole: list[float] = field(default_factory=list)
-    cpu: dict[str, float] = field(default_factory=dict)
+    cpu_by_part: Counter[str] = field(default_factory=Counter)
 
     def block(self) -> None:
         pids = {part: find() for part, find in self.parts.items()}
         before = {part: read_cpu_seconds(found) for part, found in pids.items()}
         for first, whole in self.ask():
             self.first.append(first)
-            self.whole.append(whole)
-        for part, found in pids.items():
-            self.cpu[part] = self.cpu.get(part, 0.0) + read_cpu_seconds(found) - before[part]
+            self.seconds.append(whole)
+        self.cpu_by_part.update({part: read_cpu_seconds(found) - before[part] for part, found in pids.items()})
+        self.cpu = self.cpu_by_part.total()
 
 
 class Client:
     """Process that makes calls, on the host or in a sandbox."""
 
     def __init__(self, *argv: str) -> None:
-        self.process = subprocess.Popen(
-            [*argv, "-I", "-c", CLIENT_SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        argv = (*argv, "-I", "-c", CLIENT_SCRIPT)
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.next_block_at = 0.0
 
     def ask(self, port: int, key: str, *, stream: bool, keep: bool, pause: float = 0.0) -> list[list[float]]:
@@ -143,9 +141,8 @@ class Client:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key or 'none'}\r\n"
         request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(
-            json.dumps({"request": request, "port": port, "keep": keep, "calls": CALLS_PER_BLOCK, "pause": pause}) + "\n"
-        )
+        job = {"request": request, "port": port, "keep": keep, "calls": CALLS_PER_BLOCK, "pause": pause}
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         timings: list[list[float]] = json.loads(self.process.stdout.readline() or "0") or []
         if len(timings) != CALLS_PER_BLOCK:
@@ -200,7 +197,11 @@ def bench_calls(upstream: str, port: int, key: str, *, measure_memory: bool = Fa
             for _ in range(max(CALL_COUNT // CALLS_PER_BLOCK, 1)):
                 for route in routes:
                     route.block()
-            print_report(f"{title}; {upstream}", *routes)
+            print_report(f"{title}; {upstream}", routes, raw=routes[0], aim="3 ms more at p50")
+            first = ", ".join(f"{route.name} {1e3 * statistics.median(route.first):.2f}" for route in routes)
+            spent = {part: 1e3 * seconds / len(routes[1].seconds) for part, seconds in routes[1].cpu_by_part.items()}
+            print(f"  first byte, p50 ms: {first}")
+            print("  CPU ms per call: " + ", ".join(f"{part} {each:.2f}" for part, each in spent.items()), flush=True)
         if measure_memory:
             report_memory(running, nginx, server)
 
@@ -208,9 +209,6 @@ def bench_calls(upstream: str, port: int, key: str, *, measure_memory: bool = Fa
 @contextmanager
 def run_egress(port: int, key: str) -> Iterator[tuple[int, int]]:
     """Run `manage.py egress`. Yield (its pid, pid of nginx's container)."""
-    from sandboxes.egress.nginx import NginxProxy
-    from sandboxes.providers.docker.engine import Engine
-
     env = {**os.environ, "LEASEHOLD_LLM_URL": f"http://127.0.0.1:{port}/v1", "LEASEHOLD_LLM_API_KEY": key}
     process = subprocess.Popen([sys.executable, "manage.py", "egress"], cwd=REPO_DIR, env=env, stdout=subprocess.PIPE)
     try:
@@ -223,33 +221,21 @@ def run_egress(port: int, key: str) -> Iterator[tuple[int, int]]:
         process.wait(60)
 
 
-def create_sandbox() -> Any:
+def create_sandbox() -> Sandbox:
     """Create a running sandbox whose lease has no effective call limit."""
-    from django.utils import timezone
-
-    from leases import execution, leasing
-    from leases.models import EnvironmentType
-    from sandboxes.models import Policy, Pool, Run, Sandbox
-
     pool, _ = Pool.objects.get_or_create(name="bench", defaults={"provider": "docker", "capacity": 1000})
     policy, _ = Policy.objects.get_or_create(name="bench", defaults={"calls_per_minute": 10**6, "models": ["gpt"]})
     EnvironmentType.objects.filter(name="coding").update(policy=policy)
     ask = leasing.LeaseRequest(DID, f"egress-{uuid.uuid4().hex[:8]}", "coding", pool=pool.name)
     sandbox = execution.ensure_sandbox_ready(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
-    Run.objects.create(
-        sandbox=sandbox, argv=["bench"], started_at=timezone.now(), deadline_at=timezone.now() + timedelta(hours=1)
-    )
+    deadline_at = timezone.now() + timedelta(hours=1)
+    Run.objects.create(sandbox=sandbox, argv=["bench"], started_at=timezone.now(), deadline_at=deadline_at)
     Sandbox.objects.filter(pk=sandbox.pk).update(open_runs=1, state="running")
     return sandbox
 
 
 def make_row_writer() -> Callable[[], list[list[float]]]:
     """Return a function that writes only the rows: an insert before a call and an update after it."""
-    from django.db import connection
-    from django.utils import timezone
-
-    from sandboxes.models import LlmCall
-
     execute, table = open_driver(), LlmCall._meta.db_table
     row = LlmCall(started_at=timezone.now(), deadline_at=timezone.now(), path="/v1/chat/completions", model="gpt")
     fields = [field for field in LlmCall._meta.concrete_fields if not field.primary_key]
@@ -270,77 +256,33 @@ def make_row_writer() -> Callable[[], list[list[float]]]:
     return block
 
 
-def print_report(title: str, direct: CallRoute, through: CallRoute, *others: CallRoute) -> None:
-    print(f"\n{title}  ({len(direct.whole)} calls, interleaved; aim: 3 ms more at p50; load {os.getloadavg()[0]:.1f})")
-    print(f"  {'':<30}{'p50 ms':>8}{'p95 ms':>8}{'first byte p50':>16}{'p95':>8}{'p50 : direct':>14}")
-    for route in (direct, through, *others):
-        whole, first = (compute_quantiles_ms(took) for took in (route.whole, route.first))
-        ratio = whole[0] / compute_quantiles_ms(direct.whole)[0]
-        print(f"  {route.name:<30}{whole[0]:8.2f}{whole[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}{ratio:13.2f}x")
-    more = [
-        after - before
-        for after, before in zip(compute_quantiles_ms(through.whole), compute_quantiles_ms(direct.whole), strict=True)
-    ]
-    first = [
-        after - before
-        for after, before in zip(compute_quantiles_ms(through.first), compute_quantiles_ms(direct.first), strict=True)
-    ]
-    print(f"  {'added':<30}{more[0]:8.2f}{more[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}")
-    spent = {part: 1e3 * seconds / len(through.whole) for part, seconds in through.cpu.items()}
-    breakdown = ", ".join(f"{part} {each:.2f}" for part, each in spent.items())
-    print(f"  CPU ms per call: {sum(spent.values()):.2f} ({breakdown})", flush=True)
-
-
-def compute_quantiles_ms(seconds: list[float]) -> tuple[float, float]:
-    """Return (p50, p95) in ms."""
-    ordered = sorted(seconds)
-    return 1e3 * statistics.median(ordered), 1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def report_memory(running: list[Any], nginx: int, server: int) -> None:
-    """Print the memory of the egress proxy after the calls."""
-    from django.conf import settings
-
-    bridges = [read_memory_mb({find_bridge_pid(sandbox.ref)}) for sandbox in running]
-    rss, pss = (statistics.median(each[kind] for each in bridges) for kind in ("Rss", "Pss"))
+def report_memory(running: list[Sandbox], nginx: int, server: int) -> None:
+    """Print the proportional memory of the egress proxy after the calls."""
+    bridge = statistics.median(read_memory_mb({find_bridge_pid(sandbox.ref)}) for sandbox in running)
     shared = {"nginx": read_memory_mb(list_process_tree(nginx)), "egress server": read_memory_mb({server})}
-    own = {name: each["Pss"] for name, each in shared.items()}
     print(f"\nmemory, {len(running)} sandboxes and {settings.EGRESS_SLOTS} slots  (MB; aim: 15 per sandbox)")
-    print(
-        f"  bridge, per sandbox: RSS {rss:.1f}, PSS {pss:.1f}; "
-        f"its container's cgroup {compute_cgroup_mb(running):.1f} with the client"
-    )
-    print(f"  shared: nginx PSS {own['nginx']:.1f}, egress server PSS {own['egress server']:.1f}")
-    total = pss + sum(own.values()) / len(running)
-    print(f"  per sandbox: {total:.1f} among {len(running)}, {pss + sum(own.values()) / 100:.1f} among 100", flush=True)
+    print(f"  bridge, per sandbox: {bridge:.1f}; " + ", ".join(f"{name}: {size:.1f}" for name, size in shared.items()))
+    each, of_hundred = (bridge + sum(shared.values()) / count for count in (len(running), 100))
+    print(f"  per sandbox: {each:.1f} among {len(running)}, {of_hundred:.1f} among 100", flush=True)
 
 
-def read_memory_mb(pids: set[int]) -> dict[str, float]:
-    """Return the total memory of these processes, in MB."""
-    found = {"Rss": 0.0, "Pss": 0.0}
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name in found:
-                found[name] += int(value.split()[0]) / 1024
-    return found
+def read_memory_mb(pids: set[int]) -> float:
+    """Return the total memory (PSS) of these processes, in MB."""
+    rollups = "".join(Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids)
+    return sum(int(size) for size in re.findall(r"^Pss: +(\d+) kB", rollups, re.MULTILINE)) / 1024
 
 
-def compute_cgroup_mb(running: list[Any]) -> float:
-    return statistics.median(read_cgroup_bytes(find_bridge_pid(sandbox.ref)) for sandbox in running) / (1 << 20)
-
-
-def read_cgroup_bytes(pid: int) -> int:
-    """Read the memory charged to a process's cgroup, in bytes."""
+def read_cgroup_mb(pid: int) -> float:
+    """Read the memory charged to a process's cgroup, in MB."""
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            return int(Path(f"/sys/fs/cgroup/memory{path}/memory.usage_in_bytes").read_text())
-        if not controllers and (one := Path(f"/sys/fs/cgroup{path}/memory.current")).exists():
-            return int(one.read_text())
+            return int(Path(f"/sys/fs/cgroup/memory{path}/memory.usage_in_bytes").read_text()) / (1 << 20)
+        if not controllers and (current := Path(f"/sys/fs/cgroup{path}/memory.current")).exists():
+            return int(current.read_text()) / (1 << 20)
     raise SystemExit(f"Process {pid} has no memory cgroup.")
 
 
@@ -356,24 +298,22 @@ def find_bridge_pid(ref: str) -> int:
 
 def bench_starts() -> None:
     """Measure the start of a container until its program runs: with the bridge, and with `sleep`."""
-    from sandboxes.egress import slots
-    from sandboxes.providers.base import SandboxSpec
-    from sandboxes.providers.docker import provider as docker_provider
+    docker, name = docker_provider.DockerProvider(), f"lh-bench-{uuid.uuid4().hex[:12]}"
+    bridge_command, sizes = docker_provider.INIT_COMMAND, defaultdict(list)
 
-    provider, bridge = docker_provider.DockerProvider(), docker_provider.INIT_COMMAND
-    name, idle = f"lh-bench-{uuid.uuid4().hex[:12]}", ("sleep", "infinity")
+    def make_case(title: str, command: tuple[str, ...], slot: int | None, is_ready: Callable[[int], bool]) -> BenchCase:
+        def start(number: int) -> None:
+            docker_provider.INIT_COMMAND = command
+            sockets = None if slot is None else slots.ensure_slot_directory(slot)
+            docker.create(SandboxSpec(name, owner="bench", sockets=sockets))
+            while not is_ready(get_init_pid(name)):
+                time.sleep(0.001)
 
-    def start(keeps_running: tuple[str, ...], sockets: Callable[[], Path] | None, ready: Callable[[int], bool]) -> float:
-        docker_provider.INIT_COMMAND = keeps_running
-        began = time.perf_counter()
-        provider.create(SandboxSpec(name, owner="bench", sockets=sockets() if sockets else None))
-        pid = get_init_pid(name)
-        while not ready(pid):
-            time.sleep(0.001)
-        seconds = time.perf_counter() - began
-        sizes.setdefault(keeps_running[0], []).append(read_cgroup_bytes(pid) / (1 << 20))
-        provider.destroy(name)
-        return seconds
+        def destroy(number: int) -> None:
+            sizes[title].append(read_cgroup_mb(get_init_pid(name)))
+            docker.destroy(name)
+
+        return BenchCase(title, start, after=destroy)
 
     def sleeps(pid: int) -> bool:
         return any(read_command_line(each).startswith(b"sleep") for each in list_process_tree(pid))
@@ -381,31 +321,17 @@ def bench_starts() -> None:
     def listens(pid: int) -> bool:
         return LISTENING_SOCKET_ENTRY in Path(f"/proc/{pid}/net/tcp").read_text()
 
-    sizes: dict[str, list[float]] = {}
-    with_sleep, with_bridge = [], []
+    cases = [
+        make_case("create, start, `sleep` runs", ("sleep", "infinity"), None, sleeps),
+        make_case("create, start, bridge listens", bridge_command, 0, listens),
+    ]
     try:
-        for number in range(START_COUNT + 1):
-            plain = start(idle, None, sleeps)
-            whole = start(bridge, lambda: slots.ensure_slot_directory(0), listens)
-            if number:  # the first start of each warms caches
-                with_sleep.append(plain)
-                with_bridge.append(whole)
+        interleave(cases, rounds=START_COUNT, warmup=1)
     finally:
-        docker_provider.INIT_COMMAND = bridge
-        provider.destroy(name)
-    print(f"\nstart of a sandbox  ({START_COUNT} each, interleaved; load {os.getloadavg()[0]:.1f})")
-    for title, took, size in (
-        ("create, start, `sleep` runs", with_sleep, "sleep"),
-        ("create, start, bridge listens", with_bridge, "python3"),
-    ):
-        p50, p95 = compute_quantiles_ms(took)
-        print(f"  {title:<32}p50 {p50:7.1f} ms  p95 {p95:7.1f} ms  cgroup {statistics.median(sizes[size]):5.1f} MB")
-    more = compute_quantiles_ms(with_bridge)[0] - compute_quantiles_ms(with_sleep)[0]
-    print(
-        f"  added by the egress proxy: {more:.1f} ms, "
-        f"{compute_quantiles_ms(with_bridge)[0] / compute_quantiles_ms(with_sleep)[0]:.2f}x",
-        flush=True,
-    )
+        docker_provider.INIT_COMMAND = bridge_command
+        docker.destroy(name)
+    print_report("start of a sandbox", cases, raw=cases[0])
+    print("  cgroup MB: " + ", ".join(f"{title} {statistics.median(size):.1f}" for title, size in sizes.items()), flush=True)
 
 
 def get_init_pid(ref: str) -> int:
@@ -417,7 +343,3 @@ def read_command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from django.db import connection
+
 CLOCK_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _fork_context = multiprocessing.get_context("fork")
 
@@ -30,6 +32,10 @@ def list_process_tree(*roots: int) -> set[int]:
             seen.add(pid)
             pending += children.get(pid, [])
     return seen
+
+
+def get_own_pids() -> list[int]:
+    return [os.getpid()]
 
 
 def read_cpu_seconds(pids: Iterable[int]) -> float:
@@ -80,9 +86,7 @@ class BenchCase(Timing):
 
     def time(self, number: int) -> float:
         self.before(number)
-        started = time.perf_counter()
-        self.operation(number)
-        seconds_taken = time.perf_counter() - started
+        seconds_taken = measure_seconds(lambda: self.operation(number))
         self.after(number)
         return seconds_taken
 
@@ -97,6 +101,18 @@ class ConcurrentCase(Timing):
     @property
     def rate(self) -> float:
         return len(self.seconds) / self.elapsed
+
+
+def measure_seconds(operation: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    operation()
+    return time.perf_counter() - began
+
+
+def refresh_statistics(table: str = "") -> None:
+    """Update the planner's statistics after many rows have changed."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"VACUUM ANALYZE {table}" if connection.vendor == "postgresql" else "ANALYZE")
 
 
 def interleave(cases: Sequence[BenchCase], *, rounds: int, block: int = 1, warmup: int = 3) -> None:

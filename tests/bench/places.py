@@ -3,64 +3,36 @@
 Reference figures of the prototype, with processes instead of containers: resume from warm 1.7 ms, from cold 32 ms."""
 
 import os
-import sys
 import uuid
 from datetime import timedelta
-from pathlib import Path
 
+from django.utils import timezone
+
+from leases import api_keys
+from sandboxes import destruction, eviction, pool, providers
+from sandboxes.models import Pool, Sandbox, TransitionReason
 from tests.bench.measure import BenchCase, interleave, list_process_tree, print_report
-from tests.bench.server import (
-    ApiClient,
-    call_engine,
-    configure,
-    destroy_raw_container,
-    exec_raw,
-    run_control_plane,
-    start_raw_container,
-)
+from tests.bench.server import ApiClient, destroy_raw_container, exec_raw, run_control_plane, start_raw_container
 
 EXEC_COUNT = int(os.environ.get("BENCH_EXECS", "100"))
 START_COUNT = int(os.environ.get("BENCH_STARTS", "12"))
-READING_COUNT = int(os.environ.get("BENCH_READINGS", "20"))
 DID = "did:web:bench.invalid"
 
 
-def main(name: str, database: str, here: Path) -> None:
-    # Few threads, because each has its own connection, which plans every statement once.
-    os.environ |= {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"}
-    configure(database, here)
-    from sandboxes import providers
-    from sandboxes.models import Pool
-
-    if providers.get_default_provider_name() != "docker":
-        print("\nexec, wake, claim: skipped, no Docker daemon responds")
-        return
+def main() -> None:
     with run_control_plane() as (up, port):
-        print(f"\n===== sandboxes on the real engine, {name} =====")
-        try:
-            bench_execs(port, up.pid)
-            bench_readings(port)
-            bench_wakes(port)
-            bench_claims(port)
-        finally:
-            for pool in Pool.objects.all():
-                for sandbox in providers.get_provider("docker").list(str(pool.owner)):
-                    providers.get_provider("docker").destroy(sandbox.ref)
+        bench_execs(port, up.pid)
+        bench_wakes(port)
+        bench_claims(port)
+    print("\n  prototype, with processes: resume from warm 1.7 ms, from cold 32 ms", flush=True)
 
 
 def create_client(port: int) -> ApiClient:
-    from django.utils import timezone
-
-    from leases import api_keys
-
     return ApiClient(port, api_keys.issue_key([DID], now=timezone.now())[1])
 
 
 def bench_execs(port: int, up: int) -> None:
     """Exec of `true` in a live sandbox, which the prototype called a resume from warm."""
-    from sandboxes import providers
-    from sandboxes.models import Sandbox
-
     api, provider, minute = create_client(port), providers.get_provider("docker"), timedelta(minutes=1)
     lease = api.post("/environments/exec/join", {"agent_did": DID, "environment_type": "coding"})["id"]
     ref = Sandbox.objects.get(holder=lease).ref
@@ -74,37 +46,8 @@ def bench_execs(port: int, up: int) -> None:
     print_report("exec of `true` in a live sandbox", [raw_case, provider_case, lease_case], raw=raw_case, aim="1.15x")
 
 
-def bench_readings(port: int) -> None:
-    """Reading of a sandbox's usage: from the engine, from the provider, and with the stored row."""
-    from django.utils import timezone
-
-    from sandboxes import providers
-    from sandboxes.models import Sandbox
-    from sandboxes.usage import readings as readings
-
-    api, provider = create_client(port), providers.get_provider("docker")
-    lease = api.post("/environments/reading/join", {"agent_did": DID, "environment_type": "coding"})["id"]
-    sandbox = Sandbox.objects.get(holder=lease)
-
-    def write(number: int) -> None:
-        assert readings.record_reading(sandbox, provider, now=timezone.now(), min_cpu_micros=0)
-
-    raw_case = BenchCase(
-        "raw: the engine's stats", lambda number: call_engine("GET", f"/containers/{sandbox.ref}/stats?stream=false&one-shot=1")
-    )
-    provider_case = BenchCase("provider.stats", lambda number: provider.stats(sandbox.ref))
-    lease_case = BenchCase("a reading, with its row", write)
-    interleave([raw_case, provider_case, lease_case], rounds=READING_COUNT)
-    print_report("usage reading of a sandbox", [raw_case, provider_case, lease_case], raw=raw_case)
-
-
 def bench_wakes(port: int) -> None:
     """Exec of `true` in a cold sandbox: a container is created and its files are restored first."""
-    from django.utils import timezone
-
-    from sandboxes import eviction
-    from sandboxes.models import Sandbox
-
     api = create_client(port)
     lease = api.post("/environments/wake/join", {"agent_did": DID, "environment_type": "coding"})["id"]
     post, name = api.calls(f"/leases/{lease}/exec", {"argv": ["true"]}), f"lh-bench-{uuid.uuid4().hex[:12]}"
@@ -126,11 +69,6 @@ def bench_wakes(port: int) -> None:
 
 def bench_claims(port: int) -> None:
     """Join of an environment with a pre-warmed sandbox."""
-    from django.utils import timezone
-
-    from sandboxes import destruction, pool
-    from sandboxes.models import Pool, Sandbox, TransitionReason
-
     api, run = create_client(port), uuid.uuid4().hex[:8]
     warmed = Pool.objects.create(name="warmed", provider="docker", warm_target=1)
     name = f"lh-bench-{uuid.uuid4().hex[:12]}"
@@ -152,8 +90,3 @@ def bench_claims(port: int) -> None:
     lease_case = BenchCase("join of a pre-warmed one through HTTP", join, before=warm_one, after=destroy)
     interleave([raw, lease_case], rounds=START_COUNT, warmup=3)
     print_report("join with a pre-warmed sandbox", [raw, lease_case], raw=raw, aim="0.1x")
-    print("\n  prototype, with processes: resume from warm 1.7 ms, from cold 32 ms", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

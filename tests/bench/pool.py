@@ -1,21 +1,23 @@
-"""Pool operations with 1 thousand, 100 thousand and 1 million rows. Their cost should not depend on the number of rows.
+"""Pool operations with 1, 10 and 100 thousand rows. Their cost should not depend on the number of rows.
 
 Reference figures of the prototype, which kept its sandboxes in the memory of one process: marking 0.03 ms, choosing a victim
 0.1 ms. Here each operation is a durable transaction."""
 
 import os
-import sys
-import time
+import random
 import uuid
 from datetime import datetime, timedelta
-from pathlib import Path
-from typing import Any
 
-from tests.bench.measure import BenchCase, interleave, print_report
-from tests.bench.server import configure
+from django.conf import settings
+from django.db import connection, transaction
+from django.utils import timezone
 
-ROW_COUNTS = [int(size) for size in os.environ.get("BENCH_ROWS", "1000,100000,1000000").split(",")]
-MAX_ROWS_ON_SQLITE = 100_000
+from sandboxes import eviction, lifecycle, pool, sweeps
+from sandboxes.db import sql
+from sandboxes.models import Pool, Quota, Sandbox
+from tests.bench.measure import BenchCase, interleave, measure_seconds, print_report, refresh_statistics
+
+ROW_COUNTS = [int(size) for size in os.environ.get("BENCH_ROWS", "1000,10000,100000").split(",")]
 ROUND_COUNT = int(os.environ.get("BENCH_ROUNDS", "40"))
 SWEPT_ROWS = int(os.environ.get("BENCH_SWEPT", "100000"))
 IDLE_PER_SWEEP = 20  # due rows per sweep, independent of the total
@@ -23,42 +25,26 @@ IDLE_PER_SWEEP = 20  # due rows per sweep, independent of the total
 STATE_PERCENTAGES = [("cold", 50), ("waiting", 15), ("warm", 5), ("running", 20), ("destroyed", 10)]
 
 
-def main(name: str, database: str, here: Path) -> None:
-    configure(database, here)
-    from django.db import connection
-
-    sizes = [size for size in ROW_COUNTS if connection.vendor == "postgresql" or size <= MAX_ROWS_ON_SQLITE]
-    print(f"\n===== pool operations, {name} =====")
-    results = {size: measure_decisions(size) for size in sizes}
-    print(f"\n  p50 ms at rows{'':<28}" + "".join(f"{size:>12,}" for size in sizes) + f"{'growth':>9}")
-    for title in results[sizes[0]]:
-        durations = [results[size][title] for size in sizes]
-        print(
-            f"  {title:<42}"
-            + "".join(f"{1e3 * seconds:12.2f}" for seconds in durations)
-            + f"{durations[-1] / durations[0]:8.1f}x"
-        )
+def main() -> None:
+    results = {size: measure_decisions(size) for size in ROW_COUNTS}
+    print(f"\n  p50 ms at rows{'':<28}" + "".join(f"{size:>12,}" for size in ROW_COUNTS) + f"{'growth':>9}")
+    for title in results[ROW_COUNTS[0]]:
+        durations = [results[size][title] for size in ROW_COUNTS]
+        columns = "".join(f"{1e3 * seconds:12.2f}" for seconds in durations)
+        print(f"  {title:<42}{columns}{durations[-1] / durations[0]:8.1f}x")
     print("  prototype, in memory, not durable: mark 0.03, choose a victim 0.1", flush=True)
     bench_large_sweep()
 
 
 def measure_decisions(size: int) -> dict[str, float]:
     """Return the p50 of each operation, in seconds, in a pool with `size` rows."""
-    from django.db import connection, transaction
-    from django.utils import timezone
-
-    from sandboxes import eviction, lifecycle, pool, sweeps
-    from sandboxes.models import Pool, Quota, Sandbox
-
     now = timezone.now()
     Sandbox.objects.filter(idle_at__lte=now).update(idle_at=now + timedelta(hours=1))
-    bench_pool, _ = Pool.objects.get_or_create(
-        name="bench", defaults={"provider": "memory", "capacity": 10**9, "warm_target": 1}
-    )
+    defaults = {"provider": "memory", "capacity": 10**9, "warm_target": 1}
+    bench_pool, _ = Pool.objects.get_or_create(name="bench", defaults=defaults)
     fill_pool(bench_pool, size - Sandbox.objects.filter(pool=bench_pool).count(), now=now)
     Quota.objects.get_or_create(pool=bench_pool, agent_did="did:plc:guaranteed", defaults={"guaranteed": 5})
-    with connection.cursor() as cursor:
-        cursor.execute("VACUUM ANALYZE" if connection.vendor == "postgresql" else "ANALYZE")
+    refresh_statistics()
 
     def build_request() -> pool.SandboxRequest:
         return pool.SandboxRequest(uuid.uuid4(), "did:plc:bench", "e", bench_pool, timedelta(minutes=30))
@@ -78,15 +64,12 @@ def measure_decisions(size: int) -> dict[str, float]:
     def evict_cold(number: int) -> None:
         assert eviction.free_place(bench_pool, agent_did="did:plc:bench", now=now)
 
-    def make_due(count: int) -> None:
-        pks = Sandbox.objects.filter(pool=bench_pool, state="waiting").values("pk")[:count]
-        Sandbox.objects.filter(pk__in=list(pks.values_list("pk", flat=True))).update(idle_at=now)
+    def make_due(number: int) -> None:
+        pks = Sandbox.objects.filter(pool=bench_pool, state="waiting").values_list("pk", flat=True)[:IDLE_PER_SWEEP]
+        Sandbox.objects.filter(pk__in=list(pks)).update(idle_at=now)
 
     def sweep(number: int) -> None:
-        assert sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=10 * IDLE_PER_SWEEP) in (
-            IDLE_PER_SWEEP,
-            10 * IDLE_PER_SWEEP,
-        )
+        assert sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=10 * IDLE_PER_SWEEP) == IDLE_PER_SWEEP
 
     def reset(number: int) -> None:
         Sandbox.objects.filter(pool=bench_pool, state="evicting").update(
@@ -96,98 +79,47 @@ def measure_decisions(size: int) -> dict[str, float]:
     def update_by_key(number: int) -> None:
         assert Pool.objects.filter(pk=bench_pool.pk).update(warm_target=1)
 
-    choose = BenchCase("choose a victim", lambda number: eviction.find_victim(bench_pool, agent_did="did:plc:bench", now=now))
-    few_idle = BenchCase("idle sweep", sweep, before=lambda number: make_due(IDLE_PER_SWEEP), after=reset)
-    many_idle = BenchCase(
-        "idle sweep of ten times as many", sweep, before=lambda number: make_due(10 * IDLE_PER_SWEEP), after=reset
-    )
+    idle_sweep = BenchCase("idle sweep", sweep, before=make_due, after=reset)
     cases = [
         BenchCase("reference: update one row by key", update_by_key),
         BenchCase("claim a pre-warmed sandbox", claim),
         BenchCase("mark running, mark waiting", mark_run),
-        choose,
+        BenchCase("choose a victim", lambda number: eviction.find_victim(bench_pool, agent_did="did:plc:bench", now=now)),
         BenchCase("choose and evict a cold sandbox", evict_cold),
     ]
     rounds = min(ROUND_COUNT, size // 100)
     interleave(cases, rounds=rounds)
-    interleave([few_idle] + [many_idle] * (size >= 10_000), rounds=min(rounds, 10), warmup=1)
-    medians = {case.name: case.p50 for case in cases}
-    medians["idle sweep, per idle sandbox"] = few_idle.p50 / IDLE_PER_SWEEP
-    medians["idle sweep of ten times as many, per sandbox"] = (
-        (many_idle.p50 / (10 * IDLE_PER_SWEEP)) if many_idle.seconds else few_idle.p50 / IDLE_PER_SWEEP
-    )
-    return medians
+    interleave([idle_sweep], rounds=min(rounds, 10), warmup=1)
+    return {case.name: case.p50 for case in cases} | {"idle sweep, per idle sandbox": idle_sweep.p50 / IDLE_PER_SWEEP}
 
 
-def fill_pool(pool: Any, count: int, *, now: datetime) -> None:
+def fill_pool(pool: Pool, count: int, *, now: datetime) -> None:
     """Insert rows in all states, with a last use within the last day."""
-    started, inserted = time.perf_counter(), 0
-    shares = [(state, round(count * share / 100)) for state, share in STATE_PERCENTAGES]
-    for state, rows in shares:
-        insert_rows(pool, state, rows, now=now)
-        inserted += rows
-    print(f"  {inserted:,} rows inserted in {time.perf_counter() - started:.0f} s", flush=True)
+    shares = {state: round(count * share / 100) for state, share in STATE_PERCENTAGES}
+    seconds = measure_seconds(lambda: [insert_rows(pool, state, rows, now=now) for state, rows in shares.items()])
+    print(f"  {sum(shares.values()):,} rows inserted in {seconds:.0f} s", flush=True)
 
 
-def insert_rows(pool: Any, state: str, count: int, *, now: datetime) -> None:
-    """Insert `count` rows in one state with one statement."""
-    from django.conf import settings
-    from django.db import connection
-
-    from sandboxes.models import Sandbox
-
-    postgres = connection.vendor == "postgresql"
-    example = Sandbox(
-        pool=pool, provider="memory", image=settings.SANDBOX_IMAGE, memory_mib=pool.memory_mib, millicpus=1000, pids=64,
-        state=state, state_since=now, created_at=now, last_used_at=now, environment_id="e", open_runs=int(state == "running"),
-        idle_at=now + timedelta(hours=1) if state in ("waiting", "warm") else None,
-        destroyed_at=now if state == "destroyed" else None,
-    )  # fmt: skip
-    new_uuid = "gen_random_uuid()" if postgres else "lower(hex(randomblob(16)))"
-    moment = (
-        "%s::timestamptz - random() * interval '1 day'"
-        if postgres
-        else "strftime('%%Y-%%m-%%d %%H:%%M:%%f000', %s, '-' || abs(random() %% 86400) || ' seconds')"
-    )
-    generated = {
-        "id": new_uuid,
-        "holder": f"CASE WHEN n %% 2 = 0 OR state <> 'warm' THEN {new_uuid} END",  # half of the warm ones have no holder
-        "agent_did": "'did:plc:a' || n",
-        "last_used_at": moment,
-    }
-    columns, values, parameters = [], [], []
-    for field in Sandbox._meta.concrete_fields:
-        if field.generated:
-            continue
-        value = field.get_db_prep_save(getattr(example, field.attname), connection)
-        columns.append(field.column)
-        expression = generated.get(field.column, f"CAST(%s AS {field.db_type(connection)})" if postgres else "%s")
-        if field.column == "holder":
-            expression = expression.replace("state", f"'{state}'")
-        values.append(expression)
-        if field.column not in generated or field.column == "last_used_at":
-            parameters.append(value)
-    series = (
-        f"generate_series(1, {count}) AS n"
-        if postgres
-        else f"(WITH RECURSIVE s(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM s WHERE n < {count}) SELECT n FROM s)"
-    )
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"INSERT INTO sandboxes_sandbox ({', '.join(columns)}) SELECT {', '.join(values)} FROM {series}", parameters
-        )
+def insert_rows(pool: Pool, state: str, count: int, *, now: datetime) -> None:
+    """Insert `count` rows in one state. Half of the warm ones have no holder."""
+    defaults = {
+        "pool": pool, "provider": "memory", "image": settings.SANDBOX_IMAGE, "memory_mib": pool.memory_mib, "millicpus": 1000,
+        "pids": 64, "state": state, "state_since": now, "created_at": now, "environment_id": "e",
+        "open_runs": int(state == "running"), "destroyed_at": now if state == "destroyed" else None,
+        "idle_at": now + timedelta(hours=1) if state in ("waiting", "warm") else None,
+    }  # fmt: skip
+    for first in range(0, count, 5000):
+        Sandbox.objects.bulk_create(
+            Sandbox(
+                holder=None if state == "warm" and number % 2 else uuid.uuid4(), agent_did=f"did:plc:a{number}",
+                last_used_at=now - random.random() * timedelta(days=1), **defaults,
+            )
+            for number in range(first, min(first + 5000, count))
+        )  # fmt: skip
 
 
 def bench_large_sweep() -> None:
     """Claim of a large idle sweep, against one raw UPDATE ... RETURNING of as many rows."""
-    from django.conf import settings
-    from django.db import connection
-    from django.utils import timezone
-
-    from sandboxes import eviction, lifecycle, sweeps
-    from sandboxes.db import sql
-    from sandboxes.models import Pool, Sandbox
-
     now = timezone.now()
     Sandbox.objects.filter(idle_at__lte=now).update(idle_at=now + timedelta(hours=1))
     bench_pool = Pool.objects.create(name="idle", provider="memory", capacity=10**9)
@@ -196,8 +128,7 @@ def bench_large_sweep() -> None:
     def make_due(number: int) -> None:
         reset_fields = {"claim": None, "deadline_at": None, "idle_at": now}
         Sandbox.objects.filter(pool=bench_pool).update(state="waiting", **reset_fields)
-        with connection.cursor() as cursor:
-            cursor.execute("VACUUM ANALYZE sandboxes_sandbox" if connection.vendor == "postgresql" else "ANALYZE")
+        refresh_statistics("sandboxes_sandbox")
 
     statement = (
         "UPDATE sandboxes_sandbox SET state = 'evicting', state_since = %s, claim = %s, claimed_by = %s, deadline_at = %s, "
@@ -217,7 +148,3 @@ def bench_large_sweep() -> None:
     cases = [raw_case, BenchCase("claim_idle, with each Transition", claim_all, before=make_due)]
     interleave(cases, rounds=2, warmup=0)
     print_report(f"claim of an idle sweep of {SWEPT_ROWS:,} rows", cases, raw=raw_case, aim="3x")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -2,44 +2,24 @@
 
 import http.client
 import json
-import os
 import socket
 import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import find_free_ports
+from tests.support.waiting import wait_until
+
 REPO_DIR = Path(__file__).resolve().parents[2]
-
-
-def configure(database_url: str, directory: Path) -> None:
-    """Set the environment for this process and its children, migrate the database and set up Django."""
-    os.environ |= {
-        "LEASEHOLD_ENV_FILE": "",
-        "SECRET_KEY": uuid.uuid4().hex,
-        "DEBUG": "0",
-        "DATABASE_URL": database_url,
-        "LEASEHOLD_STATE_DIR": str(directory / "state"),
-        "LEASEHOLD_RUNTIME_DIR": str(directory / "run"),
-        "LEASEHOLD_CREATES_PER_MINUTE": "0",
-        "LEASEHOLD_LOG_LEVEL": "WARNING",
-        "LEASEHOLD_ALLOW_UNISOLATED": "1",
-        "DJANGO_SETTINGS_MODULE": "controlplane.settings",
-    }
-    subprocess.run([sys.executable, str(REPO_DIR / "manage.py"), "migrate", "--verbosity", "0"], check=True)
-    import django
-
-    django.setup()
 
 
 @contextmanager
 def run_control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     """Run `manage.py up` with web processes only. Yield its process and its port."""
-    port = find_free_port()
+    [port] = find_free_ports()
     argv = [sys.executable, str(REPO_DIR / "manage.py"), "up", "--no-worker", "--port", str(port)]
     up = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     try:
@@ -50,24 +30,18 @@ def run_control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
         up.wait(60)
 
 
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _wait_for(port: int, up: "subprocess.Popen[bytes]") -> None:
-    for _ in range(300):
+    def responds() -> bool:
         if up.poll() is not None:
             raise SystemExit("The control plane did not start.")
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
             connection.request("GET", "/healthz")
-            if connection.getresponse().status == 200:
-                return
+            return connection.getresponse().status == 200
         except OSError:
-            time.sleep(0.1)
-    raise SystemExit("The control plane did not respond.")
+            return False
+
+    wait_until(responds, "the control plane responds")
 
 
 class ApiClient:

@@ -6,18 +6,31 @@ itself; tar, gzip and one object. If TEST_S3_URL is set, the S3 store is measure
 import os
 import random
 import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
-from tests.bench.measure import BenchCase, interleave, print_report
-from tests.bench.server import configure, destroy_raw_container, start_raw_container
+from django.conf import settings
+from django.db import connection
+from django.utils import timezone
+
+from leases import execution, leasing
+from leases.models import Lease
+from sandboxes import eviction, pool, providers
+from sandboxes.models import Pool
+from sandboxes.providers.base import DATA, WORKSPACE
+from sandboxes.providers.memory import File, MemoryProvider
+from sandboxes.runs import Command
+from sandboxes.state import data_sync, workspace
+from sandboxes.storage import get_store
+from sandboxes.storage.s3 import S3Store
+from tests.bench.measure import BenchCase, get_own_pids, interleave, print_report
+from tests.bench.parts import destroy_sandboxes
+from tests.bench.server import destroy_raw_container, start_raw_container
 
 TURN_ROUNDS = int(os.environ.get("BENCH_TURNS", "20"))
 SLEEP_ROUNDS = int(os.environ.get("BENCH_SLEEPS", "4"))
@@ -43,32 +56,24 @@ for number in range(int(sys.argv[2]) // 2):
 """
 
 
-def main(name: str, database: str, state_directory: Path) -> None:
-    os.environ |= {"LEASEHOLD_DATA_MOST_MIB": "1024"}
-    configure(database, state_directory)
-    from sandboxes import providers
-
+def main() -> None:
     kinds = ["memory"] + ["docker"] * (providers.get_default_provider_name() == "docker")
     for backend in ["filesystem"] + ["s3"] * bool(os.environ.get("TEST_S3_URL")):
         with use_store(backend):
             for kind in kinds:
-                print(f"\n===== stored state, {name}, store: {backend}, provider: {kind} =====")
+                print(f"\n--- stored state, store: {backend}, provider: {kind}")
                 for count in (0, 10, 1000):
                     bench_turns(kind, count)
-            if name == "SQLite" and os.environ.get("TEST_POSTGRES_URL"):
+            if connection.vendor == "sqlite" and os.environ.get("TEST_POSTGRES_URL"):
                 continue  # the database does not matter here, and the test S3 server lacks the space for two runs
             for kind in ["process", *kinds[1:]]:
-                print(f"\n===== a workspace of {WORKSPACE_MB} MB, {name}, store: {backend}, provider: {kind} =====")
-                bench_sleeps(kind, state_directory)
+                print(f"\n--- a workspace of {WORKSPACE_MB} MB, store: {backend}, provider: {kind}")
+                bench_sleeps(kind)
 
 
 @contextmanager
 def use_store(backend: str) -> Iterator[None]:
     """Configure a store; empty it afterwards."""
-    from django.conf import settings
-
-    from sandboxes.storage import get_store
-
     settings.STORAGE_BACKEND = backend
     if backend == "s3":
         settings.S3_ENDPOINT, settings.S3_BUCKET = os.environ["TEST_S3_URL"], os.environ["TEST_BUCKET"]
@@ -83,38 +88,25 @@ def use_store(backend: str) -> Iterator[None]:
 
 
 @contextmanager
-def hold_lease(kind: str) -> Iterator[Any]:
+def hold_lease(kind: str) -> Iterator[Lease]:
     """Acquire a lease in a new pool of this provider. Its sandboxes are destroyed afterwards."""
-    from django.utils import timezone
-
-    from leases import leasing
-    from sandboxes import providers
-    from sandboxes.models import Pool
-
-    pool = Pool.objects.create(name=f"state-{uuid.uuid4().hex[:8]}", provider=kind, memory_mib=512, workspace_limit_mib=4096)
-    request = leasing.LeaseRequest(f"{DID}:{pool.name}", "bench", "coding", pool=pool.name)
+    own_pool = Pool.objects.create(
+        name=f"state-{uuid.uuid4().hex[:8]}", provider=kind, memory_mib=512, workspace_limit_mib=4096
+    )
+    request = leasing.LeaseRequest(f"{DID}:{own_pool.name}", "bench", "coding", pool=own_pool.name)
     try:
         yield leasing.acquire(request, now=timezone.now())[0]
     finally:
-        for sandbox in providers.get_provider(kind).list(str(pool.owner)):
-            providers.get_provider(kind).destroy(sandbox.ref)
+        destroy_sandboxes()
 
 
-def run_script(lease: Any, script: str, *arguments: object) -> None:
-    from django.utils import timezone
-
-    from leases import execution
-    from sandboxes.runs import Command
-
+def run_script(lease: Lease, script: str, *arguments: object) -> None:
     command = Command(argv=["python3", "-c", script, *map(str, arguments)], timeout=5 * MINUTE)
     assert execution.exec_command(lease.pk, command, now=timezone.now())[1].exit_code == 0
 
 
 def make_uploader() -> Callable[[dict[str, bytes]], None]:
     """Return a function that stores values as one object each, eight at a time: through boto3 alone, or through the store."""
-    from sandboxes.storage import get_store
-    from sandboxes.storage.s3 import S3Store
-
     store, threads = get_store(), ThreadPoolExecutor(THREAD_COUNT)
     if not isinstance(store, S3Store):
         return lambda values: [*threads.map(store.set, values.keys(), values.values())] and None
@@ -128,14 +120,6 @@ def make_uploader() -> Callable[[dict[str, bytes]], None]:
 
 def bench_turns(kind: str, count: int) -> None:
     """Cost of a turn's data besides the exec: pull newer files, store changed ones."""
-    from django.utils import timezone
-
-    from leases import execution
-    from sandboxes import providers
-    from sandboxes.providers.base import DATA
-    from sandboxes.providers.memory import File, MemoryProvider
-    from sandboxes.state import data_sync
-
     provider, upload = providers.get_provider(kind), make_uploader()
     contents = [random.randbytes(FILE_BYTES) for _ in range(count)]
     with hold_lease(kind) as lease:
@@ -170,36 +154,18 @@ def bench_turns(kind: str, count: int) -> None:
             print_report(f"a turn that changes {count:,} of {count:,} files of 4 KiB", [bare, changed], raw=bare, aim="1.3x")
 
 
-def get_own_pids() -> list[int]:
-    return [os.getpid()]
-
-
-def bench_sleeps(kind: str, state_directory: Path) -> None:
+def bench_sleeps(kind: str) -> None:
     """Sleep and wake from the store, compared with tar, gzip and one object."""
-    from django.utils import timezone
-
-    from leases import execution
-    from sandboxes import eviction, pool, providers
-    from sandboxes.providers.base import WORKSPACE
-    from sandboxes.state import workspace
-    from sandboxes.storage import get_store
-
     provider, raw_name = providers.get_provider(kind), f"lh-bench-{uuid.uuid4().hex[:12]}"
     with hold_lease(kind) as lease:
         run_script(lease, FILL_SCRIPT, WORKSPACE, WORKSPACE_MB)
         sandbox = pool.find_by_holder(lease.pk)
         assert sandbox
-        source_directory, packed, raw_directory = (
-            provider.inside(sandbox.ref, WORKSPACE),
-            state_directory / "raw.tar.gz",
-            state_directory / "raw",
-        )
+        packed, raw_directory = settings.STATE_DIR / "raw.tar.gz", settings.STATE_DIR / "raw"
 
         def pack(number: int) -> None:
-            if kind == "docker":
-                run_shell(f"docker exec -u {AGENT_USER} {raw_name} tar cf - -C {WORKSPACE} . | gzip >{packed}")
-            else:
-                run_shell(f"tar cf - -C {raw_directory} . | gzip >{packed}")
+            tar = f"docker exec -u {AGENT_USER} {raw_name} tar" if kind == "docker" else "tar"
+            run_shell(f"{tar} cf - -C {WORKSPACE if kind == 'docker' else raw_directory} . | gzip >{packed}")
             with packed.open("rb") as source:
                 get_store().upload("raw/packed", source)
 
@@ -241,7 +207,7 @@ def bench_sleeps(kind: str, state_directory: Path) -> None:
                 start_raw_container(raw_name, sandbox.image)
                 provider.put_files(raw_name, WORKSPACE, spool_chunks(provider.get_files(sandbox.ref, WORKSPACE)))
             else:
-                run_shell(f"cp -a {source_directory} {raw_directory}")
+                run_shell(f"cp -a {provider.inside(sandbox.ref, WORKSPACE)} {raw_directory}")
             packing = BenchCase("raw: tar, gzip, one object", pack)
             sleeping = BenchCase("sleep", sleep, before=use)
             interleave([packing, sleeping], rounds=SLEEP_ROUNDS, warmup=1)
@@ -265,7 +231,3 @@ def spool_chunks(chunks: Iterable[bytes]) -> BinaryIO:
 
 def run_shell(line: str) -> None:
     subprocess.run(["bash", "-o", "pipefail", "-c", line], check=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

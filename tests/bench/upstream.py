@@ -1,6 +1,5 @@
 """Upstream without latency, for measuring the egress proxy: `python -m tests.bench.upstream PORT`."""
 
-import asyncio
 import json
 import sys
 
@@ -21,9 +20,8 @@ STREAM_EVENTS = [
 async def handle_completion(request: web.Request) -> web.StreamResponse:
     body = await request.json()
     if not body.get("stream"):
-        return web.Response(
-            body=COMPLETION_BODY, content_type="application/json", headers={"x-litellm-response-cost": "0.0000123"}
-        )
+        cost = {"x-litellm-response-cost": "0.0000123"}
+        return web.Response(body=COMPLETION_BODY, content_type="application/json", headers=cost)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for event in STREAM_EVENTS:
@@ -32,14 +30,7 @@ async def handle_completion(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def serve(port: int) -> None:
+if __name__ == "__main__":
     app = web.Application()
     app.router.add_post("/v1/chat/completions", handle_completion)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1])))
+    web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), access_log=None, print=None)

@@ -9,7 +9,7 @@ from leases.models import Lease
 from sandboxes.models import Run, Sandbox
 from sandboxes.runs import Command
 from sandboxes.sweeps import release_instance
-from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 
 pytestmark = pytest.mark.django_db
 SHORTLY_AFTER = NOW + MINUTE / 60  # long before every deadline
@@ -20,12 +20,9 @@ def interrupted(grant, at_checkpoint, settings) -> Callable[[str, str], Lease]:
     """Factory of a lease whose exec was interrupted at a given step, in a given instance."""
 
     def make(instance: str, step: str) -> Lease:
-        def die() -> None:
-            raise SimulatedCrash
-
         settings.INSTANCE = instance
         lease: Lease = grant(environment=f"game-{instance}-{step.replace(' ', '-')}")
-        at_checkpoint(step, die)
+        at_checkpoint(step)
         with pytest.raises(SimulatedCrash):
             execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
         return lease
@@ -47,7 +44,7 @@ def test_an_interrupted_destroy_is_retried_at_once(interrupted, memory, settings
     lease = interrupted("up-old.web.1", "run answered")
     settings.INSTANCE = "up-a.queue.1"
     sweeps.end_all_leases(now=SHORTLY_AFTER, detail="test")
-    memory.before("destroy", lambda ref: (_ for _ in ()).throw(SimulatedCrash()))
+    memory.before("destroy", die)
     with pytest.raises(SimulatedCrash):
         sweeps.reclaim(now=SHORTLY_AFTER)
     memory.clear_hooks()

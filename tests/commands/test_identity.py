@@ -6,24 +6,24 @@ import json
 import sys
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError
 
 from leases.models import Agent
 from sandboxes.identity import curves, signing
 from sandboxes.models import SigningKey
-from tests.commands.manage import run_manage
+from tests.commands.manage import call, load_settings
 from tests.conftest import NOW
 from tests.support import tokens
 from tests.support.secrets import list_key_encodings
 
+pytestmark = pytest.mark.django_db
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: str, stdin: str = "") -> str:
-    message = io.StringIO()
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-    call_command("identity", *args, stdout=message)
-    return message.getvalue()
+    return call("identity", *args)
 
 
 def get_did_key(did: str) -> str:
@@ -33,18 +33,15 @@ def get_did_key(did: str) -> str:
     return key.did_key
 
 
-@pytest.mark.django_db
 def test_a_key_is_created_shown_rotated_and_revoked(monkeypatch) -> None:
     assert "signs with did:key:zQ3s" in run(monkeypatch, "create", ADA)
     assert Agent.objects.filter(did=ADA).exists()
     did_key, _, document = run(monkeypatch, "show", ADA).partition("\n")
     assert did_key == get_did_key(ADA)
     assert json.loads(document) == {
-        "id": "did:plc:ada#atproto",
-        "type": "Multikey",
-        "controller": ADA,
+        "id": "did:plc:ada#atproto", "type": "Multikey", "controller": ADA,
         "publicKeyMultibase": did_key.removeprefix("did:key:"),
-    }
+    }  # fmt: skip
     assert "did:key:zDna" in run(monkeypatch, "rotate", ADA, "--algorithm", "ES256")
     assert get_did_key(ADA).startswith("did:key:zDna")
     assert f"{get_did_key(ADA)} is revoked" in run(monkeypatch, "revoke", ADA)
@@ -52,7 +49,6 @@ def test_a_key_is_created_shown_rotated_and_revoked(monkeypatch) -> None:
     assert set(SigningKey.objects.values_list("created_by", "ended_by")) == {("command line", "command line")}
 
 
-@pytest.mark.django_db
 @pytest.mark.parametrize("algorithm", curves.CURVES)
 def test_a_private_key_is_imported_from_stdin_as_hex_or_multibase(monkeypatch, algorithm: str) -> None:
     first, second = curves.generate_key(algorithm), curves.generate_key(algorithm)
@@ -65,7 +61,6 @@ def test_a_private_key_is_imported_from_stdin_as_hex_or_multibase(monkeypatch, a
     assert not any(form in message for form in list_key_encodings(first) | list_key_encodings(second))
 
 
-@pytest.mark.django_db
 def test_an_invalid_private_key_is_refused_and_not_printed(monkeypatch) -> None:
     invalid_key = curves.generate_key().secret.hex()[:-1] + "g"
     with pytest.raises(CommandError, match="64 hexadecimal digits") as refused:
@@ -74,24 +69,19 @@ def test_an_invalid_private_key_is_refused_and_not_printed(monkeypatch) -> None:
     assert not SigningKey.objects.exists()
 
 
-@pytest.mark.django_db
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["create", "ada"], "is not a DID"),
-        (["rotate", BOB], "no signing key"),
-        (["revoke", BOB], "no signing key"),
-        (["show", BOB], "no signing key"),
-        (["create", ADA], "Rotate it"),
+        (["create", "ada"], "is not a DID"), (["create", ADA], "Rotate it"), (["rotate", BOB], "no signing key"),
+        (["revoke", BOB], "no signing key"), (["show", BOB], "no signing key"),
     ],
-)
+)  # fmt: skip
 def test_an_error_is_one_sentence(monkeypatch, args: list[str], message: str) -> None:
     signing.create_key(ADA, now=NOW)
     with pytest.raises(CommandError, match=message):
         run(monkeypatch, *args)
 
 
-@pytest.mark.django_db
 def test_reencrypt_names_the_agent_whose_key_it_cannot_decrypt(monkeypatch, settings) -> None:
     signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
@@ -104,18 +94,21 @@ def test_reencrypt_names_the_agent_whose_key_it_cannot_decrypt(monkeypatch, sett
 
 
 @pytest.mark.parametrize("value", ["secret", "A" * 43, "A" * 44, "=" * 44, f"{'A' * 43}=,", f"{'A' * 43}=,x"])
-def test_malformed_encryption_keys_stop_the_start_and_are_not_printed(tmp_path, value: str) -> None:
-    process = run_manage(tmp_path, "check", LEASEHOLD_IDENTITY_KEYS=value)
-    assert (process.returncode, process.stdout) == (1, "")
-    assert process.stderr.startswith("LEASEHOLD_IDENTITY_KEYS=(hidden) is not accepted. It takes keys of 32 bytes in base64")
-    assert value not in process.stderr
+def test_malformed_encryption_keys_are_refused_and_not_printed(monkeypatch, tmp_path, value: str) -> None:
+    with pytest.raises(ImproperlyConfigured) as refused:
+        load_settings(monkeypatch, tmp_path, LEASEHOLD_IDENTITY_KEYS=value)
+    message = str(refused.value)
+    assert message.startswith("LEASEHOLD_IDENTITY_KEYS=(hidden) is not accepted. It takes keys of 32 bytes in base64")
+    assert value not in message
 
 
-def test_encryption_keys_in_either_base64_alphabet_are_accepted_and_not_printed(tmp_path) -> None:
-    encoded_keys = [base64.b64encode(b"\xfb" * 32).decode(), base64.urlsafe_b64encode(b"\xff" * 32).decode()]
-    assert "+" in encoded_keys[0] and "_" in encoded_keys[1]
-    process = run_manage(tmp_path, "config", LEASEHOLD_IDENTITY_KEYS=", ".join(encoded_keys))
-    assert process.returncode == 0
-    assert not any(each in process.stdout for each in encoded_keys)
-    line = next(line for line in process.stdout.splitlines() if line.startswith("LEASEHOLD_IDENTITY_KEYS"))
+def test_encryption_keys_in_either_base64_alphabet_are_accepted_and_not_printed(monkeypatch, tmp_path) -> None:
+    keys = [b"\xfb" * 32, b"\xff" * 32]
+    encoded = [base64.b64encode(keys[0]).decode(), base64.urlsafe_b64encode(keys[1]).decode()]
+    assert "+" in encoded[0] and "_" in encoded[1]
+    read_keys = load_settings(monkeypatch, tmp_path, LEASEHOLD_IDENTITY_KEYS=", ".join(encoded)).IDENTITY_KEYS
+    assert read_keys == keys
+    output = call("config")
+    assert not any(key in output for key in encoded)
+    line = next(line for line in output.splitlines() if line.startswith("LEASEHOLD_IDENTITY_KEYS"))
     assert line.split()[1:3] == ["********", "environment"]

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import OperationalError, connection
 from django.utils import timezone
 
-from controlplane import schedules
+from controlplane import health, schedules
 from leases import api_keys
 from leases.models import Agent, AgentKey, Lease
 from sandboxes.models import Pool, Run
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import ProgramResult
-from tests.commands.manage import run_manage
+from tests.commands.manage import call, run_manage
 
 pytestmark = pytest.mark.django_db
 NO_LEASE = "00000000-0000-0000-0000-000000000000"
@@ -26,30 +27,20 @@ def only_memory(memory) -> None:
     Pool.objects.update(provider="memory")
 
 
-def run(*args: str) -> str:
-    out = StringIO()
-    call_command(*args, stdout=out)
-    return out.getvalue()
-
-
 @pytest.fixture
 def lease() -> str:
-    return str(json.loads(run(*ACQUIRE, "--json"))["id"])
+    return str(json.loads(call(*ACQUIRE, "--json"))["id"])
 
 
 def test_a_key_is_printed_once_and_can_act_for_its_agents() -> None:
-    output = run("create_key", "--agent", "did:plc:ada", "--agent", "did:plc:bob", "--name", "game server", "--json")
+    output = call("create_key", "--agent", "did:plc:ada", "--agent", "did:plc:bob", "--name", "game server", "--json")
     assert output.count("\n") == 1
     created = json.loads(output)
     row = api_keys.find_active_key(created["key"], now=timezone.now())
     assert row is not None
-    assert (row.prefix, row.dids, row.operator, row.name) == (
-        created["prefix"], ["did:plc:ada", "did:plc:bob"], False, "game server",
-    )  # fmt: skip
-
-
-def test_without_json_the_key_is_the_first_word_of_one_line() -> None:
-    output = run("create_key", "--operator")
+    assert (row.dids, row.operator, row.name) == (["did:plc:ada", "did:plc:bob"], False, "game server")
+    assert row.prefix == created["prefix"]
+    output = call("create_key", "--operator")
     assert output.endswith("(for all agents; not shown again)\n")
     assert api_keys.find_active_key(output.split()[0], now=timezone.now()) is not None
 
@@ -57,12 +48,12 @@ def test_without_json_the_key_is_the_first_word_of_one_line() -> None:
 @pytest.mark.parametrize("args", [[], ["--agent", "ada"], ["--agent", "did:plc:" + "a" * 300]])
 def test_a_key_without_an_agent_or_with_a_malformed_did_is_refused(args: list[str]) -> None:
     with pytest.raises(CommandError, match=r"key needs at least one agent|DID"):
-        run("create_key", *args)
+        call("create_key", *args)
     assert not AgentKey.objects.exists()
 
 
 def test_acquire_grants_and_a_repeat_prints_that_it_is_held() -> None:
-    first, second = run(*ACQUIRE, "--ttl", "60"), run(*ACQUIRE)
+    first, second = call(*ACQUIRE, "--ttl", "60"), call(*ACQUIRE)
     lease = Lease.objects.get()
     assert lease.ttl.total_seconds() == 60
     assert first.startswith(f"{lease.pk} granted: did:plc:ada::game-1 until ")
@@ -72,16 +63,14 @@ def test_acquire_grants_and_a_repeat_prints_that_it_is_held() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--agent", "%(x)s", "--environment", "g", "--type", "catan"], "--agent: "),
-        (["--agent", "did:plc:a", "--environment", "a b", "--type", "catan"], "--environment: "),
-        (["--agent", "did:plc:a", "--environment", "g", "--type", "chess"], "no such environment type"),
-        (["--agent", "did:plc:a", "--environment", "g", "--type", "catan", "--ttl", "soon"], "--ttl: "),
-        (["--agent", "did:plc:a", "--environment", "g", "--type", "catan", "--ttl", "300d"], "Must be at most"),
+        (["--agent", "%(x)s"], "--agent: "), (["--environment", "a b"], "--environment: "),
+        (["--type", "chess"], "no such environment type"),
+        (["--ttl", "soon"], "--ttl: "), (["--ttl", "300d"], "Must be at most"),
     ],
-)
+)  # fmt: skip
 def test_acquire_refuses_invalid_input_and_names_it(args: list[str], message: str) -> None:
     with pytest.raises(CommandError, match=message):
-        run("acquire", *args)
+        call(*ACQUIRE, *args)
     assert not Lease.objects.exists()
     assert not Agent.objects.exists()
 
@@ -100,48 +89,60 @@ def test_exec_passes_output_through_unchanged_and_exits_with_the_same_code(lease
     assert Run.objects.get().argv == ["odd", "-x", "--verbosity"]
 
 
-def test_exec_exits_with_0_if_the_command_does(lease: str) -> None:
+def test_exec_exits_with_0_if_the_command_does_and_with_124_after_the_timeout(lease: str, capsys) -> None:
     assert code(lease, "--", "true") == 0
-
-
-def test_exec_exits_with_124_after_the_timeout(lease: str, capsys) -> None:
     assert code(lease, "--timeout", "1s", "--", "sleep", "60") == 124
     assert capsys.readouterr().err == "exec: killed after 1 s\n"
 
 
-def test_exec_refuses_a_timeout_above_the_longest_allowed(lease: str) -> None:
+def test_exec_prints_why_nothing_is_run(lease: str, memory) -> None:
     with pytest.raises(CommandError, match="at most 3600 seconds"):
-        run("exec", lease, "--timeout", "2h", "--", "true")
+        call("exec", lease, "--timeout", "2h", "--", "true")
+    memory.fail("create", Unavailable("engine down"))
+    with pytest.raises(CommandError, match="engine down"):
+        call("exec", lease, "--", "true")
     assert not Run.objects.exists()
 
 
-def test_exec_prints_why_a_sandbox_cannot_be_started(lease: str, memory) -> None:
-    memory.fail("create", Unavailable("engine down"))
-    with pytest.raises(CommandError, match="engine down"):
-        run("exec", lease, "--", "true")
-
-
 def test_release_ends_the_lease_and_a_repeat_prints_the_same(lease: str) -> None:
-    output = run("release", lease)
+    output = call("release", lease)
     assert output.startswith(f"{lease} ended: released at ")
-    assert run("release", lease) == output
+    assert call("release", lease) == output
     with pytest.raises(CommandError, match=r"The lease ended \(released\)"):
-        run("exec", lease, "--", "true")
+        call("exec", lease, "--", "true")
 
 
 @pytest.mark.parametrize("verb", ["exec", "release"])
 def test_an_unknown_lease_is_an_error_in_one_line(verb: str) -> None:
     argv = ["--", "true"] if verb == "exec" else []
     with pytest.raises(CommandError, match="no such lease"):
-        run(verb, NO_LEASE, *argv)
+        call(verb, NO_LEASE, *argv)
     with pytest.raises(CommandError, match="is not a lease id"):
-        run(verb, "nonsense", *argv)
+        call(verb, "nonsense", *argv)
 
 
-@pytest.mark.parametrize("argv", [["release", NO_LEASE], ["quickstart"], ["up"], ["sweep"]])
-def test_without_a_database_each_command_reports_it_in_one_line(tmp_path: Path, argv: list[str]) -> None:
+RUN_ONCE = ["run_once", "--agent", "did:plc:ada", "--", "true"]
+
+
+@pytest.mark.parametrize(("argv", "status"), [(RUN_ONCE, 122), (["up"], 1)])
+def test_without_a_database_a_process_ends_with_one_line(tmp_path: Path, argv: list[str], status: int) -> None:
     process = run_manage(tmp_path, *argv, DATABASE_URL="postgres://nobody@127.0.0.1:1/nothing")
-    assert (process.returncode, process.stdout) == (1, "")
+    assert (process.returncode, process.stdout, process.stderr.count("\n")) == (status, "", 1)
     assert "connection failed" in process.stderr
-    assert "Traceback" not in process.stderr
-    assert process.stderr.count("\n") == (len(schedules.SWEEP_NAMES) + 1 if argv == ["sweep"] else 1)
+
+
+def test_without_a_database_each_command_reports_it_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def down() -> None:
+        raise OperationalError("connection failed\nDETAIL: password=secret")
+
+    monkeypatch.setattr(connection, "cursor", down)
+    monkeypatch.setattr(health, "_migrations_applied", [])
+    for argv in (["release", NO_LEASE], ["quickstart"]):
+        with pytest.raises(CommandError, match=r"^The database does not respond: connection failed$"):
+            call(*argv)
+    errors = StringIO()
+    with pytest.raises(CommandError, match=r"^failed: expire, "):
+        call_command("sweep", stderr=errors)
+    lines = errors.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(schedules.SWEEP_NAMES)
+    assert "secret" not in errors.getvalue()

@@ -4,54 +4,46 @@ import ast
 from datetime import timedelta
 
 import pytest
-from django.core.management import call_command
 from django.utils.module_loading import import_string
 from django_q.models import OrmQ, Schedule
 
 from billing.admin import overshoot
 from controlplane import schedules
 from sandboxes.models import Sweep
+from tests.commands.manage import call
 from tests.conftest import NOW
 
 pytestmark = pytest.mark.django_db
 
 
-def rows() -> dict[tuple[str, str, str | None], int | None]:
-    return {(row.name, row.func, row.args): row.minutes for row in Schedule.objects.all()}
-
-
-def test_sync_creates_a_row_for_each_sweep_and_a_repeat_changes_nothing() -> None:
-    assert schedules.sync_schedules(now=NOW) == {"created": len(schedules.SCHEDULE), "changed": 0, "removed": 0}
-    assert rows() == {
+def test_the_command_creates_a_row_for_each_sweep_and_a_repeat_changes_nothing() -> None:
+    count = len(schedules.SCHEDULE)
+    assert call("sync_schedules") == f"schedules: {count} in place, {count} created\n"
+    assert {(row.name, row.func, row.args): row.minutes for row in Schedule.objects.all()} == {
         (name, "controlplane.schedules.run", f"'{name}'"): sweep.minutes for name, sweep in schedules.SCHEDULE.items()
     }
-    assert schedules.sync_schedules(now=NOW) == {"created": 0, "changed": 0, "removed": 0}
+    assert call("sync_schedules") == f"schedules: {count} in place, nothing to change\n"
+
+
+def test_sync_keeps_the_time_of_the_next_run() -> None:
+    assert schedules.sync_schedules(now=NOW) == {"created": len(schedules.SCHEDULE), "changed": 0, "removed": 0}
+    assert schedules.sync_schedules(now=NOW + timedelta(hours=1)) == {"created": 0, "changed": 0, "removed": 0}
+    assert set(Schedule.objects.values_list("next_run", flat=True)) == {NOW}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"minutes": 99},
-        {"args": "(("},
-        {"args": "'idle'"},
-        {"kwargs": "{'name': 'idle'}"},
-        {"repeats": 0},
-        {"cluster": "other"},
-        {"next_run": NOW + timedelta(days=9)},
+        {"minutes": 99}, {"args": "(("}, {"args": "'idle'"}, {"kwargs": "{'name': 'idle'}"}, {"repeats": 0},
+        {"cluster": "other"}, {"next_run": NOW + timedelta(days=9)},
     ],
-)
+)  # fmt: skip
 def test_sync_repairs_a_changed_row(change: dict[str, object]) -> None:
     schedules.sync_schedules(now=NOW)
     Schedule.objects.filter(name="expire").update(**change)
     assert schedules.sync_schedules(now=NOW) == {"created": 0, "changed": 1, "removed": 0}
     row = Schedule.objects.get(name="expire")
     assert (row.minutes, row.args, row.kwargs, row.repeats, row.cluster, row.next_run) == (1, "'expire'", None, -1, None, NOW)
-
-
-def test_sync_keeps_the_time_of_the_next_run() -> None:
-    schedules.sync_schedules(now=NOW)
-    schedules.sync_schedules(now=NOW + timedelta(hours=1))
-    assert set(Schedule.objects.values_list("next_run", flat=True)) == {NOW}
 
 
 def test_sync_removes_retired_and_duplicate_rows_and_keeps_foreign_ones() -> None:
@@ -65,9 +57,8 @@ def test_sync_removes_retired_and_duplicate_rows_and_keeps_foreign_ones() -> Non
 
 
 def test_sync_replaces_the_rows_of_a_version_with_one_function_a_sweep() -> None:
-    for name in schedules.SCHEDULE:
-        Schedule.objects.create(func=f"controlplane.schedules.{name}", name=name)
     count = len(schedules.SCHEDULE)
+    Schedule.objects.bulk_create(Schedule(func=f"controlplane.schedules.{name}", name=name) for name in schedules.SCHEDULE)
     assert schedules.sync_schedules(now=NOW) == {"created": count, "changed": 0, "removed": count}
     assert set(Schedule.objects.values_list("func", flat=True)) == {"controlplane.schedules.run"}
 
@@ -76,8 +67,7 @@ def test_sync_replaces_the_rows_of_a_version_with_one_function_a_sweep() -> None
 def test_each_scheduled_call_runs_its_sweep_and_records_the_success(name: str, memory) -> None:
     schedules.sync_schedules(now=NOW)
     row = Schedule.objects.get(name=name)
-    function = import_string(row.func)
-    assert function(ast.literal_eval(row.args)) == "nothing to do"  # the queue parses `args` in the same way
+    assert import_string(row.func)(ast.literal_eval(row.args)) == "nothing to do"  # the queue parses `args` in the same way
     sweep = Sweep.objects.get(name=name)
     assert sweep.succeeded_at is not None
     assert sweep.every == timedelta(minutes=schedules.SCHEDULE[name].minutes)
@@ -91,21 +81,6 @@ def test_enqueue_all_sweeps_queues_one_pass_of_each() -> None:
     ]
 
 
-def test_the_command_prints_its_changes(capsys) -> None:
-    count = len(schedules.SCHEDULE)
-    call_command("sync_schedules")
-    call_command("sync_schedules")
-    assert capsys.readouterr().out.splitlines() == [
-        f"schedules: {count} in place, {count} created",
-        f"schedules: {count} in place, nothing to change",
-    ]
-
-
 def test_the_documented_overshoot_bound_uses_these_intervals() -> None:
-    """The possible overshoot of a budget follows from how often its sweeps run."""
-    intervals = {name: schedules.get_interval(name) for name in ("meter", "budgets", "read")}
-    assert intervals == {
-        "meter": overshoot.SWEEP_INTERVAL,
-        "budgets": overshoot.SWEEP_INTERVAL,
-        "read": overshoot.READING_INTERVAL,
-    }
+    assert schedules.get_interval("meter") == schedules.get_interval("budgets") == overshoot.SWEEP_INTERVAL
+    assert schedules.get_interval("read") == overshoot.READING_INTERVAL

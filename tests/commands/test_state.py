@@ -3,35 +3,31 @@
 import io
 import os
 import tarfile
-from io import StringIO
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError, execute_from_command_line
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from leases import execution, snapshots
 from leases.models import Lease
-from sandboxes.models import Run
 from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject
 from sandboxes.pool import find_by_holder
 from sandboxes.providers.memory import File
 from sandboxes.runs import Command
 from sandboxes.state import data_editing, data_tree
 from sandboxes.storage import get_store
-from tests.commands.manage import run_manage
+from tests.commands.manage import call
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"
 
 
-def state(*args: object) -> str:
-    out = StringIO()
-    call_command("state", *map(str, args), stdout=out)
-    return out.getvalue()
+state = partial(call, "state")
 
 
 def put(path: str, text: str, agent: str = ADA) -> None:
@@ -54,11 +50,11 @@ def refused(match: str, *args: object) -> None:
     assert (live(), AgentData.objects.values_list("revision", "size_bytes").first()) == before
 
 
-def pack_tar(**members: bytes) -> io.BytesIO:
+def pack_tar(members: dict[str, bytes]) -> io.BytesIO:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as tar:
         for name, content in members.items():
-            member = tarfile.TarInfo(name.replace("__", "/"))
+            member = tarfile.TarInfo(name)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     out.seek(0)
@@ -76,30 +72,27 @@ def test_a_directory_is_listed_with_the_size_below_each_name() -> None:
     assert state("ls", ADA, "a/d") == "       2 B  d\n"
 
 
-def test_a_long_listing_shows_mode_lease_and_time(grant) -> None:
+def test_a_long_listing_shows_mode_lease_and_time_and_escapes_control_characters(grant) -> None:
     lease = grant()
     sh(lease, "echo hello >/data/note")
     line = state("ls", "-l", ADA, "note")
     assert line.startswith(f"-rw-r--r-- {lease.pk}")
     assert line.endswith("6 2026-11-21T12:00:00Z note\n")
-    assert state("ls", "-l", ADA).startswith("-rw-r--r--")
-
-
-def test_control_characters_in_names_are_escaped() -> None:
     put("odd\n\x1b[31mname", "1")
-    assert state("ls", ADA) == "       1 B  odd\\n\\x1b[31mname\n"
+    assert "       1 B  odd\\n\\x1b[31mname\n" in state("ls", ADA)
+    assert "Z odd\\n\\x1b[31mname\n" in state("ls", "-l", ADA)
 
 
-def test_listing_twenty_thousand_files_takes_two_queries() -> None:
+def test_a_listing_takes_two_queries_whatever_the_number_of_files() -> None:
     put("z", "1")
     data = AgentData.objects.get()
     DataFile.objects.bulk_create(
         DataFile(data=data, path=f"d{number % 7}/{number}", kind="directory", mode=0o755, revision=1, at=NOW)
-        for number in range(20_000)
+        for number in range(700)
     )
     with CaptureQueriesContext(connection) as captured:
         assert [line.name for line in data_tree.list_directory(data, "", limit=5)] == ["d0", "d1", "d2", "d3", "d4"]
-        assert [line.name for line in data_tree.list_directory(data, "d1", after="99", limit=3)] == ["9906", "9913", "9920"]
+        assert [line.name for line in data_tree.list_directory(data, "d1", after="6", limit=2)] == ["603", "610"]
     assert len(captured) == 3  # directories without a row need no further query
 
 
@@ -116,8 +109,7 @@ def test_a_corrupt_file_is_not_printed(tmp_path: Path) -> None:
     put("note", "hello")
     key = DataObject.objects.get().key
     get_store().set(key, b"\0" * len(get_store().get(key) or b""))
-    with pytest.raises(CommandError, match="does not match its digest"):
-        state("get", ADA, "note", tmp_path / "out")
+    refused("does not match its digest", "get", ADA, "note", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert DataEvent.objects.get().kind == "corrupt"
 
@@ -125,14 +117,15 @@ def test_a_corrupt_file_is_not_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("args", [["get", ADA, "nothing"], ["ls", ADA, "nothing"], ["rm", ADA, "nothing"], ["get", ADA, "a"]])
 def test_a_missing_path_is_an_error_in_one_line(args: list[str]) -> None:
     put("a/b", "1")
-    with pytest.raises(CommandError, match=r"'nothing'|is a directory"):
-        state(*args)
+    refused(r"'nothing'|is a directory", *args)
 
 
-@pytest.mark.parametrize("action", ["ls", "get", "rm", "export"])
-def test_an_agent_without_stored_data_is_an_error(action: str, tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="did:plc:bob"):
-        state(action, "did:plc:bob", *([] if action == "ls" else [tmp_path / "out"]))
+def test_an_agent_must_be_a_did_with_stored_data(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("1")
+    refused("'ada' is not a DID", "put", "ada", tmp_path / "f", "x")
+    refused("No such file", "put", ADA, tmp_path / "nothing", "x")
+    for args in (["ls"], ["get", "x"], ["rm", "x"], ["export", tmp_path / "out"], ["keep", "mount"]):
+        refused("did:plc:bob", args[0], "did:plc:bob", *args[1:])
     assert not AgentData.objects.exists()
 
 
@@ -187,16 +180,11 @@ def test_a_concurrent_put_and_change_keep_both_versions(grant, memory) -> None:
     assert live()[".conflicts/operator/note"] == "file"
 
 
-@pytest.mark.parametrize("path", ["../x", "a/../../x", "a//b", ".", "a/./b", "x\0y", "x" * 1001, ""])
-def test_an_invalid_path_is_refused(path: str, tmp_path: Path) -> None:
-    (tmp_path / "f").write_text("1")
-    refused("cannot be stored", "put", ADA, tmp_path / "f", path)
-    assert not DataFile.objects.exists()
-
-
-def test_a_file_cannot_replace_a_directory_or_lie_below_a_file(tmp_path: Path) -> None:
+def test_an_invalid_or_occupied_path_is_refused(tmp_path: Path) -> None:
     put("a/b", "1")
     (tmp_path / "f").write_text("2")
+    for path in ("../x", "a/../../x", "a//b", ".", "a/./b", "x\0y", "x" * 1001, ""):
+        refused("cannot be stored", "put", ADA, tmp_path / "f", path)
     refused("'a' cannot be stored: it is currently a directory", "put", ADA, tmp_path / "f", "a")
     refused("'a/b' is a file", "put", ADA, tmp_path / "f", "a/b/c")
 
@@ -212,12 +200,6 @@ def test_put_respects_the_limits_of_data(settings, tmp_path: Path) -> None:
     refused("4 paths", "put", ADA, tmp_path / "f", "c/d/e")
 
 
-def test_an_agent_must_be_a_did(tmp_path: Path) -> None:
-    (tmp_path / "f").write_text("1")
-    refused("'ada' is not a DID", "put", "ada", tmp_path / "f", "x")
-    refused("No such file", "put", ADA, tmp_path / "nothing", "x")
-
-
 def test_mounted_data_is_not_changed(tmp_path: Path) -> None:
     put("a", "1")
     AgentData.objects.update(keeping="mount")
@@ -230,17 +212,12 @@ def test_the_mode_is_changed_only_if_the_backend_supports_it() -> None:
     put("note", "hello")
     assert state("keep", ADA, "sync") == f"{ADA} already uses mode sync\n"
     refused("cannot be mounted", "keep", ADA, "mount")  # the filesystem backend cannot be mounted
-    refused("No data is stored", "keep", "did:plc:nobody", "mount")
     assert live() == {"note": "file"}
 
 
 def test_a_crash_between_the_object_and_the_rows_changes_nothing(at_checkpoint, tmp_path: Path) -> None:
     put("note", "old")
-
-    def die() -> None:
-        raise SimulatedCrash
-
-    at_checkpoint("edit stored", die)
+    at_checkpoint("edit stored")
     with pytest.raises(SimulatedCrash):
         put("note", "new")
     assert data_editing.get_synced_data(ADA).revision == 1
@@ -252,14 +229,13 @@ def test_a_crash_between_the_object_and_the_rows_changes_nothing(at_checkpoint, 
 
 
 def trees(root: Path) -> dict[str, object]:
-    return {
-        str(path.relative_to(root)): os.readlink(path)
-        if path.is_symlink()
-        else oct(path.stat().st_mode)
-        if path.is_dir()
-        else (oct(path.stat().st_mode), path.read_bytes(), int(path.stat().st_mtime))
-        for path in sorted(root.rglob("*"))
-    }
+    def describe(path: Path) -> object:
+        if path.is_symlink():
+            return os.readlink(path)
+        status = path.stat()
+        return oct(status.st_mode) if path.is_dir() else (oct(status.st_mode), path.read_bytes(), int(status.st_mtime))
+
+    return {str(path.relative_to(root)): describe(path) for path in root.rglob("*")}
 
 
 @pytest.mark.parametrize("middle", ["out", "out.tar"])
@@ -280,7 +256,7 @@ def test_an_export_can_be_imported_unchanged(tmp_path: Path, middle: str) -> Non
     assert trees(tmp_path / "again") == trees(root)
 
 
-def test_an_export_does_not_overwrite_existing_files(tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing_and_writes_nothing_outside_its_directory(tmp_path: Path) -> None:
     put("a", "1")
     (tmp_path / "there.tar").write_text("mine")
     (tmp_path / "full").mkdir()
@@ -288,19 +264,15 @@ def test_an_export_does_not_overwrite_existing_files(tmp_path: Path) -> None:
     refused("File exists", "export", ADA, tmp_path / "there.tar")
     refused("is not empty", "export", ADA, tmp_path / "full")
     assert (tmp_path / "there.tar").read_text() == "mine"
-
-
-def test_a_path_outside_the_directory_is_not_exported(tmp_path: Path) -> None:
-    put("a", "1")
     DataFile.objects.update(path="../evil")
     refused("would be written outside", "export", ADA, tmp_path / "out")
     assert not (tmp_path / "evil").exists()
 
 
-def test_an_import_adds_and_replaces_but_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_adds_and_replaces_but_removes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     put("kept", "1")
     put("note", "old")
-    tar = pack_tar(note=b"new", memory__x=b"1")
+    tar = pack_tar({"note": b"new", "memory/x": b"1"})
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=tar))
     assert state("import", ADA, "-") == "3 paths new or changed: revision 3\n"
     assert live() == {"kept": "file", "note": "file", "memory": "directory", "memory/x": "file"}
@@ -317,27 +289,21 @@ def test_a_hard_link_in_a_tar_becomes_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "same"
 
 
-@pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "a/../../b"])
-def test_a_tar_with_one_invalid_name_is_refused_as_a_whole(tmp_path: Path, name: str) -> None:
+def test_an_import_with_one_invalid_path_is_refused_as_a_whole(tmp_path: Path) -> None:
     put("a", "1")
-    (tmp_path / "x.tar").write_bytes(pack_tar(good=b"1", **{name.replace("/", "__"): b"2"}).getvalue())
-    refused("cannot be stored", "import", ADA, tmp_path / "x.tar")
-
-
-def test_a_tar_with_a_device_or_a_truncated_one_is_refused_as_a_whole(tmp_path: Path) -> None:
-    put("a", "1")
-    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+    source = tmp_path / "x.tar"
+    for name in ("../evil", "/etc/passwd", "a/../../b"):
+        source.write_bytes(pack_tar({"good": b"1", name: b"2"}).getvalue())
+        refused("cannot be stored", "import", ADA, source)
+    with tarfile.open(source, "w") as tar:
         member = tarfile.TarInfo("null")
         member.type = tarfile.CHRTYPE
         tar.addfile(member)
-    refused("not a regular file", "import", ADA, tmp_path / "x.tar")
-    (tmp_path / "cut.tar").write_bytes(pack_tar(good=os.urandom(9999)).getvalue()[:5000])
-    refused("invalid or truncated", "import", ADA, tmp_path / "cut.tar")
-    (tmp_path / "text.tar").write_text("this is no tar")
-    refused("invalid or truncated", "import", ADA, tmp_path / "text.tar")
-
-
-def test_a_directory_with_a_socket_in_it_is_refused_as_a_whole(tmp_path: Path) -> None:
+    refused("not a regular file", "import", ADA, source)
+    source.write_bytes(pack_tar({"good": os.urandom(9999)}).getvalue()[:5000])
+    refused("invalid or truncated", "import", ADA, source)
+    source.write_text("this is no tar")
+    refused("invalid or truncated", "import", ADA, source)
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a").write_text("1")
     os.mkfifo(tmp_path / "in/pipe")
@@ -355,19 +321,15 @@ def test_snapshots_are_listed_by_lease_id_sandbox_id_or_name(grant) -> None:
         line = state("snapshots", name)
         assert line.startswith(f"{taken.pk} 2026-11-21T12:00:00Z ")
         assert line.endswith(" asked    local,store before the exam\n")
-    with pytest.raises(CommandError, match="neither an id"):
-        state("snapshots", "nonsense")
-    with pytest.raises(CommandError, match="No such lease or sandbox"):
-        state("snapshots", "00000000-0000-0000-0000-000000000000")
-    assert Run.objects.exists()
+    refused("neither an id", "snapshots", "nonsense")
+    refused("No such lease or sandbox", "snapshots", "00000000-0000-0000-0000-000000000000")
 
 
-def test_the_exit_code_reports_success_or_failure(tmp_path: Path) -> None:
-    run_manage(tmp_path, "migrate", "--verbosity", "0")
-    (tmp_path / "f").write_text("1")
-    process = run_manage(tmp_path, "state", "put", ADA, str(tmp_path / "f"), "note")
-    assert (process.returncode, process.stdout) == (0, "note stored: revision 1\n")
-    assert run_manage(tmp_path, "state", "get", ADA, "note").stdout == "1"
-    failed = run_manage(tmp_path, "state", "get", ADA, "other")
-    assert (failed.returncode, failed.stdout) == (1, "")
-    assert failed.stderr == "CommandError: No such file in /data: 'other'.\n"
+def test_the_exit_code_reports_success_or_failure(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("django.core.management.base.connections.close_all", lambda: None)
+    put("note", "1")
+    execute_from_command_line(["manage.py", "state", "ls", ADA])
+    assert capsys.readouterr() == ("       1 B  note\n", "")
+    with pytest.raises(SystemExit, match="1"):
+        execute_from_command_line(["manage.py", "state", "get", ADA, "other"])
+    assert capsys.readouterr() == ("", "CommandError: No such file in /data: 'other'.\n")

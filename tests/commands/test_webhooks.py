@@ -1,12 +1,12 @@
 """manage.py webhooks: life of a webhook, test events and errors."""
 
-import io
 from collections.abc import Iterator
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError
 
 from sandboxes.models import Webhook
+from tests.commands.manage import call
 from tests.support.receiver import WebhookReceiver, run_receiver, verify_signature
 
 pytestmark = pytest.mark.django_db
@@ -19,15 +19,12 @@ def receiver() -> Iterator[WebhookReceiver]:
 
 
 def run(*args: str) -> list[str]:
-    output = io.StringIO()
-    call_command("webhooks", *args, stdout=output)
-    return output.getvalue().splitlines()
+    return call("webhooks", *args).splitlines()
 
 
 def test_a_webhook_is_added_listed_tested_rotated_and_removed(receiver: WebhookReceiver) -> None:
-    pk, secret = run(
-        "add", receiver.url, "--internal", "--kind", "lease.ended", "--kind", "budget.warning", "--description", "me"
-    )
+    kinds = ["--kind", "lease.ended", "--kind", "budget.warning"]
+    pk, secret = run("add", receiver.url, "--internal", *kinds, "--description", "me")
     row = Webhook.objects.get()
     assert (str(row.pk), row.kinds, row.description, row.internal) == (pk, ["lease.ended", "budget.warning"], "me", True)
     assert run("list") == [f"{pk} {receiver.url} lease.ended,budget.warning active no attempts"]

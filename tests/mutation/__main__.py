@@ -112,11 +112,10 @@ def run_tests(
 ) -> tuple[int, str]:
     """Run pytest in the tree, with temporary files and a database of its own. Return its exit status and output."""
     with tempfile.TemporaryDirectory(dir=here) as temporary:
-        command = [
-            sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", f"--basetemp={temporary}/tmp",
-            *options, *tests,
-        ]  # fmt: skip
-        with run_process(command, tree, TMPDIR=temporary, LEASEHOLD_CACHE=str(here / "cache"), **variables) as pytest:
+        pytest_argv = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", f"--basetemp={temporary}/tmp"]
+        with run_process(
+            [*pytest_argv, *options, *tests], tree, TMPDIR=temporary, LEASEHOLD_CACHE=str(here / "cache"), **variables
+        ) as pytest:
             try:
                 output, _ = pytest.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
@@ -127,9 +126,8 @@ def run_tests(
 @contextmanager
 def run_process(command: Sequence[str], tree: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """Start a process in a session of its own. At the end of the `with` the process is killed with all its children."""
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("LEASEHOLD_", "DATABASE_URL", "TEST_"))
-    }
+    own = ("LEASEHOLD_", "DATABASE_URL", "TEST_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     started = subprocess.Popen(
         command, cwd=tree, env=inherited | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -144,13 +142,8 @@ def run_process(command: Sequence[str], tree: Path, **variables: str) -> Iterato
 
 def copy_tree(tree: Path) -> None:
     """Copy all files of the work tree that Git knows or would add."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=REPO,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    argv = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(argv, cwd=REPO, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
         if (REPO / name).is_file():  # not deleted in the work tree, and no link to a directory
             (tree / name).parent.mkdir(parents=True, exist_ok=True)

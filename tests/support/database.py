@@ -12,19 +12,19 @@ from django.apps import apps
 from django.conf import settings
 
 CACHE = Path(os.environ.get("LEASEHOLD_CACHE") or Path.home() / ".cache" / "leasehold")
+SCHEMA_SOURCES = ("migrations/*.py", "models.py", "models/**/*.py")  # of an app; migrations import from the models
 
 
 def template_path() -> Path | None:
-    """Return the template for the migrations of all installed apps, or None on another database or under pytest-xdist."""
+    """Return the template for the schema of all installed apps, or None on another database or under pytest-xdist."""
     default = settings.DATABASES["default"]
     if "sqlite3" not in default["ENGINE"] or os.environ.get("PYTEST_XDIST_WORKER"):
         return None
     digest = hashlib.sha256(django.__version__.encode())
     for config in sorted(apps.get_app_configs(), key=lambda config: config.label):
-        digest.update(config.label.encode())
-        for path in sorted(Path(config.path, "migrations").glob("*.py")):
-            digest.update(path.name.encode() + path.read_bytes())
-        digest.update(b"".join(path.read_bytes() for path in sorted(Path(config.path).glob("models*/*.py"))))
+        root = Path(config.path)
+        for path in sorted(path for pattern in SCHEMA_SOURCES for path in root.glob(pattern)):
+            digest.update(f"{config.label}/{path.relative_to(root)}\0".encode() + path.read_bytes())
     return CACHE / f"test-{digest.hexdigest()[:16]}.sqlite3"
 
 

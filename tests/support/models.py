@@ -68,12 +68,9 @@ class _ModelHandler(BaseHTTPRequestHandler):
 class ChatCompletionsApi:
     """OpenAI's chat completions."""
 
-    usage = {
-        "prompt_tokens": TOKEN_COUNTS["in"],
-        "completion_tokens": TOKEN_COUNTS["out"],
-        "total_tokens": TOKEN_COUNTS["in"] + TOKEN_COUNTS["out"],
-        "prompt_tokens_details": {"cached_tokens": TOKEN_COUNTS["cached"]},
-    }
+    usage = {"prompt_tokens": TOKEN_COUNTS["in"], "completion_tokens": TOKEN_COUNTS["out"],
+             "total_tokens": TOKEN_COUNTS["in"] + TOKEN_COUNTS["out"],
+             "prompt_tokens_details": {"cached_tokens": TOKEN_COUNTS["cached"]}}  # fmt: skip
 
     @classmethod
     def whole(cls, model: str) -> dict[str, Any]:
@@ -120,13 +117,9 @@ class MessagesApi:
 class ResponsesApi:
     """OpenAI's responses."""
 
-    usage = {
-        "input_tokens": TOKEN_COUNTS["in"],
-        "output_tokens": TOKEN_COUNTS["out"],
-        "total_tokens": TOKEN_COUNTS["in"] + TOKEN_COUNTS["out"],
-        "input_tokens_details": {"cached_tokens": TOKEN_COUNTS["cached"]},
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }
+    usage = {"input_tokens": TOKEN_COUNTS["in"], "output_tokens": TOKEN_COUNTS["out"],
+             "total_tokens": TOKEN_COUNTS["in"] + TOKEN_COUNTS["out"], "output_tokens_details": {"reasoning_tokens": 0},
+             "input_tokens_details": {"cached_tokens": TOKEN_COUNTS["cached"]}}  # fmt: skip
 
     @classmethod
     def whole(cls, model: str) -> dict[str, Any]:
@@ -144,17 +137,8 @@ class ResponsesApi:
 
     @staticmethod
     def _response(model: str, status: str) -> dict[str, Any]:
-        return {
-            "id": "resp_1",
-            "object": "response",
-            "created_at": 1,
-            "status": status,
-            "model": model,
-            "output": [],
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
-        }
+        return {"id": "resp_1", "object": "response", "created_at": 1, "status": status, "model": model, "output": [],
+                "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # fmt: skip
 
 
 class EmbeddingsApi:
@@ -167,12 +151,8 @@ class EmbeddingsApi:
         return {"object": "list", "model": model, "data": [vector], "usage": usage}
 
 
-API_BY_ENDPOINT: dict[str, Any] = {
-    "completions": ChatCompletionsApi,
-    "responses": ResponsesApi,
-    "embeddings": EmbeddingsApi,
-    "messages": MessagesApi,
-}
+API_BY_ENDPOINT: dict[str, Any] = {"completions": ChatCompletionsApi, "responses": ResponsesApi, "embeddings": EmbeddingsApi,
+                                   "messages": MessagesApi}  # fmt: skip
 
 if __name__ == "__main__":
     ModelServer(int(sys.argv[1])).serve_forever()

@@ -75,7 +75,9 @@ def test_sandboxes_that_need_an_operator_are_warned_about(
 ) -> None:
     Sandbox.objects.filter(pk=sandbox.pk).update(**fields)
     assert warnings(client) == [warning_text]
-    assert client.get("/healthz").status_code == 200
+    response = client.get("/healthz")
+    assert response.status_code == 200
+    assert sum(response.json()[name] for name in ("quarantined", "stalled", "lost")) == 1
 
 
 @pytest.mark.parametrize(("minutes", "late"), [(3.9, False), (4.1, True), (None, True)])

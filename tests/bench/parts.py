@@ -1,0 +1,70 @@
+"""The parts of the benchmark, each run in its own process with its own database."""
+
+import importlib
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+from tests.bench.server import REPO_DIR
+
+# The parts, with their environment. A web server of `places` has few threads: each plans every statement once.
+PARTS: dict[str, dict[str, str]] = {
+    "cases": {},
+    "api_overhead": {"SANDBOX_PROVIDER": "memory"},
+    "pool": {},
+    "places": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
+    "egress": {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""},
+    "state": {"LEASEHOLD_DATA_MOST_MIB": "1024"},
+    "billing": {},
+}
+DOCKER_PARTS = {"places", "egress"}
+
+
+def run_part(part: str, name: str, database_url: str, directory: Path) -> None:
+    configure(database_url, directory, **PARTS[part])
+    from sandboxes import providers
+
+    if part in DOCKER_PARTS and providers.get_default_provider_name() != "docker":
+        print(f"\n{part}: skipped, no Docker daemon responds")
+        return
+    print(f"\n===== {part}, {name}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores =====", flush=True)
+    try:
+        importlib.import_module(f"tests.bench.{part}").main()
+    finally:
+        destroy_sandboxes()
+
+
+def configure(database_url: str, directory: Path, **env: str) -> None:
+    """Set the environment for this process and its children, migrate the database and set up Django.
+
+    The benchmark modules import models, so they are imported afterwards."""
+    os.environ |= {
+        "LEASEHOLD_ENV_FILE": "",
+        "SECRET_KEY": uuid.uuid4().hex,
+        "DEBUG": "0",
+        "DATABASE_URL": database_url,
+        "LEASEHOLD_STATE_DIR": str(directory / "state"),
+        "LEASEHOLD_RUNTIME_DIR": str(directory / "run"),
+        "LEASEHOLD_CREATES_PER_MINUTE": "0",
+        "LEASEHOLD_LOG_LEVEL": "WARNING",
+        "LEASEHOLD_ALLOW_UNISOLATED": "1",
+        "DJANGO_SETTINGS_MODULE": "controlplane.settings",
+        **env,
+    }
+    subprocess.run([sys.executable, str(REPO_DIR / "manage.py"), "migrate", "--verbosity", "0"], check=True)
+    import django
+
+    django.setup()
+
+
+def destroy_sandboxes() -> None:
+    """Destroy the sandboxes of all pools at their providers."""
+    from sandboxes import providers
+    from sandboxes.models import Pool
+
+    for pool in Pool.objects.all():
+        provider = providers.get_provider(pool.provider or providers.get_default_provider_name())
+        for sandbox in provider.list(str(pool.owner)):
+            provider.destroy(sandbox.ref)

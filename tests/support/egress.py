@@ -19,12 +19,8 @@ from sandboxes.egress.server import EgressServer
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_RESPONSE = {"model": "gpt-4o-mini-2024-07-18", "choices": [{"message": {"content": "{}"}}],
         "usage": {"prompt_tokens": 120, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 100}}}  # fmt: skip
-COMPLETION_REQUEST = {
-    "model": "default",
-    "messages": [{"role": "user", "content": "{}"}],
-    "user": "somebody else",
-    "api_base": "http://evil",
-}
+COMPLETION_REQUEST = {"model": "default", "messages": [{"role": "user", "content": "{}"}], "user": "somebody else",
+        "api_base": "http://evil"}  # fmt: skip
 
 
 class EventLoopThread:
@@ -75,11 +71,8 @@ class FakeUpstream:
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], Any]] = []
-        self.status, self.headers, self.body = (
-            200,
-            {"x-litellm-response-cost": "0.0000123"},
-            json.dumps(COMPLETION_RESPONSE).encode(),
-        )
+        self.status, self.headers = 200, {"x-litellm-response-cost": "0.0000123"}
+        self.body = json.dumps(COMPLETION_RESPONSE).encode()
         self.answer = self._answer
         self.url = ""
 
@@ -89,10 +82,8 @@ class FakeUpstream:
         app.router.add_route("*", "/{path:.*}", self._any)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{port}/v1"
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         try:
             yield self
         finally:

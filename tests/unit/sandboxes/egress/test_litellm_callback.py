@@ -70,11 +70,7 @@ def test_call_is_recorded_under_its_call_id_with_tokens_and_cost(litellm: LiteLL
     assert ("text/event-stream" in answer.headers["Content-Type"]) == stream
     record = litellm.record(call_id)
     assert (record["status"], record["end_user"], record["stream"], record["error"]) == ("success", "did:plc:ada", stream, "")
-    assert (record["input"], record["cached"], record["output"]) == (
-        TOKEN_COUNTS["in"],
-        TOKEN_COUNTS["cached"],
-        TOKEN_COUNTS["out"],
-    )
+    assert [record[count] for count in ("input", "cached", "output")] == [*TOKEN_COUNTS.values()]
     assert parse_usd(record["cost"]) == WHOLE
     assert record["model"].endswith(model)
     assert record["for"] == {"call": call_id, "attempt": 2}

@@ -58,10 +58,8 @@ def test_built_in_policy_exists_with_strict_defaults() -> None:
 
 @pytest.mark.parametrize(
     "loose",
-    [
-        {"writable_root": True}, {"relay": True}, {"calls_per_minute": 601}, {"most_calls_at_once": 9}, {"largest_body_kib": 1},
-    ],
-)  # fmt: skip
+    [{"writable_root": True}, {"relay": True}, {"calls_per_minute": 601}, {"most_calls_at_once": 9}, {"largest_body_kib": 1}],
+)
 def test_built_in_policy_cannot_be_relaxed(loose: dict[str, Any]) -> None:
     with pytest.raises(IntegrityError), transaction.atomic():
         Policy.objects.filter(name=SEALED_POLICY_NAME).update(**loose)
@@ -71,15 +69,11 @@ def test_built_in_policy_cannot_be_relaxed(loose: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("patterns", "model", "may"),
     [
-        (["gpt-4o"], "gpt-4o", True),
-        (["gpt-4o"], "gpt-4o-mini", False),
-        (["gpt-4o*"], "gpt-4o-mini", True),
-        (["gpt-4o*"], "GPT-4o", False),
-        (["gpt-4o*"], "azure/gpt-4o", False),
+        (["gpt-4o"], "gpt-4o", True), (["gpt-4o"], "gpt-4o-mini", False), (["gpt-4o*"], "gpt-4o-mini", True),
+        (["gpt-4o*"], "GPT-4o", False), (["gpt-4o*"], "azure/gpt-4o", False), (["a", "b"], "", False),
         (["a", "claude-[34]-*"], "claude-4-opus", True),
-        (["a", "b"], "", False),
     ],
-)
+)  # fmt: skip
 def test_model_patterns_define_the_allow_list(patterns: list[str], model: str, may: bool) -> None:
     assert is_allowed(model, patterns) is may
 

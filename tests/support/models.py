@@ -14,7 +14,7 @@ from typing import Any
 
 ANSWER_CHUNKS = ("An ", "answer ", "in ", "pieces.")
 TOKEN_COUNTS = {"in": 1000, "cached": 400, "out": 50}  # usage of every complete response; `in` includes `cached`
-PAUSES_SECONDS = {"slowest": 4.0, "slow": 0.6}
+PAUSES_SECONDS = {"slowest": 2.0, "slow": 0.4}
 
 
 class ModelServer(ThreadingHTTPServer):
@@ -68,12 +68,9 @@ class _ModelHandler(BaseHTTPRequestHandler):
 class ChatCompletionsApi:
     """OpenAI's chat completions."""
 
-    usage = {
-        "prompt_tokens": TOKEN_COUNTS["in"],
-        "completion_tokens": TOKEN_COUNTS["out"],
-        "total_tokens": TOKEN_COUNTS["in"] + TOKEN_COUNTS["out"],
-        "prompt_tokens_details": {"cached_tokens": TOKEN_COUNTS["cached"]},
-    }
+    usage = {"prompt_tokens": TOKEN_COUNTS["in"], "completion_tokens": TOKEN_COUNTS["out"],
+             "total_tokens": TOKEN_COUNTS["in"] + TOKEN_COUNTS["out"],
+             "prompt_tokens_details": {"cached_tokens": TOKEN_COUNTS["cached"]}}  # fmt: skip
 
     @classmethod
     def whole(cls, model: str) -> dict[str, Any]:
@@ -144,17 +141,8 @@ class ResponsesApi:
 
     @staticmethod
     def _response(model: str, status: str) -> dict[str, Any]:
-        return {
-            "id": "resp_1",
-            "object": "response",
-            "created_at": 1,
-            "status": status,
-            "model": model,
-            "output": [],
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
-        }
+        return {"id": "resp_1", "object": "response", "created_at": 1, "status": status, "model": model, "output": [],
+                "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # fmt: skip
 
 
 class EmbeddingsApi:

@@ -17,10 +17,12 @@ from django.db import OperationalError, connection
 
 from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType, Lease
+from sandboxes import pool as pools
 from sandboxes.db import sql as rows
 from sandboxes.egress import authorization
 from sandboxes.egress.server import EgressServer
-from sandboxes.models import LlmCall, Policy, Run, Sandbox
+from sandboxes.errors import CapacityExhausted
+from sandboxes.models import LlmCall, Policy, Pool, Run, Sandbox
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support import egress
@@ -355,6 +357,40 @@ def test_call_from_a_sandbox_without_a_lease_is_refused(upstream: FakeUpstream, 
     status, reply = post(socket_path, COMPLETION_REQUEST)
     assert (status, reply["error"]["code"]) == (403, "no_lease")
     assert not upstream.requests and not LlmCall.objects.exists()
+
+
+def test_calls_of_a_pre_warmed_sandbox_are_refused_until_it_is_claimed(
+    upstream: FakeUpstream, pool: Pool, grant, loop: EventLoopThread
+) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+    box = pools.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
+    assert box is not None and box.slot is not None
+    with run_server(loop, slot=box.slot, server=EgressServer(now=lambda: NOW)) as path:
+        status, reply = post(path, COMPLETION_REQUEST)
+        assert (status, reply["error"]["code"], upstream.requests) == (403, "no_lease", [])
+        lease = grant()
+        assert execution.ensure_sandbox_ready(lease.pk, now=NOW).pk == box.pk
+        assert post(path, COMPLETION_REQUEST)[0] == 200
+    assert LlmCall.objects.values_list("holder", "agent_did").get() == (lease.pk, "did:plc:ada")
+
+
+def test_calls_through_a_reused_slot_are_billed_to_its_current_holder(
+    settings, upstream: FakeUpstream, grant, loop: EventLoopThread
+) -> None:
+    settings.EGRESS_SLOTS = 1
+    agents = ["did:plc:ada", "did:plc:bob"]
+    with run_server(loop, slot=0, server=EgressServer(now=lambda: NOW)) as path:
+        for agent in agents:
+            lease = grant(agent)
+            execution.ensure_sandbox_ready(lease.pk, now=NOW)
+            assert post(path, COMPLETION_REQUEST)[0] == 200
+            with pytest.raises(CapacityExhausted):
+                execution.ensure_sandbox_ready(grant("did:plc:eve", "game-2").pk, now=NOW)
+            leasing.release(lease.pk, now=NOW)
+            sweeps.reclaim(now=NOW)
+            assert Sandbox.objects.values_list("state", "slot").get(holder=lease.pk) == ("destroyed", 0)
+    assert [*LlmCall.objects.order_by("pk").values_list("agent_did", flat=True)] == agents
+    assert [headers["x-litellm-end-user-id"] for _, headers, _ in upstream.requests] == agents
 
 
 def test_model_outside_the_allow_list_is_refused(settings, upstream: FakeUpstream, socket_path: Path) -> None:

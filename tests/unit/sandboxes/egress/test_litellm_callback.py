@@ -116,7 +116,7 @@ def test_stream_cut_by_the_client_is_recorded_as_an_estimate(litellm: LiteLLM, m
 @pytest.mark.parametrize(("model", "path"), [("gpt-slow", CHAT), ("claude-slow", MESSAGES)])
 def test_call_abandoned_before_the_response_is_recorded_in_full(litellm: LiteLLM, model: str, path: str) -> None:
     with pytest.raises(requests.Timeout):
-        litellm.ask(model, path, timeout=3)  # half of the response time
+        litellm.ask(model, path, timeout=2)  # half of the response time
     record = litellm.record(litellm.last)
     assert (record["status"], parse_usd(record["cost"])) == ("success", WHOLE)
 

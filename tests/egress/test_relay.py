@@ -72,13 +72,6 @@ def test_watcher_connects_as_its_agent_and_prints_events(enter: Enter, relayed: 
     assert row.received_bytes == len("first\nevent") + 2 + 4_000 + len("last") and relayed.relay.received == []
 
 
-def test_watcher_of_an_agent_without_a_key_connects_without_a_token(relayed: RelaySwitch, leased: LeasedSandbox) -> None:
-    assert wait_for_output(start(leased), "Connected to relay")
-    [(_, headers)] = relayed.relay.connections
-    assert "authorization" not in headers and headers["x-leasehold-agent"] == "did:plc:ada"
-    assert not MintedToken.objects.exists()
-
-
 def test_watcher_is_disconnected_when_its_lease_ends(relayed: RelaySwitch, leased: LeasedSandbox, egress: EgressStack) -> None:
     process = start(leased)
     assert wait_for_output(process, "Connected to relay") and relayed.is_open()
@@ -113,7 +106,7 @@ def test_watcher_ends_if_its_policy_does_not_allow_the_relay(enter: Enter, relay
     assert not MintedToken.objects.exists()
 
 
-def test_watcher_reconnects_after_a_relay_outage_and_no_redirect_is_followed(
+def test_watcher_of_an_agent_without_a_key_reconnects_after_an_outage_and_follows_no_redirect(
     relayed: RelaySwitch, leased: LeasedSandbox, egress: EgressStack
 ) -> None:
     unreachable = "Not connected to relay: 502: The relay is unreachable."
@@ -132,6 +125,8 @@ def test_watcher_reconnects_after_a_relay_outage_and_no_redirect_is_followed(
     relayed.send("news")
     assert wait_for_output(process, "news\n", start=before)
     assert len(relayed.relay.connections) == 3 and process.state == "running"
+    assert {headers["x-leasehold-agent"] for _, headers in relayed.relay.connections} == {"did:plc:ada"}
+    assert not any("authorization" in headers for _, headers in relayed.relay.connections) and not MintedToken.objects.exists()
 
 
 def test_watcher_with_an_unusable_address_ends_with_the_reason(relayed: RelaySwitch, leased: LeasedSandbox) -> None:

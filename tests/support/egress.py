@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -66,6 +66,20 @@ class EventLoopThread:
             task.result(30)
 
 
+@asynccontextmanager
+async def serve_http(handler: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int = 0) -> AsyncIterator[int]:
+    """Answer all requests on loopback with `handler`. Yield the port: by default a free one."""
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
 class FakeUpstream:
     """OpenAI-compatible server that records (path, headers, body) of requests. `answer` can be replaced by any handler."""
 
@@ -78,16 +92,9 @@ class FakeUpstream:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["FakeUpstream"]:
-        app = web.Application(client_max_size=64 << 20)
-        app.router.add_route("*", "/{path:.*}", self._any)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        try:
+        async with serve_http(self._any) as port:
+            self.url = f"http://127.0.0.1:{port}/v1"
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         content = await request.read()

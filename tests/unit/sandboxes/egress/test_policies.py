@@ -4,7 +4,6 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
-import docker
 import pytest
 from django.core.exceptions import ValidationError
 from django.db import IntegrityError, transaction
@@ -157,14 +156,3 @@ def test_edited_policy_applies_to_the_container_from_the_next_wake(
     second = execution.ensure_sandbox_ready(lease.pk, now=now + MINUTE)
     assert (second.pk, second.incarnation) == (first.pk, 2)
     assert not pools.build_spec(second).writable_root
-
-
-@pytest.mark.docker
-def test_root_is_writable_only_if_the_policy_allows_it(
-    loosened: Policy, docker_pool: Pool, grant_with: Callable[..., Lease], now: datetime
-) -> None:
-    engine = docker.from_env()
-    for policy, sealed in ((loosened, False), (None, True)):
-        lease = grant_with(policy, environment=f"sealed-{sealed}", pool=docker_pool.name)
-        sandbox = execution.ensure_sandbox_ready(lease.pk, now=now)
-        assert engine.containers.get(sandbox.ref).attrs["HostConfig"]["ReadonlyRootfs"] is sealed

@@ -109,13 +109,9 @@ def test_new_sandbox_has_the_policy_of_its_environment_type(
 ) -> None:
     sandbox = execution.ensure_sandbox_ready(grant_with(loosened).pk, now=now)
     assert (sandbox.policy, sandbox.rules) == (loosened, loosened)
-    sealed = execution.ensure_sandbox_ready(grant_with(None, environment="game-2").pk, now=now)
-    assert (sealed.policy, sealed.rules.name, sealed.rules.relay) == (None, SEALED_POLICY_NAME, False)
-
-
-def test_built_in_policy_is_equivalent_to_none(grant_with: Callable[..., Lease], now: datetime) -> None:
-    sandbox = execution.ensure_sandbox_ready(grant_with(Policy.objects.get(name=SEALED_POLICY_NAME)).pk, now=now)
-    assert sandbox.policy is None
+    for number, equivalent in enumerate((None, Policy.objects.get(name=SEALED_POLICY_NAME))):
+        sealed = execution.ensure_sandbox_ready(grant_with(equivalent, environment=f"sealed-{number}").pk, now=now)
+        assert (sealed.policy, sealed.rules.name, sealed.rules.relay) == (None, SEALED_POLICY_NAME, False)
 
 
 def test_sandbox_keeps_its_policy_when_its_environment_type_changes(

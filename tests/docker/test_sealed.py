@@ -396,3 +396,10 @@ def test_flood_on_both_streams_is_dropped_and_ended(cell: Cell) -> None:
     )
     assert (len(done.stdout), len(done.stderr), done.truncated, done.timed_out) == (1000, 1000, True, True)
     assert cell.lives()
+
+
+def test_daemon_does_not_outlive_a_timed_out_exec(cell: Cell) -> None:
+    daemon = "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  os.environ.clear(); time.sleep(300)"
+    done = cell.run("sh", "-c", f'env -i /usr/bin/python3 -c "{daemon}"; setsid sleep 300 & sleep 300', seconds=1.5)
+    assert done.timed_out
+    assert cell.lives()

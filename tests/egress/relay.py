@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import WSMsgType, web
 
-from tests.support.egress import EventLoopThread
+from tests.support.egress import EventLoopThread, serve_http
 
 AUD, LXM = "did:web:relay.example", "com.atproto.sync.subscribeRepos"
 
@@ -28,16 +28,8 @@ class FakeRelay:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["FakeRelay"]:
         """Listen for the duration of the block, always at the same port."""
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._any)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
-        self.port = runner.addresses[0][1]
-        try:
+        async with serve_http(self._any, self.port) as self.port:
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         self.connections.append((request.path_qs, {name.lower(): value for name, value in request.headers.items()}))

@@ -7,8 +7,9 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -29,10 +30,12 @@ from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., LeasedSandbox]
+# Name of an attack -> its responses, status of eve's ordinary call, agents of forwarded calls, status of ada's call, and more.
+Observations = dict[str, tuple[str, int, list[str], int, Any]]
 EVE, ADA, VICTIM = "did:plc:eve", "did:plc:ada", "did:plc:victim"
 
 # exchange(content, count) -> all bytes received in response to `content`. Waits long for `count` responses, and briefly for
-# more.
+# more, which also keeps the attacks below nginx's request rate.
 EXCHANGE = """
 import base64, select
 def exchange(content, count, address=("127.0.0.1", 4010)):
@@ -41,13 +44,17 @@ def exchange(content, count, address=("127.0.0.1", 4010)):
         try: out.sendall(content)
         except OSError: pass
         reply = b""
-        while select.select([out], [], [], 0.1 if count and reply.count(b"HTTP/1.1 ") >= count else 10)[0]:
+        while select.select([out], [], [], 0.15 if count and reply.count(b"HTTP/1.1 ") >= count else 10)[0]:
             try: chunk = out.recv(1 << 16)
             except OSError: break
             if not chunk: break
             reply += chunk
         return reply.decode("latin-1")
+def attack(name, content, count):
+    reply = exchange(base64.b64decode(content), count)
+    return reply, ask({**BODY, "messages": [{"role": "user", "content": name}]})[0]
 """
+SLOT_ZERO = rb"([-_ \0]Slot ?: )0"  # in attacks: replaced by the slot of the other sandbox
 # Body fields that would bill another user or no user.
 BODY = json.dumps({
     "model": "default", "messages": [{"role": "user", "content": "{}"}], "user": VICTIM, "metadata": {"user_id": VICTIM},
@@ -100,6 +107,7 @@ FORGED = {
 }  # fmt: skip
 INNER = request("X-Leasehold-Slot: 0", "X-Request-Id: " + "e" * 32, f"Authorization: Bearer {VICTIM}", "Connection: close")
 COVERED = b"0\r\n\r\n" + INNER  # for a parser of chunks, another request begins here
+TRAILER = b"0\r\nX-Leasehold-Slot: 0\r\nAuthorization: x\r\n\r\n"
 HANDSHAKE = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: " + "A" * 22 + "==")
 LENGTH = f"Content-Length: {len(BODY)}"
 
@@ -154,11 +162,7 @@ ATTACKS: dict[str, dict[str, Attack]] = {
     },
     "chunks": {
         "as they should be": Attack(chunked(body=chunk(BODY[:9]) + chunk(BODY[9:]) + b"0\r\n\r\n"), (200,), 1),
-        "with headers at the end": Attack(
-            chunked("Trailer: X-Leasehold-Slot", body=chunk(BODY) + b"0\r\nX-Leasehold-Slot: 0\r\nAuthorization: x\r\n\r\n"),
-            (200,),
-            1,
-        ),
+        "with headers at the end": Attack(chunked("Trailer: X-Leasehold-Slot", body=chunk(BODY) + TRAILER), (200,), 1),
         "with a request at the end": Attack(chunked(body=chunk(BODY) + COVERED), (200, 200), 2),
         "with an extension": Attack(chunked(body=b"%x;a=b\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)), (200,), 1),
         "of a size with a sign": Attack(chunked(body=b"-1\r\n" + BODY), (400,)),
@@ -168,45 +172,23 @@ ATTACKS: dict[str, dict[str, Attack]] = {
         "that are larger than they say": Attack(chunked(body=b"5\r\n" + BODY + b"\r\n0\r\n\r\n"), (400,)),
     },
     "other paths": {
-        path: Attack(request("Connection: close", first=f"POST {path} HTTP/1.1"), answered)
-        for path, answered in {
-            "/": (403,),
-            "/key/generate": (403,),
-            "/v1/files": (403,),
-            "/v1": (403,),
-            "/healthz": (403,),
-            f"{CHAT_PATH}/": (403,),
-            f"{CHAT_PATH}/x": (403,),
-            f"{CHAT_PATH}/../../key/generate": (403,),
-            f"{CHAT_PATH}/%2e%2e/%2e%2e/key": (403,),
-            f"{CHAT_PATH}/..%2f..%2f..%2fkey": (403,),
-            f"{CHAT_PATH};x": (403,),
-            f"{CHAT_PATH}%3bx": (403,),
-            f"{CHAT_PATH}%00": (400,),
-            f"{CHAT_PATH}\\..\\key": (403,),
-            f"/{CHAT_PATH}": (403,),
-            f"{CHAT_PATH.replace('chat/', 'chat//')}": (403,),
-            "/v1/CHAT/completions": (403,),
-            "/../v1/chat/completions": (400,),
-            "/%2e%2e/key": (400,),
-            "key": (400,),
-            "*": (400,),
-            "/leasehold-error-403": (404,),
-            "/v1/models": (403,),
-            "/relay/x": (403,),
-            "/relay/../key": (403,),
-            "/relay/../..": (400,),
-            "/nginx_status": (403,),
-            "/v1%2Fmodels/x": (403,),
-            "/v1/engines/gpt-4/chat/completions": (403,),
-            "http://1.1.1.1/key/generate": (403,),
-            "http://169.254.169.254/latest/api/token": (403,),
-            "https://api.example.com:443/v1/files": (403,),
-            "ftp://1.1.1.1/": (403,),
-            "//1.1.1.1/v1/files": (403,),
-        }.items()
-    }
-    | {
+        **{
+            path: Attack(request(first=f"POST {path} HTTP/1.1"), (status,))
+            for status, paths in {
+                403: [
+                    "/", "/key/generate", "/v1/files", "/v1", "/healthz", f"{CHAT_PATH}/", f"{CHAT_PATH}/x",
+                    f"{CHAT_PATH}/../../key/generate", f"{CHAT_PATH}/%2e%2e/%2e%2e/key", f"{CHAT_PATH}/..%2f..%2f..%2fkey",
+                    f"{CHAT_PATH};x", f"{CHAT_PATH}%3bx", f"{CHAT_PATH}\\..\\key", f"/{CHAT_PATH}",
+                    f"{CHAT_PATH.replace('chat/', 'chat//')}", "/v1/CHAT/completions", "/v1/models", "/relay/x",
+                    "/relay/../key", "/nginx_status", "/v1%2Fmodels/x", "/v1/engines/gpt-4/chat/completions",
+                    "http://1.1.1.1/key/generate", "http://169.254.169.254/latest/api/token",
+                    "https://api.example.com:443/v1/files", "ftp://1.1.1.1/", "//1.1.1.1/v1/files",
+                ],
+                400: [f"{CHAT_PATH}%00", "/../v1/chat/completions", "/%2e%2e/key", "key", "*", "/relay/../.."],
+                404: ["/leasehold-error-403"],
+            }.items()
+            for path in paths
+        },
         "the address of another machine": Attack(request(first=f"POST http://1.1.1.1{CHAT_PATH} HTTP/1.1"), (200,), 1),
         "by a query": Attack(request(first=f"POST {CHAT_PATH}?user={VICTIM}&api_base=http://1.1.1.1/ HTTP/1.1"), (200,), 1),
         "in another spelling": Attack(request(first="POST /v1/./chat/x/../%63ompletions HTTP/1.1"), (200,), 1),
@@ -215,21 +197,13 @@ ATTACKS: dict[str, dict[str, Attack]] = {
     },
     "other methods and protocols": {
         **{
-            method: Attack(get("Connection: close", path=CHAT_PATH, method=method), answered)
-            for method, answered in {
-                "GET": (403,),
-                "HEAD": (403,),
-                "PUT": (403,),
-                "DELETE": (403,),
-                "PATCH": (403,),
-                "OPTIONS": (403,),
-                "TRACE": (405,),
-                "PROPFIND": (403,),
-                "POST\tX": (400,),
-                "post": (400,),
-                "PRI": (403,),
-                "X-Y": (403,),
+            method: Attack(get(path=CHAT_PATH, method=method), (status,))
+            for status, methods in {
+                403: ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "PROPFIND", "PRI", "X-Y"),
+                405: ("TRACE",),
+                400: ("POST\tX", "post"),
             }.items()
+            for method in methods
         },
         "CONNECT": Attack(request(first="CONNECT 1.1.1.1:443 HTTP/1.1", body=b"", length=False), (400,)),
         "CONNECT to the cloud": Attack(request(first="CONNECT 169.254.169.254:80 HTTP/1.1", body=b"", length=False), (400,)),
@@ -253,7 +227,7 @@ ATTACKS: dict[str, dict[str, Attack]] = {
         "a path without end": Attack(get(path="/" + "a" * 70_000), (414,)),
         "a body declared to be large": Attack(request(f"Content-Length: {1 << 30}", length=False), (413,)),
     },
-}
+}  # fmt: skip
 MAY_LEAVE = {
     "host", "authorization", "x-api-key", "anthropic-version", "x-litellm-call-id", "x-litellm-end-user-id",
     "x-litellm-spend-logs-metadata", "accept-encoding", "accept", "user-agent", "content-length", "content-type",
@@ -266,23 +240,47 @@ class AttackScene:
     def __init__(self, egress: EgressStack, enter: Enter) -> None:
         self.egress, self.eve, self.ada = egress, enter(EVE), enter(ADA)
         self.boxes = {each.lease.pk: each.box for each in (self.eve, self.ada)}
-        self.ada_socket = (
-            slots.ensure_slot_directory(self.boxes[self.ada.lease.pk].slot or 0) / slots.SOCKET_NAME
-        )  # as its sandbox sees it
+        self.checked = 0  # requests at the upstream before the current attack
+        self.ada_socket = slots.ensure_slot_directory(self.ada.box.slot or 0) / slots.SOCKET_NAME  # as its sandbox sees it
+
+    def probe(
+        self, attacks: dict[str, "Attack | Upgrade"], observe: Callable[[], Awaitable[Any]] | None = None
+    ) -> Observations:
+        """Make attacks in the name of eve, each followed by ordinary calls of eve and ada. Return the observations by name.
+
+        The content of eve's ordinary call is the attack's name, by which the upstream knows that the attack is over. `observe`
+        runs in the upstream's loop at that moment."""
+        upstream, seen = self.egress.upstream, dict[str, Any]()
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            name = (await request.json())["messages"][0]["content"]
+            if name in attacks:
+                agents = [sent["x-litellm-end-user-id"] for _, sent, _ in upstream.requests[self.checked :]]
+                status, _ = await asyncio.to_thread(post, self.ada_socket, BODY)
+                seen[name] = (agents, status, await observe() if observe else None)
+                self.checked = len(upstream.requests)
+                self.egress.clock.at += 2 * MINUTE  # keeps the rate limit from stopping the next attack
+            return await upstream._answer(request)
+
+        upstream.answer = answer
+        slot = rb"\g<1>%d" % (self.ada.box.slot or 0)
+        sent = [(name, re.sub(SLOT_ZERO, slot, attack.sent), len(attack.answered)) for name, attack in attacks.items()]
+        answers = self.eve.python(build_probe(sent), seconds=300)
+        return {name: (*answer, *seen[name]) for name, answer in zip(attacks, answers, strict=True)}
 
     def left(self, *agents: str) -> None:
         """Assert the calls since the last check: each sandbox in its own name, and no others."""
         rows = self.egress.wait_for_new_closed_calls()
         self._require_own(rows)
         assert [(row.agent_did, row.outcome) for row in rows] == [(agent, "ok") for agent in agents]
-        assert [headers["x-litellm-call-id"] for _, headers, _ in self.egress.upstream.requests] == [
-            row.call_id for row in rows
-        ]
+        sent = [headers["x-litellm-call-id"] for _, headers, _ in self.egress.upstream.requests]
+        assert sent == [row.call_id for row in rows]
         self.forget()
 
     def forget(self) -> None:
         self.egress.wait_for_new_closed_calls()
         self.egress.upstream.requests.clear()
+        self.checked = 0
 
     def _require_own(self, rows: list[LlmCall]) -> None:
         """Assert that forwarded calls have their own sandbox's identity, our credentials and none of the sandbox's headers."""
@@ -292,11 +290,8 @@ class AttackScene:
         for path, headers, body in self.egress.upstream.requests:
             row = of[headers["x-litellm-call-id"]]
             reply = json.loads(headers["x-litellm-spend-logs-metadata"])
-            assert (headers["x-litellm-end-user-id"], reply["agent"], reply["lease"]) == (
-                row.agent_did,
-                row.agent_did,
-                str(row.holder),
-            )
+            assert (reply["agent"], reply["lease"]) == (row.agent_did, str(row.holder))
+            assert headers["x-litellm-end-user-id"] == row.agent_did
             assert headers["authorization"] == f"Bearer {UPSTREAM_API_KEY}" and path in FIELDS_BY_PATH
             assert headers.keys() <= MAY_LEAVE and body.keys() <= {"messages", "model"}
             assert VICTIM not in json.dumps([path, headers, body]) and "ffffffff" not in row.call_id
@@ -314,41 +309,28 @@ def scene(egress: EgressStack, enter: Enter) -> AttackScene:
     return AttackScene(egress, enter)
 
 
-def build_probe(content: bytes, count: int) -> str:
-    """Build a script that sends bytes, prints the response and the status of an ordinary call afterwards."""
-    exchanged = f"exchange(base64.b64decode({base64.b64encode(content).decode()!r}), {count})"
-    return f"{EXCHANGE}print(json.dumps([{exchanged}, ask()[0]]))"
+def build_probe(requests: Iterable[tuple[str, bytes, int]]) -> str:
+    """Build a script that sends (name, bytes, count of responses) and makes an ordinary call after each.
 
-
-def replace_slot(content: bytes, other: LeasedSandbox) -> bytes:
-    """Replace slot 0 in the attack by the other sandbox's slot."""
-    return re.sub(rb"([-_ \0]Slot ?: )0", rb"\g<1>%d" % (other.box.slot or 0), content)
+    It prints the responses and the status of the ordinary call."""
+    encoded = json.dumps([(name, base64.b64encode(content).decode(), count) for name, content, count in requests])
+    return f"{EXCHANGE}\nprint(json.dumps([attack(*each) for each in json.loads({encoded!r})]))"
 
 
 def statuses(reply: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"HTTP/1\.1 (\d{3}) ", reply)))
 
 
-def attempt(scene: AttackScene, name: str, attack: Attack) -> str:
-    """Run an attack. Return a description of the deviation from the expected outcome, or ""."""
-    reply, own = scene.eve.python(build_probe(replace_slot(attack.sent, scene.ada), len(attack.answered)))
-    try:
-        assert (statuses(reply), own) == (attack.answered, 200)
-        assert UPSTREAM_API_KEY not in reply and "leasehold-egress" not in reply
-        assert post(scene.ada_socket, BODY)[0] == 200
-        scene.left(*[EVE] * (attack.leave + 1), ADA)
-    except AssertionError as wrong:
-        scene.forget()
-        return f"{name}: {wrong}\n{reply[:300]}"
-    finally:
-        scene.egress.clock.at += 2 * MINUTE  # keeps the rate limit from stopping the next attack
-    return ""
-
-
-@pytest.mark.parametrize("kind", ATTACKS)
-def test_attack_by_request_fails(kind: str, scene: AttackScene) -> None:
-    wrong = [attempt(scene, name, attack) for name, attack in ATTACKS[kind].items()]
-    assert not [one for one in wrong if one], "\n".join(one for one in wrong if one)
+def test_attack_by_request_fails(scene: AttackScene) -> None:
+    wrong = []
+    for kind, attacks in ATTACKS.items():
+        for name, (reply, own, agents, bystander, _) in scene.probe(attacks).items():
+            expected = (attacks[name].answered, 200, [EVE] * (attacks[name].leave + 1), 200)
+            found = (statuses(reply), own, agents, bystander)
+            if found != expected or UPSTREAM_API_KEY in reply or "leasehold-egress" in reply:
+                wrong.append(f"{kind}, {name}: {found}\n{reply[:300]}")
+        assert not wrong, "\n".join(wrong)
+        scene.left(*(agent for attack in attacks.values() for agent in [EVE] * (attack.leave + 1) + [ADA]))
     scene.logged()
 
 
@@ -434,54 +416,44 @@ def test_connections_per_sandbox_are_limited_before_any_request(scene: AttackSce
 
 
 QUOTED = {200: 200, 302: 502, 400: 502, 401: 502, 429: 502, 500: 502}  # upstream's status -> status seen by the sandbox
+QUOTED_TYPES = ("application/json", "text/event-stream", f"text/plain; key={UPSTREAM_API_KEY}")
 
 
-def quoting(status: int, kind: str, heard: list[str]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Upstream that quotes request headers wherever it can."""
+def test_credential_quoted_by_the_upstream_is_redacted(scene: AttackScene, capfd: pytest.CaptureFixture[str]) -> None:
+    heard: list[str] = []
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def quote(request: web.Request) -> web.StreamResponse:
+        """Quote request headers wherever possible. The call's content selects status and content type."""
         heard.append(request.headers["Authorization"])
-        headers = {f"X-{name}": value for name, value in request.headers.items()}
-        headers |= {
-            "Location": f"http://{UPSTREAM_API_KEY}/",
-            "Set-Cookie": UPSTREAM_API_KEY,
-            "Retry-After": UPSTREAM_API_KEY,
-            "Content-Type": kind,
-        }
-        headers |= {"x-litellm-response-cost": UPSTREAM_API_KEY, "WWW-Authenticate": f"Bearer {UPSTREAM_API_KEY}"}
-        response = web.StreamResponse(status=status, reason=f"No {UPSTREAM_API_KEY}", headers=headers)
+        status, _, kind = (await request.json())["messages"][0]["content"].partition(" ")
+        headers = {f"X-{name}": value for name, value in request.headers.items()} | {
+            "Location": f"http://{UPSTREAM_API_KEY}/", "WWW-Authenticate": f"Bearer {UPSTREAM_API_KEY}", "Content-Type": kind,
+            **dict.fromkeys(("Set-Cookie", "Retry-After", "x-litellm-response-cost"), UPSTREAM_API_KEY),
+        }  # fmt: skip
+        response = web.StreamResponse(status=int(status), reason=f"No {UPSTREAM_API_KEY}", headers=headers)
         await response.prepare(request)
-        reply = {
-            "model": UPSTREAM_API_KEY,
-            "error": f"before {dict(request.headers)} after",
-            "pad": "x" * 70_000 + UPSTREAM_API_KEY,
-        }
-        whole = json.dumps(reply).encode()
+        quoted, pad = f"before {dict(request.headers)} after", "x" * 70_000 + UPSTREAM_API_KEY
+        whole = b"data: " + json.dumps({"model": UPSTREAM_API_KEY, "error": quoted, "pad": pad}).encode()
         for at in range(0, len(whole), 4999):
-            await response.write((b"data: " if not at else b"") + whole[at : at + 4999])
+            await response.write(whole[at : at + 4999])
             await asyncio.sleep(0)
         await response.write(UPSTREAM_API_KEY[:9].encode())
         await response.write(UPSTREAM_API_KEY[9:].encode() + b"\n\n")
         return response
 
-    return answer
-
-
-@pytest.mark.parametrize("kind", ["application/json", "text/event-stream", f"text/plain; key={UPSTREAM_API_KEY}"])
-def test_credential_quoted_by_the_upstream_is_redacted(
-    kind: str, scene: AttackScene, capfd: pytest.CaptureFixture[str]
-) -> None:
-    heard: list[str] = []
-    for status, shown in QUOTED.items():
-        scene.egress.upstream.answer = quoting(status, kind, heard)
-        reply, _ = scene.eve.python(build_probe(request("Connection: close"), 1))
-        assert statuses(reply) == (shown,)
+    scene.egress.upstream.answer = quote
+    cases = [(status, f"{status} {kind}") for kind in QUOTED_TYPES for status in QUOTED]
+    bodies = [json.dumps({"model": "default", "messages": [{"role": "user", "content": name}]}).encode() for _, name in cases]
+    probes = zip((name for _, name in cases), (request("Connection: close", body=body) for body in bodies), strict=True)
+    replies = scene.eve.python(build_probe((*probe, 1) for probe in probes))
+    for (status, name), (reply, own) in zip(cases, replies, strict=True):
+        assert (statuses(reply), own) == ((QUOTED[status],), QUOTED[status]), name
         assert UPSTREAM_API_KEY not in reply and UPSTREAM_API_KEY[4:] not in reply and UPSTREAM_API_KEY[:-4] not in reply
-        assert ("before" in reply and "after" in reply) == (status == 200)
-        scene.egress.clock.at += MINUTE
-    rows = scene.egress.settled(2 * len(QUOTED))
+        assert ("before" in reply and "after" in reply) == (status == 200), name
+    rows = scene.egress.settled(2 * len(cases))
     assert heard == [f"Bearer {UPSTREAM_API_KEY}"] * len(rows)
-    assert [(row.agent_did, row.outcome, row.cost) for row in rows] == [(EVE, "ok", None)] * 2 + [(EVE, "failed", None)] * 10
+    expected = [(EVE, "ok" if status == 200 else "failed", None) for status, _ in cases for _ in range(2)]
+    assert [(row.agent_did, row.outcome, row.cost) for row in rows] == expected
     assert UPSTREAM_API_KEY not in json.dumps([*LlmCall.objects.values()], default=str) + scene.egress.log.read_text()
     assert UPSTREAM_API_KEY not in "".join(capfd.readouterr())
 
@@ -553,7 +525,7 @@ UPGRADES = {
     "by HEAD": Upgrade(upgrade(method="HEAD") + CLOSE, (101,), THERE),
     "a body": Upgrade(upgrade("Content-Length: 5") + b"hello", (101,), THERE),
     **{
-        path: Upgrade(upgrade("Connection: close", path=path), answered)
+        path: Upgrade(upgrade(path=path), answered)
         for path, answered in {
             "/relay": (301,), "/relay/%252e%252e/admin": (403,), "/relay/x/%252E./admin": (403,), "/relay/%2e%2e/key": (403,),
             "/relay/..%2fkey": (403,), "/relay/..%252fkey": (403,), "/relay/x%3fy": (403,), "/relay/x%23y": (403,),
@@ -564,36 +536,34 @@ UPGRADES = {
 }  # fmt: skip
 
 
-def test_attack_by_upgrade_fails(enter: Enter, relayed: RelaySwitch, egress: EgressStack) -> None:
+def test_attack_by_upgrade_fails(relayed: RelaySwitch, scene: AttackScene) -> None:
     """No relay connection and no model call is made in another name."""
-    eve, ada = enter(EVE), enter(ADA)
-    key = signing.create_key(EVE, now=egress.clock())
-    wrong = []
-    for name, upgrade_attack in UPGRADES.items():
-        reply, own = eve.python(build_probe(replace_slot(upgrade_attack.sent, ada), len(upgrade_attack.answered)))
-        wait_until(lambda: not relayed.relay.open, f"{name} is over")
-        rows = egress.wait_for_new_closed_calls()
-        paths = [path for path, _ in relayed.relay.connections]
-        got = (statuses(reply), own, paths, tuple(relayed.relay.received), {row.agent_did for row in rows})
-        if got != (
-            upgrade_attack.answered,
-            200,
-            [upgrade_attack.requested] if upgrade_attack.requested else [],
-            upgrade_attack.received,
-            {EVE},
-        ):
-            wrong.append(f"{name}: {got}\n{reply[:300]}")
-        for _, headers in relayed.relay.connections:
-            claims = tokens.verify_token(headers["authorization"].removeprefix("Bearer "), key.did_key)
+    key, relay, wrong = signing.create_key(EVE, now=scene.egress.clock()), relayed.relay, []
+
+    async def observe() -> tuple[list[tuple[str, dict[str, str]]], tuple[str | bytes, ...]]:
+        while relay.open:
+            await asyncio.sleep(0.01)
+        found = [*relay.connections], (*relay.received,)
+        relay.connections.clear(), relay.received.clear()
+        return found
+
+    observations = scene.probe(UPGRADES, observe)
+    rows = scene.egress.wait_for_new_closed_calls()
+    assert {row.agent_did for row in rows if row.kind == "relay"} == {EVE}
+    for name, (reply, own, agents, bystander, (connections, received)) in observations.items():
+        expected = UPGRADES[name]
+        found = (statuses(reply), own, {*agents}, bystander, [path for path, _ in connections], received)
+        paths = [expected.requested] if expected.requested else []
+        if found != (expected.answered, 200, {EVE}, 200, paths, expected.received):
+            wrong.append(f"{name}: {found}\n{reply[:300]}")
+        for _, headers in connections:
+            token = headers["authorization"].removeprefix("Bearer ")
+            claims = tokens.verify_token(token, key.did_key)
             assert (headers["x-leasehold-agent"], claims["iss"], claims["aud"]) == (EVE, EVE, AUD), name
             assert headers.keys() <= PUBLIC and VICTIM not in json.dumps(headers), name
             assert headers["x-leasehold-call-id"] in {row.call_id for row in rows if row.kind == "relay"}, name
-            assert headers["authorization"].removeprefix("Bearer ") not in reply, name
-        assert {sent["x-litellm-end-user-id"] for _, sent, _ in egress.upstream.requests} == {EVE}, name
-        relayed.relay.connections.clear(), relayed.relay.received.clear(), egress.upstream.requests.clear()
-        egress.clock.at += 2 * MINUTE
+            assert token not in reply, name
     assert not wrong, "\n".join(wrong)
-    assert ada.call_model() == [200] and [row.agent_did for row in egress.wait_for_new_closed_calls()] == [ADA]
 
 
 # --- file system ------------------------------------------------------------------------------------------------

@@ -7,23 +7,16 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from aiohttp import web
 from django.conf import settings as django_settings
 
-from controlplane.env import ENV_VARIABLES
-from leases import leasing, sweeps
+from leases import leasing
 from leases.one_shot import OneShotOutcome, OneShotRequest, run_once
-from sandboxes import pool as pools
-from sandboxes.egress import authorization, slots
-from sandboxes.egress.logs import collection
 from sandboxes.egress.nginx import INSTALLATION_LABEL, NginxProxy, get_installation_id, get_server_socket_path
-from sandboxes.errors import CapacityExhausted
-from sandboxes.models import LlmCall, Pool, Sandbox
-from sandboxes.providers.docker.engine import Engine
+from sandboxes.models import LlmCall, Pool
 from tests.conftest import MINUTE, NOW
 from tests.egress.stack import (
     CLIENT_SCRIPT,
@@ -34,8 +27,8 @@ from tests.egress.stack import (
     run_in_thread,
     run_python_in_sandbox,
 )
-from tests.support.egress import CHAT_PATH, COMPLETION_RESPONSE, post
-from tests.support.waiting import run_with_growing_timeouts, wait_until
+from tests.support.egress import CHAT_PATH, COMPLETION_RESPONSE
+from tests.support.waiting import wait_until
 from tests.unit.sandboxes.egress.test_egress_server import PIECE, TOKENS, events, streaming
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
@@ -74,38 +67,29 @@ class HeldResponse:
 # --- SDK traffic -----------------------------------------------------------------------------------------------------
 
 
-def test_openai_call_with_curl_matches_row_and_log(leased: LeasedSandbox, egress: EgressStack) -> None:
+def test_calls_with_curl_match_rows_and_log(leased: LeasedSandbox, egress: EgressStack) -> None:
     status, reply = curl(leased, f"http://127.0.0.1:4010{CHAT_PATH}", CHAT_BODY)
     assert (status, json.loads(reply)) == (200, COMPLETION_RESPONSE)
-    [row], [line], [(_, sent, body)] = egress.settled(1), egress.logged(1), egress.upstream.requests
-    assert line["id"] == row.call_id == sent["x-litellm-call-id"]
-    assert (line["slot"], line["status"], line["upstream"], line["uri"]) == (leased.box.slot, 200, "200", CHAT_PATH)
-    assert (row.holder, row.outcome, row.input_tokens, row.output_tokens) == (leased.lease.pk, "ok", 120, 7)
-    assert (sent["authorization"], body["model"]) == (f"Bearer {UPSTREAM_API_KEY}", django_settings.LLM_MODEL)
-
-
-def test_stream_with_curl_over_the_socket(leased: LeasedSandbox, egress: EgressStack) -> None:
     egress.upstream.answer = streaming(events(PIECE, PIECE, TOKENS, b"[DONE]"))
     reply = curl(leased, f"http://x{CHAT_PATH}", {**CHAT_BODY, "stream": True}, "--unix-socket", "/run/leasehold/llm.sock")
     assert reply == (200, events(PIECE, PIECE, b"[DONE]").decode())
-    assert [(row.streamed, row.output_tokens, row.outcome) for row in egress.settled(1)] == [(True, 4, "ok")]
-
-
-def test_anthropic_call_with_python(leased: LeasedSandbox, egress: EgressStack) -> None:
     start = {"type": "message_start", "message": {"model": "c", "usage": {"input_tokens": 5, "output_tokens": 1}}}
     whole = events(start, {"type": "message_delta", "usage": {"output_tokens": 9}}, {"type": "message_stop"})
     egress.upstream.answer = streaming(whole)
-    script = """
-BODY |= {"max_tokens": 9, "stream": True}
-status, reply = ask(BODY, "/v1/messages", **{"anthropic-version": "2024-01-01", "x-api-key": os.environ["ANTHROPIC_API_KEY"]})
-print(json.dumps([status, reply.decode()]))"""
-    assert leased.python(script) == [200, whole.decode()]
-    egress.upstream.answer = egress.upstream._answer
-    egress.upstream.body = json.dumps({"model": "c", "usage": {"input_tokens": 2, "output_tokens": 3}}).encode()
-    assert leased.python('print(json.dumps(ask({**BODY, "max_tokens": 9}, "/v1/messages")[0]))') == 200
-    assert [(row.model, row.input_tokens, row.output_tokens) for row in egress.settled(2)] == [("c", 5, 9), ("c", 2, 3)]
-    sent = egress.upstream.requests[0][1]
-    assert (sent["x-api-key"], sent["anthropic-version"]) == (UPSTREAM_API_KEY, "2024-01-01")
+    body, version = {**CHAT_BODY, "max_tokens": 9, "stream": True}, "anthropic-version: 2024-01-01"
+    reply = curl(leased, "http://127.0.0.1:4010/v1/messages", body, "-H", version, "-H", "x-api-key: x")
+    assert reply == (200, whole.decode())
+
+    rows, lines, sent = egress.settled(3), egress.logged(3), egress.upstream.requests
+    assert {row.call_id for row in rows} == {line["id"] for line in lines}
+    assert [row.call_id for row in rows] == [headers["x-litellm-call-id"] for _, headers, _ in sent]
+    assert {(line["slot"], line["status"], line["upstream"]) for line in lines} == {(leased.box.slot, 200, "200")}
+    assert sorted(line["uri"] for line in lines) == [CHAT_PATH, CHAT_PATH, "/v1/messages"]
+    assert {(row.holder, row.outcome) for row in rows} == {(leased.lease.pk, "ok")}
+    assert [row.streamed for row in rows] == [False, True, True]
+    assert [(row.input_tokens, row.output_tokens) for row in rows] == [(120, 7), (3, 4), (5, 9)]
+    assert (sent[0][1]["authorization"], sent[0][2]["model"]) == (f"Bearer {UPSTREAM_API_KEY}", django_settings.LLM_MODEL)
+    assert (sent[2][1]["x-api-key"], sent[2][1]["anthropic-version"]) == (UPSTREAM_API_KEY, "2024-01-01")
 
 
 def test_stream_events_are_not_buffered(leased: LeasedSandbox, egress: EgressStack) -> None:
@@ -155,92 +139,69 @@ def assert_calls_work(leased: LeasedSandbox) -> None:
     wait_until(lambda: leased.call_model() == [200], "calls work again, in the same sandbox")
 
 
-def assert_cut_once(egress: EgressStack, code: str) -> None:
-    """Assert that the call in flight was made once and is closed as cut."""
-    first, *rest = [row for row in egress.settled(LlmCall.objects.count()) if row.outcome != "ok"]
-    assert (first.outcome, first.code, rest) == ("cut", code, [])
-    assert len({sent["x-litellm-call-id"] for _, sent, _ in egress.upstream.requests}) == len(egress.upstream.requests)
-    assert {sent["x-litellm-call-id"] for _, sent, _ in egress.upstream.requests} == {
-        *LlmCall.objects.values_list("call_id", flat=True)
-    }
+def assert_cut(egress: EgressStack, count: int = 1) -> None:
+    """Assert that the calls in flight were made once and are closed as cut."""
+    rows = egress.settled(LlmCall.objects.count())
+    cut = [(row.outcome, row.code) for row in rows if row.outcome != "ok"]
+    assert cut == [("cut", "not_read_to_its_end")] * count
+    assert sorted(sent["x-litellm-call-id"] for _, sent, _ in egress.upstream.requests) == sorted(row.call_id for row in rows)
 
 
-@pytest.mark.parametrize("after", ["start", "reopened log"])
-def test_crashed_nginx_is_restarted_by_the_engine(after: str, leased: LeasedSandbox, egress: EgressStack) -> None:
-    if after == "reopened log":
-        egress.log.rename(egress.log.with_suffix(".old"))
-        egress.proxy.reopen_log()
-        wait_until(egress.log.exists, "nginx opens a new log")
+def break_call(leased: LeasedSandbox, egress: EgressStack, act: Callable[[], object]) -> list[int]:
+    """Call `act` during a model call. Return the status seen by the sandbox."""
     held = HeldResponse(egress)
     with run_in_thread(lambda: leased.call_model()) as asking:
         held.wait_until_arrived()
-        os.kill(pid_of(egress.proxy), signal.SIGKILL)
-        assert asking.result(30) == [0]
+        act()
+        statuses: list[int] = asking.result(30)
     held.release()
+    return statuses
+
+
+def test_crashed_nginx_is_restarted_by_the_engine(leased: LeasedSandbox, egress: EgressStack) -> None:
+    assert break_call(leased, egress, lambda: os.kill(pid_of(egress.proxy), signal.SIGKILL)) == [0]
     assert_calls_work(leased)
-    assert_cut_once(egress, "not_read_to_its_end")
+    egress.log.rename(egress.log.with_suffix(".old"))
+    egress.proxy.reopen_log()
+    wait_until(egress.log.exists, "nginx opens a new log")
+    assert break_call(leased, egress, lambda: os.kill(pid_of(egress.proxy), signal.SIGKILL)) == [0]
+    assert_calls_work(leased)
+    assert_cut(egress, 2)
 
 
-def test_killed_or_removed_nginx_can_be_restarted_without_affecting_sandboxes(
-    leased: LeasedSandbox, egress: EgressStack
-) -> None:
-    held = HeldResponse(egress)
-    with run_in_thread(lambda: leased.call_model()) as asking:
-        held.wait_until_arrived()
-        subprocess.run(["docker", "kill", egress.proxy.name], check=True, capture_output=True)
-        assert asking.result(30) == [0]
+def test_start_and_stop_of_nginx_are_idempotent_and_do_not_affect_sandboxes(leased: LeasedSandbox, egress: EgressStack) -> None:
+    assert break_call(leased, egress, lambda: docker("kill", egress.proxy.name)) == [0]
     assert leased.call_model() == [0]
-    held.release()
     if egress.proxy.get_state() != "running":  # the engine does not restart a container killed by an operator; the command does
         egress.proxy.start()
     assert_calls_work(leased)
-    subprocess.run(["docker", "rm", "-f", egress.proxy.name], check=True, capture_output=True)
+    docker("rm", "-f", egress.proxy.name)
     assert egress.proxy.get_state() == ""
     egress.proxy.start()
+    egress.proxy.start()
+    assert len(list_own_containers(egress)) == 1 and leased.call_model() == [200]
+    egress.proxy.stop()
+    egress.proxy.stop()
+    assert list_own_containers(egress) == [] and leased.call_model() == [0]
+    egress.proxy.start()
     assert leased.call_model() == [200]
-    assert_cut_once(egress, "not_read_to_its_end")
+    assert_cut(egress)
 
 
 def test_calls_fail_without_a_server_and_succeed_after_its_restart(leased: LeasedSandbox, egress: EgressStack) -> None:
-    held = HeldResponse(egress)
-    with run_in_thread(lambda: leased.call_model()) as asking:
-        held.wait_until_arrived()
-        egress.serving.close()
-        assert asking.result(30)[0] in (0, 502)
-    assert_cut_once(egress, "not_read_to_its_end")
+    assert break_call(leased, egress, egress.serving.close)[0] in (0, 502)
+    assert_cut(egress)
     status, reply = leased.python(ASK_ONCE)
     assert status == "502" and "way_out_closed" in reply
-    held.release()
     egress.serve()
     assert leased.call_model() == [200]
-
-
-def test_call_of_a_killed_server_is_closed_as_lost(leased: LeasedSandbox, egress: EgressStack) -> None:
-    """Runs the command in its own process. The next server takes over its sockets and container."""
-    egress.serving.close()
-    held = HeldResponse(egress)
-    with run_egress_command(egress) as process:
-        with run_in_thread(lambda: leased.call_model()) as asking:
-            held.wait_until_arrived()
-            process.kill()
-            assert asking.result(30)[0] in (0, 502)
-        process.wait(20)
-    held.release()
-    row = LlmCall.objects.get(outcome="open")
-    assert row.ended_at is None
-    egress.serve()
-    assert leased.call_model() == [200]
-    late = row.deadline_at + timedelta(seconds=1)
-    assert authorization.close_abandoned(now=late) == 1 == len(egress.upstream.requests) - 1
-    row.refresh_from_db()
-    assert (row.outcome, row.ended_at, row.cost) == ("lost", late, None)
 
 
 def test_command_restarts_nginx_and_removes_it_at_exit(leased: LeasedSandbox, egress: EgressStack) -> None:
     egress.serving.close()
     with run_egress_command(egress) as process:
         assert leased.call_model() == [200]
-        subprocess.run(["docker", "kill", egress.proxy.name], check=True, capture_output=True)
+        docker("kill", egress.proxy.name)
         assert_calls_work(leased)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -249,41 +210,13 @@ def test_command_restarts_nginx_and_removes_it_at_exit(leased: LeasedSandbox, eg
     egress.proxy.start()
 
 
+def docker(*argv: str) -> None:
+    subprocess.run(["docker", *argv], check=True, capture_output=True)
+
+
 def list_own_containers(egress: EgressStack) -> list[str]:
     label = {"label": f"{INSTALLATION_LABEL}={get_installation_id()}"}
     return [each["Id"] for each in egress.proxy.engine.client.containers(all=True, filters=label)]
-
-
-def test_start_and_stop_of_nginx_are_idempotent(leased: LeasedSandbox, egress: EgressStack) -> None:
-    egress.proxy.start()
-    egress.proxy.start()
-    assert len(list_own_containers(egress)) == 1 and leased.call_model() == [200]
-    egress.proxy.stop()
-    egress.proxy.stop()
-    assert list_own_containers(egress) == []
-    assert leased.call_model() == [0]
-    egress.proxy.start()
-    assert leased.call_model() == [200]
-
-
-def test_default_number_of_slots_is_served_and_distinguished(
-    docker_ready: None, settings: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    settings.EGRESS_SLOTS = int(ENV_VARIABLES["LEASEHOLD_EGRESS_SLOTS"].default)
-    settings.RUNTIME_DIR = tmp_path_factory.mktemp("many")
-    settings.EGRESS_DIR = settings.RUNTIME_DIR / "egress"
-    many = NginxProxy(Engine())
-    many.start()
-    try:
-        last = settings.EGRESS_SLOTS - 1
-        for slot in (0, 17, last):
-            assert post(slots.ensure_slot_directory(slot) / slots.SOCKET_NAME, {}, "/x")[0] == 403
-        log = collection.access_log_path()
-        wait_until(lambda: len(log.read_text().splitlines()) == 3, "nginx has logged the requests")
-        assert {json.loads(line)["slot"] for line in log.read_text().splitlines()} == {0, 17, last}
-        assert many.engine.client.inspect_container(many.name)["RestartCount"] == 0
-    finally:
-        many.stop()
 
 
 # --- identity --------------------------------------------------------------------------------------------------
@@ -298,59 +231,7 @@ def test_calls_of_an_ended_lease_are_refused_while_its_sandbox_runs(leased: Leas
     assert len(egress.upstream.requests) == 1 == len(egress.settled(1))
 
 
-def test_calls_of_a_pre_warmed_sandbox_are_refused_until_it_is_claimed(
-    docker_pool: Pool, enter: Enter, egress: EgressStack
-) -> None:
-    Pool.objects.filter(pk=docker_pool.pk).update(warm_target=1)
-    box = pools.start_warm(docker_pool, now=NOW)
-    assert box is not None
-    status, reply = run_python_in_sandbox(box, ASK_ONCE)
-    assert status == "403" and "no_lease" in reply and not egress.upstream.requests
-    leased = enter()
-    assert leased.box.pk == box.pk and leased.call_model() == [200]
-    [row] = egress.settled(1)
-    assert (row.holder, row.agent_did) == (leased.lease.pk, "did:plc:ada")
-
-
-def test_calls_through_a_reused_slot_are_billed_to_its_current_holder(settings: Any, enter: Enter, egress: EgressStack) -> None:
-    settings.EGRESS_SLOTS = 1
-    first = enter("did:plc:ada")
-    assert first.call_model() == [200]
-    with pytest.raises(CapacityExhausted):
-        enter("did:plc:eve")
-    leasing.release(first.lease.pk, now=NOW)
-    sweeps.reclaim(now=NOW)
-    assert Sandbox.objects.get(holder=first.lease.pk).state == "destroyed"
-    second = enter("did:plc:bob")
-    assert second.box.slot == Sandbox.objects.get(holder=first.lease.pk).slot == 0
-    assert second.call_model(2) == [200, 200]
-    assert [row.agent_did for row in egress.settled(3)] == ["did:plc:ada", "did:plc:bob", "did:plc:bob"]
-    assert [sent["x-litellm-end-user-id"] for _, sent, _ in egress.upstream.requests][1:] == ["did:plc:bob"] * 2
-
-
 # --- sandboxes that harm themselves ------------------------------------------------------------------------------------
-
-DAEMON = """
-import os
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        while True:
-            ask(); time.sleep(0.4)
-time.sleep(60)
-"""
-
-
-def test_daemon_of_a_timed_out_exec_is_killed_and_makes_no_further_calls(leased: LeasedSandbox, egress: EgressStack) -> None:
-    done = run_with_growing_timeouts(
-        lambda seconds: leased.run("python3", "-I", "-c", CLIENT_SCRIPT + DAEMON, seconds=seconds),
-        lambda done: len(egress.upstream.requests) > 1,
-    )
-    assert done.timed_out and len(egress.upstream.requests) > 1
-    before = len(egress.settled(LlmCall.objects.count()))
-    assert leased.python("print(json.dumps([(ask()[0], time.sleep(0.1))[0] for _ in range(12)]))") == [200] * 12
-    assert len(egress.settled(before + 12)) == len(egress.upstream.requests)
-
 
 ATTACKS = {
     "fork bomb": "while True:\n    try: os.fork()\n    except OSError: pass",
@@ -390,9 +271,8 @@ def test_resource_exhaustion_in_a_sandbox_affects_neither_its_bridge_permanently
 ) -> None:
     one, other = enter("did:plc:eve"), enter("did:plc:ada")
     for name, attack in ATTACKS.items():
-        with run_in_thread(
-            lambda script=CLIENT_SCRIPT + attack: one.run("python3", "-I", "-c", script, seconds=2)
-        ) as attacking:
+        argv = ("python3", "-I", "-c", CLIENT_SCRIPT + attack)
+        with run_in_thread(lambda argv=argv: one.run(*argv, seconds=2)) as attacking:
             assert other.call_model(3) == [200] * 3, name
             assert attacking.result(60).timed_out, name
         wait_until(lambda: one.call_model() == [200], f"calls leave again after {name}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.conf import settings
 
 from sandboxes.egress import slots
 from sandboxes.egress.amounts import parse_usd
@@ -26,8 +26,8 @@ from sandboxes.egress.logs import upstream_records as records
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.models import LlmCall, Run, Sandbox
 from tests.conftest import MINUTE, NOW
-from tests.egress.stack import EgressStack, LeasedSandbox
-from tests.egress.test_egress_docker import pid_of, run_in_thread
+from tests.egress.stack import CLIENT_SCRIPT, EgressStack, LeasedSandbox, run_egress_command, run_in_thread
+from tests.egress.test_egress_docker import docker, pid_of
 from tests.support import ports
 from tests.support.egress import EventLoopThread, FakeUpstream
 from tests.support.models import ANSWER_CHUNKS, TOKEN_COUNTS
@@ -105,80 +105,50 @@ def collected(*, at: Any = LATER) -> dict[str, int]:
 # --- SDK traffic -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "stream"),
-    [
-        (CHAT, False),
-        (CHAT, True),
-        (MESSAGES, False),
-        (MESSAGES, True),
-        (RESPONSES, False),
-        (RESPONSES, True),
-        (EMBEDDINGS, False),
-    ],
-)
-def test_row_log_line_and_record_match_and_the_cost_is_litellms(
-    path: str, stream: bool, leased: LeasedSandbox, did: str, egress: EgressStack
-) -> None:
-    body = BODIES[path] | ({"stream": True} if stream else {})
-    asking = f"print(json.dumps([*(str(each) for each in ask({body!r}, {path!r}))]))"
-    status, output = leased.python(asking)
-    assert status == "200", output
-    assert all(piece.strip() in output for piece in ANSWER_CHUNKS) or path == EMBEDDINGS
-    [row], [line], records = egress.settled(1), egress.logged(1), each_recorded(did, 1)
-    [(call_id, record)] = records.items()
-    assert row.call_id == line["id"] == call_id
-    assert (row.outcome, row.streamed, line["status"], line["upstream"], line["uri"]) == ("ok", stream, 200, "200", path)
-    assert record["for"] == {
-        "call": call_id, "lease": str(leased.lease.pk), "run": str(Run.objects.get().pk), "attempt": leased.box.incarnation,
-        "agent": did, "environment": leased.lease.environment_id,
-    }  # fmt: skip
+def test_rows_log_lines_and_records_match_and_costs_are_litellms(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
+    cases = [(path, stream) for path in (CHAT, MESSAGES, RESPONSES) for stream in (False, True)] + [(EMBEDDINGS, False)]
+    asked = [(BODIES[path] | ({"stream": True} if stream else {}), path) for path, stream in cases]
+    replies = leased.python(f"print(json.dumps([[*map(str, ask(*each))] for each in {asked!r}]))")
+    assert [status for status, _ in replies] == ["200"] * 7, replies
+    rows, sent = egress.settled(7), each_recorded(did, 7)
+    lines = {line["id"]: line for line in egress.logged(7)}
+    assert sent.keys() == lines.keys() == {row.call_id for row in rows}
+    whole = [(row.cost, row.priced) for row in rows if not row.streamed]  # the cost of a stream is known from its record only
+    assert whole == [(WHOLE, "upstream")] * 3 + [(Decimal("0.001"), "upstream")]
     done = collected()
-    assert (done["calls recorded"], done["requests logged"]) == (1, 1)
-    row.refresh_from_db()
-    cost = Decimal("0.001") if path == EMBEDDINGS else WHOLE
-    assert (row.cost, row.priced, parse_usd(record["cost"])) == (cost, "record", cost)
-    assert (row.input_tokens, row.output_tokens) == (TOKEN_COUNTS["in"], 0 if path == EMBEDDINGS else TOKEN_COUNTS["out"])
-    assert row.logged_at == row.recorded_at == LATER
-
-
-def test_call_without_a_record_is_unmetered(leased: LeasedSandbox, egress: EgressStack, settings: Any) -> None:
-    with egress.loop.run_context(egress.upstream.listening()):
-        settings.LLM_URL = egress.upstream.url
-        assert leased.call_model() == [200]
-    [row] = egress.settled(1)
-    assert "calls recorded" not in collected(at=NOW) and not records.find_unmetered(NOW).exists()
-    assert [*records.find_unmetered(LATER)] == [row]
-
-
-def test_failed_call_has_zero_cost(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
-    body = {**BODIES[CHAT], "model": "gpt-failing"}
-    assert leased.python(f"print(json.dumps(ask({body!r})[0]))") == 502
-    each_recorded(did, 1)
-    assert collected()["calls recorded"] == 1
-    [row] = egress.settled(1)
-    assert (row.outcome, row.code, row.cost, row.priced) == ("failed", "upstream_500", 0, "record")
+    assert (done["calls recorded"], done["requests logged"]) == (7, 7)
+    lease, run = leased.lease, Run.objects.get()
+    for (path, stream), (_, output), row in zip(cases, replies, rows, strict=True):
+        embedded, line, record = path == EMBEDDINGS, lines[row.call_id], sent[row.call_id]
+        assert embedded or all(piece.strip() in output for piece in ANSWER_CHUNKS), path
+        assert (row.outcome, row.streamed, line["status"], line["upstream"], line["uri"]) == ("ok", stream, 200, "200", path)
+        assert record["for"] == {
+            "call": row.call_id, "lease": str(lease.pk), "run": str(run.pk), "attempt": leased.box.incarnation, "agent": did,
+            "environment": lease.environment_id,
+        }  # fmt: skip
+        row.refresh_from_db()
+        cost = Decimal("0.001") if embedded else WHOLE
+        assert (row.cost, row.priced, parse_usd(record["cost"])) == (cost, "record", cost)
+        assert (row.input_tokens, row.output_tokens) == (TOKEN_COUNTS["in"], 0 if embedded else TOKEN_COUNTS["out"])
+        assert row.logged_at == row.recorded_at == LATER
 
 
 # --- spend limit ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_call_above_the_spend_limit_is_refused_and_not_forwarded(
-    stream: bool, leased: LeasedSandbox, did: str, egress: EgressStack
+def test_stream_above_the_spend_limit_is_refused_and_not_forwarded(
+    leased: LeasedSandbox, did: str, egress: EgressStack
 ) -> None:
     Sandbox.objects.filter(pk=leased.box.pk).update(llm_limit=WHOLE)
-    asking = f"print(json.dumps([*(str(each) for each in ask({BODIES[CHAT] | {'stream': stream}!r}))]))"
-    assert leased.python(asking)[0] == "200"
-    egress.settled(1)
-    if stream:  # the cost of a stream is known from its record only
-        each_recorded(did, 1)
-        collected()
-    status, output = leased.python(asking.replace("str(each)", "each if isinstance(each, int) else json.loads(each)"))
-    assert (status, output["error"]["code"], output["error"]["type"]) == (402, "spend_limit_reached", "spend_limit_reached")
-    assert {"message", "param"} < {*output["error"]} and "0.00074 USD" in output["error"]["message"]
+    asking = f"status, reply = ask({BODIES[CHAT] | {'stream': True}!r}); print(json.dumps([status, reply.decode()]))"
+    assert leased.python(asking)[0] == 200
+    egress.settled(1), each_recorded(did, 1), collected()
+    status, reply = leased.python(asking)
+    error = json.loads(reply)["error"]
+    assert (status, error["code"], error["type"]) == (402, "spend_limit_reached", "spend_limit_reached")
+    assert {"message", "param"} < {*error} and "0.00074 USD" in error["message"]
     Sandbox.objects.filter(pk=leased.box.pk).update(llm_limit=None)
-    assert leased.python(asking)[0] == "200"
+    assert leased.python(asking)[0] == 200
     sent = each_recorded(did, 2)  # an earlier forwarded call would have been recorded, too
     collected()
     rows = {row.call_id: (row.outcome, row.cost) for row in egress.settled(3)}
@@ -198,7 +168,6 @@ assert b"An" in answer.readline()
 assert ask({**BODY, "model": "gpt"})[0] == 200
 """
 READ = "answer.read()"
-EAT = "held = []\nwhile True: held.append(bytearray(b'x') * (1 << 20))"
 
 
 def half_way() -> None:
@@ -206,20 +175,20 @@ def half_way() -> None:
     assert LlmCall.objects.filter(outcome="open").count() == 1
 
 
-def test_client_disconnect_cuts_the_call_and_is_charged(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
-    assert leased.python(STREAM + "answer.close(); print(1)") == 1
-    assert_one_row_per_call(egress, did, code="not_read_to_its_end")
-
-
-def test_exec_timeout_during_a_call(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
-    assert run(leased, STREAM + READ, seconds=12).timed_out  # half of the response time
-    assert_one_row_per_call(egress, did, code="not_read_to_its_end")
-    assert leased.call_model() == [200]
-
-
-def test_oom_kill_during_a_call(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
-    done = run(leased, STREAM + EAT)
-    assert done.oom and done.exit_code == 137
+@pytest.mark.parametrize(
+    ("program", "seconds", "result"),
+    [
+        ("answer.close()", 60, (0, False, False)),
+        (READ, 6, (137, True, False)),  # half of the response time
+        ("held = []\nwhile True: held.append(bytearray(b'x') * (1 << 20))", 60, (137, False, True)),
+    ],
+    ids=["disconnect", "exec timeout", "OOM kill"],
+)
+def test_call_of_a_program_that_ends_is_cut_and_charged(
+    program: str, seconds: int, result: Any, leased: LeasedSandbox, did: str, egress: EgressStack
+) -> None:
+    done = run(leased, STREAM + program, seconds=seconds)
+    assert (done.exit_code, done.timed_out, done.oom) == result
     assert_one_row_per_call(egress, did, code="not_read_to_its_end")
     assert leased.call_model() == [200]
 
@@ -227,7 +196,7 @@ def test_oom_kill_during_a_call(leased: LeasedSandbox, did: str, egress: EgressS
 def test_sandbox_killed_during_a_call(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
     with run_in_thread(lambda: run(leased, STREAM + READ)) as running:
         half_way()
-        subprocess.run(["docker", "kill", leased.box.ref], check=True, capture_output=True)
+        docker("kill", leased.box.ref)
         assert running.result(60).exit_code == 137
     assert_one_row_per_call(egress, did, code="not_read_to_its_end")
     wait_until(lambda: leased.call_model() == [200], "the sandbox restarts and can call models")
@@ -244,7 +213,8 @@ def test_nginx_killed_during_a_call(leased: LeasedSandbox, did: str, egress: Egr
 
 def test_egress_server_killed_during_a_call(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
     egress.serving.close()
-    with command(egress) as process:
+    names = {"LEASEHOLD_LLM_API_KEY": settings.LLM_API_KEY, "LEASEHOLD_LLM_MODEL": settings.LLM_MODEL}
+    with run_egress_command(egress, **names, LEASEHOLD_LLM_MODELS=",".join(settings.LLM_MODELS)) as process:
         with run_in_thread(lambda: run(leased, STREAM + READ)) as running:
             half_way()
             process.kill()
@@ -261,8 +231,6 @@ def test_egress_server_killed_during_a_call(leased: LeasedSandbox, did: str, egr
 
 
 def run(leased: LeasedSandbox, script: str, *, seconds: float = 60) -> Any:
-    from tests.egress.stack import CLIENT_SCRIPT
-
     return leased.run("python3", "-I", "-c", CLIENT_SCRIPT + script, seconds=seconds)
 
 
@@ -280,30 +248,6 @@ def assert_one_row_per_call(egress: EgressStack, did: str, *, outcome: str = "cu
     assert broken.cost < WHOLE  # LiteLLM counts the tokens passed on so far
     assert LlmCall.objects.filter(logged_at__isnull=False).count() == logged
     assert len({line["id"] for line in lines}) == len(lines) == logged
-
-
-@contextmanager
-def command(egress: EgressStack) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run `manage.py egress` on the test's database, with the test's LiteLLM."""
-    from django.conf import settings
-
-    database = connection.settings_dict
-    where = f"{database['USER']}@{database['HOST']}:{database['PORT']}" if connection.vendor == "postgresql" else ""
-    url = f"postgres://{where}/{database['NAME']}" if where else f"sqlite:///{database['NAME']}"
-    env = {
-        **os.environ, "DJANGO_SETTINGS_MODULE": "controlplane.settings", "DATABASE_URL": url, "SANDBOX_PROVIDER": "docker",
-        "LEASEHOLD_RUNTIME_DIR": str(settings.RUNTIME_DIR), "LEASEHOLD_EGRESS_SLOTS": str(settings.EGRESS_SLOTS),
-        "LEASEHOLD_EGRESS_IMAGE": settings.EGRESS_IMAGE, "LEASEHOLD_LLM_URL": settings.LLM_URL,
-        "LEASEHOLD_LLM_API_KEY": settings.LLM_API_KEY, "LEASEHOLD_LLM_MODEL": settings.LLM_MODEL,
-        "LEASEHOLD_LLM_MODELS": ",".join(settings.LLM_MODELS),
-    }  # fmt: skip
-    process = subprocess.Popen([sys.executable, "manage.py", "egress"], cwd=ROOT, env=env, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None and process.stdout.readline().startswith(b"egress: ")
-        yield process
-    finally:
-        process.kill()
-        process.wait(20)
 
 
 # --- OpenAI's SDK -------------------------------------------------------------------------------------------
@@ -353,9 +297,8 @@ def bridge(leased: LeasedSandbox) -> Iterator[int]:
     """Run the bridge on the host for a sandbox's socket. Yield its port."""
     [port] = ports.find_free_ports()
     assert leased.box.slot is not None
-    process = subprocess.Popen(
-        [sys.executable, str(BRIDGE), str(port), str(slots.ensure_slot_directory(leased.box.slot) / slots.SOCKET_NAME)]
-    )
+    path = slots.ensure_slot_directory(leased.box.slot) / slots.SOCKET_NAME
+    process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(path)])
     try:
         wait_until(lambda: answers(port), "the bridge listens")
         yield port
@@ -365,8 +308,5 @@ def bridge(leased: LeasedSandbox) -> Iterator[int]:
 
 
 def answers(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    except OSError:
-        return False
-    return True
+    with socket.socket() as probe:
+        return not probe.connect_ex(("127.0.0.1", port))

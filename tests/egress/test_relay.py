@@ -50,10 +50,8 @@ def test_watcher_connects_as_its_agent_and_prints_events(enter: Enter, relayed: 
     claims = tokens.verify_token(token, key.did_key)
     minted = MintedToken.objects.get()
     issued = int(NOW.timestamp())
-    assert (kind, claims) == (
-        "Bearer",
-        {"iss": "did:plc:ada", "aud": AUD, "lxm": LXM, "iat": issued, "exp": issued + 60, "jti": minted.jti.hex},
-    )
+    expected = {"iss": "did:plc:ada", "aud": AUD, "lxm": LXM, "iat": issued, "exp": issued + 60, "jti": minted.jti.hex}
+    assert (kind, claims) == ("Bearer", expected)
     assert (minted.holder, minted.agent_did, minted.actor) == (leased.lease.pk, "did:plc:ada", "relay")
     with pytest.raises(tokens.TokenRejected):
         tokens.verify_token(token, signing.create_key("did:plc:eve", now=NOW).did_key)
@@ -72,13 +70,6 @@ def test_watcher_connects_as_its_agent_and_prints_events(enter: Enter, relayed: 
     [row] = egress.settled(1)
     assert (row.kind, row.outcome, row.agent_did, row.holder) == ("relay", "cut", "did:plc:ada", leased.lease.pk)
     assert row.received_bytes == len("first\nevent") + 2 + 4_000 + len("last") and relayed.relay.received == []
-
-
-def test_watcher_of_an_agent_without_a_key_connects_without_a_token(relayed: RelaySwitch, leased: LeasedSandbox) -> None:
-    assert wait_for_output(start(leased), "Connected to relay")
-    [(_, headers)] = relayed.relay.connections
-    assert "authorization" not in headers and headers["x-leasehold-agent"] == "did:plc:ada"
-    assert not MintedToken.objects.exists()
 
 
 def test_watcher_is_disconnected_when_its_lease_ends(relayed: RelaySwitch, leased: LeasedSandbox, egress: EgressStack) -> None:
@@ -115,40 +106,33 @@ def test_watcher_ends_if_its_policy_does_not_allow_the_relay(enter: Enter, relay
     assert not MintedToken.objects.exists()
 
 
-def test_watcher_reconnects_after_a_relay_outage(relayed: RelaySwitch, leased: LeasedSandbox) -> None:
-    relayed.off()
+def test_watcher_of_an_agent_without_a_key_reconnects_after_an_outage_and_follows_no_redirect(
+    relayed: RelaySwitch, leased: LeasedSandbox, egress: EgressStack
+) -> None:
+    unreachable = "Not connected to relay: 502: The relay is unreachable."
+    relayed.relay.redirect = f"{egress.upstream.url}/elsewhere"
     process = start(leased)
-    assert wait_for_output(process, "Not connected to relay: 502: The relay is unreachable.")
-    relayed.on()
+    assert wait_for_output(process, unreachable)
+    relayed.relay.redirect = ""
     assert wait_for_output(process, "Connected to relay\n")
+    assert egress.upstream.requests == [] and len(relayed.relay.connections) == 2
     before = len(printed(process))
     relayed.off()
     assert wait_for_output(process, "Not connected to relay: closed by the relay", start=before)
+    assert wait_for_output(process, unreachable, start=before)
     relayed.on()
     assert wait_for_output(process, "\nConnected to relay\n", start=before)
     relayed.send("news")
     assert wait_for_output(process, "news\n", start=before)
-    assert len(relayed.relay.connections) == 2 and process.state == "running"
+    assert len(relayed.relay.connections) == 3 and process.state == "running"
+    assert {headers["x-leasehold-agent"] for _, headers in relayed.relay.connections} == {"did:plc:ada"}
+    assert not any("authorization" in headers for _, headers in relayed.relay.connections) and not MintedToken.objects.exists()
 
 
-def test_redirect_of_the_relay_is_not_followed(relayed: RelaySwitch, leased: LeasedSandbox, egress: EgressStack) -> None:
-    relayed.relay.redirect = f"{egress.upstream.url}/elsewhere"
-    process = start(leased)
-    assert wait_for_output(process, "Not connected to relay: 502: The relay is unreachable.")
-    relayed.relay.redirect = ""
-    assert wait_for_output(process, "Connected to relay\n")
-    assert egress.upstream.requests == [] and len(relayed.relay.connections) == 2
-
-
-@pytest.mark.parametrize(
-    ("url", "why"),
-    [
-        ("https://127.0.0.1:4010/relay", "not a ws:// address"),
-        ("ws://127.0.0.1:4010/elsewhere", "not available to this sandbox (403)"),
-    ],
-)
-def test_watcher_with_an_unusable_address_ends_with_the_reason(
-    url: str, why: str, relayed: RelaySwitch, leased: LeasedSandbox
-) -> None:
-    done = leased.run("env", f"RELAY_URL={url}", *WATCHER)
-    assert (done.exit_code, done.stdout) == (1, b"") and why in done.stderr.decode()
+def test_watcher_with_an_unusable_address_ends_with_the_reason(relayed: RelaySwitch, leased: LeasedSandbox) -> None:
+    for url, why in {
+        "https://127.0.0.1:4010/relay": "not a ws:// address",
+        "ws://127.0.0.1:4010/elsewhere": "not available to this sandbox (403)",
+    }.items():
+        done = leased.run("env", f"RELAY_URL={url}", *WATCHER)
+        assert (done.exit_code, done.stdout) == (1, b"") and why in done.stderr.decode(), url

@@ -38,7 +38,8 @@ SCRIPT = f"""{CLIENT_SCRIPT}{EXCHANGE}
 reply = [ask({{**BODY, "messages": [{{"role": "user", "content": content}}]}})[0] for content in ("ok", "quote", "400", "500")]
 reply.append(ask({{**BODY, "model": "none-of-ours"}})[0])
 reply.append(exchange({upgrade() + INNER!r}, 1)[:12])
-print(json.dumps([reply, sorted(os.listdir("/run/leasehold"))]))
+environment = {{name: value for name, value in os.environ.items() if name != "TOKEN"}}
+print(json.dumps([reply, sorted(os.listdir("/run/leasehold")), environment]))
 """
 
 
@@ -54,21 +55,16 @@ def planted(settings: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     monkeypatch.setenv("LEASEHOLD_IDENTITY_KEYS", b64encode(sealing).decode())
     password = f'pl%nted/"{uuid4().hex}'
     monkeypatch.setenv("PGPASSWORD", password)
-    return {name: value.encode() for name, value in planted.items()} | {
-        "IDENTITY_KEYS": sealing,
-        "PGPASSWORD": password.encode(),
-    }
+    return {name: value.encode() for name, value in (planted | {"PGPASSWORD": password}).items()} | {"IDENTITY_KEYS": sealing}
 
 
 @pytest.fixture
 def our_log() -> Iterator[io.StringIO]:
     """Capture everything this process logs."""
     root, written = logging.getLogger(), io.StringIO()
-    formatter = next(
-        each.formatter for each in root.handlers if isinstance(each.formatter, structlog.stdlib.ProcessorFormatter)
-    )
+    formatters = (each.formatter for each in root.handlers)
     handler, level = logging.StreamHandler(written), root.level
-    handler.setFormatter(formatter)
+    handler.setFormatter(next(each for each in formatters if isinstance(each, structlog.stdlib.ProcessorFormatter)))
     root.addHandler(handler)
     root.setLevel(logging.DEBUG)
     yield written
@@ -79,13 +75,9 @@ def our_log() -> Iterator[io.StringIO]:
 async def quoting(request: web.Request) -> web.StreamResponse:
     """Upstream that quotes the credential in status line, headers and body."""
     sent, wanted = request.headers["Authorization"], (await request.json())["messages"][0]["content"]
-    reply = (
-        COMPLETION_RESPONSE
-        if wanted == "ok"
-        else {**COMPLETION_RESPONSE, "model": sent, "error": f"Incorrect API key provided: {sent}"}
-    )
+    quoted = {} if wanted == "ok" else {"model": sent, "error": f"Incorrect API key provided: {sent}"}
     status = int(wanted) if wanted.isdigit() else 200
-    return web.json_response(reply, status=status, headers={"X-Key": sent})
+    return web.json_response(COMPLETION_RESPONSE | quoted, status=status, headers={"X-Key": sent})
 
 
 def test_no_secret_is_exposed(
@@ -108,11 +100,11 @@ def test_no_secret_is_exposed(
         ran = {"argv": ["python3", "-I", "-"], "stdin": SCRIPT, "env": {"TOKEN": in_env}}
         done = ada.post(f"leases/{lease['id']}/exec", ran, idempotency_key="once").json()
         assert done["exit_code"] == 0, done["stderr"]
-        reply, listed = json.loads(done["stdout"])
+        reply, listed, environment = json.loads(done["stdout"])
         assert (reply, listed) == ([200, 200, 502, 502, 403, "HTTP/1.1 101"], ["llm.sock"])
         wait_until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
         box = Sandbox.objects.get(holder=lease["id"])
-        seen = {**inside(box.ref, egress.proxy.name), **answers(ada, lease["id"], monkeypatch)}
+        seen = {**inside(box.ref, egress.proxy.name), **answers(ada, lease["id"], monkeypatch), "exec": json.dumps(environment)}
 
     [(_, headers)] = relayed.relay.connections
     token = headers["authorization"].removeprefix("Bearer ")
@@ -123,10 +115,10 @@ def test_no_secret_is_exposed(
 
     # Every source was searched: each contains its expected marker.
     shown = {
-        "inspect": box.ref, "inspect of the proxy": egress.proxy.name, "processes": "PATH=", "processes of the proxy": "nginx",
-        "files": lease["id"], "files of the proxy": "leasehold-locations.conf", "rows": issued.digest,
-        "our log": "Traceback", "log of the egress server": "upstream refused a call", "API": "/leases/{",
-        "errors": "not_found", "calls": "none-of-ours",
+        "exec": "PATH", "inspect": box.ref, "inspect of the proxy": egress.proxy.name, "processes": "PATH=",
+        "processes of the proxy": "nginx", "files": lease["id"], "files of the proxy": "leasehold-locations.conf",
+        "rows": issued.digest, "our log": "Traceback", "log of the egress server": "upstream refused a call",
+        "API": "/leases/{", "errors": "not_found", "calls": "none-of-ours",
     }  # fmt: skip
     assert {place for place, known in shown.items() if known not in seen[place]} == set()
     assert len(LlmCall.objects.filter(kind="llm")) == 5 and "gpt-4o-mini" in seen["rows"]
@@ -134,10 +126,8 @@ def test_no_secret_is_exposed(
     found = {name: list_encodings(secret) for name, secret in planted.items()}
     found |= {"the API key": list_encodings(api_key.encode()), "its secret part": list_encodings(api_key[12:].encode())}
     found |= {"the private key": list_key_encodings(private), "the service token": list_encodings(token.encode())}
-    found |= {
-        "its signature": list_encodings(token.rpartition(".")[2].encode()),
-        "a value of an exec's env": list_encodings(in_env.encode()),
-    }
+    found |= {"its signature": list_encodings(token.rpartition(".")[2].encode())}
+    found |= {"a value of an exec's env": list_encodings(in_env.encode())}
     assert [(name, place) for place, text in seen.items() for name in found if any(form in text for form in found[name])] == []
 
 

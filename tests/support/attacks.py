@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 SANDBOX_WRITABLE_DIRS = ("/workspace", "/data", "/tmp", "/var/tmp", "/run", "/dev/shm", "/dev/mqueue")
 WRITABLE_DEVICES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/ptmx")}
@@ -61,10 +62,10 @@ SYSCALL_NUMBERS = {  # x86_64, aarch64
 }  # fmt: skip
 
 
-def succeed_unless_denied(act: Callable[[], object]) -> object:
+def succeed_unless_denied(call: Callable[..., object], *args: object) -> object:
     """Make a call with harmless, invalid arguments. Any error except a denial counts as success."""
     try:
-        return act() or "allowed"
+        return call(*args) or "allowed"
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise
@@ -82,6 +83,17 @@ def run_program(*argv: str) -> str:
 # --- network ------------------------------------------------------------------------------------------------------
 
 
+ATTACKS |= {
+    "resolve_a_name": partial(socket.getaddrinfo, "example.com", 443),
+    "open_a_raw_socket": partial(socket.socket, socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP),
+    "open_a_packet_socket": partial(socket.socket, socket.AF_PACKET, socket.SOCK_RAW),
+    "open_a_socket_to_the_hypervisor": partial(socket.socket, socket.AF_VSOCK),  # not confined by a network namespace
+    "open_a_pair_of_another_family": partial(socket.socketpair, socket.AF_VSOCK, socket.SOCK_STREAM),
+    "find_another_interface": lambda: [name for _, name in socket.if_nameindex() if name != "lo"] or refuse("lo alone"),
+    "find_a_route": lambda: Path("/proc/net/route").read_text().splitlines()[1:] or refuse("none"),
+}
+
+
 def connect_to(host: str, port: int) -> object:
     with socket.create_connection((host, port), timeout=2):
         return "connected"
@@ -91,27 +103,6 @@ def connect_to(host: str, port: int) -> object:
 def send_a_datagram() -> object:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
         return out.sendto(b"x", ("1.1.1.1", 53))
-
-
-@register_attack
-def resolve_a_name() -> object:
-    return socket.getaddrinfo("example.com", 443)
-
-
-@register_attack
-def open_a_raw_socket() -> object:
-    return socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
-
-
-@register_attack
-def open_a_packet_socket() -> object:
-    return socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
-
-
-@register_attack
-def open_a_socket_to_the_hypervisor() -> object:
-    """vsock is not confined by a network namespace."""
-    return socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
 
 
 @register_attack
@@ -133,21 +124,6 @@ def speak_another_protocol() -> object:
     """All protocols except TCP and UDP, including ping, SCTP, UDP-Lite and MPTCP, and all of netlink except routing."""
     internet = [(family, kind, number) for family in (2, 10) for kind in (1, 2, 5) for number in (1, 33, 58, 132, 136, 262)]
     return find_openable_sockets([*internet, *((16, 3, number) for number in range(1, 32))])
-
-
-@register_attack
-def open_a_pair_of_another_family() -> object:
-    return socket.socketpair(socket.AF_VSOCK, socket.SOCK_STREAM)
-
-
-@register_attack
-def find_another_interface() -> object:
-    return [name for _, name in socket.if_nameindex() if name != "lo"] or refuse("lo alone")
-
-
-@register_attack
-def find_a_route() -> object:
-    return Path("/proc/net/route").read_text().splitlines()[1:] or refuse("none")
 
 
 @register_attack
@@ -174,20 +150,23 @@ def reach_the_engine() -> object:
 
 # --- privileges -------------------------------------------------------------------------------------------
 
-
-@register_attack
-def become_root() -> object:
-    return os.setuid(0)
-
-
-@register_attack
-def become_the_keeper() -> object:
-    return os.setresuid(10002, 10002, 10002)
-
-
-@register_attack
-def join_a_group() -> object:
-    return os.setgroups([0])
+ATTACKS |= {
+    "become_root": partial(os.setuid, 0),
+    "become_the_keeper": partial(os.setresuid, 10002, 10002, 10002),
+    "join_a_group": partial(os.setgroups, [0]),
+    "su": partial(run_program, "su", "root", "-c", "id"),
+    "sudo": partial(run_program, "sudo", "-n", "id"),
+    "gain_privileges_by_exec": lambda: "NoNewPrivs:\t1" not in Path("/proc/self/status").read_text() or refuse("no_new_privs"),
+    "run_without_a_seccomp_filter": lambda: "Seccomp:\t2" not in Path("/proc/self/status").read_text() or refuse("filtered"),
+    "make_a_user_namespace_by_program": partial(run_program, "unshare", "-Ur", "id"),
+    "enter_the_namespaces_of_process_1": partial(os.open, "/proc/1/ns/mnt", os.O_RDONLY),
+    "change_root": partial(os.chroot, "/workspace"),
+    "pivot_root": partial(succeed_unless_denied, call_syscall, "pivot_root", b"/workspace", b"/workspace"),
+    "mount_a_file_system": partial(call_libc, "mount", b"none", b"/workspace", b"tmpfs", 0, None),
+    "mount_by_program": partial(run_program, "mount", "-t", "proc", "proc", "/workspace"),
+    "remount_writable": partial(call_libc, "mount", None, b"/", None, 32, None),
+    "unmount_what_masks": partial(succeed_unless_denied, call_libc, "umount2", b"/proc/acpi", 2),
+}
 
 
 @register_attack
@@ -217,16 +196,6 @@ def run_a_program_that_is_setuid() -> object:
 
 
 @register_attack
-def su() -> object:
-    return run_program("su", "root", "-c", "id")
-
-
-@register_attack
-def sudo() -> object:
-    return run_program("sudo", "-n", "id")
-
-
-@register_attack
 def give_a_file_to_root() -> object:
     Path("/workspace/mine").touch()
     return os.chown("/workspace/mine", 0, 0)
@@ -245,16 +214,6 @@ def have_capabilities() -> object:
     return [name for name, bits in sets.items() if int(bits, 16)] or refuse("none in any of five sets")
 
 
-@register_attack
-def gain_privileges_by_exec() -> object:
-    return "NoNewPrivs:\t1" not in Path("/proc/self/status").read_text() or refuse("no_new_privs")
-
-
-@register_attack
-def run_without_a_seccomp_filter() -> object:
-    return "Seccomp:\t2" not in Path("/proc/self/status").read_text() or refuse("filtered")
-
-
 for _name, _flag in {"user": 1 << 28, "mount": 1 << 17, "net": 1 << 30, "pid": 1 << 29, "uts": 1 << 26}.items():
     ATTACKS[f"make_a_{_name}_namespace"] = partial(call_libc, "unshare", _flag)
     ATTACKS[f"clone_into_a_{_name}_namespace"] = lambda flag=_flag: reap_child(
@@ -267,46 +226,6 @@ def clone_by_flags_in_memory() -> object:
     """A filter cannot read the flags, so the call must fail with ENOSYS, on which libraries fall back to clone."""
     arguments = (ctypes.c_uint64 * 11)(1 << 28, 0, 0, 0, signal.SIGCHLD)
     return reap_child(call_syscall("clone3", arguments, ctypes.sizeof(arguments)))
-
-
-@register_attack
-def make_a_user_namespace_by_program() -> object:
-    return run_program("unshare", "-Ur", "id")
-
-
-@register_attack
-def enter_the_namespaces_of_process_1() -> object:
-    return os.open("/proc/1/ns/mnt", os.O_RDONLY)
-
-
-@register_attack
-def change_root() -> object:
-    return os.chroot("/workspace")
-
-
-@register_attack
-def pivot_root() -> object:
-    return succeed_unless_denied(partial(call_syscall, "pivot_root", b"/workspace", b"/workspace"))
-
-
-@register_attack
-def mount_a_file_system() -> object:
-    return call_libc("mount", b"none", b"/workspace", b"tmpfs", 0, None)
-
-
-@register_attack
-def mount_by_program() -> object:
-    return run_program("mount", "-t", "proc", "proc", "/workspace")
-
-
-@register_attack
-def remount_writable() -> object:
-    return call_libc("mount", None, b"/", None, 32, None)
-
-
-@register_attack
-def unmount_what_masks() -> object:
-    return succeed_unless_denied(partial(call_libc, "umount2", b"/proc/acpi", 2))
 
 
 # --- process 1 and the bridge --------------------------------------------------------------------------------
@@ -339,8 +258,7 @@ ATTACKS["stop_it"] = partial(try_on_init_processes, lambda pid: os.kill(pid, sig
 ATTACKS["trace_a_child"] = lambda: call_libc("ptrace", 0, 0, None, None) or "traced"
 ATTACKS["trace_it"] = partial(try_on_init_processes, lambda pid: call_libc("ptrace", 16, pid, None, None))
 ATTACKS["read_its_memory"] = partial(
-    try_on_init_processes,
-    lambda pid: succeed_unless_denied(partial(call_syscall, "process_vm_readv", pid, None, 0, None, 0, 0)),
+    try_on_init_processes, lambda pid: succeed_unless_denied(call_syscall, "process_vm_readv", pid, None, 0, None, 0, 0)
 )
 ATTACKS["limit_it"] = partial(try_on_init_processes, lambda pid: resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1)))
 
@@ -357,57 +275,29 @@ for _masked in ("/proc/kcore", "/proc/keys", "/proc/timer_list"):
     ATTACKS[f"read{_masked.replace('/', '_')}"] = lambda path=_masked: Path(path).read_bytes()[:64] or refuse("empty")
 for _masked in ("/proc/acpi", "/sys/firmware"):
     ATTACKS[f"list{_masked.replace('/', '_')}"] = lambda path=_masked: os.listdir(path) or refuse("empty")
-for _word, _arguments in {
-    "init_module": (b"", 0, b""),
-    "finit_module": (0, b"", 0),
-    "bpf": (0, None, 0),
-    "perf_event_open": (None, 0, -1, -1, 0),
-    "kexec_load": (0, 0, None, 0),
-    "open_by_handle_at": (-100, None, 0),
-    "syslog": (3, ctypes.create_string_buffer(64), 64),
-    "userfaultfd": (0,),
-    "keyctl": (0, -3, 1),
-    "add_key": (None, None, None, 0, 0),
-    "request_key": (None, None, None, 0),
-    "io_uring_setup": (1, None),
-    "io_uring_enter": (-1, 0, 0, 0, None, 0),
-    "io_uring_register": (-1, 0, None, 0),
-    "io_setup": (1, None),
-    "process_vm_writev": (1, None, 0, None, 0, 0),
-    "process_madvise": (-1, None, 0, 0, 0),
-    "pidfd_getfd": (-1, 0, 0),
-    "kcmp": (1, 1, 9, 0, 0),
-    "unshare": (0,),
-    "setns": (-1, 0),
-    "open_tree": (-100, None, 0),
-    "move_mount": (-1, None, -1, None, 0),
-    "fsopen": (None, 0),
-    "fsconfig": (-1, 0, None, None, 0),
-    "fsmount": (-1, 0, 0),
-    "fspick": (-1, None, 0),
-    "mount_setattr": (-1, None, 0, None, 0),
-    "fanotify_init": (-1, 0),
-    "name_to_handle_at": (-100, None, None, None, 0),
-    "quotactl": (0, None, 0, None),
-    "kexec_file_load": (-1, -1, 0, None, 0),
-    "delete_module": (None, 0),
-    "memfd_secret": (-1,),
-    "vmsplice": (-1, None, 0, 0),
-    "acct": (ctypes.c_char_p(1),),
-    "clock_settime": (-1, None),
-    "lookup_dcookie": (0, None, 0),
-    "mbind": (None, 0, 0, None, 0, 0),
-    "get_mempolicy": (None, None, 0, None, 0),
-    "set_mempolicy": (-1, None, 0),
-    "move_pages": (0, 0, None, None, None, -1),
-    "migrate_pages": (0, 0, None, None),
-}.items():
-    ATTACKS[f"call_{_word}"] = partial(succeed_unless_denied, partial(call_syscall, _word, *_arguments))
-
-
-@register_attack
-def turn_off_randomized_addresses() -> object:
-    return succeed_unless_denied(partial(call_syscall, "personality", 0x40000))
+ATTACKS |= {
+    "turn_off_randomized_addresses": partial(succeed_unless_denied, call_syscall, "personality", 0x40000),
+    "load_a_module": partial(run_program, "modprobe", "dummy"),
+    "rename_the_host": partial(call_libc, "sethostname", b"x", 1),
+    "reboot": partial(succeed_unless_denied, call_libc, "reboot", 0),  # 0 is not a valid command
+    "swap": partial(succeed_unless_denied, call_libc, "swapon", b"/workspace/mine", 0),
+}
+for _name, *_arguments in (
+    ("init_module", b"", 0, b""), ("finit_module", 0, b"", 0), ("bpf", 0, None, 0), ("perf_event_open", None, 0, -1, -1, 0),
+    ("kexec_load", 0, 0, None, 0), ("open_by_handle_at", -100, None, 0), ("syslog", 3, ctypes.create_string_buffer(64), 64),
+    ("userfaultfd", 0), ("keyctl", 0, -3, 1), ("add_key", None, None, None, 0, 0), ("request_key", None, None, None, 0),
+    ("io_uring_setup", 1, None), ("io_uring_enter", -1, 0, 0, 0, None, 0), ("io_uring_register", -1, 0, None, 0),
+    ("io_setup", 1, None), ("process_vm_writev", 1, None, 0, None, 0, 0), ("process_madvise", -1, None, 0, 0, 0),
+    ("pidfd_getfd", -1, 0, 0), ("kcmp", 1, 1, 9, 0, 0), ("unshare", 0), ("setns", -1, 0), ("open_tree", -100, None, 0),
+    ("move_mount", -1, None, -1, None, 0), ("fsopen", None, 0), ("fsconfig", -1, 0, None, None, 0), ("fsmount", -1, 0, 0),
+    ("fspick", -1, None, 0), ("mount_setattr", -1, None, 0, None, 0), ("fanotify_init", -1, 0),
+    ("name_to_handle_at", -100, None, None, None, 0), ("quotactl", 0, None, 0, None), ("kexec_file_load", -1, -1, 0, None, 0),
+    ("delete_module", None, 0), ("memfd_secret", -1), ("vmsplice", -1, None, 0, 0), ("acct", ctypes.c_char_p(1)),
+    ("clock_settime", -1, None), ("lookup_dcookie", 0, None, 0), ("mbind", None, 0, 0, None, 0, 0),
+    ("get_mempolicy", None, None, 0, None, 0), ("set_mempolicy", -1, None, 0), ("move_pages", 0, 0, None, None, None, -1),
+    ("migrate_pages", 0, 0, None, None),
+):  # fmt: skip
+    ATTACKS[f"call_{_name}"] = partial(succeed_unless_denied, call_syscall, _name, *_arguments)
 
 
 @register_attack
@@ -421,27 +311,16 @@ def call_by_the_numbers_of_x32() -> object:
     return run_machine_code("b8270000400f05c3")  # mov eax, 0x40000027 (getpid); syscall; ret
 
 
-@register_attack
-def load_a_module() -> object:
-    return run_program("modprobe", "dummy")
-
-
-@register_attack
-def rename_the_host() -> object:
-    return call_libc("sethostname", b"x", 1)
-
-
-@register_attack
-def reboot() -> object:
-    return succeed_unless_denied(partial(call_libc, "reboot", 0))  # 0 is not a valid command
-
-
-@register_attack
-def swap() -> object:
-    return succeed_unless_denied(partial(call_libc, "swapon", b"/workspace/mine", 0))
-
-
 # --- resources ----------------------------------------------------------------------------------------------
+
+ATTACKS |= {
+    "leave_a_core": lambda: resource.getrlimit(resource.RLIMIT_CORE)[1] or refuse("limited to nothing"),
+    "come_first": partial(os.setpriority, os.PRIO_PROCESS, 0, -5),
+    "run_in_real_time": partial(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1)),
+    "be_spared_by_the_oom_killer": lambda: Path("/proc/self/oom_score_adj").write_text("-1000"),
+    "move_to_another_cgroup": lambda: find_writable_files("/sys/fs/cgroup", "cgroup.procs"),
+    "change_a_limit_of_the_cgroup": lambda: find_writable_files("/sys/fs/cgroup", "*"),
+}
 
 
 @register_attack
@@ -453,66 +332,20 @@ def raise_a_limit() -> object:
         raise OSError(str(error)) from error
 
 
-@register_attack
-def leave_a_core() -> object:
-    return resource.getrlimit(resource.RLIMIT_CORE)[1] or refuse("limited to nothing")
-
-
-@register_attack
-def come_first() -> object:
-    return os.setpriority(os.PRIO_PROCESS, 0, -5)
-
-
-@register_attack
-def run_in_real_time() -> object:
-    return os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-
-
-@register_attack
-def be_spared_by_the_oom_killer() -> object:
-    return Path("/proc/self/oom_score_adj").write_text("-1000")
-
-
-@register_attack
-def move_to_another_cgroup() -> object:
-    return [path for path in Path("/sys/fs/cgroup").rglob("cgroup.procs") if is_writable(path)] or refuse("all read-only")
-
-
-@register_attack
-def change_a_limit_of_the_cgroup() -> object:
-    files = [path for path in Path("/sys/fs/cgroup").rglob("*") if path.is_file() and path.stat().st_mode & 0o200]
-    assert files, "no cgroup files"
-    return [path for path in files if is_writable(path)] or refuse(f"none of {len(files)}")
-
-
-@register_attack
-def take_system_v_memory() -> object:
-    """Allocate more than a sixteenth of 128 MiB, in segments of any size. Such memory outlives processes."""
-    pieces = 0
+def leave_objects_behind(option: str, count: int, *call: Any) -> object:
+    """Create System V objects, which outlive processes, and remove them. `option` is their option of ipcs and ipcrm."""
     try:
-        while pieces < 9:
-            call_libc("shmget", 0, 1 << 20, 0o1600)
-            pieces += 1
+        return [call_libc(*call) for _ in range(count)]
     finally:
-        subprocess.run("ipcs -m | awk '/^0x/ {print $2}' | xargs -rn1 ipcrm -m", shell=True, check=True)
-    return f"{pieces} MiB"
+        subprocess.run(f"ipcs -{option} | awk '/^0x/ {{print $2}}' | xargs -rn1 ipcrm -{option}", shell=True, check=True)
 
 
-@register_attack
-def leave_messages_behind() -> object:
-    """Create 17 queues of up to 16 KiB each."""
-    try:
-        return [call_libc("msgget", 0, 0o1600) for _ in range(17)]
-    finally:
-        subprocess.run("ipcs -q | awk '/^0x/ {print $2}' | xargs -rn1 ipcrm -q", shell=True, check=True)
-
-
-@register_attack
-def leave_semaphores_behind() -> object:
-    try:
-        return [call_libc("semget", 0, 250, 0o1600) for _ in range(33)]
-    finally:
-        subprocess.run("ipcs -s | awk '/^0x/ {print $2}' | xargs -rn1 ipcrm -s", shell=True, check=True)
+for _object, (_option, _count, *_arguments) in {
+    "memory": ("m", 9, "shmget", 0, 1 << 20, 0o1600),  # MiB: more than a sixteenth of 128
+    "messages": ("q", 17, "msgget", 0, 0o1600),  # queues of up to 16 KiB each
+    "semaphores": ("s", 33, "semget", 0, 250, 0o1600),
+}.items():
+    ATTACKS[f"leave_{_object}_behind"] = partial(leave_objects_behind, _option, _count, *_arguments)
 
 
 # --- file system --------------------------------------------------------------------------------------
@@ -528,16 +361,8 @@ for _path in (
     ATTACKS[f"write{_path.replace('/', '_')}"] = lambda path=_path: os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
 for _path in ("/opt/leasehold/reap.py", "/opt/leasehold", "/run/leasehold", "/workspace", "/data"):
     ATTACKS[f"move{_path.replace('/', '_')}"] = partial(os.rename, _path, f"{_path}-away")
-
-
-@register_attack
-def unlock_our_programs() -> object:
-    return os.chmod("/opt/leasehold/files.py", 0o777)
-
-
-@register_attack
-def unlink_our_socket() -> object:
-    return os.unlink("/run/leasehold/llm.sock")
+ATTACKS["unlock_our_programs"] = partial(os.chmod, "/opt/leasehold/files.py", 0o777)
+ATTACKS["unlink_our_socket"] = partial(os.unlink, "/run/leasehold/llm.sock")
 
 
 @register_attack
@@ -605,12 +430,16 @@ def run_machine_code(instructions: str) -> object:
     return result if os.WIFEXITED(status) and result > 0 else refuse(f"status {status}, result {result}")
 
 
-def is_writable(path: Path) -> bool:
-    try:
-        os.close(os.open(path, os.O_WRONLY))
-    except OSError:
-        return False
-    return True
+def find_writable_files(directory: str, pattern: str) -> object:
+    """Return the files that can be opened for writing. File systems of the kernel ignore mode bits when mounted read-only."""
+    found = []
+    paths = [path for path in Path(directory).rglob(pattern) if path.is_file() and path.stat().st_mode & 0o200]
+    assert paths, f"no {pattern} in {directory}"
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY))
+            found.append(path)
+    return found or refuse(f"none of {len(paths)}")
 
 
 def refuse(reason: str) -> object:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -19,12 +19,8 @@ from sandboxes.egress.server import EgressServer
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_RESPONSE = {"model": "gpt-4o-mini-2024-07-18", "choices": [{"message": {"content": "{}"}}],
         "usage": {"prompt_tokens": 120, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 100}}}  # fmt: skip
-COMPLETION_REQUEST = {
-    "model": "default",
-    "messages": [{"role": "user", "content": "{}"}],
-    "user": "somebody else",
-    "api_base": "http://evil",
-}
+COMPLETION_REQUEST = {"model": "default", "messages": [{"role": "user", "content": "{}"}], "user": "somebody else",
+        "api_base": "http://evil"}  # fmt: skip
 
 
 class EventLoopThread:
@@ -70,33 +66,35 @@ class EventLoopThread:
             task.result(30)
 
 
+@asynccontextmanager
+async def serve_http(handler: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int = 0) -> AsyncIterator[int]:
+    """Answer all requests on loopback with `handler`. Yield the port: by default a free one."""
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
 class FakeUpstream:
     """OpenAI-compatible server that records (path, headers, body) of requests. `answer` can be replaced by any handler."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], Any]] = []
-        self.status, self.headers, self.body = (
-            200,
-            {"x-litellm-response-cost": "0.0000123"},
-            json.dumps(COMPLETION_RESPONSE).encode(),
-        )
+        self.status, self.headers = 200, {"x-litellm-response-cost": "0.0000123"}
+        self.body = json.dumps(COMPLETION_RESPONSE).encode()
         self.answer = self._answer
         self.url = ""
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["FakeUpstream"]:
-        app = web.Application(client_max_size=64 << 20)
-        app.router.add_route("*", "/{path:.*}", self._any)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{port}/v1"
-        try:
+        async with serve_http(self._any) as port:
+            self.url = f"http://127.0.0.1:{port}/v1"
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         content = await request.read()

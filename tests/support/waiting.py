@@ -11,12 +11,12 @@ T = TypeVar("T")
 TIME_LIMITS_SECONDS = (0.7, 3.0, 15.0)
 
 
-def wait_until(poll: Callable[[], T], description: str, *, within: float = 30.0) -> T:
+def wait_until(poll: Callable[[], T], description: str, *, within: float = 30.0, every: float = 0.05) -> T:
     """Return the first true value of `poll`. Raise AssertionError after `within` seconds."""
     deadline = time.monotonic() + within
     while not (result := poll()):
         assert time.monotonic() < deadline, f"not within {within:g} s: {description}"
-        time.sleep(0.05)
+        time.sleep(every)
     return result
 
 

@@ -15,6 +15,7 @@ from sandboxes.egress.logs import access_log, tail
 from sandboxes.models import LlmCall, Sandbox
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.unit.sandboxes.egress.test_upstream_records import append, settle
 
 pytestmark = pytest.mark.django_db
 HOUR = timedelta(hours=1)
@@ -54,11 +55,6 @@ def call(number: int = 1, **fields: Any) -> LlmCall:
     return LlmCall.objects.create(call_id=f"{number:032x}", **{**asked, **fields})
 
 
-def append(file: Path, *lines: bytes) -> None:
-    with file.open("ab") as there:
-        there.write(b"".join(lines))
-
-
 def collect(file: Path, now=NOW) -> dict[str, int]:
     return dict(access_log.collect_access_log(file, now))
 
@@ -72,34 +68,20 @@ def test_logged_call_is_marked_and_otherwise_unchanged(file: Path) -> None:
     assert collect(file, NOW + HOUR) == {}
 
 
-def test_call_not_settled_within_a_minute_of_its_end_is_lost(file: Path) -> None:
-    row = call()
+def test_logged_call_not_settled_within_a_minute_of_its_end_is_lost(file: Path) -> None:
+    row, not_logged = call(), call(2)
     append(file, line())
     assert collect(file) == {"logged": 1}
     assert collect(file, NOW + MINUTE) == {}
     assert collect(file, NOW + 2 * MINUTE) == {"closed as lost": 1}
-    row.refresh_from_db()
+    row.refresh_from_db(), not_logged.refresh_from_db()
     assert (row.outcome, row.ended_at, row.cost, row.priced) == ("lost", NOW + 2 * MINUTE, None, "")
-
-
-def test_call_without_a_log_line_stays_open(file: Path) -> None:
-    call(2)
-    append(file, line())
-    collect(file)
-    collect(file, NOW + HOUR)
-    assert LlmCall.objects.get(call_id=f"{2:032x}").outcome == "open"
+    assert not_logged.outcome == "open"
 
 
 @pytest.mark.parametrize(
     ("status", "code"),
-    [
-        (403, "path_forbidden"),
-        (413, "too_large"),
-        (429, "too_many"),
-        (400, "malformed"),
-        (414, "too_large"),
-        (418, "status_418"),
-    ],
+    {403: "path_forbidden", 413: "too_large", 429: "too_many", 400: "malformed", 414: "too_large", 418: "status_418"}.items(),
 )
 def test_request_refused_by_nginx_is_a_row_of_the_slots_sandbox(file: Path, sandbox: Sandbox, status: int, code: str) -> None:
     append(file, refused(status=status, uri="/admin/" + "x" * 300))
@@ -152,11 +134,15 @@ def test_stored_refusals_per_sandbox_are_limited(file: Path, sandbox: Sandbox) -
 
 
 @pytest.mark.parametrize(
-    ("status", "outcome", "code", "counted"),
-    [(200, "ok", "", "unmetered"), (502, "failed", "status_502", "refused"), (429, "refused", "too_many", "refused")],
-)
-def test_forwarded_request_without_a_row_is_recorded_unpriced(file, status, outcome, code, counted) -> None:
-    append(file, line(status=status, upstream=str(status)))
+    ("status", "given", "outcome", "code", "counted"),
+    [
+        (200, "", "ok", "", "unmetered"), (502, "", "failed", "status_502", "refused"),
+        (429, "", "refused", "too_many", "refused"), (403, "no_lease", "refused", "no_lease", "refused"),
+    ],
+)  # fmt: skip
+def test_forwarded_request_without_a_row_is_recorded_unpriced(file, status, given, outcome, code, counted) -> None:
+    """A refusal by the server has a code, which is kept."""
+    append(file, line(status=status, upstream=str(status), code=given))
     assert collect(file) == {counted: 1}
     row = LlmCall.objects.get()
     assert (row.outcome, row.status, row.code, row.cost, row.priced) == (outcome, status, code, None, "")
@@ -166,12 +152,6 @@ def test_successful_model_list_request_is_not_a_call(file: Path) -> None:
     append(file, line(1, method="GET", uri="/v1/models"), refused(2, uri="/v1/models"))
     assert collect(file) == {"refused": 1}
     assert [row.status for row in LlmCall.objects.all()] == [403]
-
-
-def test_refusal_by_the_server_keeps_its_code(file: Path) -> None:
-    append(file, line(status=403, upstream="403", code="no_lease"))
-    assert collect(file) == {"refused": 1}
-    assert (LlmCall.objects.get().outcome, LlmCall.objects.get().code) == ("refused", "no_lease")
 
 
 @pytest.mark.parametrize("status", [b"000", b"009"])
@@ -234,10 +214,6 @@ class Nginx:
     def log(self) -> None:
         self.number += 1
         os.write(self.file, refused(self.number, slot=self.number))
-
-
-def settle(path: Path) -> None:
-    os.utime(path, ((NOW - HOUR).timestamp(),) * 2)
 
 
 def test_large_log_is_rotated_and_removed_once_collected(file: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -70,11 +69,7 @@ def test_call_is_recorded_under_its_call_id_with_tokens_and_cost(litellm: LiteLL
     assert ("text/event-stream" in answer.headers["Content-Type"]) == stream
     record = litellm.record(call_id)
     assert (record["status"], record["end_user"], record["stream"], record["error"]) == ("success", "did:plc:ada", stream, "")
-    assert (record["input"], record["cached"], record["output"]) == (
-        TOKEN_COUNTS["in"],
-        TOKEN_COUNTS["cached"],
-        TOKEN_COUNTS["out"],
-    )
+    assert [record[count] for count in ("input", "cached", "output")] == [*TOKEN_COUNTS.values()]
     assert parse_usd(record["cost"]) == WHOLE
     assert record["model"].endswith(model)
     assert record["for"] == {"call": call_id, "attempt": 2}
@@ -117,12 +112,15 @@ def test_stream_cut_by_the_client_is_recorded_as_an_estimate(litellm: LiteLLM, m
     assert 0 < parse_usd(record["cost"]) < WHOLE  # a lower bound: LiteLLM counts the tokens passed on so far
 
 
-@pytest.mark.parametrize(("model", "path"), [("gpt-slow", CHAT), ("claude-slow", MESSAGES)])
-def test_call_abandoned_before_the_response_is_recorded_in_full(litellm: LiteLLM, model: str, path: str) -> None:
-    with pytest.raises(requests.Timeout):
-        litellm.ask(model, path, timeout=3)  # half of the response time
-    record = litellm.record(litellm.last)
-    assert (record["status"], parse_usd(record["cost"])) == ("success", WHOLE)
+def test_call_abandoned_before_the_response_is_recorded_in_full(litellm: LiteLLM) -> None:
+    asked = []
+    for model, path in (("gpt-slow", CHAT), ("claude-slow", MESSAGES)):
+        with pytest.raises(requests.Timeout):
+            litellm.ask(model, path, timeout=2)  # half of the response time
+        asked.append(litellm.last)
+    for call_id in asked:
+        record = litellm.record(call_id)
+        assert (record["status"], parse_usd(record["cost"])) == ("success", WHOLE)
 
 
 @pytest.mark.parametrize(("model", "path"), [("gpt-unpriced", CHAT), ("claude-unpriced", MESSAGES)])
@@ -164,7 +162,24 @@ def test_collected_records_price_the_call_rows(litellm: LiteLLM) -> None:
 
 # --- the callback alone, in LiteLLM's Python --------------------------------------------------------------------------
 
-WRITE = """
+# Runs scripts in forks of one process, because the import of LiteLLM takes seconds. Prints their exit codes and stderr.
+DRIVER = """
+import json, os, sys, tempfile
+import litellm
+ended = {}
+for name, file, script in json.loads(sys.stdin.read()):
+    with tempfile.TemporaryFile() as output:
+        if not (pid := os.fork()):
+            os.environ["LEASEHOLD_RECORDS"] = file
+            os.dup2(output.fileno(), 2)
+            exec(script, {})
+            sys.exit()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        output.seek(0)
+        ended[name] = (code, output.read().decode())
+print(json.dumps(ended))
+"""
+IMPORT = """
 import os, sys
 from datetime import datetime
 import litellm_callback as callback
@@ -172,37 +187,7 @@ known = {"litellm_call_id": "c1", "total_tokens": 0, "prompt_tokens": 0, "comple
 kwargs = {"litellm_call_id": "c1", "response_cost": 0.0, "standard_logging_object": known}
 now = datetime.now()
 """
-
-
-def run(script: str, file: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in LiteLLM's Python next to a copy of the callback, away from modules whose names would shadow others."""
-    with tempfile.TemporaryDirectory() as beside:
-        shutil.copy(Path(amounts.__file__).with_name("litellm_callback.py"), beside)
-        env = {"PYTHONPATH": beside, "LEASEHOLD_RECORDS": file, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        argv = [os.environ["TEST_LITELLM_PYTHON"], "-c", WRITE + script]
-        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.usefixtures("litellm")
-def test_failed_write_is_reported_on_stderr_and_raised() -> None:
-    ended = run("callback.records.write(kwargs, 'success', now, now)", "/dev/full")
-    assert ended.returncode == 1
-    assert "LEASEHOLD: the record of call c1 is LOST" in ended.stderr and "No space left on device" in ended.stderr
-
-
-@pytest.mark.usefixtures("litellm")
-@pytest.mark.parametrize(
-    ("file", "message"), [("", "LEASEHOLD_RECORDS is not set"), ("/no/such/directory/records", "No such file")]
-)
-def test_callback_without_a_writable_file_does_not_start(file: str, message: str) -> None:
-    ended = run("", file)
-    assert ended.returncode == 1 and message in ended.stderr
-
-
-@pytest.mark.usefixtures("litellm")
-def test_concurrent_workers_write_complete_lines(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
-    script = """
+WORKERS = """
 known["model"] = "m" * 20_000
 def work():
     for _ in range(100):
@@ -211,7 +196,27 @@ def work():
 workers = [os.fork() or work() for _ in range(4)]
 sys.exit(any(os.waitpid(pid, 0)[1] for pid in workers))
 """
-    ended = run(script, str(file))
-    assert ended.returncode == 0, ended.stderr
+
+
+def test_callback_reports_an_unwritable_file_and_workers_write_complete_lines(litellm: LiteLLM, tmp_path: Path) -> None:
+    """Runs in LiteLLM's Python next to a copy of the callback, away from modules whose names would shadow others."""
+    shutil.copy(Path(amounts.__file__).with_name("litellm_callback.py"), tmp_path)
+    file = tmp_path / "records.jsonl"
+    scripts = [
+        ("full", "/dev/full", IMPORT + "callback.records.write(kwargs, 'success', now, now)"), ("not set", "", IMPORT),
+        ("missing", "/no/such/directory/records", IMPORT), ("workers", str(file), IMPORT + WORKERS),
+    ]  # fmt: skip
+    argv, env = [os.environ["TEST_LITELLM_PYTHON"], "-c", DRIVER], {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(
+        argv, input=json.dumps(scripts), env=env | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout)
+    messages = {"full": "the record of call c1 is LOST", "not set": "LEASEHOLD_RECORDS is not set", "missing": "No such file"}
+    for name, message in messages.items():
+        code, output = ended[name]
+        assert code == 1 and message in output, name
+    assert "No space left on device" in ended["full"][1]
+    assert ended["workers"][0] == 0, ended["workers"]
     lines = [json.loads(line) for line in file.read_bytes().splitlines() if line]
     assert {line["call"] for line in lines} == {"c1"} and len(lines) == 400

@@ -59,13 +59,15 @@ def shown(number: int = 1) -> tuple[Any, ...]:
     return row.cost, row.priced, row.input_tokens, row.cached_tokens, row.output_tokens
 
 
-def test_record_sets_cost_and_tokens_of_its_call(file: Path) -> None:
-    row = call()
+@pytest.mark.parametrize("outcome", ["ok", "open", "lost", "cut"])
+def test_record_sets_cost_and_tokens_of_its_call_and_keeps_the_outcome(file: Path, outcome: str) -> None:
+    ended_at = None if outcome == "open" else NOW - MINUTE / 2
+    row = call(outcome=outcome, ended_at=ended_at)
     append(file, record())
     assert collect(file) == {"recorded": 1}
     assert shown() == (Decimal("0.00074"), "record", 1000, 400, 50)
     row.refresh_from_db()
-    assert (row.recorded_at, row.outcome, row.ended_at) == (NOW, "ok", NOW - MINUTE / 2)
+    assert (row.recorded_at, row.outcome, row.ended_at) == (NOW, outcome, ended_at)
 
 
 def test_missing_file_is_ignored(file: Path) -> None:
@@ -81,14 +83,6 @@ def test_line_counts_once_when_collected_or_written_repeatedly(file: Path) -> No
     append(file, record())
     assert collect(file) == {}
     assert shown()[0] == Decimal("0.00074")
-
-
-@pytest.mark.parametrize("outcome", ["open", "lost", "cut"])
-def test_record_sets_the_cost_and_keeps_the_outcome(file: Path, outcome: str) -> None:
-    call(outcome=outcome, **({"ended_at": None} if outcome == "open" else {}))
-    append(file, record())
-    collect(file)
-    assert (LlmCall.objects.get().outcome, *shown()) == (outcome, Decimal("0.00074"), "record", 1000, 400, 50)
 
 
 @pytest.mark.parametrize("priced", ["upstream", "rate"])
@@ -163,13 +157,6 @@ def test_malformed_line_is_counted_and_skipped(file: Path, line: bytes) -> None:
     assert shown()[0] == Decimal("0.00074")
 
 
-def test_cost_is_rounded_to_nine_places(file: Path) -> None:
-    call()
-    append(file, record(cost=4.9999999999999996e-05))
-    collect(file)
-    assert shown()[0] == Decimal("0.000050000")
-
-
 @pytest.mark.parametrize("value", [-1, True, "many", 1.5, 1 << 53, []])
 def test_invalid_count_is_ignored(file: Path, value: Any) -> None:
     call()
@@ -181,15 +168,6 @@ def test_invalid_count_is_ignored(file: Path, value: Any) -> None:
 def test_records_without_a_row_are_counted_apart_from_other_clients(file: Path) -> None:
     append(file, record(7), record(8), record(call="0b0f3a5e-8f0c-4d4b-9d53-0123456789ab"))
     assert collect(file) == {"unknown": 2, "from other clients": 1}
-
-
-def test_incomplete_line_is_left_for_the_next_pass(file: Path) -> None:
-    call()
-    line = record()
-    append(file, line[:20])
-    assert collect(file) == {}
-    append(file, line[20:])
-    assert collect(file) == {"recorded": 1}
 
 
 def test_partial_line_of_a_dead_writer_does_not_affect_the_next(file: Path) -> None:
@@ -211,11 +189,11 @@ def test_lines_are_read_in_batches_and_an_overlong_line_is_skipped(file: Path, m
 
 
 def test_batch_takes_a_bounded_number_of_queries(file: Path, django_assert_max_num_queries) -> None:
-    for number in range(1, 301):
+    for number in range(1, 61):
         call(number)
-    append(file, *map(record, range(1, 301)))
+    append(file, *map(record, range(1, 61)))
     with django_assert_max_num_queries(15):
-        assert collect(file) == {"recorded": 300}
+        assert collect(file) == {"recorded": 60}
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -330,15 +308,6 @@ def test_next_reader_continues_after_a_crash_at_any_step(file: Path, at_checkpoi
     assert shown()[0] == Decimal("0.00074")
 
 
-def test_lines_applied_by_a_concurrent_reader_are_not_applied_again(file: Path, at_checkpoint) -> None:
-    call()
-    append(file, record())
-    rival: list[dict[str, int]] = []
-    at_checkpoint("lines read", lambda: rival.append(collect(file)))
-    assert collect(file) == {}
-    assert rival == [{"recorded": 1}]
-
-
 @pytest.mark.django_db(transaction=True)
 def test_concurrent_readers_apply_each_line_once(file: Path, monkeypatch) -> None:
     monkeypatch.setattr(tail, "BATCH_BYTES", 2000)
@@ -355,12 +324,9 @@ def test_concurrent_readers_apply_each_line_once(file: Path, monkeypatch) -> Non
 
 def test_answered_calls_without_a_record_are_unmetered(file: Path, settings) -> None:
     settings.LLM_RECORDS = str(file)
-    late, _young, _failed, _recorded = (
-        call(1, ended_at=NOW - 2 * MINUTE),
-        call(2, ended_at=NOW - MINUTE / 2),
-        call(3, ended_at=NOW - 2 * MINUTE, outcome="failed"),
-        call(4, ended_at=NOW - 2 * MINUTE),
-    )
+    late, _recorded = (call(number, ended_at=NOW - 2 * MINUTE) for number in (1, 4))
+    call(2, ended_at=NOW - MINUTE / 2)
+    call(3, ended_at=NOW - 2 * MINUTE, outcome="failed")
     append(file, record(4))
     collect(file)
     assert [*upstream_records.find_unmetered(NOW)] == [late]

@@ -5,7 +5,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,11 @@ hypothesis.settings.load_profile("no_deadline")
 
 class SimulatedCrash(BaseException):
     """Death of the process. A BaseException, so that no handler of the code under test catches it."""
+
+
+def die(*args: object) -> None:
+    """Hook of a checkpoint or of a provider call: the process dies."""
+    raise SimulatedCrash
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,7 +105,9 @@ def now() -> datetime:
 
 
 @pytest.fixture
-def memory() -> Iterator[MemoryProvider]:
+def memory(settings: Any) -> Iterator[MemoryProvider]:
+    """Memory provider without sandboxes. It is the default: sweeps over all pools call no Docker Engine of this machine."""
+    settings.SANDBOX_PROVIDER = "memory"
     provider = providers.get_provider("memory")
     assert isinstance(provider, MemoryProvider)
     provider.reset()
@@ -167,6 +174,19 @@ def at_checkpoint() -> Iterator[Callable[..., None]]:
     for hook in hooks:
         if hook in lifecycle.CHECKPOINT_HOOKS:
             lifecycle.CHECKPOINT_HOOKS.remove(hook)
+
+
+@pytest.fixture
+def crash_at(at_checkpoint: Callable[..., None]) -> Callable[[str], AbstractContextManager[None]]:
+    """Let the process die at the first pass of a checkpoint, within the block: `with crash_at("created"): ...`."""
+
+    @contextmanager
+    def crash(name: str) -> Iterator[None]:
+        at_checkpoint(name, die)
+        with pytest.raises(SimulatedCrash):
+            yield
+
+    return crash
 
 
 @contextmanager

@@ -374,11 +374,6 @@ def reconcile(now=NOW) -> dict[str, int]:
     return sweeps.reconcile(now=now, grace=2 * MINUTE).counts
 
 
-def test_listed_sandbox_with_a_row_is_unchanged(lease) -> None:
-    assert reconcile() == {"kept": 1}
-    assert read(lease) == "kept"
-
-
 def test_vanished_sandbox_with_unsaved_state_ends_its_lease_as_lost(lease, grant, memory) -> None:
     memory.vanish(get_sandbox(lease).ref)
     run(grant(agent="did:plc:b"))

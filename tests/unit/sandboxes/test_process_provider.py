@@ -141,14 +141,12 @@ def test_disk_error_is_unavailable(provider, ref, tmp_path, monkeypatch) -> None
 # --- paths --------------------------------------------------------------------------------------------------------
 
 
-def test_sandbox_paths_in_argv_and_cwd_are_translated(provider, ref, run) -> None:
-    provider.write_file(ref, "/data/in", b"found")
+def test_sandbox_paths_in_argv_are_translated(provider, ref, run) -> None:
     home = provider.root / "me" / ref
     told = run("printf", r"%s\n", "/data", "/data/in", "/database", "see /data", "/opt/leasehold/files.py", cwd="/data")
     assert told.stdout.decode().splitlines() == [
         f"{home}/data", f"{home}/data/in", "/database", "see /data", files.__file__,
     ]  # fmt: skip
-    assert run("cat", "in", cwd="/data").stdout == b"found"
 
 
 def test_sockets_directory_is_persistent(provider, tmp_path, ref) -> None:

@@ -1,6 +1,5 @@
 """Background processes: agreement of rows and provider, also after failures and crashes."""
 
-import uuid
 from datetime import datetime, timedelta
 
 import pytest
@@ -280,27 +279,3 @@ def test_files_of_a_process_survive_eviction(lease, memory) -> None:
     start(lease, ProcessSpec(["write"]))
     pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
     assert run(lease, "cat", "seen", now=NOW + 11 * MINUTE).stdout == b"1"
-
-
-# --- on Docker -----------------------------------------------------------------------------------------------------
-
-RELAY = """
-import time
-time.sleep(0.2)
-print("Connected to relay", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.docker
-def test_relay_watcher_connects_and_is_killed_with_its_lease(docker_pool: Pool) -> None:
-    request = leasing.LeaseRequest("did:plc:ada", f"relay-{uuid.uuid4().hex[:8]}", "coding", pool=docker_pool.name)
-    lease, _ = leasing.acquire(request, now=NOW)
-    process = start(lease, ProcessSpec(["python3", "-c", RELAY], {"RELAY_URL": "wss://relay.example"}, name="relay"))
-    assert processes.wait_for_log(process, "Connected to relay", within=WAIT_LIMIT, now=NOW)
-    assert process.state == "running"
-    assert int(run(lease, "pgrep", "-fc", "Connected to relay").stdout) >= 1
-    leasing.release(lease.pk, now=NOW)
-    assert reload(process).state == "gone"
-    sweeps.reclaim(now=NOW)
-    assert Sandbox.objects.get(holder=lease.pk).state == "destroyed"

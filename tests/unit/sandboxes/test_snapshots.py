@@ -60,20 +60,17 @@ def test_snapshot_of_an_alive_sandbox_is_a_run_and_leaves_it_alive(lease: Lease,
     assert (event.lease, event.reason) == (lease, f"{taken.pk} before")
 
 
-def test_snapshot_of_a_cold_sandbox_wakes_nothing_and_reuses_the_stored_objects(lease: Lease, memory: MemoryProvider) -> None:
+@pytest.mark.parametrize("released", [False, True], ids=["cold", "without a place"])
+def test_snapshot_without_a_process_wakes_nothing_and_reuses_the_stored_objects(released: bool, lease: Lease, memory) -> None:
     evict(lease)
+    if released:
+        assert eviction.release_cold(Sandbox.objects.get().pk, now=NOW, reason="test")
     stored, calls = workspace.find_latest(lease.pk), len(memory.calls)
     assert stored
     taken = snapshots.take_snapshot(lease.pk, name="cold", now=NOW + MINUTE)
     assert (taken.key, taken.name, len(memory.calls)) == (stored.key, "cold", calls)
     assert retained(lease) == [("asked", "cold"), ("sleep", "")]
     assert read(lease, now=NOW + MINUTE) == "one"
-
-
-def test_snapshot_is_taken_after_the_place_was_released(lease: Lease, memory: MemoryProvider) -> None:
-    evict(lease)
-    assert eviction.release_cold(Sandbox.objects.get().pk, now=NOW, reason="test")
-    assert snapshots.take_snapshot(lease.pk, now=NOW).kind == "asked"
 
 
 def test_snapshot_of_an_unused_workspace_is_refused(grant, memory: MemoryProvider) -> None:

@@ -59,7 +59,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.memory.reset()
         self.now: datetime = NOW
         self.pool = Pool.objects.create(name=f"machine-{uuid.uuid4().hex[:10]}", provider="memory", capacity=CAPACITY)
-        Quota.objects.create(pool=self.pool, agent_did=AGENTS[0], most=2, guaranteed=1)
+        Quota.objects.create(pool=self.pool, agent_did=AGENTS[0], guaranteed=2)
+        Quota.objects.create(pool=self.pool, agent_did=AGENTS[1], most=1)
         EnvironmentType.objects.get_or_create(name="catan", defaults={"expiry_conditions": ["game.finished"]})
         self.written: dict[uuid.UUID, bytes] = {}  # content of `f` after each lease's last successful exec
         self.armed = ExitStack()
@@ -76,7 +77,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
-    @rule(agent=st.sampled_from(AGENTS), environment=st.sampled_from(["e1", "e2", "e3"]), number=st.integers(0, 99))
+    @rule(agent=st.sampled_from(AGENTS), environment=st.sampled_from(["e1", "e2"]), number=st.integers(0, 99))
     def exec(self, agent: str, environment: str, number: int) -> None:
         request = leasing.LeaseRequest(agent, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=6))
         lease = leasing.acquire(request, now=self.now)[0]

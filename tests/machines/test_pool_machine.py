@@ -248,7 +248,7 @@ def test_pool_invariants_hold_under_failures_and_crashes(settings: Settings, mem
     run_state_machine_as_test(
         PoolMachine,
         settings=hypothesis.settings(
-            max_examples=30,
+            max_examples=25,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

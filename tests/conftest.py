@@ -105,7 +105,9 @@ def now() -> datetime:
 
 
 @pytest.fixture
-def memory() -> Iterator[MemoryProvider]:
+def memory(settings: Any) -> Iterator[MemoryProvider]:
+    """Memory provider without sandboxes. It is the default: sweeps over all pools call no Docker Engine of this machine."""
+    settings.SANDBOX_PROVIDER = "memory"
     provider = providers.get_provider("memory")
     assert isinstance(provider, MemoryProvider)
     provider.reset()

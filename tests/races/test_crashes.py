@@ -1,29 +1,20 @@
 """Crashes at each step of each operation. After the sweeps, rows and provider agree, and no state is lost."""
 
-from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import pytest
 
-from leases import execution, leasing, sweeps
+from leases import leasing, sweeps
 from leases.models import Lease
 from sandboxes import sweeps as pool_sweeps
 from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
 from sandboxes.providers.base import SandboxSpec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.conftest import MINUTE, NOW, SimulatedCrash, die
+from tests.support.leases import read, run, update_pool, write
 
 pytestmark = pytest.mark.django_db
 LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
-
-
-def run_true() -> Command:
-    return Command(argv=["true"], timeout=MINUTE)
-
-
-def die() -> None:
-    raise SimulatedCrash
 
 
 def sweep(now: datetime) -> None:
@@ -41,59 +32,46 @@ def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
 
 
 @pytest.mark.parametrize("step", ["reserved", "created", "prepared", "run opened", "run answered"])
-def test_crash_at_any_step_of_an_exec_converges_and_the_lease_goes_on(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_an_exec_converges_and_the_lease_goes_on(step: str, grant, pool, memory, crash_at) -> None:
     lease: Lease = grant()
-    at_checkpoint(step, die)
-    with pytest.raises(SimulatedCrash):
-        execution.exec_command(lease.pk, run_true(), now=NOW)
+    with crash_at(step):
+        run(lease)
     sweep(LATER)
     assert_converged(pool, memory)
-    _, result = execution.exec_command(lease.pk, run_true(), now=LATER)
-    assert result.exit_code == 0
+    assert run(lease, now=LATER).exit_code == 0
     assert_converged(pool, memory)
-
-
-def write(text: str) -> Command:
-    return Command(argv=["sh", "-c", f"echo {text} >f"], timeout=MINUTE)
-
-
-def read() -> Command:
-    return Command(argv=["cat", "f"], timeout=MINUTE)
 
 
 @pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone"])
-def test_crash_at_any_step_of_an_eviction_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_an_eviction_converges_and_loses_no_file(step: str, grant, pool, memory, crash_at) -> None:
     lease: Lease = grant()
-    execution.exec_command(lease.pk, write("kept"), now=NOW)
-    at_checkpoint(step, die)
-    with pytest.raises(SimulatedCrash):
+    write(lease)
+    with crash_at(step):
         pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
     assert Sandbox.objects.get().state == "evicting"
     sweep(LATER)
     assert Sandbox.objects.get().state == "cold"
     assert memory.list(str(pool.owner)) == []
-    assert execution.exec_command(lease.pk, read(), now=LATER)[1].stdout == b"kept\n"
+    assert read(lease, now=LATER) == "kept"
     assert_converged(pool, memory)
 
 
 @pytest.mark.parametrize("step", ["wake claimed", "created", "prepared", "run opened", "run answered"])
-def test_crash_at_any_step_of_a_wake_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_wake_converges_and_loses_no_file(step: str, grant, pool, memory, crash_at) -> None:
     lease: Lease = grant()
-    execution.exec_command(lease.pk, write("kept"), now=NOW)
+    write(lease)
     pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
-    at_checkpoint(step, die)
-    with pytest.raises(SimulatedCrash):
-        execution.exec_command(lease.pk, read(), now=NOW + 11 * MINUTE)
+    with crash_at(step):
+        read(lease, now=NOW + 11 * MINUTE)
     sweep(LATER)
-    assert execution.exec_command(lease.pk, read(), now=LATER)[1].stdout == b"kept\n"
+    assert read(lease, now=LATER) == "kept"
     assert_converged(pool, memory)
 
 
 @pytest.mark.parametrize("step", ["reserved", "created", "prepared"])
-def test_crash_at_any_step_of_a_warm_start_converges(step: str, pool, memory, at_checkpoint) -> None:
-    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
-    at_checkpoint(step, die)
-    with pytest.raises(SimulatedCrash):
+def test_crash_at_any_step_of_a_warm_start_converges(step: str, pool, memory, crash_at) -> None:
+    update_pool(pool, warm_target=1)
+    with crash_at(step):
         pool_sweeps.warm_pools(now=NOW)
     sweep(LATER)
     assert_converged(pool, memory)
@@ -101,25 +79,23 @@ def test_crash_at_any_step_of_a_warm_start_converges(step: str, pool, memory, at
 
 
 @pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone", "reserved", "created"])
-def test_crash_at_any_step_of_a_capacity_eviction_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
-    Pool.objects.filter(pk=pool.pk).update(capacity=1)
+def test_crash_at_any_step_of_a_capacity_eviction_converges(step: str, grant, pool, memory, crash_at) -> None:
+    update_pool(pool, capacity=1)
     victim, other = grant(agent="did:plc:victim"), grant(agent="did:plc:other")
-    execution.exec_command(victim.pk, write("kept"), now=NOW)
-    at_checkpoint(step, die)
-    with pytest.raises(SimulatedCrash):
-        execution.exec_command(other.pk, run_true(), now=NOW + MINUTE)
+    write(victim)
+    with crash_at(step):
+        run(other, now=NOW + MINUTE)
     sweep(LATER)
     assert_converged(pool, memory)
-    assert execution.exec_command(victim.pk, read(), now=LATER)[1].stdout == b"kept\n"
+    assert read(victim, now=LATER) == "kept"
 
 
 @pytest.mark.parametrize("step", ["destroy claimed", "destroy answered"])
-def test_crash_at_any_step_of_a_destroy_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_destroy_converges(step: str, grant, pool, memory, crash_at) -> None:
     lease: Lease = grant()
-    execution.exec_command(lease.pk, run_true(), now=NOW)
+    run(lease)
     leasing.release(lease.pk, now=NOW + MINUTE)
-    at_checkpoint(step, die)
-    with pytest.raises(SimulatedCrash):
+    with crash_at(step):
         sweep(NOW + MINUTE)
     sweep(LATER)
     assert_converged(pool, memory)
@@ -132,12 +108,11 @@ def test_crash_at_any_step_of_a_destroy_converges(step: str, grant, pool, memory
 def test_crash_around_any_provider_call_converges(when: str, verb: str, grant, pool, memory) -> None:
     def act() -> None:
         lease: Lease = grant()
-        execution.exec_command(lease.pk, run_true(), now=NOW)
+        run(lease)
         leasing.release(lease.pk, now=NOW + MINUTE)
         sweep(NOW + MINUTE)
 
-    add_hook: Callable = getattr(memory, when)
-    with add_hook(verb, lambda ref: die()), pytest.raises(SimulatedCrash):
+    with getattr(memory, when)(verb, die), pytest.raises(SimulatedCrash):
         act()
     sweep(LATER)
     sweep(LATER + timedelta(days=2))
@@ -146,17 +121,16 @@ def test_crash_around_any_provider_call_converges(when: str, verb: str, grant, p
     assert set(Lease.objects.values_list("status", flat=True)) == {"destroyed"}
 
 
-def test_command_of_an_abandoned_run_is_killed_before_its_sandbox_is_waiting(grant, memory, at_checkpoint) -> None:
+def test_command_of_an_abandoned_run_is_killed_before_its_sandbox_is_waiting(grant, memory, crash_at) -> None:
     lease: Lease = grant()
-    at_checkpoint("run opened", die)
-    with pytest.raises(SimulatedCrash):
-        execution.exec_command(lease.pk, run_true(), now=NOW)
+    with crash_at("run opened"):
+        run(lease)
     with memory.fail("kill", Unavailable("engine away")):
         assert sweeps.recover_stalled(now=LATER).failures
     assert Sandbox.objects.get().state == "running"
     assert sweeps.recover_stalled(now=LATER).counts == {"runs closed": 1}
-    run, sandbox = Run.objects.get(), Sandbox.objects.get()
-    assert (run.outcome, sandbox.state, memory.calls[-1]) == ("lost", "waiting", ("kill", sandbox.ref))
+    closed, sandbox = Run.objects.get(), Sandbox.objects.get()
+    assert (closed.outcome, sandbox.state, memory.calls[-1]) == ("lost", "waiting", ("kill", sandbox.ref))
 
 
 def test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing(grant, pool, memory, at_checkpoint) -> None:
@@ -168,7 +142,7 @@ def test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing(grant, 
 
     at_checkpoint("reserved", release_and_sweep)
     with pytest.raises(Exception, match="ended"):
-        execution.exec_command(lease.pk, run_true(), now=NOW)
+        run(lease)
     assert_converged(pool, memory)
     assert memory.list(str(pool.owner)) == []
 

@@ -30,6 +30,9 @@ class WebhookReceiver(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _WebhookHandler)
+        self.reset()
+
+    def reset(self) -> None:
         self.received: list[ReceivedRequest] = []
         self.status, self.headers = 204, {}
         self.answer: Callable[[BaseHTTPRequestHandler], None] | None = None  # replaces status and headers

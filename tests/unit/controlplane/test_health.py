@@ -6,12 +6,11 @@ import pytest
 from django.utils import timezone
 
 from controlplane import health, schedules
-from leases import execution
 from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Pool, Sandbox, Sweep
 from sandboxes.providers.base import Rejected
-from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
+from tests.support.leases import run, update_pool
 
 pytestmark = pytest.mark.django_db
 
@@ -24,9 +23,8 @@ def healthy_system(monkeypatch: pytest.MonkeyPatch, db: None) -> None:
 
 @pytest.fixture
 def sandbox(grant) -> Sandbox:
-    lease = grant()
-    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
-    return Sandbox.objects.get(holder=lease.pk)
+    run(grant())
+    return Sandbox.objects.get()
 
 
 def warnings(client) -> list[str]:
@@ -43,7 +41,7 @@ def test_a_healthy_system_has_no_warnings(client, sandbox) -> None:
 
 
 def test_failed_starts_are_warned_about_without_the_error(client, pool, memory) -> None:
-    Pool.objects.filter(pk=pool.pk).update(warm_target=2)
+    update_pool(pool, warm_target=2)
     with memory.fail("create", Rejected("secret registry"), times=99):
         sandbox_sweeps.warm_pools(now=timezone.now())
     until = Pool.objects.get(pk=pool.pk).warm_paused_until
@@ -53,7 +51,7 @@ def test_failed_starts_are_warned_about_without_the_error(client, pool, memory) 
 
 
 def test_drift_is_warned_about_until_a_recount_finds_none(client, pool, sandbox) -> None:
-    Pool.objects.filter(pk=pool.pk).update(used=7)
+    update_pool(pool, used=7)
     schedules.run_sweep("recount", now=NOW)
     assert warnings(client) == ["Pool or quota counters corrected by the last recount: 1."]
     schedules.run_sweep("recount", now=NOW)
@@ -70,9 +68,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize(("warning_text", "fields"), PROBLEMS.items(), ids=["quarantined", "stalled", "lost"])
-def test_sandboxes_that_need_an_operator_are_warned_about(
-    client, sandbox, warning_text: str, fields: dict[str, object]
-) -> None:
+def test_sandboxes_that_need_an_operator_are_warned_about(client, sandbox, warning_text: str, fields: dict) -> None:
     Sandbox.objects.filter(pk=sandbox.pk).update(**fields)
     assert warnings(client) == [warning_text]
     response = client.get("/healthz")

@@ -8,13 +8,12 @@ from django.utils import timezone
 from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane import metrics, schedules
-from leases import execution, leasing
-from leases.models import Lease
+from leases import leasing
 from sandboxes import sweeps as sandbox_sweeps
-from sandboxes.models import Pool, Sandbox, Sweep
+from sandboxes.models import Sandbox, Sweep
 from sandboxes.providers.base import Rejected, Unavailable
-from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
+from tests.support.leases import run, update_pool
 
 pytestmark = pytest.mark.django_db
 HOUR = 60 * MINUTE
@@ -47,10 +46,6 @@ def samples(text: str) -> dict[tuple[str, Labels], float]:
     }
 
 
-def use(lease: Lease, now=NOW) -> None:
-    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
-
-
 def test_metrics_are_prometheus_text_with_help_and_type(client, pool) -> None:
     response = client.get("/metrics")
     assert (response.status_code, response["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
@@ -67,8 +62,8 @@ def test_metrics_are_prometheus_text_with_help_and_type(client, pool) -> None:
 
 def test_sandboxes_capacity_and_leases_are_gauges(scrape, grant) -> None:
     used = timezone.now() - HOUR
-    use(grant(now=used), used)
-    use(grant(environment="e2"))
+    run(grant(now=used), now=used)
+    run(grant(environment="e2"))
     leasing.release(grant(environment="e2").pk, now=NOW)
     assert (scrape("sandboxes", state="waiting"), scrape("sandboxes", state="destroying")) == (1, 1)
     assert scrape("sandboxes", state="cold") == 0
@@ -80,14 +75,14 @@ def test_sandboxes_capacity_and_leases_are_gauges(scrape, grant) -> None:
 
 
 def test_wakes_sleeps_evictions_and_claims_are_counters(scrape, grant, pool) -> None:
-    Pool.objects.filter(pk=pool.pk).update(capacity=1, warm_target=1)
+    update_pool(pool, capacity=1, warm_target=1)
     sandbox_sweeps.warm_pools(now=NOW)
     lease = grant()
-    use(lease)
-    use(lease)
+    run(lease)
+    run(lease)
     sandbox_sweeps.evict_idle(now=NOW + HOUR)
-    use(lease, NOW + HOUR)
-    use(grant(agent="did:plc:b"), NOW + HOUR)
+    run(lease, now=NOW + HOUR)
+    run(grant(agent="did:plc:b"), now=NOW + HOUR)
     assert scrape("prewarmed_claims_total") == 1
     wakes = {source: scrape("wakes_total", source=source) for source in ("warm", "local", "cloud", "fresh")}
     assert wakes == {"warm": 1, "local": 1, "cloud": 0, "fresh": 0}
@@ -99,10 +94,10 @@ def test_wakes_sleeps_evictions_and_claims_are_counters(scrape, grant, pool) -> 
 def test_recent_transitions_are_counted_by_reason_without_those_of_runs(scrape, grant, pool, memory) -> None:
     now = timezone.now()
     old, idle, unstored = (grant(environment=name, now=now - HOUR) for name in ("old", "idle", "unstored"))
-    use(old, now - HOUR)
+    run(old, now=now - HOUR)
     leasing.release(old.pk, now=now - 11 * MINUTE)
-    use(idle, now)
-    use(unstored, now)
+    run(idle, now=now)
+    run(unstored, now=now)
     sandbox_sweeps.evict_idle(now=now - MINUTE)
     Sandbox.objects.filter(holder=idle.pk).update(idle_at=now)
     sandbox_sweeps.evict_idle(now=now)
@@ -121,7 +116,7 @@ def test_recent_transitions_are_counted_by_reason_without_those_of_runs(scrape, 
 
 
 def test_failed_starts_sweep_age_and_queue_depth_are_gauges(scrape, pool, memory) -> None:
-    Pool.objects.filter(pk=pool.pk).update(warm_target=3)
+    update_pool(pool, warm_target=3)
     assert (scrape("warm_target"), scrape("warm_ready"), scrape("warm_circuit_open")) == (3, 0, 0)
     with memory.fail("create", Rejected("no such image"), times=99):
         sandbox_sweeps.warm_pools(now=timezone.now())
@@ -135,8 +130,8 @@ def test_failed_starts_sweep_age_and_queue_depth_are_gauges(scrape, pool, memory
 
 
 def test_no_agent_and_no_error_is_exposed(client, grant, pool, memory) -> None:
-    use(grant())
-    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+    run(grant())
+    update_pool(pool, warm_target=1)
     with memory.fail("create", Rejected("secret path"), times=99):
         sandbox_sweeps.warm_pools(now=NOW)
     text = client.get("/metrics").content.decode()
@@ -149,7 +144,7 @@ def test_a_snapshot_is_reused_for_the_cache_time(client, pool, django_assert_num
     with django_assert_num_queries(0):
         client.get("/metrics")
     metrics.snapshot_cache.read_at -= metrics.CACHE_SECONDS
-    Pool.objects.filter(pk=pool.pk).update(capacity=7)
+    update_pool(pool, capacity=7)
     assert f'leasehold_pool_capacity{{pool="{pool.name}"}} 7.0' in client.get("/metrics").content.decode()
 
 

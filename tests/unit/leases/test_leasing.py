@@ -14,25 +14,23 @@ from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
+from tests.support.leases import run
 
 pytestmark = pytest.mark.django_db
 HOUR = 60 * MINUTE
 
 
-def build_command() -> Command:
-    return Command(argv=["true"], timeout=MINUTE)
+@pytest.fixture
+def lease(grant) -> Lease:
+    granted: Lease = grant()
+    return granted
 
 
 def test_acquire_twice_is_the_same_lease(grant) -> None:
     first = grant()
-    again, is_new = leasing.acquire(
-        leasing.LeaseRequest(first.agent_did, first.environment_id, "catan", pool=first.pool.name), now=NOW + MINUTE
-    )
+    request = leasing.LeaseRequest(first.agent_did, first.environment_id, "catan", pool=first.pool.name)
+    again, is_new = leasing.acquire(request, now=NOW + MINUTE)
     assert (again.pk, is_new) == (first.pk, False)
-
-
-def test_acquire_for_another_type_is_a_conflict(grant) -> None:
-    grant()
     with pytest.raises(Conflict):
         grant(environment_type="rpg")
 
@@ -108,41 +106,32 @@ def test_renew_after_expiry_is_refused_even_before_a_sweep(grant) -> None:
     assert refused.value.extra["end_reason"] == "ttl"
 
 
-def test_the_schema_keeps_expires_at_within_max_expires_at(grant) -> None:
-    lease = grant()
+@pytest.mark.parametrize(
+    "wrong",
+    [{"expires_at": NOW + 25 * HOUR}, {"status": "bogus"}, {"status": "expired", "ended_at": NOW, "end_reason": "bogus"}],
+    ids=str,
+)
+def test_schema_rejects_inconsistent_rows(lease, wrong: dict[str, object]) -> None:
     with pytest.raises(IntegrityError), transaction.atomic():
-        Lease.objects.filter(pk=lease.pk).update(expires_at=lease.max_expires_at + MINUTE)
-    with pytest.raises(IntegrityError), transaction.atomic():
-        Lease.objects.filter(pk=lease.pk).update(status="bogus")
-    with pytest.raises(IntegrityError), transaction.atomic():
-        Lease.objects.filter(pk=lease.pk).update(status="expired", ended_at=NOW, end_reason="bogus")
+        Lease.objects.filter(pk=lease.pk).update(**wrong)
 
 
-def test_release_is_idempotent(grant) -> None:
-    lease = grant()
+def test_release_is_idempotent(lease) -> None:
     first = leasing.release(lease.pk, now=NOW + MINUTE)
     again = leasing.release(lease.pk, now=NOW + 2 * MINUTE)
     assert (first.ended_at, first.end_reason) == (again.ended_at, again.end_reason) == (NOW + MINUTE, "released")
     assert lease.events.filter(kind="ended").count() == 1
 
 
-def test_a_condition_ends_every_lease_that_lists_it_and_no_other(grant) -> None:
-    listed, elsewhere = grant(agent="did:plc:a"), grant(agent="did:plc:b", environment="game-2")
-    other, elapsed = grant(agent="did:plc:c", environment_type="coding"), grant(agent="did:plc:d", ttl=MINUTE)
-    ended = conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None)
-    assert [lease.pk for lease in ended] == [listed.pk]
-    assert {lease.pk for lease in Lease.objects.filter(status="active")} == {elsewhere.pk, other.pk, elapsed.pk}
+def test_a_condition_ends_every_lease_that_lists_it_and_belongs_to_one_of_the_agents(grant) -> None:
+    listed, another = grant(agent="did:plc:a"), grant(agent="did:plc:b")
+    elsewhere, other = grant(agent="did:plc:c", environment="game-2"), grant(agent="did:plc:d", environment_type="coding")
+    elapsed = grant(agent="did:plc:e", ttl=MINUTE)
+    for agents, ended in ((["did:plc:a"], [listed]), (None, [another]), (None, [])):
+        assert conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=agents) == ended
+    assert set(Lease.objects.filter(status="active")) == {elsewhere, other, elapsed}
     listed.refresh_from_db()
     assert listed.end_reason == "condition:game.finished"
-    assert conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None) == []
-
-
-def test_a_condition_posted_for_some_agents_ends_only_their_leases(grant) -> None:
-    own, other = grant(agent="did:plc:a"), grant(agent="did:plc:b")
-    ended = conditions.post_condition("game-1", "game.finished", now=NOW, agents=["did:plc:a"])
-    assert [lease.pk for lease in ended] == [own.pk]
-    other.refresh_from_db()
-    assert other.status == "active"
 
 
 def test_expire_due_leases_ends_elapsed_leases_with_their_reason(grant) -> None:
@@ -155,9 +144,8 @@ def test_expire_due_leases_ends_elapsed_leases_with_their_reason(grant) -> None:
     }  # fmt: skip
 
 
-def test_a_lease_is_destroyed_only_when_its_sandbox_is_confirmed_gone(grant, memory: MemoryProvider) -> None:
-    lease = grant()
-    execution.exec_command(lease.pk, build_command(), now=NOW)
+def test_a_lease_is_destroyed_only_when_its_sandbox_is_confirmed_gone(lease, memory: MemoryProvider) -> None:
+    run(lease)
     leasing.release(lease.pk, now=NOW + MINUTE)
     with memory.fail("destroy", Unavailable("the daemon is away"), times=1):
         failed = sweeps.reclaim(now=NOW + MINUTE)
@@ -172,7 +160,7 @@ def test_a_lease_is_destroyed_only_when_its_sandbox_is_confirmed_gone(grant, mem
 def test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined(grant, memory: MemoryProvider, settings) -> None:
     settings.DESTROY_TRIES = 3
     lease = grant()
-    execution.exec_command(lease.pk, build_command(), now=NOW)
+    run(lease)
     leasing.release(lease.pk, now=NOW + 5 * timedelta(seconds=1))
     moment, attempts = NOW + timedelta(seconds=5), 0
     with memory.fail("destroy", Unavailable("no"), times=99):
@@ -190,27 +178,25 @@ def test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined(grant, me
 
 def test_an_exec_renews_the_lease(grant) -> None:
     lease = grant(ttl=HOUR)
-    execution.exec_command(lease.pk, build_command(), now=NOW + 30 * MINUTE)
+    run(lease, now=NOW + 30 * MINUTE)
     lease.refresh_from_db()
     assert lease.expires_at >= NOW + 90 * MINUTE
     assert lease.last_activity_at >= NOW + 30 * MINUTE
 
 
-def test_an_ended_lease_cannot_use_its_sandbox(grant, memory: MemoryProvider) -> None:
-    lease = grant()
+def test_an_ended_lease_cannot_use_its_sandbox(lease, memory: MemoryProvider) -> None:
     leasing.release(lease.pk, now=NOW)
     with pytest.raises(LeaseEnded) as refused:
-        execution.exec_command(lease.pk, build_command(), now=NOW)
+        run(lease)
     assert refused.value.extra["end_reason"] == "released"
     assert not Sandbox.objects.exists() and not memory.calls
 
 
-def test_a_lost_sandbox_ends_its_lease_as_lost(grant, memory: MemoryProvider) -> None:
-    lease = grant()
-    execution.exec_command(lease.pk, build_command(), now=NOW)
+def test_a_lost_sandbox_ends_its_lease_as_lost(lease, memory: MemoryProvider) -> None:
+    run(lease)
     memory.vanish(Sandbox.objects.get().ref)
     with pytest.raises(LeaseEnded) as refused:
-        execution.exec_command(lease.pk, build_command(), now=NOW + MINUTE)
+        run(lease, now=NOW + MINUTE)
     lease.refresh_from_db()
     assert (refused.value.extra["end_reason"], lease.end_reason) == ("lost", "lost")
     sandbox = Sandbox.objects.get()
@@ -222,7 +208,7 @@ def test_a_workspace_over_its_limit_is_warned_about_once_a_day(grant, pool: Pool
     full, emptied, ended, slept, small = (grant(environment=f"game-{n}") for n in range(5))
     for lease in (full, emptied, ended, slept, small):
         script = "true" if lease == small else "head -c 3000000 /dev/zero >big"
-        execution.exec_command(lease.pk, Command(argv=["sh", "-c", script], timeout=MINUTE), now=NOW)
+        run(lease, "sh", "-c", script)
     assert eviction.evict(Sandbox.objects.get(holder=slept.pk).pk, now=NOW, reason="test")  # measures, too
     leasing.release(ended.pk, now=NOW)
 
@@ -235,6 +221,6 @@ def test_a_workspace_over_its_limit_is_warned_about_once_a_day(grant, pool: Pool
     assert list_warned(NOW + MINUTE) == ["game-0", "game-1", "game-3"]
     remove = Command(argv=["delete", "big"], timeout=MINUTE, kind="file")
     execution.call_in_sandbox(emptied.pk, remove, lambda p, s: p.remove_file(s.ref, "/workspace/big"), now=NOW + MINUTE)
-    execution.exec_command(emptied.pk, build_command(), now=NOW + MINUTE)
+    run(emptied, now=NOW + MINUTE)
     assert list_warned(NOW + 23 * HOUR) == []
     assert list_warned(NOW + 25 * HOUR + MINUTE) == ["game-0", "game-3"]

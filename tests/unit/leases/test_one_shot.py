@@ -17,8 +17,9 @@ from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded
 from sandboxes.models import Pool, Quota, Run, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from tests.conftest import MINUTE, NOW, SimulatedCrash
-from tests.races.test_crashes import LATER, die, sweep
+from tests.conftest import MINUTE, NOW, SimulatedCrash, die
+from tests.races.test_crashes import LATER, sweep
+from tests.support.leases import update_pool
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"
@@ -83,18 +84,17 @@ def test_input_environment_and_directory_reach_the_command(make_request, memory)
 @pytest.mark.parametrize(
     ("argv", "outcome", "exit_code"),
     [
-        (["sh", "-c", "exit 3"], OneShotOutcome.FAILED, 3),
-        (["no-such-program"], OneShotOutcome.FAILED, 127),
-        (["sh", "-c", "kill -9 $$"], OneShotOutcome.FAILED, 137),
-        (["sleep", "3600"], OneShotOutcome.TIMEOUT, 137),
-        (["oom"], OneShotOutcome.OOM_KILLED, 137),
+        (["sh", "-c", "exit 3"], OneShotOutcome.FAILED, 3), (["no-such-program"], OneShotOutcome.FAILED, 127),
+        (["sh", "-c", "kill -9 $$"], OneShotOutcome.FAILED, 137), (["sleep", "3600"], OneShotOutcome.TIMEOUT, 137),
+        (["oom"], OneShotOutcome.OOM_KILLED, 137), (["echo", "hi"], OneShotOutcome.OK, 0),
     ],
-)
-def test_each_end_of_a_command_has_its_outcome(
+)  # fmt: skip
+def test_each_end_of_a_command_has_its_outcome_and_the_rows_contain_the_same_result(
     make_request, pool, memory, argv: list[str], outcome: OneShotOutcome, exit_code: int
 ) -> None:
     result = run_once(make_request(*argv), now=NOW)
     assert (result.outcome, result.exit_code, result.cleaned_up) == (outcome, exit_code, True)
+    assert one_shot.load_result(Lease.objects.get()) == result
     assert_nothing_is_left(pool, memory)
 
 
@@ -117,13 +117,12 @@ def test_output_beyond_the_cap_is_dropped_and_reported(make_request, memory, set
         ("exec", ZeroDivisionError("a bug of ours"), OneShotOutcome.INTERNAL),
     ],
 )
-def test_a_provider_error_in_any_call_leaves_no_sandbox(
-    make_request, pool, memory, verb: str, error, outcome: OneShotOutcome
-) -> None:
+def test_a_provider_error_in_any_call_leaves_no_sandbox(make_request, pool, memory, verb: str, error, outcome) -> None:
     memory.fail(verb, error)
     result = run_once(make_request(workspace=pack_tar(a="1")), now=NOW)
     assert (result.outcome, result.exit_code, result.cleaned_up) == (outcome, None, True)
     assert str(error) in result.note
+    assert one_shot.load_result(Lease.objects.get()) == result
     assert_nothing_is_left(pool, memory)
 
 
@@ -179,9 +178,7 @@ def test_an_interrupt_leaves_no_sandbox(make_request, pool, memory) -> None:
         ({"environment_type": "chess"}, "environment_type"),
     ],
 )  # fmt: skip
-def test_an_invalid_request_names_the_field_and_starts_nothing(
-    make_request, memory, fields: dict[str, Any], field: str
-) -> None:
+def test_an_invalid_request_names_the_field_and_starts_nothing(make_request, memory, fields: dict, field: str) -> None:
     with pytest.raises(InvalidRequest) as wrong:
         run_once(make_request(**fields), now=NOW)
     assert wrong.value.extra["field"] == field
@@ -193,11 +190,9 @@ def test_an_invalid_request_names_the_field_and_starts_nothing(
     ("change", "most", "error"),
     [({"draining": True}, None, PoolDraining), ({"capacity": 0}, None, CapacityExhausted), ({}, 0, QuotaExceeded)],
 )
-def test_without_capacity_the_run_is_refused_and_nothing_is_left(
-    make_request, pool, memory, change: dict, most: int | None, error
-) -> None:
+def test_without_capacity_the_run_is_refused_and_nothing_is_left(make_request, pool, memory, change, most, error) -> None:
     Quota.objects.create(pool=pool, agent_did=ADA, most=most)
-    Pool.objects.filter(pk=pool.pk).update(**change)
+    update_pool(pool, **change)
     with pytest.raises(error):
         run_once(make_request(), now=NOW)
     assert not Run.objects.exists()
@@ -260,16 +255,10 @@ def test_a_workspace_without_a_tar_starts_empty_and_home_is_not_returned(make_re
 def test_a_workspace_that_cannot_be_returned_adds_a_note_to_the_result(make_request, pool, memory, failure: str) -> None:
     if failure == "engine down":
         memory.fail("get_files", Unavailable(failure))
-    result = run_once(
-        make_request("echo", "done", workspace=pack_tar(a="1"), output=io.BytesIO(), max_returned_bytes=1), now=NOW
-    )
-    assert (result.outcome, result.stdout, result.workspace_returned, result.cleaned_up) == (
-        OneShotOutcome.OK,
-        b"done\n",
-        False,
-        True,
-    )
-    assert result.note.startswith("The workspace could not be returned: ")
+    request = make_request("echo", "done", workspace=pack_tar(a="1"), output=io.BytesIO(), max_returned_bytes=1)
+    result = run_once(request, now=NOW)
+    assert (result.outcome, result.stdout, result.cleaned_up) == (OneShotOutcome.OK, b"done\n", True)
+    assert not result.workspace_returned and result.note.startswith("The workspace could not be returned: ")
     assert_nothing_is_left(pool, memory)
 
 
@@ -284,7 +273,7 @@ def test_the_memory_limit_is_the_requested_limit_or_the_limit_of_the_pool(make_r
 
 
 def test_only_a_run_with_the_pools_memory_claims_a_warm_sandbox(make_request, pool, memory) -> None:
-    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+    update_pool(pool, warm_target=1)
     sandbox_sweeps.warm_pools(now=NOW)
     warm_id = Sandbox.objects.get().pk
     run_once(make_request(memory_mib=pool.memory_mib * 2), now=NOW)
@@ -294,15 +283,6 @@ def test_only_a_run_with_the_pools_memory_claims_a_warm_sandbox(make_request, po
 
 
 # --- stored result ------------------------------------------------------------------------------------------------
-
-
-def test_the_result_read_from_the_rows_equals_the_returned_result(make_request, memory) -> None:
-    for argv in (["echo", "hi"], ["false"], ["sleep", "3600"], ["oom"]):
-        result = run_once(make_request(*argv), now=NOW)
-        assert one_shot.load_result(Lease.objects.get(pk=result.run_id)) == result
-    memory.fail("create", Rejected("no such image"))
-    result = run_once(make_request(), now=NOW)
-    assert one_shot.load_result(Lease.objects.get(pk=result.run_id)) == result
 
 
 def test_a_running_run_has_no_outcome(make_request, memory) -> None:
@@ -321,12 +301,14 @@ STEPS = [
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_crash_at_any_step_leaves_nothing_after_the_sweeps(step: str, make_request, pool, memory, at_checkpoint) -> None:
-    at_checkpoint(step, die)
+def test_a_crash_at_any_step_leaves_nothing_after_the_sweeps(step: str, make_request, pool, memory, crash_at) -> None:
     request = make_request(workspace=pack_tar(a="1"), output=io.BytesIO())
-    with pytest.raises(SimulatedCrash):
+    with crash_at(step):
         run_once(request, now=NOW)
     sweep(NOW + request.max_duration)
+    if step == "workspace in":
+        result = one_shot.load_result(Lease.objects.get())
+        assert (result.outcome, result.exit_code, result.cleaned_up) == (OneShotOutcome.INTERNAL, None, True)
     assert_nothing_is_left(pool, memory)
     with pytest.raises(Conflict):
         run_once(request, now=LATER)
@@ -339,7 +321,7 @@ VERBS = ["create", "wait_ready", "put_files", "exec", "get_files", "destroy"]
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_crash_around_any_provider_call_leaves_nothing_after_the_sweeps(when, verb, make_request, pool, memory) -> None:
     request = make_request(workspace=pack_tar(a="1"), output=io.BytesIO())
-    with getattr(memory, when)(verb, lambda ref: die()), pytest.raises(SimulatedCrash):
+    with getattr(memory, when)(verb, die), pytest.raises(SimulatedCrash):
         run_once(request, now=NOW)
     sweep(NOW + request.max_duration)
     sweep(LATER)
@@ -351,16 +333,6 @@ def test_no_sweep_ends_a_run_within_its_time(make_request, pool, memory) -> None
     memory.before("exec", lambda ref: sweep(NOW + request.timeout + request.copy_timeout))
     result = run_once(request, now=NOW)
     assert (result.outcome, result.stdout) == (OneShotOutcome.OK, b"kept\n")
-
-
-def test_the_run_of_a_dead_process_is_internal(make_request, memory, at_checkpoint) -> None:
-    at_checkpoint("workspace in", die)
-    request = make_request()
-    with pytest.raises(SimulatedCrash):
-        run_once(request, now=NOW)
-    sweep(NOW + request.max_duration)
-    result = one_shot.load_result(Lease.objects.get())
-    assert (result.outcome, result.exit_code, result.cleaned_up) == (OneShotOutcome.INTERNAL, None, True)
 
 
 def test_the_agents_data_is_available_and_stored(make_request, memory) -> None:

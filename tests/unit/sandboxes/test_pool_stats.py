@@ -6,21 +6,15 @@ import pytest
 from django.db import connection
 
 from leases import execution, leasing, sweeps
-from leases.models import Lease
-from sandboxes import eviction, pool_stats
-from sandboxes import pool as pools
+from sandboxes import pool_stats
 from sandboxes import sweeps as pool_sweeps
-from sandboxes.models import Pool, Quota, Sandbox, Transition
-from sandboxes.providers.base import Rejected, Unavailable
-from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, SimulatedCrash
+from sandboxes.models import Pool, Sandbox, Transition
+from sandboxes.providers.base import Rejected
+from tests.conftest import MINUTE, NOW
+from tests.support.leases import evict, run, update_pool
 
 pytestmark = pytest.mark.django_db
 HOUR = 60 * MINUTE
-
-
-def use(lease: Lease, now: datetime = NOW) -> None:
-    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
 
 
 def stats_of(pool: Pool, now: datetime = NOW) -> pool_stats.PoolStats:
@@ -33,10 +27,6 @@ def counters(pool: Pool) -> dict[str, int]:
     return {name: number for name in pool_stats.POOL_COUNTER_FIELDS if (number := getattr(stats, name))}
 
 
-def set_capacity(pool: Pool, capacity: int) -> None:
-    Pool.objects.filter(pk=pool.pk).update(capacity=capacity)
-
-
 def test_new_pool_has_only_its_capacity(pool) -> None:
     stats = stats_of(pool)
     assert (stats.capacity, stats.used, stats.total, stats.woken) == (100, 0, 0, 0)
@@ -46,15 +36,15 @@ def test_new_pool_has_only_its_capacity(pool) -> None:
 def test_sandboxes_are_counted_by_state(grant, pool, memory) -> None:
     cold, warm, waiting, gone, stuck = (grant(environment=f"e{number}") for number in range(5))
     for lease in (cold, waiting, gone, stuck):
-        use(lease)
+        run(lease)
     execution.ensure_sandbox_ready(warm.pk, now=NOW)
-    eviction.evict(pools.find_by_holder(cold.pk).pk, now=NOW, reason="test")
+    evict(cold)
     leasing.release(gone.pk, now=NOW)
     sweeps.reclaim(now=NOW)
     leasing.release(stuck.pk, now=NOW)
     running: list[pool_stats.PoolStats] = []
     with memory.before("exec", lambda ref: running.append(stats_of(pool))):
-        use(warm)
+        run(warm)
     stats = running[0]
     assert (stats.cold, stats.running, stats.waiting, stats.destroying) == (1, 1, 1, 1)
     assert (stats.warming, stats.warm, stats.evicting) == (0, 0, 0)
@@ -63,10 +53,10 @@ def test_sandboxes_are_counted_by_state(grant, pool, memory) -> None:
 
 def test_counters_are_the_same_before_and_after_the_sandbox_is_destroyed(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
-    use(lease)
-    use(lease)
+    run(lease)
+    run(lease)
     pool_sweeps.evict_idle(now=NOW + HOUR)
-    use(lease, NOW + HOUR)
+    run(lease, now=NOW + HOUR)
     expected = {"warm_hits": 1, "woken_local": 1, "slept": 1}
     assert counters(pool) == expected
     leasing.release(lease.pk, now=NOW + HOUR)
@@ -77,10 +67,10 @@ def test_counters_are_the_same_before_and_after_the_sandbox_is_destroyed(grant, 
 
 def test_wake_after_the_place_was_released_counts_as_cloud(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
-    use(lease)
+    run(lease)
     pool_sweeps.evict_idle(now=NOW + HOUR)
     pool_sweeps.expire_cold(now=NOW + 4 * HOUR)
-    use(lease, NOW + 4 * HOUR)
+    run(lease, now=NOW + 4 * HOUR)
     assert counters(pool) == {"woken_cloud": 1, "slept": 1}
     assert stats_of(pool).woken == 1
 
@@ -94,77 +84,28 @@ def test_first_start_is_no_wake_and_a_wake_without_stored_state_is_fresh(grant, 
     assert counters(pool) == {"woken_fresh": 1, "slept": 1}
 
 
-def test_idle_eviction_is_not_counted_as_evicted_for_capacity(grant, pool) -> None:
-    use(grant())
-    pool_sweeps.evict_idle(now=NOW + HOUR)
-    pool_sweeps.expire_cold(now=NOW + 9 * HOUR)
-    assert counters(pool) == {"slept": 1}
-
-
-def test_eviction_resumed_after_a_failed_destroy_is_counted_once(grant, pool, memory) -> None:
-    use(grant())
-    with memory.fail("destroy", Unavailable("later")):
-        pool_sweeps.evict_idle(now=NOW + HOUR)
-    assert counters(pool) == {}
-    pool_sweeps.recover_stalled(now=NOW + HOUR + MINUTE)
-    assert counters(pool) == {"slept": 1}
-
-
-def test_capacity_eviction_of_a_waiting_sandbox_is_counted_once(grant, pool) -> None:
-    set_capacity(pool, 1)
-    use(grant())
-    use(grant(agent="did:plc:b"), NOW + MINUTE)
-    assert counters(pool) == {"evicted_waiting": 1, "slept": 1}
-
-
-def test_eviction_whose_place_becomes_guaranteed_is_not_counted(grant, pool, memory, at_checkpoint) -> None:
-    set_capacity(pool, 1)
-    Quota.objects.create(pool=pool, agent_did="did:plc:ada")
-    lease = grant()
-    use(lease)
-
-    def guarantee_place() -> None:
-        Quota.objects.filter(agent_did="did:plc:ada").update(guaranteed=1)
-
-    at_checkpoint("process gone", guarantee_place)
-    assert eviction.free_place(pool, agent_did="did:plc:b", now=NOW + MINUTE)
-    assert pools.find_by_holder(lease.pk).state == "cold"
-    assert counters(pool) == {"slept": 1}
-
-
-def test_cold_and_warm_evictions_are_counted_by_tier(grant, pool) -> None:
-    set_capacity(pool, 1)
-    first, second = grant(), grant(agent="did:plc:b")
-    use(first)
-    pool_sweeps.evict_idle(now=NOW + HOUR)
-    execution.ensure_sandbox_ready(second.pk, now=NOW + HOUR)
-    assert counters(pool) == {"evicted_cold": 1, "slept": 1}
-    use(grant(agent="did:plc:c"), NOW + HOUR)
-    assert counters(pool) == {"evicted_cold": 1, "evicted_warm": 1, "slept": 2}
-
-
 def test_counters_survive_a_place_counter_that_drifted_to_zero(grant, pool) -> None:
     lease = grant()
-    use(lease)
-    use(lease)
-    Pool.objects.filter(pk=pool.pk).update(used=0)
+    run(lease)
+    run(lease)
+    update_pool(pool, used=0)
     leasing.release(lease.pk, now=NOW)
     sweeps.reclaim(now=NOW)
     assert (counters(pool), stats_of(pool).used) == ({"warm_hits": 1}, 0)
 
 
 def test_prewarmed_sandboxes_are_ready_until_claimed(grant, pool) -> None:
-    Pool.objects.filter(pk=pool.pk).update(warm_target=2)
+    update_pool(pool, warm_target=2)
     pool_sweeps.warm_pools(now=NOW)
     assert (stats_of(pool).warm_target, stats_of(pool).warm_ready, stats_of(pool).warm) == (2, 2, 2)
-    use(grant())
+    run(grant())
     assert (stats_of(pool).warm_ready, counters(pool)) == (1, {"claimed_warm": 1})
-    Pool.objects.filter(pk=pool.pk).update(image="another")
+    update_pool(pool, image="another")
     assert (stats_of(pool).warm_ready, stats_of(pool).warm) == (0, 1)
 
 
 def test_open_circuit_breaker_has_its_end_and_its_error(pool, memory) -> None:
-    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+    update_pool(pool, warm_target=1)
     with memory.fail("create", Rejected("no such image"), times=99):
         pool_sweeps.warm_pools(now=NOW)
     stats = stats_of(pool)
@@ -174,7 +115,7 @@ def test_open_circuit_breaker_has_its_end_and_its_error(pool, memory) -> None:
 
 def test_quarantined_stalled_and_lost_sandboxes_are_counted(grant, pool) -> None:
     for number in range(4):
-        use(grant(environment=f"e{number}"), NOW + number * MINUTE)
+        run(grant(environment=f"e{number}"), now=NOW + number * MINUTE)
     quarantined, stalled, lost, _ = Sandbox.objects.order_by("created_at")
     overdue = {"state": "destroying", "deadline_at": NOW, "idle_at": None}
     Sandbox.objects.filter(pk=quarantined.pk).update(**overdue, quarantined_at=NOW)
@@ -187,22 +128,18 @@ def test_quarantined_stalled_and_lost_sandboxes_are_counted(grant, pool) -> None
     assert stats_of(pool, NOW - HOUR).oldest_waiting.total_seconds() == 0  # a clock that was set back
 
 
-def test_abandoned_run_makes_its_sandbox_stalled(grant, pool, at_checkpoint) -> None:
-    def die() -> None:
-        raise SimulatedCrash
-
+def test_abandoned_run_makes_its_sandbox_stalled(grant, pool, crash_at) -> None:
     lease = grant()
-    at_checkpoint("run opened", die)
-    with pytest.raises(SimulatedCrash):
-        use(lease)
+    with crash_at("run opened"):
+        run(lease)
     assert stats_of(pool, NOW + MINUTE).stalled == 0
     assert stats_of(pool, NOW + HOUR).stalled == 1
 
 
 def test_sum_adds_up_the_pools(grant, pool) -> None:
     other = Pool.objects.create(name="other", provider="memory", capacity=5, warm_target=1)
-    use(grant())
-    use(grant(environment="e2", pool=other.name), NOW - HOUR)
+    run(grant())
+    run(grant(environment="e2", pool=other.name), now=NOW - HOUR)
     all_stats = pool_stats.collect_pool_stats(now=NOW)
     assert [stats.name for stats in all_stats] == sorted(stats.name for stats in all_stats)
     total = pool_stats.sum_stats(all_stats)
@@ -220,7 +157,7 @@ def test_statistics_take_two_statements_and_read_no_history(grant, pool, django_
         ) for _ in range(2000)
     ]  # fmt: skip
     Sandbox.objects.bulk_create(history)
-    use(grant())
+    run(grant())
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE")
     with django_assert_num_queries(2) as captured:
@@ -230,7 +167,7 @@ def test_statistics_take_two_statements_and_read_no_history(grant, pool, django_
 
 
 def test_recent_transitions_take_one_statement_and_read_no_history(grant, pool, django_assert_num_queries) -> None:
-    use(lease := grant())
+    run(lease := grant())
     old = {"sandbox_id": Sandbox.objects.get(holder=lease.pk).pk, "to": "running", "code": "run_started", "reason": "run"}
     Transition.objects.bulk_create(Transition(at=NOW - HOUR, **old) for _ in range(2000))
     with connection.cursor() as cursor:

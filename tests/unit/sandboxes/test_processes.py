@@ -1,6 +1,5 @@
 """Background processes: agreement of rows and provider, also after failures and crashes."""
 
-import uuid
 from datetime import datetime, timedelta
 
 import pytest
@@ -16,8 +15,8 @@ from sandboxes.models import Pool, Process, Run, Sandbox
 from sandboxes.processes import MAX_PROCESSES, START_TIMEOUT, ProcessSpec
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import File, MemoryProvider, ProgramResult
-from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.conftest import MINUTE, NOW
+from tests.support.leases import run, update_pool
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db
@@ -32,8 +31,15 @@ def start(lease: Lease, spec: ProcessSpec | None = None, *, now: datetime = NOW)
         return processes.start_process(request, spec, now=now)
 
 
-def die() -> None:
-    raise SimulatedCrash
+@pytest.fixture
+def lease(grant, memory) -> Lease:
+    granted: Lease = grant()
+    return granted
+
+
+@pytest.fixture
+def process(lease: Lease) -> Process:
+    return start(lease)
 
 
 def runs_in(memory: MemoryProvider, process: Process) -> bool:
@@ -45,8 +51,7 @@ def reload(process: Process) -> Process:
     return Process.objects.select_related("sandbox").get(pk=process.pk)
 
 
-def test_started_process_has_a_row_and_a_closed_run_with_the_same_id(grant, memory) -> None:
-    process = start(grant())
+def test_started_process_has_a_row_and_a_closed_run_with_the_same_id(process, memory) -> None:
     assert (process.state, process.ended_at, process.name) == ("running", None, "watcher")
     assert (process.env_names, "s3cret" in str(vars(process))) == (["TOKEN"], False)
     run = Run.objects.get(pk=process.pk)
@@ -55,68 +60,51 @@ def test_started_process_has_a_row_and_a_closed_run_with_the_same_id(grant, memo
     assert runs_in(memory, process)
 
 
-def test_start_renews_the_lease(grant) -> None:
-    lease = grant()
+def test_start_renews_the_lease(lease) -> None:
     start(lease, now=NOW + MINUTE)
     assert Lease.objects.get(pk=lease.pk).expires_at > lease.expires_at
 
 
-def test_process_that_exits_at_once_is_returned_as_exited(grant) -> None:
-    process = start(grant(), ProcessSpec(["no-such-program"]))
+def test_process_that_exits_at_once_is_returned_as_exited(lease) -> None:
+    process = start(lease, ProcessSpec(["no-such-program"]))
     assert (process.state, process.exit_code) == ("exited", 127)
 
 
-def test_sweep_closes_ended_processes(grant, memory) -> None:
-    lease = grant()
-    process, other = start(lease), start(lease)
+def test_sweep_and_refresh_close_ended_processes(lease, process, memory) -> None:
+    other = start(lease)
     memory.kill(process.sandbox.ref, str(process.pk))
     assert sweeps.recover_stalled(now=NOW + MINUTE).counts == {"processes ended": 1}
     assert (reload(process).state, reload(process).exit_code) == ("exited", 137)
-    assert reload(other).state == "running"
     assert sweeps.recover_stalled(now=NOW + MINUTE).counts == {}
+    assert reload(other).state == "running"
+    memory.kill(other.sandbox.ref, str(other.pk))
+    processes.refresh_by_holder(lease.pk, now=NOW)
+    assert (reload(other).state, reload(other).exit_code) == ("exited", 137)
 
 
-def test_refresh_closes_ended_processes(grant, memory) -> None:
-    lease = grant()
-    process = start(lease, ProcessSpec(["sleep", "0.01"]))
-    wait_until(
-        lambda: processes.refresh_by_holder(lease.pk, now=NOW) or reload(process).state == "exited",
-        "the process is recorded as exited",
-    )
-    assert reload(process).exit_code == 0
-
-
-def test_unanswered_provider_call_leaves_the_rows_and_is_reported(grant, memory) -> None:
-    lease = grant()
-    process = start(lease)
+def test_unanswered_provider_call_leaves_the_rows_and_is_reported(lease, process, memory) -> None:
     with memory.fail("processes", Unavailable("engine down")):
         assert len(sweeps.recover_stalled(now=NOW + MINUTE).failures) == 1
         with pytest.raises(ProviderCallFailed):
             processes.refresh_by_holder(lease.pk, now=NOW)
-    assert reload(process).state == "running"
-
-
-def test_kill_is_idempotent(grant, memory) -> None:
-    process = start(grant())
-    assert processes.kill_process(process, now=NOW).state == "killed"
-    assert processes.kill_process(process, now=NOW).state == "killed"
-    assert not runs_in(memory, process)
-
-
-def test_kill_of_an_exited_process_keeps_its_exit_code(grant, memory) -> None:
-    process = start(grant(), ProcessSpec(["sleep", "0.01"]))
-    wait_until(lambda: not runs_in(memory, process), "the process ends")
-    assert (processes.kill_process(process, now=NOW).state, process.exit_code) == ("exited", 0)
-
-
-def test_failed_kill_leaves_the_process_running(grant, memory) -> None:
-    process = start(grant())
     with memory.fail("kill", Unavailable("engine down")), pytest.raises(ProviderCallFailed):
         processes.kill_process(process, now=NOW)
     assert reload(process).state == "running"
 
 
-def test_kill_before_the_process_has_begun_is_busy(grant, memory, at_checkpoint) -> None:
+def test_kill_is_idempotent(process, memory) -> None:
+    for _ in range(2):
+        assert processes.kill_process(process, now=NOW).state == "killed"
+    assert not runs_in(memory, process)
+
+
+def test_kill_of_an_exited_process_keeps_its_exit_code(lease, memory) -> None:
+    process = start(lease, ProcessSpec(["sleep", "0.01"]))
+    wait_until(lambda: not runs_in(memory, process), "the process ends")
+    assert (processes.kill_process(process, now=NOW).state, process.exit_code) == ("exited", 0)
+
+
+def test_kill_before_the_process_has_begun_is_busy(lease, memory, at_checkpoint) -> None:
     spec = ProcessSpec(["sleep", "300"])
 
     def kill_too_early() -> None:
@@ -124,36 +112,32 @@ def test_kill_before_the_process_has_begun_is_busy(grant, memory, at_checkpoint)
             processes.kill_process(Process.objects.get(pk=spec.process_id), now=NOW)
 
     at_checkpoint("process inserted", kill_too_early)
-    process = start(grant(), spec)
+    process = start(lease, spec)
     assert processes.kill_process(process, now=NOW).state == "killed"
     assert not runs_in(memory, process)
 
 
-def test_kill_just_after_the_process_has_begun_succeeds(grant, memory, at_checkpoint) -> None:
+def test_kill_just_after_the_process_has_begun_succeeds(lease, memory, at_checkpoint) -> None:
     spec = ProcessSpec(["sleep", "300"])
     at_checkpoint("process started", lambda: processes.kill_process(Process.objects.get(pk=spec.process_id), now=NOW))
-    process = start(grant(), spec)
+    process = start(lease, spec)
     assert process.state == "killed"
     assert not runs_in(memory, process)
 
 
-def test_process_does_not_prevent_eviction_and_ends_with_it(grant, memory) -> None:
-    lease = grant()
-    process = start(lease)
+def test_process_does_not_prevent_eviction_and_ends_with_it(lease, process) -> None:
     pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
     ended = reload(process)
     assert ended.sandbox.state == "cold"
     assert (ended.state, ended.exit_code, ended.note) == ("gone", None, "Sandbox evicted: stored")
     with pytest.raises(ProcessOutputGone):
         processes.read_log(ended, start=0, length=10)
-    execution.exec_command(lease.pk, Command(["true"], MINUTE), now=NOW + 11 * MINUTE)
+    run(lease, now=NOW + 11 * MINUTE)
     assert processes.kill_process(ended, now=NOW + 11 * MINUTE).state == "gone"
     assert start(lease, now=NOW + 11 * MINUTE).incarnation == 2
 
 
-def test_process_survives_a_failed_eviction(grant, memory) -> None:
-    process = start(grant())
-
+def test_process_survives_a_failed_eviction(process, memory) -> None:
     def try_to_kill(ref: str) -> None:
         with pytest.raises(SandboxBusy):
             processes.kill_process(reload(process), now=NOW)
@@ -165,9 +149,7 @@ def test_process_survives_a_failed_eviction(grant, memory) -> None:
     assert runs_in(memory, process)
 
 
-def test_process_ends_in_the_transaction_that_ends_the_lease(grant, memory) -> None:
-    lease = grant()
-    process = start(lease)
+def test_process_ends_in_the_transaction_that_ends_the_lease(lease, process) -> None:
     leasing.release(lease.pk, now=NOW)
     assert reload(process).state == "gone"
     sweeps.reclaim(now=NOW)
@@ -176,9 +158,7 @@ def test_process_ends_in_the_transaction_that_ends_the_lease(grant, memory) -> N
         start(lease)
 
 
-def test_process_ends_with_a_lost_sandbox(grant, memory) -> None:
-    lease = grant()
-    process = start(lease)
+def test_process_ends_with_a_lost_sandbox(process, grant, memory) -> None:
     other = grant(environment="game-2")
     start(other)
     memory.vanish(process.sandbox.ref)
@@ -187,31 +167,27 @@ def test_process_ends_with_a_lost_sandbox(grant, memory) -> None:
     assert Process.objects.get(holder=other.pk).state == "running"
 
 
-def test_process_is_gone_after_its_sandbox_was_restarted(grant, memory) -> None:
-    process = start(grant())
+def test_process_is_gone_after_its_sandbox_was_restarted(process, memory) -> None:
     memory.stop(process.sandbox.ref)
     memory.create(pools.build_spec(process.sandbox))
     sweeps.recover_stalled(now=NOW + 2 * START_TIMEOUT)
     assert reload(process).state == "gone"
 
 
-def test_sandbox_with_only_processes_is_evicted_for_capacity(grant, pool: Pool, memory) -> None:
-    Pool.objects.filter(pk=pool.pk).update(capacity=1)
-    process = start(grant())
-    execution.exec_command(grant(agent="did:plc:bob").pk, Command(["true"], MINUTE), now=NOW + MINUTE)
+def test_sandbox_with_only_processes_is_evicted_for_capacity(process, grant, pool: Pool) -> None:
+    update_pool(pool, capacity=1)
+    run(grant(agent="did:plc:bob"), now=NOW + MINUTE)
     assert reload(process).state == "gone"
 
 
-def test_sandbox_is_not_evicted_while_a_process_is_started(grant, memory) -> None:
-    lease = grant()
+def test_sandbox_is_not_evicted_while_a_process_is_started(lease, memory) -> None:
     evicted: list[bool] = []
     memory.before("start", lambda ref: evicted.append(eviction.evict(Sandbox.objects.get().pk, now=LATER, reason="idle")))
     assert start(lease).state == "running"
     assert evicted == [False]
 
 
-def test_lease_that_ends_during_a_start_leaves_no_process(grant, memory) -> None:
-    lease = grant()
+def test_lease_that_ends_during_a_start_leaves_no_process(lease, memory) -> None:
     memory.before("start", lambda ref: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
         start(lease)
@@ -220,8 +196,7 @@ def test_lease_that_ends_during_a_start_leaves_no_process(grant, memory) -> None
     assert memory.list(str(lease.pool.owner)) == []
 
 
-def test_processes_beyond_the_limit_are_refused(grant, memory) -> None:
-    lease = grant()
+def test_processes_beyond_the_limit_are_refused(lease) -> None:
     first, *_ = [start(lease) for _ in range(MAX_PROCESSES)]
     with pytest.raises(TooManyProcesses):
         start(lease)
@@ -233,30 +208,26 @@ def test_processes_beyond_the_limit_are_refused(grant, memory) -> None:
 # --- logs -----------------------------------------------------------------------------------------------
 
 
-def test_log_is_read_from_an_offset(grant) -> None:
-    process = start(grant())
+def test_log_is_read_from_an_offset(process) -> None:
     assert processes.read_log(process, start=0, length=4) == (b"conn", 4)
     assert processes.read_log(process, start=4, length=100) == (b"ected\n", 10)
 
 
-def test_wait_ends_when_the_text_is_printed_or_the_process_ends(grant) -> None:
-    process = start(grant())
+def test_wait_ends_when_the_text_is_printed_or_the_process_ends(lease, process) -> None:
     assert processes.wait_for_log(process, "connected", within=WAIT_LIMIT, now=NOW)
     assert not processes.wait_for_log(process, "connected", start=1, within=timedelta(0), now=NOW)
-    ended = start(Lease.objects.get(), ProcessSpec(["echo", "bye"]))
+    ended = start(lease, ProcessSpec(["echo", "bye"]))
     assert processes.wait_for_log(ended, "bye", within=WAIT_LIMIT, now=NOW)
     assert not processes.wait_for_log(ended, "hello", within=WAIT_LIMIT, now=NOW)
 
 
-def test_wait_finds_a_text_across_two_chunks(grant, memory) -> None:
+def test_wait_finds_a_text_across_two_chunks(lease, memory) -> None:
     text = b"x" * (processes.LOG_CHUNK_BYTES - 3) + b"connected" + b"y" * 100
     memory.programs["babble"] = lambda call: ProgramResult(stdout=text)
-    process = start(grant(), ProcessSpec(["babble"]))
-    assert processes.wait_for_log(process, "connected", within=WAIT_LIMIT, now=NOW)
+    assert processes.wait_for_log(start(lease, ProcessSpec(["babble"])), "connected", within=WAIT_LIMIT, now=NOW)
 
 
-def test_wait_ends_with_the_eviction_of_the_sandbox(grant, memory) -> None:
-    process = start(grant())
+def test_wait_ends_with_the_eviction_of_the_sandbox(process, memory) -> None:
     with memory.before("log", lambda ref: eviction.evict(process.sandbox_id, now=NOW, reason="idle")):
         assert not processes.wait_for_log(process, "never", within=WAIT_LIMIT, now=NOW)
     assert reload(process).state == "gone"
@@ -266,11 +237,10 @@ def test_wait_ends_with_the_eviction_of_the_sandbox(grant, memory) -> None:
 
 
 @pytest.mark.parametrize("step", ["run opened", "process inserted", "process started", "run answered"])
-def test_crash_at_any_step_of_a_start_leaves_no_unknown_process(step: str, grant, memory, at_checkpoint) -> None:
-    lease, spec = grant(), ProcessSpec(["sleep", "300"])
-    execution.exec_command(lease.pk, Command(["true"], MINUTE), now=NOW)
-    at_checkpoint(step, die)
-    with pytest.raises(SimulatedCrash):
+def test_crash_at_any_step_of_a_start_leaves_no_unknown_process(step: str, lease, memory, crash_at) -> None:
+    spec = ProcessSpec(["sleep", "300"])
+    run(lease)
+    with crash_at(step):
         start(lease, spec)
     sandbox = Sandbox.objects.get()
     assert sandbox.state == "running"
@@ -283,8 +253,7 @@ def test_crash_at_any_step_of_a_start_leaves_no_unknown_process(step: str, grant
     assert start(lease, now=LATER).state == "running"
 
 
-def test_unanswered_start_is_settled_by_the_provider(grant, memory) -> None:
-    lease = grant()
+def test_unanswered_start_is_settled_by_the_provider(lease, memory) -> None:
     started, not_started = ProcessSpec(["sleep", "300"]), ProcessSpec(["sleep", "300"])
 
     def no_answer(ref: str) -> None:
@@ -301,38 +270,12 @@ def test_unanswered_start_is_settled_by_the_provider(grant, memory) -> None:
     assert Process.objects.get(pk=not_started.process_id).state == "failed"
 
 
-def test_files_of_a_process_survive_eviction(grant, memory) -> None:
+def test_files_of_a_process_survive_eviction(lease, memory) -> None:
     def write(call) -> ProgramResult:
         call.files["/workspace/seen"] = File(b"1")
         return ProgramResult(took=MINUTE)
 
     memory.programs["write"] = write
-    lease = grant()
     start(lease, ProcessSpec(["write"]))
     pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
-    assert execution.exec_command(lease.pk, Command(["cat", "seen"], MINUTE), now=NOW + 11 * MINUTE)[1].stdout == b"1"
-
-
-# --- on Docker -----------------------------------------------------------------------------------------------------
-
-RELAY = """
-import time
-time.sleep(0.2)
-print("Connected to relay", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.docker
-def test_relay_watcher_connects_and_is_killed_with_its_lease(docker_pool: Pool, memory) -> None:
-    request = leasing.LeaseRequest("did:plc:ada", f"relay-{uuid.uuid4().hex[:8]}", "coding", pool=docker_pool.name)
-    lease, _ = leasing.acquire(request, now=NOW)
-    process = start(lease, ProcessSpec(["python3", "-c", RELAY], {"RELAY_URL": "wss://relay.example"}, name="relay"))
-    assert processes.wait_for_log(process, "Connected to relay", within=WAIT_LIMIT, now=NOW)
-    assert process.state == "running"
-    _, result = execution.exec_command(lease.pk, Command(["pgrep", "-fc", "Connected to relay"], MINUTE), now=NOW)
-    assert int(result.stdout) >= 1
-    leasing.release(lease.pk, now=NOW)
-    assert reload(process).state == "gone"
-    sweeps.reclaim(now=NOW)
-    assert Sandbox.objects.get(holder=lease.pk).state == "destroyed"
+    assert run(lease, "cat", "seen", now=NOW + 11 * MINUTE).stdout == b"1"

@@ -6,43 +6,24 @@ from datetime import timedelta
 
 import pytest
 
-from leases import execution, leasing, snapshots, sweeps
+from leases import leasing, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent
 from sandboxes import eviction, runs
-from sandboxes import pool as pools
 from sandboxes import snapshots as sandbox_snapshots
 from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import SandboxBusy, SnapshotNotFound, StoreUnavailable
-from sandboxes.models import Pool, Run, Sandbox, Snapshot
+from sandboxes.models import Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
-from tests.conftest import MINUTE, NOW, SimulatedCrash, run_in_threads
+from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.leases import evict, get_sandbox, read, write
 
 pytestmark = pytest.mark.django_db
 LATER = NOW + timedelta(hours=1)  # after every deadline, before the end of any lease
-
-
-def die() -> None:
-    raise SimulatedCrash
-
-
-def write(lease: Lease, text: str, *, now=NOW) -> None:
-    command = Command(argv=["sh", "-c", f"echo {text} >f"], timeout=MINUTE)
-    assert execution.exec_command(lease.pk, command, now=now)[1].exit_code == 0
-
-
-def read(lease: Lease, *, now=NOW) -> str:
-    return execution.exec_command(lease.pk, Command(argv=["cat", "f"], timeout=MINUTE), now=now)[1].stdout.decode().strip()
-
-
-def evict(lease: Lease, *, now=NOW) -> None:
-    sandbox = pools.find_by_holder(lease.pk)
-    assert sandbox
-    assert eviction.evict(sandbox.pk, now=now, reason="test")
 
 
 def retained(lease: Lease) -> list[tuple[str, str]]:
@@ -55,6 +36,14 @@ def lease(grant: Callable[..., Lease]) -> Lease:
     granted: Lease = grant()
     write(granted, "one")
     return granted
+
+
+@pytest.fixture
+def taken(lease: Lease) -> Snapshot:
+    """A requested snapshot with `one` in the file, which has contained `two` since a minute later."""
+    snapshot = snapshots.take_snapshot(lease.pk, name="one", now=NOW)
+    write(lease, "two", now=NOW + MINUTE)
+    return snapshot
 
 
 # --- snapshots -------------------------------------------------------------------------------------------------------
@@ -71,8 +60,11 @@ def test_snapshot_of_an_alive_sandbox_is_a_run_and_leaves_it_alive(lease: Lease,
     assert (event.lease, event.reason) == (lease, f"{taken.pk} before")
 
 
-def test_snapshot_of_a_cold_sandbox_wakes_nothing_and_reuses_the_stored_objects(lease: Lease, memory: MemoryProvider) -> None:
+@pytest.mark.parametrize("released", [False, True], ids=["cold", "without a place"])
+def test_snapshot_without_a_process_wakes_nothing_and_reuses_the_stored_objects(released: bool, lease: Lease, memory) -> None:
     evict(lease)
+    if released:
+        assert eviction.release_cold(Sandbox.objects.get().pk, now=NOW, reason="test")
     stored, calls = workspace.find_latest(lease.pk), len(memory.calls)
     assert stored
     taken = snapshots.take_snapshot(lease.pk, name="cold", now=NOW + MINUTE)
@@ -81,28 +73,17 @@ def test_snapshot_of_a_cold_sandbox_wakes_nothing_and_reuses_the_stored_objects(
     assert read(lease, now=NOW + MINUTE) == "one"
 
 
-def test_snapshot_is_taken_after_the_place_was_released(lease: Lease, memory: MemoryProvider) -> None:
-    evict(lease)
-    assert eviction.release_cold(Sandbox.objects.get().pk, now=NOW, reason="test")
-    assert snapshots.take_snapshot(lease.pk, now=NOW).kind == "asked"
-
-
 def test_snapshot_of_an_unused_workspace_is_refused(grant, memory: MemoryProvider) -> None:
     with pytest.raises(SnapshotNotFound, match="workspace is empty"):
         snapshots.take_snapshot(grant().pk, now=NOW)
     assert memory.calls == []
 
 
-def test_snapshot_of_an_ended_lease_is_refused(lease: Lease) -> None:
-    leasing.release(lease.pk, now=NOW)
-    with pytest.raises(LeaseEnded):
-        snapshots.take_snapshot(lease.pk, now=NOW)
-
-
-def test_lease_that_ends_while_its_snapshot_is_stored_gets_no_row(lease: Lease, at_checkpoint) -> None:
+def test_lease_that_ends_before_or_while_its_snapshot_is_stored_gets_no_row(lease: Lease, at_checkpoint) -> None:
     at_checkpoint("snapshot stored", lambda: leasing.release(lease.pk, now=NOW))
-    with pytest.raises(LeaseEnded):
-        snapshots.take_snapshot(lease.pk, now=NOW)
+    for _ in range(2):
+        with pytest.raises(LeaseEnded):
+            snapshots.take_snapshot(lease.pk, now=NOW)
     assert not Snapshot.objects.exists()
 
 
@@ -122,7 +103,7 @@ def test_eviction_snapshots_do_not_displace_requested_ones(lease: Lease) -> None
     assert workspace.find_by_holder(lease.pk).last() == taken
 
 
-def test_failed_snapshot_leaves_no_row(lease: Lease, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_snapshot_leaves_no_row(lease: Lease, memory: MemoryProvider) -> None:
     memory.fail("get_files", Unavailable("engine away"))
     with pytest.raises(Exception, match="engine away"):
         snapshots.take_snapshot(lease.pk, now=NOW)
@@ -131,9 +112,8 @@ def test_failed_snapshot_leaves_no_row(lease: Lease, memory: MemoryProvider, mon
 
 
 @pytest.mark.parametrize("step", ["run opened", "snapshot stored", "snapshot saved", "run answered"])
-def test_crash_at_any_step_of_a_snapshot_loses_nothing(step: str, lease: Lease, at_checkpoint) -> None:
-    at_checkpoint(step, die)
-    with pytest.raises(SimulatedCrash):
+def test_crash_at_any_step_of_a_snapshot_loses_nothing(step: str, lease: Lease, crash_at) -> None:
+    with crash_at(step):
         snapshots.take_snapshot(lease.pk, now=NOW)
     sweeps.recover_stalled(now=LATER)
     assert all(get_store().has(f"{row.key}/workspace") for row in Snapshot.objects.all())
@@ -144,23 +124,17 @@ def test_crash_at_any_step_of_a_snapshot_loses_nothing(step: str, lease: Lease, 
 # --- restores ----------------------------------------------------------------------------------------------------
 
 
-def test_next_use_after_a_restore_finds_the_snapshot(lease: Lease) -> None:
-    taken = snapshots.take_snapshot(lease.pk, name="one", now=NOW)
-    write(lease, "two", now=NOW + MINUTE)
+def test_next_use_after_a_restore_finds_the_snapshot_and_the_state_before_can_be_restored(
+    lease: Lease, taken: Snapshot
+) -> None:
     restored = snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
     assert (restored.kind, restored.name, restored.key) == ("restored", "one", taken.key)
     assert Sandbox.objects.get().state == "cold"
+    before = workspace.find_by_holder(lease.pk).get(kind="sleep")
     assert read(lease, now=NOW + 3 * MINUTE) == "one"
     assert Sandbox.objects.get().prepared
-
-
-def test_state_before_a_restore_can_be_restored(lease: Lease) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    write(lease, "two", now=NOW + MINUTE)
-    snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
-    before = workspace.find_by_holder(lease.pk).get(kind="sleep")
-    snapshots.restore_snapshot(lease.pk, before.pk, now=NOW + 3 * MINUTE)
-    assert read(lease, now=NOW + 4 * MINUTE) == "two"
+    snapshots.restore_snapshot(lease.pk, before.pk, now=NOW + 4 * MINUTE)
+    assert read(lease, now=NOW + 5 * MINUTE) == "two"
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -168,41 +142,33 @@ def test_one_snapshot_is_restored_repeatedly_by_its_first_id(keep: int, lease: L
     settings.KEEP_SNAPSHOTS = keep
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     for n in range(1, 5):
-        write(lease, f"try-{n}", now=NOW + n * timedelta(minutes=20))
-        restored = snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + n * timedelta(minutes=20) + MINUTE)
+        moment = NOW + n * timedelta(minutes=20)
+        write(lease, f"try-{n}", now=moment)
+        restored = snapshots.restore_snapshot(lease.pk, taken.pk, now=moment + MINUTE)
         assert workspace.find_latest(lease.pk) == restored
-        assert read(lease, now=NOW + n * timedelta(minutes=20) + 2 * MINUTE) == "one"
+        assert read(lease, now=moment + 2 * MINUTE) == "one"
 
 
-def test_restore_of_a_cold_sandbox_calls_no_provider(lease: Lease, memory: MemoryProvider) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    write(lease, "two", now=NOW + MINUTE)
+@pytest.mark.parametrize("released", [False, True], ids=["cold", "without a place"])
+def test_restore_without_a_process_calls_no_provider(
+    released: bool, lease: Lease, taken: Snapshot, memory: MemoryProvider
+) -> None:
     evict(lease, now=NOW + MINUTE)
+    if released:
+        assert eviction.release_cold(Sandbox.objects.get().pk, now=NOW + MINUTE, reason="test")
     calls = len(memory.calls)
     snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
     assert len(memory.calls) == calls
     assert read(lease, now=NOW + 3 * MINUTE) == "one"
 
 
-def test_restore_after_the_place_was_released_is_found_by_the_next_sandbox(lease: Lease) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    write(lease, "two", now=NOW + MINUTE)
-    evict(lease, now=NOW + MINUTE)
-    eviction.release_cold(Sandbox.objects.get().pk, now=NOW + MINUTE, reason="test")
-    snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
-    assert read(lease, now=NOW + 3 * MINUTE) == "one"
-
-
-def test_restored_snapshot_is_the_newest_also_with_an_earlier_clock(lease: Lease) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    write(lease, "two", now=NOW + MINUTE)
+def test_restored_snapshot_is_the_newest_also_with_an_earlier_clock(lease: Lease, taken: Snapshot) -> None:
     evict(lease, now=NOW + 10 * MINUTE)
     snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 5 * MINUTE)
     assert read(lease, now=NOW + 11 * MINUTE) == "one"
 
 
-def test_restore_during_a_run_is_refused(lease: Lease, memory: MemoryProvider) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
+def test_restore_during_a_run_is_refused(lease: Lease, taken: Snapshot, memory: MemoryProvider) -> None:
     refusals: list[Exception] = []
 
     def attempt(ref: str) -> None:
@@ -211,26 +177,21 @@ def test_restore_during_a_run_is_refused(lease: Lease, memory: MemoryProvider) -
         refusals.append(refused.value)
 
     memory.before("exec", attempt)
-    write(lease, "two")
+    write(lease, "three")
     assert refusals
-    assert retained(lease) == [("asked", "")]
+    assert retained(lease) == [("asked", "one")]
 
 
-def test_run_that_begins_before_the_eviction_prevents_the_restore(lease: Lease, at_checkpoint) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
+def test_run_that_begins_before_the_eviction_prevents_the_restore(lease: Lease, taken: Snapshot, at_checkpoint) -> None:
     run = Command(argv=["true"], timeout=MINUTE)
-    sandbox = pools.find_by_holder(lease.pk)
-    assert sandbox
-    at_checkpoint("restore reserved", lambda: runs.open_run(sandbox, run, now=NOW))
+    at_checkpoint("restore reserved", lambda: runs.open_run(get_sandbox(lease), run, now=NOW))
     with pytest.raises(SandboxBusy, match="A run is open"):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
-    assert retained(lease) == [("asked", "")]
+    assert retained(lease) == [("asked", "one")]
     assert Snapshot.objects.get(kind="restored").forgotten_at
 
 
-def test_sandbox_that_wakes_during_a_restore_is_evicted_again(lease: Lease, at_checkpoint) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    write(lease, "two", now=NOW + MINUTE)
+def test_sandbox_that_wakes_during_a_restore_is_evicted_again(lease: Lease, taken: Snapshot, at_checkpoint) -> None:
     at_checkpoint("restore evicted", lambda: write(lease, "three", now=NOW + 2 * MINUTE))
     snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
     assert read(lease, now=NOW + 3 * MINUTE) == "one"
@@ -240,8 +201,7 @@ def test_sandbox_that_wakes_during_a_restore_is_evicted_again(lease: Lease, at_c
     assert read(lease, now=NOW + 5 * MINUTE) == "three"
 
 
-def test_restore_of_a_constantly_used_sandbox_is_refused(lease: Lease, monkeypatch) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
+def test_restore_of_a_constantly_used_sandbox_is_refused(lease: Lease, taken: Snapshot, monkeypatch) -> None:
     monkeypatch.setattr(
         sandbox_snapshots, "checkpoint", lambda name, subject: name == "restore evicted" and write(lease, "more")
     )
@@ -250,43 +210,39 @@ def test_restore_of_a_constantly_used_sandbox_is_refused(lease: Lease, monkeypat
     assert read(lease) == "more"
 
 
-def test_restore_keeps_the_present_state_if_that_cannot_be_stored(lease: Lease, memory: MemoryProvider) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    write(lease, "two", now=NOW + MINUTE)
+def test_restore_keeps_the_present_state_if_that_cannot_be_stored(lease: Lease, taken: Snapshot, memory) -> None:
     with memory.fail("get_files", Unavailable("engine away")), pytest.raises(StoreUnavailable, match="engine away"):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
     assert read(lease, now=NOW + 3 * MINUTE) == "two"
-    assert retained(lease) == [("asked", "")]
+    assert retained(lease) == [("asked", "one")]
 
 
-def test_restore_is_busy_while_the_process_cannot_be_destroyed(lease: Lease, memory: MemoryProvider) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
+def test_restore_is_busy_while_the_process_cannot_be_destroyed(lease: Lease, taken: Snapshot, memory) -> None:
     with memory.fail("destroy", Unavailable("engine away")), pytest.raises(SandboxBusy, match="could not be destroyed"):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
     sweeps.recover_stalled(now=LATER)
     assert snapshots.restore_snapshot(lease.pk, taken.pk, now=LATER).key == taken.key
 
 
-def test_snapshot_of_another_lease_or_a_deleted_one_is_not_restored(lease: Lease, grant, settings) -> None:
+def test_snapshot_of_another_lease_or_a_deleted_one_is_not_restored(lease: Lease, taken: Snapshot, grant, settings) -> None:
     settings.KEEP_ASKED_SNAPSHOTS = 2
     other = grant(environment="game-2")
     write(other, "other")
-    taken = snapshots.take_snapshot(other.pk, now=NOW)
-    deleted, *_ = [snapshots.take_snapshot(lease.pk, now=NOW + n * MINUTE) for n in range(3)]
-    for pk in (taken.pk, deleted.pk, uuid.uuid4()):
+    foreign = snapshots.take_snapshot(other.pk, now=NOW)
+    for n in (1, 2):  # deletes the first one
+        snapshots.take_snapshot(lease.pk, now=NOW + n * MINUTE)
+    for pk in (foreign.pk, taken.pk, uuid.uuid4()):
         with pytest.raises(SnapshotNotFound) as refused:
             snapshots.restore_snapshot(lease.pk, pk, now=NOW + 3 * MINUTE)
         assert refused.value.extra == {"field": "snapshot_id"}
     assert Sandbox.objects.get(holder=lease.pk).state == "waiting"
 
 
-def test_restore_of_an_ended_lease_is_refused(lease: Lease, at_checkpoint) -> None:
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
+def test_restore_is_refused_if_the_lease_ends_before_or_during_it(lease: Lease, taken: Snapshot, at_checkpoint) -> None:
     at_checkpoint("restore evicted", lambda: leasing.release(lease.pk, now=NOW))
-    with pytest.raises(LeaseEnded):
-        snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
-    with pytest.raises(LeaseEnded):
-        snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
+    for _ in range(2):
+        with pytest.raises(LeaseEnded):
+            snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
 
 
 STEPS = ["restore reserved", "eviction claimed", "objects stored", "persisted", "process gone", "restore evicted", "restored"]
@@ -295,13 +251,10 @@ STEPS = ["restore reserved", "eviction claimed", "objects stored", "persisted", 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("step", STEPS)
 def test_crash_at_any_step_of_a_restore_leaves_the_old_or_the_new_state(
-    step: str, keep: int, lease: Lease, pool: Pool, memory: MemoryProvider, at_checkpoint, settings
+    step: str, keep: int, lease: Lease, taken: Snapshot, crash_at, settings
 ) -> None:
     settings.KEEP_SNAPSHOTS = keep
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    write(lease, "two", now=NOW + MINUTE)
-    at_checkpoint(step, die)
-    with pytest.raises(SimulatedCrash):
+    with crash_at(step):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
     after_deadlines = NOW + 15 * MINUTE
     sweeps.recover_stalled(now=after_deadlines)
@@ -314,19 +267,13 @@ def test_crash_at_any_step_of_a_restore_leaves_the_old_or_the_new_state(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_concurrent_restore_and_runs_lose_nothing(pool: Pool, memory: MemoryProvider, grant) -> None:
-    lease = grant()
-    write(lease, "one")
-    taken = snapshots.take_snapshot(lease.pk, now=NOW)
-
+def test_concurrent_restore_and_runs_lose_nothing(lease: Lease, taken: Snapshot) -> None:
     def act(index: int) -> object:
-        if index:
-            return write(lease, f"use-{index}")
-        return snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
+        return write(lease, f"use-{index}") if index else snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
 
     with run_in_threads(4) as together:
         answers = together(act)
-    assert all(isinstance(answer, None | Snapshot | SandboxBusy) for answer in answers), answers
+    assert all(isinstance(answer, Sandbox | Snapshot | SandboxBusy) for answer in answers), answers
     assert read(lease, now=NOW + MINUTE) in ("one", "use-1", "use-2", "use-3")
     pool_sweeps.evict_idle(now=LATER)
     assert Sandbox.objects.get(holder=lease.pk).state == "cold"

@@ -10,13 +10,14 @@ from django.utils import timezone
 
 from leases import execution, leasing
 from leases.models import Lease
-from sandboxes import destruction, eviction, lifecycle, pool, sweeps
+from sandboxes import destruction, eviction, pool, sweeps
 from sandboxes.models import Pool, Reading, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.usage import readings
-from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.conftest import MINUTE, NOW
+from tests.support.leases import get_sandbox, run, update_pool
 
 pytestmark = pytest.mark.django_db
 SECOND, MIB = 10**6, 1 << 20
@@ -25,8 +26,8 @@ SECOND, MIB = 10**6, 1 << 20
 @pytest.fixture
 def box(grant: Callable[..., Lease], memory: MemoryProvider) -> Sandbox:
     lease = grant(ttl=timedelta(hours=9))
-    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
-    return Sandbox.objects.get(holder=lease.pk)
+    run(lease)
+    return get_sandbox(lease)
 
 
 def read(box: Sandbox, memory: MemoryProvider, *, after: timedelta, **more: Any) -> Reading | None:
@@ -68,7 +69,7 @@ def test_a_final_reading_is_stored_before_the_process_ends(ends: str, box: Sandb
     if ends == "sleeps":
         assert eviction.evict(box.pk, now=NOW + 2 * MINUTE, reason="test")
     else:
-        leasing.release(box.holder, now=NOW + 2 * MINUTE)  # type: ignore[arg-type]
+        leasing.release(box.holder, now=NOW + 2 * MINUTE)
         assert destruction.destroy(box.pk, now=NOW + 2 * MINUTE)
     assert cpu(box) == [0, 7]
 
@@ -76,7 +77,7 @@ def test_a_final_reading_is_stored_before_the_process_ends(ends: str, box: Sandb
 def test_the_next_incarnation_starts_from_zero(box: Sandbox, memory: MemoryProvider) -> None:
     memory.use(box.ref, cpu_micros=5)
     eviction.evict(box.pk, now=NOW + MINUTE, reason="test")
-    execution.exec_command(box.holder, Command(argv=["true"], timeout=MINUTE), now=NOW + 2 * MINUTE)  # type: ignore[arg-type]
+    execution.exec_command(box.holder, Command(argv=["true"], timeout=MINUTE), now=NOW + 2 * MINUTE)
     box.refresh_from_db()
     memory.use(box.ref, cpu_micros=3)
     read(box, memory, after=3 * MINUTE)
@@ -97,10 +98,8 @@ def test_a_restarted_counter_is_counted_from_zero(box: Sandbox, memory: MemoryPr
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_use_before_the_claim_belongs_to_no_lease(
-    is_read: bool, pool: Pool, grant: Callable[..., Lease], memory: MemoryProvider
-) -> None:
-    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+def test_use_before_the_claim_belongs_to_no_lease(is_read: bool, pool: Pool, grant, memory: MemoryProvider) -> None:
+    update_pool(pool, warm_target=1)
     sweeps.warm_pools(now=NOW)
     box, hour = Sandbox.objects.get(), timedelta(hours=1)
     memory.use(box.ref, cpu_micros=SECOND, memory_bytes=10 * MIB)
@@ -127,7 +126,7 @@ def test_a_failed_start_is_not_read(grant: Callable[..., Lease], memory: MemoryP
     memory.fail("wait_ready", Unavailable("not ready"))
     memory.after("create", lambda ref: memory.use(ref, cpu_micros=SECOND))
     with pytest.raises(Exception, match="could not be started"):
-        execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+        run(lease)
     box = Sandbox.objects.get(holder=lease.pk)
     assert destruction.destroy(box.pk, now=NOW + MINUTE)
     assert not Reading.objects.exists() and ("stats", box.ref) in memory.calls
@@ -140,49 +139,38 @@ def test_a_provider_without_usage_is_not_called(box: Sandbox, memory: MemoryProv
 
 
 @pytest.mark.parametrize(("where", "more"), [("use asked", 2), ("reading made", 2), ("reading made", 0)])
-def test_concurrent_readings_do_not_overlap(where: str, more: int, box: Sandbox, memory: MemoryProvider) -> None:
+def test_concurrent_readings_do_not_overlap(where: str, more: int, box: Sandbox, memory, at_checkpoint) -> None:
     """The slower worker's counter value is included in the reading that the faster worker stores first."""
     read(box, memory, after=MINUTE)
     memory.use(box.ref, cpu_micros=5)
 
-    def rival(reached: str, subject: object) -> None:
-        if reached == where:
-            lifecycle.CHECKPOINT_HOOKS.remove(rival)
-            memory.use(box.ref, cpu_micros=more)
-            assert read(box, memory, after=3 * MINUTE, min_cpu_micros=1)
+    def rival() -> None:
+        memory.use(box.ref, cpu_micros=more)
+        assert read(box, memory, after=3 * MINUTE, min_cpu_micros=1)
 
-    lifecycle.CHECKPOINT_HOOKS.append(rival)
+    at_checkpoint(where, rival)
     assert read(box, memory, after=2 * MINUTE, min_cpu_micros=1) is None
     assert cpu(box) == [0, 5 + more]
 
 
-def test_a_crash_after_the_usage_call_loses_nothing(box: Sandbox, memory: MemoryProvider) -> None:
+def test_a_crash_after_the_usage_call_loses_nothing(box: Sandbox, memory: MemoryProvider, crash_at) -> None:
     memory.use(box.ref, cpu_micros=5)
-
-    def die(reached: str, subject: object) -> None:
-        if reached == "use asked":
-            raise SimulatedCrash
-
-    lifecycle.CHECKPOINT_HOOKS.append(die)
-    leasing.release(box.holder, now=NOW + MINUTE)  # type: ignore[arg-type]
-    with pytest.raises(SimulatedCrash):
+    leasing.release(box.holder, now=NOW + MINUTE)
+    with crash_at("use asked"):
         destruction.destroy(box.pk, now=NOW + MINUTE)
-    lifecycle.CHECKPOINT_HOOKS.remove(die)
     sweeps.destroy_due(now=NOW + timedelta(hours=1))
     assert (Sandbox.objects.get(pk=box.pk).state, cpu(box)) == ("destroyed", [5])
 
 
 def test_an_unreadable_sandbox_is_destroyed_nevertheless(box: Sandbox, memory: MemoryProvider) -> None:
     memory.fail("stats", Unavailable("no answer"))
-    leasing.release(box.holder, now=NOW + MINUTE)  # type: ignore[arg-type]
+    leasing.release(box.holder, now=NOW + MINUTE)
     assert destruction.destroy(box.pk, now=NOW + MINUTE) and not Reading.objects.exists()
 
 
-def test_the_sweep_reads_live_sandboxes_and_continues_after_a_failure(
-    grant: Callable[..., Lease], box: Sandbox, memory: MemoryProvider
-) -> None:
+def test_the_sweep_reads_live_sandboxes_and_continues_after_a_failure(grant, box: Sandbox, memory: MemoryProvider) -> None:
     other = grant(environment="other", ttl=timedelta(hours=9))
-    execution.exec_command(other.pk, Command(argv=["true"], timeout=MINUTE), now=NOW + MINUTE)
+    run(other, now=NOW + MINUTE)
     with memory.fail("stats", Unavailable("no answer"), times=1):  # the most recently used sandbox is read first
         result = sweeps.record_readings(now=NOW + 5 * MINUTE)
     assert (result.counts, len(result.failures)) == ({"read": 1}, 1)

@@ -9,38 +9,16 @@ from sandboxes.identity.curves import CURVES, PrivateKey
 from tests.support import tokens
 
 # AT Protocol's interoperability files w3c_didkey_K256.json, w3c_didkey_P256.json and signature-fixtures.json.
-KNOWN = [
-    (
-        "ES256K",
-        "9085d2bef69286a6cbb51623c8fa258629945cd55ca705cc4e66700396894e0c",
-        "zQ3shokFTS3brHcDQrn82RUDfCZESWL1ZdCEJwekUDPQiYBme",
+KNOWN = {
+    "9085d2bef69286a6cbb51623c8fa258629945cd55ca705cc4e66700396894e0c": "zQ3shokFTS3brHcDQrn82RUDfCZESWL1ZdCEJwekUDPQiYBme",
+    "f0f4df55a2b3ff13051ea814a8f24ad00f2e469af73c363ac7e9fb999a9072ed": "zQ3shtxV1FrJfhqE1dvxYRcCknWNjHc3c5X1y3ZSoPDi2aur2",
+    "6b0b91287ae3348f8c2f2552d766f30e3604867e34adc37ccbb74a8e6b893e02": "zQ3shZc2QzApp2oymGvQbzP8eKheVshBHbU4ZYjeXqwSKEn6N",
+    "c0a6a7c560d37d7ba81ecee9543721ff48fea3e0fb827d42c1868226540fac15": "zQ3shadCps5JLAHcZiuX5YUtWHHL8ysBJqFLWvjZDKAWUBGzy",
+    "175a232d440be1e0788f25488a73d9416c04b6f924bea6354bf05dd2f1a75133": "zQ3shptjE6JwdkeKN4fcpnYQY3m9Cet3NiHdAfpvSUZBFoKBj",
+    tokens.decode_multibase("z9p4VRzdmhsnq869vQjVCTrRry7u4TtfRxhvBFJTGU2Cp").hex(): (
+        "zDnaeTiq1PdzvZXUaMdezchcMJQpBdH2VN4pgrrEhMCCbmwSb"
     ),
-    (
-        "ES256K",
-        "f0f4df55a2b3ff13051ea814a8f24ad00f2e469af73c363ac7e9fb999a9072ed",
-        "zQ3shtxV1FrJfhqE1dvxYRcCknWNjHc3c5X1y3ZSoPDi2aur2",
-    ),
-    (
-        "ES256K",
-        "6b0b91287ae3348f8c2f2552d766f30e3604867e34adc37ccbb74a8e6b893e02",
-        "zQ3shZc2QzApp2oymGvQbzP8eKheVshBHbU4ZYjeXqwSKEn6N",
-    ),
-    (
-        "ES256K",
-        "c0a6a7c560d37d7ba81ecee9543721ff48fea3e0fb827d42c1868226540fac15",
-        "zQ3shadCps5JLAHcZiuX5YUtWHHL8ysBJqFLWvjZDKAWUBGzy",
-    ),
-    (
-        "ES256K",
-        "175a232d440be1e0788f25488a73d9416c04b6f924bea6354bf05dd2f1a75133",
-        "zQ3shptjE6JwdkeKN4fcpnYQY3m9Cet3NiHdAfpvSUZBFoKBj",
-    ),
-    (
-        "ES256",
-        tokens.decode_multibase("z9p4VRzdmhsnq869vQjVCTrRry7u4TtfRxhvBFJTGU2Cp").hex(),
-        "zDnaeTiq1PdzvZXUaMdezchcMJQpBdH2VN4pgrrEhMCCbmwSb",
-    ),
-]
+}
 MESSAGE = "oWVoZWxsb2V3b3JsZA"
 P256, K256 = "zDnaembgSGUhZULN2Caob4HLJPaxBh92N7rtH21TErzqf8HQo", "zQ3shqwJEJyMBsBXCWyCBpUBMqxcon9oHB7mCvx4sSpMdLJwc"
 SIGNED = [
@@ -53,25 +31,22 @@ SIGNED = [
 
 @pytest.mark.parametrize(("key", "signature", "algorithm"), SIGNED)
 def test_the_verifier_of_the_tests_agrees_with_the_published_fixtures(key: str, signature: str, algorithm: str | None) -> None:
-    raw = base64.b64decode(signature + "==")
+    raw, message = base64.b64decode(signature + "=="), tokens.decode_base64url(MESSAGE)
     if algorithm:
-        assert tokens.verify_signature(key, tokens.decode_base64url(MESSAGE), raw) == algorithm
-        with pytest.raises(tokens.TokenRejected, match="signature"):
-            tokens.verify_signature(key, b"something else", raw)
-    else:
-        with pytest.raises(tokens.TokenRejected, match="high s"):
-            tokens.verify_signature(key, tokens.decode_base64url(MESSAGE), raw)
+        assert tokens.verify_signature(key, message, raw) == algorithm
+    with pytest.raises(tokens.TokenRejected, match="signature" if algorithm else "high s"):
+        tokens.verify_signature(key, b"something else" if algorithm else message, raw)
 
 
-@pytest.mark.parametrize(("algorithm", "private", "public"), KNOWN)
-def test_a_private_key_has_the_published_public_key(algorithm: str, private: str, public: str) -> None:
-    assert curves.parse_private_key(private, algorithm).public == public
+@pytest.mark.parametrize(("private", "public"), KNOWN.items())
+def test_a_private_key_has_the_published_public_key(private: str, public: str) -> None:
+    assert curves.parse_private_key(private, "ES256" if public.startswith("zDn") else "ES256K").public == public
 
 
 @pytest.mark.parametrize("algorithm", CURVES)
 def test_every_signature_has_the_lower_s_and_verifies(algorithm: str) -> None:
-    """A library returns the higher s for half of its signatures, so 400 signatures contain both kinds."""
-    for number in range(100):
+    """A library returns the higher s for half of its signatures, so 80 signatures contain both kinds."""
+    for number in range(20):
         private = curves.generate_key(algorithm)
         for message in (b"", bytes([number]), b"x" * 1000, private.public.encode()):
             assert tokens.verify_signature(private.public, message, private.sign(message)) == algorithm

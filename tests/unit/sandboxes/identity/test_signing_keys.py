@@ -13,6 +13,7 @@ from django.db import IntegrityError, transaction
 
 from leases import execution, leasing, sweeps
 from leases.errors import LeaseEnded
+from leases.models import Lease
 from sandboxes.errors import SigningKeyDecryptionFailed, SigningKeyExists, SigningKeyNotFound, SigningKeyRevoked
 from sandboxes.identity import curves, signing
 from sandboxes.models import MintedToken, SigningKey
@@ -29,6 +30,15 @@ def token(agent: str = ADA, **more: Any) -> str:
     return signing.create_service_token(agent, **{"aud": RELAY, "lxm": SUBSCRIBE, "now": NOW} | more)
 
 
+def mint(lease: Lease, **more: Any) -> tuple[str, MintedToken]:
+    return execution.mint_service_token(lease.pk, **{"aud": RELAY, "lxm": SUBSCRIBE, "now": NOW} | more)
+
+
+@pytest.fixture
+def key(db: None) -> SigningKey:
+    return signing.create_key(ADA, now=NOW)
+
+
 # --- tokens -------------------------------------------------------------------------------------------------------
 
 
@@ -43,12 +53,9 @@ def test_a_token_verifies_with_the_public_key_and_names_issuer_and_audience(algo
         tokens.verify_token(token(), curves.generate_key(algorithm).public)
 
 
-def test_each_token_is_a_row_without_the_token(grant) -> None:
-    key = signing.create_key(ADA, now=NOW)
+def test_each_token_is_a_row_without_the_token(key, grant) -> None:
     lease = grant()
-    minted, row = execution.mint_service_token(
-        lease.pk, aud=RELAY, lxm=SUBSCRIBE, lifetime=2 * MINUTE, now=NOW, actor="key 1a2b"
-    )
+    minted, row = mint(lease, lifetime=2 * MINUTE, actor="key 1a2b")
     assert (row.holder, row.agent_did, row.key, row.aud, row.lxm) == (lease.pk, ADA, key, RELAY, SUBSCRIBE)
     assert (row.at, row.expires_at, row.actor) == (NOW, NOW + 2 * MINUTE, "key 1a2b")
     assert UUID(tokens.verify_token(minted, key.did_key)["jti"]) == MintedToken.objects.get().pk
@@ -56,8 +63,7 @@ def test_each_token_is_a_row_without_the_token(grant) -> None:
     assert not any(part in stored for part in minted.split("."))
 
 
-def test_old_token_rows_are_deleted() -> None:
-    signing.create_key(ADA, now=NOW)
+def test_old_token_rows_are_deleted(key) -> None:
     for days in (0, 1, 91):
         token(now=NOW + timedelta(days=days))
     result = sweeps.prune(now=NOW + timedelta(days=91, hours=1))
@@ -65,50 +71,44 @@ def test_old_token_rows_are_deleted() -> None:
     assert [row.at for row in MintedToken.objects.all()] == [NOW + timedelta(days=91)]
 
 
-def test_tokens_of_the_same_moment_differ(grant) -> None:
-    signing.create_key(ADA, now=NOW)
+def test_tokens_of_the_same_moment_differ(key) -> None:
     assert len({token() for _ in range(5)}) == len(set(MintedToken.objects.values_list("jti", flat=True))) == 5
 
 
 @pytest.mark.parametrize("seconds", [0, 0.5, 301, -60])
-def test_a_lifetime_is_one_second_to_five_minutes(seconds: float) -> None:
-    signing.create_key(ADA, now=NOW)
+def test_a_lifetime_is_one_second_to_five_minutes(key, seconds: float) -> None:
     with pytest.raises(ValueError, match="lifetime of a service token"):
         token(lifetime=timedelta(seconds=seconds))
     assert not MintedToken.objects.exists()
 
 
-def test_a_token_never_outlives_the_requested_lifetime() -> None:
-    key = signing.create_key(ADA, now=NOW)
+def test_a_token_never_outlives_the_requested_lifetime(key) -> None:
     late = NOW + timedelta(milliseconds=999)
     claims = tokens.verify_token(token(now=late, lifetime=timedelta(seconds=1)), key.did_key)
     assert (claims["iat"], claims["exp"]) == (int(NOW.timestamp()), int(NOW.timestamp()) + 1)
     assert MintedToken.objects.get().expires_at == NOW + timedelta(seconds=1)
 
 
-def test_a_lease_that_has_ended_cannot_mint(grant) -> None:
-    signing.create_key(ADA, now=NOW)
+def test_a_lease_that_has_ended_cannot_mint(key, grant) -> None:
     released, elapsed = grant(), grant(environment="game-2", ttl=MINUTE)
     leasing.release(released.pk, now=NOW)
     for lease in (released, elapsed):
         with pytest.raises(LeaseEnded):
-            execution.mint_service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW + 2 * MINUTE)
+            mint(lease, now=NOW + 2 * MINUTE)
     assert not MintedToken.objects.exists()
 
 
-def test_a_lease_that_ends_between_check_and_minting_gets_no_token(grant, at_checkpoint) -> None:
-    signing.create_key(ADA, now=NOW)
+def test_a_lease_that_ends_between_check_and_minting_gets_no_token(key, grant, at_checkpoint) -> None:
     lease = grant()
     at_checkpoint("may mint", lambda: leasing.end(lease.pk, reason="operator", now=NOW))
     with pytest.raises(LeaseEnded):
-        execution.mint_service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW)
+        mint(lease)
     assert not MintedToken.objects.exists()
 
 
-def test_minting_does_not_renew_the_lease(grant) -> None:
-    signing.create_key(ADA, now=NOW)
+def test_minting_does_not_renew_the_lease(key, grant) -> None:
     lease = grant()
-    execution.mint_service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW + MINUTE)
+    mint(lease, now=NOW + MINUTE)
     assert leasing.require_active(lease.pk, now=NOW + MINUTE).expires_at == lease.expires_at
 
 
@@ -132,17 +132,14 @@ def test_after_a_rotation_the_new_key_signs_and_the_old_private_key_is_deleted()
         tokens.verify_token(token(), old.did_key)
 
 
-def test_a_rotation_during_minting_takes_effect(grant, at_checkpoint) -> None:
-    old = signing.create_key(ADA, now=NOW)
-    lease = grant()
+def test_a_rotation_during_minting_takes_effect(key, grant, at_checkpoint) -> None:
     at_checkpoint("may mint", lambda: signing.rotate_key(ADA, now=NOW))
-    minted, row = execution.mint_service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW)
-    assert row.key != old
+    minted, row = mint(grant())
+    assert row.key != key
     tokens.verify_token(minted, row.key.did_key)
 
 
-def test_no_token_is_minted_between_revocation_and_a_new_key() -> None:
-    signing.create_key(ADA, now=NOW)
+def test_no_token_is_minted_between_revocation_and_a_new_key(key) -> None:
     key = signing.revoke_active_key(ADA, now=NOW + MINUTE, actor="root")
     assert (key.revoked_at, key.retired_at, key.ended_by, key.sealed) == (NOW + MINUTE, None, "root", None)
     for act in (token, lambda: signing.revoke_active_key(ADA, now=NOW), lambda: signing.rotate_key(ADA, now=NOW)):
@@ -152,8 +149,7 @@ def test_no_token_is_minted_between_revocation_and_a_new_key() -> None:
     tokens.verify_token(token(), another.did_key)
 
 
-def test_a_second_rotation_of_the_same_key_changes_nothing() -> None:
-    key = signing.create_key(ADA, now=NOW)
+def test_a_second_rotation_of_the_same_key_changes_nothing(key) -> None:
     assert signing.replace_key(key, now=NOW)
     assert signing.replace_key(key, now=NOW) is None
     assert not signing.revoke_key(key, now=NOW)
@@ -173,12 +169,10 @@ def test_an_agent_has_one_active_key_and_a_key_belongs_to_one_agent() -> None:
     assert signing.get_active_key(ADA) == signs  # the failed attempt did not retire the key
 
 
-def test_constraints_reject_a_second_active_key_and_a_stored_private_key_after_its_end() -> None:
-    key = signing.create_key(ADA, now=NOW)
-    mine = SigningKey.objects.filter(pk=key.pk)
+def test_constraints_reject_a_second_active_key_and_a_stored_private_key_after_its_end(key) -> None:
     for change in ({"sealed": None}, {"retired_at": NOW}, {"retired_at": NOW, "revoked_at": NOW, "sealed": None}):
         with pytest.raises(IntegrityError), transaction.atomic():
-            mine.update(**change)
+            SigningKey.objects.filter(pk=key.pk).update(**change)
 
 
 # --- at rest ------------------------------------------------------------------------------------------------------
@@ -195,20 +189,19 @@ def test_a_key_under_an_unknown_encryption_key_is_a_clear_error(settings, caplog
     assert not MintedToken.objects.exists()
 
 
-def test_a_private_key_copied_into_another_row_is_not_decrypted() -> None:
-    ada, bob = signing.create_key(ADA, now=NOW), signing.create_key(BOB, now=NOW)
-    SigningKey.objects.filter(pk=bob.pk).update(sealed=ada.sealed)
+def test_a_private_key_copied_into_another_row_is_not_decrypted(key) -> None:
+    bob = signing.create_key(BOB, now=NOW)
+    SigningKey.objects.filter(pk=bob.pk).update(sealed=key.sealed)
     with pytest.raises(SigningKeyDecryptionFailed):
         token(BOB)
-    SigningKey.objects.filter(pk=ada.pk).delete()
-    SigningKey.objects.filter(pk=bob.pk).update(public_key=ada.public_key)
+    SigningKey.objects.filter(pk=key.pk).delete()
+    SigningKey.objects.filter(pk=bob.pk).update(public_key=key.public_key)
     with pytest.raises(SigningKeyDecryptionFailed):
         token(BOB)
 
 
-def test_a_damaged_private_key_is_not_decrypted() -> None:
-    key = signing.create_key(ADA, now=NOW)
-    whole = bytes(SigningKey.objects.get().sealed)
+def test_a_damaged_private_key_is_not_decrypted(key) -> None:
+    whole = bytes(key.sealed)
     for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), whole[:12], b"", b"\0" + whole):
         SigningKey.objects.filter(pk=key.pk).update(sealed=damaged)
         with pytest.raises(SigningKeyDecryptionFailed):
@@ -232,8 +225,7 @@ def test_encryption_keys_can_be_replaced_without_losing_a_signing_key(settings) 
     assert [key.agent_did for key in signing.reencrypt_keys().undecryptable] == [BOB, ADA]
 
 
-def test_the_same_private_key_is_encrypted_differently_each_time(settings) -> None:
-    signing.create_key(ADA, now=NOW)
+def test_the_same_private_key_is_encrypted_differently_each_time(key, settings) -> None:
     settings.IDENTITY_KEYS = [b"1" * 32]
     seen = {bytes(SigningKey.objects.get().sealed)}
     for number in (b"2", b"3"):
@@ -248,7 +240,7 @@ def test_no_private_key_is_in_the_database_or_in_the_log(grant, caplog, settings
     mine = [curves.generate_key("ES256K"), curves.generate_key("ES256"), curves.generate_key("ES256K")]
     for private, agent in zip(mine, (ADA, BOB, "did:plc:eve"), strict=True):
         signing.create_key(agent, now=NOW, private=private)
-    execution.mint_service_token(grant().pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW)
+    mint(grant())
     signing.rotate_key(BOB, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
     signing.reencrypt_keys()

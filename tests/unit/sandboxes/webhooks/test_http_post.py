@@ -4,7 +4,7 @@ import datetime
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from ipaddress import IPv4Address, ip_address
 from pathlib import Path
@@ -20,12 +20,6 @@ from sandboxes.webhooks import http_post
 from sandboxes.webhooks.addresses import get_refusal_reason
 from sandboxes.webhooks.http_post import PostResult
 from tests.support.receiver import WebhookReceiver, never_respond, run_receiver, stream_endlessly, trickle_headers
-
-
-@pytest.fixture
-def receiver() -> Iterator[WebhookReceiver]:
-    with run_receiver() as server:
-        yield server
 
 
 def post(url: str, timeout: float = 30.0, internal: bool = True) -> PostResult:
@@ -166,24 +160,15 @@ def test_an_unknown_name_and_a_silent_resolver_are_errors(monkeypatch) -> None:
 # --- TLS --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def certified(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
     """Self-signed certificate of localhost and a server context that uses it."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
     names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(IPv4Address("127.0.0.1"))])
-    certificate = (
-        x509.CertificateBuilder()
-        .issuer_name(name)
-        .subject_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(names, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    path = tmp_path / "server.pem"
+    unsigned = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - day, now + day)
+    certificate = unsigned.add_extension(names, critical=False).sign(key, hashes.SHA256())
+    path = tmp_path_factory.mktemp("tls") / "server.pem"
     path.write_bytes(
         key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + certificate.public_bytes(Encoding.PEM)
     )

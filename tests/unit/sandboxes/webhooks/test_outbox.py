@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
-from leases import execution, leasing
+from leases import execution, leasing, sweeps
 from sandboxes import destruction
 from sandboxes.models import Delivery, Event, Sandbox, Webhook
 from sandboxes.providers.base import Unavailable
@@ -38,8 +38,7 @@ def test_an_event_is_inserted_once_with_a_delivery_for_each_subscribed_webhook()
 
 
 def test_an_event_without_subscribers_is_inserted_too() -> None:
-    event = put()
-    assert list(Event.objects.all()) == [event]
+    assert [put()] == list(Event.objects.all())
 
 
 def test_an_unknown_kind_raises() -> None:
@@ -93,6 +92,6 @@ def test_each_quarantine_of_a_sandbox_is_an_event(grant, memory, settings) -> No
 def test_old_events_are_deleted_with_their_deliveries() -> None:
     hook()
     put()
-    assert outbox.purge_old_events(now=NOW + timedelta(days=30)) == 0
-    assert outbox.purge_old_events(now=NOW + timedelta(days=30, seconds=1)) == 1
-    assert not Delivery.objects.exists()
+    assert "old events removed" not in sweeps.prune(now=NOW + timedelta(days=30)).counts
+    assert sweeps.prune(now=NOW + timedelta(days=30, seconds=1)).counts["old events removed"] == 1
+    assert not Delivery.objects.exists() and Webhook.objects.count() == 1

@@ -27,7 +27,7 @@ from controlplane import schedules
 from sandboxes import pool_stats, providers
 from sandboxes.admin import tabs
 from sandboxes.db.clock import format_timestamp
-from sandboxes.models import Sweep
+from sandboxes.models import Installation, Sweep
 from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.sweeps import COUNTERS_CORRECTED
 
@@ -67,6 +67,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         pools = pool_stats.collect_pool_stats(now=now)
         unsaved = tabs.find_unsaved_attachments().count()
         exhausted = len(budgets.find_exhausted(now=now))
+        mismatch = Installation.objects.filter(pk=1).exclude(mismatch="").exists()
     except DatabaseError:
         return _build_report(database=False, missing=["The database does not respond."])
     egress = _get_sweep_status(sweep_rows.pop(EGRESS_HEARTBEAT), now, EGRESS_HEARTBEAT_INTERVAL)
@@ -81,7 +82,8 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         missing.append("The queue has no recent heartbeat, so no sweeps run.")
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
-        egress=egress, warnings=[*_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted)],
+        egress=egress, warnings=[*_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted),
+                                  *_iter_installation_warnings(mismatch)],
         quarantined=total.quarantined, stalled=total.stalled, lost=total.lost, unsaved=unsaved, drift=drift,
         warming={pool.name: _get_warm_status(pool) for pool in pools if pool.warm_target},
     )  # fmt: skip
@@ -109,6 +111,13 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
 def _iter_budget_warnings(exhausted: int) -> Iterator[str]:
     if exhausted:
         yield f"Exhausted hard budgets, whose leases are refused and ended: {exhausted}."
+
+
+def _iter_installation_warnings(mismatch: bool) -> Iterator[str]:
+    if mismatch:
+        yield "Store or state directory do not match this database: destructive sweeps are refused. See manage.py installation."
+    if settings.OBSERVE:
+        yield "Observe mode: nothing is destroyed, deleted or delivered."
 
 
 def _get_warm_status(pool: PoolStats) -> dict[str, Any]:

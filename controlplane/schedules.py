@@ -11,8 +11,10 @@ from django_q.models import Schedule
 from django_q.tasks import async_task
 
 from billing import derivation
+from controlplane import dry_run
 from leases import budget_enforcement
 from leases import sweeps as leases
+from sandboxes import installation
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress.logs import collection
 from sandboxes.state import pruning
@@ -61,6 +63,7 @@ def meter(*, now: datetime) -> SweepResult:
 # fmt: off
 SCHEDULE: dict[str, ScheduledSweep] = {
     HEARTBEAT:   ScheduledSweep(1,  "record that the queue executes scheduled tasks",       do_nothing),
+    "mark":      ScheduledSweep(1,  "mark store and state directory as this installation's", installation.mark_places),
     "expire":    ScheduledSweep(1,  "end leases whose ttl or max_ttl has elapsed",          leases.expire_due_leases),
     "stalled":   ScheduledSweep(1,  "recover overdue sandboxes, runs, turns, model calls",  leases.recover_stalled),
     "reclaim":   ScheduledSweep(1,  "destroy the sandboxes of ended leases",                leases.reclaim),
@@ -80,6 +83,10 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "webhooks":  ScheduledSweep(1,  "deliver due webhook events",                           delivery.deliver_due),
 }
 # fmt: on
+# Sweeps that destroy, delete, end leases or notify: refused while the installation does not match, and counted in observe mode.
+DESTRUCTIVE_SWEEPS = frozenset(
+    {"expire", "stalled", "reclaim", "idle", "cold", "warm", "reconcile", "prune", "budgets", "webhooks"}
+)
 SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # run by `manage.py sweep`
 
 
@@ -91,7 +98,15 @@ def run(name: str) -> str:
 def run_sweep(name: str, *, now: datetime) -> SweepResult:
     """Run one pass of a sweep and record its outcome in its Sweep row, which health and metrics read."""
     scheduled = SCHEDULE[name]
-    return run_recorded(name, lambda: scheduled.sweep(now=now), now=now, every=scheduled.interval)
+
+    def run_pass() -> SweepResult:
+        if name not in DESTRUCTIVE_SWEEPS:
+            return scheduled.sweep(now=now)
+        if settings.OBSERVE:
+            return dry_run.count_actions(name, now=now)
+        return installation.run_destructive(lambda: scheduled.sweep(now=now))
+
+    return run_recorded(name, run_pass, now=now, every=scheduled.interval)
 
 
 def get_interval(name: str) -> timedelta:

@@ -124,6 +124,11 @@ DESTROY_TRIES = env.integer(
     "LEASEHOLD_DESTROY_TRIES", 8, minimum=1, help="failed destroy attempts before a sandbox is quarantined"
 )
 ORPHAN_GRACE = env.duration("LEASEHOLD_ORPHAN_GRACE", "2m", help="age at which a provider's sandbox without a row is destroyed")
+OBSERVE = env.boolean(
+    "LEASEHOLD_OBSERVE",
+    False,
+    help="destroy and delete nothing, deliver no webhook: sweeps only count what they would do",
+)
 
 # --- stored state -------------------------------------------------------------------------------------------------
 KEEP_SNAPSHOTS = env.integer(

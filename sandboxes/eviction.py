@@ -49,6 +49,8 @@ def evict(
     Only `warm` and `waiting` sandboxes are evicted. A sandbox with an open Run is `running`, so the claiming UPDATE does not
     match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays
     alive and `last_error` has the cause."""
+    if settings.OBSERVE:
+        return False
     sandbox = Sandbox.objects.get(pk=pk)
     token = uuid.uuid4()
     evictable = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)

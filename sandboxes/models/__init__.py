@@ -1,6 +1,7 @@
 """Models of the app: one module a noun. This package re-exports every model and the sets of states."""
 
 from sandboxes.models.identity import MintedToken, SigningKey
+from sandboxes.models.installation import Installation
 from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate
 from sandboxes.models.policies import Policy
 from sandboxes.models.pools import Pool, Quota
@@ -26,6 +27,7 @@ __all__ = [
     "DataSize",
     "Delivery",
     "Event",
+    "Installation",
     "LlmCall",
     "LogPosition",
     "MintedToken",

@@ -165,6 +165,8 @@ def forget(snapshot: Snapshot, *, now: datetime) -> bool:
         # Checked after the locks are held: a copy inserted while we waited is not among the locked rows.
         if rows.filter(forgotten_at__isnull=True).exists():
             return bool(forgotten)
+    if settings.OBSERVE:
+        return bool(forgotten)  # the objects stay until the prune sweep may run
     get_store().remove_many([f"{snapshot.key}/{part}" for part in snapshot.digests])
     forget_local(snapshot)
     return bool(forgotten)

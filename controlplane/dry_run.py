@@ -1,0 +1,113 @@
+"""Queries behind `manage.py sweep --dry-run` and observe mode: what each sweep would do now, without changes."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from typing import Any
+
+from django.conf import settings
+
+from billing.models import Budget, Unpriced
+from leases import budget_enforcement, turns
+from leases import sweeps as leases
+from leases.models import Lease
+from sandboxes import reconciliation, runs
+from sandboxes import sweeps as sandboxes
+from sandboxes.egress import authorization, model_pricing
+from sandboxes.egress.logs import access_log
+from sandboxes.models import ModelRate, Pool, Sandbox
+from sandboxes.providers.base import ProviderSandbox
+from sandboxes.state import data_sync, pruning
+from sandboxes.sweep_log import SweepResult
+from sandboxes.usage import readings
+from sandboxes.webhooks import delivery, outbox
+
+MAX_LISTED = 200  # rows that --dry-run lists per query
+
+
+@dataclass(frozen=True)
+class ListedKey:
+    name: str
+
+
+def _iter_unreferenced_keys(now: datetime) -> Iterable[ListedKey]:
+    keys = (key for category in pruning.OBJECT_CATEGORIES for key in pruning.find_orphans(category, now - pruning.ORPHAN_GRACE))
+    return (ListedKey(key) for key in islice(keys, MAX_LISTED))
+
+
+def _iter_orphans(now: datetime) -> Iterable[ProviderSandbox]:
+    for item, name in reconciliation.iter_pool_providers():
+        yield from reconciliation.find_orphans(item, name, now=now, grace=settings.ORPHAN_GRACE)
+
+
+# For --dry-run: the queries of each sweep, by the action that the sweep would take.
+DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
+    "expire": {"end lease": lambda now: leases.find_elapsed_leases(now=now)[:MAX_LISTED]},
+    "stalled": {
+        "close run": lambda now: runs.find_overdue(now=now)[:MAX_LISTED],
+        "destroy overdue sandbox": lambda now: sandboxes.find_overdue_starts(now=now)[:MAX_LISTED],
+        "finish eviction of sandbox": lambda now: sandboxes.find_overdue_evictions(now=now)[:MAX_LISTED],
+        "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
+        "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
+        "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
+    },
+    "mark": {},
+    "persist": {"store data of sandbox": lambda now: data_sync.find_unsaved()[:MAX_LISTED]},
+    "reclaim": {
+        "destroy sandbox": lambda now: sandboxes.find_due_for_destroy(now=now)[:MAX_LISTED],
+        "close lease": lambda now: leases.find_leases_to_close()[:MAX_LISTED],
+    },
+    "idle": {"put sandbox to sleep": lambda now: sandboxes.find_idle(now=now)[:MAX_LISTED]},
+    "cold": {
+        "destroy cold sandbox": lambda now: sandboxes.find_expired_cold(now=now)[:MAX_LISTED],
+        "delete local copy": lambda now: sandboxes.find_leftover_local_copies()[:MAX_LISTED],
+        "delete snapshot": lambda now: leases.find_expired_snapshots(now=now)[:MAX_LISTED],
+    },
+    "warm": {
+        "destroy surplus sandbox": lambda now: Sandbox.objects.filter(pk__in=sandboxes.find_surplus()),
+        "start sandbox in pool": lambda now: sandboxes.find_pools_below_target(now=now),
+    },
+    "reconcile": {"destroy orphan": _iter_orphans, "end lease as lost": lambda now: leases.find_lost_leases()},
+    "recount": {"recount pool": lambda now: Pool.objects.order_by("pk")},
+    "measure": {"measure workspace of sandbox": lambda now: sandboxes.find_unmeasured()[:MAX_LISTED]},
+    "weigh": {"measure data": lambda now: pruning.find_mounted().order_by("pk")[:MAX_LISTED]},
+    "read": {"read sandbox": lambda now: readings.find_readable()[:MAX_LISTED]},
+    "prune": {
+        "delete outdated object": lambda now: data_sync.find_outdated_objects()[:MAX_LISTED],
+        "delete unreferenced object": _iter_unreferenced_keys,
+        "delete event": lambda now: outbox.find_old_events(now=now)[:MAX_LISTED],
+    },
+    "collect": {
+        "close model call": lambda now: access_log.find_abandoned(now=now)[:MAX_LISTED],
+        "price model call": lambda now: model_pricing.find_priceable([*ModelRate.objects.filter(valid_from__lte=now)], now=now)[
+            :MAX_LISTED
+        ],
+    },
+    "meter": {
+        "meter sandbox": lambda now: Sandbox.objects.filter(metered=False).order_by("pk")[:MAX_LISTED],
+        "price day": lambda now: Unpriced.objects.order_by("pk")[:MAX_LISTED],
+    },
+    "budgets": {
+        "total budget": lambda now: Budget.objects.filter(active=True)[:MAX_LISTED],
+        "end lease": lambda now: Lease.objects.filter(
+            pk__in=[*budget_enforcement.find_leases_over_budget(now=now)][:MAX_LISTED]
+        ),
+    },
+    "webhooks": {"attempt delivery": lambda now: delivery.find_deliverable(now=now)[:MAX_LISTED]},
+}
+
+
+def iter_actions(name: str, *, now: datetime) -> Iterable[tuple[str, Any]]:
+    """Yield (action, object) for what a sweep would do now, at most MAX_LISTED of each action."""
+    for action, find_due in DRY_RUN_QUERIES[name].items():
+        for item in find_due(now):
+            yield action, item
+
+
+def count_actions(name: str, *, now: datetime) -> SweepResult:
+    """Return the counts of what a sweep would do now, and change nothing."""
+    result = SweepResult()
+    for action, _ in iter_actions(name, now=now):
+        result.note(f"observed: would {action}")
+    return result

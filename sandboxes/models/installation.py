@@ -1,0 +1,27 @@
+"""Identity of this installation. The verbs are in sandboxes.installation."""
+
+import uuid
+
+from django.db import models
+from django.db.models import Q
+
+
+class Installation(models.Model):
+    """The only row of its table: which installation this database belongs to, and how far it has come."""
+
+    id = models.PositiveSmallIntegerField(primary_key=True, default=1, editable=False)
+    identity = models.UUIDField(default=uuid.uuid4, editable=False)
+    generation = models.PositiveBigIntegerField(
+        default=0, help_text="Increases with each mark written to the store and the state directory. 0: never marked."
+    )
+    marked_at = models.DateTimeField(null=True, blank=True)
+    mismatch = models.TextField(blank=True, help_text="Why destructive sweeps are refused. Empty: they run.")
+    confirmed_at = models.DateTimeField(null=True, blank=True)
+    confirmed_by = models.CharField(max_length=255, blank=True)
+
+    class Meta:
+        default_permissions = ("view",)
+        constraints = [models.CheckConstraint(condition=Q(id=1), name="installation_single_row")]
+
+    def __str__(self) -> str:
+        return str(self.identity)

@@ -1,0 +1,120 @@
+"""A database that was restored or copied destroys nothing that it does not know."""
+
+import uuid
+from pathlib import Path
+
+import pytest
+from django.conf import settings
+from django.core.management import CommandError, call_command
+from django.utils import timezone
+
+from controlplane import health, schedules
+from leases import leasing
+from sandboxes import installation
+from sandboxes.models import Installation, Pool, Sandbox, Sweep
+from sandboxes.models.state import format_key_timestamp
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.storage import get_store
+from tests.conftest import MINUTE, NOW
+from tests.support.leases import run, write
+
+pytestmark = pytest.mark.django_db
+
+
+def sweep(name: str) -> str:
+    return "\n".join(schedules.run_sweep(name, now=NOW).failures)
+
+
+def mark_as(**fields: object) -> None:
+    """Make the database an older state of the installation, or another one. The store and the directory keep their marks."""
+    assert not sweep("mark")
+    Installation.objects.filter(pk=1).update(**fields)
+
+
+@pytest.fixture
+def orphan(pool: Pool, memory) -> str:
+    """A container that this database does not know, old enough to be destroyed as an orphan."""
+    spec = SandboxSpec(name="of-the-lost-hour", owner=str(pool.owner), image="", memory_mib=64, millicpus=100, pids=64)
+    memory.create(spec)
+    memory._sandboxes[spec.name].created_at = NOW - 60 * MINUTE
+    return spec.name
+
+
+@pytest.fixture
+def newer_object() -> str:
+    key = f"snapshots/{uuid.uuid4()}/{format_key_timestamp(NOW - 120 * MINUTE)}-{uuid.uuid4().hex}/workspace"
+    get_store().set(key, b"state that only a later database knows")
+    return key
+
+
+@pytest.mark.parametrize("fields", [{"generation": 0}, {"identity": uuid.uuid4()}], ids=["restored", "another installation"])
+def test_destructive_sweeps_are_refused_and_say_so(
+    fields: dict[str, object], pool, memory, grant, orphan, newer_object
+) -> None:
+    lease = grant(ttl=MINUTE)
+    run(lease)
+    mark_as(**fields)
+    for name in schedules.DESTRUCTIVE_SWEEPS:
+        assert "Refused" in sweep(name)
+    assert "Refused" in Sweep.objects.get(name="prune").last_error
+    assert get_store().has(newer_object)
+    assert {entry.name for entry in memory.list(str(pool.owner))} == {orphan, Sandbox.objects.get().name}
+    lease.refresh_from_db()
+    assert lease.status == "active"
+    assert any("do not match" in warning for warning in health.check_health(now=timezone.now())["warnings"])
+    assert sweep("mark") and not sweep("recount")
+
+
+def test_store_without_its_mark_is_not_the_one_of_this_database(newer_object) -> None:
+    mark_as()
+    get_store().remove(installation.MARK_NAME)
+    assert "has no mark" in sweep("prune")
+
+
+def test_new_host_without_a_mark_in_its_state_directory_is_accepted() -> None:
+    mark_as()
+    (Path(settings.STATE_DIR) / installation.MARK_NAME).unlink()
+    assert sweep("prune") == ""
+
+
+def test_other_copy_is_refused_once_this_one_is_confirmed(capsys, pool, memory, orphan, newer_object) -> None:
+    mark_as(generation=0)
+    with pytest.raises(CommandError, match="refused"):
+        call_command("installation")
+    with pytest.raises(CommandError, match="Nothing was changed"):
+        call_command("installation", "confirm")
+    listed = capsys.readouterr().out
+    assert orphan in listed and newer_object in listed
+    other_copy = Installation.objects.get().generation + 1  # the database that wrote the marks
+    call_command("installation", "confirm", "--yes")
+    assert sweep("reconcile") == ""
+    assert not memory.list(str(pool.owner))
+    Installation.objects.update(generation=other_copy)
+    assert "later state" in sweep("reconcile")
+
+
+def test_crash_between_the_database_and_the_marks_is_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark_as()
+    Installation.objects.update(generation=50)
+    assert sweep("prune") == ""
+
+
+def test_unreadable_mark_refuses(newer_object) -> None:
+    mark_as()
+    get_store().set(installation.MARK_NAME, b"not json")
+    assert "cannot be read" in sweep("prune")
+
+
+def test_observe_mode_counts_and_destroys_nothing(settings, pool, memory, grant, orphan, newer_object) -> None:
+    settings.OBSERVE = True
+    ended, idle = grant(), grant(environment="idle")
+    write(ended), write(idle)
+    leasing.release(ended.pk, now=NOW)
+    Sandbox.objects.filter(holder=idle.pk).update(idle_at=NOW)
+    counts = {name: schedules.run_sweep(name, now=NOW + MINUTE).counts for name in ("reclaim", "idle", "reconcile", "prune")}
+    assert counts == {
+        "reclaim": {"observed: would destroy sandbox": 1}, "idle": {"observed: would put sandbox to sleep": 1},
+        "reconcile": {"observed: would destroy orphan": 1}, "prune": {"observed: would delete unreferenced object": 1},
+    }  # fmt: skip
+    assert len(memory.list(str(pool.owner))) == 3
+    assert get_store().has(newer_object)

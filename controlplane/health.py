@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -76,6 +77,8 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     drift = sweep_rows["recount"].counts.get(COUNTERS_CORRECTED, 0) if sweep_rows["recount"] else 0
     provider = provider_probe.get_status()
     missing = []
+    if _get_draining_path().exists():
+        missing.append("This server is shutting down.")
     if not provider["answers"]:
         missing.append(f"The provider {provider['name']} does not respond.")
     if sweeps["heartbeat"]["late"]:
@@ -111,6 +114,18 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
 def _iter_budget_warnings(exhausted: int) -> Iterator[str]:
     if exhausted:
         yield f"Exhausted hard budgets, whose leases are refused and ended: {exhausted}."
+
+
+def set_draining(draining: bool) -> None:
+    """Make /readyz of the web processes with this state directory fail, or succeed again."""
+    if draining:
+        _get_draining_path().touch()
+    else:
+        _get_draining_path().unlink(missing_ok=True)
+
+
+def _get_draining_path() -> Path:
+    return Path(settings.STATE_DIR) / "draining"
 
 
 def _iter_installation_warnings(mismatch: bool) -> Iterator[str]:

@@ -319,6 +319,12 @@ WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, mini
 WEB_THREADS = env.integer(
     "LEASEHOLD_WEB_THREADS", 16, minimum=1, help="threads per web process; an exec occupies one while it runs"
 )
+DRAIN_DELAY_SECONDS = env.integer(
+    "LEASEHOLD_DRAIN_DELAY_SECONDS", 0, minimum=0, help="seconds in which a stopping `up` accepts requests while /readyz fails"
+)
+DRAIN_TIMEOUT = env.duration(
+    "LEASEHOLD_DRAIN_TIMEOUT", "30s", help="time that a stopping web server has to finish its requests, execs included"
+)
 QUEUE_WORKERS = env.integer(
     "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="queue worker processes (django-q2)"
 )

@@ -25,7 +25,7 @@ INSTANCE_VARIABLE = "LEASEHOLD_INSTANCE"
 INSTANCE_PREFIX = "up-"  # `up` names instances up-<random>.<child>.<start number>
 TICK_SECONDS = 0.2  # interval between checks of the children
 STABLE_AFTER_SECONDS = 60.0  # a child that ran this long starts again with the shortest backoff
-STOP_TIMEOUT_SECONDS = 8.0  # from SIGTERM to SIGKILL; `docker stop` allows ten seconds in total
+STOP_TIMEOUT_SECONDS = 8.0  # from SIGTERM to SIGKILL, for a child without a longer time of its own
 KILL_TIMEOUT_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -131,6 +131,7 @@ class Child:
     cwd: Path
     env: Mapping[str, str] = field(default_factory=dict)
     find_problem: Callable[["Child"], str] = lambda child: ""
+    drain_seconds: float = 0.0  # stopped before the others, which its requests need; 0: stopped with them
     starts: int = 0
     failures: int = 0
     started_at: float = 0.0  # monotonic clock, like next_start_at
@@ -203,14 +204,16 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # set by nohup
             signal.signal(signal.SIGHUP, request_stop)
 
-    def run(self, each_tick: Callable[[], None] = lambda: None) -> None:
-        """Supervise the children until a signal arrives, then stop them all, even after an exception."""
+    def run(self, each_tick: Callable[[], None] = lambda: None, *, drain: Callable[[], None] = lambda: None) -> None:
+        """Supervise the children until a signal arrives, then call `drain` and stop them all, also after an exception."""
         try:
             while not self.stopping:
                 for child in self.children:
                     self._restart_if_ended(child)
                 each_tick()
                 time.sleep(TICK_SECONDS)
+            if not self.stop_at_once:
+                drain()
         finally:
             self.stop()
 
@@ -232,11 +235,17 @@ class Supervisor:
         self.release_instance(child.instance)
 
     def stop(self) -> None:
-        """Stop every child. A child that does not end within STOP_TIMEOUT_SECONDS is killed."""
+        """Stop every child: first those that drain, then the others. A child that does not end in time is killed."""
         running = [child for child in self.children if child.process]
         for child in running:
+            if child.drain_seconds:
+                self._stop([child], timeout=child.drain_seconds)
+        self._stop([child for child in running if child.process], timeout=STOP_TIMEOUT_SECONDS)
+
+    def _stop(self, running: list[Child], *, timeout: float) -> None:
+        for child in running:
             child.terminate()
-        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+        deadline = time.monotonic() + timeout
         while running and time.monotonic() < deadline and not self.stop_at_once:
             for child in [child for child in running if child.has_ended]:
                 child.kill_and_reap()

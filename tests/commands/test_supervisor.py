@@ -15,6 +15,18 @@ from controlplane.supervisor import AlreadyRunning, Child, Supervisor, hold_lock
 from tests.support.waiting import wait_until
 
 IGNORING_SIGTERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({!r}, 'w'); time.sleep(600)"
+LOGGING = """
+import os, signal, time
+def log(text):
+    with open({log!r}, "a") as file:
+        print(text, file=file)
+def end(*_):
+    log("{name}-ended")
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+log("{name}-started")
+time.sleep(600)
+"""
 FORKING = "import os, time; os.fork(); time.sleep(600)"
 NEW_SESSION = "import os, time; os.fork() or os.setsid(); time.sleep(600)"
 
@@ -147,6 +159,18 @@ def test_stopping_terminates_first_and_kills_after_the_timeout(run_instance: str
     run.until(lambda: marker.exists() and len(find_processes(run_instance)) == 3)
     assert run.lines == ["two does not stop: killing it"]
     assert find_processes(run_instance) == []
+
+
+def test_a_draining_child_ends_before_the_others_are_stopped(run_instance: str, tmp_path: Path) -> None:
+    """The web server's requests need the egress proxy until they end."""
+    log = tmp_path / "log"
+    log.touch()
+    children = [child(LOGGING.format(name=name, log=str(log))) for name in ("other", "draining")]
+    children[1].name, children[1].drain_seconds = "two", 30.0
+    run = SupervisorRun(run_instance, *children)
+    run.until(lambda: len(log.read_text().split()) == 2)
+    assert log.read_text().split()[2:] == ["draining-ended", "other-ended"]
+    assert not run.lines
 
 
 def test_children_are_stopped_when_the_loop_raises(run_instance: str) -> None:

@@ -1,10 +1,14 @@
 """manage.py up with real processes: start, shutdown, killed and hanging children."""
 
+import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -34,6 +38,33 @@ def test_up_serves_until_sigterm_refuses_a_second_up_and_leaves_only_the_sandbox
     assert home.stop(signal.SIGTERM) == 0
     assert home.find_processes() == set()
     assert home.query_value("SELECT state FROM sandboxes_sandbox") == "waiting"
+
+
+def test_request_in_flight_is_finished_after_sigterm(home: Home) -> None:
+    home.env |= {"LEASEHOLD_DRAIN_DELAY_SECONDS": "3"}
+    up, lease = home.up(), home.acquire_lease()
+    token = json.loads(run_manage(home.path, "create_key", "--agent", "did:plc:ada", "--json").stdout)["key"]
+
+    def post_exec() -> tuple[int, Any]:
+        with closing(http.client.HTTPConnection("127.0.0.1", home.port, timeout=60)) as connection:
+            body = json.dumps({"argv": ["sh", "-c", "sleep 12; echo done"]})
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+            connection.request("POST", f"/api/v1/leases/{lease}/exec", body, headers)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(post_exec)
+        wait_until(lambda: home.query_value("SELECT outcome FROM sandboxes_run") == "open", "the run is open")
+        up.send_signal(signal.SIGTERM)
+        home.wait_for_line("not ready; accepting requests for another 3 s")
+        status, report = home.get("/readyz")
+        assert (status, report["missing"]) == (503, ["This server is shutting down."])
+        status, result = answer.result()
+    assert (status, result["stdout"]) == (200, "done\n"), result
+    assert up.wait(60) == 0
+    assert home.find_processes() == set()
+    assert home.query_value("SELECT outcome FROM sandboxes_run") == "ok"
 
 
 def test_up_is_refused_without_migrations_and_without_isolation(home: Home) -> None:

@@ -102,7 +102,8 @@ class Command(BaseCommand):
     ) -> Supervisor:
         """Run the egress proxy, the web server and the queue until a signal arrives, then stop them."""
         env = {"SANDBOX_PROVIDER": provider.name}  # `auto` is resolved once, so that all processes agree
-        web = Child("web", build_granian_argv(host, port), settings.BASE_DIR, env)
+        drain_seconds = settings.DRAIN_TIMEOUT.total_seconds()
+        web = Child("web", build_granian_argv(host, port), settings.BASE_DIR, env, drain_seconds=drain_seconds)
         egress = Child("egress", [sys.executable, str(settings.BASE_DIR / "manage.py"), "egress"], settings.BASE_DIR, env)
         queue = Child("queue", build_qcluster_argv(), settings.BASE_DIR, env, find_problem=HeartbeatCheck(heartbeat_timeout))
         processes = Supervisor(
@@ -113,6 +114,7 @@ class Command(BaseCommand):
         )
         processes.install_signal_handlers()
         settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # the server warns if it does not exist
+        health.set_draining(False)
         schedules.sync_schedules(now=timezone.now())
         if not no_worker:
             schedules.enqueue_all_sweeps()
@@ -121,8 +123,15 @@ class Command(BaseCommand):
         self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
         if not provider.isolated:
             self.print_line(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")
-        processes.run(each_tick=ReadinessAnnouncer(web, to_client_host(host), port, self.print_line))
+        processes.run(each_tick=ReadinessAnnouncer(web, to_client_host(host), port, self.print_line), drain=self._drain)
         return processes
+
+    def _drain(self) -> None:
+        """Make /readyz fail, and give the load balancer time to notice before the web server stops."""
+        health.set_draining(True)
+        if settings.DRAIN_DELAY_SECONDS:
+            self.print_line(f"not ready; accepting requests for another {settings.DRAIN_DELAY_SECONDS} s")
+            time.sleep(settings.DRAIN_DELAY_SECONDS)
 
     def _destroy_all_sandboxes(self, processes: Supervisor) -> None:
         """End every lease and destroy every sandbox, until CLEANUP_TIMEOUT_SECONDS pass or a signal arrives."""

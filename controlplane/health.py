@@ -27,6 +27,7 @@ from billing import budgets
 from controlplane import schedules
 from sandboxes import pool_stats, providers
 from sandboxes.admin import tabs
+from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Installation, Sweep
 from sandboxes.pool_stats import PoolStats, Stats
@@ -71,6 +72,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         mismatch = Installation.objects.filter(pk=1).exclude(mismatch="").exists()
     except DatabaseError:
         return _build_report(database=False, missing=["The database does not respond."])
+    skew = database_time.get_skew()
     egress = _get_sweep_status(sweep_rows.pop(EGRESS_HEARTBEAT), now, EGRESS_HEARTBEAT_INTERVAL)
     sweeps = {name: _get_sweep_status(row, now, schedules.get_interval(name)) for name, row in sweep_rows.items()}
     total = pool_stats.sum_stats(pools)
@@ -86,8 +88,9 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
         egress=egress, warnings=[*_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted),
-                                  *_iter_installation_warnings(mismatch)],
+                                  *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew)],
         quarantined=total.quarantined, stalled=total.stalled, lost=total.lost, unsaved=unsaved, drift=drift,
+        clock_skew_seconds=round(-skew.total_seconds(), 1),
         warming={pool.name: _get_warm_status(pool) for pool in pools if pool.warm_target},
     )  # fmt: skip
 
@@ -114,6 +117,11 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
 def _iter_budget_warnings(exhausted: int) -> Iterator[str]:
     if exhausted:
         yield f"Exhausted hard budgets, whose leases are refused and ended: {exhausted}."
+
+
+def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:
+    if abs(skew) > database_time.TOLERATED_SKEW:
+        yield f"The clock of this host differs from the database's by {-skew.total_seconds():+.0f} s: synchronize it."
 
 
 def set_draining(draining: bool) -> None:

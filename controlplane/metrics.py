@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from leases.models import Lease, LeaseStatus
 from sandboxes import pool_stats
+from sandboxes.db import database_time
 from sandboxes.lifecycle import EDGES, START_REASONS
 from sandboxes.models import Installation, Sweep
 from sandboxes.models.transition_reasons import RUN_REASONS
@@ -192,6 +193,10 @@ class SnapshotCollector(Collector):
             ["sweep"], {(name,): age for name, age in snapshot.sweeps.items()},
         )  # fmt: skip
         yield _build_family(GaugeMetricFamily, "queue_depth", "Queued tasks.", [], {(): snapshot.queue})
+        yield _build_family(
+            GaugeMetricFamily, "clock_skew_seconds", "Clock of the scraped host minus the database's; each host has its own.",
+            [], {(): -database_time.get_skew().total_seconds()},
+        )  # fmt: skip
         yield _build_family(
             GaugeMetricFamily, "installation_mismatch",
             "1 while destructive sweeps are refused, because store or state directory do not match the database.",

@@ -6,7 +6,6 @@ from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db import transaction
-from django.utils import timezone
 from django_q.models import Schedule
 from django_q.tasks import async_task
 
@@ -16,6 +15,7 @@ from leases import budget_enforcement
 from leases import sweeps as leases
 from sandboxes import installation
 from sandboxes import sweeps as sandboxes
+from sandboxes.db import database_time
 from sandboxes.egress.logs import collection
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
@@ -92,7 +92,7 @@ SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # run by `manage
 
 def run(name: str) -> str:
     """Run one sweep now and return its summary. Every Schedule row names this function."""
-    return str(run_sweep(name, now=timezone.now()))
+    return str(run_sweep(name, now=database_time.now()))
 
 
 def run_sweep(name: str, *, now: datetime) -> SweepResult:

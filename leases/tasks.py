@@ -8,7 +8,6 @@ from uuid import UUID
 
 from django.db import IntegrityError, transaction
 from django.db.models import Q
-from django.utils import timezone
 from django_q.models import OrmQ
 from django_q.tasks import async_task
 
@@ -17,6 +16,7 @@ from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, LeaseStatus
 from sandboxes import eviction
 from sandboxes import sweeps as sandboxes
+from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.models import Sandbox, SandboxState, Snapshot
 
@@ -30,7 +30,7 @@ def enqueue_reclaim() -> None:
 
 
 def reclaim() -> str:
-    return str(sweeps.reclaim(now=timezone.now()))
+    return str(sweeps.reclaim(now=database_time.now()))
 
 
 def request_sleep(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, guard: Q | None = None) -> bool:
@@ -50,7 +50,7 @@ def enqueue_idle_sweep() -> None:
 
 
 def sweep_idle() -> str:
-    return str(sandboxes.evict_idle(now=timezone.now()))
+    return str(sandboxes.evict_idle(now=database_time.now()))
 
 
 def request_wake(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) -> bool:
@@ -69,7 +69,7 @@ def request_wake(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) ->
 def wake_sandbox(lease_id: str, actor: str) -> str:
     """Task: wake a lease's sandbox. Idempotent. Return the sandbox's state, or the reason why the lease has ended."""
     try:
-        return str(execution.ensure_sandbox_ready(UUID(lease_id), now=timezone.now(), actor=actor).state)
+        return str(execution.ensure_sandbox_ready(UUID(lease_id), now=database_time.now(), actor=actor).state)
     except LeaseEnded as ended:
         return str(ended)
 
@@ -99,7 +99,7 @@ def _enqueue_with_event(
 
 def take_snapshot(lease_id: str, name: str, actor: str, request_id: int) -> str:
     """Task: store a lease's workspace, once for each request event."""
-    operation = partial(snapshots.take_snapshot, UUID(lease_id), name=name, now=timezone.now(), actor=actor)
+    operation = partial(snapshots.take_snapshot, UUID(lease_id), name=name, now=database_time.now(), actor=actor)
     return _run_once(operation, lease_id, "snapshot_failed", actor, request_id)
 
 
@@ -107,7 +107,7 @@ def restore_snapshot(lease_id: str, snapshot_id: str, actor: str, request_id: in
     """Task: restore a snapshot into a lease's workspace, once for each request event.
 
     The queue delivers a task again after its retry time. A second restore would discard what was done since the first."""
-    operation = partial(snapshots.restore_snapshot, UUID(lease_id), UUID(snapshot_id), now=timezone.now(), actor=actor)
+    operation = partial(snapshots.restore_snapshot, UUID(lease_id), UUID(snapshot_id), now=database_time.now(), actor=actor)
     return _run_once(operation, lease_id, "restore_failed", actor, request_id)
 
 
@@ -124,7 +124,7 @@ def _run_once(operation: Callable[..., Snapshot], lease_id: str, failure_kind: s
     except SandboxError as error:
         with suppress(IntegrityError), transaction.atomic():
             LeaseEvent.objects.create(
-                lease_id=lease_id, at=timezone.now(), kind=failure_kind, actor=actor, reason=str(error)[:500],
+                lease_id=lease_id, at=database_time.now(), kind=failure_kind, actor=actor, reason=str(error)[:500],
                 request_id=request_id,
             )  # fmt: skip
         return str(error)

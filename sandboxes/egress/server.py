@@ -19,8 +19,8 @@ import structlog
 from aiohttp import web
 from django.conf import settings
 from django.db import Error as DatabaseError
-from django.utils import timezone
 
+from sandboxes.db import database_time
 from sandboxes.egress import authorization
 from sandboxes.egress.authorization import CallRefused
 from sandboxes.egress.call_tracking import CallTracker, DatabaseThreads
@@ -41,7 +41,7 @@ RequestHandler = Callable[[web.Request, int, str], Awaitable[web.StreamResponse]
 class EgressServer:
     """Egress server of one process. `now` is the clock used for rows and tokens."""
 
-    now: Callable[[], datetime] = timezone.now
+    now: Callable[[], datetime] = database_time.now_without_query
 
     def __post_init__(self) -> None:
         self.database = DatabaseThreads()

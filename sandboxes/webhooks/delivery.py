@@ -15,9 +15,8 @@ from datetime import datetime, timedelta
 import structlog
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
-from django.utils import timezone
 
-from sandboxes.db import encryption
+from sandboxes.db import database_time, encryption
 from sandboxes.db.clock import clock_from, compute_backoff, format_timestamp
 from sandboxes.errors import WebhookTestFailed
 from sandboxes.lifecycle import checkpoint
@@ -69,7 +68,7 @@ def deliver_due(*, now: datetime) -> SweepResult:
 
 def run_delivery_task() -> str:
     """Deliver due events. Queue task that enqueue_event schedules."""
-    return str(deliver_due(now=timezone.now()))
+    return str(deliver_due(now=database_time.now()))
 
 
 def find_due_webhooks(*, now: datetime) -> QuerySet[Webhook]:

@@ -5,11 +5,11 @@ from typing import Any
 
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 
 from controlplane import dry_run
 from leases.management.base import report_errors
 from sandboxes import installation
+from sandboxes.db import database_time
 
 DELETING_SWEEPS = ("reconcile", "prune")  # what these would delete is unknown to this database
 
@@ -43,7 +43,7 @@ class Command(BaseCommand):
             self.stdout.write("nothing to confirm")
             return
         self.stdout.write(mismatch)
-        now = timezone.now()
+        now = database_time.now()
         doomed = [
             f"would {action} {getattr(item, 'pk', None) or item.name}"
             for name in DELETING_SWEEPS

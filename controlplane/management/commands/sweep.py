@@ -7,10 +7,10 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 from django.db import connections
-from django.utils import timezone
 
 from controlplane import dry_run, schedules
 from leases.management.base import first_line, parse_duration, report_errors
+from sandboxes.db import database_time
 
 TICK_SECONDS = 0.2  # interval between checks for a signal
 
@@ -38,7 +38,7 @@ class Command(BaseCommand):
                 raise CommandError(f"failed: {', '.join(failed)}")
 
     def _dry_run(self, names: list[str]) -> None:
-        now = timezone.now()
+        now = database_time.now()
         for name in names:
             lines = [
                 f"{name}: would {action} {getattr(item, 'pk', None) or item.name}"
@@ -65,7 +65,7 @@ class Command(BaseCommand):
     def _sweep(self, name: str, *, quiet: bool = False) -> bool:
         """Run one sweep and print its result on one line. Return False if the sweep or one of its rows failed."""
         try:
-            result = schedules.run_sweep(name, now=timezone.now())
+            result = schedules.run_sweep(name, now=database_time.now())
         except Exception as error:  # the other sweeps still run, and the next round retries
             self.stderr.write(f"{name}: failed: {type(error).__name__}: {first_line(error)}")
             return False

@@ -23,6 +23,7 @@ from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
 from sandboxes import providers
 from sandboxes import sweeps as sandbox_sweeps
+from sandboxes.db import database_time
 from sandboxes.egress import nginx
 from sandboxes.models import Sandbox, SandboxState, Sweep
 from sandboxes.providers.base import Provider
@@ -90,7 +91,7 @@ class Command(BaseCommand):
 
     def _release_instance(self, instance: str) -> int:
         try:
-            return sandbox_sweeps.release_instance(instance, now=timezone.now())
+            return sandbox_sweeps.release_instance(instance, now=database_time.now())
         except DatabaseError as error:
             self.print_line(f"claims of {instance} not released, they end at their deadlines: {first_line(error)}")
             return 0
@@ -135,11 +136,11 @@ class Command(BaseCommand):
 
     def _destroy_all_sandboxes(self, processes: Supervisor) -> None:
         """End every lease and destroy every sandbox, until CLEANUP_TIMEOUT_SECONDS pass or a signal arrives."""
-        ended = lease_sweeps.end_all_leases(now=timezone.now(), detail="the control plane was shut down", actor="up")
+        ended = lease_sweeps.end_all_leases(now=database_time.now(), detail="the control plane was shut down", actor="up")
         sandboxes_left = Sandbox.objects.exclude(state=SandboxState.DESTROYED)
         count, deadline = sandboxes_left.count(), time.monotonic() + CLEANUP_TIMEOUT_SECONDS
         while True:
-            lease_sweeps.reclaim(now=timezone.now())
+            lease_sweeps.reclaim(now=database_time.now())
             retryable = sandboxes_left.filter(quarantined_at__isnull=True).exists()
             if not retryable or processes.stop_at_once or time.monotonic() > deadline:
                 break

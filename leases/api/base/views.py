@@ -10,7 +10,6 @@ from typing import Any, cast
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
-from django.utils import timezone
 from rest_framework.exceptions import MethodNotAllowed
 from rest_framework.parsers import BaseParser
 from rest_framework.request import Request
@@ -23,6 +22,7 @@ from leases.api.base.authentication import Caller, KeyAuthentication
 from leases.api.base.permissions import CanAccessLease, HasKey
 from leases.api.base.renderers import Negotiation
 from leases.models import Lease
+from sandboxes.db import database_time
 
 MAX_SMALL_BODY_BYTES = 64 << 10  # default limit; views that accept documents or files set their own
 
@@ -72,7 +72,7 @@ class ApiView(APIView):
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Refuse unsupported methods before authentication: a 405 needs no key."""
         self.require_method(request)
-        self.now = timezone.now()
+        self.now = database_time.now()
         super().initial(request, *args, **kwargs)
 
     def require_method(self, request: Request) -> None:
@@ -133,7 +133,7 @@ class HotLeaseApiView(LeaseApiView):
     _negotiator = Negotiation()
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-        self.args, self.kwargs, self.now = args, kwargs, timezone.now()
+        self.args, self.kwargs, self.now = args, kwargs, database_time.now()
         self.request = ApiRequest(request, self.get_parsers(), [self._authenticator], self._negotiator, {"view": self})
         try:
             self.require_method(self.request)

@@ -6,12 +6,12 @@ from argparse import ArgumentParser
 from typing import Any
 
 from django.core.management.base import BaseCommand
-from django.utils import timezone
 
 from leases import leasing
 from leases.errors import InvalidRequest
 from leases.management.base import parse_duration, report_errors
 from leases.models import DID_DESCRIPTION, DID_PATTERN, ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN
+from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
@@ -32,7 +32,7 @@ class Command(BaseCommand):
                 raise InvalidRequest("environment", f"--environment: {environment[:80]!r} is not {ENVIRONMENT_ID_DESCRIPTION}.")
             duration = parse_duration("--ttl", ttl) if ttl else None
             request = leasing.LeaseRequest(agent, environment, options["type"], ttl=duration)
-            lease, is_new = leasing.acquire(request, now=timezone.now(), actor="command line")
+            lease, is_new = leasing.acquire(request, now=database_time.now(), actor="command line")
             until = lease.expires_at.isoformat(timespec="seconds")
             if json:
                 self.stdout.write(encoding.dumps({"id": str(lease.pk), "is_new": is_new, "expires_at": until}))

@@ -6,10 +6,10 @@ from typing import Any
 
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 
 from leases import execution
 from leases.management.base import parse_duration, parse_lease_id, report_errors
+from sandboxes.db import database_time
 from sandboxes.runs import Command as Run
 
 EXIT_TIMED_OUT = 124  # as timeout(1)
@@ -29,7 +29,7 @@ class Command(BaseCommand):
             if duration > settings.EXEC_TIMEOUT_MOST:
                 raise CommandError(f"--timeout: at most {settings.EXEC_TIMEOUT_MOST.total_seconds():g} seconds.")
             run = Run(argv=argv, timeout=duration)
-            _, result = execution.exec_command(parse_lease_id(lease), run, now=timezone.now(), actor="command line")
+            _, result = execution.exec_command(parse_lease_id(lease), run, now=database_time.now(), actor="command line")
             sys.stdout.buffer.write(result.stdout)  # self.stdout would decode the bytes
             sys.stdout.flush()
             sys.stderr.buffer.write(result.stderr)

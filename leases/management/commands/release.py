@@ -4,10 +4,10 @@ from argparse import ArgumentParser
 from typing import Any
 
 from django.core.management.base import BaseCommand
-from django.utils import timezone
 
 from leases import leasing
 from leases.management.base import parse_lease_id, report_errors
+from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
@@ -18,6 +18,6 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, lease: str, verbosity: int, **options: Any) -> None:
         with report_errors(verbosity):
-            ended = leasing.release(parse_lease_id(lease), now=timezone.now(), actor="command line")
+            ended = leasing.release(parse_lease_id(lease), now=database_time.now(), actor="command line")
             at = ended.ended_at.isoformat(timespec="seconds") if ended.ended_at else ""
             self.stdout.write(f"{ended.pk} ended: {ended.end_reason} at {at}")

@@ -14,13 +14,13 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as DatabaseError
-from django.utils import timezone
 
 from leases import one_shot
 from leases.errors import InvalidRequest
 from leases.management.base import parse_duration, report_errors
 from leases.models import DID_DESCRIPTION, DID_PATTERN
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
+from sandboxes.db import database_time
 from sandboxes.providers.base import ProviderError
 from sandboxes.state import directories
 from sandboxes.state.spool import open_spool
@@ -74,7 +74,7 @@ Each of these is also reported on stderr, since a command can exit with the same
         try:
             with report_errors(verbosity), _exit_on_sigterm(), ExitStack() as stack:
                 request = _build_one_shot_request(stack, **options)
-                result = run_once(request, now=timezone.now(), actor="command line")
+                result = run_once(request, now=database_time.now(), actor="command line")
                 self._print(result, request)
                 code = self._compute_exit_code(result, options["workspace"], request)
         except CommandError as failed:  # after a database error the run may have started

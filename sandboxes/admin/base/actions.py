@@ -16,13 +16,13 @@ from django.db.models import Model, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.urls import reverse
-from django.utils import timezone
 from unfold.admin import ModelAdmin
 from unfold.decorators import action
 from unfold.enums import ActionVariant
 from unfold.forms import BaseDialogForm
 from unfold.widgets import UnfoldAdminTextInputWidget
 
+from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.formatting import pluralize
 
@@ -157,7 +157,7 @@ class ActionModelAdmin(ModelAdmin):
     def _run_verb(self, request: HttpRequest, declared: AdminAction, rows: list[Any], reason: str, **fields: Any) -> int:
         """Call the verb for each row, log the rows it changed, and return their number."""
         actor = request.user.get_username()
-        changed = [row for row in rows if declared.verb(row, actor, reason, timezone.now(), **fields)]
+        changed = [row for row in rows if declared.verb(row, actor, reason, database_time.now(), **fields)]
         if changed:
             entry = f"{declared.title}: {reason}"
             LogEntry.objects.log_actions(request.user.pk, changed, CHANGE, entry)  # type: ignore[arg-type]

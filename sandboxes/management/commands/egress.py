@@ -13,8 +13,8 @@ import structlog
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
 from django.db import DatabaseError, close_old_connections
-from django.utils import timezone
 
+from sandboxes.db import database_time
 from sandboxes.egress import nginx, slots
 from sandboxes.egress.logs import access_log, collection
 from sandboxes.egress.nginx import NginxProxy
@@ -89,7 +89,7 @@ class Command(BaseCommand):
 
 def record_heartbeat(container: NginxProxy | None) -> None:
     """Record a sweep row, which the health check reads, and rotate nginx's access log."""
-    now = timezone.now()
+    now = database_time.now()
 
     def rotate() -> SweepResult:
         result = SweepResult()

@@ -1,0 +1,78 @@
+"""Current time by the clock of the database, which all hosts of an installation share.
+
+Claims and deadlines are written by one host and judged by another. With the hosts' own clocks a host whose clock is ahead would
+close the live runs of the others."""
+
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from threading import Lock
+
+import structlog
+from django.db import Error as DatabaseError
+from django.db import connection
+from django.utils import timezone
+
+log = structlog.get_logger(__name__)
+CHECK_INTERVAL_SECONDS = 60.0
+TOLERATED_SKEW = timedelta(seconds=1)  # not corrected: it is within the grace periods, and measuring takes a round trip
+
+
+@dataclass
+class SkewMeter:
+    """Difference between the database's clock and this host's, measured at most once in CHECK_INTERVAL_SECONDS."""
+
+    lock: Lock = field(default_factory=Lock)
+    skew: timedelta = timedelta(0)  # database minus host
+    checked_at: float | None = None  # monotonic clock
+
+    def get(self) -> timedelta:
+        """Return the skew. The last value is used while the database does not respond, and inside a transaction."""
+        is_due = self.checked_at is None or time.monotonic() - self.checked_at > CHECK_INTERVAL_SECONDS
+        if not is_due or connection.in_atomic_block or not self.lock.acquire(blocking=False):
+            return self.skew
+        try:
+            self.checked_at = time.monotonic()
+            self.skew = measure_skew()
+            if abs(self.skew) > TOLERATED_SKEW:
+                log.warning("clock skew", seconds=round(self.skew.total_seconds(), 1))
+        except DatabaseError as error:
+            log.warning("clock skew not measured", error=str(error))
+        finally:
+            self.lock.release()
+        return self.skew
+
+
+meter = SkewMeter()
+
+
+def measure_skew() -> timedelta:
+    """Return the database's time minus this host's, to half a round trip. 0 on SQLite, which has no clock of its own."""
+    if connection.vendor != "postgresql":
+        return timedelta(0)
+    before = timezone.now()
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT clock_timestamp()")
+        [database_time] = cursor.fetchone()
+    after = timezone.now()
+    midpoint: datetime = before + (after - before) / 2
+    return database_time - midpoint
+
+
+def get_skew() -> timedelta:
+    """Return the last measured skew of this host, database minus host."""
+    return meter.get()
+
+
+def now() -> datetime:
+    """Return the current time by the database's clock. Without a query, except once a minute."""
+    return _correct(meter.get())
+
+
+def now_without_query() -> datetime:
+    """Like `now`, with the skew that another thread has measured. For an event loop, which must not use the database."""
+    return _correct(meter.skew)
+
+
+def _correct(skew: timedelta) -> datetime:
+    return timezone.now() + skew if abs(skew) > TOLERATED_SKEW else timezone.now()

@@ -55,8 +55,17 @@ if os.environ.get("LEASEHOLD_ENV_FILE", ".env"):
     Env.read_env(BASE_DIR / os.environ.get("LEASEHOLD_ENV_FILE", ".env"), overwrite=False)
 
 
-def text(name: str, default: str = "", *, help: str, secret: bool = False, accepts: str = "text") -> str:
-    return _read_variable(name, str, default, accepts, help, secret)
+def text(
+    name: str, default: str = "", *, help: str, secret: bool = False, accepts: str = "text", pattern: str = r"(?s:.*)"
+) -> str:
+    """Read text that matches `pattern` completely, or is empty."""
+
+    def cast(raw: str) -> str:
+        if raw and not re.fullmatch(pattern, raw):
+            raise ValueError
+        return raw
+
+    return _read_variable(name, cast, default, accepts, help, secret)
 
 
 def boolean(name: str, default: bool, *, help: str) -> bool:

@@ -1,19 +1,23 @@
 """/metrics for Prometheus: pools, leases, sweeps and the queue, read from the database by any web process.
 
-The endpoint needs no API key. It names pools, but no agents. To keep these numbers private, restrict the path to the scraper
-in the reverse proxy or by the bind address."""
+The endpoint needs no API key. It names pools, but no agents. A scrape needs LEASEHOLD_METRICS_TOKEN as a bearer token. Without
+that setting only a direct scrape from this host is answered."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from ipaddress import IPv6Address, ip_address
 from threading import Lock
 
+from django.conf import settings
+from django.core.exceptions import DisallowedHost
 from django.db import Error as DatabaseError
 from django.db import connection, transaction
 from django.http import HttpRequest, HttpResponse
 from django.utils import timezone
+from django.utils.crypto import constant_time_compare
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 from django_q.models import OrmQ
@@ -29,9 +33,13 @@ from sandboxes.models import Installation, Sweep
 from sandboxes.models.transition_reasons import RUN_REASONS
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 
+LOOPBACK_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
+PROXY_HEADERS = ("HTTP_FORWARDED", "HTTP_X_FORWARDED_", "HTTP_X_REAL_IP", "HTTP_VIA")  # prefixes of WSGI variables
+
 # Seconds for which a snapshot is reused. It must be shorter than the scrape interval: otherwise a second process could report
 # an older value, and Prometheus takes a decreasing counter for a reset.
 CACHE_SECONDS = 2.0
+PLAIN_TEXT = "text/plain; charset=utf-8"
 STATEMENT_TIMEOUT_MS = 600  # for each of eight statements, so that a scrape takes less than 5 seconds
 
 GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
@@ -86,11 +94,38 @@ REPORTED_TRANSITIONS = sorted({
 @require_safe
 @never_cache
 def metrics(request: HttpRequest) -> HttpResponse:
+    if settings.METRICS_TOKEN and not _has_token(request):
+        response = HttpResponse("The bearer token is missing or wrong.\n", status=401, content_type=PLAIN_TEXT)
+        response["WWW-Authenticate"] = "Bearer"
+        return response
+    if not settings.METRICS_TOKEN and not _is_direct_local_request(request):
+        message = "Set LEASEHOLD_METRICS_TOKEN to scrape from another host or behind a proxy.\n"
+        return HttpResponse(message, status=403, content_type=PLAIN_TEXT)
     try:
         snapshot = snapshot_cache.get(timezone.now())
     except DatabaseError:
-        return HttpResponse("The database does not respond.\n", status=503, content_type="text/plain; charset=utf-8")
+        return HttpResponse("The database does not respond.\n", status=503, content_type=PLAIN_TEXT)
     return HttpResponse(generate_latest(SnapshotCollector(snapshot)), content_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def _has_token(request: HttpRequest) -> bool:
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and constant_time_compare(given.strip(), settings.METRICS_TOKEN)
+
+
+def _is_direct_local_request(request: HttpRequest) -> bool:
+    """Return whether the request comes from a process on this host that is not known to be a proxy.
+
+    Behind a proxy on this host every peer is a loopback address. A proxy shows in its headers or in the public names that are
+    configured for it. The latter matter because nginx adds no header and replaces Host by default."""
+    if settings.CSRF_TRUSTED_ORIGINS or not LOOPBACK_HOSTS.issuperset(settings.ALLOWED_HOSTS):
+        return False
+    with suppress(ValueError, DisallowedHost):
+        request.get_host()  # raises DisallowedHost for a name that is not in ALLOWED_HOSTS
+        peer = ip_address(request.META.get("REMOTE_ADDR", ""))
+        peer = (peer.ipv4_mapped or peer) if isinstance(peer, IPv6Address) else peer
+        return peer.is_loopback and not any(name.startswith(PROXY_HEADERS) for name in request.META)
+    return False
 
 
 @dataclass(frozen=True)

@@ -314,6 +314,14 @@ IDEMPOTENCY_TTL = env.duration(
     "LEASEHOLD_IDEMPOTENCY_TTL", "1d", help="retention of the response to a request with an Idempotency-Key"
 )
 
+METRICS_TOKEN = env.text(
+    "LEASEHOLD_METRICS_TOKEN",
+    help="bearer token of /metrics; unset: only a direct scrape from this host is answered, and none behind a proxy",
+    secret=True,
+    accepts="16 to 256 visible ASCII characters",
+    pattern=r"[!-~]{16,256}",
+)
+
 # --- processes ----------------------------------------------------------------------------------------------------
 WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="web server processes")
 WEB_THREADS = env.integer(

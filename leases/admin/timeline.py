@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from operator import attrgetter
 from typing import Any
@@ -57,11 +57,11 @@ def load_timeline(
     chosen = [sources[only]] if only in sources else sources.values()
     merged = heapq.nlargest(PAGE_SIZE + 1, (entry for source in chosen for entry in source), key=attrgetter("at"))
     if len(merged) <= PAGE_SIZE:
-        return _blank_repeated_commands(merged), None
+        return merged, None
     first_of_next = merged.pop().at
     # The next page begins strictly before a moment, so entries of one instant must stay on one page.
     page = [entry for entry in merged if entry.at > first_of_next] or merged
-    return _blank_repeated_commands(page), page[-1].at
+    return page, page[-1].at
 
 
 def _select_newest(rows: QuerySet[Any], column: str, before: datetime | None) -> QuerySet[Any]:
@@ -127,15 +127,3 @@ def render_turn_status(turn: Turn) -> Any:
     if turn.ended_at is None:
         return render_badge("open", "in progress")
     return render_badge("skipped") if turn.skipped else render_badge("ok", "played")
-
-
-def _blank_repeated_commands(entries: list[TimelineEntry]) -> list[TimelineEntry]:
-    """Blank the command of consecutive runs after the earliest one of the same command."""
-    last_command, result = "", []
-    for entry in reversed(entries):
-        if entry.source == "run":
-            result.append(replace(entry, detail="" if entry.detail == last_command else entry.detail))
-            last_command = entry.detail
-        else:
-            result.append(entry)
-    return result[::-1]

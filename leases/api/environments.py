@@ -1,15 +1,16 @@
 """Environments: joining and conditions."""
 
+from typing import Any
 from uuid import UUID
 
 from django.conf import settings
 from django.http import HttpResponse
-from drf_spectacular.utils import extend_schema
+from drf_spectacular.utils import extend_schema, extend_schema_field
 from rest_framework import serializers
 
 from leases import conditions, turns
 from leases.api.base import schema
-from leases.api.base.fields import PatternField, validate_url_value
+from leases.api.base.fields import PatternField, build_did_field, validate_url_value
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.leases import ACQUIRE_SERIALIZER, JoinSerializer, LeaseSerializer, build_lease_request, render_lease
@@ -17,15 +18,45 @@ from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import enqueue_reclaim
 from sandboxes.runs import KILL_GRACE
 
+MAX_NAMED_AGENTS = 100  # in one posted condition
+
+
+@extend_schema_field({
+    "oneOf": [
+        {"type": "string", "maxLength": 255},
+        {
+            "type": "array", "items": {"type": "string", "maxLength": 255}, "minItems": 1, "maxItems": MAX_NAMED_AGENTS,
+            "uniqueItems": True,
+        },
+    ]
+})  # fmt: skip
+class AgentsField(serializers.Field):
+    """A DID or a list of different DIDs, always returned as a list."""
+
+    def to_internal_value(self, data: Any) -> list[str]:
+        named = data if isinstance(data, list) else [data]
+        if not 1 <= len(named) <= MAX_NAMED_AGENTS:
+            raise serializers.ValidationError(f"Must be a DID, or a list of 1 to {MAX_NAMED_AGENTS} DIDs.")
+        dids = [DID_FIELD.run_validation(each) for each in named]
+        if len(set(dids)) < len(dids):
+            raise serializers.ValidationError("Must not contain a DID twice.")
+        return dids
+
 
 class ConditionSerializer(serializers.Serializer):
     condition = PatternField(CONDITION_PATTERN, CONDITION_DESCRIPTION)
+    agent_did = AgentsField(
+        required=False,
+        help_text="Agent, or list of agents, whose leases end, as for `agent.death`. Default: every agent that the key may "
+        "act for.",
+    )
 
 
 class EndedLeasesSerializer(serializers.Serializer):
     ended = serializers.ListField(child=serializers.UUIDField(), help_text="Ids of the leases that this call ended.")
 
 
+DID_FIELD = build_did_field()
 JOIN_SERIALIZER = JoinSerializer()
 CONDITION_SERIALIZER = ConditionSerializer()
 
@@ -66,10 +97,15 @@ class EnvironmentConditionView(ApiView):
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
         """End the active leases in an environment that list the condition, in one transaction.
 
-        An agent's key ends only leases of its own agents, an operator's key all."""
+        An agent's key ends only leases of its own agents, an operator's key all. `agent_did` restricts this to the agents that
+        the condition concerns; a key that may not act for one of them is answered 403."""
         data = self.validate_body(CONDITION_SERIALIZER)
         environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
-        agents = None if self.caller.key.operator else self.caller.key.dids
+        agents = data.get("agent_did")
+        for did in agents or ():
+            self.caller.require(did)
+        if agents is None and not self.caller.key.operator:
+            agents = self.caller.key.dids
 
         def act(run_id: UUID) -> StatusAndBody:
             ended = conditions.post_condition(environment_id, data["condition"], now=self.now, agents=agents, actor=self.actor)

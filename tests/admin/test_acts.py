@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
+from uuid import UUID
 
 import pytest
 from django.contrib.admin.models import LogEntry
@@ -12,6 +14,7 @@ from django.utils import timezone
 from leases import api_keys, execution, leasing, sweeps
 from leases.models import AgentKey, EnvironmentType, Lease
 from sandboxes import destruction
+from sandboxes.errors import SandboxBusy
 from sandboxes.models import Policy, Pool, Sandbox, Transition, TransitionReason
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -58,6 +61,31 @@ def test_several_leases_end_after_a_confirmation(operator: Client, grant: Callab
     assert list_messages(done) == ["2 leases ended. 1 skipped: no longer active."]
     assert LogEntry.objects.count() == 2
     assert [lease.end_reason for lease in Lease.objects.order_by("environment_id")] == ["released", "operator", "operator", ""]
+
+
+@pytest.mark.parametrize(
+    ("error", "explanation"),
+    [(SandboxBusy(), str(SandboxBusy())), (ZeroDivisionError("secret"), "internal error, see the log")],
+)
+def test_a_failing_row_leaves_the_log_entries_of_the_others(
+    operator: Client, grant: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch, error: Exception, explanation: str
+) -> None:
+    leases = [grant(environment=f"game-{n}") for n in range(3)]
+    end, calls = leasing.end, []
+
+    def fail_second(pk: UUID, **fields: Any) -> bool:
+        calls.append(pk)
+        if len(calls) == 2:
+            raise error
+        return end(pk, **fields)
+
+    monkeypatch.setattr(leasing, "end", fail_second)
+    done = submit_bulk(operator, "leases/lease/", "end_leases", [lease.pk for lease in leases], confirm="1", **WHY)
+    names = {lease.pk: str(lease) for lease in leases}
+    first, second, third = (names[pk] for pk in calls)
+    assert list_messages(done) == [f"2 leases ended: {first}, {third}. 1 failed: {second} ({explanation})."]
+    assert {entry.object_id for entry in LogEntry.objects.all()} == {str(calls[0]), str(calls[2])}
+    assert Lease.objects.get(status="active").pk == calls[1]
 
 
 @pytest.mark.parametrize("pk", ["no-id", "", "00000000", "9" * 40, "\x00", "' OR 1=1"])

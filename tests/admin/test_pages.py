@@ -265,11 +265,11 @@ def test_a_timeline_is_read_page_by_page_without_losing_a_moment(lease: Lease) -
     assert [entry.at for entry in read] == sorted((entry.at for entry in read), reverse=True)
 
 
-def test_a_command_that_ran_again_is_named_once(lease: Lease) -> None:
+def test_each_run_of_a_repeated_command_names_it(lease: Lease) -> None:
     for minute, argv in enumerate([["true"], ["true"], ["false"], ["true"]]):
         run(lease, *argv, now=NOW + minute * MINUTE)
     entries, _ = load_timeline(lease, only="run")
-    assert [entry.detail for entry in entries] == ["true", "false", "", "true"]
+    assert [entry.detail for entry in entries] == ["true", "false", "true", "true"]
 
 
 # --- escaping -----------------------------------------------------------------------------------------------------

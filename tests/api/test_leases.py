@@ -171,6 +171,33 @@ def test_a_condition_ends_the_leases_of_the_keys_own_agents(ada: ApiClient, oper
     assert operator.post("environments/game-1/conditions", finished).json() == {"ended": [other]}
 
 
+@pytest.mark.parametrize(("named", "ended"), [(BOB, [BOB]), ([ADA, BOB], [ADA, BOB]), ("did:plc:nobody", [])], ids=str)
+def test_a_condition_that_names_agents_ends_only_their_leases(operator: ApiClient, acquire_body, named, ended) -> None:
+    leases = {did: operator.post("leases", acquire_body(agent_did=did)).json()["id"] for did in (ADA, BOB, "did:plc:eve")}
+    response = operator.post("environments/game-1/conditions", {"condition": "game.finished", "agent_did": named})
+    assert (response.status_code, set(response.json()["ended"])) == (200, {leases[did] for did in ended})
+    assert {lease.agent_did for lease in Lease.objects.filter(status="active")} == set(leases) - set(ended)
+
+
+def test_a_condition_for_an_agent_of_another_key_is_refused(ada: ApiClient, lease) -> None:
+    for named in (BOB, [ADA, BOB]):
+        refused = ada.post("environments/game-1/conditions", {"condition": "game.finished", "agent_did": named})
+        assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
+    assert Lease.objects.get().status == "active"
+
+
+BAD_AGENTS = [
+    None, 5, "", "ada", "did:plc:a\0b", {}, [], [None], ["ada"], [[ADA]], [ADA, ADA], [f"did:plc:a{n}" for n in range(101)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("named", BAD_AGENTS, ids=lambda named: str(named)[:20])
+def test_a_condition_with_malformed_agents_ends_nothing(operator: ApiClient, lease, named) -> None:
+    body = {"condition": "game.finished", "agent_did": named}
+    assert_refused(operator, "POST", "environments/game-1/conditions", body, 400, "agent_did")
+    assert Lease.objects.get().status == "active"
+
+
 def test_only_the_end_of_a_lease_wakes_the_sweep(ada: ApiClient, lease) -> None:
     ada.post("environments/game-1/conditions", {"condition": "agent.left"})
     assert OrmQ.objects.count() == 0

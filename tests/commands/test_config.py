@@ -46,6 +46,26 @@ def test_an_invalid_value_stops_every_command_with_one_line_that_names_it(tmp_pa
     )
 
 
+@pytest.mark.parametrize("argv", [(), ("help",), ("--help",), ("-h",), ("help", "sweep"), ("sweep", "--help"), ("--version",)])
+def test_help_needs_no_secret_key(tmp_path: Path, argv: tuple[str, ...]) -> None:
+    process = run_manage(tmp_path, *argv, DEBUG="0", SECRET_KEY="", SANDBOX_PROVIDER="docker")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout
+
+
+@pytest.mark.parametrize("argv", [("migrate",), ("exec", "LEASE", "ls", "--help"), ("sweep", "--dry-run", "--help")])
+def test_other_commands_need_a_secret_key(tmp_path: Path, argv: tuple[str, ...]) -> None:
+    process = run_manage(tmp_path, *argv, DEBUG="0", SECRET_KEY="", SANDBOX_PROVIDER="docker")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith("SECRET_KEY is not set.")
+
+
+@pytest.mark.parametrize("token", ["short", "0123456789 abcdef", "0123456789abcdeé"])
+def test_a_malformed_metrics_token_is_refused_and_not_shown(tmp_path: Path, monkeypatch, token: str) -> None:
+    with pytest.raises(ImproperlyConfigured, match=r"^LEASEHOLD_METRICS_TOKEN=\(hidden\) is not accepted\."):
+        load_settings(monkeypatch, tmp_path, LEASEHOLD_METRICS_TOKEN=token)
+
+
 def test_a_provider_that_does_not_isolate_needs_debug(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(ImproperlyConfigured, match=r"^SANDBOX_PROVIDER=process does not isolate and DEBUG is off\.[^\n]*$"):
         load_settings(monkeypatch, tmp_path, DEBUG="0")

@@ -185,6 +185,18 @@ def test_control_planes_environment_is_not_inherited(box, monkeypatch):
     assert b"SECRET_KEY" not in seen
 
 
+def test_programs_installed_for_the_user_are_found_after_those_of_the_system(box):
+    directories = box.run("printenv", "PATH").stdout.decode().strip().split(":")
+    assert directories[-1] == box.path("/workspace/.home/.local/bin")
+    assert "/usr/bin" in directories[:-1]
+
+
+def test_program_installed_for_the_user_runs_by_name(real_box):
+    script = "mkdir -p ~/.local/bin && printf '#!/bin/sh\\necho it runs\\n' > ~/.local/bin/tool && chmod +x ~/.local/bin/tool"
+    assert real_box.run("sh", "-c", script).exit_code == 0
+    assert real_box.run("tool").stdout == b"it runs\n"
+
+
 def test_default_cwd_is_the_workspace(box):
     assert box.run("pwd").stdout.decode() == box.path("/workspace") + "\n"
 

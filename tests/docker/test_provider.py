@@ -26,7 +26,7 @@ from sandboxes.providers.docker import engine
 from sandboxes.providers.docker.engine import Cgroup, Engine
 from sandboxes.providers.docker.provider import DockerProvider, is_daemon_available
 from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW
+from tests.conftest import DOCKER_IMAGE, MINUTE, NOW
 from tests.docker.test_sealed import Cell
 from tests.support.tars import file, pack
 from tests.support.waiting import run_with_growing_timeouts, wait_until
@@ -400,6 +400,19 @@ def test_image_is_not_rebuilt_without_changes(capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     call_command("build_image")
     assert capsys.readouterr().out.endswith(": up to date\n")
+
+
+def test_image_lists_its_tools_and_their_versions(box: Box, capsys: pytest.CaptureFixture[str]) -> None:
+    call_command("build_image", "--contents", tag=DOCKER_IMAGE)
+    listed = capsys.readouterr().out
+    assert box.run("cat", "/opt/leasehold/CONTENTS").stdout.decode() == listed
+    versions = {(kind, name): version for kind, name, version in (line.split("\t") for line in listed.splitlines())}
+    for tool in ("git", "node", "python3", "tsx"):
+        assert versions["tool", tool] in box.run(tool, "--version").stdout.decode()
+    assert ("python-package", "pydantic") in versions
+    page = Path("docs/image.md").read_text()
+    documented = {tuple(line.split("\t")[:2]) for line in page.partition("```tsv\n")[2].partition("```")[0].splitlines()}
+    assert documented == set(versions)  # the versions depend on the base image and the day of the build
 
 
 def test_build_without_a_daemon_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

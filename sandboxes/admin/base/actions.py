@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
 
+import structlog
 from django import forms
 from django.contrib import messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
@@ -26,6 +27,8 @@ from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.formatting import pluralize
 
+log = structlog.get_logger(__name__)
+MAX_NAMED_ROWS = 10  # in the message about a bulk action of which a part failed
 REASON_HELP_TEXT = "Recorded in the history with your user name."
 
 
@@ -107,12 +110,13 @@ class ActionModelAdmin(ModelAdmin):
             raise Http404
         fields = {name: value for name, value in form.cleaned_data.items() if not name.startswith("_")}
         try:
-            changed = self._run_verb(request, declared, [row], **fields)
+            changed = self._run_verb(request, declared, row, **fields)
         except SandboxError as refusal:  # the dialog stays open and shows the message
             form.add_error(None, str(refusal))
             context = {"dialog": declared.dialog, "form": form, "form_submit_text": declared.title}
             return TemplateResponse(request, "unfold/helpers/dialog.html", context)
         if changed:
+            declared.enqueue()
             messages.success(request, f"{pluralize(1, *self._verbose_names)} {declared.done}.")
         else:
             row.refresh_from_db()
@@ -138,12 +142,31 @@ class ActionModelAdmin(ModelAdmin):
                 "action": request.POST["action"],
             }  # fmt: skip
             return TemplateResponse(request, "admin/confirm.html", context)
-        changed = self._run_verb(request, declared, rows, form.cleaned_data["reason"])
-        skipped = len(selected) - changed
-        sentences = [f"{pluralize(changed, *self._verbose_names)} {declared.done}."] if changed else []
-        sentences += [f"{skipped} skipped: {declared.refusal_reason}."] if skipped else []
-        messages.add_message(request, messages.WARNING if skipped else messages.SUCCESS, " ".join(sentences))
+        self._run_for_rows(request, declared, rows, len(selected), form.cleaned_data["reason"])
         return None
+
+    def _run_for_rows(self, request: HttpRequest, declared: AdminAction, rows: list[Any], selected: int, reason: str) -> None:
+        """Call the verb for each row and report the outcome. A failure is recorded, and the next row is tried."""
+        changed, failed = [], []
+        for row in rows:
+            try:
+                if self._run_verb(request, declared, row, reason):
+                    changed.append(str(row))
+            except SandboxError as refusal:
+                failed.append(f"{row} ({refusal})")
+            except Exception as error:  # the operator must learn which of the other rows were changed
+                log.exception("action failed", action=declared.title, row=str(row.pk), exc_info=error)
+                failed.append(f"{row} (internal error, see the log)")
+        if changed:
+            declared.enqueue()
+        names = f": {_join_capped(changed)}" if changed and failed else ""
+        sentences = [f"{pluralize(len(changed), *self._verbose_names)} {declared.done}{names}."] if changed else []
+        if skipped := selected - len(changed) - len(failed):
+            sentences.append(f"{skipped} skipped: {declared.refusal_reason}.")
+        if failed:
+            sentences.append(f"{len(failed)} failed: {_join_capped(failed)}.")
+        level = messages.ERROR if failed else messages.WARNING if skipped else messages.SUCCESS
+        messages.add_message(request, level, " ".join(sentences))
 
     def response_action(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
         for selected in request.POST.getlist(ACTION_CHECKBOX_NAME):
@@ -154,15 +177,13 @@ class ActionModelAdmin(ModelAdmin):
         response: HttpResponse | None = super().response_action(request, queryset)
         return response
 
-    def _run_verb(self, request: HttpRequest, declared: AdminAction, rows: list[Any], reason: str, **fields: Any) -> int:
-        """Call the verb for each row, log the rows it changed, and return their number."""
-        actor = request.user.get_username()
-        changed = [row for row in rows if declared.verb(row, actor, reason, database_time.now(), **fields)]
-        if changed:
-            entry = f"{declared.title}: {reason}"
-            LogEntry.objects.log_actions(request.user.pk, changed, CHANGE, entry)  # type: ignore[arg-type]
-            declared.enqueue()
-        return len(changed)
+    def _run_verb(self, request: HttpRequest, declared: AdminAction, row: Any, reason: str, **fields: Any) -> bool:
+        """Call the verb for one row, and log the change at once: a failure of a later row must not lose the entry."""
+        if not declared.verb(row, request.user.get_username(), reason, database_time.now(), **fields):
+            return False
+        entry = f"{declared.title}: {reason}"
+        LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, entry)  # type: ignore[arg-type]
+        return True
 
     def get_actions_detail(self, request: HttpRequest, object_id: Any) -> list[Any]:
         """Hide the buttons of actions that are not legal in the row's present state."""
@@ -173,6 +194,12 @@ class ActionModelAdmin(ModelAdmin):
     @property
     def _verbose_names(self) -> tuple[str, str]:
         return str(self.opts.verbose_name), str(self.opts.verbose_name_plural)
+
+
+def _join_capped(names: list[str]) -> str:
+    """Join names for a message, which a cookie may have to hold."""
+    rest = len(names) - MAX_NAMED_ROWS
+    return ", ".join(names[:MAX_NAMED_ROWS]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _build_row_method(name: str, declared: AdminAction) -> Any:

@@ -26,6 +26,7 @@ IMAGE_DIRECTORY = Path(__file__).resolve().parents[2] / "image"
 CA_DIRECTORY = Path("/usr/local/share/ca-certificates")  # certificates installed by the host's administrator
 DEFAULT_BASE_IMAGE, LOCAL_BASE_IMAGE = "python:3.12-slim-bookworm", "leasehold-base:bookworm"
 BASE_PACKAGES = "python3,python3-pip,ca-certificates,git,bash,procps,curl"
+CONTENTS_PATH = "/opt/leasehold/CONTENTS"
 CONTEXT_LABEL = "leasehold.context"  # digest of build context and base image
 BUILD_TIMEOUT_SECONDS = 900  # without output from a build step
 
@@ -38,19 +39,39 @@ class Command(BaseCommand):
             "--base", help=f"base image; default: {DEFAULT_BASE_IMAGE}, or a local Debian image if it cannot be pulled"
         )
         parser.add_argument("--tag", default=settings.SANDBOX_IMAGE, help="tag of the sandbox image; default: %(default)s")
+        parser.add_argument(
+            "--contents", action="store_true", help="print the tools and packages of the built sandbox image; build nothing"
+        )
         parser.add_argument("--no-cache", action="store_true", help="rebuild every step even if nothing changed")
 
-    def handle(self, *args: Any, base: str | None, tag: str, no_cache: bool, verbosity: int, **options: Any) -> None:
+    def handle(
+        self, *args: Any, base: str | None, tag: str, contents: bool, no_cache: bool, verbosity: int, **options: Any
+    ) -> None:
         try:
             self.client = APIClient(**kwargs_from_env(), version="auto", timeout=BUILD_TIMEOUT_SECONDS)
         except (DockerException, RequestException) as error:
             raise CommandError(f"The Docker daemon is unavailable: {error}") from error
         try:
+            if contents:
+                self.stdout.write(self._read_contents(tag), ending="")
+                return
             base = self._find_base_image(base)
             self.stdout.write(self._build(base, tag, _build_context(), no_cache, verbosity))
             self.stdout.write(self._build(base, settings.EGRESS_IMAGE, nginx.build_image_context(base), no_cache, verbosity))
         except (DockerException, RequestException) as error:
-            raise CommandError(f"{tag} could not be built: {error}") from error
+            action = "read" if contents else "built"
+            raise CommandError(f"{tag} could not be {action}: {error}") from error
+
+    def _read_contents(self, tag: str) -> str:
+        """Return the index that contents.py wrote at build. The image need not run: it may be of another architecture."""
+        container = self.client.create_container(tag, network_disabled=True)["Id"]
+        try:
+            chunks, _ = self.client.get_archive(container, CONTENTS_PATH)
+            with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
+                file = tar.extractfile("CONTENTS")
+                return file.read().decode() if file else ""
+        finally:
+            self.client.remove_container(container, force=True)
 
     def _build(self, base: str, tag: str, context: bytes, no_cache: bool, verbosity: int) -> str:
         started = time.monotonic()

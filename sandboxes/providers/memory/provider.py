@@ -29,6 +29,7 @@ from sandboxes.image.files import build_exclude_filter, list_path_prefixes
 from sandboxes.providers.base import (
     DATA,
     MARK_VARIABLE,
+    USER_PROGRAMS_DIRECTORY,
     WORKSPACE,
     BadPath,
     ExecResult,
@@ -343,7 +344,7 @@ def _build_call(
 ) -> ProgramCall:
     if not argv or not cwd.startswith("/") or any("\0" in word for word in argv):
         raise Rejected("argv must not be empty or contain NUL, and cwd must be an absolute path.")
-    base = {"PATH": "/usr/bin:/bin", "HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
+    base = {"PATH": f"/usr/bin:/bin:{USER_PROGRAMS_DIRECTORY}", "HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
     own = {"LEASEHOLD_WORKSPACE": WORKSPACE, "LEASEHOLD_DATA": DATA, MARK_VARIABLE: mark}
     return ProgramCall([*argv], stdin, {**base, **env, **own}, cwd, sandbox.files, timeout)
 

@@ -40,6 +40,7 @@ from sandboxes.providers.base import (
     LLM_SOCKET,
     MARK_VARIABLE,
     SOCKETS_DIRECTORY,
+    USER_PROGRAMS_DIRECTORY,
     WORKSPACE,
     BadPath,
     ExecResult,
@@ -95,7 +96,7 @@ class SandboxDirectory:
     def environment(self, variables: Mapping[str, str], mark: str) -> dict[str, str]:
         """Build a command's environment. Nothing is inherited from this process, whose environment contains secrets."""
         return {
-            "PATH": DEFAULT_PATH,
+            "PATH": f"{DEFAULT_PATH}:{self.inside(USER_PROGRAMS_DIRECTORY)}",
             "HOME": self.inside(f"{WORKSPACE}/.home"),
             "LANG": "C.UTF-8",
             **({"LLM_SOCKET": self.inside(LLM_SOCKET)} if self.sockets else {}),

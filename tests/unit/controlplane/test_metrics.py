@@ -1,9 +1,11 @@
 """Prometheus metrics: values from the database, no agent names, no stale values."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from django.db import OperationalError, connection
+from django.test import Client
 from django.utils import timezone
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,12 +19,19 @@ from tests.support.leases import run, update_pool
 
 pytestmark = pytest.mark.django_db
 HOUR = 60 * MINUTE
+TOKEN = "0123456789abcdef"
 Labels = frozenset[tuple[str, str]]
 
 
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "snapshot_cache", metrics.SnapshotCache())
+
+
+@pytest.fixture
+def client(settings: Any) -> Client:
+    settings.METRICS_TOKEN = TOKEN
+    return Client(headers={"authorization": f"Bearer {TOKEN}"})
 
 
 @pytest.fixture
@@ -175,7 +184,61 @@ def test_a_statement_timeout_is_503(client, pool, monkeypatch: pytest.MonkeyPatc
     assert client.get("/metrics").status_code == 503
 
 
-def test_metrics_are_read_only_and_need_neither_key_nor_host(client, pool) -> None:
+def test_metrics_are_read_only_and_need_neither_api_key_nor_allowed_host(client, pool) -> None:
     assert client.post("/metrics").status_code == 405
     assert client.get("/metrics", HTTP_HOST="10.1.2.3").status_code == 200
     assert client.head("/metrics").status_code == 200
+
+
+# --- access -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header", ["", TOKEN, "Bearer ", f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer é"], ids=repr
+)
+def test_a_wrong_token_is_refused_even_from_loopback(client, header: str) -> None:
+    response = Client().get("/metrics", headers={"authorization": header} if header else {})
+    assert (response.status_code, response["WWW-Authenticate"]) == (401, "Bearer")
+    assert b"leasehold_" not in response.content
+    assert client.get("/metrics", REMOTE_ADDR="192.0.2.7").status_code == 200
+
+
+@pytest.fixture
+def without_token(settings: Any) -> Any:
+    settings.METRICS_TOKEN, settings.ALLOWED_HOSTS = "", ["127.0.0.1", "localhost", "[::1]"]
+    settings.CSRF_TRUSTED_ORIGINS = []
+    return settings
+
+
+LOCAL = {"REMOTE_ADDR": "127.0.0.1", "HTTP_HOST": "localhost:8000"}
+
+
+@pytest.mark.parametrize(
+    ("request_meta", "status"),
+    [
+        ({}, 200),
+        ({"REMOTE_ADDR": "::1", "HTTP_HOST": "[::1]:8000"}, 200),
+        ({"REMOTE_ADDR": "::ffff:127.0.0.1"}, 200),
+        ({"REMOTE_ADDR": "192.0.2.7"}, 403),
+        ({"REMOTE_ADDR": ""}, 403),
+        ({"HTTP_HOST": "leasehold.example.com"}, 403),
+        *[({f"HTTP_{name}": "192.0.2.7"}, 403) for name in ("X_FORWARDED_FOR", "X_FORWARDED_PROTO", "X_REAL_IP", "VIA")],
+        ({"HTTP_FORWARDED": "for=192.0.2.7"}, 403),
+    ],
+    ids=str,
+)
+def test_without_a_token_only_a_direct_local_scrape_is_answered(without_token, request_meta: dict[str, str], status) -> None:
+    response = Client().get("/metrics", **(LOCAL | request_meta))
+    assert response.status_code == status
+    assert (b"leasehold_" in response.content, b"LEASEHOLD_METRICS_TOKEN" in response.content) == (status == 200, status == 403)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ALLOWED_HOSTS": ["leasehold.example.com", "localhost"]}, {"CSRF_TRUSTED_ORIGINS": ["https://x.example"]}],
+    ids=str,
+)
+def test_behind_a_proxy_loopback_is_not_enough(without_token, changes: dict[str, list[str]]) -> None:
+    for name, value in changes.items():
+        setattr(without_token, name, value)
+    assert Client().get("/metrics", **LOCAL).status_code == 403

@@ -88,7 +88,7 @@ class Rate(models.Model):
             Unpriced.note(UsageRecord.objects.filter(day__gte=since).order_by().values_list("day", flat=True).distinct())
 
     def delete(self, *args: Any, **options: Any) -> tuple[int, dict[str, int]]:
-        """Delete a rate that has not begun. Raise ValidationError if the stored row has, whatever this instance says."""
+        """Delete a rate that has not begun. Raise ValidationError if the stored row has begun."""
         with transaction.atomic():
             stored = Rate.objects.select_for_update().filter(pk=self.pk).first()
             if stored and stored.valid_from <= timezone.now():

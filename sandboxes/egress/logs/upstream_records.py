@@ -129,12 +129,15 @@ def parse_line(line: bytes) -> UpstreamRecord | None:
     cost = parse_usd(fields.get("cost"))
     if fields.get("status") not in ("success", "failure") or (cost is None and fields.get("cost") is not None):
         return None
-    tokens = [fields.get(name) for name in ("input", "cached", "output")]
+    stated = [fields.get(name) for name in ("input", "cached", "output")]
+    input_tokens, cached_tokens, output_tokens = map(parse_tokens, stated)
     return UpstreamRecord(
         call_id,
         fields["status"] == "failure",
         fields["status"] == "success" and not fields.get("error"),
         cost,
-        *map(parse_tokens, tokens),
-        has_refused_counts=any(count is not None and parse_tokens(count) is None for count in tokens),
+        input_tokens,
+        cached_tokens,
+        output_tokens,
+        any(count is not None and parse_tokens(count) is None for count in stated),
     )

@@ -31,7 +31,7 @@ from billing.models import (
     UsageRecord,
     Watermark,
 )
-from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.money_sums import MAX_RECORD_USD, limit_usd, nanos_to_decimal, sum_exact
 from billing.totals import BILLABLE_STATES
 from sandboxes.lifecycle import checkpoint
 
@@ -133,7 +133,7 @@ def _collect_lines(days: Iterable[date], rates: Collection[Rate]) -> tuple[dict[
                 lines[CostKey(day, account, provider, item, agent, environment, holder, rate)] += base_units
         for (agent, environment, holder, provider), calls, usd in _iter_llm_calls(day):
             key = CostKey(day, account_on(agent, day), provider, BillableItem.LLM, agent, environment, holder, None)
-            model_calls[key] = CostAmount(str(calls), Decimal(calls), Decimal(0), usd)
+            model_calls[key] = CostAmount(str(calls), Decimal(calls), Decimal(0), limit_usd(usd, agent=agent, day=str(day)))
     return {key: base_units for key, base_units in lines.items() if base_units}, model_calls
 
 
@@ -286,8 +286,11 @@ def _price_lines(
                 str(base_units),
                 pricing.round_half_up(pricing.to_units(item, base_units)),
                 pricing.round_half_up(pricing.to_units(item, free)),
-                pricing.round_half_up(pricing.compute_cost(item, base_units - free, rate.usd)),
-            )
+                limit_usd(
+                    pricing.round_half_up(pricing.compute_cost(item, base_units - free, rate.usd)),
+                    agent=key.agent_did, day=str(key.day), item=item,
+                ),
+            )  # fmt: skip
     return priced
 
 
@@ -316,6 +319,11 @@ def _write_records(
     checkpoint("repriced", len(outdated))
     CostRecord.objects.bulk_create(fresh, batch_size=SQL_BATCH_SIZE)
     return len(fresh), len(outdated)
+
+
+def find_limited_records(*, after: int) -> QuerySet[CostRecord]:
+    """Find the cost records with ids above `after` whose amount was limited to MAX_RECORD_USD."""
+    return CostRecord.objects.filter(pk__gt=after, usd__gte=MAX_RECORD_USD).order_by("pk")
 
 
 def _get_plain_columns(key: CostKey) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, Subquery, Sum, Window
+from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Window
 from django.db.models.functions import Lead
 
 from billing.dates import EPOCH, start_of_day, to_utc_date
 from billing.intervals import MICROSECOND, StateInterval, build_intervals, prorate, split_by_day
 from billing.models import Meter, UsageKind, UsageRecord, Watermark
-from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.money_sums import limit_usd, nanos_to_decimal, sum_exact
+from sandboxes.egress.amounts import MAX_TOKENS, MAX_USD, REFUSED_CODES
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, SandboxState, Snapshot, Transition
 
@@ -365,16 +366,27 @@ def _is_billable_call(call: LlmCall) -> bool:
     return call.kind == LlmCall.Kind.LLM and call.outcome != LlmCall.Outcome.REFUSED
 
 
+def find_refused_calls() -> QuerySet[LlmCall]:
+    """Find the calls not metered yet whose stated cost, tokens or price is out of range. They are metered as unpriced."""
+    refused = Q(code__in=REFUSED_CODES) | Q(cost__gte=MAX_USD)
+    for name in ("input", "cached", "output"):
+        refused |= Q(**{f"{name}_tokens__gt": MAX_TOKENS})
+    return LlmCall.objects.filter(refused, counted=False, ended_at__isnull=False).order_by("pk")
+
+
 def _build_tokens_record(holder: UUID | None, model: str, day: date) -> UsageRecord:
     begin = start_of_day(day)
     llm_calls = LlmCall.objects.filter(
         holder=holder, model=model, kind=LlmCall.Kind.LLM, started_at__gte=begin, started_at__lt=begin + timedelta(days=1),
         ended_at__isnull=False,
     ).exclude(outcome=LlmCall.Outcome.REFUSED)  # fmt: skip
+    # A stored amount out of range counts as unknown: it would overflow the sum and stop metering for every agent.
+    tokens = {
+        name: Sum(f"{name}_tokens", filter=Q(**{f"{name}_tokens__lte": MAX_TOKENS})) for name in ("input", "cached", "output")
+    }
     sums = llm_calls.aggregate(
-        began=Min("started_at"), ended=Max("ended_at"), calls=Count("pk"), usd=sum_exact("cost"),
-        unpriced=Count("pk", filter=Q(cost__isnull=True)), input=Sum("input_tokens"), cached=Sum("cached_tokens"),
-        output=Sum("output_tokens"),
+        began=Min("started_at"), ended=Max("ended_at"), calls=Count("pk"), usd=sum_exact("cost", Q(cost__lt=MAX_USD)),
+        unpriced=Count("pk", filter=Q(cost__isnull=True) | Q(cost__gte=MAX_USD)), **tokens,
     )  # fmt: skip
     first = llm_calls.order_by("pk").select_related("sandbox").first()
     sandbox = first.sandbox if first else None
@@ -385,5 +397,5 @@ def _build_tokens_record(holder: UUID | None, model: str, day: date) -> UsageRec
         agent_did=first.agent_did if first else "", environment_id=first.environment_id if first else "",
         provider=sandbox.provider if sandbox else "", model=model, calls=sums["calls"], unpriced=sums["unpriced"],
         input_tokens=sums["input"] or 0, cached_tokens=sums["cached"] or 0, output_tokens=sums["output"] or 0,
-        usd=nanos_to_decimal(sums["usd"]),
+        usd=limit_usd(nanos_to_decimal(sums["usd"]), agent=first.agent_did if first else "", day=str(day)),
     )  # fmt: skip

@@ -2,10 +2,13 @@
 
 from decimal import Decimal
 
+import structlog
 from django.db.models import BigIntegerField, DecimalField, ExpressionWrapper, F, Q, Sum
 from django.db.models.functions import Cast, Round
 
+log = structlog.get_logger(__name__)
 NANOS_PER_UNIT, CENTS_PER_UNIT = 10**9, 100
+MAX_RECORD_USD = Decimal(10**6)  # of one lease, item and day. About 9,000 records of this size overflow an exact sum
 
 
 def sum_exact(field: str, condition: Q | None = None, *, parts: int = NANOS_PER_UNIT) -> Sum:
@@ -19,3 +22,11 @@ def sum_exact(field: str, condition: Q | None = None, *, parts: int = NANOS_PER_
 
 def nanos_to_decimal(billionths: int) -> Decimal:
     return Decimal(billionths).scaleb(-9)
+
+
+def limit_usd(usd: Decimal, **fields: str) -> Decimal:
+    """Return `usd`, or MAX_RECORD_USD with an error in the log if it is more. `fields` identify the record in the log."""
+    if usd <= MAX_RECORD_USD:
+        return usd
+    log.error("cost limited to the largest amount of a record", usd=str(usd), limit=str(MAX_RECORD_USD), **fields)
+    return MAX_RECORD_USD

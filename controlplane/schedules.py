@@ -9,7 +9,8 @@ from django.db import transaction
 from django_q.models import Schedule
 from django_q.tasks import async_task
 
-from billing import derivation
+from billing import costs, derivation, metering
+from billing.models import CostRecord
 from controlplane import dry_run
 from leases import budget_enforcement
 from leases import sweeps as leases
@@ -24,6 +25,7 @@ from sandboxes.webhooks import delivery
 TASK_PREFIX = f"{__name__}."  # Schedule rows of other functions are left alone
 SCHEDULED_FUNCTION = f"{TASK_PREFIX}run"
 HEARTBEAT = "heartbeat"
+MAX_LISTED_FAILURES = 20  # of one kind in one pass; the log has all
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,21 @@ def reconcile(*, now: datetime) -> SweepResult:
 
 
 def meter(*, now: datetime) -> SweepResult:
-    """Derive usage records and cost records, and count both."""
+    """Derive usage records and cost records, and count both.
+
+    Calls whose stated amounts are out of range, and cost records that were limited, are failures of their own; the others
+    are metered and priced."""
     result = SweepResult()
-    usage, costs = derivation.derive_usage_and_costs(now=now)
+    for call in metering.find_refused_calls()[:MAX_LISTED_FAILURES]:
+        result.failures.append(f"call {call.call_id}: cost or tokens out of range, metered as unpriced")
+    newest = CostRecord.objects.order_by("-pk").values_list("pk", flat=True).first() or 0
+    usage, changes = derivation.derive_usage_and_costs(now=now)
     for item, records in usage.items():
         result.note(f"records of {item}", records)
-    for change, records in costs.items():
+    for change, records in changes.items():
         result.note(f"costs {change}", records)
+    for record in costs.find_limited_records(after=newest)[:MAX_LISTED_FAILURES]:
+        result.failures.append(f"cost record {record.pk} ({record}): limited to {record.usd.normalize():f} USD")
     return result
 
 

@@ -1,5 +1,8 @@
 """Plain-text formatting of sizes, counts and paths, for commands and pages alike."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 # Control characters and bidirectional control characters, each mapped to a visible escape. Agents choose file names and output,
 # so these characters must not reach a terminal or a page. Newline and tab are not escaped.
 CONTROL_CHARACTER_ESCAPES = {
@@ -7,6 +10,12 @@ CONTROL_CHARACTER_ESCAPES = {
     for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
     if chr(code) not in "\n\t"
 }
+
+
+def suggest_match(value: str, known: Iterable[str]) -> str:
+    """Return " Did you mean docker?" with the known name nearest to `value`, or an empty string if none is near."""
+    matches = get_close_matches(value, sorted(known), n=1)
+    return f" Did you mean {matches[0]}?" if matches else ""
 
 
 def format_bytes(count: int) -> str:

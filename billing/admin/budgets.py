@@ -8,7 +8,7 @@ from typing import Any
 
 from django import forms
 from django.conf import settings
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import Q
@@ -51,6 +51,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import get_reference, render_holders
+from sandboxes.formatting import suggest_match
 from sandboxes.models import Event
 from sandboxes.models.webhooks import EventType
 
@@ -91,7 +92,7 @@ class BudgetForm(forms.ModelForm):
             scope.choices = [(value, capfirst(label)) for value, label in scope.choices]
             self.fields["subject"].help_text = (
                 "DID of an agent, number or prefix of an API key, name of an environment type or of an account. "
-                "Leave empty for everything."
+                "Leave empty for everything. Keys, types and accounts must exist. An agent may be named before it joins."
             )
             self.fields["hard"].help_text = "Refuse new leases and end active ones. Otherwise only a warning is sent."
             self.fields["warn_percent"].help_text = "Send a warning at this share of the amount."
@@ -106,7 +107,8 @@ class BudgetForm(forms.ModelForm):
         if kind := REFERENCE_KINDS.get(scope):
             return get_reference(kind).clean(subject)
         if scope == Scope.ACCOUNT and subject != HOUSE_ACCOUNT_NAME and not Account.objects.filter(name=subject).exists():
-            raise ValidationError("There is no such account.")
+            names = Account.objects.values_list("name", flat=True)
+            raise ValidationError(f"There is no such account.{suggest_match(subject, names)}")
         return subject
 
 
@@ -157,6 +159,9 @@ class BudgetAdmin(ConsoleModelAdmin):
 
     def save_model(self, request: HttpRequest, obj: Budget, form: Any, change: bool) -> None:
         budgets.save_budget(obj, now=timezone.now())
+        kind = REFERENCE_KINDS.get(Scope(obj.scope))
+        if kind and (warning := get_reference(kind).find_warning(obj.subject)):
+            messages.warning(request, warning)
 
     def annotate_rows(self, rows: list[Budget]) -> None:
         subjects = render_subjects(rows)

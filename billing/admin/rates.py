@@ -3,6 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from django import forms
 from django.contrib import admin
 from django.core.exceptions import ValidationError
 from django.db import IntegrityError
@@ -16,6 +17,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from billing.dates import start_of_day
+from billing.instance_types import INSTANCE_SIZES
 from billing.metering import STORE_PROVIDER
 from billing.models import BillableItem, Rate
 from billing.pricing import format_decimal
@@ -31,6 +33,7 @@ from sandboxes.admin.base.formatting import (
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.formatting import suggest_match
 from sandboxes.providers import PROVIDER_CLASSES
 
 # Rates of other providers are shipped for estimates only.
@@ -40,11 +43,42 @@ ITEM_LABELS = {
     BillableItem.STORAGE: "storage", BillableItem.REQUEST: "requests (runs)", BillableItem.PLAN: "plan",
     BillableItem.LLM: "model calls",
 }  # fmt: skip
+ESTIMATE_PROVIDERS = ["cloudflare", "daytona", "modal", "runloop", "langsmith", "kubernetes"]  # shipped rates, for estimates
 UNIT_LABELS = {
     BillableItem.TIME: "sandbox-hour", BillableItem.MEMORY: "GiB-hour", BillableItem.CPU: "vCPU-minute",
     BillableItem.DISK: "GB-hour", BillableItem.STORAGE: "GB-month", BillableItem.REQUEST: "request",
     BillableItem.PLAN: "month", BillableItem.LLM: "call",
 }  # fmt: skip
+
+
+class RateForm(forms.ModelForm):
+    """Rate of a known provider and instance type: a rate under any other name would price nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if "provider" in self.fields:  # absent on read-only pages
+            self.fields["provider"].help_text = (
+                f"One of {', '.join([*PROVIDER_CLASSES, STORE_PROVIDER])} ({STORE_PROVIDER}: agents' stored data), "
+                f"or for estimates {', '.join(ESTIMATE_PROVIDERS)}."
+            )
+            self.fields[
+                "instance_type"
+            ].help_text = "Name of a size that the provider sells, such as basic of cloudflare. Leave empty for every size."
+
+    def clean_provider(self) -> str:
+        provider: str = self.cleaned_data["provider"]
+        known = [*PROVIDER_CLASSES, STORE_PROVIDER, *ESTIMATE_PROVIDERS]
+        if provider not in known:
+            raise ValidationError(f"There is no such provider.{suggest_match(provider, known)}")
+        return provider
+
+    def clean_instance_type(self) -> str:
+        name, provider = self.cleaned_data["instance_type"].strip(), self.cleaned_data.get("provider")
+        sizes = INSTANCE_SIZES.get(provider or "", {})
+        if name and provider and name not in sizes:
+            reason = "has no such instance type" if sizes else "sells no instance types. Leave this empty"
+            raise ValidationError(f"{provider} {reason}.{suggest_match(name, sizes)}")
+        return name
 
 
 def _exists_newer_rate(**conditions: Any) -> Exists:
@@ -90,6 +124,7 @@ DELETE_RATE_ACTION = AdminAction(
 
 @admin.register(Rate)
 class RateAdmin(ConsoleModelAdmin):
+    form = RateForm
     list_display = ["what", "price", "free", "since", "condition"]
     search_fields = ["provider__startswith"]
     search_help_text = "Provider (prefix)"

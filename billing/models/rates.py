@@ -88,9 +88,12 @@ class Rate(models.Model):
             Unpriced.note(UsageRecord.objects.filter(day__gte=since).order_by().values_list("day", flat=True).distinct())
 
     def delete(self, *args: Any, **options: Any) -> tuple[int, dict[str, int]]:
-        if self.valid_from <= timezone.now():
-            raise ValidationError("This rate has begun and cannot be deleted.")
-        return super().delete(*args, **options)
+        """Delete a rate that has not begun. Raise ValidationError if the stored row has begun."""
+        with transaction.atomic():
+            stored = Rate.objects.select_for_update().filter(pk=self.pk).first()
+            if stored and stored.valid_from <= timezone.now():
+                raise ValidationError("This rate has begun and cannot be deleted.")
+            return super().delete(*args, **options)
 
 
 def get_earliest_start(now: datetime) -> datetime:

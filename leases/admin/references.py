@@ -8,11 +8,14 @@ from django.core.exceptions import ValidationError
 from django.db.models import Q
 from django.utils.html import format_html_join
 
+from leases.agents import describe_unknown_agent
 from leases.models import DID_DESCRIPTION, Agent, AgentKey, EnvironmentType, Lease, validate_did
 from sandboxes.admin.base.formatting import SummaryField, render_admin_link, render_badge
 from sandboxes.admin.base.registry import Reference, register_fields, register_reference
+from sandboxes.formatting import suggest_match
 from sandboxes.models import Policy
 
+MAX_SUGGESTIONS = 1000  # newest names compared with an unknown one
 MAX_TYPES_SHOWN = 8  # environment types on a policy's page
 
 
@@ -30,6 +33,9 @@ class AgentReference(Reference):
         except ValidationError:
             raise ValidationError(f"{did[:80]!r} is not {DID_DESCRIPTION}.") from None
         return did
+
+    def find_warning(self, value: str) -> str:
+        return describe_unknown_agent(value)
 
     def ensure_exists(self, value: str) -> None:
         Agent.objects.get_or_create(did=value)
@@ -69,7 +75,8 @@ class ApiKeyReference(Reference):
         prefix = text.removeprefix("lh_").split("_")[0]
         key = AgentKey.objects.filter(number | Q(prefix=prefix)).order_by("pk").first()
         if key is None:
-            raise ValidationError("There is no such API key.")
+            prefixes = AgentKey.objects.order_by("-pk").values_list("prefix", flat=True)[:MAX_SUGGESTIONS]
+            raise ValidationError(f"There is no such API key.{suggest_match(prefix, prefixes)}")
         return str(key.pk)
 
 
@@ -90,7 +97,8 @@ class EnvironmentTypeReference(Reference):
     def clean(self, value: str) -> str:
         name = value.strip()
         if not EnvironmentType.objects.filter(name=name).exists():
-            raise ValidationError("There is no such environment type.")
+            names = EnvironmentType.objects.values_list("name", flat=True)
+            raise ValidationError(f"There is no such environment type.{suggest_match(name, names)}")
         return name
 
 

@@ -1,8 +1,14 @@
-"""Parsing of USD amounts received from upstreams."""
+"""Parsing of amounts received from upstreams: USD and token counts.
+
+A value outside its range is refused, so that a faulty upstream can neither overflow a sum nor stop metering."""
 
 from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
 
-NANO_USD, MAX_USD = Decimal("1e-9"), Decimal(10**9)  # precision and range of the cost columns
+NANO_USD = Decimal("1e-9")  # precision of the cost columns
+MAX_USD = Decimal(10_000)  # of one call
+MAX_TOKENS = 10**9  # of one kind in one call
+# Error codes of answered calls: the stated cost or tokens are out of range; the tokens times the rate are.
+REFUSED_AMOUNT_CODE, REFUSED_PRICE_CODE = REFUSED_CODES = ("amount_refused", "price_refused")
 
 
 def parse_usd(value: object) -> Decimal | None:
@@ -14,3 +20,8 @@ def parse_usd(value: object) -> Decimal | None:
     except InvalidOperation:
         return None
     return abs(usd) if usd.is_finite() and 0 <= usd < MAX_USD else None  # abs: removes the sign of a negative zero
+
+
+def parse_tokens(value: object) -> int | None:
+    """Parse a token count. Return None unless it is an integer in [0, MAX_TOKENS]."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS else None

@@ -10,15 +10,18 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from uuid import UUID
 
+import structlog
 from django.conf import settings
 from django.db import transaction
 from django.db.models import QuerySet, Sum
 
 from sandboxes.db import sql
+from sandboxes.egress.amounts import REFUSED_AMOUNT_CODE
 from sandboxes.egress.request_filter import is_allowed
 from sandboxes.egress.token_usage import TokenUsage
 from sandboxes.models import ALIVE_STATES, LlmCall, Policy, Sandbox
 
+log = structlog.get_logger(__name__)
 SETTLE_GRACE_PERIOD = timedelta(seconds=30)  # after a call's timeout, to record its result
 MINUTE = timedelta(minutes=1)
 MAX_LOGGED_REFUSALS_PER_MINUTE = 30  # per lease; further refusals are not stored
@@ -207,6 +210,7 @@ class CallResult:
     code: str = ""
     usage: TokenUsage | None = None
     cost: Decimal | None = None
+    has_refused_cost: bool = False  # the upstream stated a cost that is out of range, which is ignored
     first_byte_at: datetime | None = None
     received_bytes: int = 0
     sent_bytes: int | None = None
@@ -215,9 +219,14 @@ class CallResult:
 def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
     """Close an open call. Return whether this call closed it.
 
-    Usage and cost already taken from the upstream's record are not overwritten."""
+    Usage and cost already taken from the upstream's record are not overwritten. An answered call whose stated amounts are out
+    of range has the code `amount_refused`."""
+    code = result.code
+    if result.has_refused_cost or (result.usage and result.usage.has_refused_counts):
+        code = code or REFUSED_AMOUNT_CODE
+        log.error("cost or tokens stated by the upstream are out of range", call=row.call_id)
     changes: dict[str, object] = {
-        "ended_at": now, "outcome": str(result.outcome), "status": result.status, "code": result.code[:64],
+        "ended_at": now, "outcome": str(result.outcome), "status": result.status, "code": code[:64],
         "first_byte_at": result.first_byte_at, "received_bytes": result.received_bytes,
     }  # fmt: skip
     if result.sent_bytes is not None:

@@ -117,7 +117,9 @@ class ModelCallProxy:
                 url, json=body, headers=_build_upstream_headers(request, row, caller), allow_redirects=False
             ) as response:
                 result.status, result.first_byte_at = response.status, self.calls.now()
-                result.cost = parse_usd(response.headers.get("x-litellm-response-cost"))
+                stated = response.headers.get("x-litellm-response-cost")
+                result.cost = parse_usd(stated)
+                result.has_refused_cost = stated is not None and result.cost is None
                 if response.status >= 300:
                     return await _translate_error(response, result)
                 reader = UsageReader(response.content_type, hide_usage=hide_usage)

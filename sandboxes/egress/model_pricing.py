@@ -7,12 +7,14 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Protocol
 
+import structlog
 from django.conf import settings
 from django.db.models import Max, Q, QuerySet
 
-from sandboxes.egress.amounts import parse_usd
+from sandboxes.egress.amounts import MAX_TOKENS, REFUSED_PRICE_CODE, parse_usd
 from sandboxes.models import LlmCall, ModelRate
 
+log = structlog.get_logger(__name__)
 MILLION = 1_000_000
 MAX_MODELS_PER_QUERY = 100
 RECORD_WAIT = timedelta(minutes=1)  # time for an upstream record to arrive before a rate is applied
@@ -38,7 +40,7 @@ def calculate_price(rates: Iterable[Rate], model: str, input: int, cached: int, 
     Example: at 2.50 for input, 1.25 for cached input and 10.00 for output, 1000 input tokens, 400 of them cached, and 50 output
     tokens cost (600 x 2.50 + 400 x 1.25 + 50 x 10.00) / 1,000,000 = 0.002500000 USD."""
     rate = find_rate(rates, model, at)
-    if rate is None:
+    if rate is None or max(input, cached, output) > MAX_TOKENS:
         return None
     cached = min(cached, input)
     cached_usd = rate.input_usd if rate.cached_usd is None else rate.cached_usd
@@ -61,14 +63,18 @@ def price_calls(now: datetime, limit: int = 1000) -> int:
     """Price up to `limit` ended calls without a price by their model's rate. Return the number priced.
 
     Existing prices are not changed, and a later upstream record replaces the price. The price of an interrupted or failed call
-    covers its reported tokens only: a lower bound."""
+    covers its reported tokens only: a lower bound. A call whose price or tokens are out of range gets the code
+    `price_refused` and is not tried again, so that such calls never keep others from being priced."""
     rates = [*ModelRate.objects.filter(valid_from__lte=now)]
     priced = 0
     for row in find_priceable(rates, now=now)[:limit]:
         cost = calculate_price(
             rates, row.model, row.input_tokens or 0, row.cached_tokens or 0, row.output_tokens or 0, row.started_at
         )
-        if cost is not None:
+        if cost is None:
+            log.error("price by rate is out of range", call=row.call_id, model=row.model)
+            find_unpriced().filter(pk=row.pk).update(code=REFUSED_PRICE_CODE, counted=False)
+        else:
             priced += find_unpriced().filter(pk=row.pk).update(cost=cost, priced=LlmCall.Priced.RATE, counted=False)
     return priced
 
@@ -84,7 +90,11 @@ def find_priceable(rates: list[ModelRate], *, now: datetime) -> QuerySet[LlmCall
         Q(input_tokens__isnull=False) | Q(output_tokens__isnull=False)
     )
     wait = RECORD_WAIT if settings.LLM_RECORDS else timedelta(0)
-    ready = find_unpriced().filter(complete | partial, kind=LlmCall.Kind.LLM, ended_at__lte=now - wait)
+    ready = (
+        find_unpriced()
+        .exclude(code=REFUSED_PRICE_CODE)
+        .filter(complete | partial, kind=LlmCall.Kind.LLM, ended_at__lte=now - wait)
+    )
     # Limited to models with an applicable rate: a program can request any number of other model names.
     models = ready.order_by().values_list("model").annotate(newest=Max("started_at"))
     since = {

@@ -7,19 +7,28 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from sandboxes.egress.amounts import parse_tokens
+
 EVENT_END_PATTERN = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")  # blank line that ends a server-sent event
 FINAL_EVENT_TYPES = ("message_stop", "response.completed", "response.incomplete", "response.failed")
+TOKEN_FIELDS = (
+    "prompt_tokens", "input_tokens", "completion_tokens", "output_tokens", "cache_read_input_tokens",
+    "cache_creation_input_tokens",
+)  # fmt: skip
 MAX_PARSED_BYTES = 8 << 20  # a larger document or event passes unparsed, and its usage stays unknown
 
 
 @dataclass
 class TokenUsage:
-    """Tokens of one call as reported by the upstream. None means not reported."""
+    """Tokens of one call as reported by the upstream. None means not reported.
+
+    `has_refused_counts` is set if the upstream reported a count that is out of range, which is ignored."""
 
     model: str = ""
     input_tokens: int | None = None  # includes cache reads and writes, also where the provider reports them separately
     output_tokens: int | None = None
     cached_tokens: int | None = None  # part of the input, read from the provider's cache
+    has_refused_counts: bool = False
 
     def add(self, document: Any) -> None:
         """Merge the usage of one JSON document of the response. Later values replace earlier ones."""
@@ -40,6 +49,8 @@ class TokenUsage:
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
         if cached is None and isinstance(details, dict):
             cached = details.get("cached_tokens")
+        counts = (*(usage.get(name) for name in TOKEN_FIELDS), cached)
+        self.has_refused_counts |= any(count is not None and parse_tokens(count) is None for count in counts)
         self.input_tokens = _sum_input_tokens(usage, known=self.input_tokens)
         self.output_tokens = _first_count(usage, "completion_tokens", "output_tokens", known=self.output_tokens)
         self.cached_tokens = _parse_count(cached, self.cached_tokens)
@@ -119,5 +130,6 @@ def _first_count(usage: dict[str, Any], *names: str, known: int | None) -> int |
 
 
 def _parse_count(value: Any, known: int | None) -> int | None:
-    """Return `value` if it is a count that a column can hold, else `known`."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else known
+    """Return `value` if it is a count in range, else `known`."""
+    count = parse_tokens(value)
+    return known if count is None else count

@@ -101,6 +101,22 @@ def test_a_key_budget_accepts_the_prefix_shown_in_lists(administrator: Client) -
     assert f'href="/admin/leases/agentkey/{key.pk}/change/">ci</a>' in administrator.get(LIST).content.decode()
 
 
+@pytest.mark.parametrize(
+    ("scope", "subject", "nearest"), [("environment_type", "catann", "catan"), ("account", "huose", "house")]
+)
+def test_an_unknown_subject_is_refused_with_the_nearest_name(
+    administrator: Client, scope: str, subject: str, nearest: str
+) -> None:
+    answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, "scope": scope, "subject": subject})
+    assert f"Did you mean {nearest}?" in answer.content.decode() and not Budget.objects.exists()
+
+
+def test_a_budget_for_an_agent_that_has_not_joined_is_saved_with_a_warning(administrator: Client) -> None:
+    api_keys.issue_key(["did:plc:adalovelace"], now=timezone.now())
+    answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, "subject": "did:plc:adalovelcae"}, follow=True)
+    assert "Did you mean did:plc:adalovelace?" in answer.content.decode() and Budget.objects.count() == 1
+
+
 def test_a_budget_is_turned_off_and_on_again(administrator: Client, spend: Callable[..., Lease]) -> None:
     spend(2)
     made = budget(1)

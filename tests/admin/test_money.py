@@ -302,7 +302,7 @@ def test_text_from_agents_is_escaped_on_billing_pages(superuser: Client, team: A
 
 
 def sent(**more: str) -> dict[str, str]:
-    known = {"provider": "acme", "item": "time", "instance_type": "", "usd": "0.30", "allowance": "0", "source": ""}
+    known = {"provider": "docker", "item": "time", "instance_type": "", "usd": "0.30", "allowance": "0", "source": ""}
     return {**known, "valid_from_0": str(LATER), "valid_from_1": "00:00:00", **more}
 
 
@@ -311,11 +311,25 @@ def test_an_administrator_adds_a_rate_that_begins_later(administrator: Client) -
     refused = administrator.post("/admin/billing/rate/add/", sent(valid_from_0=str(TODAY - timedelta(days=1))))
     assert "cannot begin in the past" in refused.content.decode()
     assert administrator.post("/admin/billing/rate/add/", sent()).status_code == 302
-    added = Rate.objects.get(provider="acme")
+    added = Rate.objects.get(provider="docker", valid_from=on(LATER))
     assert (added.usd, added.valid_from) == (Decimal("0.30"), on(LATER))
     assert administrator.post(row_url(added), sent(usd="0.31")).status_code == 302
     added.refresh_from_db()
     assert added.usd == Decimal("0.31")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"provider": "dcoker"}, "Did you mean docker?"),
+        ({"provider": "cloudflare", "instance_type": "baisc"}, "Did you mean basic?"),
+        ({"instance_type": "basic"}, "docker sells no instance types"),
+    ],
+)
+def test_a_rate_that_would_price_nothing_is_refused(administrator: Client, wrong: dict[str, str], message: str) -> None:
+    before = Rate.objects.count()
+    answer = administrator.post("/admin/billing/rate/add/", sent(**wrong))
+    assert message in answer.content.decode() and Rate.objects.count() == before
 
 
 def test_an_administrator_deletes_a_rate_that_has_not_begun(administrator: Client) -> None:

@@ -67,6 +67,14 @@ def test_a_budget_shows_its_predicted_exhaustion_date() -> None:
     assert run("list").endswith("grace 300s, disabled)")
 
 
+def test_a_budget_for_an_agent_that_has_not_joined_is_saved_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    api_keys.issue_key(["did:plc:adalovelace"], now=timezone.now())
+    run("add", "1", "usd", "day", "--agent", "did:plc:adalovelcae")
+    assert "Did you mean did:plc:adalovelace?" in capsys.readouterr().err
+    run("add", "1", "usd", "day", "--agent", "did:plc:adalovelace")
+    assert capsys.readouterr().err == "" and Budget.objects.count() == 2
+
+
 ADD = ["add", "1", "hours", "day"]
 
 
@@ -75,7 +83,9 @@ ADD = ["add", "1", "hours", "day"]
     [
         ([*ADD, "--agent", "ada"], "is not a DID"), ([*ADD, "--agent", ""], "is not a DID"),
         ([*ADD, "--key", "ab"], "no such API key"), ([*ADD, "--key", ""], "no such API key"),
+        ([*ADD, "--type", "catann"], "Did you mean catan?"),
         ([*ADD, "--type", "chess"], "no such environment type"), ([*ADD, "--type", ""], "no such environment type"),
+        ([*ADD, "--account", "huose"], "Did you mean house?"),
         ([*ADD, "--account", "none"], "no such account"), ([*ADD, "--account", ""], "no such account"),
         (["add", "much", "hours", "day", "--all"], "is not a decimal number"),
         (["add", "0", "hours", "day", "--all"], "greater than or equal"),

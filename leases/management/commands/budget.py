@@ -14,8 +14,12 @@ from billing.forecast import predict_exhaustion_date
 from billing.models import Account, Budget
 from billing.models.budgets import Period, Scope, Unit
 from billing.pricing import format_decimal
+from leases.agents import describe_unknown_agent
 from leases.management.base import parse_duration, report_errors
 from leases.models import DID_DESCRIPTION, AgentKey, EnvironmentType, validate_did
+from sandboxes.formatting import suggest_match
+
+MAX_SUGGESTIONS = 1000  # newest keys compared with an unknown one
 
 
 class Command(BaseCommand):
@@ -30,10 +34,10 @@ class Command(BaseCommand):
         add.add_argument("period", choices=Period.values, help="calendar period, in UTC")
         scope = add.add_mutually_exclusive_group(required=True)
         scope.add_argument("--all", action="store_true", help="the whole installation")
-        scope.add_argument("--agent", metavar="DID")
-        scope.add_argument("--key", metavar="PREFIX", help="prefix of an API key, as shown in the admin")
-        scope.add_argument("--type", metavar="NAME", help="environment type, such as catan")
-        scope.add_argument("--account", metavar="NAME")
+        scope.add_argument("--agent", metavar="DID", help="agent, also one that has not joined yet: a warning is printed then")
+        scope.add_argument("--key", metavar="PREFIX", help="prefix of an existing API key, as shown in the admin")
+        scope.add_argument("--type", metavar="NAME", help="existing environment type, such as catan")
+        scope.add_argument("--account", metavar="NAME", help="existing account")
         change = actions.add_parser("set", help="change a budget; raising it takes effect at once")
         change.add_argument("id", type=int)
         change.add_argument("--amount")
@@ -68,6 +72,8 @@ class Command(BaseCommand):
                 budgets.save_budget(budget, now=timezone.now())
             except ValidationError as error:
                 raise CommandError("; ".join(error.messages)) from None
+            if budget.scope == Scope.AGENT and (warning := describe_unknown_agent(budget.subject)):
+                self.stderr.write(f"Warning: {warning}")
             self.stdout.write(f"{'changed' if action == 'set' else 'added'}: {_format_budget(budget)}")
 
 
@@ -87,17 +93,21 @@ def _build_budget(*, unit: str, period: str, agent: str | None, key: str | None,
             raise CommandError(f"--agent: {agent[:80]!r} is not {DID_DESCRIPTION}.") from None
         budget.scope, budget.subject = Scope.AGENT, agent
     elif key is not None:
-        row = AgentKey.objects.filter(prefix=key.removeprefix("lh_").split("_")[0]).first()
+        prefix = key.removeprefix("lh_").split("_")[0]
+        row = AgentKey.objects.filter(prefix=prefix).first()
         if row is None:
-            raise CommandError(f"--key: no such API key: {key[:80]}.")
+            prefixes = AgentKey.objects.order_by("-pk").values_list("prefix", flat=True)[:MAX_SUGGESTIONS]
+            raise CommandError(f"--key: no such API key: {key[:80]}.{suggest_match(prefix, prefixes)}")
         budget.scope, budget.subject = Scope.KEY, str(row.pk)
     elif (name := options["type"]) is not None:
         if not EnvironmentType.objects.filter(name=name).exists():
-            raise CommandError(f"--type: no such environment type: {name[:80]}.")
+            names = EnvironmentType.objects.values_list("name", flat=True)
+            raise CommandError(f"--type: no such environment type: {name[:80]}.{suggest_match(name, names)}")
         budget.scope, budget.subject = Scope.ENVIRONMENT_TYPE, name
     elif account is not None:
         if not Account.objects.filter(name=account).exists():
-            raise CommandError(f"--account: no such account: {account[:80]}.")
+            names = Account.objects.values_list("name", flat=True)
+            raise CommandError(f"--account: no such account: {account[:80]}.{suggest_match(account, names)}")
         budget.scope, budget.subject = Scope.ACCOUNT, account
     return budget
 

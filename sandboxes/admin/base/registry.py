@@ -30,6 +30,10 @@ class Reference:
         """Return the stored form of a value typed into a form. Raise ValidationError if it cannot be one."""
         return value.strip()
 
+    def find_warning(self, value: str) -> str:
+        """Return a warning about a cleaned value that names nothing yet, or an empty string."""
+        return ""
+
     def ensure_exists(self, value: str) -> None:
         """Create the referenced row if it is missing."""
 

@@ -11,7 +11,13 @@ from sandboxes.egress.logs import access_log, upstream_records
 from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
-FAILURE_COUNTERS = {"malformed", "unread lost", "unknown", "unmetered"}  # counters that need an operator's attention
+FAILURE_COUNTERS = {
+    "malformed",
+    "unread lost",
+    "unknown",
+    "unmetered",
+    "out of range",
+}  # counters that need an operator's attention
 
 
 def collect_call_logs(*, now: datetime) -> SweepResult:

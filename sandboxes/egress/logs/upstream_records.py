@@ -15,7 +15,7 @@ import structlog
 from django.conf import settings
 from django.db.models import QuerySet
 
-from sandboxes.egress.amounts import parse_usd
+from sandboxes.egress.amounts import REFUSED_AMOUNT_CODE, parse_tokens, parse_usd
 from sandboxes.egress.logs import tail
 from sandboxes.models import LlmCall
 
@@ -37,6 +37,7 @@ class UpstreamRecord:
     input_tokens: int | None
     cached_tokens: int | None
     output_tokens: int | None
+    has_refused_counts: bool = False  # stated token counts that are out of range, and ignored
 
 
 def collect_records(path: Path, now: datetime) -> Counter[str]:
@@ -61,6 +62,7 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
     records_by_call: dict[str, list[UpstreamRecord]] = {}
     for line in lines:
         if record := parse_line(line):
+            counts["out of range"] += record.has_refused_counts
             records_by_call.setdefault(record.call_id, []).append(record)
         else:
             counts["malformed"] += 1
@@ -70,10 +72,13 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
         counts["recorded"] += bool(applicable and row.recorded_at is None)
         for record in applicable:
             _apply_record(record, row, now=now)
-    LlmCall.objects.bulk_update(rows.values(), [*TOKEN_COLUMNS, "cost", "priced", "recorded_at", "counted"], batch_size=200)
+    changed = [*TOKEN_COLUMNS, "cost", "priced", "recorded_at", "counted", "code"]
+    LlmCall.objects.bulk_update(rows.values(), changed, batch_size=200)
     _count_missing([call_id for call_id in records_by_call if call_id not in rows], counts)
     if counts["malformed"]:
         log.error("malformed lines in the upstream's records", lines=counts["malformed"])
+    if counts["out of range"]:
+        log.error("token counts out of range in the upstream's records", records=counts["out of range"])
     return +counts
 
 
@@ -104,6 +109,8 @@ def _apply_record(record: UpstreamRecord, row: LlmCall, *, now: datetime) -> Non
     is_better = row.priced != LlmCall.Priced.RECORD or row.cost is None or (record.cost or 0) > row.cost
     if record.cost is not None and is_better:
         row.cost, row.priced = record.cost, LlmCall.Priced.RECORD
+    if record.has_refused_counts:
+        row.code = row.code or REFUSED_AMOUNT_CODE
     row.counted = False
 
 
@@ -122,14 +129,15 @@ def parse_line(line: bytes) -> UpstreamRecord | None:
     cost = parse_usd(fields.get("cost"))
     if fields.get("status") not in ("success", "failure") or (cost is None and fields.get("cost") is not None):
         return None
+    stated = [fields.get(name) for name in ("input", "cached", "output")]
+    input_tokens, cached_tokens, output_tokens = map(parse_tokens, stated)
     return UpstreamRecord(
         call_id,
         fields["status"] == "failure",
         fields["status"] == "success" and not fields.get("error"),
         cost,
-        *(_parse_count(fields.get(name)) for name in ("input", "cached", "output")),
+        input_tokens,
+        cached_tokens,
+        output_tokens,
+        any(count is not None and parse_tokens(count) is None for count in stated),
     )
-
-
-def _parse_count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None

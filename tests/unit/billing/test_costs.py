@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from billing import costs, totals
 from billing.models import CostRecord, Membership, Rate, Unpriced, UsageRecord
+from controlplane import schedules
 from tests.conftest import NOW, run_in_threads
 from tests.support.billing import (
     ADA,
@@ -355,3 +356,19 @@ def test_move_waits_for_a_pricing_pass_in_progress(at_checkpoint: Callable[..., 
     assert "lock timeout" in str(outcomes)
     join_account("team")
     assert price_and_list("account__name", "usd") == [("team", 1)]
+
+
+# --- amounts out of range ---------------------------------------------------------------------------------------------
+
+
+def test_record_above_the_largest_amount_is_limited_and_reported_and_the_others_are_priced() -> None:
+    create_rate("time", "999999"), create_rate("time", "1", provider="other")
+    (
+        create_time_usage("2026-11-02T00:00", 2 * HOUR, provider="acme"),
+        create_time_usage("2026-11-02", provider="other", agent=BOB),
+    )
+    create_token_usage("2026-11-02T01:00", "900000"), create_token_usage("2026-11-02T01:00", "900000", model="n")
+    result = schedules.run_sweep("meter", now=NOW)
+    assert price_and_sum(agent_did=BOB) == 1
+    assert price_and_sum(agent_did=ADA) == 2 * 10**6
+    assert len(result.failures) == 2 and all("limited to 1000000 USD" in each for each in result.failures)

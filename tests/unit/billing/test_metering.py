@@ -15,8 +15,9 @@ from django.test.utils import CaptureQueriesContext
 from billing import metering
 from billing.intervals import StateInterval, build_intervals, split_by_day
 from billing.metering import meter_usage
-from billing.models import UsageKind, UsageRecord
+from billing.models import CostRecord, UsageKind, UsageRecord
 from billing.totals import BILLABLE_STATES
+from controlplane import schedules
 from leases import execution, fork, leasing, snapshots, sweeps
 from leases.leasing import LeaseRequest
 from leases.models import Lease
@@ -339,16 +340,31 @@ def test_calls_of_a_lease_and_model_are_summed_exactly_by_day(grant: AnyCallable
     create_llm_call(lease)
     create_llm_call(lease, outcome="cut", cost=None, priced="", output_tokens=None)
     create_llm_call(lease, started_at=MIDNIGHT, ended_at=MIDNIGHT)
-    for cost in ("12345.100000001", "0.100000001", "0.000000001"):
+    for cost in ("1234.100000001", "0.100000001", "0.000000001"):
         create_llm_call(lease, model="other", cost=Decimal(cost))
     create_llm_call(lease, outcome="refused", cost=None, priced="")
     create_llm_call(lease, model="refused", outcome="refused", cost=None, priced="")
     create_llm_call(lease, kind="relay", model="", cost=None, priced="")
     create_llm_call(lease, ended_at=None, outcome="open", cost=None, priced="")
     meter_usage(now=NOON + HOUR)
-    usd, exact = Decimal("0.001"), Decimal("12345.200000003")
+    usd, exact = Decimal("0.001"), Decimal("1234.200000003")
     assert list_token_records() == [("gpt", 2, 1, 200, 7, usd), ("gpt", 1, 0, 100, 7, usd), ("other", 3, 0, 300, 21, exact)]
     assert meter_usage(now=NOON + 2 * HOUR) == {}
+
+
+def test_amounts_out_of_range_are_metered_as_unpriced_and_the_others_are_priced(grant: AnyCallable) -> None:
+    lease, other = grant(), grant(agent="did:plc:other")
+    for _ in range(12):  # each fits its column; their sums do not
+        create_llm_call(lease, cost=Decimal("999999999"))
+    create_llm_call(lease, model="many", input_tokens=2**63 - 1), create_llm_call(lease, model="many", input_tokens=2**63 - 1)
+    create_llm_call(other, model="sane")
+    result = schedules.run_sweep("meter", now=NOON + HOUR)
+    assert list_token_records() == [
+        ("gpt", 12, 12, 1200, 84, 0), ("many", 2, 0, 0, 14, Decimal("0.002")), ("sane", 1, 0, 100, 7, Decimal("0.001")),
+    ]  # fmt: skip
+    assert len(result.failures) == 14 and "out of range" in result.failures[0]
+    assert CostRecord.objects.get(item="llm", agent_did="did:plc:other").usd == Decimal("0.001")
+    assert not schedules.run_sweep("meter", now=NOON + 2 * HOUR).failures
 
 
 def test_model_name_may_be_long_or_empty(grant: AnyCallable) -> None:

@@ -120,6 +120,14 @@ def test_rate_that_has_begun_cannot_be_changed_or_deleted(change: dict[str, Any]
     assert (rate.usd, rate.allowance, rate.valid_from.year) == (Decimal("0.009"), 25, 2020)
 
 
+def test_rate_in_force_is_not_deleted_after_an_unsaved_change_of_its_start() -> None:
+    rate = create_rate("time", "1")
+    rate.valid_from = timezone.now() + FIVE_MINUTES
+    with pytest.raises(ValidationError, match="has begun"):
+        rate.delete()
+    assert Rate.objects.filter(pk=rate.pk).exists()
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [

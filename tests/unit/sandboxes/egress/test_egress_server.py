@@ -193,10 +193,21 @@ def drop_others(ours: int) -> None:
 
 
 def test_call_without_a_valid_upstream_cost_is_unpriced(upstream: FakeUpstream, socket_path: Path) -> None:
-    for reply in ({}, *({"x-litellm-response-cost": wrong} for wrong in ("NaN", "-1", "1e99"))):
+    for reply in ({}, *({"x-litellm-response-cost": wrong} for wrong in ("NaN", "-1", "1e4", "1e30"))):
         upstream.headers = reply
         post(socket_path, COMPLETION_REQUEST)
-    assert [*LlmCall.objects.values_list("cost", "priced", "outcome")] == [(None, "", "ok")] * 4
+    assert [*LlmCall.objects.values_list("cost", "priced", "outcome")] == [(None, "", "ok")] * 5
+    assert sorted(LlmCall.objects.values_list("code", flat=True)) == ["", *["amount_refused"] * 4]
+
+
+def test_call_with_tokens_out_of_range_is_answered_and_marked(upstream: FakeUpstream, socket_path: Path) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({**COMPLETION_RESPONSE, "usage": {"prompt_tokens": 10**18, "completion_tokens": 4}})
+
+    upstream.answer = answer
+    assert post(socket_path, COMPLETION_REQUEST)[0] == 200
+    row = LlmCall.objects.get()
+    assert (row.outcome, row.code, row.input_tokens, row.output_tokens) == ("ok", "amount_refused", None, 4)
 
 
 def test_upstream_error_is_recorded_and_reveals_nothing(upstream: FakeUpstream, socket_path: Path) -> None:

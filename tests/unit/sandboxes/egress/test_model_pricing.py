@@ -28,7 +28,7 @@ def rate(pattern: str, usd: str, *, since=NOW - DAY, cached: str | None = None, 
         ((0, 0, 1), "0.00001"),
         ((0, 0, 0), "0"),
         ((100, 400, 0), "0.000125"),  # cached tokens are capped at the input tokens
-        ((10**9, 10**9, 10**9), "11250"),
+        ((10**8, 10**8, 10**8), "1125"),
     ],
 )
 def test_price_is_tokens_times_rate(tokens: tuple[int, int, int], usd: str) -> None:
@@ -64,8 +64,8 @@ def test_model_without_a_rate_has_no_price() -> None:
     ("said", "usd"),
     [
         (0, "0"), (-0.0, "0"), (4.9999999999999996e-05, "0.00005"), ("0.0000123", "0.0000123"), (1e-10, "0"), (5e-10, "1e-9"),
-        (Decimal("999999999.999999999"), "999999999.999999999"),
-        *[(wrong, None) for wrong in (None, "", "x", True, -1e-9, "NaN", "inf", float("nan"), 1e9, 1e99, [], {})],
+        (Decimal("9999.999999999"), "9999.999999999"),
+        *[(wrong, None) for wrong in (None, "", "x", True, -1e-9, "NaN", "inf", float("nan"), 10_000, 1e9, 1e99, [], {})],
     ],
 )  # fmt: skip
 def test_amount_is_rounded_to_nine_places_or_rejected(said: Any, usd: str | None) -> None:
@@ -104,7 +104,7 @@ def priced(db: None) -> None:
         ({"kind": "relay"}, None),
         ({"model": "n"}, None),
         ({"started_at": NOW - 2 * DAY}, None),
-        ({"input_tokens": (1 << 53) - 1, "output_tokens": (1 << 53) - 1}, None),  # exceeds the cost column
+        ({"input_tokens": 10**9 + 1}, None),  # implausible
     ],
 )
 def test_ended_call_without_a_price_is_priced_by_rate(fields: Any, cost: int | None) -> None:
@@ -142,6 +142,15 @@ def test_pass_is_limited_and_not_blocked_by_calls_without_a_rate(django_assert_m
     with django_assert_max_num_queries(10):
         assert model_pricing.price_calls(NOW, limit=3) == 3
     assert model_pricing.price_calls(NOW, limit=3) == 2
+
+
+@pytest.mark.usefixtures("priced")
+def test_call_whose_price_is_out_of_range_is_marked_and_blocks_no_other() -> None:
+    ModelRate.objects.create(pattern="dear", input_usd=999_999, output_usd=0, valid_from=NOW - DAY)
+    first, second = call(model="dear", input_tokens=10**9), call()
+    assert [model_pricing.price_calls(NOW, limit=1) for _ in range(3)] == [0, 1, 0]
+    first.refresh_from_db(), second.refresh_from_db()
+    assert (first.cost, first.code, second.cost, second.code) == (None, "price_refused", 3, "")
 
 
 @pytest.mark.django_db

@@ -20,7 +20,7 @@ from tests.support.models import TOKEN_COUNTS, ChatCompletionsApi, MessagesApi
         ({"response": {"usage": {"input_tokens": 3, "output_tokens": 0}}}, (3, None, 0)),
         ({"usage": {"prompt_tokens": -3, "completion_tokens": True}}, (None, None, None)),
         ({"usage": {"prompt_tokens": 1 << 60, "completion_tokens": "4"}}, (None, None, None)),
-        ({"usage": {"input_tokens": (1 << 53) - 1, "cache_read_input_tokens": 1}}, (None, 1, None)),
+        ({"usage": {"input_tokens": 10**9, "cache_read_input_tokens": 1}}, (None, 1, None)),
         ({"usage": []}, (None, None, None)),
         ([], (None, None, None)),
     ],

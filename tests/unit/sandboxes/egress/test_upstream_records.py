@@ -157,12 +157,13 @@ def test_malformed_line_is_counted_and_skipped(file: Path, line: bytes) -> None:
     assert shown()[0] == Decimal("0.00074")
 
 
-@pytest.mark.parametrize("value", [-1, True, "many", 1.5, 1 << 53, []])
-def test_invalid_count_is_ignored(file: Path, value: Any) -> None:
+@pytest.mark.parametrize("value", [-1, True, "many", 1.5, 10**9 + 1, 10**18, []])
+def test_invalid_count_is_ignored_and_marked(file: Path, value: Any) -> None:
     call()
     append(file, record(output=value))
-    assert collect(file) == {"recorded": 1}
+    assert collect(file) == {"recorded": 1, "out of range": 1}
     assert shown()[2:] == (1000, 400, None)
+    assert LlmCall.objects.get().code == "amount_refused"
 
 
 def test_records_without_a_row_are_counted_apart_from_other_clients(file: Path) -> None:

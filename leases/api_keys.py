@@ -10,6 +10,7 @@ from django.core.exceptions import ValidationError
 from django.db.models import F, FloatField, Q, Value
 from django.db.models.functions import Least
 
+from leases import allow_lists
 from leases.errors import InvalidRequest, RateLimited
 from leases.models import DID_DESCRIPTION, Agent, AgentKey, validate_did
 from sandboxes.db import sql
@@ -17,12 +18,23 @@ from sandboxes.db import sql
 LAST_USED_WRITE_INTERVAL = timedelta(minutes=1)  # saves most requests a second write
 
 
-def issue_key(dids: Sequence[str], *, operator: bool = False, name: str = "", now: datetime) -> tuple[AgentKey, str]:
+def issue_key(
+    dids: Sequence[str],
+    *,
+    operator: bool = False,
+    name: str = "",
+    environment_types: Sequence[str] = (),
+    pools: Sequence[str] = (),
+    now: datetime,
+) -> tuple[AgentKey, str]:
     """Create a key and return its row and its plain text, which is not stored. Missing agents are created.
 
-    Raise InvalidRequest for a malformed DID, or if the key could act for no agent."""
+    `environment_types` and `pools` are its allow lists (leases.allow_lists). Raise InvalidRequest for a malformed DID, for an
+    unknown environment type or pool, or if the key could act for no agent."""
     if not dids and not operator:
         raise InvalidRequest("agent", "A key needs at least one agent, or must be an operator key.")
+    allow_lists.require_known("environment_types", environment_types)
+    allow_lists.require_known("pools", pools)
     for did in dids:
         try:
             validate_did(did)
@@ -34,7 +46,14 @@ def issue_key(dids: Sequence[str], *, operator: bool = False, name: str = "", no
     prefix = secrets.token_hex(4)
     key = f"lh_{prefix}_{secrets.token_urlsafe(32)}"
     row = AgentKey.objects.create(
-        prefix=prefix, digest=hash_key(key), name=name, dids=list(dict.fromkeys(dids)), operator=operator, created_at=now
+        prefix=prefix,
+        digest=hash_key(key),
+        name=name,
+        dids=list(dict.fromkeys(dids)),
+        operator=operator,
+        allowed_environment_types=list(dict.fromkeys(environment_types)),
+        allowed_pools=list(dict.fromkeys(pools)),
+        created_at=now,
     )
     return row, key
 

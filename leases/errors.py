@@ -18,6 +18,12 @@ class InvalidRequest(LeaseError):
         super().__init__(detail, field=field)
 
 
+class NotAllowed(LeaseError):
+    """This API key may not use the environment type or pool."""
+
+    code = "forbidden"
+
+
 class LeaseEnded(LeaseError):
     """The lease has ended; acquire a new one."""
 

@@ -32,7 +32,8 @@ def fork(
 
     The source is the named snapshot, else the current workspace, or the latest snapshot if the lease has ended. The new lease
     and its copy commit in one transaction, with `admit` as in `leasing.acquire`.
-    Raise Conflict if the agent holds another lease in that environment, SnapshotNotFound if there is nothing to copy."""
+    Raise Conflict if the agent holds another lease in that environment, SnapshotNotFound if there is nothing to copy, and the
+    errors of `leasing.acquire`."""
     clock = clock_from(now)
     current = sql.find_first(Lease, leasing.ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
     source, temporary = None, False
@@ -41,6 +42,7 @@ def fork(
     elif snapshot:
         source = snapshots.get_snapshot(lease.pk, snapshot)
     else:
+        leasing.find_type_and_pool(request)  # refuse before the source's sandbox is woken
         source, temporary = _find_or_take_source(lease, now=clock(), actor=actor)
 
     def copy_workspace() -> None:

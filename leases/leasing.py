@@ -11,7 +11,8 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 
 from billing import budgets
-from leases.errors import Conflict, InvalidRequest, LeaseEnded
+from leases.allow_lists import AllowLists
+from leases.errors import Conflict, InvalidRequest, LeaseEnded, NotAllowed
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
 from sandboxes import destruction, pool
 from sandboxes.db import durations, sql
@@ -43,6 +44,7 @@ class LeaseRequest:
     expiry_conditions: Sequence[str] | None = None
     pool: str = ""
     key_id: str = ""  # API key of the caller, "" without one; budgets may apply to the key
+    allowed: AllowLists | None = None  # of the caller's API key; None: no restriction
     id: UUID | None = None  # key of the new lease, which must be unused; None generates one
 
 
@@ -67,8 +69,8 @@ def acquire(request: LeaseRequest, *, now: datetime, actor: str = "", admit: Cal
 
     A lease that is already held is returned unchanged. `admit` is called last in the transaction that grants a new lease;
     an exception from it rolls the grant back.
-    Raise InvalidRequest naming the field, Conflict if the held lease has another environment type, BudgetExhausted if a
-    budget leaves no room for a new lease."""
+    Raise InvalidRequest or NotAllowed naming the field, Conflict if the held lease has another environment type,
+    BudgetExhausted if a budget leaves no room for a new lease."""
     for _ in range(5):
         current = sql.find_first(Lease, ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
         if current and not find_elapsed_clock(current, now):
@@ -91,10 +93,7 @@ def acquire(request: LeaseRequest, *, now: datetime, actor: str = "", admit: Cal
 
 
 def _grant_lease(request: LeaseRequest, *, now: datetime, actor: str) -> Lease:
-    environment_type = sql.find_first(EnvironmentType, "name = %s", request.environment_type)
-    if environment_type is None:
-        known = ", ".join(EnvironmentType.objects.values_list("name", flat=True))
-        raise InvalidRequest("environment_type", f"There is no such environment type. Known: {known}.")
+    environment_type, pool_row = find_type_and_pool(request)
     max_ttl = request.max_ttl or environment_type.max_ttl
     if max_ttl > environment_type.max_ttl:
         raise InvalidRequest(
@@ -114,7 +113,7 @@ def _grant_lease(request: LeaseRequest, *, now: datetime, actor: str) -> Lease:
         environment_id=request.environment_id,
         environment_type=environment_type,
         llm_limit=environment_type.llm_limit,
-        pool=_find_pool(request, environment_type),
+        pool=pool_row,
         leased_at=now,
         last_activity_at=now,
         ttl=ttl,
@@ -129,6 +128,23 @@ def _grant_lease(request: LeaseRequest, *, now: datetime, actor: str) -> Lease:
         lease.pk, agent_did=request.agent_did, environment_type=request.environment_type, key_id=request.key_id, now=now
     )
     return lease
+
+
+def find_type_and_pool(request: LeaseRequest) -> tuple[EnvironmentType, Pool]:
+    """Return the environment type and the pool of a new lease. Raise InvalidRequest or NotAllowed, naming the field."""
+    environment_type = sql.find_first(EnvironmentType, "name = %s", request.environment_type)
+    if environment_type is None:
+        known = ", ".join(
+            row.name for row in EnvironmentType.objects.all()
+            if request.allowed is None or request.allowed.allows_environment_type(row)
+        )  # fmt: skip
+        raise InvalidRequest("environment_type", f"There is no such environment type. Known: {known}.")
+    if request.allowed and not request.allowed.allows_environment_type(environment_type):
+        raise NotAllowed("This API key may not use that environment type.", field="environment_type")
+    pool_row = _find_pool(request, environment_type)
+    if request.allowed and not request.allowed.allows_placement(pool_row, environment_type):
+        raise NotAllowed("This API key may not use that pool.", field="pool")
+    return environment_type, pool_row
 
 
 def _find_pool(request: LeaseRequest, environment_type: EnvironmentType) -> Pool:

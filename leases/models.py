@@ -80,6 +80,14 @@ class AgentKey(models.Model):
     name = models.CharField(max_length=100, blank=True, help_text="Purpose of the key.")
     dids = models.JSONField(default=list, blank=True, help_text="Agents that the key may act for.", verbose_name="DIDs")
     operator = models.BooleanField(default=False, help_text="The key may act for all agents.")
+    allowed_environment_types = models.JSONField(
+        default=list, blank=True,
+        help_text="Environment types of new leases. Empty: every environment type that is not restricted.",
+    )  # fmt: skip
+    allowed_pools = models.JSONField(
+        default=list, blank=True,
+        help_text="Pools of new leases. Empty: every pool that is not restricted, and the pool that the environment type sets.",
+    )  # fmt: skip
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     last_used_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Accurate to one minute.")
     revoked_at = models.DateTimeField(null=True, blank=True, editable=False)
@@ -88,7 +96,7 @@ class AgentKey(models.Model):
 
     class Meta:
         verbose_name = "API key"
-        default_permissions = ("add", "view")
+        default_permissions = ("add", "change", "view")
         permissions = [("revoke_key", "Can revoke API keys")]
         ordering = ["-created_at", "-pk"]
 
@@ -132,6 +140,9 @@ class EnvironmentType(models.Model):
         max_digits=18, decimal_places=9, null=True, blank=True, validators=[MinValueValidator(0)],
         verbose_name="spend limit", help_text="Model-call budget of each new lease, USD. Empty: no limit.",
     )  # fmt: skip
+    restricted = models.BooleanField(
+        default=False, help_text="Only API keys that list this environment type may acquire leases of it."
+    )
 
     class Meta:
         ordering = ["name"]

@@ -15,8 +15,9 @@ from django.conf import settings
 from django.db import transaction
 
 from leases import execution, leasing, sweeps
+from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
-from leases.models import EnvironmentType, Lease, LeaseStatus
+from leases.models import Lease, LeaseStatus
 from sandboxes import destruction, pool, runs
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import (
@@ -80,6 +81,7 @@ class OneShotRequest:
     environment_type: str = DEFAULT_ENVIRONMENT_TYPE
     pool: str = ""
     key_id: str = ""  # API key of the caller, "" without one
+    allowed: AllowLists | None = None  # of the caller's API key; None: no restriction
     run_id: UUID = field(default_factory=uuid4)
 
     @property
@@ -114,7 +116,7 @@ def run_once(request: OneShotRequest, *, now: datetime, actor: str = "", admit: 
     """Run one command in a new sandbox, which is destroyed afterwards.
 
     A command that fails, and a sandbox that does not start, are results. Errors that prevent the start are raised:
-    InvalidRequest, Conflict for a used id, exhausted capacity, quota or budget, and any exception of `admit`.
+    InvalidRequest, NotAllowed, Conflict for a used id, exhausted capacity, quota or budget, and any exception of `admit`.
     In both cases the lease ends and its sandbox is destroyed: by the sweeps if `cleaned_up` is False or this process dies."""
     clock = clock_from(now)
     lease = _grant_lease(request, now=now, actor=actor, admit=admit)
@@ -207,18 +209,19 @@ def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = 
 
 
 def _grant_lease(request: OneShotRequest, *, now: datetime, actor: str, admit: Callable[[], object]) -> Lease:
-    environment_type = EnvironmentType.objects.filter(name=request.environment_type).first()
-    if environment_type and request.max_duration > environment_type.max_ttl:
+    lease_request = leasing.LeaseRequest(
+        request.agent_did, f"run-{request.run_id}", request.environment_type,
+        ttl=request.max_duration, max_ttl=request.max_duration, pool=request.pool, key_id=request.key_id,
+        allowed=request.allowed, id=request.run_id,
+    )  # fmt: skip
+    environment_type, _ = leasing.find_type_and_pool(lease_request)
+    if request.max_duration > environment_type.max_ttl:
         max_timeout = (environment_type.max_ttl - request.max_duration + request.timeout).total_seconds()
         raise InvalidRequest("limits.timeout_seconds", f"Must be at most {max(max_timeout, 0):.0f} for this environment type.")
     if request.memory_mib is not None and not MIN_MEMORY_MIB <= request.memory_mib <= settings.RUN_MEMORY_MOST_MIB:
         raise InvalidRequest("limits.memory_mib", f"Must be from {MIN_MEMORY_MIB} to {settings.RUN_MEMORY_MOST_MIB}.")
     if Lease.objects.filter(pk=request.run_id).exists():
         raise Conflict("A run with this id already exists.")
-    lease_request = leasing.LeaseRequest(
-        request.agent_did, f"run-{request.run_id}", request.environment_type,
-        ttl=request.max_duration, max_ttl=request.max_duration, pool=request.pool, key_id=request.key_id, id=request.run_id,
-    )  # fmt: skip
     lease, is_new = leasing.acquire(lease_request, now=now, actor=actor, admit=admit)
     if not is_new:
         raise Conflict("A run with this id already exists.")

@@ -66,6 +66,7 @@ class Stats:
 class PoolStats(Stats):
     pk: int
     name: str
+    restricted: bool
     draining: bool
     warm_paused_until: datetime | None  # end of the open state of the pre-warming circuit breaker; None: closed
     warm_error: str
@@ -116,6 +117,7 @@ def _build_pool_stats(pool: Pool, live: Mapping[str, Any], gauges: Iterable[str]
     return PoolStats(
         pk=pool.pk,
         name=pool.name,
+        restricted=pool.restricted,
         capacity=pool.capacity,
         used=pool.used,
         draining=pool.draining,

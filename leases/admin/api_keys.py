@@ -11,7 +11,8 @@ from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from leases import api_keys
+from leases import allow_lists, api_keys
+from leases.errors import InvalidRequest
 from leases.models import AgentKey
 from sandboxes.admin.base.actions import AdminAction
 from sandboxes.admin.base.changelist import ListTab
@@ -19,6 +20,7 @@ from sandboxes.admin.base.formatting import SummaryField, render_badge, render_t
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import get_reference
 
+UNRESTRICTED_TEXT = "all that are not restricted"
 REVOKE_KEY_ACTION = AdminAction(
     title="Revoke key",
     warning="Requests with this key are rejected from now on. A revoked key cannot be restored.",
@@ -34,7 +36,7 @@ REVOKE_KEY_ACTION = AdminAction(
 
 
 class AgentKeyForm(forms.ModelForm):
-    """Agents and role of a new key."""
+    """Agents, role and allow lists of a key. Agents and role are those of a new key only."""
 
     def clean_dids(self) -> list[str]:
         dids: list[str] = self.cleaned_data["dids"]
@@ -42,9 +44,22 @@ class AgentKeyForm(forms.ModelForm):
             get_reference("agent").clean(did)
         return dids
 
+    def clean_allowed_environment_types(self) -> list[str]:
+        return self._clean_names("environment_types", self.cleaned_data["allowed_environment_types"])
+
+    def clean_allowed_pools(self) -> list[str]:
+        return self._clean_names("pools", self.cleaned_data["allowed_pools"])
+
+    def _clean_names(self, field: str, names: list[str]) -> list[str]:
+        try:
+            allow_lists.require_known(field, names)
+        except InvalidRequest as error:
+            raise forms.ValidationError(error.detail) from None
+        return list(dict.fromkeys(names))
+
     def clean(self) -> dict[str, Any] | None:
         cleaned = super().clean() or {}
-        if not self.errors and not cleaned.get("dids") and not cleaned.get("operator"):
+        if "dids" in self.fields and not self.errors and not cleaned.get("dids") and not cleaned.get("operator"):
             self.add_error("dids", "Enter at least one agent, or make this an operator key.")
         return cleaned
 
@@ -62,14 +77,15 @@ class AgentKeyAdmin(ConsoleModelAdmin):
         "history": ListTab("History", "No keys yet. Add one to let agents call the API."),
     }
     readonly_fields = ["agents"]
+    labels = {"allowed_environment_types": "Allowed environment types", "allowed_pools": "Allowed pools"}
     row_actions = {"revoke": REVOKE_KEY_ACTION}
     bulk_actions = {"revoke_all": REVOKE_KEY_ACTION}
 
     def has_change_permission(self, request: HttpRequest, obj: AgentKey | None = None) -> bool:
-        return False
+        return super().has_change_permission(request, obj) and not (obj and obj.revoked_at)
 
     def get_fields(self, request: HttpRequest, obj: AgentKey | None = None) -> list[str]:
-        return ["name", "agents"] if obj else ["name", "dids", "operator"]
+        return ["name", *(["agents"] if obj else ["dids", "operator"]), "allowed_environment_types", "allowed_pools"]
 
     @display(description="Agents")
     def agents(self, row: AgentKey) -> SafeString | str:
@@ -105,10 +121,22 @@ class AgentKeyAdmin(ConsoleModelAdmin):
                 SummaryField("State", self.state(row), note=render_time_ago(row.revoked_at, "")),
                 SummaryField("Last used", self.last_used(row)),
                 SummaryField("Issued", self.created(row), note=render_timestamp(row.created_at)),
+                SummaryField("Environment types", ", ".join(row.allowed_environment_types) or UNRESTRICTED_TEXT),
+                SummaryField("Pools", ", ".join(row.allowed_pools) or UNRESTRICTED_TEXT),
             ]
         }
 
     def save_model(self, request: HttpRequest, obj: AgentKey, form: Any, change: bool) -> None:
-        row, key = api_keys.issue_key(obj.dids, operator=obj.operator, name=obj.name, now=timezone.now())
+        if change:
+            super().save_model(request, obj, form, change)
+            return
+        row, key = api_keys.issue_key(
+            obj.dids,
+            operator=obj.operator,
+            name=obj.name,
+            environment_types=obj.allowed_environment_types,
+            pools=obj.allowed_pools,
+            now=timezone.now(),
+        )
         obj.pk, obj.prefix = row.pk, row.prefix
         messages.warning(request, f"Copy the new key now; it is not shown again: {key}")

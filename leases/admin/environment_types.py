@@ -24,7 +24,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
     ordering = ["name"]
     list_tabs = {"all": ListTab("All", "No environment types yet. Add one to let agents acquire leases of it.")}
     fieldsets = [
-        (None, {"fields": ["name", "pool", "policy"]}),
+        (None, {"fields": ["name", "pool", "policy", "restricted"]}),
         ("Lease lifetime", {"fields": ["ttl", "max_ttl", "expiry_conditions"]}),
         ("Turns and eviction", {"fields": ["turn_argv", "turn_timeout", "sleep_after", "snapshot_excludes"]}),
         (

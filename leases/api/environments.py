@@ -79,7 +79,7 @@ class EnvironmentJoinView(ApiView):
 
         def act(run_id: UUID) -> StatusAndBody:
             lease, is_new = turns.join_environment(
-                build_lease_request(data, self.key_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
+                build_lease_request(data, self.caller), now=self.now, actor=self.actor, admit=self.consume_creation_token
             )
             return 201 if is_new else 200, render_lease(lease, now=self.now) | {"is_new": is_new}
 

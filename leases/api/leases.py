@@ -14,6 +14,7 @@ from rest_framework.response import Response
 from billing import metering
 from leases import leasing
 from leases.api.base import schema
+from leases.api.base.authentication import Caller
 from leases.api.base.fields import (
     DurationField,
     PatternField,
@@ -168,7 +169,7 @@ class LeaseListView(ApiView):
 
         def act(run_id: UUID) -> StatusAndBody:
             lease, is_new = leasing.acquire(
-                build_lease_request(data, self.key_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
+                build_lease_request(data, self.caller), now=self.now, actor=self.actor, admit=self.consume_creation_token
             )
             return 201 if is_new else 200, render_lease(lease, now=self.now, is_new=is_new)
 
@@ -227,7 +228,7 @@ class LeaseReleaseView(LeaseApiView):
         return self.execute_once(act)
 
 
-def build_lease_request(data: Mapping[str, Any], key_id: str) -> leasing.LeaseRequest:
+def build_lease_request(data: Mapping[str, Any], caller: Caller) -> leasing.LeaseRequest:
     return leasing.LeaseRequest(
         agent_did=data["agent_did"],
         environment_id=data["environment_id"],
@@ -237,7 +238,8 @@ def build_lease_request(data: Mapping[str, Any], key_id: str) -> leasing.LeaseRe
         sleep_after=data.get("sleep_after"),
         expiry_conditions=data.get("expiry_conditions"),
         pool=data.get("pool") or "",
-        key_id=key_id,
+        key_id=str(caller.pk),
+        allowed=caller.allowed,
     )
 
 

@@ -119,7 +119,9 @@ class OneShotRunCreateView(ApiView):
         data = self.validate_body(NEW_RUN_SERIALIZER)
         self.caller.require(data["agent_did"])
         workspace_out = io.BytesIO()
-        one_shot_request = replace(build_one_shot_request(data, encoding, workspace_out), key_id=self.key_id)
+        one_shot_request = replace(
+            build_one_shot_request(data, encoding, workspace_out), key_id=self.key_id, allowed=self.caller.allowed
+        )
 
         def act(run_id: UUID) -> StatusAndBody:
             result = one_shot.run_once(

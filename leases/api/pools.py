@@ -79,7 +79,7 @@ class PoolSerializer(PoolStatsSerializer):
 
 
 class PoolListSerializer(PoolStatsSerializer):
-    """All pools; with an operator's key also their total."""
+    """Pools that the key may use; with an operator's key also their total."""
 
     pools = PoolSerializer(many=True)
 
@@ -92,17 +92,17 @@ class PoolListView(ApiView):
         responses=schema.build_responses(PoolListSerializer),
     )
     def get(self, request: ApiRequest) -> HttpResponse:
-        """Return the pools with their capacity, use, and the quotas of this key's agents.
+        """Return the pools that this key may use, with their capacity, use, and the quotas of this key's agents.
 
-        With an operator's key the response also has statistics of each pool and their total."""
-        dids = self.caller.key.dids
+        With an operator's key the response also has statistics of each of these pools and their total."""
+        dids, allowed = self.caller.key.dids, self.caller.allowed
         if did := request.GET.get("agent_did"):
             dids = [validate_url_value(ACQUIRE_SERIALIZER, "agent_did", did)]
             self.caller.require(did)
         if not self.caller.key.operator:
-            pools = Pool.objects.order_by("name")
+            pools = [pool for pool in Pool.objects.order_by("name") if allowed.allows_pool(pool)]
             return Response({"pools": [serialize_pool(pool, pool_stats.find_quotas(pool.pk, dids)) for pool in pools]})
-        counted = pool_stats.collect_pool_stats(now=self.now)
+        counted = [pool for pool in pool_stats.collect_pool_stats(now=self.now) if allowed.allows_pool(pool)]
         rendered = [serialize_pool(pool, pool_stats.find_quotas(pool.pk, dids)) for pool in counted]
         return Response({"pools": rendered} | serialize_pool_stats(pool_stats.sum_stats(counted)))
 

@@ -143,7 +143,7 @@ class LeaseForkView(LeaseApiView):
 
         def act(run_id: UUID) -> StatusAndBody:
             granted, is_new = fork.fork(
-                lease, build_lease_request(data, self.key_id), snapshot=data.get("snapshot_id"), now=self.now, actor=self.actor,
+                lease, build_lease_request(data, self.caller), snapshot=data.get("snapshot_id"), now=self.now, actor=self.actor,
                 admit=self.consume_creation_token,
             )  # fmt: skip
             return 201 if is_new else 200, render_lease(granted, now=self.now, is_new=is_new)

@@ -171,7 +171,7 @@ class PoolAdmin(ConsoleModelAdmin):
         ),
     }
     fieldsets = [
-        (None, {"fields": ["name", "capacity", "warm_target", "provider", "image"]}),
+        (None, {"fields": ["name", "capacity", "warm_target", "provider", "image", "restricted"]}),
         ("Resources of each new sandbox", {"fields": ["memory_mib", "millicpus", "pids", "workspace_limit_mib"]}),
     ]
     labels = {

@@ -46,6 +46,9 @@ class Pool(models.Model):
     )
     used = models.PositiveIntegerField(default=0, editable=False)
     draining = models.BooleanField(default=False, editable=False, help_text="No new sandboxes; existing ones end normally.")
+    restricted = models.BooleanField(
+        default=False, help_text="Only API keys that list this pool, and environment types that set it, may use it."
+    )
     warm_target = models.PositiveIntegerField(
         default=0, help_text="Number of sandboxes to keep ready without a lease, starting ones included."
     )

@@ -166,6 +166,21 @@ def test_a_key_for_valid_agents_is_issued_and_shown_once(administrator: Client) 
     assert key not in str(LogEntry.objects.values_list("object_repr", "change_message"))
 
 
+def test_allow_lists_of_a_key_are_edited_and_its_agents_are_not(administrator: Client, pool: Pool) -> None:
+    row, _ = api_keys.issue_key([ADA], name="ci", now=NOW)
+    form = {"name": "ci", "dids": "did:plc:eve", "operator": "on", "allowed_environment_types": "coding", "allowed_pools": ""}
+    for field in ("allowed_environment_types", "allowed_pools"):
+        page = administrator.post(row_url(row), form | {field: "none"})
+        assert page.status_code == 200 and "There is no" in page.content.decode()
+    assert administrator.post(row_url(row), form | {"allowed_pools": pool.name}).status_code == 302
+    after = AgentKey.objects.get()
+    assert (after.allowed_environment_types, after.allowed_pools) == (["coding"], [pool.name])
+    assert (after.dids, after.operator, after.digest) == ([ADA], False, row.digest)
+    assert get_fields(administrator, row_url(row))["Environment types"].value == "coding"
+    api_keys.revoke_key(row.pk, now=NOW)
+    assert administrator.post(row_url(row), form).status_code == 403
+
+
 def test_a_revoked_key_is_refused(administrator: Client) -> None:
     row, key = api_keys.issue_key([ADA], now=NOW)
     assert list_messages(administrator.post(row_url(row, "revoke"), WHY)) == ["1 API key revoked."]

@@ -54,7 +54,7 @@ OPERATOR = VIEWER | {
     "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
-    "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.revoke_key",
+    "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.change_agentkey", "leases.revoke_key",
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
     "sandboxes.manage_identity", "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
@@ -79,7 +79,7 @@ ADMINISTRATOR_ACTIONS = {
     "key": {"revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
     "unused": {"turn_on"}, "account": {"grant_credit", "close_month"}, "credit": {"take_back"}, "rate": {"withdraw"},
 }  # fmt: skip
-READ_ONLY_ROWS = {"lease", "sandbox", "snapshot", "delivery", "key", "signing_key", "credit", "statement", "begun", "sealed"}
+READ_ONLY_ROWS = {"lease", "sandbox", "snapshot", "delivery", "signing_key", "credit", "statement", "begun", "sealed"}
 
 
 @pytest.fixture

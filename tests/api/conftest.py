@@ -126,8 +126,8 @@ class ApiClient:
 
 @pytest.fixture
 def issue(db: None) -> Callable[..., ApiClient]:
-    def make(*dids: str, operator: bool = False) -> ApiClient:
-        return ApiClient(api_keys.issue_key(dids, operator=operator, now=timezone.now())[1])
+    def make(*dids: str, **fields: Any) -> ApiClient:
+        return ApiClient(api_keys.issue_key(dids, now=timezone.now(), **fields)[1])
 
     return make
 

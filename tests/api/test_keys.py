@@ -5,6 +5,7 @@ from django.utils import timezone
 
 from leases import api_keys
 from leases.models import Agent, AgentKey, Lease
+from sandboxes.models import Pool
 from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient, assert_refused, list_operations
 
 pytestmark = pytest.mark.django_db
@@ -64,3 +65,32 @@ def test_only_operators_create_agents(ada: ApiClient, operator: ApiClient) -> No
     assert (first.status_code, again.status_code, again.json()) == (201, 200, first.json())
     assert operator.get("agents/did:web:example.com%253A3000").json()["name"] == "Cy"
     assert Agent.objects.filter(did=new["did"]).count() == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("leases", {"environment_type": "coding"}, "environment_type"),
+        ("leases", {"environment_type": "catan"}, "pool"),
+        ("environments/game-1/join", {"environment_type": "coding", "environment_id": None}, "environment_type"),
+        ("runs", {"argv": ["true"], "environment_type": "coding", "environment_id": None}, "environment_type"),
+    ],
+)
+def test_a_type_or_pool_outside_the_keys_allow_lists_is_forbidden(issue, acquire_body, path: str, body, field: str) -> None:
+    listed = issue(ADA, environment_types=["catan"], pools=["default"])
+    sent = {name: value for name, value in acquire_body(**body).items() if value is not None}
+    assert_refused(listed, "POST", path, sent, 403, field)
+
+
+def test_a_fork_into_a_type_outside_the_keys_allow_lists_is_forbidden(issue, lease) -> None:
+    listed = issue(ADA, environment_types=["catan"])
+    body = {"environment_id": "fork-1", "environment_type": "coding"}
+    assert_refused(listed, "POST", f"leases/{lease['id']}/fork", body, 403, "environment_type")
+
+
+def test_a_key_lists_only_pools_that_it_may_use(issue, pool) -> None:
+    Pool.objects.create(name="gpu", restricted=True)
+    for dids, operator in [([ADA], False), ([], True)]:
+        ordinary, listed = issue(*dids, operator=operator), issue(*dids, operator=operator, pools=["gpu"])
+        assert [row["name"] for row in ordinary.get("pool").json()["pools"]] == sorted(["default", pool.name])
+        assert [row["name"] for row in listed.get("pool").json()["pools"]] == ["gpu"]

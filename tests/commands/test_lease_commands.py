@@ -45,6 +45,14 @@ def test_a_key_is_printed_once_and_can_act_for_its_agents() -> None:
     assert api_keys.find_active_key(output.split()[0], now=timezone.now()) is not None
 
 
+def test_a_key_is_limited_to_types_and_pools() -> None:
+    call("create_key", "--operator", "--type", "catan", "--type", "coding", "--pool", "default")
+    row = AgentKey.objects.get()
+    assert (row.allowed_environment_types, row.allowed_pools) == (["catan", "coding"], ["default"])
+    with pytest.raises(CommandError, match="no pool 'none'"):
+        call("create_key", "--operator", "--pool", "none")
+
+
 @pytest.mark.parametrize("args", [[], ["--agent", "ada"], ["--agent", "did:plc:" + "a" * 300]])
 def test_a_key_without_an_agent_or_with_a_malformed_did_is_refused(args: list[str]) -> None:
     with pytest.raises(CommandError, match=r"key needs at least one agent|DID"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 # Sources.
 POOL, LIFECYCLE, RUNS = "sandboxes/pool.py", "sandboxes/lifecycle.py", "sandboxes/runs.py"
 EVICTION, DESTRUCTION = "sandboxes/eviction.py", "sandboxes/destruction.py"
+ALLOW_LISTS = "leases/allow_lists.py"
 LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
 METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
 BUDGET_ADMISSION, BUDGET_PERIODS, BUDGET_UPDATES = (
@@ -28,6 +29,7 @@ TEST_METERING, TEST_USE = "tests/unit/billing/test_metering.py", "tests/unit/bil
 TEST_PRICING, TEST_RATES = "tests/unit/billing/test_pricing.py", "tests/unit/billing/test_rates.py"
 TEST_BUDGETS, TEST_ADMISSION = "tests/unit/billing/test_budgets.py", "tests/unit/billing/test_budget_admission.py"
 TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = "tests/api/test_keys.py", "tests/api/test_leases.py", "tests/admin/test_calls.py"
+TEST_ALLOW_LISTS = "tests/unit/leases/test_allow_lists.py"
 TEST_EGRESS, TEST_REDACTION = (
     "tests/unit/sandboxes/egress/test_egress_server.py",
     "tests/unit/sandboxes/egress/test_redaction.py",
@@ -411,6 +413,20 @@ MUTANTS = (
         before="return leases if self.key.operator else leases.filter(agent_did__in=self.key.dids)",
         after="return leases",
         tests=[f"{TEST_KEYS}::test_a_list_has_only_leases_visible_to_the_key"],
+    ),
+    Mutant(
+        name="keys-empty-list-allows-restricted-rows",
+        path=ALLOW_LISTS,
+        before="return row.name in names if names else not row.restricted",
+        after="return row.name in names if names else True",
+        tests=[f"{TEST_ALLOW_LISTS}::test_a_restricted_type_or_pool_needs_an_entry_in_the_list"],
+    ),
+    Mutant(
+        name="keys-pool-of-the-type-beside-the-list",
+        path=ALLOW_LISTS,
+        before="(not self.pools and row.pk == environment_type.pool_id)",
+        after="row.pk == environment_type.pool_id",
+        tests=[f"{TEST_ALLOW_LISTS}::test_the_restricted_pool_of_an_allowed_type_is_allowed_unless_the_pools_are_listed"],
     ),
     # --- egress ---
     Mutant(

@@ -9,6 +9,7 @@ from rest_framework.exceptions import AuthenticationFailed, NotAuthenticated, No
 from rest_framework.request import Request
 
 from leases import api_keys
+from leases.allow_lists import AllowLists
 from leases.models import AgentKey, Lease
 from sandboxes.db import sql
 
@@ -23,6 +24,7 @@ class Caller:
     def __init__(self, key: AgentKey) -> None:
         self.key = key
         self.pk = key.pk
+        self.allowed = AllowLists.of_key(key)
         self.name = f"key {key.prefix}"
 
     def may_act_for(self, did: str) -> bool:

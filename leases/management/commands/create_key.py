@@ -18,11 +18,26 @@ class Command(BaseCommand):
         parser.add_argument("--agent", action="append", default=[], metavar="DID", help="may be repeated")
         parser.add_argument("--operator", action="store_true", help="the key may act for all agents")
         parser.add_argument("--name", default="", help="purpose of the key")
+        parser.add_argument(
+            "--type", action="append", default=[], metavar="NAME",
+            help="environment type that the key may use; may be repeated. Default: all that are not restricted",
+        )  # fmt: skip
+        parser.add_argument(
+            "--pool", action="append", default=[], metavar="NAME",
+            help="pool that the key may use; may be repeated. Default: all that are not restricted",
+        )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one line of JSON: key, prefix")
 
     def handle(self, *args: Any, agent: list[str], operator: bool, json: bool, **options: Any) -> None:
         with report_errors(options["verbosity"]):
-            row, key = api_keys.issue_key(agent, operator=operator, name=options["name"], now=timezone.now())
+            row, key = api_keys.issue_key(
+                agent,
+                operator=operator,
+                name=options["name"],
+                environment_types=options["type"],
+                pools=options["pool"],
+                now=timezone.now(),
+            )
             agents = "all agents" if operator else ", ".join(row.dids)
             as_json = encoding.dumps({"key": key, "prefix": row.prefix})
             self.stdout.write(as_json if json else f"{key} (for {agents}; not shown again)")

@@ -14,6 +14,7 @@ from uuid import UUID
 from django.conf import settings
 from django.http import HttpResponse, StreamingHttpResponse, UnreadablePostError
 from django.http.response import HttpResponseBase
+from django.utils import timezone
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.response import Response
@@ -85,7 +86,8 @@ class FileApiView(LeaseApiView):
         return result, {SOURCE_HEADER_NAME: source, "X-Content-Type-Options": "nosniff"}
 
     def change_tree(self, pk: UUID, root: str, command: Command, act: Callable[[Provider, Sandbox], None]) -> HttpResponse:
-        """Call `act` in the sandbox, which is started or woken first."""
+        """Call `act` in the sandbox, which is started or woken first. Called after the body was read."""
+        self.now = timezone.now()
 
         def check_space_and_act(provider: Provider, sandbox: Sandbox) -> None:
             if command.argv[0] in ("write", "unpack"):
@@ -138,6 +140,7 @@ class FileView(FileApiView):
     def put(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponse:
         """Create or replace one file of at most 64 MiB. Missing parent directories are created."""
         root, full_path = self._resolve_path(request, path)
+        self.require_active()
         content = b"".join(request.data)
 
         def write(provider: Provider, sandbox: Sandbox) -> None:
@@ -234,6 +237,7 @@ class ArchiveView(FileApiView):
         root = _parse_root(request)
         if "path" in request.GET:
             raise InvalidRequest("path", "Not accepted here: the names in the tar are relative to the root.")
+        self.require_active()
         with open_spool() as tar:
             with _translate_disk_errors():
                 for chunk in request.data:

@@ -16,7 +16,7 @@ from rest_framework.request import Request
 from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
-from leases import api_keys
+from leases import api_keys, leasing
 from leases.api.base import idempotency
 from leases.api.base.authentication import Caller, KeyAuthentication
 from leases.api.base.permissions import CanAccessLease, HasKey
@@ -49,7 +49,10 @@ class ApiRequest(Request):
 
 
 class ApiView(APIView):
-    """Base of all views of the HTTP API for agents. `now` is the time at which the request was received."""
+    """Base of all views of the HTTP API for agents.
+
+    `now` is the time at which the request was received, or at which its body had been read. A body may take minutes to
+    arrive, and a lease that ended meanwhile must not be used."""
 
     http_method_names = ["get", "head", "post", "put", "delete"]
     max_body_bytes = MAX_SMALL_BODY_BYTES
@@ -92,9 +95,15 @@ class ApiView(APIView):
     def key_id(self) -> str:
         return str(self.caller.pk)
 
+    def read_body(self) -> Any:
+        """Return the body as the view's parser reads it, and set `now` to the time after it. Not for StreamParser."""
+        body = self.request.data
+        self.now = timezone.now()
+        return body
+
     def validate_body(self, serializer: Serializer) -> dict[str, Any]:
         """Return the validated body. The serializers are shared between requests: validation stores nothing in them."""
-        data: dict[str, Any] = serializer.run_validation(self.request.data)
+        data: dict[str, Any] = serializer.run_validation(self.read_body())
         return data
 
     def execute_once(self, act: idempotency.RequestHandler, **options: Any) -> HttpResponse:
@@ -102,7 +111,7 @@ class ApiView(APIView):
 
         Options and errors are those of `idempotency.execute_once`. A body without meaning is also read: the server would close
         the connection of a request with an unread body."""
-        _ = self.request.data
+        self.read_body()
         return idempotency.execute_once(self.request, self.caller.key, act, body=self.request.raw_body, now=self.now, **options)
 
     def consume_creation_token(self) -> None:
@@ -118,6 +127,13 @@ class LeaseApiView(ApiView):
 
     permission_classes = [HasKey, CanAccessLease]
     lease: Lease
+
+    def require_active(self) -> None:
+        """Set `now` to the current time. Raises LeaseEnded if the lease has ended by then.
+
+        Called before a large body is read, so that none is read for an ended lease, and again before the write."""
+        self.now = timezone.now()
+        leasing.require_active(self.lease.pk, now=self.now)
 
 
 class HotLeaseApiView(LeaseApiView):

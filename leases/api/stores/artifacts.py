@@ -78,14 +78,15 @@ class ArtifactView(StoreApiView):
     )
     def put(self, request: ApiRequest, pk: UUID, name: str) -> HttpResponse:
         """Create an artifact of at most 64 MiB (201), or replace the artifact with this name (200)."""
-        stores, media_type = self.open_for_writing(), request.META.get("CONTENT_TYPE") or schema.OCTET_STREAM
+        self.require_active()
+        media_type = request.META.get("CONTENT_TYPE") or schema.OCTET_STREAM
         if not re.fullmatch(MEDIA_TYPE_PATTERN, media_type, re.ASCII):
             raise InvalidRequest("Content-Type", "Not a media type.")
         with tempfile.SpooledTemporaryFile(MAX_IN_MEMORY_BYTES) as content:
             for chunk in request.data:
                 content.write(chunk)
             content.seek(0)
-            stored, replaced = stores.artifacts.put(
+            stored, replaced = self.open_for_writing().artifacts.put(
                 validate_name(name),
                 content,  # type: ignore[arg-type]
                 media_type=media_type,

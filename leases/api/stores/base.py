@@ -12,7 +12,6 @@ from django.http import HttpResponse
 from drf_spectacular.utils import OpenApiParameter
 from rest_framework.response import Response
 
-from leases import leasing
 from leases.api.base import schema
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.errors import InvalidRequest
@@ -39,8 +38,9 @@ class StoreApiView(LeaseApiView):
         return lease_stores.open_stores(self.lease.agent_did, self.lease.pk)
 
     def open_for_writing(self) -> LeaseStores:
-        """Return the stores of the lease. Raises LeaseEnded if the lease is not active."""
-        return lease_stores.open_stores(leasing.require_active(self.lease.pk, now=self.now).agent_did, self.lease.pk)
+        """Return the stores of the lease. Raises LeaseEnded if the lease is not active. Called after the body was read."""
+        self.require_active()
+        return self.open_for_reading()
 
     def build_page(
         self, items: Sequence[Item], more: bool, serialize: Callable[[Item], dict[str, Any]], cursor_field: str

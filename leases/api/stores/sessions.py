@@ -61,7 +61,8 @@ class SessionView(StoreApiView):
     )
     def put(self, request: ApiRequest, pk: UUID, session_id: str) -> HttpResponse:
         """Create or replace one session, a JSON object of at most 64 KiB."""
-        document = request.data
+        self.require_active()
+        document = self.read_body()
         sessions = self.open_for_writing().sessions
         session = sessions.put(validate_name(session_id, "session_id"), document, now=self.now, actor=self.actor)
         return Response(serialize_session(session))

@@ -6,7 +6,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0003_persisted_state'),
+        ('sandboxes', '0004_installation'),
     ]
 
     operations = [

@@ -98,7 +98,7 @@ class ApiView(APIView):
     def read_body(self) -> Any:
         """Return the body as the view's parser reads it, and set `now` to the time after it. Not for StreamParser."""
         body = self.request.data
-        self.now = timezone.now()
+        self.now = database_time.now()
         return body
 
     def validate_body(self, serializer: Serializer) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class LeaseApiView(ApiView):
         """Set `now` to the current time. Raises LeaseEnded if the lease has ended by then.
 
         Called before a large body is read, so that none is read for an ended lease, and again before the write."""
-        self.now = timezone.now()
+        self.now = database_time.now()
         leasing.require_active(self.lease.pk, now=self.now)
 
 

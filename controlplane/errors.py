@@ -27,6 +27,8 @@ CONTENT_TYPE = "application/problem+json"
 STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.InvalidRequest: 400,
     leases.NotAllowed: 403,
+    leases.KeyExpired: 401,
+    leases.InsufficientScope: 403,
     leases.LeaseEnded: 410,
     leases.Conflict: 409,
     leases.TurnInProgress: 409,

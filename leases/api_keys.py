@@ -1,20 +1,26 @@
-"""API keys: issue, look up, revoke. A key is `lh_<prefix>_<secret>` with 256 random bits, so SHA-256 needs no salt."""
+"""API keys: issue, look up, rotate, revoke. A key is `lh_<prefix>_<secret>` with 256 random bits, so SHA-256 needs no salt."""
 
 import hashlib
+import hmac
 import re
 import secrets
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
+import structlog
 from django.core.exceptions import ValidationError
 from django.db.models import F, FloatField, Q, Value
 from django.db.models.functions import Least
 
 from leases import allow_lists
-from leases.errors import InvalidRequest, RateLimited
-from leases.models import DID_DESCRIPTION, Agent, AgentKey, validate_did
+from leases.errors import Conflict, InvalidRequest, KeyExpired, RateLimited
+from leases.models import DID_DESCRIPTION, Agent, AgentKey, KeyScope, default_key_scopes, validate_did
 from sandboxes.db import sql
+from sandboxes.db.clock import format_timestamp
 
+log = structlog.get_logger(__name__)
+
+ROTATION_OVERLAP = timedelta(hours=24)
 LAST_USED_WRITE_INTERVAL = timedelta(minutes=1)  # saves most requests a second write
 
 
@@ -23,16 +29,25 @@ def issue_key(
     *,
     operator: bool = False,
     name: str = "",
+    scopes: Sequence[str] | None = None,
     environment_types: Sequence[str] = (),
     pools: Sequence[str] = (),
+    expires_at: datetime | None = None,
     now: datetime,
 ) -> tuple[AgentKey, str]:
     """Create a key and return its row and its plain text, which is not stored. Missing agents are created.
 
-    `environment_types` and `pools` are its allow lists (leases.allow_lists). Raise InvalidRequest for a malformed DID, for an
-    unknown environment type or pool, or if the key could act for no agent."""
+    `scopes` are of KeyScope, None for those that permit everything. `environment_types` and `pools` are the key's allow lists
+    (leases.allow_lists). Raise InvalidRequest for a malformed DID, an unknown scope, environment type or pool, an expiry in the
+    past, or if the key could act for no agent."""
     if not dids and not operator:
         raise InvalidRequest("agent", "A key needs at least one agent, or must be an operator key.")
+    if scopes is None:
+        scopes = default_key_scopes()
+    if not scopes or any(scope not in KeyScope.values for scope in scopes):
+        raise InvalidRequest("scopes", f"A key needs at least one scope of {', '.join(KeyScope.values)}.")
+    if expires_at and expires_at <= now:
+        raise InvalidRequest("expires_at", "The expiry must be in the future.")
     allow_lists.require_known("environment_types", environment_types)
     allow_lists.require_known("pools", pools)
     for did in dids:
@@ -44,18 +59,25 @@ def issue_key(
             raise InvalidRequest("agent", f"A DID is at most 255 characters: {did[:80]}…")
         Agent.objects.get_or_create(did=did)
     prefix = secrets.token_hex(4)
-    key = f"lh_{prefix}_{secrets.token_urlsafe(32)}"
+    key = _generate_key(prefix)
     row = AgentKey.objects.create(
         prefix=prefix,
         digest=hash_key(key),
+        first_digest=hash_key(key),
         name=name,
         dids=list(dict.fromkeys(dids)),
         operator=operator,
+        scopes=list(dict.fromkeys(scopes)),
         allowed_environment_types=list(dict.fromkeys(environment_types)),
         allowed_pools=list(dict.fromkeys(pools)),
+        expires_at=expires_at,
         created_at=now,
     )
     return row, key
+
+
+def _generate_key(prefix: str) -> str:
+    return f"lh_{prefix}_{secrets.token_urlsafe(32)}"
 
 
 def hash_key(key: str) -> str:
@@ -63,13 +85,70 @@ def hash_key(key: str) -> str:
 
 
 def find_active_key(key: str, *, now: datetime) -> AgentKey | None:
-    """Return the row of a key, or None if it is unknown or revoked. Not cached, so a revocation takes effect at once."""
-    if not re.fullmatch(r"lh_[0-9a-f]{8}_[A-Za-z0-9_-]{43}", key, re.ASCII):
+    """Return the row of a key, or None if it is unknown or revoked. Raise KeyExpired for a key that was valid.
+
+    One query by the prefix, which both secrets of a rotated key share. Not cached, so a revocation takes effect at once."""
+    match = re.fullmatch(r"lh_([0-9a-f]{8})_[A-Za-z0-9_-]{43}", key, re.ASCII)
+    row = sql.find_first(AgentKey, "prefix = %s AND revoked_at IS NULL", match[1]) if match else None
+    if row is None or not _matches_secret(row, hash_key(key), now):
         return None
-    row = sql.find_first(AgentKey, "digest = %s AND revoked_at IS NULL", hash_key(key))
-    if row and (row.last_used_at is None or row.last_used_at < now - LAST_USED_WRITE_INTERVAL):
+    if is_expired(row, now):
+        raise KeyExpired(f"The API key expired at {_format_second(row.expires_at)}.")
+    if row.last_used_at is None or row.last_used_at < now - LAST_USED_WRITE_INTERVAL:
         AgentKey.objects.filter(pk=row.pk).update(last_used_at=now)
     return row
+
+
+def _matches_secret(row: AgentKey, digest: str, now: datetime) -> bool:
+    """Return whether the digest is that of a secret of the key. Raise KeyExpired for the previous one after its overlap."""
+    if hmac.compare_digest(digest, row.digest):
+        return True
+    if not hmac.compare_digest(digest, row.previous_digest) or row.previous_valid_until is None:
+        return False
+    if row.previous_valid_until <= now:
+        until = _format_second(row.previous_valid_until)
+        raise KeyExpired(f"This secret of the API key was replaced and expired at {until}. Use the new one.")
+    return True
+
+
+def is_expired(row: AgentKey, now: datetime) -> bool:
+    """Return whether the key itself has expired, with any secret."""
+    return row.expires_at is not None and row.expires_at <= now
+
+
+def _format_second(moment: datetime | None) -> str:
+    return format_timestamp(moment.replace(microsecond=0)) if moment else ""
+
+
+def rotate_key(pk: int, *, overlap: timedelta = ROTATION_OVERLAP, now: datetime, actor: str = "") -> str:
+    """Give a key a new secret and return its new plain text. The previous secret is accepted for `overlap`.
+
+    Raise Conflict for a revoked or expired key, and if a secret before the previous one would end early: a second rotation
+    within the overlap is refused, unless its own `overlap` is zero and ends all earlier secrets at once."""
+    row = AgentKey.objects.get(pk=pk)
+    key = _generate_key(row.prefix)
+    current = Q(pk=pk, digest=row.digest, revoked_at__isnull=True) & (Q(expires_at__isnull=True) | Q(expires_at__gt=now))
+    if overlap:
+        current &= Q(previous_valid_until__isnull=True) | Q(previous_valid_until__lte=now)
+    rotated = AgentKey.objects.filter(current).update(
+        digest=hash_key(key), previous_digest=F("digest"), previous_valid_until=now + overlap, rotated_at=now
+    )
+    if not rotated:
+        row.refresh_from_db()
+        raise Conflict(_explain_refused_rotation(row, now))
+    log.info("API key rotated", key=row.prefix, actor=actor, overlap=str(overlap))
+    return key
+
+
+def _explain_refused_rotation(row: AgentKey, now: datetime) -> str:
+    if row.revoked_at:
+        return "The API key is revoked."
+    if is_expired(row, now):
+        return f"The API key expired at {_format_second(row.expires_at)}."
+    until = _format_second(row.previous_valid_until)
+    return (
+        f"The API key was rotated, and its previous secret is accepted until {until}. An overlap of 0 ends earlier secrets now."
+    )
 
 
 def revoke_key(pk: int, *, now: datetime) -> bool:

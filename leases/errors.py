@@ -49,6 +49,18 @@ class RateLimited(LeaseError):
     code = "rate_limited"
 
 
+class KeyExpired(LeaseError):
+    """The API key has expired."""
+
+    code = "key_expired"
+
+
+class InsufficientScope(LeaseError):
+    """The API key does not have the scope of this request."""
+
+    code = "insufficient_scope"
+
+
 class RequestTooLarge(LeaseError):
     """The request body exceeds its size limit."""
 

@@ -72,14 +72,38 @@ class Agent(models.Model):
         return self.name or self.did
 
 
+class KeyScope(models.TextChoices):
+    """Part of the HTTP API that a key may use."""
+
+    LEASES = "leases", "leases: work with leases and their sandboxes"
+    READ = "read", "read: read leases and their sandboxes, change nothing"
+    COSTS = "costs", "costs: read costs, budgets and statements"
+
+
+def default_key_scopes() -> list[str]:
+    """Return the scopes that together permit every request. `leases` includes `read`."""
+    return [KeyScope.LEASES, KeyScope.COSTS]
+
+
 class AgentKey(models.Model):
-    """API key. Only the SHA-256 of its random secret is stored, so the key can be shown only when it is issued."""
+    """API key. Only the SHA-256 of its random secret is stored, so the key can be shown only when it is issued or rotated.
+
+    A rotation replaces the secret; everything that refers to the row stays."""
 
     prefix = models.CharField(max_length=16, unique=True, editable=False)
     digest = models.CharField(max_length=64, unique=True, editable=False)
+    first_digest = models.CharField(
+        max_length=64, editable=False, help_text="Digest of the first secret. Run ids of repeated requests derive from it."
+    )
+    previous_digest = models.CharField(max_length=64, blank=True, editable=False)
+    previous_valid_until = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="The secret before the last rotation is accepted until then."
+    )
+    rotated_at = models.DateTimeField(null=True, blank=True, editable=False)
     name = models.CharField(max_length=100, blank=True, help_text="Purpose of the key.")
     dids = models.JSONField(default=list, blank=True, help_text="Agents that the key may act for.", verbose_name="DIDs")
     operator = models.BooleanField(default=False, help_text="The key may act for all agents.")
+    scopes = models.JSONField(default=default_key_scopes, help_text="Requests that the key permits.")
     allowed_environment_types = models.JSONField(
         default=list, blank=True,
         help_text="Environment types of new leases. Empty: every environment type that is not restricted.",
@@ -90,6 +114,7 @@ class AgentKey(models.Model):
     )  # fmt: skip
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     last_used_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Accurate to one minute.")
+    expires_at = models.DateTimeField(null=True, blank=True, help_text="The key is rejected from then on. Empty: never.")
     revoked_at = models.DateTimeField(null=True, blank=True, editable=False)
     tokens = models.FloatField(default=0, editable=False, help_text="Level of the token bucket that limits new leases.")
     tokens_at = models.DateTimeField(null=True, blank=True, editable=False)

@@ -16,6 +16,7 @@ from rest_framework.views import APIView
 
 from billing import pricing
 from billing.api.views import (
+    COSTS_SCOPE,
     CSV_MEDIA_TYPE,
     MAX_RESULTS,
     CostFilterSerializer,
@@ -69,6 +70,7 @@ class CostReportSerializer(serializers.Serializer):
 
 
 class CostsView(APIView):
+    key_scope = COSTS_SCOPE
     http_method_names = ["get", "head"]
     renderer_classes = [*APIView.renderer_classes, CsvRenderer]
 

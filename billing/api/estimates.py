@@ -14,6 +14,7 @@ from rest_framework.views import APIView
 
 from billing import pricing
 from billing.api.views import (
+    COSTS_SCOPE,
     CostFilterSerializer,
     authorize_agents,
     build_responses,
@@ -92,6 +93,7 @@ class ForecastSerializer(serializers.Serializer):
 
 
 class EstimateView(APIView):
+    key_scope = COSTS_SCOPE
     http_method_names = ["get", "head"]
 
     @extend_schema(
@@ -111,6 +113,7 @@ class EstimateView(APIView):
 
 
 class ForecastView(APIView):
+    key_scope = COSTS_SCOPE
     http_method_names = ["get", "head"]
 
     @extend_schema(

@@ -16,7 +16,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from billing.api.views import CSV_MEDIA_TYPE, MAX_RESULTS, PROBLEM_SCHEMA, Caller, CsvRenderer, build_responses
+from billing.api.views import COSTS_SCOPE, CSV_MEDIA_TYPE, MAX_RESULTS, PROBLEM_SCHEMA, Caller, CsvRenderer, build_responses
 from billing.models import BillableItem, Statement, StatementLine
 from billing.pricing import format_decimal
 
@@ -83,6 +83,7 @@ def require_operator(request: Request) -> None:
 
 
 class StatementListView(APIView):
+    key_scope = COSTS_SCOPE
     http_method_names = ["get", "head"]
     renderer_classes = [*APIView.renderer_classes, CsvRenderer]
 
@@ -112,6 +113,7 @@ class StatementListView(APIView):
 
 
 class StatementDetailView(APIView):
+    key_scope = COSTS_SCOPE
     http_method_names = ["get", "head"]
     renderer_classes = [*APIView.renderer_classes, CsvRenderer]
 

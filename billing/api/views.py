@@ -15,6 +15,7 @@ from rest_framework.serializers import Serializer
 from billing.models import Watermark
 
 CSV_MEDIA_TYPE = "text/csv"
+COSTS_SCOPE = "costs"  # of the API key, for `key_scope` of each view; the configured permission class requires it
 PROBLEM_SCHEMA = {"$ref": "#/components/schemas/Problem"}
 ERROR_STATUSES = (400, 401, 403, 405, 500, 503)
 

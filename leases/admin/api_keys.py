@@ -1,22 +1,33 @@
 """Console pages of API keys."""
 
+from datetime import datetime, timedelta
 from typing import Any
 
 from django import forms
 from django.contrib import admin, messages
 from django.db.models import Q
 from django.http import HttpRequest
+from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
+from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget
 
 from leases import allow_lists, api_keys
 from leases.errors import InvalidRequest
-from leases.models import AgentKey
-from sandboxes.admin.base.actions import AdminAction
+from leases.models import AgentKey, KeyScope, default_key_scopes
+from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import ListTab
-from sandboxes.admin.base.formatting import SummaryField, render_badge, render_time_ago, render_timestamp, render_two_lines
+from sandboxes.admin.base.fields import DurationOrZeroField
+from sandboxes.admin.base.formatting import (
+    SummaryField,
+    format_time_until,
+    render_badge,
+    render_time_ago,
+    render_timestamp,
+    render_two_lines,
+)
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import get_reference
 
@@ -35,14 +46,67 @@ REVOKE_KEY_ACTION = AdminAction(
 )
 
 
+class RotateKeyForm(ReasonForm):
+    """Overlap of the previous and the new secret."""
+
+    field_order = ["overlap", "reason"]
+    overlap = DurationOrZeroField(
+        initial=api_keys.ROTATION_OVERLAP,
+        help_text="Time for which the previous secret is accepted. 0 ends all earlier secrets at once.",
+    )
+
+
+def _rotate_key(row: AgentKey, actor: str, why: str, now: datetime, *, overlap: timedelta) -> bool:
+    row.new_text = api_keys.rotate_key(row.pk, overlap=overlap, now=now, actor=actor)  # type: ignore[attr-defined]
+    return True
+
+
+def _show_key(row: AgentKey, form: ReasonForm) -> str:
+    """Show the new text of a rotated key once, and return the URL of the key's page."""
+    if key := getattr(row, "new_text", None):
+        messages.warning(form.request, format_key_message(key))
+    return reverse("admin:leases_agentkey_change", args=[row.pk])
+
+
+def format_key_message(key: str) -> str:
+    return f"Copy the new key now; it is not shown again: {key}"
+
+
+ROTATE_KEY_ACTION = AdminAction(
+    title="Rotate key",
+    warning="A new secret is issued and shown once. The previous one is accepted during the overlap and expires then.",
+    done="rotated",
+    refusal_reason="revoked or expired",
+    legal=lambda key: key.revoked_at is None and not api_keys.is_expired(key, timezone.now()),
+    verb=_rotate_key,
+    icon="autorenew",
+    permissions=("leases.change_agentkey",),
+    form=RotateKeyForm,
+    get_next_url=_show_key,
+)
+
+
 class AgentKeyForm(forms.ModelForm):
-    """Agents, role and allow lists of a key. Agents and role are those of a new key only."""
+    """Agents, role, scopes, allow lists and expiry of a key. Agents and role are those of a new key only."""
+
+    scopes = forms.MultipleChoiceField(
+        choices=KeyScope.choices,
+        initial=default_key_scopes,
+        widget=UnfoldAdminCheckboxSelectMultipleWidget,
+        help_text="Requests that the key permits. leases includes read.",
+    )
 
     def clean_dids(self) -> list[str]:
         dids: list[str] = self.cleaned_data["dids"]
         for did in dids:
             get_reference("agent").clean(did)
         return dids
+
+    def clean_expires_at(self) -> datetime | None:
+        expires_at: datetime | None = self.cleaned_data["expires_at"]
+        if expires_at and "expires_at" in self.changed_data and expires_at <= timezone.now():
+            raise forms.ValidationError("The expiry must be in the future. Revoke the key to end it now.")
+        return expires_at
 
     def clean_allowed_environment_types(self) -> list[str]:
         return self._clean_names("environment_types", self.cleaned_data["allowed_environment_types"])
@@ -64,6 +128,11 @@ class AgentKeyForm(forms.ModelForm):
         return cleaned
 
 
+def build_valid_filter(now: datetime) -> Q:
+    """Build the filter of keys that are neither revoked nor expired."""
+    return Q(revoked_at__isnull=True) & (Q(expires_at__isnull=True) | Q(expires_at__gt=now))
+
+
 @admin.register(AgentKey)
 class AgentKeyAdmin(ConsoleModelAdmin):
     form = AgentKeyForm
@@ -73,19 +142,20 @@ class AgentKeyAdmin(ConsoleModelAdmin):
     search_help_text = "Prefix, name (prefix) or DID"
     ordering = ["-created_at", "-pk"]
     list_tabs = {
-        "valid": ListTab("Valid", "No valid keys. Add one to let agents call the API.", lambda now: Q(revoked_at__isnull=True)),
+        "valid": ListTab("Valid", "No valid keys. Add one to let agents call the API.", build_valid_filter),
         "history": ListTab("History", "No keys yet. Add one to let agents call the API."),
     }
     readonly_fields = ["agents"]
     labels = {"allowed_environment_types": "Allowed environment types", "allowed_pools": "Allowed pools"}
-    row_actions = {"revoke": REVOKE_KEY_ACTION}
+    row_actions = {"rotate": ROTATE_KEY_ACTION, "revoke": REVOKE_KEY_ACTION}
     bulk_actions = {"revoke_all": REVOKE_KEY_ACTION}
 
     def has_change_permission(self, request: HttpRequest, obj: AgentKey | None = None) -> bool:
         return super().has_change_permission(request, obj) and not (obj and obj.revoked_at)
 
     def get_fields(self, request: HttpRequest, obj: AgentKey | None = None) -> list[str]:
-        return ["name", *(["agents"] if obj else ["dids", "operator"]), "allowed_environment_types", "allowed_pools"]
+        agents = ["agents"] if obj else ["dids", "operator"]
+        return ["name", *agents, "scopes", "allowed_environment_types", "allowed_pools", "expires_at"]
 
     @display(description="Agents")
     def agents(self, row: AgentKey) -> SafeString | str:
@@ -104,7 +174,9 @@ class AgentKeyAdmin(ConsoleModelAdmin):
 
     @display(description="State")
     def state(self, row: AgentKey) -> SafeString:
-        return render_badge("expired", "revoked") if row.revoked_at else render_badge("ok", "valid")
+        if row.revoked_at:
+            return render_badge("expired", "revoked")
+        return render_badge("expired") if api_keys.is_expired(row, timezone.now()) else render_badge("ok", "valid")
 
     @display(description="Last used")
     def last_used(self, row: AgentKey) -> SafeString | str:
@@ -118,13 +190,25 @@ class AgentKeyAdmin(ConsoleModelAdmin):
         return {
             "facts": [
                 SummaryField("Key", self.shown(row), note="stored as a digest; cannot be shown again"),
-                SummaryField("State", self.state(row), note=render_time_ago(row.revoked_at, "")),
+                SummaryField("State", self.state(row), note=self._describe_expiry(row)),
                 SummaryField("Last used", self.last_used(row)),
                 SummaryField("Issued", self.created(row), note=render_timestamp(row.created_at)),
+                SummaryField("Rotated", render_time_ago(row.rotated_at), note=self._describe_overlap(row)),
+                SummaryField("Scopes", ", ".join(row.scopes)),
                 SummaryField("Environment types", ", ".join(row.allowed_environment_types) or UNRESTRICTED_TEXT),
                 SummaryField("Pools", ", ".join(row.allowed_pools) or UNRESTRICTED_TEXT),
             ]
         }
+
+    def _describe_expiry(self, row: AgentKey) -> SafeString | str:
+        if row.revoked_at:
+            return render_time_ago(row.revoked_at)
+        if api_keys.is_expired(row, timezone.now()):
+            return render_time_ago(row.expires_at)
+        return format_time_until(row.expires_at, "expires", "") or "does not expire"
+
+    def _describe_overlap(self, row: AgentKey) -> str:
+        return format_time_until(row.previous_valid_until, "previous secret expires", "previous secret expired")
 
     def save_model(self, request: HttpRequest, obj: AgentKey, form: Any, change: bool) -> None:
         if change:
@@ -134,9 +218,11 @@ class AgentKeyAdmin(ConsoleModelAdmin):
             obj.dids,
             operator=obj.operator,
             name=obj.name,
+            scopes=obj.scopes,
             environment_types=obj.allowed_environment_types,
             pools=obj.allowed_pools,
+            expires_at=obj.expires_at,
             now=timezone.now(),
         )
         obj.pk, obj.prefix = row.pk, row.prefix
-        messages.warning(request, f"Copy the new key now; it is not shown again: {key}")
+        messages.warning(request, format_key_message(key))

@@ -15,6 +15,7 @@ from billing.pricing import format_decimal
 from leases.api.base import schema
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, ApiView
+from leases.models import KeyScope
 from sandboxes.db.clock import format_timestamp
 
 
@@ -48,6 +49,8 @@ class BudgetSerializer(serializers.Serializer):
 
 
 class BudgetListView(ApiView):
+    key_scope = KeyScope.COSTS
+
     @extend_schema(
         operation_id="budgets_list",
         summary="List budgets",

@@ -20,7 +20,7 @@ from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, get_state
 from tests.conftest import MINUTE
-from tests.support.console import ENVIRONMENT_TYPE_FORM, WHY, fetch, get_fields, list_messages, row_url, submit_bulk
+from tests.support.console import ENVIRONMENT_TYPE_FORM, WHY, fetch, get_fields, list_messages, list_rows, row_url, submit_bulk
 
 pytestmark = pytest.mark.django_db
 
@@ -154,11 +154,18 @@ def test_a_retried_destroy_leaves_quarantine_and_the_next_sweep_destroys_it(
 
 def test_a_key_for_valid_agents_is_issued_and_shown_once(administrator: Client) -> None:
     for dids in ("", "nonsense", "did:plc:ada\n<b>"):
-        assert administrator.post("/admin/leases/agentkey/add/", {"name": "", "dids": dids}).status_code == 200
+        assert (
+            administrator.post("/admin/leases/agentkey/add/", {"name": "", "dids": dids, "scopes": "leases"}).status_code == 200
+        )
     assert not AgentKey.objects.exists()
-    done = administrator.post("/admin/leases/agentkey/add/", {"name": "ci", "dids": "did:plc:ada\n\ndid:plc:bob"}, follow=True)
+    form = {"name": "ci", "dids": "did:plc:ada\n\ndid:plc:bob", "scopes": ["read", "costs"]}
+    past = {"expires_at_0": "2020-01-01", "expires_at_1": "00:00:00"}
+    for wrong in ({"scopes": []}, {"scopes": ["all"]}, past):
+        assert administrator.post("/admin/leases/agentkey/add/", form | wrong).status_code == 200
+    assert not AgentKey.objects.exists()
+    done = administrator.post("/admin/leases/agentkey/add/", form, follow=True)
     row = AgentKey.objects.get()
-    assert (row.name, row.dids, row.operator) == ("ci", ["did:plc:ada", "did:plc:bob"], False)
+    assert (row.name, row.dids, row.operator, row.scopes) == ("ci", ["did:plc:ada", "did:plc:bob"], False, ["read", "costs"])
     key = next(word for word in done.content.decode().split() if word.startswith("lh_") and len(word) == 55)
     assert api_keys.find_active_key(key, now=NOW) == row
     for page in ("/admin/leases/agentkey/", row_url(row), row_url(row, "history")):
@@ -168,7 +175,10 @@ def test_a_key_for_valid_agents_is_issued_and_shown_once(administrator: Client) 
 
 def test_allow_lists_of_a_key_are_edited_and_its_agents_are_not(administrator: Client, pool: Pool) -> None:
     row, _ = api_keys.issue_key([ADA], name="ci", now=NOW)
-    form = {"name": "ci", "dids": "did:plc:eve", "operator": "on", "allowed_environment_types": "coding", "allowed_pools": ""}
+    form = {
+        "name": "ci", "dids": "did:plc:eve", "operator": "on", "scopes": "leases", "allowed_environment_types": "coding",
+        "allowed_pools": "",
+    }  # fmt: skip
     for field in ("allowed_environment_types", "allowed_pools"):
         page = administrator.post(row_url(row), form | {field: "none"})
         assert page.status_code == 200 and "There is no" in page.content.decode()
@@ -179,6 +189,34 @@ def test_allow_lists_of_a_key_are_edited_and_its_agents_are_not(administrator: C
     assert get_fields(administrator, row_url(row))["Environment types"].value == "coding"
     api_keys.revoke_key(row.pk, now=NOW)
     assert administrator.post(row_url(row), form).status_code == 403
+
+
+def test_an_expired_key_is_shown_as_expired(administrator: Client) -> None:
+    row, _ = api_keys.issue_key([ADA], expires_at=timezone.now() + 60 * MINUTE, now=NOW)
+    assert get_fields(administrator, row_url(row))["State"].note == "expires in 59 m"
+    assert row_url(row, "rotate") in fetch(administrator, row_url(row))
+    AgentKey.objects.update(expires_at=timezone.now() - 60 * MINUTE)
+    assert "expired" in get_fields(administrator, row_url(row))["State"].value
+    assert row_url(row, "rotate") not in fetch(administrator, row_url(row))
+    assert row not in list_rows(administrator, "/admin/leases/agentkey/")
+    assert row in list_rows(administrator, "/admin/leases/agentkey/?slice=history")
+
+
+def test_a_rotated_key_is_shown_once_and_logged(administrator: Client) -> None:
+    row, old = api_keys.issue_key([ADA], now=NOW)
+    assert 'value="1d"' in administrator.get(row_url(row, "rotate")).content.decode()
+    done = administrator.post(row_url(row, "rotate"), WHY | {"overlap": "1h"})
+    [shown] = [message for message in list_messages(done) if message.startswith("Copy")]
+    new = shown.split()[-1]
+    assert [api_keys.find_active_key(key, now=timezone.now()) for key in (old, new)] == [row, row]
+    entry = LogEntry.objects.get()
+    assert entry.get_change_message() == "Rotate key: it was agreed"
+    assert [new in fetch(administrator, row_url(row)) for _ in range(2)] == [True, False]
+    assert get_fields(administrator, row_url(row))["Rotated"].note.startswith("previous secret expires in")
+    again = administrator.post(row_url(row, "rotate"), WHY | {"overlap": "1h"})
+    assert "previous secret is accepted until" in again.content.decode()
+    administrator.post(row_url(row, "rotate"), WHY | {"overlap": "0"})
+    assert api_keys.find_active_key(old, now=timezone.now()) is None
 
 
 def test_a_revoked_key_is_refused(administrator: Client) -> None:

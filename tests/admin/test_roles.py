@@ -76,7 +76,7 @@ OPERATOR_ACTIONS = {
     "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
-    "key": {"revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
+    "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
     "unused": {"turn_on"}, "account": {"grant_credit", "close_month"}, "credit": {"take_back"}, "rate": {"withdraw"},
 }  # fmt: skip
 READ_ONLY_ROWS = {"lease", "sandbox", "snapshot", "delivery", "signing_key", "credit", "statement", "begun", "sealed"}
@@ -174,7 +174,7 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
 
 @pytest.mark.parametrize("pk", ["00000000-0000-0000-0000-000000000000", "no-id", "_5F", "999", "9" * 40, "-1", "%00"])
 def test_an_action_on_a_missing_row_is_not_found(superuser: Client, db: None, pk: str) -> None:
-    fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2"}
+    fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2", "overlap": "1h"}
     for page in admin.site._registry.values():
         for name in getattr(page, "row_actions", {}):
             url = f"/admin/{page.model._meta.label_lower.replace('.', '/')}/{pk}/{name}/"

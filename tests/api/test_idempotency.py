@@ -5,8 +5,10 @@ from datetime import timedelta
 
 import pytest
 from django.db.models import F
+from django.utils import timezone
 
-from leases.models import IdempotentRequest, Lease
+from leases import api_keys
+from leases.models import AgentKey, IdempotentRequest, Lease
 from sandboxes.models import Run
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -108,6 +110,15 @@ def test_exec_of_a_dead_process_is_never_repeated(ada: ApiClient, run_path: str,
     response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
     assert [response.json().get("run_id")] == ([str(run.pk) for run in Run.objects.all()] or [None])
+
+
+def test_an_interrupted_exec_keeps_its_run_across_a_rotation_of_the_key(ada: ApiClient, run_path: str, crash_at) -> None:
+    with crash_at("run answered"):
+        ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    advance_time(timedelta(hours=1))
+    rotated = ApiClient(api_keys.rotate_key(AgentKey.objects.get().pk, now=timezone.now()))
+    response = rotated.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    assert (response.json()["code"], response.json()["run_id"]) == ("outcome_unknown", str(Run.objects.get().pk))
 
 
 def test_exec_with_unknown_outcome_is_not_repeated(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:

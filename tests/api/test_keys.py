@@ -1,5 +1,8 @@
 """Access of a key: only leases of its own agents."""
 
+from datetime import timedelta
+from uuid import uuid4
+
 import pytest
 from django.utils import timezone
 
@@ -94,3 +97,37 @@ def test_a_key_lists_only_pools_that_it_may_use(issue, pool) -> None:
         ordinary, listed = issue(*dids, operator=operator), issue(*dids, operator=operator, pools=["gpu"])
         assert [row["name"] for row in ordinary.get("pool").json()["pools"]] == sorted(["default", pool.name])
         assert [row["name"] for row in listed.get("pool").json()["pools"]] == ["gpu"]
+
+
+def test_an_expired_key_is_refused_with_the_time_of_its_expiry(issue) -> None:
+    expiring = issue(ADA, expires_at=timezone.now() + timedelta(hours=1))
+    assert expiring.get("leases").status_code == 200
+    AgentKey.objects.update(expires_at=timezone.now())
+    for method, path in [("GET", "leases"), ("POST", f"leases/{uuid4()}/renew"), ("GET", "costs")]:
+        problem = assert_refused(expiring, method, path, None, 401)
+        assert problem["code"] == "key_expired"
+        assert "expired at" in problem["detail"]
+
+
+COSTS_PATHS = ("costs", "estimate", "forecast", "statements", "budgets")
+
+
+@pytest.mark.parametrize(("method", "path"), list_operations())
+def test_an_operation_needs_its_scope(issue, lease, method: str, path: str) -> None:
+    scopes = {"costs"} if path.split("/")[0] in COSTS_PATHS else {"leases", *(["read"] if method == "GET" else [])}
+    for scope in {"leases", "read", "costs"} - scopes:
+        problem = assert_refused(issue(ADA, scopes=[scope]), method, path.format(**lease), ANY_BODY, 403)
+        assert problem["code"] == "insufficient_scope"
+    for scope in scopes & {"read", "costs"}:
+        response = issue(ADA, scopes=[scope])(method, path.format(**lease))
+        assert response.status_code != 403 or response.json()["code"] != "insufficient_scope"
+
+
+def test_a_rotation_keeps_idempotency_keys_and_the_rate_limit(ada: ApiClient, acquire_body, settings) -> None:
+    settings.CREATES_PER_MINUTE = 1
+    first = ada.post("leases", acquire_body(), idempotency_key="k1")
+    rotated = ApiClient(api_keys.rotate_key(AgentKey.objects.get().pk, now=timezone.now()))
+    for client in (ada, rotated):
+        again = client.post("leases", acquire_body(), idempotency_key="k1")
+        assert (again.headers["Idempotent-Replayed"], again.json()) == ("true", first.json())
+        assert client.post("leases", acquire_body(environment_id="next")).status_code == 429

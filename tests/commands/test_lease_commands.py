@@ -1,6 +1,7 @@
 """create_key, acquire, exec, release: output and exit codes."""
 
 import json
+from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 
@@ -43,6 +44,31 @@ def test_a_key_is_printed_once_and_can_act_for_its_agents() -> None:
     output = call("create_key", "--operator")
     assert output.endswith("(for all agents; not shown again)\n")
     assert api_keys.find_active_key(output.split()[0], now=timezone.now()) is not None
+
+
+def test_a_key_has_scopes_and_an_expiry() -> None:
+    call("create_key", "--operator", "--scope", "read", "--scope", "costs", "--expires-in", "90d")
+    row = AgentKey.objects.get()
+    assert (row.scopes, row.expires_at) == (["read", "costs"], row.created_at + timedelta(days=90))
+    for args, message in [(["--scope", "all"], "invalid choice"), (["--expires-in", "soon"], "--expires-in")]:
+        with pytest.raises(CommandError, match=message):
+            call("create_key", "--operator", *args)
+
+
+def test_a_rotated_key_is_printed_once_and_the_previous_secret_is_accepted() -> None:
+    created = json.loads(call("create_key", "--operator", "--json"))
+    output = call("rotate_key", created["prefix"])
+    assert output.startswith(f"lh_{created['prefix']}_") and output.endswith("; not shown again)\n")
+    for key in (created["key"], output.split()[0]):
+        assert api_keys.find_active_key(key, now=timezone.now()) is not None
+    with pytest.raises(CommandError, match="previous secret"):
+        call("rotate_key", created["prefix"])
+    latest = json.loads(call("rotate_key", f"lh_{created['prefix']}_…", "--overlap", "0", "--json"))
+    assert api_keys.find_active_key(created["key"], now=timezone.now()) is None
+    assert api_keys.find_active_key(latest["key"], now=timezone.now()) is not None
+    for args in (["0badc0de"], [created["prefix"], "--overlap", "soon"]):
+        with pytest.raises(CommandError):
+            call("rotate_key", *args)
 
 
 def test_a_key_is_limited_to_types_and_pools() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 # Sources.
 POOL, LIFECYCLE, RUNS = "sandboxes/pool.py", "sandboxes/lifecycle.py", "sandboxes/runs.py"
 EVICTION, DESTRUCTION = "sandboxes/eviction.py", "sandboxes/destruction.py"
-ALLOW_LISTS = "leases/allow_lists.py"
+ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
 LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
 METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
 BUDGET_ADMISSION, BUDGET_PERIODS, BUDGET_UPDATES = (
@@ -29,7 +29,8 @@ TEST_METERING, TEST_USE = "tests/unit/billing/test_metering.py", "tests/unit/bil
 TEST_PRICING, TEST_RATES = "tests/unit/billing/test_pricing.py", "tests/unit/billing/test_rates.py"
 TEST_BUDGETS, TEST_ADMISSION = "tests/unit/billing/test_budgets.py", "tests/unit/billing/test_budget_admission.py"
 TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = "tests/api/test_keys.py", "tests/api/test_leases.py", "tests/admin/test_calls.py"
-TEST_ALLOW_LISTS = "tests/unit/leases/test_allow_lists.py"
+TEST_ALLOW_LISTS, TEST_API_KEYS = "tests/unit/leases/test_allow_lists.py", "tests/unit/leases/test_api_keys.py"
+TEST_IDEMPOTENCY = "tests/api/test_idempotency.py"
 TEST_EGRESS, TEST_REDACTION = (
     "tests/unit/sandboxes/egress/test_egress_server.py",
     "tests/unit/sandboxes/egress/test_redaction.py",
@@ -382,8 +383,8 @@ MUTANTS = (
     Mutant(
         name="keys-revoked-key-accepted",
         path=API_KEYS,
-        before='"digest = %s AND revoked_at IS NULL"',
-        after='"digest = %s"',
+        before='"prefix = %s AND revoked_at IS NULL"',
+        after='"prefix = %s"',
         tests=[f"{TEST_KEYS}::test_a_revoked_key_is_refused_at_once"],
     ),
     Mutant(
@@ -427,6 +428,34 @@ MUTANTS = (
         before="(not self.pools and row.pk == environment_type.pool_id)",
         after="row.pk == environment_type.pool_id",
         tests=[f"{TEST_ALLOW_LISTS}::test_the_restricted_pool_of_an_allowed_type_is_allowed_unless_the_pools_are_listed"],
+    ),
+    Mutant(
+        name="keys-expired-key-accepted-at-its-expiry",
+        path=API_KEYS,
+        before="row.expires_at is not None and row.expires_at <= now",
+        after="row.expires_at is not None and row.expires_at < now",
+        tests=[f"{TEST_API_KEYS}::test_a_key_is_refused_from_its_expiry_on"],
+    ),
+    Mutant(
+        name="keys-second-rotation-ends-the-overlap",
+        path=API_KEYS,
+        before="    if overlap:\n",
+        after="    if not overlap:\n",
+        tests=[f"{TEST_API_KEYS}::test_a_second_rotation_waits_for_the_overlap_or_ends_all_earlier_secrets"],
+    ),
+    Mutant(
+        name="keys-read-scope-writes",
+        path=AUTHENTICATION,
+        before="if reads and scope == KeyScope.LEASES",
+        after="if scope == KeyScope.LEASES",
+        tests=[f"{TEST_KEYS}::test_an_operation_needs_its_scope"],
+    ),
+    Mutant(
+        name="keys-run-id-changes-with-a-rotation",
+        path=IDEMPOTENCY,
+        before="{holder.first_digest} {row.pk}",
+        after="{holder.digest} {row.pk}",
+        tests=[f"{TEST_IDEMPOTENCY}::test_an_interrupted_exec_keeps_its_run_across_a_rotation_of_the_key"],
     ),
     # --- egress ---
     Mutant(

@@ -1,12 +1,14 @@
-"""Minting of tokens concurrently with the end of the lease, and with revocation or rotation of the key."""
+"""Minting of tokens concurrently with the end of the lease, and with revocation or rotation of the key. API keys."""
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 from django.db import OperationalError, connection
 
-from leases import execution, leasing
+from leases import api_keys, execution, leasing
+from leases.errors import Conflict, KeyExpired
 from leases.models import Lease
 from sandboxes.errors import SigningKeyExists
 from sandboxes.identity import signing
@@ -77,3 +79,22 @@ def test_tokens_are_minted_during_rotations(grant) -> None:
     assert not [result for result in results if isinstance(result, Exception)]
     assert (MintedToken.objects.count(), SigningKey.objects.count()) == (6, 7)
     assert SigningKey.objects.filter(sealed__isnull=False).count() == 1
+
+
+@pytest.mark.parametrize("overlap", [timedelta(hours=24), timedelta(0)])
+def test_concurrent_rotations_of_an_api_key_issue_one_secret(overlap: timedelta) -> None:
+    row, _ = api_keys.issue_key(["did:plc:ada"], now=NOW)
+    with run_in_threads(4) as together:
+        results = together(lambda i: api_keys.rotate_key(row.pk, overlap=overlap, now=NOW))
+    issued = [key for key in results if isinstance(key, str)]
+    # With no overlap a rotation that begins after another has ended is legal, so the last secret is the valid one.
+    assert sum(_is_accepted(key) for key in issued) == 1
+    assert overlap == timedelta(0) or len(issued) == 1
+    assert all(isinstance(result, str | Conflict) for result in results)
+
+
+def _is_accepted(key: str) -> bool:
+    try:
+        return api_keys.find_active_key(key, now=NOW) is not None
+    except KeyExpired:
+        return False

@@ -10,7 +10,8 @@ from rest_framework.request import Request
 
 from leases import api_keys
 from leases.allow_lists import AllowLists
-from leases.models import AgentKey, Lease
+from leases.errors import InsufficientScope
+from leases.models import AgentKey, KeyScope, Lease
 from sandboxes.db import sql
 
 
@@ -26,6 +27,12 @@ class Caller:
         self.pk = key.pk
         self.allowed = AllowLists.of_key(key)
         self.name = f"key {key.prefix}"
+
+    def require_scope(self, scope: str, *, reads: bool) -> None:
+        """Raise InsufficientScope unless this key has the scope. For a request that only reads, `read` replaces `leases`."""
+        accepted = [scope, KeyScope.READ] if reads and scope == KeyScope.LEASES else [scope]
+        if not any(each in self.key.scopes for each in accepted):
+            raise InsufficientScope(f"This request needs an API key with the scope {' or '.join(accepted)}.")
 
     def may_act_for(self, did: str) -> bool:
         return self.key.operator or did in self.key.dids

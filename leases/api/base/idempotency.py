@@ -147,8 +147,8 @@ def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:
     """Return the id of the run that this request may open.
 
     The id is derived from the row, so that it is known after the process has died. The random digest makes it unique across
-    installations."""
-    return uuid.uuid5(uuid.NAMESPACE_OID, f"{holder.digest} {row.pk}")
+    installations. The first one stays when the key is rotated."""
+    return uuid.uuid5(uuid.NAMESPACE_OID, f"{holder.first_digest} {row.pk}")
 
 
 def _may_have_started(run_id: uuid.UUID) -> bool:

@@ -6,13 +6,19 @@ from rest_framework.permissions import SAFE_METHODS, BasePermission
 from rest_framework.request import Request
 
 from leases.api.base.authentication import Caller
+from leases.models import KeyScope
 
 
 class HasKey(BasePermission):
-    """The request carries a valid API key."""
+    """The request carries a valid API key with the scope of the view: its `key_scope`, by default `leases`.
+
+    Raises InsufficientScope."""
 
     def has_permission(self, request: Request, view: Any) -> bool:
-        return isinstance(request.user, Caller)
+        if not isinstance(request.user, Caller):
+            return False
+        request.user.require_scope(getattr(view, "key_scope", KeyScope.LEASES), reads=request.method in SAFE_METHODS)
+        return True
 
 
 class CanAccessLease(BasePermission):

@@ -8,7 +8,8 @@ from django.core.management.base import BaseCommand
 from django.utils import timezone
 
 from leases import api_keys
-from leases.management.base import report_errors
+from leases.management.base import parse_duration, report_errors
+from leases.models import KeyScope
 
 
 class Command(BaseCommand):
@@ -26,17 +27,26 @@ class Command(BaseCommand):
             "--pool", action="append", default=[], metavar="NAME",
             help="pool that the key may use; may be repeated. Default: all that are not restricted",
         )  # fmt: skip
+        parser.add_argument(
+            "--scope", action="append", choices=KeyScope.values,
+            help="requests that the key permits; may be repeated. Default: leases and costs, which permit everything",
+        )  # fmt: skip
+        parser.add_argument("--expires-in", metavar="DURATION", help='time after which the key expires, such as "90d"')
         parser.add_argument("--json", action="store_true", help="one line of JSON: key, prefix")
 
     def handle(self, *args: Any, agent: list[str], operator: bool, json: bool, **options: Any) -> None:
+        now = timezone.now()
+        lifetime = parse_duration("--expires-in", options["expires_in"]) if options["expires_in"] is not None else None
         with report_errors(options["verbosity"]):
             row, key = api_keys.issue_key(
                 agent,
                 operator=operator,
                 name=options["name"],
+                scopes=options["scope"],
                 environment_types=options["type"],
                 pools=options["pool"],
-                now=timezone.now(),
+                expires_at=now + lifetime if lifetime else None,
+                now=now,
             )
             agents = "all agents" if operator else ", ".join(row.dids)
             as_json = encoding.dumps({"key": key, "prefix": row.prefix})

@@ -241,6 +241,12 @@ RUN_OUTPUT_KEPT = env.integer(
 RUN_MEMORY_MOST_MIB = env.integer(
     "LEASEHOLD_RUN_MEMORY_MOST_MIB", 4096, minimum=16, help="maximum memory of a one-shot run, in MiB"
 )
+MAX_RUNS_PER_LEASE = env.integer(
+    "LEASEHOLD_MAX_RUNS_PER_LEASE", 8, minimum=1, help="open runs of one lease: commands, turns, file transfers"
+)
+MAX_RUNS_PER_AGENT = env.integer(
+    "LEASEHOLD_MAX_RUNS_PER_AGENT", 16, minimum=1, help="open runs of one agent, over all its leases"
+)
 TURN_TIMEOUT = env.duration("LEASEHOLD_TURN_TIMEOUT", "60s", help="time limit of a turn; a turn that exceeds it is skipped")
 
 # --- model calls --------------------------------------------------------------------------------------------------
@@ -312,8 +318,9 @@ IDEMPOTENCY_TTL = env.duration(
 # --- processes ----------------------------------------------------------------------------------------------------
 WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="web server processes")
 WEB_THREADS = env.integer(
-    "LEASEHOLD_WEB_THREADS", 16, minimum=1, help="threads per web process; an exec occupies one while it runs"
-)
+    "LEASEHOLD_WEB_THREADS", 16, minimum=2,
+    help="threads per web process; an exec occupies one while it runs, and a quarter is kept for short requests",
+)  # fmt: skip
 QUEUE_WORKERS = env.integer(
     "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="queue worker processes (django-q2)"
 )

@@ -142,6 +142,7 @@ class Sandbox(models.Model):
                 fields=["pool", "tier", "last_used_at"], condition=Q(tier__isnull=False), name="sandbox_eviction_order"
             ),
             models.Index(fields=["deadline_at"], condition=Q(deadline_at__isnull=False), name="sandbox_in_flight"),
+            models.Index(fields=["agent_did"], condition=Q(open_runs__gt=0), name="sandbox_agent_running"),
             models.Index(fields=["idle_at"], condition=Q(idle_at__isnull=False), name="sandbox_idle"),
             models.Index(fields=["lost_at"], condition=Q(lost_at__isnull=False), name="sandbox_lost"),
             models.Index(fields=["claim"], condition=Q(claim__isnull=False), name="sandbox_claim"),

@@ -292,7 +292,7 @@ EGRESS_PROXY = env.choice(
 EGRESS_IMAGE = env.text("LEASEHOLD_EGRESS_IMAGE", "leasehold-egress:latest", help="container image of the nginx front end")
 EGRESS_SLOTS = env.integer(
     "LEASEHOLD_EGRESS_SLOTS", 1024, minimum=1, maximum=16384,
-    help="maximum number of sandboxes with egress, over all pools; beyond it no sandbox is started",
+    help="maximum number of sandboxes with a process, over all pools; beyond it a start or wake evicts another sandbox",
 )  # fmt: skip
 
 # --- money --------------------------------------------------------------------------------------------------------

@@ -130,11 +130,14 @@ def advance(
     """Move one sandbox along one edge. Returns whether this call moved it; False means that another process was first.
 
     `code` is the cause, and `reason` a text for operators (default: the label of the code). `guard` restricts the UPDATE beyond
-    the state; `changes` are further columns. A move to `cold` or `destroying` closes the rows of the sandbox's processes.
+    the state; `changes` are further columns. A move to `cold` or `destroying` closes the rows of the sandbox's processes, and a
+    move to `cold` releases its egress slot.
     Raises IllegalTransition if EDGES does not list the edge with this code."""
     _require_edge(was, to, code)
     if was == RUNNING and to != RUNNING:
         changes.setdefault("open_runs", 0)
+    if to == COLD:
+        changes["slot"] = None
     with transaction.atomic():
         moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
         if moved:  # the UPDATE holds the row's lock, so the INSERT reads the values that it wrote

@@ -50,6 +50,9 @@ class Sandbox(models.Model):
     millicpus = models.PositiveIntegerField()
     pids = models.PositiveIntegerField()
     slot = models.PositiveIntegerField(null=True, blank=True, editable=False, help_text="Socket slot at the egress proxy.")
+    slot_since = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Start or wake that took the slot. Empty: creation of the sandbox."
+    )
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, help_text="Spend limit of the lease's model calls, USD."
     )

@@ -178,6 +178,17 @@ def test_concurrent_runs_never_exceed_the_limits_of_a_lease_and_of_its_agent(gra
     assert Run.objects.count() == sum(Sandbox.objects.values_list("open_runs", flat=True)) == 5
 
 
+def test_four_concurrent_wakes_take_the_four_egress_slots(grant, settings) -> None:
+    settings.EGRESS_SLOTS = 4
+    leases = [grant(environment=f"e{number}") for number in range(4)]
+    for lease in leases:
+        write(lease)
+        evict(lease)
+    with run_in_threads(4) as together:
+        assert together(lambda i: read(leases[i])) == ["kept"] * 4
+    assert {*Sandbox.objects.values_list("slot", flat=True)} == {0, 1, 2, 3}
+
+
 def test_sandbox_that_becomes_ready_during_a_sweep_is_not_surplus(
     pool: Pool, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:

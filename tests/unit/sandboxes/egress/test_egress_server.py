@@ -410,6 +410,15 @@ def test_call_above_the_spend_limit_is_refused_with_402(upstream: FakeUpstream, 
     assert len(upstream.requests) == 2 and authorization.sum_spend(sandbox.holder) == Decimal("0.0000246")
 
 
+def test_call_of_an_exhausted_budget_is_refused_with_402(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
+    Sandbox.objects.filter(pk=sandbox.pk).update(llm_blocked_at=NOW + MINUTE)
+    assert post(socket_path, COMPLETION_REQUEST)[0] == 200
+    Sandbox.objects.filter(pk=sandbox.pk).update(llm_blocked_at=NOW)
+    status, reply = post(socket_path, COMPLETION_REQUEST)
+    assert (status, reply["error"]["code"], reply["error"]["type"]) == (402, "budget_exhausted", "budget_exhausted")
+    assert "grace period" in reply["error"]["message"] and len(upstream.requests) == 1
+
+
 def test_spend_limit_comes_from_the_environment_type(grant) -> None:
     EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("1.5"))
     lease = grant(environment="game-9")

@@ -67,11 +67,13 @@ AGENT_OPEN_RUNS_SQL = (
 BEGIN_FIRST_RUN_SQL = (
     "state = 'running', state_since = %s, last_used_at = %s, open_runs = 1, idle_at = NULL, warm_hits = warm_hits + %s, "
     "persisted = FALSE, persist_failures = 0 "
-    f"WHERE id = %s AND holder = %s AND state = %s AND {AGENT_OPEN_RUNS_SQL} < %s"
+    "WHERE id = %s AND holder = %s AND state = %s"
+    f" AND {AGENT_OPEN_RUNS_SQL} < %s"
 )
 BEGIN_CONCURRENT_RUN_SQL = (
     "open_runs = open_runs + 1, last_used_at = %s, warm_hits = warm_hits + 1 "
-    f"WHERE id = %s AND holder = %s AND state = 'running' AND open_runs < %s AND {AGENT_OPEN_RUNS_SQL} < %s"
+    "WHERE id = %s AND holder = %s AND state = 'running'"
+    f" AND open_runs < %s AND {AGENT_OPEN_RUNS_SQL} < %s"
 )
 COUNT_OPEN_RUNS_SQL = (
     f"SELECT agent_did, open_runs, {AGENT_OPEN_RUNS_SQL} FROM sandboxes_sandbox "  # noqa: S608 - no user input

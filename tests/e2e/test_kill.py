@@ -57,7 +57,7 @@ class Fleet(Home):
             return None if (status, response_body.get("code")) == (503, "too_many_runs") else (status, response_body)
 
         try:
-            status, response_body = wait_until(post_unless_too_many, "the join is admitted", within=HEALTHY, every=0.2) or (
+            status, response_body = wait_until(post_unless_too_many, "the join is admitted", within=HEALTHY, every=2.0) or (
                 0,
                 {},
             )

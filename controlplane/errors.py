@@ -42,6 +42,8 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.IllegalTransition: 409,
     sandboxes.CapacityExhausted: 503,
     sandboxes.QuotaExceeded: 429,
+    sandboxes.TooManyRuns: 429,
+    sandboxes.TooManyLongCalls: 503,
     sandboxes.PoolDraining: 503,
     sandboxes.WorkspaceFull: 409,
     sandboxes.DataFull: 409,

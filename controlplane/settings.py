@@ -246,6 +246,12 @@ RUN_OUTPUT_KEPT = env.integer(
 RUN_MEMORY_MOST_MIB = env.integer(
     "LEASEHOLD_RUN_MEMORY_MOST_MIB", 4096, minimum=16, help="maximum memory of a one-shot run, in MiB"
 )
+MAX_RUNS_PER_LEASE = env.integer(
+    "LEASEHOLD_MAX_RUNS_PER_LEASE", 8, minimum=1, help="open runs of one lease: commands, turns, file transfers"
+)
+MAX_RUNS_PER_AGENT = env.integer(
+    "LEASEHOLD_MAX_RUNS_PER_AGENT", 16, minimum=1, help="open runs of one agent, over all its leases"
+)
 TURN_TIMEOUT = env.duration("LEASEHOLD_TURN_TIMEOUT", "60s", help="time limit of a turn; a turn that exceeds it is skipped")
 
 # --- model calls --------------------------------------------------------------------------------------------------
@@ -291,7 +297,7 @@ EGRESS_PROXY = env.choice(
 EGRESS_IMAGE = env.text("LEASEHOLD_EGRESS_IMAGE", "leasehold-egress:latest", help="container image of the nginx front end")
 EGRESS_SLOTS = env.integer(
     "LEASEHOLD_EGRESS_SLOTS", 1024, minimum=1, maximum=16384,
-    help="maximum number of sandboxes with egress, over all pools; beyond it no sandbox is started",
+    help="maximum number of sandboxes with a process, over all pools; beyond it a start or wake evicts another sandbox",
 )  # fmt: skip
 
 # --- money --------------------------------------------------------------------------------------------------------
@@ -325,8 +331,9 @@ METRICS_TOKEN = env.text(
 # --- processes ----------------------------------------------------------------------------------------------------
 WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="web server processes")
 WEB_THREADS = env.integer(
-    "LEASEHOLD_WEB_THREADS", 16, minimum=1, help="threads per web process; an exec occupies one while it runs"
-)
+    "LEASEHOLD_WEB_THREADS", 16, minimum=2,
+    help="threads per web process; an exec occupies one while it runs, and a quarter is kept for short requests",
+)  # fmt: skip
 DRAIN_DELAY_SECONDS = env.integer(
     "LEASEHOLD_DRAIN_DELAY_SECONDS", 0, minimum=0, help="seconds in which a stopping `up` accepts requests while /readyz fails"
 )

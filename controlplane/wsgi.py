@@ -2,7 +2,11 @@
 
 import os
 
+from django.conf import settings
 from django.core.wsgi import get_wsgi_application
+
+from sandboxes import long_calls
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 application = get_wsgi_application()
+long_calls.LONG_CALLS.set_maximum(long_calls.compute_maximum(settings.WEB_THREADS))

@@ -28,6 +28,7 @@ def enforce_budgets(*, now: datetime) -> SweepResult:
     2. A running sandbox is left until the end of the budget's grace period, then its runs are killed and it is evicted.
     3. The lease ends once its sandbox is cold or does not exist.
 
+    From the end of the grace period on the egress proxy refuses model calls, also of programs that cannot be stopped yet.
     A sandbox whose state cannot be stored is kept and retried with backoff. Every step is idempotent: the next pass continues
     where this one stopped."""
     result, clock = SweepResult(), clock_from(now)
@@ -38,6 +39,11 @@ def enforce_budgets(*, now: datetime) -> SweepResult:
         except Exception as failed:  # one budget must not keep the others from being enforced
             log.exception("budget not settled", budget=budget_id)
             result.failures.append(f"budget {budget_id}: {failed}")
+    try:
+        budgets.update_call_blocks(now=clock())
+    except Exception as failed:  # the leases over budget are ended all the same
+        log.exception("model calls not blocked")
+        result.failures.append(f"model calls: {failed}")
     deadline = clock() + PASS_TIME_LIMIT  # counted from here: totalling many budgets must not use up the time for ending leases
     for pk, budget in find_leases_over_budget(now=now).items():
         if clock() > deadline:

@@ -21,6 +21,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.errors import SandboxError, SandboxLost
 from sandboxes.identity import signing
 from sandboxes.lifecycle import checkpoint
+from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import MintedToken, Pool, Run, Sandbox
 from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
@@ -75,7 +76,7 @@ def call_in_sandbox(
 
 def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
     """Start or wake the sandbox of a lease and return it, ready to run commands. Idempotent."""
-    with use_lease(pk, now=now, spends=True) as request:
+    with LONG_CALLS.admit(), use_lease(pk, now=now, spends=True) as request:
         return pools.ensure_running(request, now=now, actor=actor)
 
 

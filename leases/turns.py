@@ -17,6 +17,7 @@ from leases.models import Lease, Turn
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import ProviderCallFailed, SandboxError
 from sandboxes.lifecycle import checkpoint
+from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, RunOutcome
 from sandboxes.runs import KILL_GRACE, Command
 
@@ -35,11 +36,12 @@ def join_environment(
 
     Return the lease and whether this call granted it."""
     clock = clock_from(now)
-    lease, is_new = leasing.acquire(request, now=now, actor=actor, admit=admit)
-    sandbox = execution.ensure_sandbox_ready(lease.pk, now=clock(), actor=actor)
-    if not sandbox.prepared:  # a pre-warmed sandbox gets its files with its first operation
-        no_op = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")
-        execution.call_in_sandbox(lease.pk, no_op, lambda provider, sandbox: None, now=clock(), actor=actor)
+    with LONG_CALLS.admit():  # before the grant: a refused call leaves no lease
+        lease, is_new = leasing.acquire(request, now=now, actor=actor, admit=admit)
+        sandbox = execution.ensure_sandbox_ready(lease.pk, now=clock(), actor=actor)
+        if not sandbox.prepared:  # a pre-warmed sandbox gets its files with its first operation
+            no_op = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")
+            execution.call_in_sandbox(lease.pk, no_op, lambda provider, sandbox: None, now=clock(), actor=actor)
     return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
 
 

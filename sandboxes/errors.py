@@ -76,6 +76,20 @@ class QuotaExceeded(SandboxError):
     retry_after = 30
 
 
+class TooManyRuns(SandboxError):
+    """The lease or its agent has reached its limit of open runs. Nothing was run. Try again when a run has ended."""
+
+    code = "too_many_runs"
+    retry_after = 5
+
+
+class TooManyLongCalls(SandboxError):
+    """The web process has reached its limit of calls that wait for sandboxes. Nothing was run. Try again in a few seconds."""
+
+    code = "too_many_runs"
+    retry_after = 5
+
+
 class PoolDraining(SandboxError):
     """The pool accepts no new sandboxes: an operator is draining it."""
 

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Exists, F, OuterRef, Q
+from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
 from sandboxes import destruction, providers
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
@@ -222,14 +222,7 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") ->
         return False
     code, reason = TransitionReason.CAPACITY, f"place needed by {agent_did}"
     if victim.holder is None:
-        unused = Q(state=WARM, holder__isnull=True)
-        with transaction.atomic():
-            taken = destruction.schedule_destroy(victim.pk, now=clock(), code=code, reason=reason, actor=actor, guard=unused)
-            if taken:
-                Pool.objects.filter(pk=pool.pk).update(evicted_warm=F("evicted_warm") + 1)
-        if taken:
-            log.info("evict", sandbox=str(victim.pk), tier="warm", agent="")
-            destruction.destroy(victim.pk, now=clock(), actor=actor)
+        _destroy_unheld(victim, now=clock(), reason=reason, actor=actor)
         return True
     if victim.state != COLD and not evict(
         victim.pk, now=clock(), code=code, reason=reason, actor=actor, guard=Q(state=victim.state)
@@ -240,7 +233,42 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") ->
 
 
 def find_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
-    """Return the sandbox to evict next when this agent needs a place, or None. One query, served by an index.
+    """Return the sandbox to evict next when this agent needs a place, or None. One query, served by an index."""
+    return _order_victims(agent_did=agent_did, now=now).filter(pool=pool).first()
+
+
+def free_slot(*, agent_did: str, now: datetime, actor: str = "") -> bool:
+    """Free an egress slot for this agent: warm before waiting, the least recently used of each tier of all pools first.
+
+    The evicted sandbox is cold and keeps its place. Exceptions and the returned value are those of free_place."""
+    clock = clock_from(now)
+    victim = _order_victims(agent_did=agent_did, now=now).filter(slot__isnull=False).first()
+    if victim is None:
+        return False
+    code, reason = TransitionReason.CAPACITY, f"egress slot needed by {agent_did}"
+    if victim.holder is None:
+        _destroy_unheld(victim, now=clock(), reason=reason, actor=actor)
+    else:
+        evict(victim.pk, now=clock(), code=code, reason=reason, actor=actor, guard=Q(state=victim.state))
+    return True
+
+
+def _destroy_unheld(victim: Sandbox, *, now: datetime, reason: str, actor: str) -> None:
+    """Destroy a pre-warmed sandbox, unless it was claimed meanwhile."""
+    clock, unused = clock_from(now), Q(state=WARM, holder__isnull=True)
+    with transaction.atomic():
+        taken = destruction.schedule_destroy(
+            victim.pk, now=now, code=TransitionReason.CAPACITY, reason=reason, actor=actor, guard=unused
+        )
+        if taken:
+            Pool.objects.filter(pk=victim.pool_id).update(evicted_warm=F("evicted_warm") + 1)
+    if taken:
+        log.info("evict", sandbox=str(victim.pk), tier="warm", agent="")
+        destruction.destroy(victim.pk, now=clock(), actor=actor)
+
+
+def _order_victims(*, agent_did: str, now: datetime) -> QuerySet[Sandbox]:
+    """Select the sandboxes of all pools that may be evicted when this agent needs room, in the order of eviction.
 
     A sandbox whose state could not be stored is skipped until its next try, so that it does not block others. A run
     resets the count of failures and makes the sandbox a candidate again."""
@@ -248,8 +276,8 @@ def find_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
         pool=OuterRef("pool"), agent_did=OuterRef("agent_did"), guaranteed__gt=0, used__lte=F("guaranteed")
     ).exclude(agent_did=agent_did)
     postponed = Q(persist_failures__gt=0, idle_at__gt=now)
-    candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, pool=pool, tier__isnull=False, lost_at__isnull=True)
-    return candidates.order_by("tier", "last_used_at").first()
+    candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, tier__isnull=False, lost_at__isnull=True)
+    return candidates.order_by("tier", "last_used_at")
 
 
 def release_cold(

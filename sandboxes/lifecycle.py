@@ -7,11 +7,12 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+from django.conf import settings
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
 from sandboxes.db import sql
-from sandboxes.errors import IllegalTransition
+from sandboxes.errors import IllegalTransition, TooManyRuns
 from sandboxes.models import Sandbox, SandboxState, processes
 from sandboxes.models import TransitionReason as Reason
 
@@ -58,14 +59,25 @@ INSERT_TRANSITION_SQL = (
     "SELECT id, %s, state, state_since, holder, %s, %s, %s FROM sandboxes_sandbox "
 )
 
+# Open runs of the agent of a sandbox. open_runs > 0 is the condition of the index sandbox_agent_running.
+AGENT_OPEN_RUNS_SQL = (
+    "(SELECT COALESCE(SUM(other.open_runs), 0) FROM sandboxes_sandbox other "
+    "WHERE other.agent_did = sandboxes_sandbox.agent_did AND other.open_runs > 0)"
+)
 BEGIN_FIRST_RUN_SQL = (
     "state = 'running', state_since = %s, last_used_at = %s, open_runs = 1, idle_at = NULL, warm_hits = warm_hits + %s, "
     "persisted = FALSE, persist_failures = 0 "
     "WHERE id = %s AND holder = %s AND state = %s"
+    f" AND {AGENT_OPEN_RUNS_SQL} < %s"
 )
 BEGIN_CONCURRENT_RUN_SQL = (
     "open_runs = open_runs + 1, last_used_at = %s, warm_hits = warm_hits + 1 "
     "WHERE id = %s AND holder = %s AND state = 'running'"
+    f" AND open_runs < %s AND {AGENT_OPEN_RUNS_SQL} < %s"
+)
+COUNT_OPEN_RUNS_SQL = (
+    f"SELECT agent_did, open_runs, {AGENT_OPEN_RUNS_SQL} FROM sandboxes_sandbox "  # noqa: S608 - no user input
+    "WHERE id = %s AND holder = %s AND state IN ('warm', 'running', 'waiting')"
 )
 END_RUN_SQL = (
     "open_runs = open_runs - 1, last_used_at = %s, "
@@ -120,11 +132,14 @@ def advance(
     """Move one sandbox along one edge. Returns whether this call moved it; False means that another process was first.
 
     `code` is the cause, and `reason` a text for operators (default: the label of the code). `guard` restricts the UPDATE beyond
-    the state; `changes` are further columns. A move to `cold` or `destroying` closes the rows of the sandbox's processes.
+    the state; `changes` are further columns. A move to `cold` or `destroying` closes the rows of the sandbox's processes, and a
+    move to `cold` releases its egress slot.
     Raises IllegalTransition if EDGES does not list the edge with this code."""
     _require_edge(was, to, code)
     if was == RUNNING and to != RUNNING:
         changes.setdefault("open_runs", 0)
+    if to == COLD:
+        changes["slot"] = None
     with transaction.atomic():
         moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
         if moved:  # the UPDATE holds the row's lock, so the INSERT reads the values that it wrote
@@ -138,16 +153,39 @@ def advance(
 def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> SandboxState | None:
     """Count one more open Run of a sandbox. Returns the sandbox's previous state.
 
-    Returns None if the sandbox is not alive or another holder has it.
+    Returns None if the sandbox is not alive or another holder has it. Raises TooManyRuns if the holder or its agent has reached
+    LEASEHOLD_MAX_RUNS_PER_LEASE or LEASEHOLD_MAX_RUNS_PER_AGENT.
 
     A Run counts as a warm hit, unless it is the first one since the start of the sandbox. Call this function in the
-    transaction that inserts the Run, so that an eviction sees both or neither."""
+    transaction that inserts the Run, so that an eviction sees both or neither. The caller holds the agent's lock_key, so that
+    two transactions that start Runs in two sandboxes of the agent count each other's."""
+    agent_limit = settings.MAX_RUNS_PER_AGENT
     with transaction.atomic():
         for was, warm_hit in ((WAITING, 1), (WARM, 0)):
-            if sql.update(Sandbox, BEGIN_FIRST_RUN_SQL, now, now, warm_hit, pk, holder, was.value):
+            if sql.update(Sandbox, BEGIN_FIRST_RUN_SQL, now, now, warm_hit, pk, holder, was.value, agent_limit):
                 _insert_transitions("WHERE id = %s", pk, was=was, code=Reason.RUN_STARTED, actor=actor)
                 return was
-        return RUNNING if sql.update(Sandbox, BEGIN_CONCURRENT_RUN_SQL, now, pk, holder) else None
+        if sql.update(Sandbox, BEGIN_CONCURRENT_RUN_SQL, now, pk, holder, settings.MAX_RUNS_PER_LEASE, agent_limit):
+            return RUNNING
+        _require_runs_below_limits(pk, holder)
+    return None
+
+
+def _require_runs_below_limits(pk: UUID, holder: UUID) -> None:
+    """Raise TooManyRuns if a limit is the reason why no run was started in this sandbox."""
+    for agent_did, open_runs, agent_runs in sql.fetch_all(COUNT_OPEN_RUNS_SQL, pk, holder):
+        if open_runs >= settings.MAX_RUNS_PER_LEASE:
+            raise TooManyRuns(
+                f"This lease has {open_runs} open runs, and the limit is {settings.MAX_RUNS_PER_LEASE} "
+                "(LEASEHOLD_MAX_RUNS_PER_LEASE). Nothing was run. Try again when a run has ended.",
+                limit=settings.MAX_RUNS_PER_LEASE,
+            )
+        if agent_runs >= settings.MAX_RUNS_PER_AGENT:
+            raise TooManyRuns(
+                f"{agent_did} has {agent_runs} open runs in its leases, and the limit is {settings.MAX_RUNS_PER_AGENT} "
+                "(LEASEHOLD_MAX_RUNS_PER_AGENT). Nothing was run. Try again when a run has ended.",
+                limit=settings.MAX_RUNS_PER_AGENT,
+            )
 
 
 def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: datetime, actor: str = "") -> None:

@@ -61,6 +61,10 @@ class _PoolFull(Exception):
     """No place is free in the pool. Rolls the reservation back."""
 
 
+class _NoFreeSlot(Exception):
+    """No egress slot is free. Rolls the reservation back."""
+
+
 def find_by_holder(holder: uuid.UUID) -> Sandbox | None:
     """Return the holder's sandbox, or None. Ignores sandboxes in `destroying` and `destroyed`."""
     return sql.find_first(Sandbox, "holder = %s AND state NOT IN ('destroying', 'destroyed')", holder)
@@ -143,20 +147,30 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
 
 
 def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
-    """Take a place in the pool: insert a row in `warming`, after evicting another sandbox if the pool is full.
+    """Take a place in the pool: insert a row in `warming`. If no place or egress slot is free, evict another sandbox first.
 
     Returns None if the holder has a sandbox already. Raises CapacityExhausted, QuotaExceeded or PoolDraining."""
     clock = clock_from(now)
+    exhausted = _build_pool_full_error(request.pool)
     for _ in range(MAX_EVICTION_ATTEMPTS):
         try:
             return _insert_reservation(request, now=clock(), actor=actor)
         except IntegrityError:
-            return None  # sandbox_one_live_per_holder: another request was first
+            return None  # sandbox_one_live_per_holder or sandbox_one_live_per_slot: another request was first
         except _PoolFull:
-            if not eviction.free_place(request.pool, agent_did=request.agent_did, now=clock(), actor=actor):
-                break
-    raise CapacityExhausted(
-        f'All {request.pool.capacity} places of the pool "{request.pool}" are taken and none can be freed now: '
+            exhausted = _build_pool_full_error(request.pool)
+            freed = eviction.free_place(request.pool, agent_did=request.agent_did, now=clock(), actor=actor)
+        except _NoFreeSlot:
+            exhausted = slots.build_exhausted_error()
+            freed = eviction.free_slot(agent_did=request.agent_did, now=clock(), actor=actor)
+        if not freed:
+            break
+    raise exhausted
+
+
+def _build_pool_full_error(pool: Pool) -> CapacityExhausted:
+    return CapacityExhausted(
+        f'All {pool.capacity} places of the pool "{pool}" are taken and none can be freed now: '
         "each sandbox is running or protected by a guarantee. A lease that ends frees one."
     )
 
@@ -174,6 +188,8 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
         if not take_place(request.pool):
             _refuse_if_draining(request.pool)
             raise _PoolFull
+        if sandbox.slot is None:  # checked last: a request that is refused for another reason evicts no sandbox
+            raise _NoFreeSlot
     checkpoint("reserved", sandbox)
     return sandbox
 
@@ -184,7 +200,8 @@ def _resolve_policy(terms: HolderTerms) -> Policy | None:
 
 
 def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
-    """Start one sandbox without a holder. Returns None if the pool has reached its warm target, or is full.
+    """Start one sandbox without a holder. Returns None if the pool has reached its warm target or is full, or no egress slot is
+    free.
 
     The pool's row is locked while the warm and warming sandboxes are counted. Concurrent sweeps therefore do not exceed the
     target. Raises what start_reserved raises."""
@@ -195,6 +212,9 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
             if find_unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
                 return None
             sandbox.slot = slots.choose_free_slot()  # under the lock no other sweep of this pool chooses the same slot
+            if sandbox.slot is None:
+                transaction.set_rollback(True)  # undoes take_place
+                return None
             insert_warming(sandbox, now=now, code=TransitionReason.PREWARMED, actor="sweep")
     except IntegrityError:
         return None  # sandbox_one_live_per_slot: another process took the slot, and the next sweep tries again
@@ -218,6 +238,7 @@ def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
         last_used_at=now,
         created_at=now,
         slot=slots.choose_free_slot(),
+        slot_since=now,
         claim=uuid.uuid4(),
         claimed_by=settings.INSTANCE,
         deadline_at=now + settings.SANDBOX_START_TIMEOUT,
@@ -358,21 +379,40 @@ def build_spec(sandbox: Sandbox) -> SandboxSpec:
 
 
 def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
-    """Start the next incarnation of a cold sandbox with its stored state. Raises what start_reserved raises.
+    """Start the next incarnation of a cold sandbox with its stored state, after evicting another one if no egress slot is free.
 
-    Returns None if another process moved the row first."""
-    sandbox = Sandbox.objects.select_related("pool", "policy").get(pk=sandbox.pk)
+    Returns None if another process moved the row first. Raises CapacityExhausted if no slot can be freed, and what
+    start_reserved raises."""
+    clock = clock_from(now)
+    for _ in range(MAX_EVICTION_ATTEMPTS):
+        slot = slots.choose_free_slot()
+        if slot is None:
+            if not eviction.free_slot(agent_did=sandbox.agent_did, now=clock(), actor=actor):
+                break
+            continue
+        try:
+            claimed = _claim_wake(sandbox.pk, slot, now=clock(), actor=actor)
+        except IntegrityError:
+            continue  # sandbox_one_live_per_slot: another sandbox took the slot
+        if claimed is None:
+            return None
+        checkpoint("wake claimed", claimed)
+        return start_reserved(claimed, now=clock(), actor=actor, files={})
+    raise slots.build_exhausted_error()
+
+
+def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandbox | None:
+    """Move a cold sandbox to `warming` with this slot. Returns its row, or None if another process moved the row first."""
+    sandbox = Sandbox.objects.select_related("pool", "policy").get(pk=pk)
     unchanged = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
     sandbox.incarnation += 1
-    sandbox.ref, sandbox.claim = sandbox.name, uuid.uuid4()
-    if not advance(
+    sandbox.ref, sandbox.claim, sandbox.slot = sandbox.name, uuid.uuid4(), slot
+    claimed = advance(
         sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
         incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
-        deadline_at=now + settings.SANDBOX_START_TIMEOUT, last_used_at=now, persisted=False,
-    ):  # fmt: skip
-        return None
-    checkpoint("wake claimed", sandbox)
-    return start_reserved(sandbox, now=now, actor=actor, files={})
+        deadline_at=now + settings.SANDBOX_START_TIMEOUT, last_used_at=now, persisted=False, slot=slot, slot_since=now,
+    )  # fmt: skip
+    return sandbox if claimed else None
 
 
 def set_llm_limit(holder: uuid.UUID, limit: Decimal | None) -> None:

@@ -17,6 +17,7 @@ from sandboxes import providers, runs
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, SandboxNotHeld, TooManyProcesses
 from sandboxes.lifecycle import checkpoint
+from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import ALIVE_STATES, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.models.processes import Process, ProcessStatus
 from sandboxes.pool import SandboxRequest
@@ -155,11 +156,17 @@ def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedel
     """Wait until a process has printed `text` at or after offset `start`. Returns whether the text was printed.
 
     Returns False when `within` has passed, or when the process has ended without printing the text. `text` is plain text,
-    because the run time of a regular expression is unbounded. Output that a long log dropped before the read is skipped."""
-    needle, tail, clock = text.encode(), b"", clock_from(now)
+    because the run time of a regular expression is unbounded. Output that a long log dropped before the read is skipped.
+    Raises TooManyLongCalls."""
+    with LONG_CALLS.admit():
+        return _poll_log(process, text, start=start, within=within, clock=clock_from(now))
+
+
+def _poll_log(process: Process, text: str, *, start: int, within: timedelta, clock: Clock) -> bool:
+    needle, tail, deadline = text.encode(), b"", clock() + within
     pauses, pause = iter(POLL_DELAYS_SECONDS), 0.0
     while True:
-        expired = clock() >= now + within  # evaluated before the last read of the log
+        expired = clock() >= deadline  # evaluated before the last read of the log
         _refresh_process(process, now=clock())
         ended = process.ended_at is not None
         while True:

@@ -30,6 +30,7 @@ from sandboxes.errors import (
     WorkspaceFull,
 )
 from sandboxes.lifecycle import checkpoint
+from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
 from sandboxes.state import data_sync
@@ -101,20 +102,22 @@ def operation(request: pool.SandboxRequest, command: Command, *, now: datetime, 
     A failure in step 2 or 3 closes the Run and is raised: SandboxLost if the provider has lost the sandbox,
     ProviderCallFailed if the provider did not respond (the Run's outcome shows whether the command may have run),
     StoreUnavailable if the store did not respond, any other error unchanged. Step 1 raises the errors of
-    `pool.ensure_running` and of the guard. Step 4 does not fail the operation: the Run's note records unstored changes."""
+    `pool.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls before anything else. Step 4 does not fail the
+    operation: the Run's note records unstored changes."""
     clock = clock_from(now)
-    opened, attached = _open_operation(request, command, clock, actor=actor), None
-    try:
-        attached = _prepare_sandbox(opened, request, command, clock)
-        opened.entered = True
-        yield opened
-    except Exception as failed:
-        error = _fail_operation(opened, failed, now=clock(), actor=actor)
-        if error is failed:
-            raise
-        raise error from failed
-    checkpoint("run answered", opened.run)
-    _record_success(opened, attached, clock, actor=actor)
+    with LONG_CALLS.admit():
+        opened, attached = _open_operation(request, command, clock, actor=actor), None
+        try:
+            attached = _prepare_sandbox(opened, request, command, clock)
+            opened.entered = True
+            yield opened
+        except Exception as failed:
+            error = _fail_operation(opened, failed, now=clock(), actor=actor)
+            if error is failed:
+                raise
+            raise error from failed
+        checkpoint("run answered", opened.run)
+        _record_success(opened, attached, clock, actor=actor)
 
 
 def _record_success(opened: Operation, attached: Attachment | None, clock: Clock, *, actor: str) -> None:
@@ -190,9 +193,11 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
 def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
     """Open a Run and count it in the sandbox, in one transaction.
 
-    Returns None if the sandbox is no longer alive, or no longer held by the same holder."""
+    Returns None if the sandbox is no longer alive, or no longer held by the same holder. Raises TooManyRuns at the limits of
+    open Runs, which are therefore never exceeded by concurrent calls."""
     assert sandbox.holder is not None  # ensured by pool.ensure_running
     with transaction.atomic(durable=True):
+        sql.lock_key(f"runs of {sandbox.agent_did}")
         previous_state = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor)
         if previous_state is None:
             return None

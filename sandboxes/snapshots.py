@@ -15,6 +15,7 @@ from sandboxes import eviction, pool, runs
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import SandboxBusy, SandboxLost, SandboxNotHeld, SnapshotNotFound, StoreUnavailable
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, checkpoint
+from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Sandbox, SandboxState, TransitionReason
 from sandboxes.models.state import Snapshot, SnapshotKind
 from sandboxes.pool import SandboxRequest
@@ -104,7 +105,8 @@ def restore_snapshot(
             if reserved is None:
                 reserved = _copy_snapshot(source, request.holder, SnapshotKind.RESTORED, now=clock())
                 checkpoint("restore reserved", reserved)
-            _evict(sandbox, now=clock(), actor=actor)
+            with LONG_CALLS.admit():
+                _evict(sandbox, now=clock(), actor=actor)
             checkpoint("restore evicted", reserved)
         raise SandboxBusy("The sandbox is in constant use. Restore the snapshot when it is idle.")
     except Exception:
@@ -117,18 +119,23 @@ def restore_snapshot(
 def wait_until_settled(holder: UUID, *, now: datetime) -> Sandbox | None:
     """Wait until the holder's sandbox is alive or cold, and return it. Returns None if the holder has none.
 
-    Raises SandboxLost, and SandboxBusy if the sandbox is still in flight after SANDBOX_START_TIMEOUT."""
+    Raises SandboxLost, SandboxBusy if the sandbox is still in flight after SANDBOX_START_TIMEOUT, and TooManyLongCalls."""
+    if _is_settled(sandbox := pool.find_by_holder(holder)):
+        return sandbox
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
-    while sandbox := pool.find_by_holder(holder):
-        if sandbox.lost_at:
-            raise SandboxLost()
-        if sandbox.state == COLD or sandbox.state in ALIVE_STATES:
-            break
-        if clock() > deadline:
-            raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
-        time.sleep(pool.POLL_INTERVAL_SECONDS)
+    with LONG_CALLS.admit():
+        while not _is_settled(sandbox := pool.find_by_holder(holder)):
+            if clock() > deadline:
+                raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
+            time.sleep(pool.POLL_INTERVAL_SECONDS)
     return sandbox
+
+
+def _is_settled(sandbox: Sandbox | None) -> bool:
+    if sandbox and sandbox.lost_at:
+        raise SandboxLost()
+    return sandbox is None or sandbox.state == COLD or sandbox.state in ALIVE_STATES
 
 
 def _snapshot_alive(request: SandboxRequest, name: str, *, now: datetime, actor: str, record: SnapshotCallback) -> Snapshot:

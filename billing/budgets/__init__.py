@@ -39,6 +39,7 @@ from billing.budgets.admission import (
     open_tab,
     require_budget,
 )
+from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.periods import build_marked_filter, get_grace_deadline, get_period_bounds, get_spent, is_exhausted
 from billing.budgets.scopes import build_lease_filter, find_open_tabs, find_visible_budgets
 from billing.budgets.spending import find_top_spenders, sum_spending_by_day
@@ -63,5 +64,6 @@ __all__ = [
     "save_budget",
     "set_active",
     "sum_spending_by_day",
+    "update_call_blocks",
     "update_spending",
 ]

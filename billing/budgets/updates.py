@@ -7,6 +7,7 @@ import structlog
 from django.db import transaction
 
 from billing import derivation
+from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.periods import get_period_bounds
 from billing.budgets.spending import sum_spending
 from billing.models import Budget
@@ -92,6 +93,7 @@ def save_budget(budget: Budget, *, now: datetime) -> None:
             Budget.objects.filter(pk=budget.pk).exclude(**unchanged).update(exhausted_for=None, exhausted_at=None)
             budget.save(update_fields=OPERATOR_FIELDS)
     update_spending(budget.pk, now=now)
+    update_call_blocks(now=now)
     budget.refresh_from_db()
 
 
@@ -103,4 +105,5 @@ def set_active(pk: int, *, active: bool, now: datetime) -> bool:
     if not Budget.objects.filter(pk=pk, active=not active).update(active=active, **cleared):
         return False
     update_spending(pk, now=now)
+    update_call_blocks(now=now)
     return True

@@ -33,6 +33,7 @@ from leases.api.runs import ExecSerializer, ProgramSerializer
 from leases.errors import InvalidRequest
 from leases.errors import RequestTooLarge as BodyTooLarge
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult
+from sandboxes.long_calls import LONG_CALLS
 from sandboxes.providers import tar_validation
 from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge
 from sandboxes.runs import KILL_GRACE
@@ -124,9 +125,10 @@ class OneShotRunCreateView(ApiView):
         )
 
         def act(run_id: UUID) -> StatusAndBody:
-            result = one_shot.run_once(
-                replace(one_shot_request, run_id=run_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
-            )
+            with LONG_CALLS.admit():  # before the grant: a refused call leaves no lease
+                result = one_shot.run_once(
+                    replace(one_shot_request, run_id=run_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
+                )
             return 200, serialize_one_shot_result(result, workspace_out.getvalue(), encoding)
 
         max_duration = one_shot_request.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE

@@ -25,6 +25,7 @@ from leases.errors import InvalidRequest
 from sandboxes import processes
 from sandboxes.db.clock import clock_from, format_timestamp
 from sandboxes.errors import ProviderCallFailed
+from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Process, ProcessStatus
 from sandboxes.processes import START_TIMEOUT, ProcessSpec
 from sandboxes.providers.base import ProcessOutput
@@ -124,9 +125,10 @@ class ProcessListView(ProcessApiView):
             clock = clock_from(self.now)
             spec = ProcessSpec(data["argv"], data["env"], data["cwd"], data["name"], run_id)
             try:
-                with execution.use_lease(pk, now=self.now, spends=True) as sandbox_request:
-                    process = processes.start_process(sandbox_request, spec, now=self.now, actor=self.actor)
-                found = processes.wait_for_log(process, text, within=wait, now=clock()) if text else None
+                with LONG_CALLS.admit():  # one call: after the start, the wait is not refused
+                    with execution.use_lease(pk, now=self.now, spends=True) as sandbox_request:
+                        process = processes.start_process(sandbox_request, spec, now=self.now, actor=self.actor)
+                    found = processes.wait_for_log(process, text, within=wait, now=clock()) if text else None
             except ProviderCallFailed as error:
                 error.extra["run_id"] = str(run_id)  # the process has the same id
                 raise

@@ -80,6 +80,14 @@ def lock_rows(model: type[Model], where: str, *values: Any) -> None:
         fetch_all(f"SELECT 1 FROM {model._meta.db_table} WHERE {where} FOR NO KEY UPDATE", *values)  # noqa: S608 - no user input
 
 
+def lock_key(key: str) -> None:
+    """Make transactions that lock the same key wait for each other until they end. Two keys may share a lock.
+
+    Lock the key before any row. No effect on SQLite, where a write transaction is exclusive."""
+    if connection.vendor == "postgresql":
+        fetch_all("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", key)
+
+
 def fetch_all(statement: str, *values: Any) -> list[Sequence[Any]]:
     """Execute a statement and return its rows with the driver's values."""
     with connection.cursor() as cursor:

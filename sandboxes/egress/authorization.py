@@ -4,7 +4,7 @@ The proxy identifies a sandbox by its socket slot and reads the current holder f
 changes therefore need no notification, and a pre-warmed sandbox acquires an identity when it is claimed."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -19,7 +19,7 @@ from sandboxes.db import sql
 from sandboxes.egress.amounts import REFUSED_AMOUNT_CODE
 from sandboxes.egress.request_filter import is_allowed
 from sandboxes.egress.token_usage import TokenUsage
-from sandboxes.models import ALIVE_STATES, LlmCall, Policy, Sandbox
+from sandboxes.models import ALIVE_STATES, GONE_STATES, LlmCall, Policy, Sandbox
 
 log = structlog.get_logger(__name__)
 SETTLE_GRACE_PERIOD = timedelta(seconds=30)  # after a call's timeout, to record its result
@@ -92,7 +92,7 @@ def open_model_call(
 ) -> tuple[LlmCall, CallerIdentity]:
     """Authorize a model call and write its row before anything is sent. `size` is the request body in bytes.
 
-    Raise CallRefused, after recording the refusal, if policy, rate or spend limit forbid the call."""
+    Raise CallRefused, after recording the refusal, if policy, rate, budget or spend limit forbid the call."""
 
     def build(caller: CallerIdentity) -> LlmCall:
         row = _build_row(caller, call_id, path, now=now, kind=LlmCall.Kind.LLM, model=model, streamed=streamed, sent_bytes=size)
@@ -104,6 +104,7 @@ def open_model_call(
             raise build_too_large_refusal(policy.largest_body_kib)
         _check_model(model, policy)
         _check_call_rate(caller, policy)
+        _check_budget(caller, now)
         _check_spend_limit(caller)
 
     return _admit_call(slot, build, check, now=now)
@@ -185,6 +186,30 @@ def _check_call_rate(caller: CallerIdentity, policy: Policy) -> None:
     if caller.calls_in_flight >= policy.most_calls_at_once:
         message = f"Concurrency limit reached: {policy.most_calls_at_once} calls in flight."
         raise CallRefused(429, "too_many_at_once", message)
+
+
+def _check_budget(caller: CallerIdentity, now: datetime) -> None:
+    blocked_at = caller.sandbox.llm_blocked_at
+    if blocked_at and blocked_at <= now:
+        message = "A budget of this lease is exhausted and its grace period is over. Model calls are refused."
+        raise CallRefused(402, "budget_exhausted", message)
+
+
+def set_call_blocks(blocked_at: Mapping[UUID, datetime]) -> int:
+    """Refuse the model calls of these holders from their times on, and remove this refusal from all other sandboxes.
+
+    Return the number of changed sandboxes. Idempotent."""
+    marked = Sandbox.objects.filter(llm_blocked_at__isnull=False).values_list("pk", "holder")
+    cleared = [pk for pk, holder in marked if holder not in blocked_at]
+    changed = Sandbox.objects.filter(pk__in=cleared).update(llm_blocked_at=None) if cleared else 0
+    if not blocked_at:
+        return changed
+    live = Sandbox.objects.filter(holder__in=blocked_at).exclude(state__in=GONE_STATES)
+    for sandbox in live.only("holder", "llm_blocked_at"):
+        time = blocked_at[sandbox.holder] if sandbox.holder else None
+        if sandbox.llm_blocked_at != time:
+            changed += Sandbox.objects.filter(pk=sandbox.pk, holder=sandbox.holder).update(llm_blocked_at=time)
+    return changed
 
 
 def _check_spend_limit(caller: CallerIdentity) -> None:

@@ -1,8 +1,8 @@
 """Unix-socket allocation for the egress proxy.
 
 Each slot is a unix socket in its own directory, mounted into one sandbox at a time at /run/leasehold. The proxy identifies a
-caller by its slot, independent of any claim in the request. A slot belongs to a sandbox from before its creation until the
-provider has confirmed its destruction."""
+caller by its slot, independent of any claim in the request. A slot belongs to one incarnation of a sandbox, from before its
+creation until the provider has confirmed its end. A cold sandbox has no slot, and its next wake takes any free one."""
 
 import os
 import random
@@ -18,8 +18,8 @@ PROXY_UID = 10003  # the proxy's user if the control plane runs as root; otherwi
 SLOT_SAMPLE_SIZE = 16
 
 
-def choose_free_slot() -> int:
-    """Return a slot that is currently free. Raise CapacityExhausted if none is.
+def choose_free_slot() -> int | None:
+    """Return a slot that is currently free, or None.
 
     The slot is not reserved: a unique index rejects the second insert of a live sandbox with the same slot, and the caller
     retries after the IntegrityError."""
@@ -28,11 +28,15 @@ def choose_free_slot() -> int:
     free = {*sample} - {*live.filter(slot__in=sample).values_list("slot", flat=True)}
     if not free:
         free = {*range(settings.EGRESS_SLOTS)} - {*live.values_list("slot", flat=True)}
-    if not free:
-        raise CapacityExhausted(
-            f"All {settings.EGRESS_SLOTS} egress slots are in use. LEASEHOLD_EGRESS_SLOTS sets their number for all pools."
-        )
-    return random.choice([*free])  # noqa: S311 - no secret: a random choice makes concurrent collisions unlikely
+    # No secret: a random choice makes concurrent collisions unlikely.
+    return random.choice([*free]) if free else None  # noqa: S311
+
+
+def build_exhausted_error() -> CapacityExhausted:
+    return CapacityExhausted(
+        f"All {settings.EGRESS_SLOTS} egress slots are in use and none can be freed now: each of their sandboxes is running or "
+        "protected by a guarantee. A run that ends frees one. LEASEHOLD_EGRESS_SLOTS sets their number for all pools."
+    )
 
 
 def ensure_root_directory() -> Path:

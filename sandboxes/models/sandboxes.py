@@ -50,9 +50,16 @@ class Sandbox(models.Model):
     millicpus = models.PositiveIntegerField()
     pids = models.PositiveIntegerField()
     slot = models.PositiveIntegerField(null=True, blank=True, editable=False, help_text="Socket slot at the egress proxy.")
+    slot_since = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Start or wake that took the slot. Empty: creation of the sandbox."
+    )
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, help_text="Spend limit of the lease's model calls, USD."
     )
+    llm_blocked_at = models.DateTimeField(
+        null=True, blank=True, editable=False,
+        help_text="Time from which model calls are refused: end of the grace period of an exhausted budget.",
+    )  # fmt: skip
     policy = models.ForeignKey(
         Policy, on_delete=models.PROTECT, null=True, blank=True, related_name="sandboxes", help_text="Empty: sealed."
     )
@@ -142,8 +149,10 @@ class Sandbox(models.Model):
                 fields=["pool", "tier", "last_used_at"], condition=Q(tier__isnull=False), name="sandbox_eviction_order"
             ),
             models.Index(fields=["deadline_at"], condition=Q(deadline_at__isnull=False), name="sandbox_in_flight"),
+            models.Index(fields=["agent_did"], condition=Q(open_runs__gt=0), name="sandbox_agent_running"),
             models.Index(fields=["idle_at"], condition=Q(idle_at__isnull=False), name="sandbox_idle"),
             models.Index(fields=["lost_at"], condition=Q(lost_at__isnull=False), name="sandbox_lost"),
+            models.Index(fields=["llm_blocked_at"], condition=Q(llm_blocked_at__isnull=False), name="sandbox_llm_blocked"),
             models.Index(fields=["claim"], condition=Q(claim__isnull=False), name="sandbox_claim"),
             models.Index(fields=["pool", "state"], condition=~Q(state="destroyed"), name="sandbox_live"),
             models.Index(fields=["id"], condition=Q(metered=False), name="sandbox_unmetered"),

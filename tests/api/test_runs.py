@@ -2,12 +2,15 @@
 
 import base64
 import uuid
+from threading import BoundedSemaphore
 
 import pytest
+from django.test import override_settings
 from django.utils import timezone
 
 from leases import leasing
 from leases.models import EnvironmentType
+from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Pool, Run
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -76,6 +79,22 @@ def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, lease_ur
     assert (response.status_code, response.json()["code"]) == (503, "provider_unavailable")
     assert ada.get(f"{lease_url}/runs/{response.json()['run_id']}").json()["outcome"] == "error"
     assert int(response["Retry-After"]) > 0
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_too_many_runs_are_refused_and_the_same_request_can_be_repeated(
+    ada: ApiClient, lease_url: str, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    body, key = {"argv": ["true"]}, {"idempotency_key": "k1"}
+    ada.post(f"{lease_url}/exec", body)
+    with override_settings(MAX_RUNS_PER_AGENT=0 if status == 429 else 1), monkeypatch.context() as patch:
+        if status == 503:
+            full = BoundedSemaphore(1)
+            full.acquire()
+            patch.setattr(LONG_CALLS, "_permits", full)
+        refused = ada.post(f"{lease_url}/exec", body, **key)
+    assert (refused.status_code, refused.json()["code"], refused["Retry-After"]) == (status, "too_many_runs", "5")
+    assert (Run.objects.count(), ada.post(f"{lease_url}/exec", body, **key).status_code) == (1, 200)
 
 
 def test_runs_are_listed_without_output_and_returned_with_it(ada: ApiClient, lease_url: str) -> None:

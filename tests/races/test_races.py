@@ -1,10 +1,13 @@
 """Constructed races: a rival runs at a checkpoint or a statement, or threads start at a barrier."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
+from uuid import uuid4
 
 import pytest
 from django.db import OperationalError, connection, connections, transaction
@@ -15,7 +18,7 @@ from leases.models import Lease
 from sandboxes import eviction, runs
 from sandboxes import pool as pools
 from sandboxes import sweeps as pool_sweeps
-from sandboxes.errors import CapacityExhausted
+from sandboxes.errors import CapacityExhausted, TooManyRuns
 from sandboxes.models import Pool, Run, RunOutcome, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
@@ -161,6 +164,29 @@ def test_eight_concurrent_warm_sweeps_start_only_the_target(pool: Pool, memory: 
     with run_in_threads(8) as together:
         together(lambda i: pool_sweeps.warm_pools(now=NOW))
     assert len(memory.list(str(pool.owner))) == 3
+
+
+@pytest.mark.parametrize("limited", ["MAX_RUNS_PER_LEASE", "MAX_RUNS_PER_AGENT"])
+def test_concurrent_runs_never_exceed_the_limits_of_a_lease_and_of_its_agent(grant, settings, limited: str) -> None:
+    setattr(settings, limited, 5)
+    environments = ["e1"] if limited == "MAX_RUNS_PER_LEASE" else ["e1", "e2", "e3", "e4"]
+    sandboxes = [execution.ensure_sandbox_ready(grant(environment=name).pk, now=NOW) for name in environments]
+    command = Command(argv=["sleep"], timeout=MINUTE)
+    with run_in_threads(16) as together:
+        results = together(lambda i: runs.open_run(sandboxes[i % len(sandboxes)], replace(command, run_id=uuid4()), now=NOW))
+    assert Counter(type(result) for result in results) == {Run: 5, TooManyRuns: 11}
+    assert Run.objects.count() == sum(Sandbox.objects.values_list("open_runs", flat=True)) == 5
+
+
+def test_four_concurrent_wakes_take_the_four_egress_slots(grant, settings) -> None:
+    settings.EGRESS_SLOTS = 4
+    leases = [grant(environment=f"e{number}") for number in range(4)]
+    for lease in leases:
+        write(lease)
+        evict(lease)
+    with run_in_threads(4) as together:
+        assert together(lambda i: read(leases[i])) == ["kept"] * 4
+    assert {*Sandbox.objects.values_list("slot", flat=True)} == {0, 1, 2, 3}
 
 
 def test_sandbox_that_becomes_ready_during_a_sweep_is_not_surplus(

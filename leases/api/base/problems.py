@@ -31,7 +31,8 @@ class ProblemSerializer(serializers.Serializer):
     run_id = serializers.UUIDField(required=False, help_text="Run with the known part of the outcome.")
     limit = LimitField(
         required=False,
-        help_text="With 429 quota_exceeded: maximum number of sandboxes. With 402 budget_exhausted: amount of the budget.",
+        help_text="With 429 quota_exceeded: maximum number of sandboxes; with too_many_runs: of open runs. With 402 "
+        "budget_exhausted: amount of the budget.",
     )
     spent = serializers.CharField(
         required=False, help_text="With 402 budget_exhausted: amount spent in this period, a decimal number."

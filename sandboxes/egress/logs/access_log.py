@@ -109,14 +109,19 @@ def _build_rows(lines: list[AccessLogLine], counts: Counter[str]) -> list[LlmCal
 
 
 def _build_sandbox_lookup(lines: list[AccessLogLine]) -> Callable[[AccessLogLine], Sandbox | None]:
-    """Return a function that finds the sandbox that held a request's slot at the time of the request."""
-    slots: dict[int, list[Sandbox]] = {}
-    for sandbox in Sandbox.objects.filter(slot__in={line.slot for line in lines}).order_by("-created_at"):
-        slots.setdefault(sandbox.slot or 0, []).append(sandbox)
+    """Return a function that finds the sandbox that held a request's slot at the time of the request.
+
+    A sandbox that has become cold since has no slot: the few requests that nginx refused to it and that were not read before,
+    within a minute, are stored without a sandbox."""
+    slots: dict[int, list[tuple[datetime, Sandbox]]] = {}
+    for sandbox in Sandbox.objects.filter(slot__in={line.slot for line in lines}):
+        slots.setdefault(sandbox.slot or 0, []).append((sandbox.slot_since or sandbox.created_at, sandbox))
+    for holders in slots.values():
+        holders.sort(key=lambda pair: pair[0], reverse=True)
 
     def find_sandbox(line: AccessLogLine) -> Sandbox | None:
-        created = (sandbox for sandbox in slots.get(line.slot, []) if sandbox.created_at <= line.ended_at)
-        alive = (sandbox for sandbox in created if sandbox.destroyed_at is None or line.started_at <= sandbox.destroyed_at)
+        begun = (sandbox for since, sandbox in slots.get(line.slot, []) if since <= line.ended_at)
+        alive = (sandbox for sandbox in begun if sandbox.destroyed_at is None or line.started_at <= sandbox.destroyed_at)
         return next(alive, None)
 
     return find_sandbox

@@ -1,11 +1,13 @@
 """Budget enforcement: grace periods and the end of leases over budget."""
 
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from django.conf import settings
 
 from billing import budgets, metering
 from billing.models import Budget
@@ -16,7 +18,8 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction, runs
 from sandboxes.db import clock as work_clock
-from sandboxes.models import Run, Sandbox, Snapshot
+from sandboxes.egress import authorization
+from sandboxes.models import LlmCall, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
@@ -106,6 +109,58 @@ def test_budget_newly_applied_to_a_run_gives_a_full_grace_period(
     assert run_billing_sweeps(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
     assert Run.objects.get(pk=run.pk).outcome == "lost"
     assert new_fields or list_budget_events() == ["exhausted", "warning"]
+
+
+# --- model calls ------------------------------------------------------------------------------------------------------
+
+
+def open_call(lease: Lease, now: datetime) -> str:
+    """Open a model call of a lease's sandbox. Return the code of its refusal, or ""."""
+    slot = Sandbox.objects.values_list("slot", flat=True).get(holder=lease.pk)
+    assert slot is not None
+    try:
+        authorization.open_model_call(
+            slot, uuid4().hex, "/v1/chat/completions", settings.LLM_MODEL, streamed=False, size=1, now=now
+        )
+    except authorization.CallRefused as refused:
+        return refused.code
+    return ""
+
+
+def test_model_calls_are_refused_from_the_end_of_the_grace_period(used_lease: AnyCallable) -> None:
+    lease, other = used_lease(), used_lease(BOB, "e2")
+    for each in (lease, other):
+        start_run(each)
+    create_budget(1, scope="agent", subject=ADA, grace=5 * MINUTE)
+    create_budget(1, scope="agent", subject=ADA, grace=9 * MINUTE)
+    create_budget(1, scope="agent", subject=BOB, hard=False, grace=5 * MINUTE)
+    run_billing_sweeps(NOW)
+    calls = [open_call(lease, NOW + minutes * MINUTE) for minutes in (0, 4, 5, 60)]
+    assert calls == ["", "", "budget_exhausted", "budget_exhausted"]
+    assert open_call(other, NOW + HOUR) == ""
+    refused = LlmCall.objects.filter(holder=lease.pk, outcome="refused")
+    assert [*refused.values_list("status", "code")] == [(402, "budget_exhausted")] * 2
+
+
+@pytest.mark.parametrize("change", ["raise", "disable", "next period"])
+def test_model_calls_are_admitted_again_with_a_budget_that_has_room(used_lease: AnyCallable, change: str) -> None:
+    lease = used_lease()
+    start_run(lease, timeout=30 * HOUR)
+    budget = create_budget(1, grace=timedelta(0))
+    metering.meter_usage(now=NOW)
+    budgets.save_budget(budget, now=NOW)
+    assert open_call(lease, NOW) == "budget_exhausted"
+    later = NOW + MINUTE
+    if change == "raise":
+        budget.amount = 100
+        budgets.save_budget(budget, now=later)
+    elif change == "disable":
+        budgets.set_active(budget.pk, active=False, now=later)
+    else:
+        later = NOW + 12 * HOUR + MINUTE  # past midnight
+        Lease.objects.update(expires_at=later + HOUR)
+        run_billing_sweeps(later)
+    assert open_call(lease, later) == ""
 
 
 def test_run_that_ends_within_the_grace_period_keeps_its_result(used_lease: AnyCallable) -> None:

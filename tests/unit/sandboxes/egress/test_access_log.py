@@ -98,7 +98,8 @@ def test_request_refused_by_nginx_is_a_row_of_the_slots_sandbox(file: Path, sand
     [
         ({"state": "destroyed", "slot": 3, "destroyed_at": NOW + MINUTE}, True),
         ({"state": "destroyed", "slot": 3, "destroyed_at": NOW - MINUTE}, False),
-        ({"slot": 3, "created_at": NOW + MINUTE}, False),
+        ({"slot": 3, "slot_since": None, "created_at": NOW + MINUTE}, False),
+        ({"slot_since": NOW + MINUTE}, False),
         ({"slot": 4}, False),
         ({"slot": None}, False),
     ],

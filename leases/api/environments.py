@@ -9,17 +9,21 @@ from rest_framework import serializers
 
 from leases import conditions, turns
 from leases.api.base import schema
-from leases.api.base.fields import PatternField, validate_url_value
+from leases.api.base.fields import PatternField, StrictSerializer, validate_url_value
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.leases import ACQUIRE_SERIALIZER, JoinSerializer, LeaseSerializer, build_lease_request, render_lease
-from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
+from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN, DID_DESCRIPTION, DID_PATTERN
 from leases.tasks import enqueue_reclaim
 from sandboxes.runs import KILL_GRACE
 
 
-class ConditionSerializer(serializers.Serializer):
+class ConditionSerializer(StrictSerializer):
     condition = PatternField(CONDITION_PATTERN, CONDITION_DESCRIPTION)
+    agent_did = PatternField(
+        DID_PATTERN, DID_DESCRIPTION, max_length=255, required=False, allow_null=True,
+        help_text="End only the leases of this agent. Default: all agents of the key.",
+    )  # fmt: skip
 
 
 class EndedLeasesSerializer(serializers.Serializer):
@@ -70,6 +74,9 @@ class EnvironmentConditionView(ApiView):
         data = self.validate_body(CONDITION_SERIALIZER)
         environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
         agents = None if self.caller.key.operator else self.caller.key.dids
+        if did := data.get("agent_did"):
+            self.caller.require(did)
+            agents = [did]
 
         def act(run_id: UUID) -> StatusAndBody:
             ended = conditions.post_condition(environment_id, data["condition"], now=self.now, agents=agents, actor=self.actor)

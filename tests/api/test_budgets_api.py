@@ -13,7 +13,7 @@ from billing.models import Account, Budget, Membership
 from leases.models import AgentKey, Lease
 from sandboxes import eviction
 from sandboxes.models import Sandbox
-from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient
+from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient, select_fields
 from tests.support.billing import HOUR, create_budget, create_time_usage
 
 pytestmark = pytest.mark.django_db
@@ -39,7 +39,7 @@ def assert_exhausted(api: ApiClient, method: str, path: str, body: Any) -> dict[
 def test_a_new_lease_over_budget_is_refused_with_the_figures(ada: ApiClient, acquire_body) -> None:
     create_budget("0.001", period="ever", scope="agent", subject=ADA)
     for path in ("leases", "environments/game-1/join", "runs"):
-        figures = assert_exhausted(ada, "POST", path, ANY_BODY | acquire_body())
+        figures = assert_exhausted(ada, "POST", path, select_fields("POST", path, ANY_BODY | acquire_body()))
         assert figures == {"spent": "0", "limit": "0.001", "unit": "hours", "resets_at": None}
     assert not Lease.objects.exists()
 
@@ -51,7 +51,8 @@ def test_new_work_of_a_lease_is_refused_while_the_budget_is_exhausted(ada: ApiCl
     resets_at = budgets.get_period_bounds("month", timezone.now())[1]
     body = {name: value for name, value in ANY_BODY.items() if name != "snapshot_id"}
     for path in ("exec", "turns", "processes", "fork"):
-        figures = assert_exhausted(ada, "POST", f"{lease_url}/{path}", body)
+        url = f"{lease_url}/{path}"
+        figures = assert_exhausted(ada, "POST", url, select_fields("POST", url, body))
         assert datetime.fromisoformat(figures.pop("resets_at")) == resets_at
         assert figures == {"spent": "2", "limit": "2", "unit": "usd"}
     assert ada.put(f"{lease_url}/files/g", b"1").status_code == 204

@@ -17,6 +17,7 @@ from rest_framework.request import Request
 from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
+from billing.api.views import require_single_parameters
 from leases import api_keys, leasing
 from leases.api.base import idempotency
 from leases.api.base.authentication import Caller, KeyAuthentication
@@ -77,6 +78,7 @@ class ApiView(APIView):
         self.require_method(request)
         self.now = timezone.now()
         super().initial(request, *args, **kwargs)
+        require_single_parameters(request)
 
     def require_method(self, request: Request) -> None:
         method = (request.method or "").lower()
@@ -155,6 +157,8 @@ class HotLeaseApiView(LeaseApiView):
             self.require_method(self.request)
             self.request.user, self.request.auth = self._authenticator.authenticate(self.request)
             self.check_permissions(self.request)
+            if request.META.get("QUERY_STRING"):
+                require_single_parameters(self.request)
             response: HttpResponseBase = getattr(self, self.request.method.lower())(self.request, *args, **kwargs)
         except Exception as error:
             response = self.handle_exception(error)

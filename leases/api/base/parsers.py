@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from django.http import HttpRequest
@@ -18,6 +19,7 @@ from rest_framework.parsers import BaseParser
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
 
 CHUNK_BYTES = 1 << 16
+MAX_DISCARDED_BYTES = 128 << 20  # of a refused body: twice the largest file
 MAX_JSON_DEPTH = 100  # levels of nesting; below the recursion limit of the JSON parsers here and in a sandbox
 MAX_REPORTED_NAME_CHARS = 200
 SURROGATE_ESCAPE_RE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -70,6 +72,23 @@ def iter_body(request: HttpRequest, limit: int) -> Iterator[bytes]:
         yield chunk
     if size < announced:
         raise InvalidRequest("", "The body ended before its Content-Length.")
+
+
+def discard_body(request: HttpRequest) -> None:
+    """Read the rest of a refused body, so that a client that sends its whole request first can read the response.
+
+    The web server resets a connection with an unread body, and the response is lost. At most MAX_DISCARDED_BYTES are read,
+    and nothing of a longer announced body. A client that waits for "100 Continue" has sent no body yet."""
+    chunked = "HTTP_TRANSFER_ENCODING" in request.META
+    waits = request.META.get("HTTP_EXPECT", "").lower() == "100-continue" and not chunked
+    if waits or not request.META.get("wsgi.input_terminated"):
+        return
+    remaining = MAX_DISCARDED_BYTES
+    with suppress(InvalidRequest, OSError):  # the Content-Length is no number, or the client has closed the connection
+        if not chunked and _parse_content_length(request) > MAX_DISCARDED_BYTES:
+            return
+        while remaining > 0 and (chunk := request.META["wsgi.input"].read(CHUNK_BYTES)):
+            remaining -= len(chunk)
 
 
 def _parse_content_length(request: HttpRequest) -> int:

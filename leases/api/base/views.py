@@ -14,6 +14,7 @@ from django.utils import timezone
 from rest_framework.exceptions import MethodNotAllowed
 from rest_framework.parsers import BaseParser
 from rest_framework.request import Request
+from rest_framework.response import Response
 from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
@@ -21,6 +22,7 @@ from billing.api.views import require_single_parameters
 from leases import api_keys, leasing
 from leases.api.base import idempotency
 from leases.api.base.authentication import Caller, KeyAuthentication
+from leases.api.base.parsers import discard_body
 from leases.api.base.permissions import CanAccessLease, HasKey
 from leases.api.base.renderers import Negotiation
 from leases.models import Lease
@@ -84,6 +86,13 @@ class ApiView(APIView):
         method = (request.method or "").lower()
         if method not in self.http_method_names or not hasattr(self, method):
             raise MethodNotAllowed(request.method or "", "Method Not Allowed.")
+
+    def handle_exception(self, exc: Exception) -> Response:
+        """Return the problem document. The body of an authenticated request is read first; others must not hold a thread."""
+        response = super().handle_exception(exc)
+        if response.status_code not in (401, 405):
+            discard_body(self.request._request)
+        return response
 
     @property
     def caller(self) -> Caller:

@@ -1,5 +1,6 @@
 """Authentication by API key: `Authorization: Bearer <key>`."""
 
+from typing import TypedDict
 from uuid import UUID
 
 from django.db.models import QuerySet
@@ -13,6 +14,14 @@ from leases.models import AgentKey, Lease
 from sandboxes.db import sql
 
 
+class BudgetAccess(TypedDict):
+    """Keyword arguments of `budgets.get_disclosure`."""
+
+    operator: bool
+    dids: list[str]
+    key_id: str
+
+
 class Caller:
     """API key of a request, in place of a Django user.
 
@@ -24,6 +33,10 @@ class Caller:
         self.key = key
         self.pk = key.pk
         self.name = f"key {key.prefix}"
+
+    @property
+    def budget_access(self) -> BudgetAccess:
+        return {"operator": self.key.operator, "dids": self.key.dids, "key_id": str(self.pk)}
 
     def may_act_for(self, did: str) -> bool:
         return self.key.operator or did in self.key.dids

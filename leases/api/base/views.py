@@ -18,7 +18,9 @@ from rest_framework.response import Response
 from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
+from billing import budgets
 from billing.api.views import require_single_parameters
+from billing.errors import BudgetExhausted
 from leases import api_keys, leasing
 from leases.api.base import idempotency
 from leases.api.base.authentication import Caller, KeyAuthentication
@@ -89,6 +91,8 @@ class ApiView(APIView):
 
     def handle_exception(self, exc: Exception) -> Response:
         """Return the problem document. The body of an authenticated request is read first; others must not hold a thread."""
+        if isinstance(exc, BudgetExhausted):
+            exc = budgets.restrict_refusal(exc, **self.caller.budget_access)
         response = super().handle_exception(exc)
         if response.status_code not in (401, 405):
             discard_body(self.request._request)

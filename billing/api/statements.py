@@ -16,7 +16,16 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from billing.api.views import COSTS_SCOPE, CSV_MEDIA_TYPE, MAX_RESULTS, PROBLEM_SCHEMA, Caller, CsvRenderer, build_responses
+from billing.api.views import (
+    COSTS_SCOPE,
+    CSV_MEDIA_TYPE,
+    MAX_RESULTS,
+    PROBLEM_SCHEMA,
+    Caller,
+    CsvRenderer,
+    build_responses,
+    validate_query,
+)
 from billing.models import BillableItem, Statement, StatementLine
 from billing.pricing import format_decimal
 
@@ -98,9 +107,7 @@ class StatementListView(APIView):
 
         `Accept: text/csv` or `format=csv` returns all results as a table."""
         require_operator(request)
-        query = StatementQuerySerializer(data=request.query_params.dict())
-        query.is_valid(raise_exception=True)
-        parameters = query.validated_data
+        parameters = validate_query(StatementQuerySerializer, request)
         filters = {
             field: parameters[name] for name, field in (("account", "account__name"), ("month", "month")) if name in parameters
         }

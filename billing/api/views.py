@@ -11,6 +11,7 @@ from rest_framework.exceptions import ValidationError
 from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 from rest_framework.serializers import Serializer
+from rest_framework.settings import api_settings
 
 from billing.models import Watermark
 
@@ -63,12 +64,19 @@ class CostFilterSerializer(serializers.Serializer):
     provider = serializers.CharField(required=False, max_length=32, help_text="Only costs at this provider.")
 
 
-def validate_query(serializer_class: type[Serializer], request: Request) -> dict[str, Any]:
-    """Return the validated query parameters. Raises ValidationError for invalid and for repeated parameters."""
+def require_single_parameters(request: Request) -> None:
+    """Raise ValidationError with the names of the query parameters that are given more than once."""
     if repeated := {name: "Must be given at most once." for name, values in request.query_params.lists() if len(values) > 1}:
         raise ValidationError(repeated)
+
+
+def validate_query(serializer_class: type[Serializer], request: Request) -> dict[str, Any]:
+    """Return the validated query parameters. Raises ValidationError for invalid, repeated and unknown parameters."""
+    require_single_parameters(request)
     query = serializer_class(data=request.query_params.dict())
     query.is_valid(raise_exception=True)
+    if unknown := request.query_params.keys() - query.fields.keys() - {api_settings.URL_FORMAT_OVERRIDE}:
+        raise ValidationError(dict.fromkeys(sorted(unknown), "Unknown query parameter."))
     parameters: dict[str, Any] = query.validated_data
     return parameters
 

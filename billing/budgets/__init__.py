@@ -40,12 +40,14 @@ from billing.budgets.admission import (
     require_budget,
 )
 from billing.budgets.call_blocks import update_call_blocks
+from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
 from billing.budgets.periods import build_marked_filter, get_grace_deadline, get_period_bounds, get_spent, is_exhausted
 from billing.budgets.scopes import build_lease_filter, find_open_tabs, find_visible_budgets
 from billing.budgets.spending import find_top_spenders, sum_spending_by_day
 from billing.budgets.updates import save_budget, set_active, update_spending
 
 __all__ = [
+    "Disclosure",
     "build_lease_filter",
     "build_marked_filter",
     "close_tab",
@@ -54,6 +56,7 @@ __all__ = [
     "find_open_tabs",
     "find_top_spenders",
     "find_visible_budgets",
+    "get_disclosure",
     "get_grace_deadline",
     "get_minimum_reservation",
     "get_period_bounds",
@@ -61,6 +64,7 @@ __all__ = [
     "is_exhausted",
     "open_tab",
     "require_budget",
+    "restrict_refusal",
     "save_budget",
     "set_active",
     "sum_spending_by_day",

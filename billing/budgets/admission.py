@@ -106,6 +106,10 @@ def _build_refusal(full_budgets: dict[Budget, int], *, now: datetime) -> BudgetE
     reset = f"Resets at {ends:%Y-%m-%d %H:%M} UTC." if ends else "It is a lifetime budget (no reset)."
     return BudgetExhausted(
         f"No room in the budget of {budget}: {amounts}. {reset}",
+        scope=budget.scope,
+        subject=budget.subject,
+        detail_with_amount=f"No room in the budget of {budget}. {reset}",
+        detail_without_figures=f"No room in a budget for {budget.subject_label}. {reset}",
         spent=format_decimal(spent),
         limit=format_decimal(budget.amount),
         unit=budget.unit,

@@ -10,7 +10,7 @@ from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 
 from leases.api.base import schema
-from leases.api.base.fields import StrictCharField, build_did_field
+from leases.api.base.fields import StrictCharField, StrictSerializer, build_did_field
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.permissions import HasKey, OperatorWrites
@@ -19,7 +19,7 @@ from leases.models import Agent
 from sandboxes.db.clock import format_timestamp
 
 
-class NewAgentSerializer(serializers.Serializer):
+class NewAgentSerializer(StrictSerializer):
     did = build_did_field()
     name = StrictCharField(max_length=100, allow_blank=True, default="")
 

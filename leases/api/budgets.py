@@ -9,6 +9,7 @@ from rest_framework.response import Response
 
 from billing import budgets
 from billing.api.views import format_day
+from billing.budgets import Disclosure
 from billing.forecast import predict_exhaustion_date
 from billing.models.budgets import Budget, Period, Scope, Unit
 from billing.pricing import format_decimal
@@ -26,7 +27,10 @@ class BudgetSerializer(serializers.Serializer):
         help_text="DID, id of an API key, or name of an environment type or account; empty for the whole installation."
     )
     unit = serializers.ChoiceField(Unit.values)
-    amount = serializers.CharField(help_text="Decimal number in `unit`.")
+    amount = serializers.CharField(
+        allow_null=True,
+        help_text="Decimal number in `unit`; null: not disclosed to this key, which shares the budget with others.",
+    )
     period = serializers.ChoiceField(Period.values, help_text="Calendar period in UTC.")
     hard = serializers.BooleanField(
         help_text="true: an exhausted budget refuses requests (402) and ends leases; false: it only warns."
@@ -34,7 +38,9 @@ class BudgetSerializer(serializers.Serializer):
     warn_percent = serializers.IntegerField()
     grace_seconds = serializers.FloatField(help_text="Grace period of active leases after exhaustion.")
     active = serializers.BooleanField()
-    spent = serializers.CharField(help_text="Decimal number in `unit`: known spending in this period.")
+    spent = serializers.CharField(
+        allow_null=True, help_text="Decimal number in `unit`: known spending in this period; null: not disclosed to this key."
+    )
     spent_at = serializers.DateTimeField(
         allow_null=True, help_text="Time of the last computation of `spent`; null: not computed yet."
     )
@@ -42,7 +48,7 @@ class BudgetSerializer(serializers.Serializer):
     runs_out = serializers.DateField(
         allow_null=True,
         help_text="Day (UTC) of exhaustion: observed, or predicted from the average daily spending of the last days; "
-        "null: not within this period, or the budget is not active.",
+        "null: not within this period, the budget is not active, or not disclosed to this key.",
     )
     resets_at = serializers.DateTimeField(allow_null=True, help_text="Start of the next period; null for a lifetime budget.")
     created_at = serializers.DateTimeField()
@@ -58,29 +64,34 @@ class BudgetListView(ApiView):
         responses=schema.build_responses(schema.build_page_serializer(BudgetSerializer)),
     )
     def get(self, request: ApiRequest) -> HttpResponse:
-        """Return the budgets that apply to leases of this key's agents, newest first; with an operator's key, all budgets."""
+        """Return the budgets that apply to leases of this key's agents, newest first; with an operator's key, all budgets.
+
+        An agent's key reads amount and spending of budgets for its agents and for the key itself, and the amount of budgets
+        for an environment type. Of other budgets it reads only whether they are exhausted and when they reset."""
         key = self.caller.key
         visible = Budget.objects.all() if key.operator else budgets.find_visible_budgets(self.key_id, key.dids, now=self.now)
         page, next_url = paginate(visible, "created_at", request)
         return Response({"results": [self._serialize_budget(budget) for budget in page], "next": next_url})
 
     def _serialize_budget(self, budget: Budget) -> dict[str, Any]:
+        disclosure = budgets.get_disclosure(budget.scope, budget.subject, **self.caller.budget_access)
+        spends, amounts = disclosure == Disclosure.SPENDING, disclosure != Disclosure.NOTHING
         spent, resets_at = budgets.get_spent(budget, self.now), budgets.get_period_bounds(budget.period, self.now)[1]
         return {
             "id": budget.pk,
             "scope": budget.scope,
             "subject": budget.subject,
             "unit": budget.unit,
-            "amount": format_decimal(budget.amount),
+            "amount": format_decimal(budget.amount) if amounts else None,
             "period": budget.period,
             "hard": budget.hard,
             "warn_percent": budget.warn_percent,
             "grace_seconds": budget.grace.total_seconds(),
             "active": budget.active,
-            "spent": format_decimal(spent),
+            "spent": format_decimal(spent) if spends else None,
             "spent_at": format_timestamp(budget.spent_at) if budget.spent_at else None,
             "exhausted": spent >= budget.amount,
-            "runs_out": format_day(predict_exhaustion_date(budget, self.now)),
+            "runs_out": format_day(predict_exhaustion_date(budget, self.now)) if spends else None,
             "resets_at": format_timestamp(resets_at) if resets_at else None,
             "created_at": format_timestamp(budget.created_at),
         }

@@ -10,7 +10,7 @@ from rest_framework import serializers
 
 from leases import conditions, turns
 from leases.api.base import schema
-from leases.api.base.fields import PatternField, build_did_field, validate_url_value
+from leases.api.base.fields import PatternField, StrictSerializer, build_did_field, validate_url_value
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.leases import ACQUIRE_SERIALIZER, JoinSerializer, LeaseSerializer, build_lease_request, render_lease
@@ -43,7 +43,7 @@ class AgentsField(serializers.Field):
         return dids
 
 
-class ConditionSerializer(serializers.Serializer):
+class ConditionSerializer(StrictSerializer):
     condition = PatternField(CONDITION_PATTERN, CONDITION_DESCRIPTION)
     agent_did = AgentsField(
         required=False,

@@ -11,7 +11,7 @@ from rest_framework.response import Response
 
 from leases import execution
 from leases.api.base import schema
-from leases.api.base.fields import PatternField, StrictIntegerField, seconds_to_timedelta
+from leases.api.base.fields import PatternField, StrictIntegerField, StrictSerializer, seconds_to_timedelta
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.models import DID_PATTERN
 from sandboxes.db.clock import format_timestamp
@@ -31,7 +31,7 @@ def _to_seconds(duration: timedelta) -> int:
     return int(duration.total_seconds())
 
 
-class MintServiceTokenSerializer(serializers.Serializer):
+class MintServiceTokenSerializer(StrictSerializer):
     aud = PatternField(AUDIENCE_PATTERN, AUDIENCE_DESCRIPTION, max_length=320, help_text="DID of the service to call.")
     lxm = PatternField(NSID_PATTERN, NSID_DESCRIPTION, max_length=317, help_text="NSID of the method that the token permits.")
     lifetime_seconds = StrictIntegerField(

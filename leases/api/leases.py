@@ -18,6 +18,7 @@ from leases.api.base.authentication import Caller
 from leases.api.base.fields import (
     DurationField,
     PatternField,
+    StrictSerializer,
     build_did_field,
     build_seconds_field,
     seconds_to_timedelta,
@@ -25,7 +26,6 @@ from leases.api.base.fields import (
 )
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
-from leases.api.base.parsers import OpaqueParser
 from leases.api.base.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
 from leases.errors import InvalidRequest
@@ -46,7 +46,7 @@ from sandboxes.models import GONE_STATES, LlmCall, Sandbox, SandboxState
 HELD_SANDBOX_SQL = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
 
 
-class JoinSerializer(serializers.Serializer):
+class JoinSerializer(StrictSerializer):
     agent_did = build_did_field()
     environment_type = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _")
     ttl_seconds = build_seconds_field(
@@ -119,6 +119,7 @@ class RenewedSerializer(serializers.Serializer):
 
 
 ACQUIRE_SERIALIZER = AcquireSerializer()
+EMPTY_SERIALIZER = StrictSerializer()  # of requests without fields
 
 
 class LeaseListView(ApiView):
@@ -188,17 +189,16 @@ class LeaseView(LeaseApiView):
 
 
 class LeaseRenewView(HotLeaseApiView):
-    parser_classes = [OpaqueParser]
-
     @extend_schema(
         operation_id="leases_renew",
         summary="Renew a lease",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=None,
-        responses=schema.build_responses(RenewedSerializer, 404, 409, 410, 413),
+        responses=schema.build_responses(RenewedSerializer, 404, 409, 410, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Extend the lease to its ttl from now, at most to `max_expires_at`. An ended lease is not renewed (410)."""
+        self.validate_body(EMPTY_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
             return 200, {"expires_at": format_timestamp(leasing.renew(self.lease, now=self.now))}
@@ -207,17 +207,16 @@ class LeaseRenewView(HotLeaseApiView):
 
 
 class LeaseReleaseView(LeaseApiView):
-    parser_classes = [OpaqueParser]
-
     @extend_schema(
         operation_id="leases_release",
         summary="Release a lease",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=None,
-        responses=schema.build_responses(LeaseSerializer, 404, 409, 413),
+        responses=schema.build_responses(LeaseSerializer, 404, 409, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """End the lease and destroy its sandbox. An ended lease is returned unchanged."""
+        self.validate_body(EMPTY_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
             lease = leasing.release(pk, now=self.now, actor=self.actor)

@@ -21,6 +21,7 @@ from leases.api.base.fields import (
     PatternField,
     StrictBooleanField,
     StrictIntegerField,
+    StrictSerializer,
     build_did_field,
     decode_input,
     encode_output,
@@ -42,7 +43,7 @@ MAX_NEW_RUN_BODY_BYTES = 32 << 20  # mostly the workspace
 MAX_RETURNED_WORKSPACE_BYTES = 16 << 20  # size of the tar in a response
 
 
-class LimitsSerializer(serializers.Serializer):
+class LimitsSerializer(StrictSerializer):
     timeout_seconds = StrictIntegerField(
         min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT of the server."
     )

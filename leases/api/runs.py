@@ -18,6 +18,7 @@ from leases.api.base.fields import (
     EnvField,
     StrictCharField,
     StrictIntegerField,
+    StrictSerializer,
     decode_input,
     encode_output,
     parse_encoding,
@@ -36,7 +37,7 @@ from sandboxes.runs import KILL_GRACE, Command
 MAX_EXEC_BODY_BYTES = 16 << 20  # mostly stdin
 
 
-class ProgramSerializer(serializers.Serializer):
+class ProgramSerializer(StrictSerializer):
     argv = ArgvField(help_text="Program and arguments, executed without a shell.")
     env = EnvField(default=dict, help_text="Environment variables. Their values are neither stored nor logged.")
     cwd = StrictCharField(default=WORKSPACE, max_length=4000)

@@ -12,7 +12,7 @@ from rest_framework.response import Response
 
 from leases import fork, snapshots
 from leases.api.base import schema
-from leases.api.base.fields import PatternField, StrictCharField, StrictUUIDField
+from leases.api.base.fields import PatternField, StrictCharField, StrictSerializer, StrictUUIDField
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
@@ -26,11 +26,11 @@ from sandboxes.runs import KILL_GRACE
 from sandboxes.state import workspace
 
 
-class NewSnapshotSerializer(serializers.Serializer):
+class NewSnapshotSerializer(StrictSerializer):
     name = StrictCharField(max_length=100, allow_blank=True, default="", help_text="Name chosen by the caller.")
 
 
-class RestoreSerializer(serializers.Serializer):
+class RestoreSerializer(StrictSerializer):
     snapshot_id = StrictUUIDField()
 
 

@@ -12,7 +12,7 @@ from rest_framework.response import Response
 
 from leases import turns
 from leases.api.base import schema
-from leases.api.base.fields import JsonObjectField, StrictIntegerField
+from leases.api.base.fields import JsonObjectField, StrictIntegerField, StrictSerializer
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
@@ -23,7 +23,7 @@ MAX_TURN_BODY_BYTES = (1 << 20) + 1024  # the state of a turn, at most 1 MiB, an
 MAX_TURN_NUMBER = 1 << 62
 
 
-class PlayTurnSerializer(serializers.Serializer):
+class PlayTurnSerializer(StrictSerializer):
     turn_number = StrictIntegerField(min_value=0, max_value=MAX_TURN_NUMBER)
     state = JsonObjectField(help_text="Input of the turn command, at most 1 MiB.")
 

@@ -31,7 +31,7 @@ PATH_PARAMETERS = {
 ANY_BODY = {
     "argv": ["true"], "turn_number": 1, "state": {}, "snapshot_id": str(uuid.UUID(int=1)), "environment_id": "fork-1",
     "role": "user", "content": "x", "action": "x", "aud": "did:web:example.com", "lxm": "com.example.method",
-    "did": "did:plc:new",
+    "did": "did:plc:new", "condition": "x",
 }  # fmt: skip
 ALL_MODELS = (
     Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken, OrmQ, Pool, Process, Run, Sandbox,
@@ -91,6 +91,17 @@ def check_response(method: str, url: str, response: Any) -> None:
         jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(payload)
         name = body["schema"]["$ref"].rpartition("/")[2]
         assert payload.keys() <= load_openapi()["components"]["schemas"][name]["properties"].keys()
+
+
+def select_fields(method: str, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that an operation documents; all if it accepts any. `path` is relative to /api/v1/."""
+    template = next(template for pattern, template in list_path_patterns() if pattern.fullmatch(f"/api/v1/{path}"))
+    operation = load_openapi()["paths"][template].get(method.lower(), {})
+    schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    component = load_openapi()["components"]["schemas"].get(schema.get("$ref", "").rpartition("/")[2], {})
+    if schema and component.get("additionalProperties") is not False:
+        return fields
+    return {name: value for name, value in fields.items() if name in component.get("properties", {})}
 
 
 class ApiClient:
@@ -155,6 +166,12 @@ def acquire_body(pool: Pool) -> Callable[..., dict[str, Any]]:
         return {"agent_did": ADA, "environment_id": "game-1", "environment_type": "catan", "pool": pool.name} | fields
 
     return body
+
+
+@pytest.fixture
+def join_body(acquire_body: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Factory of request bodies that join an environment, which the path names."""
+    return lambda **fields: select_fields("POST", "environments/e/join", acquire_body(**fields)) | fields
 
 
 @pytest.fixture

@@ -9,7 +9,16 @@ from django.test import RequestFactory
 
 from leases.api.base import parsers
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
-from tests.api.conftest import ANY_BODY, ApiClient, assert_refused, check_response, list_operations, read_rows
+from tests.api.conftest import (
+    ADA,
+    ANY_BODY,
+    ApiClient,
+    assert_refused,
+    check_response,
+    list_operations,
+    read_rows,
+    select_fields,
+)
 
 pytestmark = pytest.mark.django_db
 TOO_DEEP = b'{"a":' * 5000 + b"1" + b"}" * 5000
@@ -43,7 +52,9 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
         "pool": ["no-such-pool", "a\0", 1],
     },
     "environments/game-2/join": {"environment_type": [MISSING, "chess"], "agent_did": [MISSING, "ada"]},
-    "environments/game-1/conditions": {"condition": [MISSING, None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"]},
+    "environments/game-1/conditions": {
+        "condition": [MISSING, None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"], "agent_did": ["ada", 5, [ADA]],
+    },
     "agents": {"did": [MISSING, "x"], "name": ["n" * 101, "\0"]},
     "leases/{id}/exec": COMMAND | {"stdin": [1, None], "timeout_seconds": [0, -1, 3601, 10**12, True, 1.5, "60", []]},
     "leases/{id}/processes": COMMAND | {
@@ -85,7 +96,8 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
 def test_invalid_fields_are_named(operator: ApiClient, acquire_body, lease, path: str, field: str) -> None:
     for value in BAD_FIELDS[path][field]:
         outer, _, inner = field.partition(".")
-        body = ANY_BODY | acquire_body(environment_id="fork-1") | {outer: {inner: value} if inner else value}
+        known = select_fields("POST", path.format(**lease), ANY_BODY | acquire_body(environment_id="fork-1"))
+        body = known | {outer: {inner: value} if inner else value}
         assert_refused(operator, "POST", path.format(**lease), {k: v for k, v in body.items() if v is not MISSING}, 400, field)
 
 
@@ -127,7 +139,7 @@ BAD_PARAMETERS: dict[str, dict[str, list[str]]] = {
             "0", "-1", "", "NaN", "-Infinity", "1e9", "1e-10", "1e999999999", "1e-999999999", "9" * 5000, "1%00", "1&budget=2",
         ],
     },
-    "statements?": {"month": ["2026", "%00", "2026-00"], "limit": ["0"], "account": [""]},
+    "statements?": {"month": ["2026", "%00", "2026-00"], "limit": ["0", "1&limit=2"], "account": ["", "a&account=b"]},
 }  # fmt: skip
 
 
@@ -135,6 +147,26 @@ BAD_PARAMETERS: dict[str, dict[str, list[str]]] = {
 def test_invalid_query_parameters_are_named(operator: ApiClient, lease, path: str, name: str) -> None:
     for value in BAD_PARAMETERS[path][name]:
         assert_refused(operator, "GET", f"{path.format(**lease)}{name}={value}", None, 400, name)
+
+
+@pytest.mark.parametrize(
+    "path", ["leases?status=active", "leases/{id}/runs?limit=1", "leases/{id}/files?root=data", "pool?agent_did=x"]
+)
+def test_repeated_query_parameters_are_named(operator: ApiClient, lease, path: str) -> None:
+    name, _, value = path.partition("?")[2].partition("=")
+    assert_refused(operator, "GET", f"{path.format(**lease)}&{name}={value}", None, 400, name)
+
+
+def test_repeated_query_parameters_of_exec_are_named(ada: ApiClient, lease) -> None:
+    path = f"leases/{lease['id']}/exec?encoding=base64&encoding=utf-8"
+    assert_refused(ada, "POST", path, {"argv": ["true"]}, 400, "encoding")
+
+
+@pytest.mark.parametrize("path", ["costs", "estimate?agents=1", "forecast", "statements"])
+def test_unknown_query_parameters_of_billing_are_named(operator: ApiClient, path: str) -> None:
+    url = f"{path}{'&' if '?' in path else '?'}"
+    assert_refused(operator, "GET", f"{url}agnet=x", None, 400, "agnet")
+    assert operator.get(f"{url}format=json").status_code == 200
 
 
 def test_parameters_that_contradict_or_lack_each_other_are_named(operator: ApiClient, lease, acquire_body) -> None:
@@ -172,6 +204,33 @@ def test_every_json_operation_rejects_other_bodies_and_content_types(
         assert_refused(operator, method, path.format(**lease), ANY_BODY, 415, content_type=kind)
 
 
+OPEN_DOCUMENTS = ("chat", "audit", "sessions/s")  # further fields are stored
+
+
+@pytest.mark.parametrize(("method", "path"), list_operations(status=415))
+def test_unknown_and_repeated_fields_are_named(operator: ApiClient, lease, acquire_body, method: str, path: str) -> None:
+    """Renew and exec included, which do not take the steps of other views."""
+    url = path.format(**lease)
+    body = select_fields(method, url, ANY_BODY | acquire_body())
+    if not path.endswith(OPEN_DOCUMENTS):
+        problem = assert_refused(operator, method, url, {**body, "ttl": 1, "a.b": {}}, 400)
+        assert [row["field"] for row in problem["errors"]] == ["a.b", "ttl"]
+    assert_refused(operator, method, url, b'{"ttl": 1, "ttl": 2}', 400, "ttl")
+
+
+def test_unknown_and_repeated_inner_fields_are_named(operator: ApiClient, lease, acquire_body) -> None:
+    run = select_fields("POST", "runs", ANY_BODY | acquire_body()) | {
+        "stdinn": "",
+        "limits": {"memory": 1, "timeout_seconds": 0},
+    }
+    problem = assert_refused(operator, "POST", "runs", run, 400)
+    assert [row["field"] for row in problem["errors"]] == ["limits.timeout_seconds", "limits.memory", "stdinn"]
+    turn = b'{"turn_number": 1, "state": {"hand": [{"card": 1, "card": 2}]}}'
+    assert_refused(operator, "POST", f"leases/{lease['id']}/turns", turn, 400, "card")
+    many = {f"field{number:05}": 1 for number in range(5000)}
+    assert len(assert_refused(operator, "POST", f"leases/{lease['id']}/exec", many, 400)["errors"]) == 51  # 50, and argv
+
+
 # --- fields of each endpoint ------------------------------------------------------------------------------------------
 
 
@@ -180,7 +239,9 @@ def test_every_json_operation_rejects_other_bodies_and_content_types(
 def test_invalid_environment_ids_in_the_path_are_rejected(
     operator: ApiClient, acquire_body, environment: str, act: str
 ) -> None:
-    assert_refused(operator, "POST", f"environments/{environment}/{act}", acquire_body(condition="x"), 400, "environment_id")
+    path = f"environments/{environment}/{act}"
+    body = select_fields("POST", path, ANY_BODY | acquire_body())
+    assert_refused(operator, "POST", path, body, 400, "environment_id")
 
 
 def test_large_fields_of_exec_are_rejected(ada: ApiClient, lease) -> None:

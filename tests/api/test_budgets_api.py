@@ -13,7 +13,7 @@ from billing.models import Account, Budget, Membership
 from leases.models import AgentKey, Lease
 from sandboxes import eviction
 from sandboxes.models import Sandbox
-from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient
+from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient, select_fields
 from tests.support.billing import HOUR, create_budget, create_time_usage
 
 pytestmark = pytest.mark.django_db
@@ -39,7 +39,7 @@ def assert_exhausted(api: ApiClient, method: str, path: str, body: Any) -> dict[
 def test_a_new_lease_over_budget_is_refused_with_the_figures(ada: ApiClient, acquire_body) -> None:
     create_budget("0.001", period="ever", scope="agent", subject=ADA)
     for path in ("leases", "environments/game-1/join", "runs"):
-        figures = assert_exhausted(ada, "POST", path, ANY_BODY | acquire_body())
+        figures = assert_exhausted(ada, "POST", path, select_fields("POST", path, ANY_BODY | acquire_body()))
         assert figures == {"spent": "0", "limit": "0.001", "unit": "hours", "resets_at": None}
     assert not Lease.objects.exists()
 
@@ -51,7 +51,8 @@ def test_new_work_of_a_lease_is_refused_while_the_budget_is_exhausted(ada: ApiCl
     resets_at = budgets.get_period_bounds("month", timezone.now())[1]
     body = {name: value for name, value in ANY_BODY.items() if name != "snapshot_id"}
     for path in ("exec", "turns", "processes", "fork"):
-        figures = assert_exhausted(ada, "POST", f"{lease_url}/{path}", body)
+        url = f"{lease_url}/{path}"
+        figures = assert_exhausted(ada, "POST", url, select_fields("POST", url, body))
         assert datetime.fromisoformat(figures.pop("resets_at")) == resets_at
         assert figures == {"spent": "2", "limit": "2", "unit": "usd"}
     assert ada.put(f"{lease_url}/files/g", b"1").status_code == 204
@@ -103,7 +104,48 @@ def test_agents_see_the_budgets_of_their_leases_and_operators_see_all(
     assert len(list_scopes(operator)) == 10
 
 
-def test_a_budget_is_returned_whole_and_is_read_only(ada: ApiClient) -> None:
+def test_an_agents_key_reads_figures_only_of_budgets_of_its_own(ada: ApiClient, operator: ApiClient, acquire_body) -> None:
+    own_key = AgentKey.objects.get(dids=[ADA])
+    scopes = {"agent": ADA, "key": str(own_key.pk), "environment_type": "catan", "account": "house", "all": ""}
+    for scope, subject in scopes.items():
+        mark_exhausted(create_budget(9, scope=scope, subject=subject, hard=False))
+    assert ada.post("leases", acquire_body()).status_code == 201
+    figures = ("amount", "spent", "runs_out")
+    shown = {row["scope"]: row for row in ada.get("budgets").json()["results"]}
+    assert {scope: [name for name in figures if row[name] is not None] for scope, row in shown.items()} == {
+        "agent": [*figures], "key": [*figures], "environment_type": ["amount"], "account": [], "all": [],
+    }  # fmt: skip
+    assert all(row["exhausted"] and row["resets_at"] for row in shown.values())
+    assert all(row["amount"] == row["spent"] == "9" for row in operator.get("budgets").json()["results"])
+
+
+@pytest.mark.parametrize(
+    ("scope", "names", "detail"),
+    [
+        ("agent", ["limit", "spent", "unit"], "No room in the budget of 123 USD a day for agent did:plc:ada: 123 spent."),
+        ("key", ["limit", "spent", "unit"], "No room in the budget of 123 USD a day for api key {key}: 123 spent."),
+        ("environment_type", ["limit", "unit"], "No room in the budget of 123 USD a day for environment type catan."),
+        ("account", [], "No room in a budget for account house."),
+        ("all", [], "No room in a budget for everything."),
+    ],
+)  # fmt: skip
+def test_a_refusal_has_figures_only_of_budgets_of_the_key(
+    ada: ApiClient, issue, operator: ApiClient, acquire_body, lease, scope: str, names: list[str], detail: str
+) -> None:
+    key = str(AgentKey.objects.get(dids=[ADA]).pk)
+    subjects = {"agent": ADA, "key": key, "environment_type": "catan", "account": "house", "all": ""}
+    mark_exhausted(create_budget(123, "usd", scope=scope, subject=subjects[scope]))
+    for path, body in (("leases", acquire_body(environment_id="game-2")), (f"leases/{lease['id']}/exec", {"argv": ["true"]})):
+        problem = ada.post(path, body).json()
+        assert problem["code"] == "budget_exhausted" and problem["resets_at"]
+        assert sorted(problem.keys() & {"limit", "spent", "unit"}) == names
+        assert problem["detail"].startswith(f"{detail.format(key=key)} Resets at ")
+    assert ("123" in issue(ADA).post(path, body).content.decode()) == (scope in ("agent", "environment_type"))
+    assert {"limit", "spent"} <= operator.post(path, body).json().keys()
+
+
+def test_a_budget_is_returned_whole_and_is_read_only(operator: ApiClient) -> None:
+    ada = operator
     budget = create_budget("1.50", "usd", warn_percent=50, grace=timedelta(seconds=90))
     mark_exhausted(budget)
     (shown,) = ada.get("budgets").json()["results"]

@@ -53,9 +53,9 @@ def test_timeout_and_oom_are_results(ada: ApiClient, lease_url: str) -> None:
     assert ada.post(f"{lease_url}/exec", {"argv": ["oom"]}).json()["oom"] is True
 
 
-def test_a_real_command_and_a_real_process_run(ada: ApiClient, acquire_body, pool: Pool) -> None:
+def test_a_real_command_and_a_real_process_run(ada: ApiClient, join_body, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(provider="process")
-    lease = ada.post("environments/real/join", acquire_body()).json()
+    lease = ada.post("environments/real/join", join_body()).json()
     payload = {"argv": ["sh", "-c", 'cat; echo "$WORD" >&2; exit 7'], "env": {"WORD": "there"}, "stdin": "here"}
     result = ada.post(f"leases/{lease['id']}/exec", payload).json()
     assert (result["exit_code"], result["stdout"], result["stderr"]) == (7, "here", "there\n")

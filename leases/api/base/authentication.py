@@ -1,5 +1,6 @@
 """Authentication by API key: `Authorization: Bearer <key>`."""
 
+from typing import TypedDict
 from uuid import UUID
 
 from django.db.models import QuerySet
@@ -13,6 +14,14 @@ from leases.allow_lists import AllowLists
 from leases.errors import InsufficientScope
 from leases.models import AgentKey, KeyScope, Lease
 from sandboxes.db import sql
+
+
+class BudgetAccess(TypedDict):
+    """Keyword arguments of `budgets.get_disclosure`."""
+
+    operator: bool
+    dids: list[str]
+    key_id: str
 
 
 class Caller:
@@ -33,6 +42,10 @@ class Caller:
         accepted = [scope, KeyScope.READ] if reads and scope == KeyScope.LEASES else [scope]
         if not any(each in self.key.scopes for each in accepted):
             raise InsufficientScope(f"This request needs an API key with the scope {' or '.join(accepted)}.")
+
+    @property
+    def budget_access(self) -> BudgetAccess:
+        return {"operator": self.key.operator, "dids": self.key.dids, "key_id": str(self.pk)}
 
     def may_act_for(self, did: str) -> bool:
         return self.key.operator or did in self.key.dids

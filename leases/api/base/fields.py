@@ -22,9 +22,26 @@ MAX_TTL_SECONDS = int(durations.MAX_DURATION.total_seconds())
 MAX_COMMAND_BYTES = (
     128 << 10
 )  # of argv and of env each: limit of Linux for a single string; both together fit into its limit for execve
+MAX_REPORTED_FIELDS = 50  # unknown fields of one object: a response does not repeat megabytes of the request
 ENCODINGS = ("utf-8", "base64")
 ENV_NAME_RE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 RESERVED_ENV_PREFIXES = ("LEASEHOLD_", "LLM_SOCKET")  # set by the control plane
+
+
+# Base of request bodies. Unknown fields are rejected: a misspelt option must not be taken for its default. Not a docstring,
+# which would become the description of each subclass in the OpenAPI document.
+class StrictSerializer(serializers.Serializer):
+    def to_internal_value(self, data: Any) -> dict[str, Any]:
+        unknown: dict[str, Any] = {}
+        if isinstance(data, dict) and (names := data.keys() - self.fields.keys()):
+            unknown = dict.fromkeys(sorted(names)[:MAX_REPORTED_FIELDS], "Unknown field.")
+        try:
+            value: dict[str, Any] = super().to_internal_value(data)
+        except ValidationError as error:
+            raise ValidationError({**error.detail, **unknown} if unknown else error.detail) from None  # type: ignore[dict-item]
+        if unknown:
+            raise ValidationError(unknown)
+        return value
 
 
 class StrictCharField(serializers.CharField):

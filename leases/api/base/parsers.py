@@ -7,7 +7,9 @@ Idempotency-Key is computed from it."""
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from django.http import HttpRequest
@@ -17,28 +19,21 @@ from rest_framework.parsers import BaseParser
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
 
 CHUNK_BYTES = 1 << 16
+MAX_DISCARDED_BYTES = 128 << 20  # of a refused body: twice the largest file
 MAX_JSON_DEPTH = 100  # levels of nesting; below the recursion limit of the JSON parsers here and in a sandbox
+MAX_REPORTED_NAME_CHARS = 200
 SURROGATE_ESCAPE_RE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-class OpaqueParser(BaseParser):
-    """Read the body and ignore its content."""
+class JsonParser(BaseParser):
+    """Read one JSON object, {} for an empty body."""
 
     media_type = "application/json"
 
     def parse(self, stream: Any, media_type: str | None = None, parser_context: Mapping[str, Any] | None = None) -> Any:
         assert parser_context is not None
-        parser_context["request"].raw_body = read_body(stream, parser_context["view"].max_body_bytes)
-        return {}
-
-
-class JsonParser(OpaqueParser):
-    """Read one JSON object, {} for an empty body."""
-
-    def parse(self, stream: Any, media_type: str | None = None, parser_context: Mapping[str, Any] | None = None) -> Any:
-        assert parser_context is not None
-        super().parse(stream, media_type, parser_context)
-        return parse_json_object(stream, parser_context["request"].raw_body)
+        body = parser_context["request"].raw_body = read_body(stream, parser_context["view"].max_body_bytes)
+        return parse_json_object(stream, body)
 
 
 class StreamParser(BaseParser):
@@ -79,6 +74,23 @@ def iter_body(request: HttpRequest, limit: int) -> Iterator[bytes]:
         raise InvalidRequest("", "The body ended before its Content-Length.")
 
 
+def discard_body(request: HttpRequest) -> None:
+    """Read the rest of a refused body, so that a client that sends its whole request first can read the response.
+
+    The web server resets a connection with an unread body, and the response is lost. At most MAX_DISCARDED_BYTES are read,
+    and nothing of a longer announced body. A client that waits for "100 Continue" has sent no body yet."""
+    chunked = "HTTP_TRANSFER_ENCODING" in request.META
+    waits = request.META.get("HTTP_EXPECT", "").lower() == "100-continue" and not chunked
+    if waits or not request.META.get("wsgi.input_terminated"):
+        return
+    remaining = MAX_DISCARDED_BYTES
+    with suppress(InvalidRequest, OSError):  # the Content-Length is no number, or the client has closed the connection
+        if not chunked and _parse_content_length(request) > MAX_DISCARDED_BYTES:
+            return
+        while remaining > 0 and (chunk := request.META["wsgi.input"].read(CHUNK_BYTES)):
+            remaining -= len(chunk)
+
+
 def _parse_content_length(request: HttpRequest) -> int:
     length = request.META.get("CONTENT_LENGTH") or "0"
     if not re.fullmatch(r"[0-9]{1,18}", length, re.ASCII):
@@ -90,12 +102,14 @@ def parse_json_object(request: HttpRequest, body: bytes) -> dict[str, Any]:
     """Return the JSON object in a body, {} if the body is empty.
 
     Raises UnsupportedMediaType for another Content-Type. Raises InvalidRequest for anything that could not be passed on
-    unchanged: NaN and infinite numbers, lone surrogates, nesting deeper than MAX_JSON_DEPTH."""
+    unchanged: NaN and infinite numbers, lone surrogates, repeated names, nesting deeper than MAX_JSON_DEPTH."""
     if body and request.content_type != "application/json":
         raise UnsupportedMediaType(request.content_type or "", 'Send "Content-Type: application/json".')
     try:
         text = body.decode() or "{}"
-        document = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite_float)
+        document = json.loads(
+            text, parse_constant=_reject_constant, parse_float=_parse_finite_float, object_pairs_hook=_build_object
+        )
         if SURROGATE_ESCAPE_RE.search(text):
             json.dumps(document, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -110,6 +124,16 @@ def parse_json_object(request: HttpRequest, body: bytes) -> dict[str, Any]:
         raise InvalidRequest("", "The body is not a JSON object.")
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _measure_depth(document) > MAX_JSON_DEPTH:
         raise InvalidRequest("", f"The body is nested deeper than {MAX_JSON_DEPTH} levels.")
+    return document
+
+
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises InvalidRequest for a repeated name: parsers differ in which value counts (RFC 8259, 4)."""
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        repeated = next(name for name, number in names.items() if number > 1)
+        raise InvalidRequest(repeated[:MAX_REPORTED_NAME_CHARS], "Given more than once in one JSON object.")
     return document
 
 

@@ -32,10 +32,11 @@ class ProblemSerializer(serializers.Serializer):
     limit = LimitField(
         required=False,
         help_text="With 429 quota_exceeded: maximum number of sandboxes; with too_many_runs: of open runs. With 402 "
-        "budget_exhausted: amount of the budget.",
+        "budget_exhausted: amount of the budget, if the key may read it.",
     )
     spent = serializers.CharField(
-        required=False, help_text="With 402 budget_exhausted: amount spent in this period, a decimal number."
+        required=False,
+        help_text="With 402 budget_exhausted: amount spent in this period, a decimal number, if the key may read it.",
     )
     unit = serializers.ChoiceField(Unit.values, required=False, help_text="With 402 budget_exhausted.")
     resets_at = serializers.DateTimeField(

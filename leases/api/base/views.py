@@ -13,12 +13,17 @@ from django.http.response import HttpResponseBase
 from rest_framework.exceptions import MethodNotAllowed
 from rest_framework.parsers import BaseParser
 from rest_framework.request import Request
+from rest_framework.response import Response
 from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
+from billing import budgets
+from billing.api.views import require_single_parameters
+from billing.errors import BudgetExhausted
 from leases import api_keys, leasing
 from leases.api.base import idempotency
 from leases.api.base.authentication import Caller, KeyAuthentication
+from leases.api.base.parsers import discard_body
 from leases.api.base.permissions import CanAccessLease, HasKey
 from leases.api.base.renderers import Negotiation
 from leases.models import Lease
@@ -77,11 +82,21 @@ class ApiView(APIView):
         self.require_method(request)
         self.now = database_time.now()
         super().initial(request, *args, **kwargs)
+        require_single_parameters(request)
 
     def require_method(self, request: Request) -> None:
         method = (request.method or "").lower()
         if method not in self.http_method_names or not hasattr(self, method):
             raise MethodNotAllowed(request.method or "", "Method Not Allowed.")
+
+    def handle_exception(self, exc: Exception) -> Response:
+        """Return the problem document. The body of an authenticated request is read first; others must not hold a thread."""
+        if isinstance(exc, BudgetExhausted):
+            exc = budgets.restrict_refusal(exc, **self.caller.budget_access)
+        response = super().handle_exception(exc)
+        if response.status_code not in (401, 405):
+            discard_body(self.request._request)
+        return response
 
     @property
     def caller(self) -> Caller:
@@ -155,6 +170,8 @@ class HotLeaseApiView(LeaseApiView):
             self.require_method(self.request)
             self.request.user, self.request.auth = self._authenticator.authenticate(self.request)
             self.check_permissions(self.request)
+            if request.META.get("QUERY_STRING"):
+                require_single_parameters(self.request)
             response: HttpResponseBase = getattr(self, self.request.method.lower())(self.request, *args, **kwargs)
         except Exception as error:
             response = self.handle_exception(error)

@@ -106,8 +106,8 @@ def _build_budget(*, unit: str, period: str, agent: str | None, key: str | None,
         budget.scope, budget.subject = Scope.ENVIRONMENT_TYPE, name
     elif account is not None:
         if not Account.objects.filter(name=account).exists():
-            names = Account.objects.values_list("name", flat=True)
-            raise CommandError(f"--account: no such account: {account[:80]}.{suggest_match(account, names)}")
+            accounts = Account.objects.values_list("name", flat=True)
+            raise CommandError(f"--account: no such account: {account[:80]}.{suggest_match(account, accounts)}")
         budget.scope, budget.subject = Scope.ACCOUNT, account
     return budget
 

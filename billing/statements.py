@@ -181,10 +181,11 @@ def sum_derived_costs(
     groups = rows.values_list("month", "agent_did", "provider", "item", "rate", "rate__usd")
     derived: dict[LineKey, LineAmount] = {}
     nano_sums: Counter[LineKey] = Counter()
-    for *group, rate, rate_usd, quantity, free, nano in groups.annotate(
+    for month, agent, provider, item, rate, rate_usd, quantity, free, nano in groups.annotate(
         a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd")
     ):
-        key = LineKey(*group, rate=None if tuple(group) in unrated else rate)
+        group = (month, agent, provider, item)
+        key = LineKey(*group, None if group in unrated else rate)
         before = derived.get(key, ZERO_AMOUNT)
         nano_sums[key] += nano
         usd = Fraction(nano_sums[key], 10**9)

@@ -183,22 +183,11 @@ def _iter_day_usage(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[
     day."""
     first = start_of_day(day)
     last = first + timedelta(days=1)
-    cuts = sorted({first, last, *(rate.valid_from for rate in rates if first < rate.valid_from < last)})
-    for begin, end in pairwise(cuts):
-        sizes = ("memory_mib", "millicpus", "measured")
-        for *owner, memory_mib, millicpus, measured, duration in _query_durations(day, begin, end, *sizes, item=UsageKind.TIME):
-            size = find_instance_type(owner[-1], memory_mib, millicpus)
-            quantities = pricing.compute_allocated_quantities(
-                duration // MICROSECOND, memory_mib=memory_mib, millicpus=millicpus, disk_mb=get_disk_mb(owner[-1], size)
-            )
-            yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], size, begin, by_use=False if measured else None)]
-        for *owner, memory_mib, millicpus, cpu_micros, mib_micros in _iter_measured_use(day, begin, end):
-            quantities = pricing.compute_used_quantities(cpu_micros=cpu_micros, mib_micros=mib_micros)
-            size = find_instance_type(owner[-1], memory_mib, millicpus)
-            yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], size, begin, by_use=True)]
+    for begin, end in split_by_rate(first, last, rates):
+        yield from iter_sandbox_usage(day, begin, end, rates)
         for *owner, size_bytes, duration in _query_durations(day, begin, end, "size_bytes", item=UsageKind.STORAGE):
-            quantities = {BillableItem.STORAGE: duration // MICROSECOND * size_bytes}
-            yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], "", begin)]
+            stored: dict[str, int] = {BillableItem.STORAGE: duration // MICROSECOND * size_bytes}
+            yield tuple(owner), [*_apply_rates(stored, rates, owner[-1], "", begin)]
     requests = (
         UsageRecord.objects.filter(day=day, item=UsageKind.RUNS)
         .order_by()
@@ -207,6 +196,32 @@ def _iter_day_usage(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[
     for *owner, memory_mib, millicpus, runs in requests.annotate(runs=Sum("calls")):
         size = find_instance_type(owner[-1], memory_mib, millicpus)
         yield tuple(owner), [*_apply_rates({BillableItem.REQUEST: runs}, rates, owner[-1], size, first)]
+
+
+def split_by_rate(first: datetime, last: datetime, rates: Collection[Rate]) -> Iterator[tuple[datetime, datetime]]:
+    """Split a time range at the starts of the rates that begin within it."""
+    return pairwise(sorted({first, last, *(rate.valid_from for rate in rates if first < rate.valid_from < last)}))
+
+
+def iter_sandbox_usage(
+    day: date, begin: datetime, end: datetime, rates: Collection[Rate], condition: Q | None = None
+) -> Iterator[tuple[tuple[Any, ...], list[tuple[tuple[str, int], int]]]]:
+    """Yield the time and the use of sandboxes within a part of a day, in the form of `_iter_day_usage`.
+
+    No rate may begin within that part. `condition` limits the usage records."""
+    owned = condition or Q()
+    sizes = ("memory_mib", "millicpus", "measured")
+    durations = _query_durations(day, begin, end, *sizes, item=UsageKind.TIME).filter(owned)
+    for *owner, memory_mib, millicpus, measured, duration in durations:
+        size = find_instance_type(owner[-1], memory_mib, millicpus)
+        quantities = pricing.compute_allocated_quantities(
+            duration // MICROSECOND, memory_mib=memory_mib, millicpus=millicpus, disk_mb=get_disk_mb(owner[-1], size)
+        )
+        yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], size, begin, by_use=False if measured else None)]
+    for *owner, memory_mib, millicpus, cpu_micros, mib_micros in _iter_measured_use(day, begin, end, owned):
+        quantities = pricing.compute_used_quantities(cpu_micros=cpu_micros, mib_micros=mib_micros)
+        size = find_instance_type(owner[-1], memory_mib, millicpus)
+        yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], size, begin, by_use=True)]
 
 
 def _apply_rates(
@@ -232,10 +247,10 @@ def _query_durations(
     return rows.order_by().values_list(*OWNER_COLUMNS, *sizes).annotate(duration=total)
 
 
-def _iter_measured_use(day: date, begin: datetime, end: datetime) -> Iterator[tuple[Any, ...]]:
+def _iter_measured_use(day: date, begin: datetime, end: datetime, owned: Q) -> Iterator[tuple[Any, ...]]:
     """Yield measured use within a part of a day: (owner columns, MiB, millicpus, CPU microseconds, microseconds x MiB)."""
     sizes = ("sandbox__memory_mib", "sandbox__millicpus")
-    rows = UsageRecord.objects.filter(day=day, item=UsageKind.USE).order_by()
+    rows = UsageRecord.objects.filter(owned, day=day, item=UsageKind.USE).order_by()
     whole = rows.filter(began_at__gte=begin, ended_at__lte=end).values_list(*OWNER_COLUMNS, *sizes)
     yield from whole.annotate(cpu=Sum("cpu_micros"), memory=Sum("mib_micros"))
     cut = rows.filter(began_at__lt=end, ended_at__gt=begin).exclude(began_at__gte=begin, ended_at__lte=end)

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from billing import budgets, pricing
 from billing.dates import start_of_day, start_of_next_month, to_utc_date
 from billing.models import BillableItem, Budget
+from billing.models.budgets import Period
 from billing.totals import sum_costs
 
+MINUTE = timedelta(minutes=1)
 FORECAST_WINDOW_DAYS = 7  # full days before today from which the pace is computed
 
 
@@ -100,12 +102,16 @@ def forecast_budget(budget: Budget, now: datetime) -> BudgetForecast:
     """Forecast a budget's exhaustion from its average spending in the last FORECAST_WINDOW_DAYS full days.
 
     The average starts at the first of those days with any usage. A plan counts as spent from the day of its charge and is
-    not part of the average. Takes one query, or two for the hours of an account, over the usage and costs derived so far."""
+    not part of the average. An hourly budget is extrapolated from its own hour instead. Takes one query, or two for the
+    hours of an account, over the usage and costs derived so far."""
     if not budget.active:
         return BudgetForecast(None, None)
     if budgets.is_exhausted(budget, now) and budget.exhausted_at:
         return BudgetForecast(to_utc_date(budget.exhausted_at), None)
     today, (began, ends) = to_utc_date(now), budgets.get_period_bounds(budget.period, now)
+    if budget.period == Period.HOUR and ends:
+        expected = Fraction(budgets.get_spent(budget, now)) * ((ends - began) // MINUTE) / max((now - began) // MINUTE, 1)
+        return BudgetForecast(today if expected >= Fraction(budget.amount) else None, None)
     first, until = today - timedelta(days=FORECAST_WINDOW_DAYS), ends.date() if ends else date.max
     days = budgets.sum_spending_by_day(budget, min(began, start_of_day(first)), ends)
     spent = sum((sums.total for day, sums in days.items() if day >= began.date()), Fraction(0))

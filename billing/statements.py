@@ -4,7 +4,8 @@ A statement is never derived again. The costs of its month may change later, by 
 becomes a correction on the account's next statement, so that the sum of an account's statements always equals its costs. A
 move of an agent does not change closed months (models.Membership)."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -19,6 +20,7 @@ from billing.dates import EPOCH, start_of_day, start_of_next_month, to_utc_date
 from billing.metering import WATERMARK_NAMES, is_referenced
 from billing.models import (
     Account,
+    BillableItem,
     CostRecord,
     Credit,
     Statement,
@@ -50,14 +52,16 @@ class LineKey(NamedTuple):
     agent_did: str
     provider: str
     item: str
+    rate: int | None
 
 
 class LineAmount(NamedTuple):
     quantity: Decimal
+    free: Decimal
     usd: Decimal
 
 
-ZERO_AMOUNT = LineAmount(Decimal(0), ZERO_USD)
+ZERO_AMOUNT = LineAmount(Decimal(0), Decimal(0), ZERO_USD)
 
 
 def close_month(account: Account, month: date, *, now: datetime, actor: str) -> tuple[Statement, bool]:
@@ -141,35 +145,75 @@ def _check_order(account: Account, begin: date) -> None:
 
 def _build_lines(account: Account, begin: date, end: date) -> Iterator[StatementLine]:
     """Yield the month's usage, and corrections: differences between costs and earlier statements of the months before."""
-    derived, billed = sum_derived_costs(account, until=end), sum_billed_costs(account)
-    for key in sorted({*derived, *billed}):
+    billed = sum_billed_costs(account)
+    unrated = {key[:4] for key in billed if key.rate is None and key.item != BillableItem.LLM}
+    derived = sum_derived_costs(account, until=end, unrated=unrated)
+    for key in sorted({*derived, *billed}, key=lambda key: (*key[:4], key.rate or 0)):
         cost, earlier = derived.get(key, ZERO_AMOUNT), billed.get(key, ZERO_AMOUNT)
         if key.month == begin or cost.usd != earlier.usd:
             yield StatementLine(
                 kind=StatementLine.Kind.USAGE if key.month == begin else StatementLine.Kind.CORRECTION,
-                for_month=key.month, agent_did=key.agent_did, provider=key.provider, item=key.item,
-                quantity=cost.quantity - earlier.quantity, usd=cost.usd - earlier.usd,
+                for_month=key.month, agent_did=key.agent_did, provider=key.provider, item=key.item, rate_id=key.rate,
+                quantity=cost.quantity - earlier.quantity, free=cost.free - earlier.free, usd=cost.usd - earlier.usd,
             )  # fmt: skip
 
 
-def sum_derived_costs(account: Account, *, until: date, since: date | None = None) -> dict[LineKey, LineAmount]:
-    """Sum an account's derived costs by line, each rounded half up to cents."""
+def preview_month(account: Account, month: date) -> list[StatementLine]:
+    """Build the lines that the statement of an open month would have if it were closed now. Nothing is stored.
+
+    The lines are preliminary: usage may still be metered and priced. Earlier open months have statements of their own and are
+    left out."""
+    begin = month.replace(day=1)
+    closed = {*Statement.objects.filter(account=account).values_list("month", flat=True)}
+    lines = _build_lines(account, begin, start_of_next_month(begin))
+    return [line for line in lines if line.for_month == begin or (line.for_month < begin and line.for_month in closed)]
+
+
+def sum_derived_costs(
+    account: Account, *, until: date, since: date | None = None, unrated: Collection[tuple[Any, ...]] = ()
+) -> dict[LineKey, LineAmount]:
+    """Sum an account's derived costs by line, each rounded half up to cents.
+
+    A line's amount follows from its own quantity and rate. `unrated` are the (month, agent, provider, item) of statements
+    closed before lines had a rate: their rates are summed to one line."""
     rows = CostRecord.objects.filter(Q(day__gte=since) if since else Q(), account=account, day__lt=until)
     rows = rows.annotate(month=TruncMonth("day")).order_by()
-    sums = rows.values_list("month", "agent_did", "provider", "item").annotate(a=sum_exact("quantity"), b=sum_exact("usd"))
-    return {
-        LineKey(*key): LineAmount(nanos_to_decimal(quantity), pricing.round_half_up(Fraction(nano, 10**9), pricing.CENT_PLACES))
-        for *key, quantity, nano in sums
-    }
+    groups = rows.values_list("month", "agent_did", "provider", "item", "rate", "rate__usd")
+    derived: dict[LineKey, LineAmount] = {}
+    nano_sums: Counter[LineKey] = Counter()
+    for month, agent, provider, item, rate, rate_usd, quantity, free, nano in groups.annotate(
+        a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd")
+    ):
+        group = (month, agent, provider, item)
+        key = LineKey(*group, None if group in unrated else rate)
+        before = derived.get(key, ZERO_AMOUNT)
+        nano_sums[key] += nano
+        usd = Fraction(nano_sums[key], 10**9)
+        if key.rate:
+            usd = _price_line(usd, Fraction(quantity - free, 10**9) * Fraction(rate_usd))
+        derived[key] = LineAmount(
+            before.quantity + nanos_to_decimal(quantity),
+            before.free + nanos_to_decimal(free),
+            pricing.round_half_up(usd, pricing.CENT_PLACES),
+        )
+    return derived
+
+
+def _price_line(recorded: Fraction, product: Fraction) -> Fraction:
+    """Return a line's amount: its quantity x rate, or the recorded costs if a cost record among them was limited.
+
+    The two differ otherwise only by the rounding of the cost records to nine decimal places."""
+    return product if abs(product - recorded) < 1 else recorded
 
 
 def sum_billed_costs(account: Account) -> dict[LineKey, LineAmount]:
     """Sum the lines of an account's statements, corrections included."""
     rows = StatementLine.objects.filter(statement__account=account).order_by()
-    sums = rows.values_list("for_month", "agent_did", "provider", "item").annotate(a=sum_exact("quantity"), b=sum_exact("usd"))
+    groups = rows.values_list("for_month", "agent_did", "provider", "item", "rate")
+    sums = groups.annotate(a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"))
     return {
-        LineKey(*key): LineAmount(nanos_to_decimal(quantity), nanos_to_decimal(nano).quantize(ZERO_USD))
-        for *key, quantity, nano in sums
+        LineKey(*key): LineAmount(nanos_to_decimal(quantity), nanos_to_decimal(free), nanos_to_decimal(nano).quantize(ZERO_USD))
+        for *key, quantity, free, nano in sums
     }
 
 

@@ -7,9 +7,11 @@ from typing import Any
 from django import forms
 from django.contrib import admin
 from django.contrib.admin.utils import unquote
+from django.core.exceptions import PermissionDenied
 from django.db.models import Count
-from django.http import HttpRequest
-from django.urls import reverse
+from django.http import Http404, HttpRequest, HttpResponse
+from django.shortcuts import get_object_or_404
+from django.urls import URLPattern, path, reverse
 from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -19,6 +21,7 @@ from billing import statements
 from billing.admin import members as admin_members
 from billing.admin.formatting import build_total_cost_field, format_cents, format_money_brief
 from billing.admin.usage import build_month_filter, get_month
+from billing.api.statements import parse_month, render_lines_csv
 from billing.models import HOUSE_ACCOUNT_NAME, Account, CostRecord, Credit, Membership, Statement
 from billing.money_sums import nanos_to_decimal, sum_exact
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
@@ -143,6 +146,23 @@ class AccountAdmin(ConsoleModelAdmin):
     def closed(self, row: Account) -> str:
         return f"{row.last:%Y-%m}" if row.last else "–"  # type: ignore[attr-defined]
 
+    def get_urls(self) -> list[URLPattern]:
+        lines = self.admin_site.admin_view(self.download_preview)
+        return [path("<int:pk>/preliminary/<str:month>.csv", lines, name="billing_account_preview"), *super().get_urls()]
+
+    def download_preview(self, request: HttpRequest, pk: int, month: str) -> HttpResponse:
+        """Send the lines of a month that is not closed as CSV, each marked as preliminary."""
+        if not request.user.has_perm("billing.view_statement"):
+            raise PermissionDenied
+        account, begin = get_object_or_404(Account, pk=pk), parse_month(month)
+        if begin is None or Statement.objects.filter(account=account, month=begin).exists():
+            raise Http404("This month is closed, or is not a month.")
+        return HttpResponse(
+            render_lines_csv(statements.preview_month(account, begin), preliminary=True),
+            content_type="text/csv; charset=utf-8",
+            headers={"Content-Disposition": f'attachment; filename="{account.name}-{month}-preliminary.csv"'},
+        )
+
     def get_page_context(self, request: HttpRequest, row: Account) -> dict[str, Any]:
         now = timezone.now()
         remaining, months = statements.get_remaining_credits(row), statements.find_open_months(row, now=now)
@@ -183,6 +203,10 @@ class AccountAdmin(ConsoleModelAdmin):
             "all_credits": _build_account_url("billing_credit", row),
             "statements": [(each, format_cents(each.total)) for each in closed[: MAX_PANEL_ROWS + 1]],
             "all_statements": _build_account_url("billing_statement", row),
+            "previews": [
+                (name, reverse("admin:billing_account_preview", args=[row.pk, name]))
+                for name in (f"{month:%Y-%m}" for month in [*months[:3], get_month(now)])
+            ],
             "limit": MAX_PANEL_ROWS,
         }
 

@@ -74,6 +74,8 @@ def build_forecast_field(budget: Budget, now: datetime) -> SummaryField:
     day, pace = forecast_budget(budget, now)
     if budgets.is_exhausted(budget, now):
         return SummaryField("Ran out", f"on {day}", note="day of detection")
+    if budget.period == Period.HOUR:
+        return SummaryField("Runs out", "in this hour" if day else "not in this period", note="at the rate of this hour")
     if pace is None and day is None:
         return SummaryField("Runs out", "no forecast yet", note="needs one full day of usage")
     not_soon = "not expected" if budget.period == Period.EVER else "not in this period"

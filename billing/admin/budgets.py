@@ -170,7 +170,7 @@ class BudgetAdmin(ConsoleModelAdmin):
 
     @display(description="Budget")
     def what(self, row: Budget) -> SafeString:
-        period = {Period.DAY: "per day", Period.MONTH: "per month", Period.EVER: "lifetime"}[Period(row.period)]
+        period = "lifetime" if row.period == Period.EVER else f"per {row.period}"
         return render_two_lines(f"{format_usd(row.amount)} {get_unit_label(row)}", period)
 
     @display(description="Applies to")
@@ -238,7 +238,13 @@ class BudgetAdmin(ConsoleModelAdmin):
             SummaryField(
                 "Period",
                 f"{row.get_period_display()}, UTC" if ends else "lifetime",
-                note=format_html("since {}, {}", f"{began:%Y-%m-%d}", render_reset_time(row, now)) if ends else "no reset",
+                note=format_html(
+                    "since {}, {}",
+                    f"{began:%Y-%m-%d %H:%M}" if row.period == Period.HOUR else f"{began:%Y-%m-%d}",
+                    render_reset_time(row, now),
+                )
+                if ends
+                else "no reset",
             ),
             SummaryField(
                 "Warning",

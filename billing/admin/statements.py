@@ -13,9 +13,10 @@ from unfold.contrib.filters.admin import RelatedDropdownFilter
 from unfold.decorators import display
 
 from billing import statements
-from billing.admin.formatting import format_cents, format_quantity_brief
-from billing.api.statements import render_lines_csv
+from billing.admin.formatting import format_cents, format_quantity
+from billing.api.statements import find_lines, render_lines_csv
 from billing.models import BillableItem, Statement, StatementLine
+from billing.pricing import format_decimal
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import build_changelist_url, render_admin_link, render_time_ago, render_two_lines
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
@@ -52,7 +53,7 @@ class StatementAdmin(ReadOnlyModelAdmin):
         row = get_object_or_404(Statement.objects.select_related("account"), pk=pk)
         name = f"{row.account.name}-{row.month:%Y-%m}.csv"
         return HttpResponse(
-            render_lines_csv(row.lines.all()),
+            render_lines_csv(find_lines(row)),
             content_type="text/csv; charset=utf-8",
             headers={"Content-Disposition": f'attachment; filename="{name}"'},
         )
@@ -82,7 +83,7 @@ class StatementAdmin(ReadOnlyModelAdmin):
         return render_two_lines(render_time_ago(row.closed_at), f"by {row.closed_by}")
 
     def get_page_context(self, request: HttpRequest, row: Statement) -> dict[str, Any]:
-        lines, number = [*row.lines.all()[:MAX_LINES_SHOWN]], row.lines.count()
+        lines, number = [*find_lines(row)[:MAX_LINES_SHOWN]], row.lines.count()
         return {
             "lines": f"{number:,} lines" if number > len(lines) else "",
             "shown": f"{len(lines):,}",
@@ -108,6 +109,9 @@ def _build_line(line: StatementLine) -> dict[str, Any]:
         "provider": line.provider or "–",
         "item": BillableItem(line.item).label,
         "month": f"{line.for_month:%Y-%m}",
-        "quantity": format_quantity_brief(line.quantity),
+        "quantity": format_quantity(line.quantity),
+        "free": format_quantity(line.free) if line.free else "–",
+        "rate": format_decimal(line.rate.usd) if line.rate else "as stated" if line.item == BillableItem.LLM else "–",
+        "rate_from": f"from {line.rate.valid_from:%Y-%m-%d %H:%M}" if line.rate else "",
         "usd": format_cents(line.usd),
     }

@@ -2,11 +2,12 @@
 
 import csv
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import date
 from io import StringIO
 from typing import Any, cast
 
+from django.db.models import QuerySet
 from django.http import HttpResponse
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
@@ -16,6 +17,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from billing import statements
 from billing.api.views import (
     COSTS_SCOPE,
     CSV_MEDIA_TYPE,
@@ -26,7 +28,7 @@ from billing.api.views import (
     build_responses,
     validate_query,
 )
-from billing.models import BillableItem, Statement, StatementLine
+from billing.models import Account, BillableItem, Statement, StatementLine
 from billing.pricing import format_decimal
 
 NOT_FOUND_RESPONSE = {(404, "application/problem+json"): OpenApiResponse(PROBLEM_SCHEMA, description="Not Found")}
@@ -65,13 +67,19 @@ class StatementLineSerializer(serializers.Serializer):
     item = serializers.CharField()
     unit = serializers.CharField()
     quantity = serializers.CharField()
-    usd = serializers.CharField(help_text="Rounded to cents; negative: refund by a correction.")
+    free = serializers.CharField(help_text="Part of the quantity within the allowance.")
+    rate_usd = serializers.CharField(help_text="USD per unit; empty for model calls, whose cost is stated.")
+    rate_from = serializers.CharField(help_text="Start of the rate; empty without a rate.")
+    usd = serializers.CharField(
+        help_text="(quantity - free) x rate_usd, rounded half up to cents. A correction is the difference to what was billed."
+    )
+    status = serializers.CharField(help_text="final, or preliminary for a month that is not closed.")
 
 
 class StatementSerializer(serializers.Serializer):
     account = serializers.CharField()
     month = serializers.CharField()
-    closed_at = serializers.DateTimeField()
+    closed_at = serializers.DateTimeField(allow_null=True, help_text="Null if the month is not closed.")
     subtotal_usd = serializers.CharField(help_text="Sum of the lines.")
     credit_used_usd = serializers.CharField()
     total_usd = serializers.CharField(help_text="Amount due; negative: refund.")
@@ -79,6 +87,10 @@ class StatementSerializer(serializers.Serializer):
 
 class StatementDetailSerializer(StatementSerializer):
     lines = StatementLineSerializer(many=True)
+
+
+class StatementDetailQuerySerializer(serializers.Serializer):
+    preliminary = serializers.BooleanField(default=False, help_text="Also return the month if it is not closed yet.")
 
 
 class StatementListSerializer(serializers.Serializer):
@@ -111,11 +123,11 @@ class StatementListView(APIView):
         filters = {
             field: parameters[name] for name, field in (("account", "account__name"), ("month", "month")) if name in parameters
         }
-        statements = Statement.objects.filter(**filters).select_related("account").order_by("-month", "account__name")
+        rows = Statement.objects.filter(**filters).select_related("account").order_by("-month", "account__name")
         if request.accepted_renderer.format == "csv":
-            return Response(render_statements_csv(statements))
-        count = statements.count()
-        results = [render_statement(row) for row in statements[: parameters["limit"]]]
+            return Response(render_statements_csv(rows))
+        count = rows.count()
+        results = [render_statement(row) for row in rows[: parameters["limit"]]]
         return Response({"left_out": count - len(results), "results": results})
 
 
@@ -130,22 +142,39 @@ class StatementDetailView(APIView):
         parameters=[
             OpenApiParameter("account", str, OpenApiParameter.PATH, description="Name of the account."),
             OpenApiParameter("month", str, OpenApiParameter.PATH, description="Month such as 2026-11."),
+            StatementDetailQuerySerializer,
         ],
         responses=build_responses(StatementDetailSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR} | NOT_FOUND_RESPONSE,
     )
     def get(self, request: Request, account: str, month: str) -> HttpResponse:
         """Return one statement with its lines: usage, then corrections of earlier closed months. Operator keys only.
 
-        `Accept: text/csv` or `format=csv` returns the lines as a table."""
+        `Accept: text/csv` or `format=csv` returns the lines as a table. With `preliminary=true` a month that is not closed is
+        returned as it stands; each of its lines has the status `preliminary`."""
         require_operator(request)
+        query = StatementDetailQuerySerializer(data=request.query_params.dict())
+        query.is_valid(raise_exception=True)
         first_day = parse_month(month)
         rows = Statement.objects.filter(account__name=account).select_related("account")
         statement = rows.filter(month=first_day).first() if first_day else None
         if statement is None:
-            raise NotFound("There is no such statement.")
+            owner = Account.objects.filter(name=account).first()
+            if not (owner and first_day and query.validated_data["preliminary"]):
+                raise NotFound("There is no such statement. preliminary=true returns a month that is not closed.")
+            return Response(_render_preview(owner, first_day, csv=request.accepted_renderer.format == "csv"))
         if request.accepted_renderer.format == "csv":
-            return Response(render_lines_csv(statement.lines.all()))
+            return Response(render_lines_csv(find_lines(statement)))
         return Response(render_statement_detail(statement))
+
+
+def find_lines(row: Statement) -> QuerySet[StatementLine]:
+    """Return the lines of a statement with their rates, in one query."""
+    return row.lines.select_related("rate")
+
+
+def _render_preview(account: Account, month: date, *, csv: bool) -> Any:
+    lines = statements.preview_month(account, month)
+    return render_lines_csv(lines, preliminary=True) if csv else render_preview_detail(account, month, lines)
 
 
 def render_statement(row: Statement) -> dict[str, Any]:
@@ -161,10 +190,18 @@ def render_statement(row: Statement) -> dict[str, Any]:
 
 
 def render_statement_detail(row: Statement) -> dict[str, Any]:
-    return render_statement(row) | {"lines": [render_statement_line(line) for line in row.lines.all()]}
+    return render_statement(row) | {"lines": [render_statement_line(line) for line in find_lines(row)]}
 
 
-def render_statement_line(line: StatementLine) -> dict[str, Any]:
+def render_preview_detail(account: Account, month: date, lines: Sequence[StatementLine]) -> dict[str, Any]:
+    """Serialize the lines of an open month like a statement that uses the credit of now."""
+    subtotal = sum((line.usd for line in lines), statements.ZERO_USD)
+    used = min(statements.get_balance(account), max(subtotal, statements.ZERO_USD))
+    draft = Statement(account=account, month=month, subtotal=subtotal, credit_used=used, total=subtotal - used)
+    return render_statement(draft) | {"lines": [render_statement_line(line, preliminary=True) for line in lines]}
+
+
+def render_statement_line(line: StatementLine, *, preliminary: bool = False) -> dict[str, Any]:
     return {
         "kind": line.kind,
         "for_month": f"{line.for_month:%Y-%m}",
@@ -173,16 +210,20 @@ def render_statement_line(line: StatementLine) -> dict[str, Any]:
         "item": line.item,
         "unit": BillableItem(line.item).label,
         "quantity": format_decimal(line.quantity),
+        "free": format_decimal(line.free),
+        "rate_usd": format_decimal(line.rate.usd) if line.rate else "",
+        "rate_from": f"{line.rate.valid_from:%Y-%m-%dT%H:%M:%SZ}" if line.rate else "",
         "usd": str(line.usd),
+        "status": "preliminary" if preliminary else "final",
     }
 
 
-def render_lines_csv(lines: Iterable[StatementLine]) -> str:
+def render_lines_csv(lines: Iterable[StatementLine], *, preliminary: bool = False) -> str:
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*StatementLineSerializer().fields])
     for line in lines:
-        writer.writerow(render_statement_line(line).values())
+        writer.writerow(render_statement_line(line, preliminary=preliminary).values())
     return text.getvalue()
 
 

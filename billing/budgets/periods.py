@@ -1,6 +1,6 @@
 """Budget periods: their bounds, and a budget's state in the current one."""
 
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
 from django.db.models import Q
@@ -13,6 +13,9 @@ from billing.models.budgets import Period
 def get_period_bounds(period: str, now: datetime) -> tuple[datetime, datetime | None]:
     """Return the start of the current period and of the next one. A lifetime budget starts at EPOCH and has no next period."""
     day = to_utc_date(now)
+    if period == Period.HOUR:
+        began = now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+        return began, began + timedelta(hours=1)
     if period == Period.DAY:
         return start_of_day(day), start_of_day(day + timedelta(days=1))
     if period == Period.MONTH:

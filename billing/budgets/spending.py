@@ -5,15 +5,18 @@ from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
+from uuid import UUID
 
 from django.db.models import Q, QuerySet
 
 from billing.budgets.periods import get_period_bounds
 from billing.budgets.scopes import build_cost_filter, build_usage_filters, find_open_tabs
+from billing.hourly import sum_hourly_time, sum_hourly_usd
 from billing.intervals import MICROSECOND
 from billing.models import BillableItem, Budget, CostRecord, Tab, UsageKind, UsageRecord
-from billing.models.budgets import Unit
+from billing.models.budgets import Period, Unit
 from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.pricing import round_half_up
 from billing.totals import BILLABLE_STATES, TOTAL_DURATION
 
 HOUR = timedelta(hours=1)
@@ -29,10 +32,24 @@ class DailySpending(NamedTuple):
 
 def sum_spending(budget: Budget, began: datetime, ends: datetime | None) -> Decimal:
     """Sum the spending in a budget's scope between two bounds of a period, in the budget's unit."""
+    if budget.period == Period.HOUR and ends:
+        total = sum(_sum_hour(budget, began, ends).values(), Fraction(0))
+        return round_half_up(total)
     if budget.unit == Unit.USD:
         return nanos_to_decimal(_find_cost_records(budget, began, ends).aggregate(nano=sum_exact("usd"))["nano"])
     durations = [part.aggregate(sum=TOTAL_DURATION)["sum"] for part in _find_time_records(budget, began, ends)]
     return to_hours(sum(filter(None, durations), timedelta(0))).quantize(NINE_PLACES)
+
+
+def _sum_hour(budget: Budget, began: datetime, ends: datetime) -> dict[UUID | None, Fraction]:
+    """Sum the spending of each lease in one hour, in the budget's unit."""
+    parts = build_usage_filters(budget, began)
+    if budget.unit == Unit.USD:
+        return sum_hourly_usd(began, ends, parts)
+    return {
+        holder: Fraction(time // MICROSECOND, HOUR // MICROSECOND)
+        for holder, time in sum_hourly_time(began, ends, parts).items()
+    }
 
 
 def sum_spending_by_day(budget: Budget, since: datetime, ends: datetime | None) -> dict[date, DailySpending]:
@@ -58,7 +75,12 @@ def find_top_spenders(budget: Budget, *, now: datetime, limit: int) -> list[tupl
     Tabs without any spending fill the list up to `limit`, newest first."""
     began, ends = get_period_bounds(budget.period, now)
     open_tabs = find_open_tabs(budget, now=now)
-    if budget.unit == Unit.USD:
+    if budget.period == Period.HOUR and ends:
+        open_holders = {*open_tabs.values_list("holder", flat=True)}
+        found = [(holder, usd) for holder, usd in _sum_hour(budget, began, ends).items() if holder in open_holders]
+        largest = sorted(found, key=lambda row: (-row[1], str(row[0])))[:limit]
+        spent = {holder: round_half_up(amount) for holder, amount in largest if holder}
+    elif budget.unit == Unit.USD:
         costs = _find_cost_records(budget, began, ends).filter(holder__in=open_tabs.values("holder")).order_by()
         sums = costs.values_list("holder").annotate(sum=sum_exact("usd")).order_by("-sum", "holder")[:limit]
         spent = {holder: nanos_to_decimal(nano) for holder, nano in sums}

@@ -11,6 +11,7 @@ from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.periods import get_period_bounds
 from billing.budgets.spending import sum_spending
 from billing.models import Budget
+from billing.models.budgets import Period
 from billing.pricing import format_decimal
 from sandboxes.db.clock import format_timestamp
 from sandboxes.lifecycle import checkpoint
@@ -74,7 +75,8 @@ def _emit_event(budget: Budget, event: EventType, *, now: datetime) -> None:
         "amount": format_decimal(budget.amount), "spent": format_decimal(budget.spent), "warn_percent": budget.warn_percent,
         "hard": budget.hard, "period_began": format_timestamp(began), "resets_at": format_timestamp(ends) if ends else None,
     }  # fmt: skip
-    outbox.enqueue_event(event, key=f"{budget.pk} {began:%Y-%m-%d} {budget}"[:255], payload=payload, now=now)
+    period_key = f"{began:%Y-%m-%dT%H}" if budget.period == Period.HOUR else f"{began:%Y-%m-%d}"
+    outbox.enqueue_event(event, key=f"{budget.pk} {period_key} {budget}"[:255], payload=payload, now=now)
     log.info(event.value, budget=budget.pk, description=str(budget), spent=format_decimal(budget.spent), hard=budget.hard)
 
 

@@ -28,8 +28,9 @@ class Unit(models.TextChoices):
 
 
 class Period(models.TextChoices):
-    """UTC calendar day or month, or a lifetime (`ever`), which does not reset."""
+    """UTC calendar hour, day or month, or a lifetime (`ever`), which does not reset."""
 
+    HOUR = "hour"
     DAY = "day"
     MONTH = "month"
     EVER = "ever"
@@ -103,7 +104,9 @@ class Budget(models.Model):
         ]
 
     def __str__(self) -> str:
-        period_suffix = {Period.DAY: " a day", Period.MONTH: " a month", Period.EVER: " (lifetime)"}[Period(self.period)]
+        period_suffix = (
+            " (lifetime)" if self.period == Period.EVER else f" {'an' if self.period == Period.HOUR else 'a'} {self.period}"
+        )
         amount = f"{self.amount.normalize():f}"
         return f"{amount} {'USD' if self.unit == Unit.USD else 'hours'}{period_suffix} for {self.subject_label}"
 

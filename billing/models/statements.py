@@ -1,11 +1,13 @@
 """Credits and statements: append-only rows. A correction is a further row."""
 
 from collections.abc import Iterable
+from decimal import Decimal
 from typing import Any, NoReturn, TypeVar
 
 from django.core.exceptions import ValidationError
 from django.db import models
-from django.db.models import F, Q, QuerySet
+from django.db.models import F, Q, QuerySet, Value
+from django.db.models.functions import Coalesce
 
 __all__ = ["AppendOnlyModel", "Credit", "Statement", "StatementLine"]
 RowT = TypeVar("RowT", bound="AppendOnlyModel")
@@ -110,9 +112,10 @@ class Statement(AppendOnlyModel):
 
 
 class StatementLine(AppendOnlyModel):
-    """Cost of one agent's use of one item at one provider in one month, rounded to cents.
+    """Cost of one agent's use of one item at one provider in one month by one rate, rounded to cents.
 
-    A correction is the difference between that cost and the sum on earlier statements."""
+    usd = (quantity - free) x rate, rounded half up. A correction is the difference between that cost and the sum on earlier
+    statements. Lines of statements closed before lines had a rate, and lines of model calls, have none."""
 
     class Kind(models.TextChoices):
         USAGE = "usage", "usage"
@@ -125,19 +128,27 @@ class StatementLine(AppendOnlyModel):
     provider = models.CharField(max_length=32, blank=True)
     item = models.CharField(max_length=8)
     quantity = models.DecimalField(max_digits=18, decimal_places=9, help_text="In units of the item.")
+    free = models.DecimalField(
+        max_digits=18, decimal_places=9, default=Decimal(0), help_text="Part of the quantity within the allowance."
+    )
+    rate = models.ForeignKey(
+        "billing.Rate", on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text="Empty for model calls."
+    )
     usd = models.DecimalField("USD", max_digits=15, decimal_places=2)
 
     class Meta:
         default_permissions = ("view",)
-        ordering = ["-for_month", "agent_did", "provider", "item"]
+        ordering = ["-for_month", "agent_did", "provider", "item", "rate_id"]
         constraints = [
             models.UniqueConstraint(
-                fields=["statement", "for_month", "agent_did", "provider", "item"], name="statement_line_once"
+                "statement", "for_month", "agent_did", "provider", "item",
+                Coalesce("rate", Value(0), output_field=models.BigIntegerField()),
+                name="statement_line_once",
             ),
             models.CheckConstraint(
                 condition=Q(kind="correction") | Q(quantity__gte=0, usd__gte=0), name="statement_usage_positive"
             ),
-        ]
+        ]  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.item} in {self.for_month:%Y-%m}: {self.usd} USD"

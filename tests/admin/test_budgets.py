@@ -25,7 +25,7 @@ from sandboxes.models import Event
 from sandboxes.runs import Command
 from tests.admin.conftest import ADA
 from tests.conftest import MINUTE
-from tests.support.billing import create_budget, create_time_usage
+from tests.support.billing import create_budget, create_llm_call, create_time_usage
 from tests.support.console import WHY, assert_constant_queries, count_queries, fetch, get_fields, list_rows, row_url
 
 pytestmark = pytest.mark.django_db
@@ -232,6 +232,19 @@ def test_the_page_forecasts_the_day_a_budget_runs_out(viewer: Client) -> None:
     assert forecast_field(100, scope="agent", subject="did:plc:idle") == ("Runs out", "no forecast yet", unknown)
     assert forecast_field(5) == ("Ran out", f"on {today}", "day of detection")
     assert forecast_field(100, active=False) == ("Runs out", "–", "the budget is inactive")
+
+
+def test_an_hourly_budget_has_a_page_with_its_hour_and_its_spenders(viewer: Client, spend: Callable[..., Lease]) -> None:
+    lease = spend(2)
+    create_llm_call(lease, cost=Decimal("0.5"), started_at=timezone.now())
+    hourly, usd = budget(1, period="hour"), budget(1, unit="usd", period="hour")
+    assert "per hour" in fetch(viewer, LIST)
+    for row in (hourly, usd):
+        answer = viewer.get(row_url(row))
+        began = budgets.get_period_bounds("hour", timezone.now())[0]
+        assert f"since {began:%Y-%m-%d %H:%M}" in answer.content.decode()
+        assert str(lease.pk) in answer.content.decode()
+    assert Budget.objects.get(pk=usd.pk).spent >= Decimal("0.5")
 
 
 # --- other pages ------------------------------------------------------------------------------------------------------

@@ -512,6 +512,15 @@ def test_a_statement_shows_the_corrected_month(viewer: Client, used: Account) ->
     assert [(line["quantity"], line["usd"]) for line in shown["usage"]] == [("10", "2.00")]
 
 
+def test_an_open_month_is_exported_as_preliminary(viewer: Client, used: Account) -> None:
+    shown = viewer.get(row_url(used))
+    name, url = shown.context["previews"][-1]
+    file = viewer.get(url)
+    assert file["Content-Disposition"] == f'attachment; filename="{used.name}-{name}-preliminary.csv"'
+    rows = [*csv.DictReader(io.StringIO(file.content.decode()))]
+    assert rows and {row["status"] for row in rows} == {"preliminary"}
+
+
 def test_half_a_cent_is_rounded_up_on_every_page(viewer: Client, used: Account) -> None:
     spent = CostRecord.objects.filter(account=used, day__gte=MONTH).aggregate(usd=Sum("usd"))["usd"]
     assert spent % Decimal("0.01") == Decimal("0.005")

@@ -78,9 +78,10 @@ def test_a_statement_has_its_lines(operator: ApiClient) -> None:
     }  # fmt: skip
     time = {
         "kind": "usage", "for_month": "2026-11", "agent": ADA, "provider": "acme", "item": "time", "unit": "sandbox-hours",
-        "quantity": "3", "usd": "1.50",
+        "quantity": "3", "free": "0", "rate_usd": "0.5", "rate_from": "2020-01-01T00:00:00Z", "usd": "1.50", "status": "final",
     }  # fmt: skip
-    assert lines == [time | {"item": "llm", "unit": "model calls", "quantity": "1", "usd": "0.13"}, time]
+    unrated = {"rate_usd": "", "rate_from": ""}
+    assert lines == [time | unrated | {"item": "llm", "unit": "model calls", "quantity": "1", "usd": "0.13"}, time]
     for path in ("team/2026-10", "unknown/2026-11", "team/2026-13", "team/november", "team/2026-11-01"):
         assert operator.get(f"statements/{path}").status_code == 404
 
@@ -100,8 +101,27 @@ def test_statements_are_csv_on_request(operator: ApiClient) -> None:
     rows = [line[:2] for line in csv.reader(StringIO(listed))][1:]
     assert rows == [["house", "2026-11"], ["team", "2026-11"], ["house", "2026-10"]]
     lines = Client().get("/api/v1/statements/team/2026-11", headers=headers).content.decode()
-    assert [*csv.reader(StringIO(lines))][2] == ["usage", "2026-11", ADA, "acme", "time", "sandbox-hours", "3", "1.50"]
+    assert [*csv.reader(StringIO(lines))][2] == [
+        "usage", "2026-11", ADA, "acme", "time", "sandbox-hours", "3", "0", "0.5", "2020-01-01T00:00:00Z", "1.50", "final",
+    ]  # fmt: skip
     assert run_command("show", "--account", "team", "--month", "2026-11", "--csv") == lines
+
+
+@pytest.mark.usefixtures("closed")
+def test_an_open_month_is_returned_as_preliminary_on_request(operator: ApiClient) -> None:
+    create_time_usage("2026-12-02T22:00", HOUR, provider="acme")
+    advance_and_price(parse_utc("2026-12-03T00:00"))
+    path = "statements/team/2026-12"
+    assert operator.get(path).status_code == 404
+    assert operator.get(f"{path}?preliminary=soon").json()["errors"][0]["field"] == "preliminary"
+    response = operator.get(f"{path}?preliminary=true").json()
+    assert (response["closed_at"], response["total_usd"]) == (None, "0.50")
+    assert [(line["status"], line["usd"]) for line in response["lines"]] == [("preliminary", "0.50")]
+    headers = {"Authorization": f"Bearer {operator.key}", "Accept": "text/csv"}
+    lines = Client().get(f"/api/v1/{path}?preliminary=true", headers=headers).content.decode()
+    assert [row["status"] for row in csv.DictReader(StringIO(lines))] == ["preliminary"]
+    assert run_command("show", "--account", "team", "--month", "2026-12", "--csv", "--preliminary") == lines
+    assert run_command("show", "--account", "team", "--month", "2026-12", "--preliminary").startswith("preliminary: ")
 
 
 # --- manage.py statements ---------------------------------------------------------------------------------------------
@@ -116,7 +136,7 @@ def test_the_command_lists_and_shows() -> None:
         "team     2026-11  1.63    0.50    1.13",
     ]
     shown = run_command("show", "--account", "team", "--month", "2026-11").splitlines()
-    assert shown[1].split() == [ADA, "acme", "model", "calls", "2026-11", "1", "0.13"]
+    assert shown[1].split() == [ADA, "acme", "model", "calls", "2026-11", "1", "0", "-", "0.13"]
     assert [line.split()[-1] for line in shown[3:]] == ["1.63", "-0.50", "1.13"]
     encoded = json.loads(run_command("show", "--account", "team", "--month", "2026-11", "--json"))
     assert (encoded["total_usd"], len(encoded["lines"])) == ("1.13", 2)

@@ -2,6 +2,7 @@
 
 import json as encoding
 from argparse import ArgumentParser
+from decimal import Decimal
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
@@ -10,14 +11,15 @@ from django.utils import timezone
 from billing import statements
 from billing.api.statements import (
     StatementQuerySerializer,
+    find_lines,
     render_lines_csv,
+    render_preview_detail,
     render_statement,
     render_statement_detail,
     render_statements_csv,
 )
 from billing.management.options import format_table, validate_options
-from billing.models import Account, BillableItem, Statement
-from billing.pricing import format_decimal
+from billing.models import Account, Statement
 
 
 class Command(BaseCommand):
@@ -27,6 +29,9 @@ class Command(BaseCommand):
         parser.add_argument("action", choices=["list", "show", "close"])
         parser.add_argument("--account", metavar="NAME", help="only of this account")
         parser.add_argument("--month", metavar="YYYY-MM", help="month (UTC), such as 2026-11")
+        parser.add_argument(
+            "--preliminary", action="store_true", help="show: also a month that is not closed, with its lines so far"
+        )
         output = parser.add_mutually_exclusive_group()
         output.add_argument(
             "--csv",
@@ -35,7 +40,7 @@ class Command(BaseCommand):
         )
         output.add_argument("--json", action="store_true", help="one line of JSON")
 
-    def handle(self, *args: Any, action: str, csv: bool, json: bool, **options: Any) -> None:
+    def handle(self, *args: Any, action: str, csv: bool, json: bool, preliminary: bool, **options: Any) -> None:
         selected = validate_options(StatementQuerySerializer, options)
         if "account" in selected and not Account.objects.filter(name=selected["account"]).exists():
             raise CommandError(f"--account: there is no {selected['account']!r}.")
@@ -47,7 +52,7 @@ class Command(BaseCommand):
         }
         rows = [*Statement.objects.filter(**filters).select_related("account").order_by("month", "account__name")]
         if action == "show":
-            self._show(selected, rows, csv, json)
+            self._show(selected, rows, csv, json, preliminary)
         elif csv:
             self.stdout.write(render_statements_csv(rows), ending="")
         elif json:
@@ -74,25 +79,40 @@ class Command(BaseCommand):
                 refused.append(f"{account}: {error}")
         return refused
 
-    def _show(self, selected: dict[str, Any], rows: list[Statement], csv: bool, json: bool) -> None:
+    def _show(self, selected: dict[str, Any], rows: list[Statement], csv: bool, json: bool, preliminary: bool) -> None:
         if not {"account", "month"} <= selected.keys():
             raise CommandError("show requires --account and --month.")
-        if not rows:
-            raise CommandError(f"{selected['month']:%Y-%m} of {selected['account']} is not closed.")
-        row = rows[0]
-        if csv:
-            self.stdout.write(render_lines_csv(row.lines.all()), ending="")
-        elif json:
-            self.stdout.write(encoding.dumps(render_statement_detail(row) | _render_json_statement(row)))
+        if not rows and not preliminary:
+            raise CommandError(
+                f"{selected['month']:%Y-%m} of {selected['account']} is not closed. --preliminary shows its lines so far."
+            )
+        if rows:
+            detail = render_statement_detail(rows[0]) | _render_json_statement(rows[0])
         else:
-            header = ["agent", "provider", "item", "month", "quantity", "USD"]
-            lines = [
-                [line.agent_did or "(none)", line.provider, BillableItem(line.item).label, f"{line.for_month:%Y-%m}",
-                 format_decimal(line.quantity), str(line.usd)]
-                for line in row.lines.all()
-            ]  # fmt: skip
-            sums = (("subtotal", row.subtotal), ("credit used", -row.credit_used), ("to pay", row.total))
-            self.stdout.write(format_table(header, [*lines, *([name, "", "", "", "", str(usd)] for name, usd in sums)]))
+            account = Account.objects.get(name=selected["account"])
+            lines = statements.preview_month(account, selected["month"])
+            detail = render_preview_detail(account, selected["month"], lines)
+        if csv:
+            text = render_lines_csv(find_lines(rows[0])) if rows else render_lines_csv(lines, preliminary=True)
+            self.stdout.write(text, ending="")
+        elif json:
+            self.stdout.write(encoding.dumps(detail))
+        else:
+            self.stdout.write(_format_detail(detail, preliminary=not rows))
+
+
+def _format_detail(detail: dict[str, Any], *, preliminary: bool) -> str:
+    """Format the lines and sums of a statement, or of an open month, as a table."""
+    header = ["agent", "provider", "item", "month", "quantity", "free", "rate", "USD"]
+    lines = [
+        [line["agent"] or "(none)", line["provider"], line["unit"], line["for_month"], line["quantity"], line["free"],
+         line["rate_usd"] or "-", line["usd"]]
+        for line in detail["lines"]
+    ]  # fmt: skip
+    credit = str(-Decimal(detail["credit_used_usd"]))
+    sums = (("subtotal", detail["subtotal_usd"]), ("credit used", credit), ("to pay", detail["total_usd"]))
+    note = "preliminary: this month is not closed\n" if preliminary else ""
+    return note + format_table(header, [*lines, *([name, "", "", "", "", "", "", usd] for name, usd in sums)])
 
 
 def _format_row(row: Statement) -> list[str]:

@@ -31,7 +31,7 @@ class Command(BaseCommand):
         add = actions.add_parser("add", help="create a budget")
         add.add_argument("amount", help="amount, such as 12.50")
         add.add_argument("unit", choices=Unit.values)
-        add.add_argument("period", choices=Period.values, help="calendar period, in UTC")
+        add.add_argument("period", choices=Period.values, help="calendar period, in UTC; ever: no reset")
         scope = add.add_mutually_exclusive_group(required=True)
         scope.add_argument("--all", action="store_true", help="the whole installation")
         scope.add_argument("--agent", metavar="DID", help="agent, also one that has not joined yet: a warning is printed then")
@@ -106,8 +106,8 @@ def _build_budget(*, unit: str, period: str, agent: str | None, key: str | None,
         budget.scope, budget.subject = Scope.ENVIRONMENT_TYPE, name
     elif account is not None:
         if not Account.objects.filter(name=account).exists():
-            known = Account.objects.values_list("name", flat=True)
-            raise CommandError(f"--account: no such account: {account[:80]}.{suggest_match(account, known)}")
+            accounts = Account.objects.values_list("name", flat=True)
+            raise CommandError(f"--account: no such account: {account[:80]}.{suggest_match(account, accounts)}")
         budget.scope, budget.subject = Scope.ACCOUNT, account
     return budget
 
@@ -148,5 +148,5 @@ def _format_budget(budget: Budget) -> str:
     elif spent >= budget.amount:
         notes.append("EXHAUSTED")
     elif day := predict_exhaustion_date(budget, now):
-        notes.append(f"exhausted on {day} at the current rate")
+        notes.append(f"exhausted {'in this hour' if budget.period == Period.HOUR else f'on {day}'} at the current rate")
     return f"{budget.pk} {budget}: {format_decimal(spent)} spent ({', '.join(notes)})"

@@ -45,6 +45,9 @@ MIDNIGHT = datetime(2026, 11, 22, tzinfo=UTC)
 @pytest.mark.parametrize(
     ("period", "now", "began", "ends"),
     [
+        ("hour", "2026-11-21T12:00Z", "2026-11-21T12:00", "2026-11-21T13:00"),
+        ("hour", "2026-11-21T23:59:59.999999Z", "2026-11-21T23:00", "2026-11-22T00:00"),
+        ("hour", "2026-11-22T00:29+05:30", "2026-11-21T18:00", "2026-11-21T19:00"),
         ("ever", "2026-11-21T12:00Z", "1970-01-01", None), ("day", "2026-11-21T12:00Z", "2026-11-21", "2026-11-22"),
         ("day", "2026-11-21T23:59:59.999999Z", "2026-11-21", "2026-11-22"),
         ("day", "2026-11-22T00:00Z", "2026-11-22", "2026-11-23"), ("day", "2026-11-22T00:30+01:00", "2026-11-21", "2026-11-22"),
@@ -54,11 +57,44 @@ MIDNIGHT = datetime(2026, 11, 22, tzinfo=UTC)
         ("month", "2027-01-31T00:00Z", "2027-01-01", "2027-02-01"),
     ],
 )  # fmt: skip
-def test_periods_are_utc_days_and_months(period: str, now: str, began: str, ends: str | None) -> None:
+def test_periods_are_utc_hours_days_and_months(period: str, now: str, began: str, ends: str | None) -> None:
     def at(text: str) -> datetime:
         return datetime.fromisoformat(text).replace(tzinfo=UTC)
 
     assert budgets.get_period_bounds(period, datetime.fromisoformat(now)) == (at(began), at(ends) if ends else None)
+
+
+def test_hourly_budget_counts_its_own_hour_and_admits_again_in_the_next(grant: AnyCallable) -> None:
+    budget = create_budget("0.5", period="hour")
+    create_time_usage(NOW - MINUTE * 50, MINUTE * 80)  # 50 minutes in the hour before, 30 in this one
+    assert budgets.update_spending(budget.pk, now=NOW + 40 * MINUTE) == ["warned", "exhausted"]
+    budget.refresh_from_db()
+    assert (budget.spent, budget.period_began, str(budget)) == (Decimal("0.5"), NOW, "0.5 hours an hour for everything")
+    with expect_refusal():
+        grant(now=NOW + 59 * MINUTE)
+    grant(now=NOW + HOUR)
+    assert budgets.update_spending(budget.pk, now=NOW + HOUR) == ["reopened"]
+    assert budgets.get_spent(Budget.objects.get(), NOW + HOUR) == 0
+    create_time_usage(NOW + HOUR, 30 * MINUTE)
+    assert budgets.update_spending(budget.pk, now=NOW + HOUR + 40 * MINUTE) == ["warned", "exhausted"]
+    assert list_budget_events().count("exhausted") == 2  # each hour has its own
+
+
+@pytest.mark.parametrize(
+    ("scope", "subject", "usd"),
+    [("all", "", "3.5"), ("agent", ADA, "2.5"), ("agent", BOB, "1"), ("account", "team", "1"), ("account", "house", "2.5")],
+)
+def test_hourly_usd_budget_prices_usage_and_calls_of_its_hour(grant: AnyCallable, scope: str, subject: str, usd: str) -> None:
+    create_rate("time", "1", allowance=Decimal(100)), create_rate("time", "2", "2026-11-21T12:30")
+    join_account("team", "2026-11-01", agent=BOB)
+    create_time_usage(NOW - HOUR, 2 * HOUR, ADA, provider="acme")  # in this hour 0.5 x 1 + 0.5 x 2 USD
+    create_time_usage(NOW + HOUR / 2, HOUR / 2, BOB, provider="acme")
+    lease = grant()
+    create_llm_call(lease, cost=Decimal(1), started_at=NOW + MINUTE, ended_at=NOW + 2 * MINUTE)
+    create_llm_call(lease, cost=Decimal(8), started_at=NOW - MINUTE, ended_at=NOW + MINUTE)
+    budget = create_budget(100, "usd", "hour", scope=scope, subject=subject)
+    budgets.update_spending(budget.pk, now=NOW + HOUR - MINUTE)
+    assert budgets.get_spent(Budget.objects.get(), NOW + HOUR - MINUTE) == Decimal(usd)
 
 
 def test_daily_budget_resets_at_midnight_before_the_next_sweep(used_lease: AnyCallable, grant: AnyCallable) -> None:

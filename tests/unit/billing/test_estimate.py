@@ -266,6 +266,14 @@ def test_forecast_takes_one_query_and_none_for_an_exhausted_budget(
         assert predict_exhaustion_date(exhausted, NOW) == parse_day("2026-11-21")
 
 
+@pytest.mark.parametrize(("minute", "day"), [(29, "11-21"), (31, None)])
+def test_hourly_budget_is_extrapolated_from_its_own_hour(minute: int, day: str | None) -> None:
+    create_time_usage(NOW, 15 * HOUR / 60)
+    now = NOW + minute * HOUR / 60
+    budget = create_budget("0.5", period="hour", now=now)  # 15 minutes used: 30 minutes an hour at half past
+    assert predict(budget, now) == day
+
+
 # --- the month --------------------------------------------------------------------------------------------------------
 
 

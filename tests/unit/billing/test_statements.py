@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from datetime import date, datetime, timedelta
-from decimal import Decimal
+from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
 from typing import Any
 
 import pytest
 from django.core.exceptions import ValidationError
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError, models, transaction
 
 from billing import costs, metering, statements
 from billing.models import Account, CostRecord, Credit, Membership, Statement, StatementLine, Watermark
@@ -80,6 +80,46 @@ def test_statement_sums_lines_rounded_to_cents() -> None:
     ]
     assert (statement.subtotal, statement.credit_used, statement.total) == (USD("1.36"), 0, USD("1.36"))
     assert (statement.closed_at, statement.closed_by) == (DECEMBER, "eve")
+
+
+def test_each_rate_of_a_month_has_a_line_whose_amount_follows_from_its_quantity_and_rate() -> None:
+    create_rate("time", "0.335", allowance=USD("0.5")), create_rate("time", "0.777", "2026-11-10T12:00")
+    create_time_usage("2026-11-10T10:20", timedelta(hours=3, seconds=1), provider="acme")  # 1 h 40 min by the first rate
+    price()
+    statement = close(get_house_account())
+    lines = [(line.rate.usd, line.quantity, line.free, line.usd) for line in statement.lines.select_related("rate")]
+    assert lines == [
+        (USD("0.335"), USD("1.666666667"), USD("0.5"), USD("0.39")),
+        (USD("0.777"), USD("1.333611111"), USD(0), USD("1.04")),
+    ]
+    for rate, quantity, free, usd in lines:
+        assert usd == ((quantity - free) * rate).quantize(USD("0.01"), ROUND_HALF_UP)
+    assert statement.subtotal == USD("1.43")
+
+
+@pytest.mark.usefixtures("november")
+def test_month_closed_before_lines_had_a_rate_is_not_corrected() -> None:
+    statement = close(get_house_account())
+    models.QuerySet(StatementLine).update(rate=None)
+    price(JANUARY)
+    assert list_statement_lines(close(get_house_account(), parse_day("2026-12-01"), JANUARY)) == []
+    assert sum(line.usd for line in statement.lines.all()) == USD("1.36")
+
+
+def test_open_month_is_previewed_without_the_open_months_before() -> None:
+    create_rate("time", "1")
+    for month in ("2026-10", "2026-11", "2026-12"):
+        create_time_usage(f"{month}-02T10:00", HOUR, provider="acme")
+    price()
+    assert close(get_house_account(), OCTOBER).total == 1
+    create_time_usage("2026-10-03T10:00", HOUR, provider="acme")
+    price()
+    lines = statements.preview_month(get_house_account(), parse_day("2026-12-01"))
+    assert [(line.kind, line.for_month, line.usd) for line in lines] == [
+        ("correction", OCTOBER, 1), ("usage", parse_day("2026-12-01"), 1),
+    ]  # fmt: skip
+    assert [line.kind for line in statements.preview_month(get_house_account(), OCTOBER)] == ["usage"]
+    assert Statement.objects.count() == 1
 
 
 @pytest.mark.usefixtures("november")

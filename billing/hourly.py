@@ -1,0 +1,56 @@
+"""Spending within a calendar hour. Cost records have days only, so an hour is priced from usage records and model calls.
+
+An hour counts sandbox time, CPU, memory, disk and model calls at their full rates. Monthly allowances are not applied. Storage,
+requests and plans, which have no hour, are not part of an hour."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from fractions import Fraction
+from uuid import UUID
+
+from django.db.models import DateField, DurationField, ExpressionWrapper, F, Q, Sum, Value
+from django.db.models.functions import Greatest, Least
+
+from billing import pricing
+from billing.costs import iter_sandbox_usage, split_by_rate
+from billing.dates import to_utc_date
+from billing.models import Rate, UsageKind, UsageRecord
+from billing.money_sums import sum_exact
+from billing.totals import BILLABLE_STATES
+from sandboxes.egress.amounts import MAX_USD
+from sandboxes.models import LlmCall
+
+Holder = UUID | None  # lease id, None for sandboxes without a lease
+
+
+def sum_hourly_usd(began: datetime, ends: datetime, parts: Iterable[Q]) -> dict[Holder, Fraction]:
+    """Sum the USD of each lease from `began` to `ends`, which are in one UTC day. `parts` are disjoint filters of usage."""
+    day, rates = to_utc_date(began), [*Rate.objects.all()]
+    rates_by_id = {rate.pk: rate for rate in rates}
+    sums: dict[Holder, Fraction] = defaultdict(Fraction)
+    for part in parts:
+        for begin, end in split_by_rate(began, ends, rates):
+            for (_, _, holder, _), quantities in iter_sandbox_usage(day, begin, end, rates, part):
+                for (item, rate), base_units in quantities:
+                    sums[holder] += pricing.compute_cost(item, base_units, rates_by_id[rate].usd)
+        calls = LlmCall.objects.annotate(day=Value(day, output_field=DateField())).filter(
+            part, kind=LlmCall.Kind.LLM, started_at__gte=began, started_at__lt=ends, cost__lt=MAX_USD
+        )
+        for holder, nano in calls.order_by().values_list("holder").annotate(nano=sum_exact("cost")):
+            sums[holder] += Fraction(nano, 10**9)
+    return dict(sums)
+
+
+def sum_hourly_time(began: datetime, ends: datetime, parts: Iterable[Q]) -> dict[Holder, timedelta]:
+    """Sum the billable sandbox time of each lease from `began` to `ends`, which are in one UTC day."""
+    sums: dict[Holder, timedelta] = defaultdict(timedelta)
+    within = Least(F("ended_at"), Value(ends)) - Greatest(F("began_at"), Value(began))
+    duration = Sum(ExpressionWrapper(within, DurationField()))
+    for part in parts:
+        rows = UsageRecord.objects.filter(
+            part, day=to_utc_date(began), item=UsageKind.TIME, state__in=BILLABLE_STATES, began_at__lt=ends, ended_at__gt=began
+        )
+        for holder, total in rows.order_by().values_list("holder").annotate(total=duration):
+            sums[holder] += total
+    return dict(sums)

@@ -4,7 +4,7 @@ A missing requirement makes /readyz fail; a problem that does not affect leases 
 The endpoints need no API key, so a report contains no error text and no agent name."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -29,6 +29,7 @@ from sandboxes.admin import tabs
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Sweep
 from sandboxes.pool_stats import PoolStats, Stats
+from sandboxes.state import disk_space
 from sandboxes.sweeps import COUNTERS_CORRECTED
 
 log = structlog.get_logger(__name__)
@@ -79,9 +80,13 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         missing.append(f"The provider {provider['name']} does not respond.")
     if sweeps["heartbeat"]["late"]:
         missing.append("The queue has no recent heartbeat, so no sweeps run.")
+    disk = disk_space.measure_free_space()
+    warnings = [
+        *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
+    ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
-        egress=egress, warnings=[*_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted)],
+        egress=egress, warnings=warnings, disk_free_bytes=disk,
         quarantined=total.quarantined, stalled=total.stalled, lost=total.lost, unsaved=unsaved, drift=drift,
         warming={pool.name: _get_warm_status(pool) for pool in pools if pool.warm_target},
     )  # fmt: skip
@@ -109,6 +114,12 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
 def _iter_budget_warnings(exhausted: int) -> Iterator[str]:
     if exhausted:
         yield f"Exhausted hard budgets, whose leases are refused and ended: {exhausted}."
+
+
+def _iter_disk_warnings(free_bytes: Mapping[str, int]) -> Iterator[str]:
+    for name, free in free_bytes.items():
+        if free < settings.MIN_FREE_DISK:
+            yield f"The {name} disk has {free >> 20} MiB free, less than LEASEHOLD_MIN_FREE_DISK: no sandbox is started."
 
 
 def _get_warm_status(pool: PoolStats) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from sandboxes.lifecycle import EDGES, START_REASONS
 from sandboxes.models import Sweep
 from sandboxes.models.transition_reasons import RUN_REASONS
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
+from sandboxes.state import disk_space
 
 # Seconds for which a snapshot is reused. It must be shorter than the scrape interval: otherwise a second process could report
 # an older value, and Prometheus takes a decreasing counter for a reset.
@@ -101,6 +102,7 @@ class MetricsSnapshot:
     leases: dict[str, int]
     sweeps: dict[str, float]  # name -> seconds since the last success
     queue: int
+    disk: dict[str, int]  # directory -> free bytes on this host
 
 
 def read_snapshot(*, now: datetime) -> MetricsSnapshot:
@@ -120,6 +122,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
                 if succeeded_at
             },
             queue=OrmQ.objects.count(),
+            disk=disk_space.measure_free_space(),
         )
 
 
@@ -190,6 +193,10 @@ class SnapshotCollector(Collector):
             ["sweep"], {(name,): age for name, age in snapshot.sweeps.items()},
         )  # fmt: skip
         yield _build_family(GaugeMetricFamily, "queue_depth", "Queued tasks.", [], {(): snapshot.queue})
+        yield _build_family(
+            GaugeMetricFamily, "disk_free_bytes", "Free space of the control plane's disks on the host that responds.",
+            ["directory"], {(name,): free for name, free in snapshot.disk.items()},
+        )  # fmt: skip
 
 
 def _build_family(

@@ -33,7 +33,7 @@ from sandboxes.models import Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError, Rejected
 from sandboxes.runs import KILL_GRACE, Command
 from sandboxes.state import directories
-from sandboxes.storage.base import StoreError
+from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
 DEFAULT_ENVIRONMENT_TYPE = "run"
@@ -127,7 +127,7 @@ def run_once(request: OneShotRequest, *, now: datetime, actor: str = "", admit: 
         reason, note = "failed", str(failed)
     except INTERNAL_ERRORS as failed:
         note = str(failed)
-    except (SandboxError, Rejected) as refused:
+    except (SandboxError, Rejected, DiskFull) as refused:
         clean_up(lease.pk, reason=reason, detail=str(refused), now=clock(), actor=actor)
         raise
     except (KeyboardInterrupt, SystemExit):

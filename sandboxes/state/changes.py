@@ -18,6 +18,7 @@ from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject, format_key_timestamp
 from sandboxes.providers.base import DATA, FileStat, Provider, Rejected, TooLarge
 from sandboxes.providers.tar_validation import is_plain_tar
+from sandboxes.state import disk_space
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES
@@ -129,7 +130,8 @@ def fetch_changes(
     tar = stack.enter_context(open_spool())
     max_tar_bytes, size = settings.DATA_MOST_BYTES + (len(diff.files) << 13) + CHUNK_BYTES, 0
     try:
-        for chunk in provider.get_files(sandbox.ref, DATA, only=diff.files, max_bytes=max_tar_bytes):
+        chunks = provider.get_files(sandbox.ref, DATA, only=diff.files, max_bytes=max_tar_bytes)
+        for chunk in disk_space.check_while_writing(chunks):
             size += len(chunk)
             tar.write(chunk)
     except TooLarge:

@@ -26,7 +26,7 @@ from sandboxes.providers.base import (
     split_sandbox_path,
 )
 from sandboxes.providers.tar_validation import is_plain_tar
-from sandboxes.state import pull, workspace
+from sandboxes.state import disk_space, pull, workspace
 from sandboxes.state.spool import FileSlice
 
 MAX_ENTRIES = 100_000  # entries of a stored copy, all held in memory
@@ -74,7 +74,8 @@ class LiveFiles(FileTree):
 
     def pack(self, under: str, out: BinaryIO) -> None:
         only = [under, *self.list_entries(under, deep=True, limit=MAX_ENTRIES)] if under else None
-        for chunk in self.provider.get_files(self.ref, self.root, only=only, max_bytes=self.max_tar_bytes):
+        chunks = self.provider.get_files(self.ref, self.root, only=only, max_bytes=self.max_tar_bytes)
+        for chunk in disk_space.check_while_writing(chunks):
             out.write(chunk)
 
 

@@ -24,6 +24,7 @@ from sandboxes.errors import SnapshotNotFound, WorkspaceFull
 from sandboxes.models import Sandbox
 from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind, format_key_timestamp
 from sandboxes.providers.base import DATA, WORKSPACE, Provider, TooLarge
+from sandboxes.state import disk_space
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 
@@ -70,8 +71,10 @@ def persist(
     max_bytes = compute_max_tar_bytes(sandbox.pool.workspace_limit_mib << 20)
     if not sandbox.excludes and size > max_bytes:
         raise _build_size_error(sandbox, size)
+    disk_space.require_state_space(0 if sandbox.excludes else size)
     try:
-        _write_local_copy(snapshot, provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes, max_bytes=max_bytes))
+        files = provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes, max_bytes=max_bytes)
+        _write_local_copy(snapshot, disk_space.check_while_writing(files))
         with (local_directory(snapshot) / "workspace").open("rb") as source:
             get_store().upload(f"{snapshot.key}/workspace", source)
     except TooLarge as error:

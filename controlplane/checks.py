@@ -8,6 +8,7 @@ from django.apps import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning, register
 
+from sandboxes.host_directories import UnsafeDirectory, check_private_directory
 from sandboxes.state import mounts
 
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL
@@ -52,6 +53,18 @@ def check_socket_paths(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -
     return [
         Error(f"LEASEHOLD_RUNTIME_DIR exceeds {limit} bytes, so the paths of its sockets are too long.", id="leasehold.E004")
     ]
+
+
+@register()
+def check_runtime_directory(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Check an existing directory only. The first use creates it with the same check."""
+    try:
+        check_private_directory(settings.RUNTIME_DIR)
+    except FileNotFoundError:
+        return []
+    except (UnsafeDirectory, OSError) as error:
+        return [Error(str(error), id="leasehold.E006")]
+    return []
 
 
 @register()

@@ -65,6 +65,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     provider.Rejected: 400,
     provider.Unavailable: 503,
     provider.Missing: 410,
+    store.DiskFull: 503,
     store.StoreRefused: 400,
     store.StoreError: 503,
     Http404: 404,

@@ -4,7 +4,7 @@ A missing requirement makes /readyz fail; a problem that does not affect leases 
 The endpoints need no API key, so a report contains no error text and no agent name."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -31,6 +31,7 @@ from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Installation, Sweep
 from sandboxes.pool_stats import PoolStats, Stats
+from sandboxes.state import disk_space
 from sandboxes.sweeps import COUNTERS_CORRECTED
 
 log = structlog.get_logger(__name__)
@@ -85,10 +86,14 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         missing.append(f"The provider {provider['name']} does not respond.")
     if sweeps["heartbeat"]["late"]:
         missing.append("The queue has no recent heartbeat, so no sweeps run.")
+    disk = disk_space.measure_free_space()
+    warnings = [
+        *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
+        *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
+    ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
-        egress=egress, warnings=[*_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted),
-                                  *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew)],
+        egress=egress, warnings=warnings, disk_free_bytes=disk,
         quarantined=total.quarantined, stalled=total.stalled, lost=total.lost, unsaved=unsaved, drift=drift,
         clock_skew_seconds=round(-skew.total_seconds(), 1),
         warming={pool.name: _get_warm_status(pool) for pool in pools if pool.warm_target},
@@ -141,6 +146,12 @@ def _iter_installation_warnings(mismatch: bool) -> Iterator[str]:
         yield "Store or state directory do not match this database: destructive sweeps are refused. See manage.py installation."
     if settings.OBSERVE:
         yield "Observe mode: nothing is destroyed, deleted or delivered."
+
+
+def _iter_disk_warnings(free_bytes: Mapping[str, int]) -> Iterator[str]:
+    for name, free in free_bytes.items():
+        if free < settings.MIN_FREE_DISK:
+            yield f"The {name} disk has {free >> 20} MiB free, less than LEASEHOLD_MIN_FREE_DISK: no sandbox is started."
 
 
 def _get_warm_status(pool: PoolStats) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from sandboxes.lifecycle import EDGES, START_REASONS
 from sandboxes.models import Installation, Sweep
 from sandboxes.models.transition_reasons import RUN_REASONS
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
+from sandboxes.state import disk_space
 
 LOOPBACK_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 PROXY_HEADERS = ("HTTP_FORWARDED", "HTTP_X_FORWARDED_", "HTTP_X_REAL_IP", "HTTP_VIA")  # prefixes of WSGI variables
@@ -138,6 +139,7 @@ class MetricsSnapshot:
     sweeps: dict[str, float]  # name -> seconds since the last success
     queue: int
     mismatch: bool
+    disk: dict[str, int]  # directory -> free bytes on this host
 
 
 def read_snapshot(*, now: datetime) -> MetricsSnapshot:
@@ -158,6 +160,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
             },
             queue=OrmQ.objects.count(),
             mismatch=Installation.objects.filter(pk=1).exclude(mismatch="").exists(),
+            disk=disk_space.measure_free_space(),
         )
 
 
@@ -236,6 +239,10 @@ class SnapshotCollector(Collector):
             GaugeMetricFamily, "installation_mismatch",
             "1 while destructive sweeps are refused, because store or state directory do not match the database.",
             [], {(): snapshot.mismatch},
+        )  # fmt: skip
+        yield _build_family(
+            GaugeMetricFamily, "disk_free_bytes", "Free space of the control plane's disks on the host that responds.",
+            ["directory"], {(name,): free for name, free in snapshot.disk.items()},
         )  # fmt: skip
 
 

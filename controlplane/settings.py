@@ -148,6 +148,14 @@ DATA_MOST_FILES = env.integer(
     "LEASEHOLD_DATA_MOST_FILES", 20_000, minimum=1, help="files and directories an agent can store in /data"
 )
 DATA_MOST_BYTES = env.integer("LEASEHOLD_DATA_MOST_MIB", 1024, minimum=1, help="size limit of an agent's /data, in MiB") << 20
+MIN_FREE_DISK = (
+    env.integer(
+        "LEASEHOLD_MIN_FREE_DISK",
+        2048,
+        help="free space of the state, store and SQLite disks, in MiB, below which no sandbox is started; 0: no check",
+    )
+    << 20
+)
 KEEP_STATE = env.duration("LEASEHOLD_KEEP_STATE", "7d", help="retention of stored state after the end of its lease")
 _backend = env.choice(
     "STORAGE_BACKEND", "filesystem", ["filesystem", "s3", "r2", "cloudflare_kv", "kv"],

@@ -31,10 +31,10 @@ from sandboxes.errors import (
 )
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Run, RunOutcome, Sandbox, SandboxState
-from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError, Rejected, TooLarge, Unavailable
+from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError, Rejected
 from sandboxes.runs import KILL_GRACE, Command
 from sandboxes.state import directories
-from sandboxes.storage.base import StoreError
+from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
 DEFAULT_ENVIRONMENT_TYPE = "run"
@@ -129,7 +129,7 @@ def run_once(request: OneShotRequest, *, now: datetime, actor: str = "", admit: 
         reason, note = "failed", str(failed)
     except INTERNAL_ERRORS as failed:
         note = str(failed)
-    except (SandboxError, Rejected) as refused:
+    except (SandboxError, Rejected, DiskFull) as refused:
         clean_up(lease.pk, reason=reason, detail=str(refused), now=clock(), actor=actor)
         raise
     except (KeyboardInterrupt, SystemExit):
@@ -264,16 +264,14 @@ class _WorkspaceTransfer:
 
     def pack_workspace(self, provider: Provider, sandbox: Sandbox) -> None:
         """Write /workspace to `output`. A failure is a note only, since the command has run."""
-        output, size, deadline = self.request.output, 0, time.monotonic() + WORKSPACE_COPY_TIMEOUT.total_seconds()
+        output = self.request.output
         if output is None:
             return
         try:
-            for chunk in provider.get_files(sandbox.ref, WORKSPACE, exclude=directories.EXCLUDED_NAMES):
-                size += len(chunk)
-                if size > self.request.max_returned_bytes:
-                    raise TooLarge(f"the tar exceeds {self.request.max_returned_bytes} bytes.")
-                if time.monotonic() > deadline:
-                    raise Unavailable(f"the copy exceeded {WORKSPACE_COPY_TIMEOUT.total_seconds():.0f} seconds.")
+            for chunk in provider.get_files(
+                sandbox.ref, WORKSPACE, exclude=directories.EXCLUDED_NAMES,
+                max_bytes=self.request.max_returned_bytes, timeout=WORKSPACE_COPY_TIMEOUT,
+            ):  # fmt: skip
                 output.write(chunk)
             self.workspace_returned = True
         except (ProviderError, StoreError) as failed:

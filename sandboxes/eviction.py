@@ -13,6 +13,7 @@ from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
 from sandboxes import destruction, providers
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
+from sandboxes.errors import WorkspaceFull
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, advance, checkpoint
 from sandboxes.models import (
     GONE_STATES,
@@ -97,7 +98,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     except Missing as missing:
         mark_lost(sandbox, str(missing), now=clock())
         return False
-    except (ProviderError, StoreError) as failed:
+    except (ProviderError, StoreError, WorkspaceFull) as failed:
         failures = sandbox.persist_failures + 1
         log.error("state not stored", sandbox=str(pk), tries=failures, error=str(failed))
         advance(
@@ -133,7 +134,7 @@ def _persist_state(sandbox: Sandbox, provider: Provider, own_claim: Q, clock: Cl
         return True
     data_sync.persist_final(sandbox, provider, now=clock())
     size = provider.size(sandbox.ref, WORKSPACE)
-    snapshot = workspace.persist(sandbox, provider, now=clock())
+    snapshot = workspace.persist(sandbox, provider, measured_bytes=size, now=clock())
     checkpoint("objects stored", sandbox)
     sandbox.workspace_bytes = size
     with transaction.atomic():  # the Snapshot row becomes the pointer to the state only while the claim is held

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import TypeVar
 
 import structlog
+from django.conf import settings
 
 from sandboxes import runs, snapshots
 from sandboxes.errors import StoreUnavailable
@@ -13,7 +14,7 @@ from sandboxes.models import ALIVE_STATES
 from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.runs import Command
-from sandboxes.state import file_tree
+from sandboxes.state import file_tree, workspace
 from sandboxes.state.file_tree import FileTree, LiveFiles, Unreadable
 from sandboxes.storage.base import StoreError
 
@@ -40,7 +41,9 @@ def read_files(
         except StoreError as failed:
             raise StoreUnavailable(f"The stored copy cannot be read: {failed}") from failed
     with runs.operation(request, command, now=now, actor=actor) as opened:
-        return act(LiveFiles(opened.provider, opened.sandbox.ref, root)), SOURCE_SANDBOX
+        limit = request.pool.workspace_limit_mib << 20 if root == WORKSPACE else settings.DATA_MOST_BYTES
+        max_tar_bytes = workspace.compute_max_tar_bytes(limit)
+        return act(LiveFiles(opened.provider, opened.sandbox.ref, root, max_tar_bytes=max_tar_bytes)), SOURCE_SANDBOX
 
 
 def _open_stored_files(request: SandboxRequest, root: str, *, now: datetime) -> AbstractContextManager[FileTree]:

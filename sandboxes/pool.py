@@ -33,7 +33,7 @@ from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Policy, Pool, Quota, Sandbox, TransitionReason
 from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
-from sandboxes.state import mounts, workspace
+from sandboxes.state import disk_space, mounts, workspace
 from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
 
@@ -78,7 +78,8 @@ def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -
     3. Otherwise claim a pre-warmed sandbox, or start a new one.
 
     Blocks while this or another process starts or evicts the sandbox. Raises CapacityExhausted,
-    QuotaExceeded or PoolDraining if no place is available, SandboxNotReady if the start failed, SandboxLost if the stored
+    QuotaExceeded or PoolDraining if no place is available, DiskFull if a new sandbox is needed and a disk of the control plane
+    is low, SandboxNotReady if the start failed, SandboxLost if the stored
     state is gone, and SandboxBusy if another process has not finished after SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
     deadline, waited = now + settings.SANDBOX_START_TIMEOUT, False
@@ -149,7 +150,8 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
 def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Take a place in the pool: insert a row in `warming`. If no place or egress slot is free, evict another sandbox first.
 
-    Returns None if the holder has a sandbox already. Raises CapacityExhausted, QuotaExceeded or PoolDraining."""
+    Returns None if the holder has a sandbox already. Raises CapacityExhausted, QuotaExceeded, PoolDraining or DiskFull."""
+    disk_space.require_free_space("start a sandbox")
     clock = clock_from(now)
     exhausted = _build_pool_full_error(request.pool)
     for _ in range(MAX_EVICTION_ATTEMPTS):
@@ -200,11 +202,13 @@ def _resolve_policy(terms: HolderTerms) -> Policy | None:
 
 
 def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
-    """Start one sandbox without a holder. Returns None if the pool has reached its warm target or is full, or no egress slot is
-    free.
+    """Start one sandbox without a holder. Returns None if the pool has reached its warm target or is full, no egress slot is
+    free, or a disk is low.
 
     The pool's row is locked while the warm and warming sandboxes are counted. Concurrent sweeps therefore do not exceed the
     target. Raises what start_reserved raises."""
+    if disk_space.find_low():
+        return None
     sandbox = _build_sandbox(pool, now=now)
     try:
         with transaction.atomic(durable=True):

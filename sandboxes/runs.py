@@ -34,7 +34,7 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
 from sandboxes.state import data_sync
-from sandboxes.storage.base import StoreError
+from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
 CLOSE_RETRY_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
@@ -178,7 +178,7 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
         close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
         eviction.mark_lost(opened.sandbox, str(failed), now=now)
         return SandboxLost()
-    if isinstance(failed, (NoSuchFile, Rejected, SandboxError)):
+    if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull)):
         close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), actor=actor)
         return failed
     note = f"{type(failed).__name__}: {failed}"

@@ -152,14 +152,13 @@ class StatementDetailView(APIView):
         `Accept: text/csv` or `format=csv` returns the lines as a table. With `preliminary=true` a month that is not closed is
         returned as it stands; each of its lines has the status `preliminary`."""
         require_operator(request)
-        query = StatementDetailQuerySerializer(data=request.query_params.dict())
-        query.is_valid(raise_exception=True)
+        query = validate_query(StatementDetailQuerySerializer, request)
         first_day = parse_month(month)
         rows = Statement.objects.filter(account__name=account).select_related("account")
         statement = rows.filter(month=first_day).first() if first_day else None
         if statement is None:
             owner = Account.objects.filter(name=account).first()
-            if not (owner and first_day and query.validated_data["preliminary"]):
+            if not (owner and first_day and query["preliminary"]):
                 raise NotFound("There is no such statement. preliminary=true returns a month that is not closed.")
             return Response(_render_preview(owner, first_day, csv=request.accepted_renderer.format == "csv"))
         if request.accepted_renderer.format == "csv":

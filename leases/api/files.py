@@ -207,7 +207,7 @@ class ArchiveView(FileApiView):
         root, under = _parse_root(request), _parse_directory(request)
         # Spooled to disk before the first byte is sent: a slow client does not keep the sandbox running, and a failure is
         # answered with a problem document instead of a truncated tar.
-        spool = open_spool()
+        spool = open_spool(for_request=True)
         try:
             command = _build_command("pack", f"{root}/{under}", root, timeout=ARCHIVE_TIMEOUT)
             _, headers = self.read_tree(pk, root, command, partial(_pack_directory, under=under, out=spool))
@@ -238,7 +238,7 @@ class ArchiveView(FileApiView):
         if "path" in request.GET:
             raise InvalidRequest("path", "Not accepted here: the names in the tar are relative to the root.")
         self.require_active()
-        with open_spool() as tar:
+        with open_spool(for_request=True) as tar:
             with _translate_disk_errors():
                 for chunk in request.data:
                     tar.write(chunk)

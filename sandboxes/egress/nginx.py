@@ -24,6 +24,7 @@ from docker.types import LogConfig, Mount, Ulimit
 from sandboxes import providers
 from sandboxes.egress import nginx_config, slots
 from sandboxes.egress.nginx_config import LOGS_MOUNT, SERVER_MOUNT, SLOTS_MOUNT, START_COMMAND
+from sandboxes.host_directories import ensure_directory
 from sandboxes.providers.base import ProviderError, Rejected, Unavailable
 from sandboxes.providers.docker.engine import Engine, translate_errors
 
@@ -203,18 +204,13 @@ def get_proxy_kind() -> str:
 
 
 def get_server_socket_path() -> Path:
-    directory: Path = settings.EGRESS_DIR / "server"
     slots.ensure_root_directory()
-    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    return directory / nginx_config.SERVER_SOCKET
+    return ensure_directory(settings.EGRESS_DIR / "server") / nginx_config.SERVER_SOCKET
 
 
 def ensure_logs_directory() -> Path:
-    directory: Path = settings.EGRESS_DIR / "logs"
     slots.ensure_root_directory()
-    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    slots.chown_to_proxy(directory)
-    return directory
+    return slots.ensure_proxy_directory(settings.EGRESS_DIR / "logs")
 
 
 def build_image_context(base: str) -> bytes:

@@ -7,6 +7,7 @@ from django.conf import settings
 
 from sandboxes.egress import slots
 from sandboxes.egress.request_filter import FIELDS_BY_PATH, build_error_body
+from sandboxes.host_directories import chmod_no_follow, ensure_directory
 from sandboxes.models.policies import MAX_BODY_KIB
 
 SERVER_SOCKET = "server.sock"
@@ -167,13 +168,12 @@ location = {path} {{
 
 def write_configuration() -> dict[str, Path]:
     """Write the configuration files for the current settings. Return file name -> host path."""
-    directory: Path = settings.EGRESS_DIR / "nginx"
     slots.ensure_root_directory()
-    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    directory = ensure_directory(settings.EGRESS_DIR / "nginx")
     contents = {"leasehold.conf": render_main_config(), "leasehold-locations.conf": render_locations_config()}
     for name, content in contents.items():
         (directory / name).write_text(content)
-        (directory / name).chmod(0o644)
+        chmod_no_follow(directory / name, 0o644)
     return {name: (directory / name).resolve() for name in contents}
 
 

@@ -29,6 +29,7 @@ from sandboxes.egress.relay import RelayProxy
 from sandboxes.egress.request_filter import FIELDS_BY_PATH, MODELS_PATH
 from sandboxes.egress.responses import CALL_ID_HEADER, SLOT_HEADER, ClientDisconnected, build_error_response
 from sandboxes.errors import SandboxError, SigningKeyRevoked
+from sandboxes.host_directories import chmod_no_follow
 
 log = structlog.get_logger(__name__)
 CONNECT_TIMEOUT_SECONDS = 10.0  # to reach an upstream
@@ -149,5 +150,5 @@ def bind_unix_socket(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
-    path.chmod(0o666)
+    chmod_no_follow(path, 0o666)  # the proxy's user may write in the directory of a slot
     return listener

@@ -11,6 +11,7 @@ from pathlib import Path
 from django.conf import settings
 
 from sandboxes.errors import CapacityExhausted
+from sandboxes.host_directories import ensure_directory, ensure_private_directory
 from sandboxes.models import Sandbox, SandboxState
 
 SOCKET_NAME = "llm.sock"
@@ -40,25 +41,19 @@ def build_exhausted_error() -> CapacityExhausted:
 
 
 def ensure_root_directory() -> Path:
-    """Create and return the directory of all slots. Its parent is inaccessible to other users of the host."""
-    settings.RUNTIME_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
-    directory: Path = settings.EGRESS_DIR / "s"
-    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    return directory
+    """Create and return the directory of all slots. Raise UnsafeDirectory if RUNTIME_DIR is accessible to other users."""
+    ensure_private_directory(settings.RUNTIME_DIR)
+    return ensure_directory(settings.EGRESS_DIR / "s")
 
 
 def ensure_slot_directory(slot: int) -> Path:
     """Create and return the host directory of one slot, writable by the proxy."""
-    directory = ensure_root_directory() / str(slot)
-    directory.mkdir(mode=0o755, exist_ok=True)
-    chown_to_proxy(directory)
-    return directory
+    return ensure_proxy_directory(ensure_root_directory() / str(slot))
 
 
-def chown_to_proxy(directory: Path) -> None:
-    """Make the proxy's user the owner, if running as root."""
-    if os.geteuid() == 0:
-        os.chown(directory, PROXY_UID, PROXY_UID)
+def ensure_proxy_directory(directory: Path) -> Path:
+    """Create and return a directory of the proxy's user, if running as root, or of the current user."""
+    return ensure_directory(directory, owner=PROXY_UID if os.geteuid() == 0 else None)
 
 
 def get_proxy_uid() -> int:

@@ -29,6 +29,7 @@ EGRESS_ENVIRONMENT = {
     "ANTHROPIC_API_KEY": "added-by-the-egress-proxy",
     "RELAY_URL": f"ws://{EGRESS_LOOPBACK_ADDRESS}/relay/",
 }
+GET_FILES_TIMEOUT = timedelta(minutes=9)  # shorter than the deadlines of the operations that store what is read
 MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable that identifies the processes of one exec
 
 
@@ -261,13 +262,21 @@ class Provider(ABC):
 
     @abstractmethod
     def get_files(
-        self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
+        self,
+        ref: str,
+        root: str,
+        *,
+        only: Collection[str] | None = None,
+        exclude: Sequence[str] = (),
+        max_bytes: int | None = None,
+        timeout: timedelta = GET_FILES_TIMEOUT,
     ) -> Iterator[bytes]:
         """Stream /workspace or /data as an uncompressed tar. Member names are relative to `root`.
 
         `only` restricts it to existing entries with exactly these relative paths, without their parents or children.
         `exclude` lists fnmatch patterns, matched against path elements, or against relative paths if they contain a slash. A
-        matching entry is omitted with everything below it."""
+        matching entry is omitted with everything below it. Raise TooLarge once the tar exceeds `max_bytes`, in which sparse
+        files have their apparent size, and Unavailable after `timeout`; the limit is never exceeded on the host's disk."""
 
     @abstractmethod
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:

@@ -16,8 +16,9 @@ from sandboxes.errors import DataFull
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject, format_key_timestamp
-from sandboxes.providers.base import DATA, FileStat, Provider, Rejected
+from sandboxes.providers.base import DATA, FileStat, Provider, Rejected, TooLarge
 from sandboxes.providers.tar_validation import is_plain_tar
+from sandboxes.state import disk_space
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES
@@ -128,11 +129,13 @@ def fetch_changes(
     Raise DataFull if /data outgrew the limit since the manifest was read."""
     tar = stack.enter_context(open_spool())
     max_tar_bytes, size = settings.DATA_MOST_BYTES + (len(diff.files) << 13) + CHUNK_BYTES, 0
-    for chunk in provider.get_files(sandbox.ref, DATA, only=diff.files):
-        size += len(chunk)
-        if size > max_tar_bytes:
-            raise DataFull("/data grew beyond its limit while it was being stored.")
-        tar.write(chunk)
+    try:
+        chunks = provider.get_files(sandbox.ref, DATA, only=diff.files, max_bytes=max_tar_bytes)
+        for chunk in disk_space.check_while_writing(chunks):
+            size += len(chunk)
+            tar.write(chunk)
+    except TooLarge:
+        raise DataFull("/data grew beyond its limit while it was being stored.") from None
     _refresh_stamps_after_read(sandbox, provider, diff)
     changed_files = _index_tar(tar, set(diff.files))
     to_upload = [

@@ -7,6 +7,7 @@ from pathlib import Path
 from shutil import copyfileobj
 from typing import BinaryIO
 
+from sandboxes.host_directories import chmod_no_follow
 from sandboxes.models.state import AgentData
 from sandboxes.state import data_tree, pull
 from sandboxes.state.data_editing import InvalidDataPath
@@ -39,12 +40,12 @@ def export_directory(data: AgentData, root: Path, *, now: datetime) -> int:
             if row.kind == "file":
                 with path.open("xb") as out:
                     copyfileobj(content[row.path], out, CHUNK_BYTES)
-                path.chmod(row.mode)
+                chmod_no_follow(path, row.mode)
                 os.utime(path, (row.mtime, row.mtime))
     for row in rows:
         if row.kind == "link":
             (root / row.path).symlink_to(row.target)
     for row in reversed(rows):  # deepest first: a directory's mode may forbid changes below it
         if row.kind == DIRECTORY:
-            (root / row.path).chmod(row.mode)
+            chmod_no_follow(root / row.path, row.mode)
     return len(rows)

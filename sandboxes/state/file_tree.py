@@ -26,7 +26,7 @@ from sandboxes.providers.base import (
     split_sandbox_path,
 )
 from sandboxes.providers.tar_validation import is_plain_tar
-from sandboxes.state import pull, workspace
+from sandboxes.state import disk_space, pull, workspace
 from sandboxes.state.spool import FileSlice
 
 MAX_ENTRIES = 100_000  # entries of a stored copy, all held in memory
@@ -57,14 +57,14 @@ class FileTree(ABC):
 
     @abstractmethod
     def pack(self, under: str, out: BinaryIO) -> None:
-        """Write a tar of a directory and everything below it."""
+        """Write a tar of a directory and everything below it. Raise TooLarge if it exceeds the limit of its root."""
 
 
 class LiveFiles(FileTree):
-    """Files of a running sandbox."""
+    """Files of a running sandbox. A tar of them has at most `max_tar_bytes`."""
 
-    def __init__(self, provider: Provider, ref: str, root: str) -> None:
-        self.provider, self.ref, self.root = provider, ref, root
+    def __init__(self, provider: Provider, ref: str, root: str, *, max_tar_bytes: int) -> None:
+        self.provider, self.ref, self.root, self.max_tar_bytes = provider, ref, root, max_tar_bytes
 
     def read_range(self, path: str, *, start: int, length: int) -> tuple[bytes, int]:
         return self.provider.read_range(self.ref, f"{self.root}/{path}", start=start, length=length)
@@ -74,7 +74,8 @@ class LiveFiles(FileTree):
 
     def pack(self, under: str, out: BinaryIO) -> None:
         only = [under, *self.list_entries(under, deep=True, limit=MAX_ENTRIES)] if under else None
-        for chunk in self.provider.get_files(self.ref, self.root, only=only):
+        chunks = self.provider.get_files(self.ref, self.root, only=only, max_bytes=self.max_tar_bytes)
+        for chunk in disk_space.check_while_writing(chunks):
             out.write(chunk)
 
 

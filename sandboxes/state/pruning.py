@@ -19,7 +19,7 @@ from sandboxes.errors import DataFull
 from sandboxes.models import DataObject, Snapshot
 from sandboxes.models.state import AgentData, DataStorageMode, parse_key_timestamp
 from sandboxes.providers.base import Missing, ProviderError
-from sandboxes.state import data_sync, mounts, storage_mode
+from sandboxes.state import data_sync, mounts, storage_mode, workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
@@ -129,7 +129,10 @@ def _remove_objects(keys: Iterable[str]) -> int:
 
 
 def _remove_local_copies(before: datetime) -> int:
-    """Remove local copies of snapshots that were never recorded or are forgotten. Return the number removed."""
+    """Remove local copies of snapshots that were never recorded or are forgotten, and incomplete ones that a crash has left.
+
+    Return the number removed. An incomplete copy beside a recorded snapshot is removed once its last write is older than
+    `before`: a restore may be writing a younger one."""
     removed = 0
     for holder in _list_directory(settings.STATE_DIR / "snapshots"):
         for copy in _list_directory(holder):
@@ -138,8 +141,20 @@ def _remove_local_copies(before: datetime) -> int:
             if match and parse_key_timestamp(match[2]) < before and not SNAPSHOT_OBJECTS.find_recorded({key}):
                 shutil.rmtree(copy, ignore_errors=True)
                 removed += 1
+            else:
+                removed += _remove_incomplete_copies(copy, before)
         with suppress(OSError):  # not empty
             holder.rmdir()
+    return removed
+
+
+def _remove_incomplete_copies(copy: Path, before: datetime) -> int:
+    removed = 0
+    for path in _list_directory(copy):
+        with suppress(FileNotFoundError):  # completed or removed by its writer
+            if path.name.startswith(workspace.TEMPORARY_PREFIX) and path.lstat().st_mtime < before.timestamp():
+                path.unlink()
+                removed += 1
     return removed
 
 

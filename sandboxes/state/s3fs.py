@@ -18,6 +18,7 @@ from typing import Self
 
 from django.conf import settings
 
+from sandboxes.host_directories import chmod_no_follow
 from sandboxes.state.mount_points import (
     MS_BIND,
     POLL_SECONDS,
@@ -75,7 +76,7 @@ class SandboxMount:
         ensure_shared_mount(self.root)
         self.fs.mkdir(mode=0o700, parents=True)
         self.data.mkdir(mode=0o700)
-        os.chown(self.data, AGENT_UID, AGENT_UID)
+        os.chown(self.data, AGENT_UID, AGENT_UID, follow_symlinks=False)
 
     def exists(self) -> bool:
         return os.path.lexists(self.directory)
@@ -104,8 +105,8 @@ class SandboxMount:
         ensure_shared_mount(self.root)  # a restart of the machine removes it
         _ensure_prefix(agent_did)
         if not list_devices(self.data):  # no writes into the bare directory between two mounts: a mount would hide them
-            os.chown(self.data, 0, 0)
-            os.chmod(self.data, 0o500)
+            os.chown(self.data, 0, 0, follow_symlinks=False)
+            chmod_no_follow(self.data, 0o500)
         try:
             self._start(agent_did)
             if (status := _probe(self.fs / PROBE_NAME)) != RESPONSIVE:

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, cast
 
 from django.conf import settings
 
+from sandboxes.state import disk_space
 from sandboxes.storage.base import StoreError
 
 MAX_PARALLEL_TRANSFERS = 8
@@ -22,10 +23,13 @@ class _SpoolFile(io.FileIO):
             raise StoreError("spool", "write", error.strerror or str(error)) from error
 
 
-def open_spool() -> BinaryIO:
+def open_spool(*, for_request: bool = False) -> BinaryIO:
     """Open an unnamed temporary file on the disk of the state directory. It is deleted when closed.
 
+    `for_request`: raise DiskFull below LEASEHOLD_MIN_FREE_DISK, whose last part is kept for the state of sandboxes.
     Disk errors, such as a full disk, raise StoreError, in this call and in later writes."""
+    if for_request:
+        disk_space.require_free_space("spool an archive")
     directory = settings.STATE_DIR / "spool"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO
@@ -20,15 +20,17 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
-from sandboxes.errors import SnapshotNotFound
+from sandboxes.errors import SnapshotNotFound, WorkspaceFull
 from sandboxes.models import Sandbox
 from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind, format_key_timestamp
-from sandboxes.providers.base import DATA, WORKSPACE, Provider
+from sandboxes.providers.base import DATA, WORKSPACE, Provider, TooLarge
+from sandboxes.state import disk_space
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
 RESTORE_TIMEOUT = timedelta(minutes=10)  # a restore that takes longer is treated as crashed
+TEMPORARY_PREFIX = ".new-"  # of incomplete local copies; the prune sweep removes those that a crash has left
 MIN_SNAPSHOT_INTERVAL = timedelta(microseconds=1)
 SNAPSHOT_ROOTS = {"workspace": WORKSPACE, "data": DATA}  # older snapshots may have both parts, new ones have `workspace`
 
@@ -46,27 +48,60 @@ class CorruptSnapshot(Exception):
 
 
 def persist(
-    sandbox: Sandbox, provider: Provider, *, kind: SnapshotKind = SnapshotKind.SLEEP, name: str = "", now: datetime
+    sandbox: Sandbox,
+    provider: Provider,
+    *,
+    kind: SnapshotKind = SnapshotKind.SLEEP,
+    name: str = "",
+    measured_bytes: int | None = None,
+    now: datetime,
 ) -> Snapshot:
     """Store the sandbox's files. Return an unsaved Snapshot: the caller saves it under its claim.
 
-    Raise ProviderError or StoreError, in which case no row points to the stored objects."""
+    `measured_bytes` is the size of /workspace if the caller has just measured it. Raise WorkspaceFull if the workspace exceeds
+    its pool's limit by more than the slack of compute_max_tar_bytes. Raise ProviderError or StoreError. After an error no row
+    points to the stored objects, and no local copy is left."""
     assert sandbox.holder is not None
     snapshot = Snapshot(
         sandbox=sandbox, incarnation=sandbox.incarnation, holder=sandbox.holder, kind=kind, name=name, size_bytes=0,
         at=next_snapshot_time(sandbox.holder, now),
     )  # fmt: skip
     snapshot.key = f"snapshots/{sandbox.holder}/{format_key_timestamp(now)}-{snapshot.pk.hex}"
-    path = local_directory(snapshot) / "workspace"
+    size = provider.size(sandbox.ref, WORKSPACE) if measured_bytes is None else measured_bytes
+    max_bytes = compute_max_tar_bytes(sandbox.pool.workspace_limit_mib << 20)
+    if not sandbox.excludes and size > max_bytes:
+        raise _build_size_error(sandbox, size)
+    disk_space.require_state_space(0 if sandbox.excludes else size)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError("local copy", "persist", str(error)) from error
-    files = provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes)
-    snapshot.size_bytes, snapshot.digests["workspace"] = _write_file(path, files)
-    with path.open("rb") as source:
-        get_store().upload(f"{snapshot.key}/workspace", source)
+        files = provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes, max_bytes=max_bytes)
+        _write_local_copy(snapshot, disk_space.check_while_writing(files))
+        with (local_directory(snapshot) / "workspace").open("rb") as source:
+            get_store().upload(f"{snapshot.key}/workspace", source)
+    except TooLarge as error:
+        _remove_local_directory(snapshot)
+        raise _build_size_error(sandbox, max(provider.size(sandbox.ref, WORKSPACE), max_bytes)) from error
+    except BaseException:
+        _remove_local_directory(snapshot)
+        raise
     return snapshot
+
+
+def compute_max_tar_bytes(limit_bytes: int) -> int:
+    """Return the maximum size of a tar of files that may hold `limit_bytes`.
+
+    The slack of a quarter and 16 MiB covers the headers of many small files. It also covers an honest workspace that outgrew
+    its limit during the last command: commands are refused above the limit, but the state is still stored."""
+    return limit_bytes + limit_bytes // 4 + (16 << 20)
+
+
+def _build_size_error(sandbox: Sandbox, size: int) -> WorkspaceFull:
+    limit = sandbox.pool.workspace_limit_mib
+    return WorkspaceFull(
+        f"The workspace holds {size >> 20} MiB, the limit is {limit} MiB. Sparse files count with their apparent size. "
+        "Delete files through the files API, then try again.",
+        workspace_bytes=size,
+        limit_bytes=limit << 20,
+    )
 
 
 def find_by_holder(holder: UUID) -> QuerySet[Snapshot]:
@@ -200,7 +235,7 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
         _record_event(snapshot, DataEvent.Kind.CORRUPT, "The local copy does not match its digest.", now=now)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY_PREFIX)
     except OSError as error:
         raise StoreError("local copy", "hydrate", str(error)) from error
     temporary = Path(name)
@@ -218,9 +253,26 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
     return path, "cloud"
 
 
+def _write_local_copy(snapshot: Snapshot, chunks: Iterable[bytes]) -> None:
+    path = local_directory(snapshot) / "workspace"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError("local copy", "persist", str(error)) from error
+    snapshot.size_bytes, snapshot.digests["workspace"] = _write_file(path, chunks)
+
+
+def _remove_local_directory(snapshot: Snapshot) -> None:
+    """Remove what an aborted `persist` has written."""
+    directory = local_directory(snapshot)
+    shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):  # the holder has other local copies
+        directory.parent.rmdir()
+
+
 def _write_file(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
     size, digest = 0, hashlib.sha256()
-    temporary = path.with_name(f".new-{path.name}")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
     try:
         with temporary.open("wb") as out:
             for chunk in chunks:
@@ -231,7 +283,6 @@ def _write_file(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
             os.fsync(out.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StoreError("local copy", "persist", str(error)) from error
     return size, digest.hexdigest()
 

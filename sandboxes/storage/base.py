@@ -31,6 +31,13 @@ class StoreError(Exception):
         super().__init__(f"{backend}: {method}{f' of {key[:200]!r}' if key else ''}: {reason}")
 
 
+class DiskFull(StoreError):
+    """A disk of the control plane has too little free space. Nothing was written."""
+
+    code = "disk_full"
+    retry_after = 60  # seconds
+
+
 class StoreRefused(StoreError):
     """The key or value violates a limit of this backend; repeating the call does not help."""
 

@@ -50,6 +50,14 @@ def test_an_unexpected_exception_shows_no_details(
     assert "the secret ingredient" in caplog.text
 
 
+def test_low_disk_is_disk_full_without_a_path(ada: ApiClient, lease, settings) -> None:
+    settings.MIN_FREE_DISK = 1 << 60
+    for response in (ada.post(f"leases/{lease['id']}/exec", {"argv": ["true"]}), ada.get(f"leases/{lease['id']}/archive")):
+        problem = response.json()
+        assert (response.status_code, problem["code"], response["Retry-After"]) == (503, "disk_full", "60")
+        assert "MiB are free" in problem["detail"] and str(settings.STATE_DIR) not in problem["detail"]
+
+
 def test_a_database_that_does_not_answer_is_unavailable(ada: ApiClient, lease, monkeypatch: pytest.MonkeyPatch) -> None:
     def locked(*args: object, **options: object) -> None:
         raise OperationalError("database is locked")

@@ -229,6 +229,23 @@ EXCLUDED = {
 }
 
 
+@pytest.mark.parametrize("only", [None, ["sparse"]])
+def test_sparse_file_counts_with_its_apparent_size_against_the_limit_of_a_tar(real, only):
+    real.python("open('sparse', 'wb').truncate(40 << 20); open('small', 'wb').write(b'kept')")
+    out = io.BytesIO()
+    with pytest.raises(TooLarge, match="1 MiB"):
+        out.writelines(real.provider.get_files(real.ref, DATA, only=only, max_bytes=1 << 20))
+    assert len(out.getvalue()) <= 1 << 20
+    assert real.get(only=["small"], max_bytes=1 << 20) == {"small": b"kept"}
+
+
+def test_tar_above_its_limit_is_too_large(box):
+    box.put(file("a", b"x" * 30_000))
+    with pytest.raises(TooLarge, match="20000 bytes"):
+        box.get(max_bytes=20_000)
+    assert box.get(max_bytes=60_000) == {"a": b"x" * 30_000}
+
+
 def test_excluded_entries_are_omitted_with_their_children(box):
     box.put(*map(file, TREE))
     for patterns, left in EXCLUDED.values():

@@ -12,12 +12,14 @@ import tempfile
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import IO, BinaryIO, TypeVar, cast
+from datetime import timedelta
+from typing import BinaryIO, TypeVar, cast
 
 from sandboxes.image import files
 from sandboxes.providers import tar_validation
 from sandboxes.providers.base import (
     DATA,
+    GET_FILES_TIMEOUT,
     WORKSPACE,
     BadPath,
     FileStat,
@@ -36,6 +38,7 @@ from sandboxes.providers.base import (
 from sandboxes.providers.docker import host_files
 from sandboxes.providers.docker.commands import AGENT_UID, PYTHON_COMMAND, ContainerCommandProvider
 from sandboxes.providers.docker.engine import BoundedBuffer, shares_kernel
+from sandboxes.providers.streams import BoundedWriter, limit_stream
 
 IDLE_TIMEOUT_SECONDS = 60.0  # without progress of a file transfer
 HOST_TIMEOUT_SECONDS = 2.0  # per operation on the host
@@ -113,19 +116,33 @@ class ContainerFilesProvider(ContainerCommandProvider):
         return listing
 
     def get_files(
-        self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
+        self,
+        ref: str,
+        root: str,
+        *,
+        only: Collection[str] | None = None,
+        exclude: Sequence[str] = (),
+        max_bytes: int | None = None,
+        timeout: timedelta = GET_FILES_TIMEOUT,
     ) -> Iterator[bytes]:
-        patterns, pattern_count = check_patterns(exclude), str(len(exclude))
+        chunks = self._stream_files(ref, root, only, check_patterns(exclude), max_bytes)
+        return limit_stream(chunks, max_bytes=max_bytes, timeout=timeout)
+
+    def _stream_files(
+        self, ref: str, root: str, only: Collection[str] | None, patterns: Sequence[str], max_bytes: int | None
+    ) -> Iterator[bytes]:
+        pattern_count = str(len(patterns))
         if only is None:
             yield from self._stream_output(ref, ("pack", check_root(root), "all", pattern_count), _encode_stdin(*patterns))
             return
         selected = [check_relative_path(root, path) for path in only]
+        max_host_bytes = MAX_HOST_TAR_BYTES if max_bytes is None else min(MAX_HOST_TAR_BYTES, max_bytes)
         with tempfile.TemporaryFile() as spool:
 
             def pack(directory: str) -> None:
                 files.pack(
                     directory,
-                    cast(BinaryIO, _BoundedWriter(spool)),
+                    cast(BinaryIO, BoundedWriter(spool, max_host_bytes, "The tar exceeds the limit for reading on the host.")),
                     only=selected,
                     exclude=patterns,
                     seconds=HOST_TIMEOUT_SECONDS,
@@ -237,19 +254,6 @@ class ContainerFilesProvider(ContainerCommandProvider):
         if exit_code:
             message = bytes(err).decode(errors="replace").strip() or f"exit code {exit_code}"
             raise _ERRORS_BY_EXIT_CODE.get(exit_code, Unavailable)(message)
-
-
-class _BoundedWriter:
-    """Writable file limited to MAX_HOST_TAR_BYTES."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.remaining = file, MAX_HOST_TAR_BYTES
-
-    def write(self, content: bytes) -> int:
-        self.remaining -= len(content)
-        if self.remaining < 0:
-            raise files.TooLarge("The tar exceeds the limit for reading on the host.")
-        return self.file.write(content)
 
 
 def _translate_missing_file(function: Callable[[str], T]) -> Callable[[str], T]:

@@ -28,6 +28,7 @@ from sandboxes.fault_injection import HookedCalls
 from sandboxes.image.files import build_exclude_filter, list_path_prefixes
 from sandboxes.providers.base import (
     DATA,
+    GET_FILES_TIMEOUT,
     MARK_VARIABLE,
     USER_PROGRAMS_DIRECTORY,
     WORKSPACE,
@@ -73,6 +74,7 @@ from sandboxes.providers.memory.programs import (
     run_program,
     run_shell,
 )
+from sandboxes.providers.streams import limit_stream
 
 MAX_LOG_BYTES = 1 << 20  # retained output of a background process
 
@@ -275,7 +277,14 @@ class MemoryProvider(HookedCalls, Provider):
             return {path.removeprefix(root + "/"): stat_entry(entry) for path, entry in entries}
 
     def get_files(
-        self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
+        self,
+        ref: str,
+        root: str,
+        *,
+        only: Collection[str] | None = None,
+        exclude: Sequence[str] = (),
+        max_bytes: int | None = None,
+        timeout: timedelta = GET_FILES_TIMEOUT,
     ) -> Iterator[bytes]:
         skip = build_exclude_filter(check_patterns(exclude))
         selected = None if only is None else {check_relative_path(root, path) for path in only}
@@ -287,7 +296,7 @@ class MemoryProvider(HookedCalls, Provider):
                     if (selected is None or name in selected) and not any(map(skip, list_path_prefixes(name))):
                         tar.addfile(*build_tar_member(name, entry))
         packed.seek(0)
-        return iter(lambda: packed.read(1 << 16), b"")
+        return limit_stream(iter(lambda: packed.read(1 << 16), b""), max_bytes=max_bytes, timeout=timeout)
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
         sent = io.BytesIO(tar.read())  # before taking the lock: the source may be slow

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, cast
 from urllib.parse import quote
 
 from django.conf import settings
@@ -37,6 +37,7 @@ from django.conf import settings
 from sandboxes.image import files, reap
 from sandboxes.providers.base import (
     DATA,
+    GET_FILES_TIMEOUT,
     LLM_SOCKET,
     MARK_VARIABLE,
     SOCKETS_DIRECTORY,
@@ -63,6 +64,7 @@ from sandboxes.providers.base import (
 )
 from sandboxes.providers.launcher import BackgroundProcessProvider
 from sandboxes.providers.process.child import ChildCommunication, start_process
+from sandboxes.providers.streams import BoundedWriter, describe_excess, limit_stream
 
 IMAGE_DIRECTORY = Path(files.__file__).resolve().parent  # /opt/leasehold in the Docker image
 NAME_PATTERN = re.compile(r"[a-z0-9-]{1,63}")
@@ -251,13 +253,22 @@ class ProcessProvider(BackgroundProcessProvider):
             return {path: FileStat._make(fields) for path, fields in entries}
 
     def get_files(
-        self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
+        self,
+        ref: str,
+        root: str,
+        *,
+        only: Collection[str] | None = None,
+        exclude: Sequence[str] = (),
+        max_bytes: int | None = None,
+        timeout: timedelta = GET_FILES_TIMEOUT,
     ) -> Iterator[bytes]:
         selected, patterns = only and [check_relative_path(root, path) for path in only], check_patterns(exclude)
         with self._files(ref, root) as host:
             packed = tempfile.TemporaryFile(dir=Path(host).parent)  # noqa: SIM115 - closed by _read_chunks
-            files.pack(host, packed, only=selected, exclude=patterns)
-        return _read_chunks(packed)
+            limit = files.UNLIMITED if max_bytes is None else max_bytes
+            bounded = cast(BinaryIO, BoundedWriter(packed, limit, describe_excess(limit)))
+            files.pack(host, bounded, only=selected, exclude=patterns, seconds=timeout.total_seconds())
+        return limit_stream(_read_chunks(packed), max_bytes=max_bytes, timeout=timeout)
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
         with self._files(ref, root) as host:

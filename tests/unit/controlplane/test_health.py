@@ -1,5 +1,6 @@
 """Warnings of the health report: failed starts, counter drift, quarantined, lost and stalled sandboxes."""
 
+import re
 from datetime import timedelta
 
 import pytest
@@ -38,6 +39,15 @@ def test_a_healthy_system_has_no_warnings(client, sandbox) -> None:
     report = client.get("/healthz").json()
     assert (report["warnings"], report["quarantined"], report["stalled"], report["lost"], report["drift"]) == ([], 0, 0, 0, 0)
     assert report["warming"] == {}
+
+
+def test_low_disk_is_warned_about_without_its_path(client, settings) -> None:
+    free = client.get("/healthz").json()["disk_free_bytes"]
+    assert {"state", "store"} <= free.keys() and min(free.values()) > 0
+    settings.MIN_FREE_DISK = 1 << 60
+    assert len(warnings(client)) == len(free)
+    assert re.fullmatch(r"The state disk has \d+ MiB free, less than LEASEHOLD_MIN_FREE_DISK: .*", warnings(client)[0])
+    assert str(settings.STATE_DIR) not in str(warnings(client))
 
 
 def test_failed_starts_are_warned_about_without_the_error(client, pool, memory) -> None:

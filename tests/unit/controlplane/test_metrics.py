@@ -69,6 +69,11 @@ def test_metrics_are_prometheus_text_with_help_and_type(client, pool) -> None:
     }  # fmt: skip
 
 
+def test_free_space_is_a_gauge_by_directory(scrape) -> None:
+    assert scrape("disk_free_bytes", directory="state") > 0
+    assert scrape("disk_free_bytes", directory="store") > 0
+
+
 def test_sandboxes_capacity_and_leases_are_gauges(scrape, grant) -> None:
     used = timezone.now() - HOUR
     run(grant(now=used), now=used)

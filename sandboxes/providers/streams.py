@@ -1,0 +1,51 @@
+"""Limits on the bytes and the time of tar streams out of a sandbox.
+
+A tar contains every file with its apparent size. A sparse file costs an agent nothing, but a copy of it can fill a disk.
+Therefore a sparse file counts with its apparent size."""
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import IO
+
+from sandboxes.image import files
+from sandboxes.providers.base import TooLarge, Unavailable
+
+
+def limit_stream(
+    chunks: Iterator[bytes], *, max_bytes: int | None, timeout: timedelta, clock: Callable[[], float] = time.monotonic
+) -> Iterator[bytes]:
+    """Yield `chunks`. Raise TooLarge above `max_bytes` (None: no limit), and Unavailable after `timeout`.
+
+    The source is closed in every case. A source that blocks needs an idle timeout of its own: the time is checked for each
+    chunk."""
+    size, deadline = 0, clock() + timeout.total_seconds()
+    try:
+        for chunk in chunks:
+            size += len(chunk)
+            if max_bytes is not None and size > max_bytes:
+                raise TooLarge(describe_excess(max_bytes))
+            if clock() > deadline:
+                raise Unavailable(f"the copy exceeded {timeout.total_seconds():.0f} seconds.")
+            yield chunk
+    finally:
+        if close := getattr(chunks, "close", None):
+            close()
+
+
+def describe_excess(max_bytes: int) -> str:
+    shown = f"{max_bytes} bytes ({max_bytes >> 20} MiB)" if max_bytes >= 1 << 20 else f"{max_bytes} bytes"
+    return f"the tar exceeds {shown}. A sparse file counts with its apparent size."
+
+
+class BoundedWriter:
+    """Writable file limited to `max_bytes`. Raises image.files.TooLarge above the limit."""
+
+    def __init__(self, file: IO[bytes], max_bytes: int, message: str) -> None:
+        self.file, self.remaining, self.message = file, max_bytes, message
+
+    def write(self, content: bytes) -> int:
+        self.remaining -= len(content)
+        if self.remaining < 0:
+            raise files.TooLarge(self.message)
+        return self.file.write(content)

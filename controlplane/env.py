@@ -75,6 +75,17 @@ def boolean(name: str, default: bool, *, help: str) -> bool:
     )
 
 
+def optional_integer(name: str, *, help: str, minimum: int = 0, maximum: int = 10**9) -> int | None:
+    """Read an integer; None if the variable is unset or empty."""
+
+    def cast(raw: str) -> int | None:
+        if raw and not minimum <= int(raw) <= maximum:
+            raise ValueError
+        return int(raw) if raw else None
+
+    return _read_variable(name, cast, "", f"a whole number from {minimum} to {maximum}", help)
+
+
 def integer(name: str, default: int, *, help: str, minimum: int = 0, maximum: int = 10**9) -> int:
     def cast(raw: str) -> int:
         if not minimum <= int(raw) <= maximum:

@@ -108,7 +108,11 @@ SANDBOX_PIDS = env.integer("LEASEHOLD_SANDBOX_PIDS", 256, minimum=16, help="proc
 SANDBOX_SLEEP_AFTER = env.duration(
     "SANDBOX_SLEEP_AFTER", "5m", help="sleep_after of a lease if neither the request nor the environment type sets it"
 )
-MAX_SANDBOXES = env.integer("LEASEHOLD_MAX_SANDBOXES", 1000, minimum=1, help="capacity of a new pool, in sandboxes")
+MAX_SANDBOXES = env.optional_integer(
+    "LEASEHOLD_MAX_SANDBOXES",
+    minimum=1,
+    help="capacity, in sandboxes, of the default pool and of others with automatic capacity; unset: by the engine's memory",
+)
 MAX_SANDBOXES_PER_AGENT = env.integer(
     "LEASEHOLD_MAX_SANDBOXES_PER_AGENT",
     0,

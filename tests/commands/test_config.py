@@ -10,6 +10,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
 from controlplane import env
+from sandboxes.capacity import derive_capacity
+from sandboxes.providers import get_provider
 from tests.commands.manage import call, load_settings, run_manage
 
 
@@ -23,6 +25,16 @@ def test_config_shows_every_variable_its_value_and_its_source(tmp_path: Path) ->
     assert process.stderr == (
         "warning: LEASEHOLD_WEB_THREAD is not a variable of Leasehold; did you mean LEASEHOLD_WEB_THREADS?\n"
     )
+
+
+def test_config_shows_the_derived_capacity(tmp_path: Path) -> None:
+    places = derive_capacity(get_provider("process"), memory_mib=2048)
+    process = run_manage(tmp_path, "config", LEASEHOLD_SANDBOX_MEMORY_MIB="2048")
+    line = next(line for line in process.stdout.splitlines() if line.startswith("LEASEHOLD_MAX_SANDBOXES"))
+    assert line.split() == ["LEASEHOLD_MAX_SANDBOXES", str(places.places), "derived"]
+    process = run_manage(tmp_path, "config", LEASEHOLD_MAX_SANDBOXES="77")
+    line = next(line for line in process.stdout.splitlines() if line.startswith("LEASEHOLD_MAX_SANDBOXES"))
+    assert line.split() == ["LEASEHOLD_MAX_SANDBOXES", "77", "environment"]
 
 
 def test_config_as_json_has_the_same_values_and_no_secret(tmp_path: Path, monkeypatch) -> None:

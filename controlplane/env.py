@@ -45,7 +45,7 @@ class EnvVariable:
             return f"{self.value.total_seconds():g}s"
         if isinstance(self.value, list):
             return ",".join(map(str, self.value))
-        return str(self.value)
+        return "" if self.value is None else str(self.value)
 
 
 T = TypeVar("T")
@@ -97,6 +97,11 @@ def integer(name: str, default: int, *, help: str, minimum: int = 0, maximum: in
 
 def duration(name: str, default: str, *, help: str) -> timedelta:
     return _read_variable(name, durations.parse_duration, default, durations.ACCEPTED_FORMAT, help)
+
+
+def optional_duration(name: str, *, help: str) -> timedelta | None:
+    """Read a duration; None if the variable is unset or empty."""
+    return _read_variable(name, lambda raw: durations.parse_duration(raw) if raw else None, "", durations.ACCEPTED_FORMAT, help)
 
 
 def decimal(name: str, default: str, *, help: str) -> Decimal:

@@ -46,7 +46,7 @@ def test_config_as_json_has_the_same_values_and_no_secret(tmp_path: Path, monkey
     rows = {row["name"]: row for row in json.loads(output)["variables"]}
     assert set(rows) == names
     assert rows["LEASEHOLD_LLM_API_KEY"]["value"] == "********"
-    assert (rows["LEASEHOLD_IDLE_TIMEOUT"]["value"], rows["LEASEHOLD_IDLE_TIMEOUT"]["source"]) == ("30m", "default")
+    assert (rows["LEASEHOLD_IDLE_TIMEOUT"]["value"], rows["LEASEHOLD_IDLE_TIMEOUT"]["source"]) == ("5m", "default")
 
 
 @pytest.mark.parametrize("command", ["config", "help", "nonsense"])  # Django runs help without valid settings

@@ -45,7 +45,7 @@ class EnvVariable:
             return f"{self.value.total_seconds():g}s"
         if isinstance(self.value, list):
             return ",".join(map(str, self.value))
-        return str(self.value)
+        return "" if self.value is None else str(self.value)
 
 
 T = TypeVar("T")
@@ -75,6 +75,17 @@ def boolean(name: str, default: bool, *, help: str) -> bool:
     )
 
 
+def optional_integer(name: str, *, help: str, minimum: int = 0, maximum: int = 10**9) -> int | None:
+    """Read an integer; None if the variable is unset or empty."""
+
+    def cast(raw: str) -> int | None:
+        if raw and not minimum <= int(raw) <= maximum:
+            raise ValueError
+        return int(raw) if raw else None
+
+    return _read_variable(name, cast, "", f"a whole number from {minimum} to {maximum}", help)
+
+
 def integer(name: str, default: int, *, help: str, minimum: int = 0, maximum: int = 10**9) -> int:
     def cast(raw: str) -> int:
         if not minimum <= int(raw) <= maximum:
@@ -86,6 +97,11 @@ def integer(name: str, default: int, *, help: str, minimum: int = 0, maximum: in
 
 def duration(name: str, default: str, *, help: str) -> timedelta:
     return _read_variable(name, durations.parse_duration, default, durations.ACCEPTED_FORMAT, help)
+
+
+def optional_duration(name: str, *, help: str) -> timedelta | None:
+    """Read a duration; None if the variable is unset or empty."""
+    return _read_variable(name, lambda raw: durations.parse_duration(raw) if raw else None, "", durations.ACCEPTED_FORMAT, help)
 
 
 def decimal(name: str, default: str, *, help: str) -> Decimal:

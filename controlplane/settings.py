@@ -105,17 +105,22 @@ SANDBOX_MILLICPUS = env.integer(
     "LEASEHOLD_SANDBOX_MILLICPUS", 1000, minimum=50, help="CPU limit per sandbox of a new pool, in thousandths of a CPU"
 )
 SANDBOX_PIDS = env.integer("LEASEHOLD_SANDBOX_PIDS", 256, minimum=16, help="process limit per sandbox of a new pool")
-SANDBOX_SLEEP_AFTER = env.duration(
-    "SANDBOX_SLEEP_AFTER", "5m", help="sleep_after of a lease if neither the request nor the environment type sets it"
+SANDBOX_SLEEP_AFTER = env.optional_duration(
+    "SANDBOX_SLEEP_AFTER",
+    help="sleep_after of a lease if neither the request nor the environment type sets it; unset: LEASEHOLD_IDLE_TIMEOUT",
 )
-MAX_SANDBOXES = env.integer("LEASEHOLD_MAX_SANDBOXES", 1000, minimum=1, help="capacity of a new pool, in sandboxes")
+MAX_SANDBOXES = env.optional_integer(
+    "LEASEHOLD_MAX_SANDBOXES",
+    minimum=1,
+    help="capacity, in sandboxes, of the default pool and of others with automatic capacity; unset: by the engine's memory",
+)
 MAX_SANDBOXES_PER_AGENT = env.integer(
     "LEASEHOLD_MAX_SANDBOXES_PER_AGENT",
     0,
     help="sandboxes an agent can hold in one pool, unless the pool sets a limit; 0: no limit",
 )
 IDLE_TIMEOUT = env.duration(
-    "LEASEHOLD_IDLE_TIMEOUT", "30m", help="idle time after which a sandbox sleeps, unless its lease sets sleep_after"
+    "LEASEHOLD_IDLE_TIMEOUT", "5m", help="idle time after which a sandbox is evicted, unless sleep_after is set as above"
 )
 COLD_TTL = env.duration(
     "LEASEHOLD_COLD_TTL", "2h", help="time after which a cold sandbox is destroyed; its stored state is kept"

@@ -157,9 +157,9 @@ def _find_pool(request: LeaseRequest, environment_type: EnvironmentType) -> Pool
 
 
 def _resolve_sleep_after(environment_type: EnvironmentType) -> timedelta:
-    return (
-        durations.parse_duration(environment_type.sleep_after) if environment_type.sleep_after else settings.SANDBOX_SLEEP_AFTER
-    )
+    if environment_type.sleep_after:
+        return durations.parse_duration(environment_type.sleep_after)
+    return settings.SANDBOX_SLEEP_AFTER or settings.IDLE_TIMEOUT
 
 
 def require_active(pk: UUID, *, now: datetime) -> Lease:

@@ -142,9 +142,9 @@ class EnvironmentType(models.Model):
     )
     sleep_after = models.CharField(
         max_length=16,
-        default="5m",
+        blank=True,
         validators=[check_sleep_after],
-        help_text='Idle time before the sandbox is evicted, such as "5m".',
+        help_text='Idle time before eviction, such as "5m". Empty: SANDBOX_SLEEP_AFTER, else LEASEHOLD_IDLE_TIMEOUT.',
     )
     snapshot_excludes = models.JSONField(
         default=list, blank=True, validators=[check_excludes],

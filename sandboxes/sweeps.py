@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import destruction, eviction, providers, runs
+from sandboxes import capacity, destruction, eviction, providers, runs
 from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance_many
@@ -229,8 +229,12 @@ def find_overdue_evictions(*, now: datetime) -> QuerySet[Sandbox]:
 
 
 def recount(*, now: datetime) -> SweepResult:
-    """Set the counters of pools and quotas to the counts of rows. Each difference is a bug and reported as a failure."""
+    """Set the counters of pools and quotas to the counts of rows. Each difference is a bug and reported as a failure.
+
+    Automatic capacities follow the setting and the engine's memory, which no event reports."""
     result = SweepResult()
+    if changed := capacity.update_automatic_capacities():
+        result.note("capacities changed", changed)
     for pk in Pool.objects.values_list("pk", flat=True):
         with transaction.atomic():
             # Taking or releasing a place locks the quota, then the pool, until the sandbox's row is committed. The same order

@@ -54,7 +54,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
 
     @display(description="Evict after")
     def sleeps(self, row: EnvironmentType) -> str:
-        return row.sleep_after
+        return row.sleep_after or "default"
 
     @display(description="End conditions")
     def conditions(self, row: EnvironmentType) -> str:

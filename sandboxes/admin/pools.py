@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from django import forms
+from django.conf import settings
 from django.contrib import admin
 from django.db.models import Count, F, Q
 from django.http import HttpRequest
@@ -15,7 +16,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes import pool
+from sandboxes import capacity, pool
 from sandboxes import pool_stats as stats
 from sandboxes.admin import tabs
 from sandboxes.admin.base.actions import AdminAction, list_audit_entries
@@ -171,10 +172,11 @@ class PoolAdmin(ConsoleModelAdmin):
         ),
     }
     fieldsets = [
-        (None, {"fields": ["name", "capacity", "warm_target", "provider", "image", "restricted"]}),
+        (None, {"fields": ["name", "capacity", "automatic_capacity", "warm_target", "provider", "image", "restricted"]}),
         ("Resources of each new sandbox", {"fields": ["memory_mib", "millicpus", "pids", "workspace_limit_mib"]}),
     ]
     labels = {
+        "automatic_capacity": "Automatic capacity",
         "warm_target": "Warm target",
         "memory_mib": "Memory (MiB)",
         "millicpus": "CPU (millicores)",
@@ -186,6 +188,18 @@ class PoolAdmin(ConsoleModelAdmin):
 
     def get_readonly_fields(self, request: HttpRequest, obj: Pool | None = None) -> list[str]:
         return ["name"] if obj else []  # environment types, requests and scripts refer to a pool by name
+
+    def get_changeform_initial_data(self, request: HttpRequest) -> dict[str, Any]:
+        derived = capacity.try_derive_capacity("", settings.SANDBOX_MEMORY_MIB)
+        return ({"capacity": derived.places} if derived else {}) | super().get_changeform_initial_data(request)
+
+    def save_model(self, request: HttpRequest, obj: Pool, form: Any, change: bool) -> None:
+        edited = change and form.cleaned_data["capacity"] != form.initial["capacity"]
+        if edited and "automatic_capacity" not in form.changed_data:
+            obj.automatic_capacity = False
+            form.changed_data.append("automatic_capacity")
+        super().save_model(request, obj, form, change)
+        capacity.update_automatic_capacities()
 
     def annotate_rows(self, rows: list[Pool]) -> None:
         by_pool = {one.pk: one for one in stats.collect_pool_stats(now=timezone.now())}
@@ -253,6 +267,11 @@ def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryF
             href=build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=row.pk),
         ),
         SummaryField(
+            "Capacity",
+            f"{row.capacity:,}, automatic" if row.automatic_capacity else f"{row.capacity:,}",
+            note=describe_capacity(row),
+        ),
+        SummaryField(
             "Unclaimed",
             f"{counts['unclaimed']:,}",
             note=f"{target}; {outdated:,} outdated (image or memory changed)" if outdated else target,
@@ -281,6 +300,15 @@ def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryF
         ),
         SummaryField("Owner label", row.owner, note="label of this pool's sandboxes at the provider"),
     ]
+
+
+def describe_capacity(row: Pool) -> str:
+    """Return the origin of the capacity, without a call to the engine: a page must not wait for it."""
+    if not row.automatic_capacity:
+        return "set by an operator"
+    if settings.MAX_SANDBOXES is not None:
+        return "LEASEHOLD_MAX_SANDBOXES"
+    return f"memory of the engine, {row.memory_mib:,} MiB each"
 
 
 PROBLEM_TAB_LABELS = {"quarantine": "Quarantine", "stalled": "Stalled", "lost": "Lost", "unstored": "State not stored"}

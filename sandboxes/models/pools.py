@@ -8,9 +8,11 @@ from django.db import models
 from django.db.models import F, Q
 from django.utils import timezone
 
+UNMEASURED_CAPACITY = 1000  # places, where the engine's memory is not known
+
 
 def default_capacity() -> int:
-    return int(settings.MAX_SANDBOXES)
+    return int(settings.MAX_SANDBOXES or UNMEASURED_CAPACITY)
 
 
 def default_memory_mib() -> int:
@@ -43,6 +45,9 @@ class Pool(models.Model):
         default=default_capacity,
         validators=[MinValueValidator(1)],
         help_text="Maximum number of sandboxes, cold ones and those being destroyed included.",
+    )
+    automatic_capacity = models.BooleanField(
+        default=False, help_text="Set the capacity to LEASEHOLD_MAX_SANDBOXES, or if that is unset by the engine's memory."
     )
     used = models.PositiveIntegerField(default=0, editable=False)
     draining = models.BooleanField(default=False, editable=False, help_text="No new sandboxes; existing ones end normally.")

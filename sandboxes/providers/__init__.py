@@ -36,9 +36,11 @@ def get_provider(name: str) -> Provider:
     return provider
 
 
-@cache
 def get_default_provider_name() -> str:
     """Return SANDBOX_PROVIDER. For `auto`: docker if a daemon is available at the first call, else process."""
-    if settings.SANDBOX_PROVIDER != "auto":
-        return str(settings.SANDBOX_PROVIDER)
+    return _choose_provider_name() if settings.SANDBOX_PROVIDER == "auto" else str(settings.SANDBOX_PROVIDER)
+
+
+@cache
+def _choose_provider_name() -> str:
     return "docker" if is_daemon_available() else "process"

@@ -160,6 +160,10 @@ class Provider(ABC):
     enforces_limits: bool  # memory, CPU and process limits hold, and ExecResult.oom is reported
     measures_usage: bool  # `stats` returns measurements
 
+    def total_memory_mib(self) -> int | None:
+        """Return the memory of the machine that runs the sandboxes, in MiB; None if it is not known. Raise Unavailable."""
+        return None
+
     @abstractmethod
     def create(self, spec: SandboxSpec) -> str:
         """Start a sandbox and return its ref. Idempotent: an existing sandbox of that name is returned."""

@@ -28,6 +28,41 @@ def has(pool: Pool, **columns: object) -> bool:
     return Pool.objects.filter(pk=pool.pk, **columns).exists()
 
 
+# --- capacity -----------------------------------------------------------------------------------------------------
+
+
+def post_pool(client: Client, pool: Pool, **changes: object) -> None:
+    names = (
+        "capacity", "warm_target", "provider", "image", "memory_mib", "millicpus", "pids", "workspace_limit_mib",
+    )  # fmt: skip
+    automatic = {"automatic_capacity": "on"} if pool.automatic_capacity else {}
+    form = {name: getattr(pool, name) for name in names} | automatic | changes
+    assert client.post(row_url(pool), {name: value for name, value in form.items() if value is not None}).status_code == 302
+    pool.refresh_from_db()
+
+
+def test_an_edited_capacity_is_no_longer_automatic_until_it_is_selected_again(
+    administrator: Client, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "total_memory_mib", lambda: 8192)
+    pool = Pool.objects.get(name="default")
+    post_pool(administrator, pool, memory_mib=1024)
+    assert (pool.automatic_capacity, pool.capacity) == (True, 6)
+    assert get_fields(administrator, row_url(pool))["Capacity"].value == "6, automatic"
+    post_pool(administrator, pool, capacity=40)
+    assert (pool.automatic_capacity, pool.capacity) == (False, 40)
+    assert get_fields(administrator, row_url(pool))["Capacity"].value == "40"
+    post_pool(administrator, pool, automatic_capacity="on")
+    assert (pool.automatic_capacity, pool.capacity) == (True, 6)
+
+
+def test_a_new_pool_is_offered_the_capacity_of_the_engine(
+    administrator: Client, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "total_memory_mib", lambda: 8192)
+    assert administrator.get("/admin/sandboxes/pool/add/").context["adminform"].form["capacity"].value() == 12
+
+
 # --- actions ------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
 from controlplane import env
+from sandboxes.capacity import derive_capacity
+from sandboxes.providers import get_provider
 from tests.commands.manage import call, load_settings, run_manage
 
 
@@ -25,6 +27,16 @@ def test_config_shows_every_variable_its_value_and_its_source(tmp_path: Path) ->
     )
 
 
+def test_config_shows_the_derived_capacity(tmp_path: Path) -> None:
+    places = derive_capacity(get_provider("process"), memory_mib=2048)
+    process = run_manage(tmp_path, "config", LEASEHOLD_SANDBOX_MEMORY_MIB="2048")
+    line = next(line for line in process.stdout.splitlines() if line.startswith("LEASEHOLD_MAX_SANDBOXES"))
+    assert line.split() == ["LEASEHOLD_MAX_SANDBOXES", str(places.places), "derived"]
+    process = run_manage(tmp_path, "config", LEASEHOLD_MAX_SANDBOXES="77")
+    line = next(line for line in process.stdout.splitlines() if line.startswith("LEASEHOLD_MAX_SANDBOXES"))
+    assert line.split() == ["LEASEHOLD_MAX_SANDBOXES", "77", "environment"]
+
+
 def test_config_as_json_has_the_same_values_and_no_secret(tmp_path: Path, monkeypatch) -> None:
     names = set(env.ENV_VARIABLES)
     load_settings(monkeypatch, tmp_path, LEASEHOLD_LLM_API_KEY="sk-very-secret")
@@ -34,7 +46,7 @@ def test_config_as_json_has_the_same_values_and_no_secret(tmp_path: Path, monkey
     rows = {row["name"]: row for row in json.loads(output)["variables"]}
     assert set(rows) == names
     assert rows["LEASEHOLD_LLM_API_KEY"]["value"] == "********"
-    assert (rows["LEASEHOLD_IDLE_TIMEOUT"]["value"], rows["LEASEHOLD_IDLE_TIMEOUT"]["source"]) == ("30m", "default")
+    assert (rows["LEASEHOLD_IDLE_TIMEOUT"]["value"], rows["LEASEHOLD_IDLE_TIMEOUT"]["source"]) == ("5m", "default")
 
 
 @pytest.mark.parametrize("command", ["config", "help", "nonsense"])  # Django runs help without valid settings

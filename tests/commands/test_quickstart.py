@@ -5,6 +5,8 @@ from django.contrib.auth import authenticate, get_user_model
 from django.core.management import CommandError
 
 from controlplane import health
+from sandboxes.models import Pool
+from sandboxes.providers.memory import MemoryProvider
 from tests.commands.manage import call
 
 pytestmark = pytest.mark.django_db
@@ -18,8 +20,20 @@ def test_the_password_is_shown_once_and_works_and_is_not_stored() -> None:
     assert user.is_superuser
     assert password not in user.password
     assert "manage.py changepassword operator" in output
-    assert call("quickstart") == '"operator" is a superuser; manage.py changepassword operator sets a new password.\n'
+    again = call("quickstart").splitlines()[0]
+    assert again == '"operator" is a superuser; manage.py changepassword operator sets a new password.'
     assert get_user_model().objects.get().password == user.password
+
+
+def test_the_capacity_of_the_default_pool_is_set_and_shown(
+    memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch, settings
+) -> None:
+    monkeypatch.setattr(memory, "total_memory_mib", lambda: 8192)
+    line = 'The pool "default" has 12 places: sandboxes of 512 MiB in the 8.0 GiB of the memory provider, less 2.0 GiB.'
+    assert line in call("quickstart")
+    assert Pool.objects.get(name="default").capacity == 12
+    settings.MAX_SANDBOXES = 7
+    assert 'The pool "default" has 7 places: LEASEHOLD_MAX_SANDBOXES.' in call("quickstart")
 
 
 def test_no_superuser_is_created_if_another_one_exists() -> None:

@@ -421,6 +421,10 @@ def test_build_without_a_daemon_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         call_command("build_image")
 
 
+def test_engine_reports_its_memory() -> None:
+    assert DockerProvider().total_memory_mib() == int(docker("info", "--format", "{{.MemTotal}}")) >> 20
+
+
 # --- resource usage ----------------------------------------------------------------------------------------------
 
 VERSIONS = {  # cgroup version -> files of a container, as written by kernels 5.10 and 6.1

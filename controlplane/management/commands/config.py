@@ -5,9 +5,11 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from typing import Any
 
+from django.conf import settings
 from django.core.management.base import BaseCommand
 
 from controlplane import env
+from sandboxes.capacity import try_derive_capacity
 
 
 class Command(BaseCommand):
@@ -24,7 +26,8 @@ class Command(BaseCommand):
 
 
 def build_rows() -> list[dict[str, str]]:
-    return [
+    """Return a row for each variable. LEASEHOLD_MAX_SANDBOXES shows the derived capacity if it is unset."""
+    rows = [
         {
             "name": variable.name,
             "value": variable.default if variable.source == "default" else variable.display_value,  # a default is not secret
@@ -35,6 +38,10 @@ def build_rows() -> list[dict[str, str]]:
         }
         for variable in env.ENV_VARIABLES.values()
     ]
+    if settings.MAX_SANDBOXES is None and (derived := try_derive_capacity("", settings.SANDBOX_MEMORY_MIB)):
+        row = next(row for row in rows if row["name"] == "LEASEHOLD_MAX_SANDBOXES")
+        row |= {"value": str(derived.places), "source": "derived"}
+    return rows
 
 
 def render_json() -> str:

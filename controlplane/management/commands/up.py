@@ -21,7 +21,7 @@ from controlplane import health, schedules, supervisor
 from controlplane.supervisor import Child, Supervisor
 from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
-from sandboxes import providers
+from sandboxes import capacity, providers
 from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.db import database_time
 from sandboxes.egress import nginx
@@ -117,6 +117,7 @@ class Command(BaseCommand):
         settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # the server warns if it does not exist
         health.set_draining(False)
         schedules.sync_schedules(now=timezone.now())
+        capacity.update_automatic_capacities()
         if not no_worker:
             schedules.enqueue_all_sweeps()
         connections.close_all()

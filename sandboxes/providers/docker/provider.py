@@ -73,6 +73,9 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
     enforces_limits = True
     measures_usage = True
 
+    def total_memory_mib(self) -> int | None:
+        return int(self._engine.call("GET", "/info")["MemTotal"]) >> 20 or None  # 0 if the daemon cannot read it
+
     def create(self, spec: SandboxSpec) -> str:
         client, deadline = self._engine.client, time.monotonic() + CALL_TIMEOUT_SECONDS
         while time.monotonic() < deadline:

@@ -121,6 +121,9 @@ class ProcessProvider(BackgroundProcessProvider):
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or Path(settings.STATE_DIR) / "process").resolve()
 
+    def total_memory_mib(self) -> int | None:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+
     def create(self, spec: SandboxSpec) -> str:
         if not NAME_PATTERN.fullmatch(spec.name):
             raise Rejected("The name of a sandbox must be 1 to 63 characters of a-z, 0-9 and -.")

@@ -6,7 +6,7 @@ import pytest
 
 from leases import execution, leasing, sweeps
 from leases.errors import LeaseEnded
-from leases.models import Lease
+from leases.models import EnvironmentType, Lease
 from sandboxes import eviction
 from sandboxes import pool as pools
 from sandboxes import sweeps as pool_sweeps
@@ -60,8 +60,15 @@ def test_idle_sandbox_is_evicted_and_the_next_use_wakes_it_with_its_files(grant,
     assert (sandbox.state, sandbox.incarnation, sandbox.source) == ("waiting", 2, "local")
 
 
-def test_sleep_after_defaults_to_the_environment_type(lease) -> None:
+def test_sleep_after_is_the_environment_types_else_of_the_settings(lease, grant, settings) -> None:
     assert lease.sleep_after == 5 * MINUTE
+    settings.IDLE_TIMEOUT = 40 * MINUTE
+    assert grant(environment="e2").sleep_after == 40 * MINUTE
+    settings.SANDBOX_SLEEP_AFTER = 8 * MINUTE
+    assert grant(environment="e3").sleep_after == 8 * MINUTE
+    EnvironmentType.objects.filter(name="catan").update(sleep_after="7m")
+    assert grant(environment="e4").sleep_after == 7 * MINUTE
+    assert grant(environment="e5", sleep_after=6 * MINUTE).sleep_after == 6 * MINUTE
     assert get_sandbox(lease).idle_at - NOW >= 5 * MINUTE
 
 

@@ -172,9 +172,10 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
             if recorded == "lost":
                 return SandboxLost()
             return SandboxNotReady("The sandbox is gone, and nothing unsaved was in it. The next use starts it again.")
+        note = f"Sandbox lost during the run: {failed}"
         close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
         eviction.mark_lost(opened.sandbox, str(failed), now=now)
-        return SandboxLost()
+        return SandboxLost(note)
     if isinstance(failed, (NoSuchFile, Rejected, SandboxError)):
         close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), actor=actor)
         return failed

@@ -120,10 +120,10 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
         leasing.renew(lease, now=now, lasts=lasts + runs.KILL_GRACE)
     try:
         yield build_sandbox_request(lease, now=now, check_budget=not spends)
-    except SandboxLost:
+    except SandboxLost as lost:
         leasing.require_active(pk, now=clock())  # a lost sandbox of an ended lease is reported as LeaseEnded
         with transaction.atomic():
-            leasing.end(pk, reason="lost", now=clock(), actor="provider")
+            leasing.end(pk, reason="lost", now=clock(), actor="provider", detail=str(lost)[:400])
         raise leasing.build_ended_error(Lease.objects.get(pk=pk), "lost") from None
     except SandboxError:
         leasing.require_active(pk, now=clock())

@@ -325,6 +325,7 @@ class IdempotentRequest(models.Model):
     fingerprint = models.CharField(max_length=64, help_text="SHA-256 of method, path and body.")
     started_at = models.DateTimeField()
     deadline_at = models.DateTimeField(help_text="Past this time a request without a response counts as abandoned.")
+    claimed_by = models.CharField(max_length=64, blank=True, help_text="Control-plane instance that executes the request.")
     expires_at = models.DateTimeField(db_index=True)
     status_code = models.PositiveSmallIntegerField(null=True)
     body = models.TextField(blank=True)

@@ -6,7 +6,7 @@ from uuid import UUID
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import BigIntegerField, Exists, OuterRef, QuerySet
+from django.db.models import BigIntegerField, Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import Cast
 
 from leases import leasing, turns
@@ -151,6 +151,15 @@ def find_oversized_sandboxes() -> QuerySet[Sandbox]:
 
 def _format_oversize_reason(sandbox: Sandbox) -> str:
     return f"/workspace uses {(sandbox.workspace_bytes or 0) >> 20} MiB of {sandbox.pool.workspace_limit_mib} MiB."
+
+
+def release_instance(instance: str, *, now: datetime) -> int:
+    """Make the work of a dead instance due now, unfinished requests with an Idempotency-Key included.
+
+    Return the number of rows. The conditions and errors of `sandboxes.sweeps.release_instance` apply."""
+    released = sandboxes.release_instance(instance, now=now)
+    claimed = Q(claimed_by=instance) | Q(claimed_by__startswith=f"{instance}.")
+    return released + IdempotentRequest.objects.filter(claimed, status_code=None, deadline_at__gt=now).update(deadline_at=now)
 
 
 def find_expired_idempotent_requests(*, now: datetime) -> QuerySet[IdempotentRequest]:

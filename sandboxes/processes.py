@@ -29,6 +29,7 @@ from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 MAX_PROCESSES = 16  # running in one sandbox at once
 START_TIMEOUT = LAUNCH_TIMEOUT + runs.KILL_GRACE
 LOG_CHUNK_BYTES = 1 << 18  # read of a log at once
+MAX_CHUNKS_AFTER_DEADLINE = 8  # searched by wait_for_log once its time is over, so that a short wait covers existing output
 POLL_DELAYS_SECONDS = (0.05, 0.1, 0.2, 0.4)  # between reads of a log; the last one repeats
 
 
@@ -156,7 +157,8 @@ def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedel
     """Wait until a process has printed `text` at or after offset `start`. Returns whether the text was printed.
 
     Returns False when `within` has passed, or when the process has ended without printing the text. `text` is plain text,
-    because the run time of a regular expression is unbounded. Output that a long log dropped before the read is skipped.
+    because the run time of a regular expression is unbounded. Output that a long log dropped before the read is skipped. After
+    `within`, at most MAX_CHUNKS_AFTER_DEADLINE chunks are searched, because a process may print faster than its log is read.
     Raises TooManyLongCalls."""
     with LONG_CALLS.admit():
         return _poll_log(process, text, start=start, within=within, clock=clock_from(now))
@@ -165,6 +167,7 @@ def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedel
 def _poll_log(process: Process, text: str, *, start: int, within: timedelta, clock: Clock) -> bool:
     needle, tail, deadline = text.encode(), b"", clock() + within
     pauses, pause = iter(POLL_DELAYS_SECONDS), 0.0
+    chunks_left = MAX_CHUNKS_AFTER_DEADLINE
     while True:
         expired = clock() >= deadline  # evaluated before the last read of the log
         _refresh_process(process, now=clock())
@@ -178,9 +181,11 @@ def _poll_log(process: Process, text: str, *, start: int, within: timedelta, clo
             if needle in searched:
                 return True
             tail, start = searched[-(len(needle) - 1) :] if len(needle) > 1 else b"", end
-            if len(content) < LOG_CHUNK_BYTES:
+            if clock() >= now + within:
+                chunks_left -= 1
+            if len(content) < LOG_CHUNK_BYTES or not chunks_left:
                 break
-        if expired or ended:
+        if expired or ended or not chunks_left:
             return False
         pause = next(pauses, pause)
         time.sleep(pause)
@@ -210,23 +215,32 @@ def _refresh_process(process: Process, *, now: datetime) -> None:
 
 
 def _close_ended_in_sandbox(opened: Iterable[Process], *, now: datetime) -> int:
-    """Close the rows of ended processes among the open ones of one sandbox. Returns their number. Raises ProviderError."""
+    """Close the rows of ended processes among the open ones of one sandbox. Returns their number. Raises ProviderError.
+
+    A sandbox that the provider does not have closes all of them; `reconcile` records the missing sandbox."""
     running = [process for process in opened if _is_sandbox_alive(process)]
     if not running:
         return 0
     sandbox = running[0].sandbox
     provider = providers.get_provider(sandbox.provider)
+    confirmed = _find_confirmed(running)
     try:
         states = provider.processes(sandbox.ref, [str(process.pk) for process in running])
-    except Missing:
-        return 0  # reconcile handles the missing sandbox
-    return sum(_close_if_ended(process, states.get(str(process.pk)), provider, now=now) for process in running)
+    except Missing as missing:
+        note = f"The provider has no such sandbox: {missing}"[:500]
+        return sum(_close_process(process, ProcessStatus.GONE, now=now, note=note) for process in running)
+    return sum(
+        _close_if_ended(process, states.get(str(process.pk)), provider, is_confirmed=process.pk in confirmed, now=now)
+        for process in running
+    )
 
 
-def _close_if_ended(process: Process, state: ProcessState | None, provider: Provider, *, now: datetime) -> bool:
+def _close_if_ended(
+    process: Process, state: ProcessState | None, provider: Provider, *, is_confirmed: bool, now: datetime
+) -> bool:
     if state and not state.running:
         return _close_process(process, ProcessStatus.EXITED, now=now, exit_code=state.exit_code)
-    if state is None and not _may_still_start(process, now=now):
+    if state is None and (is_confirmed or not _may_still_start(process, now=now)):
         provider.kill(process.sandbox.ref, str(process.pk))
         if Run.objects.filter(pk=process.pk, outcome=RunOutcome.OK).exists():
             return _close_process(process, ProcessStatus.GONE, now=now, note="The sandbox was restarted.")
@@ -242,6 +256,14 @@ def _close_if_ended(process: Process, state: ProcessState | None, provider: Prov
 def _may_still_start(process: Process, *, now: datetime) -> bool:
     """Return whether a process that the provider does not list may still begin. A call that timed out may still take effect."""
     return now <= process.starts_by or Run.objects.filter(pk=process.pk, ended_at__isnull=True).exists()
+
+
+def _find_confirmed(opened: Iterable[Process]) -> set[uuid.UUID]:
+    """Return the ids of processes whose start the provider has confirmed. If it does not list them afterwards, they are gone.
+
+    Call this function before the provider lists processes: a start may be confirmed during the listing."""
+    confirmed = Run.objects.filter(pk__in=[process.pk for process in opened], outcome=RunOutcome.OK)
+    return set(confirmed.values_list("pk", flat=True))
 
 
 def _close_process(

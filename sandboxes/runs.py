@@ -39,6 +39,8 @@ from sandboxes.storage.base import DiskFull, StoreError
 log = structlog.get_logger(__name__)
 CLOSE_RETRY_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
 CLOSE_RETRY_SECONDS = 0.5
+MAX_WRITE_BYTES_PER_SECOND = 1 << 30  # assumed growth of a workspace, to decide whether a run may have exceeded the limit
+MEASURE_INTERVAL_FACTOR = 20  # time between measurements after runs, in durations of one: at most 5 % of the time is measuring
 KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, in which the provider kills the command and reports the timeout
 
 
@@ -66,6 +68,7 @@ class Operation:
     provider: Provider
     result: ExecResult | None = None  # of the command; sets the outcome and the output of the Run
     entered: bool = False  # the body of the operation began
+    note: str = ""  # warning for the Run, such as a workspace over its limit
 
 
 def exec_in_sandbox(
@@ -73,7 +76,9 @@ def exec_in_sandbox(
 ) -> tuple[Run, ExecResult]:
     """Execute a command in the holder's sandbox, which is started or woken first. Blocks until the command has ended.
 
-    A command that fails or times out is a result. Raises WorkspaceFull and the errors of `operation`."""
+    A command that fails or times out is a result. The Run's note warns if the workspace is over its limit afterwards. Raises
+    WorkspaceFull and the errors of `operation`."""
+    clock = clock_from(now)
     with operation(request, command, now=now, actor=actor) as opened:
         require_workspace_space(opened.provider, opened.sandbox, now=now)
         result = opened.provider.exec(
@@ -87,6 +92,7 @@ def exec_in_sandbox(
             mark=str(command.run_id),
         )
         opened.result = result
+        opened.note = _warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
     return opened.run, result
 
 
@@ -128,7 +134,8 @@ def _record_success(opened: Operation, attached: Attachment | None, clock: Clock
     outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.OK
     while True:
         try:
-            note = _persist_data(attached, opened.sandbox, opened.provider, now=clock()) if attached else ""
+            unsaved = _persist_data(attached, opened.sandbox, opened.provider, now=clock()) if attached else ""
+            note = " ".join(filter(None, [opened.note, unsaved]))
             close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, actor=actor)
             return
         except (OperationalError, InterfaceError) as failed:
@@ -175,9 +182,10 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
             if recorded == "lost":
                 return SandboxLost()
             return SandboxNotReady("The sandbox is gone, and nothing unsaved was in it. The next use starts it again.")
+        note = f"Sandbox lost during the run: {failed}"
         close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
         eviction.mark_lost(opened.sandbox, str(failed), now=now)
-        return SandboxLost()
+        return SandboxLost(note)
     if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull)):
         close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), actor=actor)
         return failed
@@ -280,10 +288,33 @@ def require_workspace_space(provider: Provider, sandbox: Sandbox, *, now: dateti
         )
 
 
+def _warn_if_workspace_full(provider: Provider, sandbox: Sandbox, *, now: datetime) -> str:
+    """Measure the workspace after a run that may have exceeded its limit. Returns "", or a warning that the limit is exceeded.
+
+    There is no measurement while the workspace, growing by MAX_WRITE_BYTES_PER_SECOND since the last one, is below its limit,
+    nor within MEASURE_INTERVAL_FACTOR durations of the last one. If it fails, the sweep `measure_workspaces` repeats it."""
+    limit = sandbox.pool.workspace_limit_mib << 20
+    elapsed = (now - (sandbox.measured_at or sandbox.created_at)).total_seconds()
+    may_exceed = (sandbox.workspace_bytes or 0) + elapsed * MAX_WRITE_BYTES_PER_SECOND > limit
+    if not may_exceed or elapsed < MEASURE_INTERVAL_FACTOR * sandbox.measure_seconds:
+        return ""
+    try:
+        size = measure_workspace(provider, sandbox, now=now)
+    except ProviderError as failed:
+        log.warning("workspace not measured", sandbox=str(sandbox.pk), error=str(failed))
+        return ""
+    if size <= limit:
+        return ""
+    return f"/workspace holds {size >> 20} MiB, and its limit is {limit >> 20} MiB: the next command is refused."
+
+
 def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
     """Measure /workspace, and store the size in the sandbox's row. Returns bytes. Raises the errors of Provider.size."""
+    started = time.monotonic()
     size = provider.size(sandbox.ref, WORKSPACE)
-    Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=size, measured_at=now)
+    Sandbox.objects.filter(pk=sandbox.pk).update(
+        workspace_bytes=size, measured_at=now, measure_seconds=time.monotonic() - started
+    )
     return size
 
 

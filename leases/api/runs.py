@@ -70,6 +70,7 @@ class ExecResultSerializer(serializers.Serializer):
     oom = serializers.BooleanField()
     truncated = serializers.BooleanField(help_text="The output exceeded the limit; the rest was dropped.")
     duration_seconds = serializers.FloatField()
+    note = serializers.CharField(help_text="Warning: /workspace is over its limit, or /data is not stored yet. Else empty.")
 
 
 class RunSerializer(serializers.Serializer):
@@ -169,6 +170,7 @@ def serialize_exec_result(run: Run, result: ExecResult, encoding: str) -> dict[s
         "oom": result.oom,
         "truncated": result.truncated,
         "duration_seconds": result.duration.total_seconds(),
+        "note": run.note,
     }
 
 

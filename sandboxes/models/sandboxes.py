@@ -75,6 +75,7 @@ class Sandbox(models.Model):
     )  # fmt: skip
     workspace_bytes = models.PositiveBigIntegerField(null=True, blank=True)
     measured_at = models.DateTimeField(null=True, blank=True)
+    measure_seconds = models.FloatField(default=0, editable=False, help_text="Duration of the last measurement.")
     lost_at = models.DateTimeField(
         null=True, blank=True, help_text="Time at which the provider reported the sandbox missing. Unsaved changes are lost."
     )

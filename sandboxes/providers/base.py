@@ -189,7 +189,8 @@ class Provider(ABC):
 
         `mark` is unique for this exec. On timeout every process descended from it is killed, including those that left its
         session, and no process of another exec. Each output stream is cut to its first `cap` bytes. A program that does not
-        exist is a result with exit code 127."""
+        exist is a result with exit code 127. Raise Missing if the sandbox stopped, restarted or was removed while the command
+        ran; a command that a signal ends in a running sandbox is a result."""
 
     @abstractmethod
     def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:

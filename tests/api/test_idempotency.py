@@ -7,9 +7,10 @@ import pytest
 from django.db.models import F
 from django.utils import timezone
 
-from leases import api_keys
+from leases import api_keys, sweeps
 from leases.models import AgentKey, IdempotentRequest, Lease
-from sandboxes.models import Run
+from sandboxes import runs
+from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ApiClient, select_fields
@@ -121,6 +122,38 @@ def test_an_interrupted_exec_keeps_its_run_across_a_rotation_of_the_key(ada: Api
     rotated = ApiClient(api_keys.rotate_key(AgentKey.objects.get().pk, now=timezone.now()))
     response = rotated.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert (response.json()["code"], response.json()["run_id"]) == ("outcome_unknown", str(Run.objects.get().pk))
+
+
+def test_exec_whose_run_is_lost_is_answered_before_its_deadline(ada: ApiClient, run_path: str, crash_at) -> None:
+    with crash_at("run opened"):
+        ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").json()["code"] == "idempotency_in_progress"
+    run = Run.objects.get()
+    runs.close_run(run, now=run.started_at + timedelta(seconds=11), outcome=RunOutcome.LOST)
+    response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
+    problem = response.json()
+    assert (problem["run_id"], problem["outcome"], problem.get("exit_code")) == (str(run.pk), "lost", None)
+    assert "Retry-After" not in response.headers
+
+
+def test_exec_that_ended_without_a_response_is_answered_with_its_exit_code(ada: ApiClient, run_path: str, crash_at) -> None:
+    with crash_at("acted"):
+        ada.post(run_path, {"argv": ["false"]}, idempotency_key="k1")
+    assert ada.post(run_path, {"argv": ["false"]}, idempotency_key="k1").json()["code"] == "idempotency_in_progress"
+    Run.objects.update(started_at=F("started_at") - timedelta(minutes=2), ended_at=F("ended_at") - timedelta(minutes=2))
+    problem = ada.post(run_path, {"argv": ["false"]}, idempotency_key="k1").json()
+    assert (problem["code"], problem["outcome"], problem["exit_code"]) == ("outcome_unknown", "failed", 1)
+
+
+@pytest.mark.parametrize("step", ["key claimed", "run opened", "acted"])
+def test_exec_of_a_dead_instance_is_answered_at_once(ada: ApiClient, run_path: str, crash_at, settings, step: str) -> None:
+    settings.INSTANCE = "up-a.web"
+    with crash_at(step):
+        ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    assert sweeps.release_instance("up-a", now=timezone.now())
+    response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
 
 
 def test_exec_with_unknown_outcome_is_not_repeated(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:

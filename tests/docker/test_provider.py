@@ -327,14 +327,20 @@ def test_exec_resumes_a_stopped_or_paused_container(box: Box, how: str) -> None:
     assert box.run("cat", "/data/file").stdout == b"kept\n"
 
 
-def test_container_death_during_a_command_is_a_result(box: Box) -> None:
+@pytest.mark.parametrize("end", [["kill"], ["stop", "-t", "1"], ["restart", "-t", "0"], ["rm", "-f"]])
+def test_container_death_during_a_command_raises_missing(own_box: Box, end: list[str]) -> None:
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(box.run, "sleep", "300", seconds=250)
-        wait_until(lambda: "sleep 300" in box.processes(), "it sleeps")
-        docker("kill", box.ref)
-        done = running.result()
-    assert (done.exit_code, done.timed_out) == (137, False)
-    assert box.run("true").exit_code == 0
+        running = thread.submit(own_box.run, "sleep", "300", seconds=250)
+        wait_until(lambda: "sleep 300" in own_box.processes(), "it sleeps")
+        docker(*end, own_box.ref)
+        with pytest.raises(Missing):
+            running.result()
+
+
+def test_command_killed_in_a_running_container_is_a_result_without_delay(box: Box) -> None:
+    done = box.run("sh", "-c", "kill -9 $$")
+    assert (done.exit_code, done.timed_out, done.oom) == (137, False, False)
+    assert box.run("sh", "-c", "exit 137").exit_code == 137
 
 
 def test_streams_closed_early_do_not_end_the_exec(box: Box) -> None:

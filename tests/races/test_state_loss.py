@@ -13,15 +13,18 @@ from controlplane.errors import build_error_response
 from leases import execution
 from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
+from leases.models import LeaseEvent
 from sandboxes import eviction, lifecycle, runs, sweeps
 from sandboxes.db import clock
 from sandboxes.errors import OutcomeUnknown, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
+from sandboxes.providers.memory import ProgramCall, ProgramResult
 from sandboxes.runs import Command
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore
 from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.support.leases import run
 
 pytestmark = pytest.mark.django_db
 HOUR = timedelta(hours=1)
@@ -119,6 +122,24 @@ def test_missing_sandbox_with_unsaved_changes_ends_the_lease(grant, store, memor
     memory.vanish(get_sandbox(lease).ref)
     with pytest.raises(LeaseEnded, match="lost"):
         sh(lease, "cat f", NOW + MINUTE)
+
+
+@pytest.mark.parametrize("end", ["vanish", "stop"])
+def test_sandbox_that_ends_during_a_command_ends_the_lease_as_lost(grant, store, memory, end: str) -> None:
+    def lose(call: ProgramCall) -> ProgramResult:
+        getattr(memory, end)(get_sandbox(lease).ref)
+        return ProgramResult()
+
+    lease = grant()
+    memory.programs["work"] = lose
+    with pytest.raises(LeaseEnded, match="lost"):
+        run(lease, "work")
+    ended = Run.objects.get()
+    assert (ended.outcome, ended.exit_code, ended.note.partition(":")[0]) == ("lost", None, "Sandbox lost during the run")
+    assert get_sandbox(lease).lost_at
+    event = LeaseEvent.objects.get(lease=lease, kind="ended")
+    assert event.actor == "provider"
+    assert event.reason.startswith("lost: Sandbox lost during the run: ")
 
 
 def test_overtaken_worker_does_not_store_over_its_successor(grant, store, at_checkpoint) -> None:

@@ -22,7 +22,6 @@ from controlplane.supervisor import Child, Supervisor
 from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
 from sandboxes import capacity, providers
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.db import database_time
 from sandboxes.egress import nginx
 from sandboxes.models import Sandbox, SandboxState, Sweep
@@ -91,7 +90,7 @@ class Command(BaseCommand):
 
     def _release_instance(self, instance: str) -> int:
         try:
-            return sandbox_sweeps.release_instance(instance, now=database_time.now())
+            return lease_sweeps.release_instance(instance, now=database_time.now())
         except DatabaseError as error:
             self.print_line(f"claims of {instance} not released, they end at their deadlines: {first_line(error)}")
             return 0

@@ -1,8 +1,9 @@
 """Idempotency keys: a repeated POST gets the stored response.
 
 The process that inserts the row of a key executes the request. Only successful responses are stored. An error frees the key;
-if the process dies, its deadline frees the key. An operation that must not happen twice keeps its key in both cases if it may
-have started, and the error names the run with the known part of the outcome."""
+if the process dies, its deadline frees the key, or the release of its instance (leases.sweeps.release_instance). An operation
+that must not happen twice keeps its key in both cases if it may have started, and the error names the run with the known part
+of the outcome."""
 
 import hashlib
 import re
@@ -28,6 +29,8 @@ from sandboxes.models import Run, RunOutcome
 log = structlog.get_logger(__name__)
 HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
+# Between the end of a run and the storage of its response: time to renew the lease, or to destroy a one-shot sandbox.
+RESPONSE_GRACE_PERIOD = timedelta(minutes=1)
 RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
 
 
@@ -63,7 +66,8 @@ def execute_once(
     """Call `act` and build the response; with an Idempotency-Key, once per key holder.
 
     After `max_duration` an unfinished `act` counts as abandoned, and a repeated request is executed if the operation is
-    `repeatable`. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
+    `repeatable`. If it is not, its run ends the wait earlier: at once if the run is lost, else RESPONSE_GRACE_PERIOD after the
+    run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
         return _build_response(*act(uuid.uuid4()))
@@ -109,7 +113,12 @@ def _claim_key(
     holder: AgentKey, key: str, fingerprint: str, *, now: datetime, until: datetime, repeatable: bool
 ) -> tuple[IdempotentRequest, bool]:
     """Return the row of this key, and whether the caller may execute the request."""
-    columns = {"started_at": now, "deadline_at": until, "expires_at": max(until, now + settings.IDEMPOTENCY_TTL)}
+    columns = {
+        "started_at": now,
+        "deadline_at": until,
+        "claimed_by": settings.INSTANCE,
+        "expires_at": max(until, now + settings.IDEMPOTENCY_TTL),
+    }
     for _ in range(5):
         try:
             with transaction.atomic():
@@ -138,9 +147,19 @@ def _replay_response(row: IdempotentRequest, fingerprint: str, run_id: uuid.UUID
         return HttpResponse(
             row.body, status=row.status_code, content_type="application/json", headers={"Idempotent-Replayed": "true"}
         )
-    if run_id is None or row.deadline_at > now:
+    run = Run.objects.filter(pk=run_id).defer("stdout", "stderr").first() if run_id else None
+    if run_id is None or (row.deadline_at > now and not _is_run_settled(run, now=now)):
         raise InProgress()
-    raise OutcomeUnknown(run_id=str(run_id) if Run.objects.filter(pk=run_id).exists() else None)
+    if run is None:
+        raise OutcomeUnknown(run_id=None)
+    raise OutcomeUnknown(run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
+
+
+def _is_run_settled(run: Run | None, *, now: datetime) -> bool:
+    """Return whether the run of an unfinished request shows that its process will not respond."""
+    if run is None or run.ended_at is None:
+        return False
+    return run.outcome == RunOutcome.LOST or run.ended_at + RESPONSE_GRACE_PERIOD <= now
 
 
 def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:

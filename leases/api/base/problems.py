@@ -29,6 +29,8 @@ class ProblemSerializer(serializers.Serializer):
     end_reason = serializers.CharField(required=False, help_text="With 410 lease_ended.")
     ended_at = serializers.DateTimeField(required=False, help_text="With 410 lease_ended.")
     run_id = serializers.UUIDField(required=False, help_text="Run with the known part of the outcome.")
+    outcome = serializers.CharField(required=False, help_text="With outcome_unknown: outcome of the run, if recorded.")
+    exit_code = serializers.IntegerField(required=False, help_text="With outcome_unknown: exit code of the run, if known.")
     limit = LimitField(
         required=False,
         help_text="With 429 quota_exceeded: maximum number of sandboxes; with too_many_runs: of open runs. With 402 "

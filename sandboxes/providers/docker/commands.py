@@ -76,6 +76,7 @@ class ContainerCommandProvider(Provider):
         out, err = BoundedBuffer(cap), BoundedBuffer(cap)
         with self._running(ref, argv, env, cwd, io.BytesIO(stdin) if stdin else None, mark, engine.exec_gid(mark)) as run:
             oom_kills_before = engine.oom_kills(ref)
+            began = time.time()
             run.deadline = started + timeout.total_seconds()
             try:
                 run.collect(out, err)
@@ -87,6 +88,9 @@ class ContainerCommandProvider(Provider):
                 run.deadline = time.monotonic() + 1
                 with contextlib.suppress(TimeoutError):  # collect output written before the kill
                     run.collect(out, err)
+        oom = engine.was_oom_killed(ref, oom_kills_before, since, exit_code)
+        if exit_code > 128 and not timed_out and engine.has_stopped(ref, began):
+            raise Missing(f"{ref} stopped while the command ran{', with an OOM kill' if oom else ''}.")
         if not was_started:
             exit_code, out, err = _parse_start_failure(run.first_chunk, cap)
         return ExecResult(
@@ -94,7 +98,7 @@ class ContainerCommandProvider(Provider):
             stdout=bytes(out),
             stderr=bytes(err),
             timed_out=timed_out,
-            oom=engine.was_oom_killed(ref, oom_kills_before, since, exit_code),
+            oom=oom,
             truncated=out.truncated or err.truncated,
             duration=timedelta(seconds=time.monotonic() - started),
         )
@@ -152,7 +156,7 @@ class ContainerCommandProvider(Provider):
 
         1. Signal the processes from the host, where permitted. No process in the sandbox is needed, so agents cannot interfere.
         2. Otherwise run reap.py in the container.
-        3. If both fail, kill the container. Other execs lose their processes; files are not affected."""
+        3. If both fail, kill the container. Other execs lose their processes and raise Missing."""
         deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
         while self._kill_by_mark(run.ref, run.mark, run.gid):
             if not run.is_alive():

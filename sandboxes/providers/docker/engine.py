@@ -14,6 +14,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
@@ -28,6 +29,8 @@ from sandboxes.providers.base import Missing, ProviderError, Rejected, ResourceU
 CALL_TIMEOUT_SECONDS = 60  # of one API call
 EXEC_GIDS = range(1 << 20, (1 << 31) - 1)
 CHUNK_BYTES = 1 << 18
+STOP_EVENT_SECONDS = 0.5  # between the end of a container's processes and the engine's report of the stop
+EXITING_FLAG = 0x4  # PF_EXITING of Linux, in the ninth field of /proc/<pid>/stat
 SHARED_KERNEL_RUNTIMES = {"runc", "crun", "io.containerd.runc.v2"}  # runtimes whose processes are visible on the host
 
 
@@ -181,6 +184,22 @@ class Engine:
             return None
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)
 
+    def has_stopped(self, ref: str, since: float) -> bool:
+        """Return whether the container has stopped or restarted after `since` (seconds since 1970). Raise Missing.
+
+        When process 1 dies, the kernel kills all other processes of the container before the engine learns of the stop. A
+        process 1 that is visible from here and not exiting shows at once that the container runs; else the engine is asked
+        again for STOP_EVENT_SECONDS."""
+        deadline = time.monotonic() + STOP_EVENT_SECONDS
+        while True:
+            inspected = self.call("GET", f"/containers/{ref}/json")
+            state = inspected["State"]
+            if not state["Running"] or _parse_timestamp(state["StartedAt"]) > since:
+                return True
+            if _is_process_running(state["Pid"], inspected["Id"]) or time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+
     def was_oom_killed(self, ref: str, before: int | None, since: float, exit_code: int) -> bool:
         """Return whether an OOM kill occurred, by the kernel's counter or else the engine's `oom` events since `since`."""
         after = self.oom_kills(ref)
@@ -191,6 +210,22 @@ class Engine:
         period: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{until:.6f}"}
         with translate_errors():
             return any(self.client.events(**period, filters={"container": ref, "event": "oom"}, decode=True))
+
+
+def _parse_timestamp(text: str) -> float:
+    """Convert the engine's RFC 3339 time, which has up to nine decimals, to seconds since 1970."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _is_process_running(pid: int, container: str) -> bool:
+    """Return whether the process is visible from here, belongs to the container and is not exiting."""
+    try:
+        if container not in Path(f"/proc/{pid}/cgroup").read_text():
+            return False
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] not in "ZX" and not int(fields[6]) & EXITING_FLAG
 
 
 def shares_kernel(inspected: Mapping[str, Any]) -> bool:

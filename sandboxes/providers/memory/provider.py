@@ -176,9 +176,10 @@ class MemoryProvider(HookedCalls, Provider):
             sandbox = self._running(ref)
             result = run_program(self.programs, _build_call(sandbox, argv, env, cwd, mark, stdin, timeout))
             timed_out = result.took >= timeout
-            destroyed = self._sandboxes.get(ref) is not sandbox or not sandbox.running
+            if not timed_out and (self._sandboxes.get(ref) is not sandbox or not sandbox.running):
+                raise Missing(f"{ref} was stopped or removed while the command ran.")
             return ExecResult(
-                exit_code=137 if timed_out or destroyed or result.oom else result.exit_code,
+                exit_code=137 if timed_out or result.oom else result.exit_code,
                 stdout=result.stdout[:cap],
                 stderr=result.stderr[:cap],
                 timed_out=timed_out,

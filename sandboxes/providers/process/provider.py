@@ -184,6 +184,8 @@ class ProcessProvider(BackgroundProcessProvider):
                 if child.poll() is None:
                     _kill_run(mark)
         exit_code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+        if exit_code > 128 and not communication.timed_out and not self.inspect(ref).running:
+            raise Missing(f"{ref} was destroyed while the command ran.")
         return ExecResult(
             exit_code=137 if communication.timed_out else exit_code,  # the child may have exited just before the kill
             stdout=bytes(communication.out.content),

@@ -101,13 +101,15 @@ def test_python_is_missing_unless_a_test_provides_it(memory, ref) -> None:
     assert memory.read_file(ref, "/workspace/seen", limit=10) == b"{}"
 
 
-def test_destroy_kills_a_running_command(memory, ref) -> None:
-    def destroyed(call: ProgramCall) -> ProgramResult:
-        memory.destroy(ref)
+@pytest.mark.parametrize("end", ["destroy", "vanish", "stop"])
+def test_command_whose_sandbox_is_gone_raises_missing(memory, ref, end: str) -> None:
+    def lose(call: ProgramCall) -> ProgramResult:
+        getattr(memory, end)(ref)
         return ProgramResult(stdout=b"so far")
 
-    memory.programs["work"] = destroyed
-    assert run(memory, ref, "work").exit_code == 137
+    memory.programs["work"] = lose
+    with pytest.raises(Missing):
+        run(memory, ref, "work")
 
 
 def test_files_can_be_inserted_and_inspected(memory, ref) -> None:

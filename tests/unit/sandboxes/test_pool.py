@@ -445,6 +445,38 @@ def test_workspace_over_its_limit_refuses_execs_until_files_are_deleted(lease, p
     assert get_sandbox(lease).workspace_bytes < 1 << 20
 
 
+def test_run_that_fills_the_workspace_is_noticed_at_its_end(lease, pool, memory) -> None:
+    update_pool(pool, workspace_limit_mib=1)
+    run(lease, "sh", "-c", "head -c 3000000 /dev/zero >big", now=NOW + MINUTE)
+    assert Run.objects.latest("started_at").note == (
+        "/workspace holds 2 MiB, and its limit is 1 MiB: the next command is refused."
+    )
+    with pytest.raises(WorkspaceFull):
+        run(lease, now=NOW + MINUTE)
+
+
+def test_run_too_short_to_fill_the_workspace_is_not_measured(lease, pool, memory) -> None:
+    run(lease, now=NOW + MINUTE)  # measures
+    memory.calls.clear()
+    run(lease, now=NOW + MINUTE)
+    assert ("size", get_sandbox(lease).ref) not in memory.calls
+
+
+def test_workspace_that_takes_long_to_measure_is_measured_less_often(lease, pool, memory) -> None:
+    run(lease, now=NOW + MINUTE)  # measures
+    Sandbox.objects.update(measure_seconds=4.0)
+    memory.calls.clear()
+    run(lease, now=NOW + 2 * MINUTE)
+    assert ("size", get_sandbox(lease).ref) not in memory.calls
+    run(lease, now=NOW + 3 * MINUTE)
+    assert ("size", get_sandbox(lease).ref) in memory.calls
+
+
+def test_failed_measurement_does_not_fail_the_run(lease, memory) -> None:
+    with memory.fail("size", Unavailable("engine down")):
+        assert run(lease, now=NOW + MINUTE).exit_code == 0
+
+
 def test_draining_pool_refuses_new_sandboxes_and_existing_leases_go_on(asleep, grant, pool) -> None:
     newcomer = grant(agent="did:plc:new")
     assert pools.set_draining(pool, draining=True)

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -14,6 +15,7 @@ from sandboxes.image import files, reap
 from sandboxes.providers.base import ExecResult, Missing, Rejected, SandboxSpec, Unavailable
 from sandboxes.providers.process.child import start_process
 from sandboxes.providers.process.provider import METADATA_FILE, ProcessProvider
+from tests.support.waiting import wait_until
 
 PROVIDER = "sandboxes.providers.process.provider"
 WAIT_TIMEOUT = timedelta(seconds=30)  # far below the 300 s that programs sleep in these tests
@@ -110,6 +112,15 @@ def test_exec_started_during_destroy_leaves_no_process(provider, ref, run, monke
     with pytest.raises(Missing):
         run("sleep", "300")
     assert living(ref) == []
+
+
+def test_command_whose_sandbox_is_destroyed_raises_missing(provider, ref, run) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run, "sleep", "300")
+        wait_until(lambda: living(ref), "it sleeps")
+        provider.destroy(ref)
+        with pytest.raises(Missing):
+            running.result()
 
 
 def test_seed_copies_the_images_skill_and_no_other_directory(provider, ref) -> None:

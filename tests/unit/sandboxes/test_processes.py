@@ -13,7 +13,7 @@ from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, TooManyProcesses
 from sandboxes.models import Pool, Process, Run, Sandbox
 from sandboxes.processes import MAX_PROCESSES, START_TIMEOUT, ProcessSpec
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.base import ProcessOutput, Unavailable
 from sandboxes.providers.memory import File, MemoryProvider, ProgramResult
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run, update_pool
@@ -167,11 +167,18 @@ def test_process_ends_with_a_lost_sandbox(process, grant, memory) -> None:
     assert Process.objects.get(holder=other.pk).state == "running"
 
 
-def test_process_is_gone_after_its_sandbox_was_restarted(process, memory) -> None:
+def test_process_is_gone_as_soon_as_its_sandbox_was_restarted(lease, process, memory) -> None:
     memory.stop(process.sandbox.ref)
     memory.create(pools.build_spec(process.sandbox))
-    sweeps.recover_stalled(now=NOW + 2 * START_TIMEOUT)
+    processes.refresh_by_holder(lease.pk, now=NOW)
+    assert (reload(process).state, reload(process).note) == ("gone", "The sandbox was restarted.")
+
+
+def test_process_is_gone_as_soon_as_its_sandbox_is_missing(lease, process, memory) -> None:
+    memory.vanish(process.sandbox.ref)
+    processes.refresh_by_holder(lease.pk, now=NOW)
     assert reload(process).state == "gone"
+    assert reload(process).note.startswith("The provider has no such sandbox")
 
 
 def test_sandbox_with_only_processes_is_evicted_for_capacity(process, grant, pool: Pool) -> None:
@@ -225,6 +232,19 @@ def test_wait_finds_a_text_across_two_chunks(lease, memory) -> None:
     text = b"x" * (processes.LOG_CHUNK_BYTES - 3) + b"connected" + b"y" * 100
     memory.programs["babble"] = lambda call: ProgramResult(stdout=text)
     assert processes.wait_for_log(start(lease, ProcessSpec(["babble"])), "connected", within=WAIT_LIMIT, now=NOW)
+
+
+def test_wait_for_a_process_that_prints_without_end_is_bounded(process, memory, monkeypatch) -> None:
+    chunk, count = b"x" * processes.LOG_CHUNK_BYTES, 0
+
+    def print_more(ref: str, mark: str, *, start: int, length: int) -> ProcessOutput:
+        nonlocal count
+        count += 1
+        assert count < 100, "the wait does not end"
+        return ProcessOutput(chunk, start + len(chunk))
+
+    monkeypatch.setattr(memory, "log", print_more)
+    assert not processes.wait_for_log(process, "never", within=timedelta(0), now=NOW)
 
 
 def test_wait_ends_with_the_eviction_of_the_sandbox(process, memory) -> None:

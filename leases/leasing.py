@@ -188,10 +188,11 @@ def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:
     return Lease.objects.select_related("environment_type", "pool").get(pk=pk)
 
 
-def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = "") -> bool:
+def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = "", discard: bool = False) -> bool:
     """End an active lease and schedule its sandbox for destruction, in one transaction. Return False if it had already ended.
 
-    Every later call for this lease fails. The next `reclaim` sweep destroys the sandbox."""
+    Every later call for this lease fails. The next `reclaim` sweep stores the last state of the sandbox, unless it is to be
+    discarded, and destroys the sandbox."""
     with transaction.atomic():
         ended_now = Lease.objects.filter(pk=pk, status=LeaseStatus.ACTIVE).update(
             status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason, end_detail=detail[:500]
@@ -202,10 +203,20 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = 
             lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {detail}" if detail else reason
         )
         budgets.close_tab(pk, now=now)
-        destruction.schedule_destroy_by_holder(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
+        destruction.schedule_destroy_by_holder(pk, now=now, reason=f"lease ended: {reason}", actor=actor, discard=discard)
         _publish_lease_ended(pk, now)
     log.info("lease ended", lease=str(pk), reason=reason)
     return True
+
+
+def discard(pk: UUID, *, now: datetime, actor: str = "", detail: str = "") -> bool:
+    """Have the sandbox of a lease destroyed without storing its last state. An active lease ends with the reason "operator".
+
+    Also releases the sandbox of an ended lease from quarantine. Return False if neither remains."""
+    with transaction.atomic():
+        return end(pk, reason="operator", now=now, actor=actor, detail=detail, discard=True) or destruction.discard_by_holder(
+            pk, now=now, reason=f"discarded: {detail}" if detail else "", actor=actor
+        )
 
 
 def _publish_lease_ended(pk: UUID, now: datetime) -> None:

@@ -20,7 +20,7 @@ EVICTING, COLD = SandboxState.EVICTING, SandboxState.COLD
 DESTROYING, DESTROYED = SandboxState.DESTROYING, SandboxState.DESTROYED
 
 _EVICT_REASONS = (Reason.IDLE, Reason.CAPACITY, Reason.BUDGET, Reason.RESTORE)
-_END_REASONS = (Reason.LEASE_ENDED, Reason.OPERATOR)
+_END_REASONS = (Reason.LEASE_ENDED, Reason.OPERATOR, Reason.DISCARDED)
 START_REASONS = (Reason.REQUESTED, Reason.PREWARMED)  # of a new row
 # Edges of the state machine, each with the reasons that it allows. The diagram in README.md is drawn from this table.
 EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
@@ -40,6 +40,7 @@ EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (WAITING, DESTROYING): _END_REASONS,
     (EVICTING, DESTROYING): (*_END_REASONS, Reason.EVICTION_STALLED),
     (COLD, DESTROYING): (*_END_REASONS, Reason.CAPACITY, Reason.COLD_TTL),
+    (DESTROYING, DESTROYING): (Reason.DISCARDED,),
     (DESTROYING, DESTROYED): (Reason.CONFIRMED_GONE, Reason.NO_PROCESS),
 }
 

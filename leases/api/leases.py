@@ -216,7 +216,9 @@ class LeaseReleaseView(LeaseApiView):
         responses=schema.build_responses(LeaseSerializer, 404, 409, 413),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """End the lease and destroy its sandbox. An ended lease is returned unchanged."""
+        """End the lease and destroy its sandbox. An ended lease is returned unchanged.
+
+        The last state of the workspace is stored as a snapshot first and kept for LEASEHOLD_KEEP_STATE."""
 
         def act(run_id: UUID) -> StatusAndBody:
             lease = leasing.release(pk, now=self.now, actor=self.actor)

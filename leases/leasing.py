@@ -13,7 +13,7 @@ from django.db import IntegrityError, transaction
 from billing import budgets
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
-from sandboxes import destruction, pool
+from sandboxes import destruction, pool, stop_reasons
 from sandboxes.db import durations, sql
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Pool
@@ -157,9 +157,15 @@ def require_active(pk: UUID, *, now: datetime) -> Lease:
 
 
 def build_ended_error(lease: Lease, reason: str) -> LeaseEnded:
-    """Build the error for a call on an ended lease, with the end reason and time."""
+    """Build the error for a call on an ended lease, with the end reason and time, and the reason of its sandbox's stop."""
     at = lease.ended_at or lease.expires_at
-    return LeaseEnded(f"The lease ended ({reason}).", end_reason=reason, ended_at=at)
+    return LeaseEnded(f"The lease ended ({reason}).", end_reason=reason, ended_at=at, **_describe_last_stop(lease.pk))
+
+
+def _describe_last_stop(pk: UUID) -> dict[str, str | None]:
+    """Describe the newest stop of a sandbox of this lease for clients. The values are None if there was none."""
+    stop = stop_reasons.find_last_stop(pk)
+    return {"sandbox_reason": stop.reason.value if stop else None, "sandbox_detail": stop.detail if stop else None}
 
 
 def apply_elapsed_clock(lease: Lease, now: datetime) -> Lease:
@@ -230,6 +236,7 @@ def _publish_lease_ended(pk: UUID, now: datetime) -> None:
         "end_reason": lease.end_reason,
         "leased_at": format_timestamp(lease.leased_at),
         "ended_at": format_timestamp(now),
+        **_describe_last_stop(pk),
     }
     outbox.enqueue_event(EventType.LEASE_ENDED, key=str(pk), payload=payload, now=now)
 

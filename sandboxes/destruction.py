@@ -118,10 +118,16 @@ def schedule_destroy_by_holder(
     """Move the holder's sandbox to `destroying`. Returns whether it had one. With `discard`, its unsaved state is not stored.
 
     Call this function in the transaction that ends the lease, so that both happen or neither."""
-    pks = Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).values_list("pk", flat=True)
-    code = TransitionReason.DISCARDED if discard else TransitionReason.LEASE_ENDED
     # At most one, by the constraint sandbox_one_live_per_holder.
-    return any(schedule_destroy(pk, now=now, code=code, reason=reason, actor=actor) for pk in list(pks))
+    sandbox = Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).first()
+    if sandbox is None:
+        return False
+    code = TransitionReason.LEASE_ENDED
+    if discard:
+        code = TransitionReason.DISCARDED
+    elif sandbox.lost_at:
+        code = TransitionReason.PROVIDER_LOST
+    return schedule_destroy(sandbox.pk, now=now, code=code, reason=reason, actor=actor)
 
 
 def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
@@ -204,7 +210,8 @@ def _postpone_destroy(sandbox: Sandbox, failed: Exception, *, now: datetime, clo
         own_claim = Q(pk=sandbox.pk, state=DESTROYING, claim=sandbox.claim)  # a worker that took over goes on
         recorded = Sandbox.objects.filter(own_claim, quarantined_at__isnull=True).update(
             tries=tries,
-            deadline_at=clock() + compute_backoff(tries),  # a store may take minutes to fail
+            # A store may take minutes to fail.
+            deadline_at=clock() + compute_backoff(tries),
             last_error=str(failed)[:2000],
             quarantined_at=now if quarantined else None,
         )

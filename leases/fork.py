@@ -11,7 +11,6 @@ from leases.models import Lease, LeaseEvent, LeaseStatus
 from sandboxes import snapshots
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
-from sandboxes.errors import SnapshotNotFound
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
 from sandboxes.state import workspace
@@ -30,10 +29,10 @@ def fork(
 ) -> tuple[Lease, bool]:
     """Grant a lease whose workspace starts as a copy of `lease`'s. Return the new lease and whether it is new. Idempotent.
 
-    The source is the named snapshot, else the current workspace, or the latest snapshot if the lease has ended. The new lease
+    The source is the named snapshot, else the current workspace, or the last state if the lease has ended. The new lease
     and its copy commit in one transaction, with `admit` as in `leasing.acquire`.
-    Raise Conflict if the agent holds another lease in that environment, SnapshotNotFound if there is nothing to copy, and the
-    errors of `leasing.acquire`."""
+    Raise Conflict if the agent holds another lease in that environment, SnapshotNotFound if there is nothing to copy,
+    SandboxBusy if the last state of an ended lease is not stored yet, and the errors of `leasing.acquire`."""
     clock = clock_from(now)
     current = sql.find_first(Lease, leasing.ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
     source, temporary = None, False
@@ -71,10 +70,7 @@ def fork(
 def _find_or_take_source(lease: Lease, *, now: datetime, actor: str) -> tuple[Snapshot, bool]:
     """Return a snapshot of a lease's workspace, and whether it was taken for this fork and must be deleted."""
     if lease.status != LeaseStatus.ACTIVE or leasing.find_elapsed_clock(lease, now):
-        newest = workspace.find_latest(lease.pk)
-        if newest is None:
-            raise SnapshotNotFound("The lease has ended, and no snapshot of its workspace is stored.")
-        return newest, False
+        return snapshots.get_last_state(lease.pk), False
     with execution.use_lease(lease.pk, now=now) as request:
         return snapshots.capture_current(request, now=now, actor=actor)
 

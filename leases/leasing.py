@@ -14,7 +14,7 @@ from billing import budgets
 from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded, NotAllowed
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
-from sandboxes import destruction, pool
+from sandboxes import destruction, pool, stop_reasons
 from sandboxes.db import durations, sql
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Pool
@@ -173,9 +173,15 @@ def require_active(pk: UUID, *, now: datetime) -> Lease:
 
 
 def build_ended_error(lease: Lease, reason: str) -> LeaseEnded:
-    """Build the error for a call on an ended lease, with the end reason and time."""
+    """Build the error for a call on an ended lease, with the end reason and time, and the reason of its sandbox's stop."""
     at = lease.ended_at or lease.expires_at
-    return LeaseEnded(f"The lease ended ({reason}).", end_reason=reason, ended_at=at)
+    return LeaseEnded(f"The lease ended ({reason}).", end_reason=reason, ended_at=at, **_describe_last_stop(lease.pk))
+
+
+def _describe_last_stop(pk: UUID) -> dict[str, str | None]:
+    """Describe the newest stop of a sandbox of this lease for clients. The values are None if there was none."""
+    stop = stop_reasons.find_last_stop(pk)
+    return {"sandbox_reason": stop.reason.value if stop else None, "sandbox_detail": stop.detail if stop else None}
 
 
 def apply_elapsed_clock(lease: Lease, now: datetime) -> Lease:
@@ -204,10 +210,11 @@ def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:
     return Lease.objects.select_related("environment_type", "pool").get(pk=pk)
 
 
-def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = "") -> bool:
+def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = "", discard: bool = False) -> bool:
     """End an active lease and schedule its sandbox for destruction, in one transaction. Return False if it had already ended.
 
-    Every later call for this lease fails. The next `reclaim` sweep destroys the sandbox."""
+    Every later call for this lease fails. The next `reclaim` sweep stores the last state of the sandbox, unless it is to be
+    discarded, and destroys the sandbox."""
     with transaction.atomic():
         ended_now = Lease.objects.filter(pk=pk, status=LeaseStatus.ACTIVE).update(
             status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason, end_detail=detail[:500]
@@ -218,10 +225,20 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = 
             lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {detail}" if detail else reason
         )
         budgets.close_tab(pk, now=now)
-        destruction.schedule_destroy_by_holder(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
+        destruction.schedule_destroy_by_holder(pk, now=now, reason=f"lease ended: {reason}", actor=actor, discard=discard)
         _publish_lease_ended(pk, now)
     log.info("lease ended", lease=str(pk), reason=reason)
     return True
+
+
+def discard(pk: UUID, *, now: datetime, actor: str = "", detail: str = "") -> bool:
+    """Have the sandbox of a lease destroyed without storing its last state. An active lease ends with the reason "operator".
+
+    Also releases the sandbox of an ended lease from quarantine. Return False if neither remains."""
+    with transaction.atomic():
+        return end(pk, reason="operator", now=now, actor=actor, detail=detail, discard=True) or destruction.discard_by_holder(
+            pk, now=now, reason=f"discarded: {detail}" if detail else "", actor=actor
+        )
 
 
 def _publish_lease_ended(pk: UUID, now: datetime) -> None:
@@ -235,6 +252,7 @@ def _publish_lease_ended(pk: UUID, now: datetime) -> None:
         "end_reason": lease.end_reason,
         "leased_at": format_timestamp(lease.leased_at),
         "ended_at": format_timestamp(now),
+        **_describe_last_stop(pk),
     }
     outbox.enqueue_event(EventType.LEASE_ENDED, key=str(pk), payload=payload, now=now)
 

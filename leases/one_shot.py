@@ -30,7 +30,7 @@ from sandboxes.errors import (
     StoreUnavailable,
 )
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import Run, RunOutcome, Sandbox, SandboxState
+from sandboxes.models import FinalPersist, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError, Rejected
 from sandboxes.runs import KILL_GRACE, Command
 from sandboxes.state import directories
@@ -234,7 +234,9 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
     command = Command(argv, total_timeout, request.env, request.cwd, request.stdin, run_id=request.run_id)
     with execution.use_lease(lease.pk, now=now, spends=True) as sandbox_request:
         # No config.json, which would be returned with the workspace, and no skill.
-        bare_request = replace(sandbox_request, files={}, skill="", memory_mib=request.memory_mib)
+        bare_request = replace(
+            sandbox_request, files={}, skill="", memory_mib=request.memory_mib, final_persist=FinalPersist.DATA
+        )
         with runs.operation(bare_request, command, now=now, actor=actor) as opened:
             provider, sandbox = opened.provider, opened.sandbox
             transfer.unpack_workspace(provider, sandbox)

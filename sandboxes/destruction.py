@@ -1,4 +1,4 @@
-"""Destruction of sandboxes, confirmed by their provider.
+"""Destruction of sandboxes, confirmed by their provider. Unsaved state is stored before.
 
 A row becomes `destroyed`, and its place free, only after the provider has confirmed that the sandbox is gone. Failed and
 unknown outcomes are retried with backoff, and end in quarantine."""
@@ -14,10 +14,13 @@ from django.db.models import F, Q
 from django.db.models.functions import Greatest
 
 from sandboxes import providers
-from sandboxes.db.clock import clock_from, compute_backoff, format_timestamp
+from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
+from sandboxes.errors import WorkspaceFull
 from sandboxes.lifecycle import DESTROYED, DESTROYING, EDGES, advance, checkpoint
 from sandboxes.models import (
     GONE_STATES,
+    Attachment,
+    FinalPersist,
     Pool,
     Quota,
     Run,
@@ -26,9 +29,10 @@ from sandboxes.models import (
     SandboxState,
     TransitionReason,
 )
+from sandboxes.models.state import DataEvent
 from sandboxes.models.webhooks import EventType
-from sandboxes.providers.base import Missing, ProviderError
-from sandboxes.state import data_sync, mounts
+from sandboxes.providers.base import Missing, Provider, ProviderError
+from sandboxes.state import data_sync, merge, mounts, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings
 from sandboxes.webhooks import outbox
@@ -52,7 +56,9 @@ def schedule_destroy(
     """Move a sandbox to `destroying`, and close its open Runs as lost. `destroy` or a sweep calls the provider later.
 
     Returns False if the sandbox was in `destroying` or `destroyed` before, if the guard does not hold, or if EDGES
-    does not allow `code` from its state (another process has moved the sandbox). `note` is written to the closed Runs."""
+    does not allow `code` from its state (another process has moved the sandbox). `note` is written to the closed Runs. The code
+    `discarded` prevents that unsaved state is stored."""
+    discarded = {"final_persist": FinalPersist.NONE} if code == TransitionReason.DISCARDED else {}
     while (state := Sandbox.objects.values_list("state", flat=True).get(pk=pk)) not in GONE_STATES:
         if code not in EDGES[SandboxState(state), DESTROYING]:
             return False
@@ -61,42 +67,86 @@ def schedule_destroy(
         with transaction.atomic():
             if advance(
                 pk, SandboxState(state), DESTROYING, now=now, code=code, reason=reason, actor=actor, guard=guard,
-                claim=None, deadline_at=now, tries=0, idle_at=None,
+                claim=None, deadline_at=now, tries=0, idle_at=None, **discarded,
             ):  # fmt: skip
                 Run.objects.filter(sandbox=pk, ended_at__isnull=True).update(
                     ended_at=now,
                     outcome=RunOutcome.LOST,
                     note=(note or f"Sandbox destroyed: {reason or code.label}")[:500],
                 )
+                if discarded:
+                    _record_discard(pk, now=now)
                 return True
     return False
 
 
-def schedule_destroy_by_holder(holder: uuid.UUID, *, now: datetime, reason: str, actor: str = "") -> bool:
-    """Move the holder's sandbox to `destroying`. Returns whether it had one.
+def discard(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "") -> bool:
+    """Have a sandbox destroyed without storing its unsaved state, also one in `destroying` or in quarantine.
+
+    Records the code `discarded` as a transition. Returns False if the sandbox is destroyed, or was discarded before."""
+    if schedule_destroy(pk, now=now, code=TransitionReason.DISCARDED, reason=reason, actor=actor):
+        return True
+    not_discarded = ~Q(final_persist=FinalPersist.NONE)
+    with transaction.atomic():
+        discarded = advance(
+            pk, DESTROYING, DESTROYING, now=now, code=TransitionReason.DISCARDED, reason=reason, actor=actor,
+            guard=not_discarded, final_persist=FinalPersist.NONE, claim=None, deadline_at=now, tries=0, quarantined_at=None,
+        )  # fmt: skip
+        if discarded:
+            _record_discard(pk, now=now)
+    return discarded
+
+
+def discard_by_holder(holder: uuid.UUID, *, now: datetime, reason: str, actor: str = "") -> bool:
+    """Discard the sandboxes of a holder that are not destroyed yet. Returns whether there were any."""
+    pks = list(Sandbox.objects.filter(holder=holder).exclude(state=DESTROYED).values_list("pk", flat=True))
+    discarded = [discard(pk, now=now, reason=reason, actor=actor) for pk in pks]
+    return any(discarded)
+
+
+def _record_discard(pk: uuid.UUID, *, now: datetime) -> None:
+    """Record an event if the discarded sandbox has unsaved state."""
+    sandbox = Sandbox.objects.get(pk=pk)
+    unsaved = Attachment.objects.filter(pk=pk, incarnation=sandbox.incarnation, unsaved_since__isnull=False)
+    if sandbox.holder and (workspace.has_unsaved_state(sandbox) or unsaved.exists()):
+        detail = "An operator destroyed the sandbox without storing its last state."
+        merge.record_event(sandbox.agent_did, sandbox.holder, DataEvent.Kind.DROPPED, detail=detail, now=now)
+
+
+def schedule_destroy_by_holder(
+    holder: uuid.UUID, *, now: datetime, reason: str, actor: str = "", discard: bool = False
+) -> bool:
+    """Move the holder's sandbox to `destroying`. Returns whether it had one. With `discard`, its unsaved state is not stored.
 
     Call this function in the transaction that ends the lease, so that both happen or neither."""
-    pks = Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).values_list("pk", flat=True)
-    code = TransitionReason.LEASE_ENDED
     # At most one, by the constraint sandbox_one_live_per_holder.
-    return any(schedule_destroy(pk, now=now, code=code, reason=reason, actor=actor) for pk in list(pks))
+    sandbox = Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).first()
+    if sandbox is None:
+        return False
+    code = TransitionReason.LEASE_ENDED
+    if discard:
+        code = TransitionReason.DISCARDED
+    elif sandbox.lost_at:
+        code = TransitionReason.PROVIDER_LOST
+    return schedule_destroy(sandbox.pk, now=now, code=code, reason=reason, actor=actor)
 
 
 def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     """Destroy one sandbox in `destroying` at its provider, and release its place. Returns whether it is destroyed now.
 
     1. Claim the row, if it is due and not in quarantine.
-    2. Persist /data and take the last reading, if the process still exists.
-    3. Destroy at the provider. "Missing" counts as destroyed.
-    4. Move the row to `destroyed`, and release its place.
+    2. Persist /data and, as a snapshot, the workspace of an incarnation with unsaved state, as `final_persist` says.
+    3. Take the last reading.
+    4. Destroy at the provider. "Missing" counts as destroyed.
+    5. Move the row to `destroyed`, and release its place.
 
-    If step 2 or 3 fails or its outcome is unknown, the sandbox keeps its place and the next try waits longer each time. After
+    If step 2 or 4 fails or its outcome is unknown, the sandbox keeps its place and the next try waits longer each time. After
     LEASEHOLD_DESTROY_TRIES tries the row goes to quarantine for an operator. Idempotent."""
     if settings.OBSERVE:
         return False
-    is_due, clock = Q(deadline_at__lte=now, quarantined_at__isnull=True), clock_from(now)
+    is_due, clock, token = Q(deadline_at__lte=now, quarantined_at__isnull=True), clock_from(now), uuid.uuid4()
     claimed = Sandbox.objects.filter(is_due, pk=pk, state=DESTROYING).update(
-        deadline_at=now + DESTROY_CLAIM_TIMEOUT, claimed_by=settings.INSTANCE
+        deadline_at=now + DESTROY_CLAIM_TIMEOUT, claimed_by=settings.INSTANCE, claim=token
     )
     if not claimed:
         return False
@@ -104,14 +154,15 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     checkpoint("destroy claimed", sandbox)
     provider = providers.get_provider(sandbox.provider)
     try:
-        with suppress(Missing):  # the process is gone; its volumes may still exist
-            data_sync.persist_final(sandbox, provider, now=now)
+        if not _persist_last_state(sandbox, provider, Q(claim=token, state=DESTROYING), clock):
+            return False
+        checkpoint("state stored", sandbox)
         readings.record_final_reading(sandbox, provider, now=clock())
         provider.destroy(sandbox.ref)
     except Missing:
         pass  # already gone
-    except (ProviderError, StoreError) as failed:
-        _postpone_destroy(sandbox, failed, now=now)
+    except (ProviderError, StoreError, WorkspaceFull) as failed:
+        _postpone_destroy(sandbox, failed, now=now, clock=clock)
         return False
     mounts.detach(pk)
     checkpoint("destroy answered", sandbox)
@@ -119,11 +170,28 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     with transaction.atomic():
         destroyed = advance(
             pk, DESTROYING, DESTROYED, now=confirmed_at, code=TransitionReason.CONFIRMED_GONE, actor=actor,
-            destroyed_at=confirmed_at, deadline_at=None, last_error="",
+            destroyed_at=confirmed_at, deadline_at=None, claim=None, last_error="",
         )  # fmt: skip
         if destroyed:
             release_place(sandbox)
     return destroyed
+
+
+def _persist_last_state(sandbox: Sandbox, provider: Provider, own_claim: Q, clock: Clock) -> bool:
+    """Store the state that a sandbox about to be destroyed has not stored yet. Returns False if the claim was lost.
+
+    A missing process leaves nothing to store, but its volumes may still exist."""
+    unsaved = sandbox.holder and sandbox.final_persist == FinalPersist.ALL and workspace.has_unsaved_state(sandbox)
+    if unsaved and not Sandbox.objects.filter(own_claim, pk=sandbox.pk).update(deadline_at=clock() + workspace.PERSIST_TIMEOUT):
+        return False
+    with suppress(Missing):
+        data_sync.persist_final(sandbox, provider, now=clock(), discard=sandbox.final_persist == FinalPersist.NONE)
+    if unsaved:
+        with suppress(Missing):
+            return workspace.persist_claimed(
+                sandbox, provider, own_claim=own_claim, next_step_timeout=DESTROY_CLAIM_TIMEOUT, clock=clock
+            )
+    return True
 
 
 def retry_destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
@@ -138,13 +206,15 @@ def retry_destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     return bool(resumed)
 
 
-def _postpone_destroy(sandbox: Sandbox, failed: Exception, *, now: datetime) -> None:
+def _postpone_destroy(sandbox: Sandbox, failed: Exception, *, now: datetime, clock: Clock) -> None:
     tries = sandbox.tries + 1
     quarantined = tries >= settings.DESTROY_TRIES
     with transaction.atomic():
-        recorded = Sandbox.objects.filter(pk=sandbox.pk, state=DESTROYING, quarantined_at__isnull=True).update(
+        own_claim = Q(pk=sandbox.pk, state=DESTROYING, claim=sandbox.claim)  # a worker that took over goes on
+        recorded = Sandbox.objects.filter(own_claim, quarantined_at__isnull=True).update(
             tries=tries,
-            deadline_at=now + compute_backoff(tries),
+            # A store may take minutes to fail.
+            deadline_at=clock() + compute_backoff(tries),
             last_error=str(failed)[:2000],
             quarantined_at=now if quarantined else None,
         )

@@ -24,13 +24,13 @@ from sandboxes.models import (
     TransitionReason,
     processes,
 )
-from sandboxes.providers.base import WORKSPACE, Missing, Provider, ProviderError
+from sandboxes.providers.base import Missing, Provider, ProviderError
 from sandboxes.state import data_sync, mounts, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
-EVICTION_TIMEOUT = timedelta(minutes=10)  # for storing one workspace
+EVICTION_TIMEOUT = workspace.PERSIST_TIMEOUT
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
@@ -130,35 +130,11 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
 
 def _persist_state(sandbox: Sandbox, provider: Provider, own_claim: Q, clock: Clock) -> bool:
     """Store the state of this incarnation, unless nothing in it is unsaved. Returns False if the claim was lost."""
-    if not has_unsaved_state(sandbox):
+    if not workspace.has_unsaved_state(sandbox):
         return True
     data_sync.persist_final(sandbox, provider, now=clock())
-    size = provider.size(sandbox.ref, WORKSPACE)
-    snapshot = workspace.persist(sandbox, provider, measured_bytes=size, now=clock())
-    checkpoint("objects stored", sandbox)
-    sandbox.workspace_bytes = size
-    with transaction.atomic():  # the Snapshot row becomes the pointer to the state only while the claim is held
-        claimed = Sandbox.objects.filter(own_claim, pk=sandbox.pk, state=EVICTING).update(
-            workspace_bytes=size, measured_at=clock(), deadline_at=clock() + EVICTION_TIMEOUT, persisted=True
-        )
-        if claimed:
-            snapshot.save(force_insert=True)
-    if claimed:
-        _forget_older(snapshot.holder, now=clock())
-    return bool(claimed)
-
-
-def has_unsaved_state(sandbox: Sandbox) -> bool:
-    """Return whether a Run of this incarnation began after its state was stored. False if the incarnation has had no Run."""
-    return not sandbox.persisted and Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
-
-
-def _forget_older(holder: uuid.UUID, *, now: datetime) -> None:
-    """Delete superseded snapshots. A failure leaves objects to the prune sweep: the new state is stored either way."""
-    try:
-        workspace.forget_older(holder, now=now)
-    except StoreError as failed:
-        log.warning("old snapshots not deleted", lease=str(holder), error=str(failed))
+    own_eviction = own_claim & Q(state=EVICTING)
+    return workspace.persist_claimed(sandbox, provider, own_claim=own_eviction, next_step_timeout=EVICTION_TIMEOUT, clock=clock)
 
 
 def record_missing(

@@ -21,7 +21,8 @@ EVICTING, COLD = SandboxState.EVICTING, SandboxState.COLD
 DESTROYING, DESTROYED = SandboxState.DESTROYING, SandboxState.DESTROYED
 
 _EVICT_REASONS = (Reason.IDLE, Reason.CAPACITY, Reason.BUDGET, Reason.RESTORE)
-_END_REASONS = (Reason.LEASE_ENDED, Reason.OPERATOR)
+_END_REASONS = (Reason.LEASE_ENDED, Reason.OPERATOR, Reason.DISCARDED)
+_LIVE_END_REASONS = (*_END_REASONS, Reason.PROVIDER_LOST)  # not of a cold sandbox: it has no process
 START_REASONS = (Reason.REQUESTED, Reason.PREWARMED)  # of a new row
 # Edges of the state machine, each with the reasons that it allows. The diagram in README.md is drawn from this table.
 EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
@@ -35,12 +36,13 @@ EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (EVICTING, WAITING): (Reason.PERSIST_FAILED,),
     (EVICTING, COLD): (Reason.PERSISTED, Reason.NOTHING_UNSAVED),
     (COLD, WARMING): (Reason.WOKEN,),
-    (WARMING, DESTROYING): (*_END_REASONS, Reason.START_FAILED, Reason.START_STALLED, Reason.STATE_LOST),
-    (WARM, DESTROYING): (*_END_REASONS, Reason.CAPACITY, Reason.SURPLUS, Reason.PROVIDER_LOST),
-    (RUNNING, DESTROYING): _END_REASONS,
-    (WAITING, DESTROYING): _END_REASONS,
-    (EVICTING, DESTROYING): (*_END_REASONS, Reason.EVICTION_STALLED),
+    (WARMING, DESTROYING): (*_LIVE_END_REASONS, Reason.START_FAILED, Reason.START_STALLED, Reason.STATE_LOST),
+    (WARM, DESTROYING): (*_LIVE_END_REASONS, Reason.CAPACITY, Reason.SURPLUS),
+    (RUNNING, DESTROYING): _LIVE_END_REASONS,
+    (WAITING, DESTROYING): _LIVE_END_REASONS,
+    (EVICTING, DESTROYING): (*_LIVE_END_REASONS, Reason.EVICTION_STALLED),
     (COLD, DESTROYING): (*_END_REASONS, Reason.CAPACITY, Reason.COLD_TTL),
+    (DESTROYING, DESTROYING): (Reason.DISCARDED,),
     (DESTROYING, DESTROYED): (Reason.CONFIRMED_GONE, Reason.NO_PROCESS),
 }
 

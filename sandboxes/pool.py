@@ -31,7 +31,7 @@ from sandboxes.errors import (
 )
 from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
-from sandboxes.models import ALIVE_STATES, GONE_STATES, Policy, Pool, Quota, Sandbox, TransitionReason
+from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
 from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
 from sandboxes.state import disk_space, mounts, workspace
 from sandboxes.state.workspace import StateLost
@@ -54,6 +54,7 @@ class SandboxRequest:
     files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path -> content, written before the first run
     skill: str = ""  # directory that /data/skills must contain, if the image has it
     memory_mib: int | None = None  # None: the pool's default
+    final_persist: FinalPersist = FinalPersist.ALL  # stored before the sandbox is destroyed
     guard: Guard = OPEN_GUARD
 
 
@@ -135,7 +136,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
                 pk, WARM, WARM, now=now, code=TransitionReason.CLAIMED, actor=actor, guard=Q(holder__isnull=True),
                 holder=request.holder, agent_did=request.agent_did, environment_id=request.environment_id,
                 idle_after=request.idle_after, last_used_at=now, idle_at=now + request.idle_after, prepared=False,
-                excludes=[*terms.excludes], llm_limit=terms.llm_limit, policy=policy,
+                excludes=[*terms.excludes], llm_limit=terms.llm_limit, policy=policy, final_persist=request.final_persist,
             )  # fmt: skip
             if not claimed:
                 transaction.set_rollback(True)  # undoes _take_quota
@@ -182,6 +183,7 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = request.holder, request.agent_did, request.environment_id
     sandbox.idle_after = request.idle_after
     sandbox.memory_mib = request.memory_mib or request.pool.memory_mib
+    sandbox.final_persist = request.final_persist
     with transaction.atomic(durable=True):
         terms = request.guard.fence()
         sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)

@@ -181,7 +181,7 @@ def _poll_log(process: Process, text: str, *, start: int, within: timedelta, clo
             if needle in searched:
                 return True
             tail, start = searched[-(len(needle) - 1) :] if len(needle) > 1 else b"", end
-            if clock() >= now + within:
+            if clock() >= deadline:
                 chunks_left -= 1
             if len(content) < LOG_CHUNK_BYTES or not chunks_left:
                 break

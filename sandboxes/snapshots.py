@@ -16,7 +16,7 @@ from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import SandboxBusy, SandboxLost, SandboxNotHeld, SnapshotNotFound, StoreUnavailable
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, checkpoint
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import ALIVE_STATES, GONE_STATES, Sandbox, SandboxState, TransitionReason
+from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Sandbox, SandboxState, TransitionReason
 from sandboxes.models.state import Snapshot, SnapshotKind
 from sandboxes.pool import SandboxRequest
 from sandboxes.runs import Command, Operation
@@ -65,6 +65,21 @@ def capture_current(request: SandboxRequest, *, now: datetime, actor: str = "") 
     if newest is None:
         raise SnapshotNotFound(EMPTY_WORKSPACE_MESSAGE)
     return newest, False
+
+
+def get_last_state(holder: UUID) -> Snapshot:
+    """Return the last stored state of a holder whose lease has ended.
+
+    Raises SandboxBusy while a sandbox of the holder has unsaved state that is still to be stored, and SnapshotNotFound if none
+    is stored."""
+    remaining = Sandbox.objects.filter(holder=holder, final_persist=FinalPersist.ALL, lost_at__isnull=True)
+    for sandbox in remaining.exclude(state=SandboxState.DESTROYED):
+        if workspace.has_unsaved_state(sandbox):
+            raise SandboxBusy("The lease has ended, and its last state is still being stored. Name a snapshot, or try again.")
+    newest = workspace.find_latest(holder)
+    if newest is None:
+        raise SnapshotNotFound("The lease has ended, and no snapshot of its workspace is stored.")
+    return newest
 
 
 def get_snapshot(holder: UUID, pk: UUID) -> Snapshot:

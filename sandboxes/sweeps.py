@@ -202,7 +202,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
 
 def _resume_eviction(sandbox: Sandbox, result: SweepResult, *, now: datetime) -> None:
     unchanged = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
-    if sandbox.tries >= settings.DESTROY_TRIES and not eviction.has_unsaved_state(sandbox):
+    if sandbox.tries >= settings.DESTROY_TRIES and not workspace.has_unsaved_state(sandbox):
         destroyed = destruction.schedule_destroy(  # destroy_due retries the destroy, then quarantines the sandbox
             sandbox.pk, now=now, code=TransitionReason.EVICTION_STALLED, actor="sweep", guard=unchanged,
             reason=f"process could not be destroyed: {sandbox.last_error}",

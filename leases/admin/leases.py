@@ -47,7 +47,8 @@ def _end_lease(lease: Lease, actor: str, why: str, now: datetime) -> bool:
 
 END_LEASE_ACTION = AdminAction(
     title="End lease",
-    warning="The agent loses access at once. The sandbox is destroyed together with any state that is not stored.",
+    warning="The agent loses access at once. The sandbox's last state is stored and kept for LEASEHOLD_KEEP_STATE, then the "
+    "sandbox is destroyed.",
     done="ended",
     refusal_reason="no longer active",
     legal=lambda lease: lease.status == LeaseStatus.ACTIVE,

@@ -11,7 +11,7 @@ from leases.tasks import enqueue_idle_sweep, enqueue_reclaim, request_sleep, req
 from sandboxes import destruction
 from sandboxes.admin.base.actions import AdminAction
 from sandboxes.admin.sandboxes import SandboxAdmin
-from sandboxes.models import GONE_STATES, Sandbox, SandboxState, TransitionReason
+from sandboxes.models import GONE_STATES, FinalPersist, Sandbox, SandboxState, TransitionReason
 
 
 def _destroy_sandbox(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
@@ -22,6 +22,21 @@ def _destroy_sandbox(sandbox: Sandbox, actor: str, why: str, now: datetime) -> b
         return True
     return destruction.schedule_destroy(
         sandbox.pk, now=now, code=TransitionReason.OPERATOR, reason=f"operator: {why}", actor=actor
+    )
+
+
+def _discard_sandbox(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
+    """End the holder's lease and have the sandbox destroyed without storing its state, also one that is being destroyed."""
+    if sandbox.holder and sandbox.state not in GONE_STATES:
+        return leasing.discard(sandbox.holder, now=now, actor=actor, detail=why)
+    return destruction.discard(sandbox.pk, now=now, reason=f"discarded: {why}", actor=actor)
+
+
+def _can_discard(sandbox: Sandbox) -> bool:
+    return (
+        sandbox.holder is not None
+        and sandbox.final_persist != FinalPersist.NONE
+        and sandbox.state not in (SandboxState.COLD, SandboxState.DESTROYED)
     )
 
 
@@ -71,7 +86,8 @@ WAKE_ACTION = AdminAction(
 )
 DESTROY_ACTION = AdminAction(
     title="Destroy now",
-    warning="The lease that holds the sandbox ends. Running processes are killed, and state that is not stored is lost.",
+    warning="The lease that holds the sandbox ends and running processes are killed. Its last state is stored first and kept "
+    "for LEASEHOLD_KEEP_STATE.",
     done="being destroyed",
     refusal_reason="already being destroyed",
     legal=lambda sandbox: sandbox.state not in GONE_STATES,
@@ -82,7 +98,27 @@ DESTROY_ACTION = AdminAction(
     enqueue=enqueue_reclaim,
 )
 
+DISCARD_ACTION = AdminAction(
+    title="Destroy without storing",
+    warning="The lease that holds the sandbox ends. Everything in /workspace and /data that is not stored yet is lost and "
+    "cannot be recovered. Earlier snapshots stay.",
+    done="being destroyed without storing its state",
+    refusal_reason="destroyed or discarded already",
+    legal=_can_discard,
+    verb=_discard_sandbox,
+    icon="delete_forever",
+    permissions=("sandboxes.act_on_sandbox", "leases.end_lease"),
+    danger=True,
+    enqueue=enqueue_reclaim,
+)
+
 SandboxAdmin.add_actions(
-    {"evict": EVICT_ACTION, "wake": WAKE_ACTION, "take_snapshot": TAKE_SNAPSHOT_ACTION, "destroy_now": DESTROY_ACTION},
+    {
+        "evict": EVICT_ACTION,
+        "wake": WAKE_ACTION,
+        "take_snapshot": TAKE_SNAPSHOT_ACTION,
+        "destroy_now": DESTROY_ACTION,
+        "discard": DISCARD_ACTION,
+    },
     {"evict_all": EVICT_WAITING_ACTION, "destroy_all": DESTROY_ACTION},
 )

@@ -38,6 +38,7 @@ from leases.models import (
     LeaseStatus,
 )
 from leases.tasks import enqueue_reclaim
+from sandboxes import stop_reasons
 from sandboxes.db import sql
 from sandboxes.db.clock import format_timestamp
 from sandboxes.egress.totals import calculate_totals
@@ -109,7 +110,22 @@ class LeaseSerializer(serializers.Serializer):
     sandbox = SandboxSerializer(allow_null=True, help_text="Current sandbox; null before the first use.")
 
 
+class SandboxStopSerializer(serializers.Serializer):
+    state = serializers.CharField(
+        help_text="evicting: its state is stored and its next use wakes it; destroying: it is removed."
+    )
+    reason = serializers.CharField(
+        help_text="Code of the transition: idle, capacity, budget, restore, lease_ended, operator, discarded, start_failed, "
+        "start_stalled, state_lost, provider_lost or eviction_stalled."
+    )
+    at = serializers.DateTimeField()
+    detail = serializers.CharField(help_text="Text of the reason, such as the error of a failed start.")
+
+
 class LeaseDetailSerializer(LeaseSerializer):
+    sandbox_ended = SandboxStopSerializer(
+        allow_null=True, help_text="Last eviction or destruction of a sandbox of the lease; null if there was none."
+    )
     seconds_alive = serializers.FloatField(help_text="Total time in which a sandbox of the lease was awake.")
     llm = LeaseCallsSerializer(help_text="LLM calls of the lease's sandboxes: counts, tokens and cost.")
 
@@ -185,7 +201,8 @@ class LeaseView(LeaseApiView):
         """Return a lease with its sandbox, awake time and LLM usage."""
         alive = metering.get_alive_time(pk, now=self.now).total_seconds()
         usage = serialize_lease_calls(self.lease, calculate_totals(LlmCall.objects.filter(holder=pk)))
-        return Response(render_lease(self.lease, now=self.now) | {"seconds_alive": alive, "llm": usage})
+        detail = {"sandbox_ended": render_last_stop(pk), "seconds_alive": alive, "llm": usage}
+        return Response(render_lease(self.lease, now=self.now) | detail)
 
 
 class LeaseRenewView(HotLeaseApiView):
@@ -215,7 +232,9 @@ class LeaseReleaseView(LeaseApiView):
         responses=schema.build_responses(LeaseSerializer, 404, 409, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """End the lease and destroy its sandbox. An ended lease is returned unchanged."""
+        """End the lease and destroy its sandbox. An ended lease is returned unchanged.
+
+        The last state of the workspace is stored as a snapshot first and kept for LEASEHOLD_KEEP_STATE."""
         self.validate_body(EMPTY_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
@@ -246,6 +265,15 @@ def render_lease(lease: Lease, *, now: datetime, is_new: bool = False) -> dict[s
     """Serialize a lease with its sandbox, as expired if a clock has elapsed. A new lease has no sandbox yet."""
     sandbox = None if is_new else sql.find_first(Sandbox, HELD_SANDBOX_SQL, lease.pk)
     return serialize_lease(leasing.apply_elapsed_clock(lease, now), sandbox, is_new=is_new)
+
+
+def render_last_stop(pk: UUID) -> dict[str, str] | None:
+    stop = stop_reasons.find_last_stop(pk)
+    if stop is None:
+        return None
+    return {
+        "state": stop.state, "reason": stop.reason.value, "at": format_timestamp(stop.at), "detail": stop.detail,
+    }  # fmt: skip
 
 
 def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = False) -> dict[str, Any]:

@@ -8,7 +8,15 @@ from sandboxes.models.pools import Pool, Quota
 from sandboxes.models.processes import Process, ProcessStatus
 from sandboxes.models.readings import Reading
 from sandboxes.models.runs import RUN_KINDS, Run, RunOutcome
-from sandboxes.models.sandboxes import ALIVE_STATES, GONE_STATES, IN_FLIGHT_STATES, Sandbox, SandboxState, Transition
+from sandboxes.models.sandboxes import (
+    ALIVE_STATES,
+    GONE_STATES,
+    IN_FLIGHT_STATES,
+    FinalPersist,
+    Sandbox,
+    SandboxState,
+    Transition,
+)
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, DataSize, Snapshot
 from sandboxes.models.sweeps import Sweep
 from sandboxes.models.transition_reasons import TransitionReason
@@ -27,6 +35,7 @@ __all__ = [
     "DataSize",
     "Delivery",
     "Event",
+    "FinalPersist",
     "Installation",
     "LlmCall",
     "LogPosition",

@@ -25,6 +25,14 @@ class SandboxState(models.TextChoices):
     DESTROYED = "destroyed"  # confirmed by the provider
 
 
+class FinalPersist(models.TextChoices):
+    """Part of the unsaved state that is stored before a sandbox is destroyed."""
+
+    ALL = "all"
+    DATA = "data", "/data only"  # one-shot runs return their workspace to the caller
+    NONE = "none"  # an operator has discarded it
+
+
 IN_FLIGHT_STATES = (SandboxState.WARMING, SandboxState.EVICTING, SandboxState.DESTROYING)
 ALIVE_STATES = (SandboxState.WARM, SandboxState.RUNNING, SandboxState.WAITING)
 GONE_STATES = (SandboxState.DESTROYING, SandboxState.DESTROYED)
@@ -94,6 +102,10 @@ class Sandbox(models.Model):
     persist_failures = models.PositiveIntegerField(
         default=0, help_text="Failed attempts in a row to store the state. A run resets the count."
     )
+    final_persist = models.CharField(
+        max_length=8, choices=FinalPersist.choices, default=FinalPersist.ALL, editable=False,
+        help_text="Unsaved state that is stored before the sandbox is destroyed.",
+    )  # fmt: skip
     last_error = models.TextField(blank=True)
     quarantined_at = models.DateTimeField(
         null=True, blank=True, help_text="Time of quarantine. Destroy failed too often; an operator has to act."

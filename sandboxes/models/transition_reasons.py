@@ -22,6 +22,7 @@ class TransitionReason(models.TextChoices):
     WOKEN = "woken", "woken"
     LEASE_ENDED = "lease_ended", "lease ended"
     OPERATOR = "operator", "operator"
+    DISCARDED = "discarded", "discarded by an operator"  # the last state is not stored
     START_FAILED = "start_failed", "start failed"
     START_STALLED = "start_stalled", "stalled while starting"  # past its deadline
     STATE_LOST = "state_lost", "stored state is lost"

@@ -205,17 +205,19 @@ def mark_unsaved(attachment: Attachment, error: Exception, *, now: datetime) -> 
     log.error("data not stored", sandbox=str(attachment.pk), agent=attachment.data.agent_did, error=str(error))
 
 
-def persist_final(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
+def persist_final(sandbox: Sandbox, provider: Provider, *, now: datetime, discard: bool = False) -> None:
     """Store the remaining changes of a sandbox that is about to be evicted or destroyed.
 
     Raise StoreError, which prevents the destruction; Missing if the sandbox is gone; another ProviderError if the sandbox is
     only evicted or has known unsaved changes. Data above the limits is dropped and recorded as an event: DataFull was reported
-    when the data was written."""
+    when the data was written. With `discard` nothing is stored."""
     attachment = Attachment.objects.select_related("data").filter(pk=sandbox.pk, incarnation=sandbox.incarnation).first()
     if attachment is None:
         return
     if attachment.data.keeping == DataStorageMode.MOUNT:
         mounts.release_unresponsive_mount(sandbox)
+        return
+    if discard:
         return
     try:
         persist(attachment, sandbox, provider, now=now, last=True)

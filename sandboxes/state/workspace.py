@@ -20,8 +20,10 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
+from sandboxes.db.clock import Clock
 from sandboxes.errors import SnapshotNotFound, WorkspaceFull
-from sandboxes.models import Sandbox
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models import Run, Sandbox
 from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind, format_key_timestamp
 from sandboxes.providers.base import DATA, WORKSPACE, Provider, TooLarge
 from sandboxes.state import disk_space
@@ -29,6 +31,7 @@ from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
+PERSIST_TIMEOUT = timedelta(minutes=10)  # for storing one workspace
 RESTORE_TIMEOUT = timedelta(minutes=10)  # a restore that takes longer is treated as crashed
 TEMPORARY_PREFIX = ".new-"  # of incomplete local copies; the prune sweep removes those that a crash has left
 MIN_SNAPSHOT_INTERVAL = timedelta(microseconds=1)
@@ -102,6 +105,40 @@ def _build_size_error(sandbox: Sandbox, size: int) -> WorkspaceFull:
         workspace_bytes=size,
         limit_bytes=limit << 20,
     )
+
+
+def has_unsaved_state(sandbox: Sandbox) -> bool:
+    """Return whether a Run of this incarnation began after its state was stored. False if the incarnation has had no Run."""
+    return not sandbox.persisted and Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
+
+
+def persist_claimed(sandbox: Sandbox, provider: Provider, *, own_claim: Q, next_step_timeout: timedelta, clock: Clock) -> bool:
+    """Store the files of a sandbox that this worker has claimed, and record the snapshot. Return False if the claim was lost.
+
+    `own_claim` selects the sandbox's row while the claim is held. The Snapshot row becomes the pointer to the state in the
+    transaction that marks the incarnation as persisted, so an incarnation's state is recorded once. The deadline of the claim
+    is then extended by `next_step_timeout`. Raise the errors of `persist`."""
+    size = provider.size(sandbox.ref, WORKSPACE)
+    snapshot = persist(sandbox, provider, measured_bytes=size, now=clock())
+    checkpoint("objects stored", sandbox)
+    sandbox.workspace_bytes = size
+    with transaction.atomic():
+        claimed = Sandbox.objects.filter(own_claim, pk=sandbox.pk).update(
+            workspace_bytes=size, measured_at=clock(), deadline_at=clock() + next_step_timeout, persisted=True
+        )
+        if claimed:
+            snapshot.save(force_insert=True)
+    if claimed:
+        _forget_superseded(snapshot.holder, now=clock())
+    return bool(claimed)
+
+
+def _forget_superseded(holder: UUID, *, now: datetime) -> None:
+    """Delete superseded snapshots. A failure leaves objects to the prune sweep: the new state is stored either way."""
+    try:
+        forget_older(holder, now=now)
+    except StoreError as failed:
+        log.warning("old snapshots not deleted", lease=str(holder), error=str(failed))
 
 
 def find_by_holder(holder: UUID) -> QuerySet[Snapshot]:

@@ -128,6 +128,18 @@ def test_destroying_an_unclaimed_or_destroyed_sandbox_ends_no_lease(operator: Cl
     assert lease.status == "active"
 
 
+def test_a_sandbox_is_destroyed_without_storing_its_state(operator: Client, lease: Lease) -> None:
+    sandbox = ensure_sandbox(lease)
+    answer = operator.post(row_url(sandbox, "discard"), WHY)
+    assert list_messages(answer) == ["1 sandbox being destroyed without storing its state."]
+    recorded = Transition.objects.filter(sandbox=sandbox).first()
+    assert recorded and (recorded.to, recorded.code, recorded.actor) == ("destroying", "discarded", "operator")
+    assert LogEntry.objects.get().get_change_message() == "Destroy without storing: it was agreed"
+    assert row_url(sandbox, "discard") not in fetch(operator, row_url(sandbox))
+    answer = operator.post(row_url(sandbox, "discard"), WHY)
+    assert list_messages(answer) == ["Nothing changed: destroyed or discarded already."]
+
+
 def test_a_retried_destroy_leaves_quarantine_and_the_next_sweep_destroys_it(
     operator: Client, lease: Lease, memory: MemoryProvider, settings, caplog: pytest.LogCaptureFixture
 ) -> None:

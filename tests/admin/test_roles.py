@@ -71,9 +71,9 @@ def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
 
 
 OPERATOR_ACTIONS = {
-    "lease": {"end_lease", "limit_spending"}, "sandbox": {"evict", "take_snapshot", "destroy_now"}, "cold": {"wake"},
-    "broken": {"retry_destroy"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "drained": {"resume", "warm_again"},
-    "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
+    "lease": {"end_lease", "limit_spending"}, "sandbox": {"evict", "take_snapshot", "destroy_now", "discard"}, "cold": {"wake"},
+    "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"},
+    "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
     "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},

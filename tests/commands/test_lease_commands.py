@@ -4,6 +4,7 @@ import json
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -11,9 +12,9 @@ from django.db import OperationalError, connection
 from django.utils import timezone
 
 from controlplane import health, schedules
-from leases import api_keys
+from leases import api_keys, execution
 from leases.models import Agent, AgentKey, Lease
-from sandboxes.models import Pool, Run
+from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import ProgramResult
 from tests.commands.manage import call, run_manage
@@ -180,3 +181,13 @@ def test_without_a_database_each_command_reports_it_in_one_line(monkeypatch: pyt
     lines = errors.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines] == list(schedules.SWEEP_NAMES)
     assert "secret" not in errors.getvalue()
+
+
+def test_release_with_discard_destroys_the_sandbox_without_storing_its_state(lease: str) -> None:
+    execution.ensure_sandbox_ready(UUID(lease), now=timezone.now())
+    assert call("release", lease, "--discard") == f"{lease} discarded: its last state is not stored\n"
+    assert call("release", lease, "--discard") == f"{lease} nothing to discard\n"
+    sandbox = Sandbox.objects.get(holder=lease)
+    assert (sandbox.state, sandbox.final_persist, Lease.objects.get().end_reason) == ("destroying", "none", "operator")
+    with pytest.raises(CommandError, match="no such lease"):
+        call("release", NO_LEASE, "--discard")

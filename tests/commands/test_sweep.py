@@ -65,7 +65,9 @@ def expire(lease: Lease) -> None:
 
 def test_every_sweep_runs_once_in_order_and_prints_one_line(used: Lease) -> None:
     expire(used)
-    assert sweep() == list_results(expire="1 expired", reclaim="1 destroyed, 1 leases closed", meter=METERED)
+    assert sweep() == list_results(
+        expire="1 expired", reclaim="1 destroyed, 1 leases closed", cold="1 local copies removed", meter=METERED
+    )
     assert sweep() == list_results()
     assert set(Sweep.objects.values_list("name", flat=True)) == set(NAMES)
 
@@ -118,8 +120,8 @@ def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
     assert sweep("--dry-run") == expected
     assert sweep("--dry-run") == expected
     assert sweep() == list_results(
-        expire="1 expired", stalled="1 runs closed", reclaim="2 destroyed, 2 leases closed", reconcile="1 orphans destroyed",
-        meter=METERED,
+        expire="1 expired", stalled="1 runs closed", reclaim="2 destroyed, 2 leases closed",
+        cold="2 local copies removed", reconcile="1 orphans destroyed", meter=METERED,
     )  # fmt: skip
 
 

@@ -189,7 +189,7 @@ MUTANTS = (
     Mutant(
         name="eviction-unsaved-state-destroyed-as-stalled",
         path="sandboxes/sweeps.py",
-        before="if sandbox.tries >= settings.DESTROY_TRIES and not eviction.has_unsaved_state(sandbox):",
+        before="if sandbox.tries >= settings.DESTROY_TRIES and not workspace.has_unsaved_state(sandbox):",
         after="if sandbox.persist_failures >= settings.DESTROY_TRIES:",
         tests=[f"{TEST_STATE_LOSS}::test_a_sandbox_whose_state_is_not_stored_is_never_destroyed_as_stalled"],
     ),

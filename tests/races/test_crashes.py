@@ -4,10 +4,10 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from leases import leasing, sweeps
+from leases import fork, leasing, sweeps
 from leases.models import Lease
 from sandboxes import sweeps as pool_sweeps
-from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
+from sandboxes.models import GONE_STATES, Pool, Run, Sandbox, Snapshot
 from sandboxes.providers.base import SandboxSpec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
@@ -90,10 +90,10 @@ def test_crash_at_any_step_of_a_capacity_eviction_converges(step: str, grant, po
     assert read(victim, now=LATER) == "kept"
 
 
-@pytest.mark.parametrize("step", ["destroy claimed", "destroy answered"])
-def test_crash_at_any_step_of_a_destroy_converges(step: str, grant, pool, memory, crash_at) -> None:
+@pytest.mark.parametrize("step", ["destroy claimed", "objects stored", "state stored", "destroy answered"])
+def test_crash_at_any_step_of_a_destroy_converges_and_stores_the_state_once(step: str, grant, pool, memory, crash_at) -> None:
     lease: Lease = grant()
-    run(lease)
+    write(lease)
     leasing.release(lease.pk, now=NOW + MINUTE)
     with crash_at(step):
         sweep(NOW + MINUTE)
@@ -101,6 +101,9 @@ def test_crash_at_any_step_of_a_destroy_converges(step: str, grant, pool, memory
     assert_converged(pool, memory)
     lease.refresh_from_db()
     assert (lease.status, Pool.objects.get(pk=pool.pk).used) == ("destroyed", 0)
+    assert Snapshot.objects.filter(holder=lease.pk, forgotten_at=None).count() == 1
+    request = leasing.LeaseRequest(lease.agent_did, "fork-1", "catan", pool=pool.name)
+    assert read(fork.fork(lease, request, now=LATER)[0], now=LATER) == "kept"
 
 
 @pytest.mark.parametrize("verb", ["create", "wait_ready", "write_file", "exec", "destroy"])

@@ -28,6 +28,10 @@ class ProblemSerializer(serializers.Serializer):
     errors = FieldProblemSerializer(many=True, required=False, help_text="All invalid fields.")  # type: ignore[assignment]
     end_reason = serializers.CharField(required=False, help_text="With 410 lease_ended.")
     ended_at = serializers.DateTimeField(required=False, help_text="With 410 lease_ended.")
+    sandbox_reason = serializers.CharField(
+        required=False, help_text="With 410 lease_ended: reason of the last stop of a sandbox of the lease, if there was one."
+    )
+    sandbox_detail = serializers.CharField(required=False, help_text="With 410 lease_ended: text of `sandbox_reason`.")
     run_id = serializers.UUIDField(required=False, help_text="Run with the known part of the outcome.")
     outcome = serializers.CharField(required=False, help_text="With outcome_unknown: outcome of the run, if recorded.")
     exit_code = serializers.IntegerField(required=False, help_text="With outcome_unknown: exit code of the run, if known.")

@@ -97,7 +97,7 @@ def test_a_fork_starts_with_the_named_snapshot(lease: Lease, make_request) -> No
 
 
 def test_an_ended_lease_without_a_snapshot_cannot_be_forked(lease: Lease, make_request) -> None:
-    leasing.release(lease.pk, now=NOW)
+    leasing.discard(lease.pk, now=NOW)
     lease.refresh_from_db()
     with pytest.raises(SnapshotNotFound, match="no snapshot"):
         forking.fork(lease, make_request(), now=NOW)

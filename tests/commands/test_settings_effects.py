@@ -194,6 +194,7 @@ TESTS = {  # abbreviations of files
     "calls": "tests/egress/test_egress_docker.py", "litellm": "tests/egress/test_litellm_docker.py",
     "front": "tests/egress/test_front_docker.py", "logs": "tests/unit/sandboxes/egress/test_log_collection.py",
     "data": "tests/unit/sandboxes/state/test_data_sync.py", "one_shot": "tests/unit/leases/test_one_shot.py",
+    "limits": "tests/unit/sandboxes/test_run_limits.py",
     "races": "tests/races/test_budget_races.py", "admission": "tests/unit/billing/test_budget_admission.py",
 }  # fmt: skip
 # variable -> value ({tmp} is a directory of the test), and the observation that changes with it or "file::test"
@@ -229,11 +230,17 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
         "3", "tests/unit/leases/test_leasing.py::test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined",
     ),
     "LEASEHOLD_ORPHAN_GRACE": ("1h", orphans_after_reconciliation),
+    "LEASEHOLD_OBSERVE": (
+        "1", "tests/unit/controlplane/test_installation.py::test_observe_mode_counts_and_destroys_nothing",
+    ),
     "LEASEHOLD_KEEP_SNAPSHOTS": ("1", "snapshots::test_one_snapshot_is_restored_repeatedly_by_its_first_id"),
     "LEASEHOLD_KEEP_ASKED_SNAPSHOTS": ("2", "snapshots::test_oldest_requested_snapshots_are_deleted"),
     "LEASEHOLD_DATA": ("mount", "mounts::test_mounted_agent_claims_only_warm_sandboxes_with_a_mount_directory"),
     "LEASEHOLD_DATA_MOST_FILES": ("10", "data::test_exec_is_refused_while_data_exceeds_a_limit"),
     "LEASEHOLD_DATA_MOST_MIB": ("1", "data::test_exec_is_refused_while_data_exceeds_a_limit"),
+    "LEASEHOLD_MIN_FREE_DISK": (
+        "1", "tests/unit/sandboxes/state/test_disk_space.py::test_low_disk_starts_no_new_sandbox",
+    ),
     "LEASEHOLD_KEEP_STATE": ("10m", expired_snapshots),
     "STORAGE_BACKEND": ("s3", "store::test_the_settings_select_the_store"),
     "STORAGE_MODE": ("journaled", "tests/api/test_stores.py::test_a_failing_store_is_unavailable"),
@@ -254,6 +261,8 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_EXEC_OUTPUT_CAP_BYTES": ("2048", "one_shot::test_output_beyond_the_cap_is_dropped_and_reported"),
     "LEASEHOLD_RUN_OUTPUT_KEPT_BYTES": ("131072", "one_shot::test_the_complete_output_is_returned_and_a_part_is_stored"),
     "LEASEHOLD_RUN_MEMORY_MOST_MIB": ("8192", is_run_of_5000_mib_accepted),
+    "LEASEHOLD_MAX_RUNS_PER_LEASE": ("2", "limits::test_run_above_the_limit_of_its_lease_is_refused_until_one_ends"),
+    "LEASEHOLD_MAX_RUNS_PER_AGENT": ("2", "limits::test_run_above_the_limit_of_its_agent_is_refused_in_all_its_leases"),
     "LEASEHOLD_TURN_TIMEOUT": ("7s", turn_timeout),
     "LEASEHOLD_LLM_URL": ("http://127.0.0.1:2/v1", "egress::test_unreachable_upstream_is_a_failed_call"),
     "LEASEHOLD_LLM_API_KEY": ("sk-x", "calls::test_calls_with_curl_match_rows_and_log"),
@@ -280,6 +289,8 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     ),
     "LEASEHOLD_WEB_WORKERS": ("3", web_server_argv),
     "LEASEHOLD_WEB_THREADS": ("5", web_server_argv),
+    "LEASEHOLD_DRAIN_DELAY_SECONDS": ("3", "up::test_request_in_flight_is_finished_after_sigterm"),
+    "LEASEHOLD_DRAIN_TIMEOUT": ("25s", "up::test_request_in_flight_is_finished_after_sigterm"),
     "LEASEHOLD_QUEUE_WORKERS": ("3", lambda world: world.settings.Q_CLUSTER["workers"]),
     "LEASEHOLD_LOG_FORMAT": ("json", log_output),
     "LEASEHOLD_LOG_LEVEL": ("ERROR", log_output),

@@ -41,7 +41,7 @@ def test_up_serves_until_sigterm_refuses_a_second_up_and_leaves_only_the_sandbox
 
 
 def test_request_in_flight_is_finished_after_sigterm(home: Home) -> None:
-    home.env |= {"LEASEHOLD_DRAIN_DELAY_SECONDS": "3"}
+    home.env |= {"LEASEHOLD_DRAIN_DELAY_SECONDS": "3", "LEASEHOLD_DRAIN_TIMEOUT": "25s"}
     up, lease = home.up(), home.acquire_lease()
     token = json.loads(run_manage(home.path, "create_key", "--agent", "did:plc:ada", "--json").stdout)["key"]
 

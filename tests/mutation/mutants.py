@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 # Sources.
 POOL, LIFECYCLE, RUNS = "sandboxes/pool.py", "sandboxes/lifecycle.py", "sandboxes/runs.py"
-EVICTION, DESTRUCTION = "sandboxes/eviction.py", "sandboxes/destruction.py"
+EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
 LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
 METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     Mutant(
         name="eviction-stored-twice",
-        path=EVICTION,
+        path=WORKSPACE,
         before="return not sandbox.persisted and Run.objects",
         after="return Run.objects",
         tests=[f"{TEST_POOL}::test_failed_destroy_after_storing_is_repeated_without_storing_twice"],
@@ -202,9 +202,9 @@ MUTANTS = (
     ),
     Mutant(
         name="eviction-pointer-moved-without-the-claim",
-        path=EVICTION,
-        before="claimed = Sandbox.objects.filter(own_claim, pk=sandbox.pk, state=EVICTING).update(",
-        after="claimed = Sandbox.objects.filter(pk=sandbox.pk, state=EVICTING).update(",
+        path=WORKSPACE,
+        before="claimed = Sandbox.objects.filter(own_claim, pk=sandbox.pk).update(",
+        after="claimed = Sandbox.objects.filter(pk=sandbox.pk).update(",
         tests=[f"{TEST_STATE_LOSS}::test_overtaken_worker_does_not_store_over_its_successor"],
     ),
     Mutant(

@@ -14,7 +14,6 @@ from uuid import UUID
 from django.conf import settings
 from django.http import HttpResponse, StreamingHttpResponse, UnreadablePostError
 from django.http.response import HttpResponseBase
-from django.utils import timezone
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.response import Response
@@ -26,6 +25,7 @@ from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.errors import InvalidRequest, RangeNotSatisfiable
 from leases.errors import RequestTooLarge as BodyTooLarge
 from sandboxes import files, runs
+from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Sandbox
 from sandboxes.providers import tar_validation
@@ -87,7 +87,7 @@ class FileApiView(LeaseApiView):
 
     def change_tree(self, pk: UUID, root: str, command: Command, act: Callable[[Provider, Sandbox], None]) -> HttpResponse:
         """Call `act` in the sandbox, which is started or woken first. Called after the body was read."""
-        self.now = timezone.now()
+        self.now = database_time.now()
 
         def check_space_and_act(provider: Provider, sandbox: Sandbox) -> None:
             if command.argv[0] in ("write", "unpack"):

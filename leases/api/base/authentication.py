@@ -4,7 +4,6 @@ from typing import TypedDict
 from uuid import UUID
 
 from django.db.models import QuerySet
-from django.utils import timezone
 from rest_framework.authentication import BaseAuthentication
 from rest_framework.exceptions import AuthenticationFailed, NotAuthenticated, NotFound, PermissionDenied
 from rest_framework.request import Request
@@ -13,7 +12,7 @@ from leases import api_keys
 from leases.allow_lists import AllowLists
 from leases.errors import InsufficientScope
 from leases.models import AgentKey, KeyScope, Lease
-from sandboxes.db import sql
+from sandboxes.db import database_time, sql
 
 
 class BudgetAccess(TypedDict):
@@ -74,7 +73,7 @@ class KeyAuthentication(BaseAuthentication):
         scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
         if not scheme:
             raise NotAuthenticated("Send Authorization: Bearer <key>.")
-        row = api_keys.find_active_key(key.strip(), now=timezone.now()) if scheme.lower() == "bearer" else None
+        row = api_keys.find_active_key(key.strip(), now=database_time.now()) if scheme.lower() == "bearer" else None
         if row is None:
             raise AuthenticationFailed("The API key is unknown or revoked.")
         return Caller(row), row

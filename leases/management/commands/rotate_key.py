@@ -6,11 +6,11 @@ from datetime import timedelta
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 
 from leases import api_keys
 from leases.management.base import parse_duration, report_errors
 from leases.models import AgentKey
+from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
@@ -28,7 +28,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, prefix: str, overlap: str, json: bool, **options: Any) -> None:
         duration = timedelta(0) if overlap == "0" else parse_duration("--overlap", overlap)
-        now = timezone.now()
+        now = database_time.now()
         with report_errors(options["verbosity"]):
             row = AgentKey.objects.filter(prefix=prefix.removeprefix("lh_").split("_")[0]).first()
             if row is None:

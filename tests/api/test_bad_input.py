@@ -53,7 +53,7 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     },
     "environments/game-2/join": {"environment_type": [MISSING, "chess"], "agent_did": [MISSING, "ada"]},
     "environments/game-1/conditions": {
-        "condition": [MISSING, None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"], "agent_did": ["ada", 5, [ADA]],
+        "condition": [MISSING, None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"], "agent_did": ["ada", 5, ["ada"]],
     },
     "agents": {"did": [MISSING, "x"], "name": ["n" * 101, "\0"]},
     "leases/{id}/exec": COMMAND | {"stdin": [1, None], "timeout_seconds": [0, -1, 3601, 10**12, True, 1.5, "60", []]},

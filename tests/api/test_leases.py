@@ -83,8 +83,8 @@ def test_an_ended_lease_is_gone_with_its_end_reason(ada: ApiClient, lease, metho
     assert problem["ended_at"].endswith("Z")
 
 
-def test_an_ended_lease_reports_the_reason_of_its_sandboxs_end(ada: ApiClient, acquire_body) -> None:
-    lease = ada.post("environments/game-1/join", acquire_body()).json()
+def test_an_ended_lease_reports_the_reason_of_its_sandboxs_end(ada: ApiClient, join_body) -> None:
+    lease = ada.post("environments/game-1/join", join_body()).json()
     assert ada.get(f"leases/{lease['id']}").json()["sandbox_ended"] is None
     ada.post(f"leases/{lease['id']}/release")
     ended = ada.get(f"leases/{lease['id']}").json()["sandbox_ended"]

@@ -10,7 +10,6 @@ from django.test import RequestFactory
 from leases.api.base import parsers
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
 from tests.api.conftest import (
-    ADA,
     ANY_BODY,
     ApiClient,
     assert_refused,

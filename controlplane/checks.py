@@ -8,7 +8,7 @@ from django.apps import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning, register
 
-from sandboxes.host_directories import UnsafeDirectory, check_private_directory
+from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.state import mounts
 
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL

@@ -12,9 +12,10 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import capacity, destruction, eviction, providers, runs
+from sandboxes import destruction, eviction, providers, runs
 from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.errors import SandboxError
+from sandboxes.hosts import capacity
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance_many
 from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
 from sandboxes.pool import find_unclaimed, start_warm

@@ -16,7 +16,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes import capacity, pool
+from sandboxes import pool
 from sandboxes import pool_stats as stats
 from sandboxes.admin import tabs
 from sandboxes.admin.base.actions import AdminAction, list_audit_entries
@@ -37,6 +37,7 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import build_agent_field, get_reference
 from sandboxes.formatting import pluralize
+from sandboxes.hosts import capacity
 from sandboxes.models import Pool, Quota, SandboxState
 from sandboxes.pool_stats import PoolStats
 

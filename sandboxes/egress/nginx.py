@@ -24,7 +24,7 @@ from docker.types import LogConfig, Mount, Ulimit
 from sandboxes import providers
 from sandboxes.egress import nginx_config, slots
 from sandboxes.egress.nginx_config import LOGS_MOUNT, SERVER_MOUNT, SLOTS_MOUNT, START_COMMAND
-from sandboxes.host_directories import ensure_directory
+from sandboxes.hosts.directories import ensure_directory
 from sandboxes.providers.base import ProviderError, Rejected, Unavailable
 from sandboxes.providers.docker.engine import Engine, translate_errors
 

@@ -7,7 +7,7 @@ from django.conf import settings
 
 from sandboxes.egress import slots
 from sandboxes.egress.request_filter import FIELDS_BY_PATH, build_error_body
-from sandboxes.host_directories import chmod_no_follow, ensure_directory
+from sandboxes.hosts.directories import chmod_no_follow, ensure_directory
 from sandboxes.models.policies import MAX_BODY_KIB
 
 SERVER_SOCKET = "server.sock"

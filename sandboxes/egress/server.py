@@ -29,7 +29,7 @@ from sandboxes.egress.relay import RelayProxy
 from sandboxes.egress.request_filter import FIELDS_BY_PATH, MODELS_PATH
 from sandboxes.egress.responses import CALL_ID_HEADER, SLOT_HEADER, ClientDisconnected, build_error_response
 from sandboxes.errors import SandboxError, SigningKeyRevoked
-from sandboxes.host_directories import chmod_no_follow
+from sandboxes.hosts.directories import chmod_no_follow
 
 log = structlog.get_logger(__name__)
 CONNECT_TIMEOUT_SECONDS = 10.0  # to reach an upstream

@@ -11,7 +11,7 @@ from pathlib import Path
 from django.conf import settings
 
 from sandboxes.errors import CapacityExhausted
-from sandboxes.host_directories import ensure_directory, ensure_private_directory
+from sandboxes.hosts.directories import ensure_directory, ensure_private_directory
 from sandboxes.models import Sandbox, SandboxState
 
 SOCKET_NAME = "llm.sock"

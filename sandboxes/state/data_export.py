@@ -7,7 +7,7 @@ from pathlib import Path
 from shutil import copyfileobj
 from typing import BinaryIO
 
-from sandboxes.host_directories import chmod_no_follow
+from sandboxes.hosts.directories import chmod_no_follow
 from sandboxes.models.state import AgentData
 from sandboxes.state import data_tree, pull
 from sandboxes.state.data_editing import InvalidDataPath

@@ -18,7 +18,7 @@ from typing import Self
 
 from django.conf import settings
 
-from sandboxes.host_directories import chmod_no_follow
+from sandboxes.hosts.directories import chmod_no_follow
 from sandboxes.state.mount_points import (
     MS_BIND,
     POLL_SECONDS,

@@ -10,7 +10,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
 from controlplane import env
-from sandboxes.capacity import derive_capacity
+from sandboxes.hosts.capacity import derive_capacity
 from sandboxes.providers import get_provider
 from tests.commands.manage import call, load_settings, run_manage
 

@@ -22,9 +22,10 @@ from controlplane import env, schedules
 from controlplane.management.commands.up import build_granian_argv
 from leases import leasing, sweeps, turns
 from leases.models import Lease
-from sandboxes import capacity, storage
+from sandboxes import storage
 from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.egress import nginx_config
+from sandboxes.hosts import capacity
 from sandboxes.models import Pool, Run
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.memory import MemoryProvider

@@ -9,7 +9,7 @@ from django.conf import settings
 from django.core.management.base import BaseCommand
 
 from controlplane import env
-from sandboxes.capacity import try_derive_capacity
+from sandboxes.hosts.capacity import try_derive_capacity
 
 
 class Command(BaseCommand):

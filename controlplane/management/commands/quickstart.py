@@ -9,7 +9,7 @@ from django.db import IntegrityError, transaction
 
 from controlplane import health
 from leases.management.base import report_errors
-from sandboxes import capacity
+from sandboxes.hosts import capacity
 from sandboxes.models import Pool
 
 SUPERUSER_NAME = "operator"

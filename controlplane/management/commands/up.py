@@ -21,9 +21,10 @@ from controlplane import health, schedules, supervisor
 from controlplane.supervisor import Child, Supervisor
 from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
-from sandboxes import capacity, providers
+from sandboxes import providers
 from sandboxes.db import database_time
 from sandboxes.egress import nginx
+from sandboxes.hosts import capacity
 from sandboxes.models import Sandbox, SandboxState, Sweep
 from sandboxes.providers.base import Provider
 

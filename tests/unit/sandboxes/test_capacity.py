@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from sandboxes import capacity, providers, sweeps
+from sandboxes import providers, sweeps
+from sandboxes.hosts import capacity
 from sandboxes.models import Pool
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider

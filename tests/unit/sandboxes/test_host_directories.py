@@ -8,7 +8,7 @@ import pytest
 from django.core.checks import run_checks
 
 from sandboxes.egress import nginx, nginx_config, server, slots
-from sandboxes.host_directories import UnsafeDirectory, chmod_no_follow
+from sandboxes.hosts.directories import UnsafeDirectory, chmod_no_follow
 from tests.conftest import skip_or_fail
 
 OTHER_UID = 12345

@@ -1,0 +1,1 @@
+"""Hosts of the control plane: their engines, directories and capacity."""

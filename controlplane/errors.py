@@ -58,7 +58,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.SandboxNotReady: 503,
     sandboxes.ProviderCallFailed: 503,
     sandboxes.SandboxLost: 410,
-    sandboxes.OutcomeUnknown: 500,
+    sandboxes.OutcomeUnknown: 409,
     provider.NoSuchFile: 404,
     provider.BadPath: 400,
     provider.TooLarge: 413,

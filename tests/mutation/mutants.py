@@ -53,15 +53,15 @@ MUTANTS = (
     Mutant(
         name="pool-capacity-off-by-one",
         path=POOL,
-        before='has_free_place = Q(used__lt=F("capacity"), draining=False)',
-        after='has_free_place = Q(used__lte=F("capacity"), draining=False)',
+        before='has_free_place = Q(used__lt=F("capacity") - ahead, draining=False)',
+        after='has_free_place = Q(used__lte=F("capacity") - ahead, draining=False)',
         tests=[f"{TEST_POOL}::test_refusal_of_a_full_pool_states_a_remedy"],
     ),
     Mutant(
         name="pool-place-while-draining",
         path=POOL,
-        before='has_free_place = Q(used__lt=F("capacity"), draining=False)',
-        after='has_free_place = Q(used__lt=F("capacity"))',
+        before='has_free_place = Q(used__lt=F("capacity") - ahead, draining=False)',
+        after='has_free_place = Q(used__lt=F("capacity") - ahead)',
         tests=[f"{TEST_POOL}::test_draining_pool_refuses_new_sandboxes_and_existing_leases_go_on"],
     ),
     Mutant(

@@ -82,7 +82,7 @@ def find_pool(agent_did: str, environment_id: str, *, now: datetime) -> Pool | N
 
 
 def find_position(pool: Pool, agent_did: str, environment_id: str, *, now: datetime) -> Position:
-    """Return the position of a request. One query if nobody waits, else two.
+    """Return the position of a request. One query if the queue is empty, else two.
 
     A request that is not in the queue comes last, but an agent below its guarantee comes before those that have none left."""
     waiting = list(pool.admission_requests.filter(expires_at__gt=now).order_by("enqueued_at", "pk"))

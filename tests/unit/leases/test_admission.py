@@ -114,7 +114,8 @@ def test_join_with_a_wait_gets_a_place_that_becomes_evictable(busy: Lease, join)
     assert pools.find_by_holder(lease.pk) and pools.find_by_holder(busy.pk) is None
 
 
-def test_wait_without_a_place_ends_with_the_position_and_holds_nothing(busy: Lease, join) -> None:
+def test_wait_without_a_place_ends_with_the_position_and_holds_nothing(busy: Lease, join, pool: Pool) -> None:
+    update_pool(pool, warm_target=1)  # a pre-warmed sandbox is looked for first
     timeline, before = Timeline(), read_rows()
     with pytest.raises(CapacityExhausted, match="Position 1 of 1 in the queue") as error:
         join("did:plc:bob", wait=30, timeline=timeline)

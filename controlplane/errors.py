@@ -46,6 +46,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.QuotaExceeded: 429,
     sandboxes.TooManyRuns: 429,
     sandboxes.TooManyLongCalls: 503,
+    sandboxes.TooManyAdmissionRequests: 429,
     sandboxes.PoolDraining: 503,
     sandboxes.WorkspaceFull: 409,
     sandboxes.DataFull: 409,

@@ -50,6 +50,7 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "quarantined": ("Sandboxes in quarantine after failed destroy attempts.", lambda pool: pool.quarantined),
     "sandboxes_stalled": ("Sandboxes past a deadline that no sweep has recovered.", lambda pool: pool.stalled),
     "sandboxes_lost": ("Sandboxes lost by their provider while a lease held them.", lambda pool: pool.lost),
+    "admission_queue_length": ("Requests that wait for a place in the full pool.", lambda pool: pool.queue_length),
     "oldest_waiting_seconds": (
         "Time since the last use of the least recently used waiting sandbox; 0 if there is none.",
         lambda pool: pool.oldest_waiting.total_seconds(),

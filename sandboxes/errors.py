@@ -90,6 +90,13 @@ class TooManyLongCalls(SandboxError):
     retry_after = 5
 
 
+class TooManyAdmissionRequests(SandboxError):
+    """The agent has reached its limit of requests that wait for a place in this pool. Try again when one got a place."""
+
+    code = "too_many_waiting"
+    retry_after = 10
+
+
 class PoolDraining(SandboxError):
     """The pool accepts no new sandboxes: an operator is draining it."""
 

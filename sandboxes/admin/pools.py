@@ -268,6 +268,12 @@ def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryF
             href=build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=row.pk),
         ),
         SummaryField(
+            "Queue",
+            f"{one.queue_length:,}",
+            note="requests that wait for a place" if one.queue_length else "no request waits for a place",
+            alarm=one.queue_length > 0,
+        ),
+        SummaryField(
             "Capacity",
             f"{row.capacity:,}, automatic" if row.automatic_capacity else f"{row.capacity:,}",
             note=describe_capacity(row),

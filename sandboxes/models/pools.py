@@ -97,6 +97,9 @@ class Quota(models.Model):
         default=0, help_text="Number of sandboxes that are never evicted for other agents."
     )
     used = models.PositiveIntegerField(default=0, editable=False)
+    admitted_at = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Last time at which a waiting request of the agent got a place."
+    )
 
     class Meta:
         ordering = ["agent_did"]

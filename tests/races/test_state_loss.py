@@ -104,14 +104,6 @@ def test_missing_sandbox_with_nothing_unsaved_is_woken_from_its_stored_state(gra
     assert get_sandbox(lease).incarnation == ready.incarnation + 1
 
 
-def test_missing_sandbox_with_unsaved_changes_ends_the_lease(grant, memory_store, memory) -> None:
-    lease = grant()
-    sh(lease, "echo unsaved >f", NOW)
-    memory.vanish(get_sandbox(lease).ref)
-    with pytest.raises(LeaseEnded, match="lost"):
-        sh(lease, "cat f", NOW + MINUTE)
-
-
 @pytest.mark.parametrize("end", ["vanish", "stop"])
 def test_sandbox_that_ends_during_a_command_ends_the_lease_as_lost(grant, memory_store, memory, end: str) -> None:
     def lose(call: ProgramCall) -> ProgramResult:

@@ -1,5 +1,6 @@
 """Models of the app: one module a noun. This package re-exports every model and the sets of states."""
 
+from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
 from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate
@@ -36,6 +37,7 @@ __all__ = [
     "Delivery",
     "Event",
     "FinalPersist",
+    "Host",
     "Installation",
     "LlmCall",
     "LogPosition",

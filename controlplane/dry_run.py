@@ -44,13 +44,14 @@ def _iter_orphans(now: datetime) -> Iterable[ProviderSandbox]:
 DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "expire": {"end lease": lambda now: leases.find_elapsed_leases(now=now)[:MAX_LISTED]},
     "stalled": {
-        "close run": lambda now: runs.find_overdue(now=now)[:MAX_LISTED],
+        "close run": lambda now: runs.find_abandoned(now=now)[:MAX_LISTED],
         "destroy overdue sandbox": lambda now: sandboxes.find_overdue_starts(now=now)[:MAX_LISTED],
         "finish eviction of sandbox": lambda now: sandboxes.find_overdue_evictions(now=now)[:MAX_LISTED],
         "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
         "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
         "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
     },
+    "hosts": {},
     "mark": {},
     "persist": {"store data of sandbox": lambda now: pruning.find_unsaved()[:MAX_LISTED]},
     "reclaim": {

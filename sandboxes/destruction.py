@@ -127,7 +127,7 @@ def schedule_destroy_by_holder(
     if discard:
         code = TransitionReason.DISCARDED
     elif sandbox.lost_at:
-        code = TransitionReason.PROVIDER_LOST
+        code = TransitionReason.HOST_LOST if sandbox.host and sandbox.host.lost_at else TransitionReason.PROVIDER_LOST
     return schedule_destroy(sandbox.pk, now=now, code=code, reason=reason, actor=actor)
 
 

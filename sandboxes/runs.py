@@ -340,9 +340,14 @@ def interrupt_run(run: Run, *, note: str, now: datetime, actor: str = "") -> boo
 
 
 def find_overdue(*, now: datetime) -> QuerySet[Run]:
-    """Select open Runs past their deadline on the hosts that this process reaches: their commands have to be killed."""
-    overdue = Run.objects.filter(registry.filter_local("sandbox__"), ended_at__isnull=True, deadline_at__lt=now)
+    """Select open Runs past their deadline."""
+    overdue = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now)
     return overdue.select_related("sandbox").order_by("deadline_at")
+
+
+def find_abandoned(*, now: datetime) -> QuerySet[Run]:
+    """Select overdue Runs on the hosts that this process reaches: only there can their commands be killed."""
+    return find_overdue(now=now).filter(registry.filter_local("sandbox__"))
 
 
 def _classify_outcome(result: ExecResult) -> RunOutcome:

@@ -192,7 +192,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     2. Schedule the destruction of a sandbox that did not become ready.
     3. Continue an eviction at the step where it stopped."""
     result = SweepResult()
-    for run in runs.find_overdue(now=now)[:limit]:
+    for run in runs.find_abandoned(now=now)[:limit]:
         try:
             result.note("runs closed" if runs.close_abandoned_run(run, now=now) else "lost race")
         except ProviderError as failed:
@@ -241,7 +241,7 @@ def recount(*, now: datetime) -> SweepResult:
 
     Automatic capacities follow the setting and the engine's memory, which no event reports."""
     result = SweepResult()
-    if changed := capacity.update_automatic_capacities():
+    if changed := capacity.update_automatic_capacities(now=now):
         result.note("capacities changed", changed)
     for pk in Pool.objects.values_list("pk", flat=True):
         with transaction.atomic():

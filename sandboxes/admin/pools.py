@@ -200,7 +200,7 @@ class PoolAdmin(ConsoleModelAdmin):
             obj.automatic_capacity = False
             form.changed_data.append("automatic_capacity")
         super().save_model(request, obj, form, change)
-        capacity.update_automatic_capacities()
+        capacity.update_automatic_capacities(now=timezone.now())
 
     def annotate_rows(self, rows: list[Pool]) -> None:
         by_pool = {one.pk: one for one in stats.collect_pool_stats(now=timezone.now())}
@@ -309,7 +309,7 @@ def describe_capacity(row: Pool) -> str:
         return "set by an operator"
     if settings.MAX_SANDBOXES is not None:
         return "LEASEHOLD_MAX_SANDBOXES"
-    return f"memory of the engine, {row.memory_mib:,} MiB each"
+    return f"memory of the hosts, {row.memory_mib:,} MiB each"
 
 
 PROBLEM_TAB_LABELS = {"quarantine": "Quarantine", "stalled": "Stalled", "lost": "Lost", "unstored": "State not stored"}

@@ -16,7 +16,7 @@ import structlog
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import IntegrityError, transaction
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
 from sandboxes import providers
 from sandboxes.errors import HostLost, WrongHost
@@ -59,12 +59,35 @@ def get_placement_host(provider_name: str, *, now: datetime) -> Host:
     return host
 
 
-def find_worker_host() -> Host | None:
-    """Return the host of the default provider: the one after which the worker's queue is named. None before its first use."""
+def find_worker_host(*, now: datetime) -> Host | None:
+    """Return the host of the default provider: the one after which the worker's queue is named. None if that is not known."""
     try:
-        return Host.objects.filter(pk=get_local_host_id(providers.get_default_provider_name())).first()
+        return get_local_host(providers.get_default_provider_name(), now=now)
     except (ProviderError, ImproperlyConfigured):
         return None
+
+
+def find_live_hosts(*, now: datetime) -> QuerySet[Host]:
+    """Select the hosts that are neither silent nor lost, the one heard last first."""
+    return Host.objects.filter(lost_at__isnull=True, heartbeat_at__gt=now - settings.HOST_TIMEOUT).order_by("-heartbeat_at")
+
+
+def is_silent(host: Host, *, now: datetime) -> bool:
+    """Return whether no worker has reached the host's engine within LEASEHOLD_HOST_TIMEOUT."""
+    return (host.heartbeat_at or host.created_at) <= now - settings.HOST_TIMEOUT
+
+
+def get_state(host: Host, *, now: datetime) -> str:
+    """Return "live", "unreachable" (no recent heartbeat) or "lost" (an operator's word)."""
+    return "lost" if host.lost_at else "unreachable" if is_silent(host, now=now) else "live"
+
+
+def count_by_state(*, now: datetime) -> dict[str, int]:
+    """Return the number of hosts in each state of get_state."""
+    counts = dict.fromkeys(("live", "unreachable", "lost"), 0)
+    for host in Host.objects.all():
+        counts[get_state(host, now=now)] += 1
+    return counts
 
 
 def find_local_host_ids() -> list[uuid.UUID]:
@@ -137,7 +160,6 @@ def _register(provider: Provider, *, now: datetime) -> Host:
     engine_id = provider.last_engine_id()
     pk = compute_host_id(provider.name, engine_id)
     values = {"provider": provider.name, "engine_id": engine_id, "queue": get_queue_name(), "created_at": now}
-    remember_engine(provider.name, engine_id)
     base, number = socket.gethostname()[:80], 1
     while True:
         name = base if number == 1 else f"{base}-{number}"
@@ -165,6 +187,12 @@ def remember_engine(provider_name: str, engine_id: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         log.warning("engine id not stored", path=str(path), error=str(error))
+
+
+def get_remembered_host_id() -> uuid.UUID | None:
+    """Return the id of this machine's host as its worker last stored it, without a call that may wait for the engine."""
+    name = providers.get_default_provider_name()
+    return compute_host_id(name, engine_id) if (engine_id := _read_engines().get(name)) else None
 
 
 def _read_engines() -> dict[str, str]:

@@ -302,7 +302,7 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    worker_host = registry.find_worker_host()
+    worker_host = registry.find_worker_host(now=now)
     Snapshot.objects.filter(key=snapshot.key).update(local=True, host=worker_host or snapshot.host)  # the copy exists again
     return path, "cloud"
 

@@ -36,6 +36,13 @@ class SandboxNotHeld(SandboxError):
     code = "not_held"
 
 
+class ClaimLost(SandboxError):
+    """The operation made no progress for too long, and was given up. Nothing of it was recorded. Try again."""
+
+    code = "no_progress"
+    retry_after = 5
+
+
 class CapacityExhausted(SandboxError):
     """All places in the pool are taken and none can be freed now."""
 

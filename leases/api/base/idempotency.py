@@ -22,6 +22,7 @@ from rest_framework.request import Request
 from leases.api.base.renderers import JsonRenderer, encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
+from sandboxes.claims import Claim, hold
 from sandboxes.db.clock import clock_from
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Run, RunOutcome
@@ -65,9 +66,10 @@ def execute_once(
 ) -> HttpResponse:
     """Call `act` and build the response; with an Idempotency-Key, once per key holder.
 
-    After `max_duration` an unfinished `act` counts as abandoned, and a repeated request is executed if the operation is
-    `repeatable`. If it is not, its run ends the wait earlier: at once if the run is lost, else RESPONSE_GRACE_PERIOD after the
-    run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
+    After `max_duration`, without a transfer of state in between, an unfinished `act` counts as abandoned, and a repeated
+    request is executed if the operation is `repeatable`. If it is not, its run ends the wait earlier: at once if the run is
+    lost, else RESPONSE_GRACE_PERIOD after the run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted
+    operation that is not repeatable."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
         return _build_response(*act(uuid.uuid4()))
@@ -83,7 +85,8 @@ def execute_once(
     own_row = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at, status_code=None)
     run_id = _derive_run_id(holder, row)
     try:
-        status, data = act(run_id)
+        with hold(Claim(own_row, deadline=row.deadline_at, clock=clock, ttl=max_duration)):
+            status, data = act(run_id)
     except Exception:
         with _database_errors_logged(row):
             if repeatable or not _may_have_started(run_id):
@@ -135,7 +138,7 @@ def _claim_key(
         if not (abandoned and repeatable):
             return row, False
         if same_row.filter(status_code=None, deadline_at=row.deadline_at).update(**columns):
-            row.started_at = now
+            row.started_at, row.deadline_at = now, until
             return row, True
     raise InProgress()
 

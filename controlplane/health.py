@@ -25,11 +25,11 @@ from django_q.models import OrmQ
 
 from billing import budgets
 from controlplane import schedules
-from sandboxes import pool_stats, providers
+from sandboxes import installation, pool_stats, providers
 from sandboxes.admin import tabs
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
-from sandboxes.models import Installation, Sweep
+from sandboxes.models import Sweep
 from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.state import disk_space
 from sandboxes.sweeps import COUNTERS_CORRECTED
@@ -70,7 +70,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         pools = pool_stats.collect_pool_stats(now=now)
         unsaved = tabs.find_unsaved_attachments().count()
         exhausted = len(budgets.find_exhausted(now=now))
-        mismatch = Installation.objects.filter(pk=1).exclude(mismatch="").exists()
+        mismatch = installation.has_recorded_mismatch()
     except DatabaseError:
         return _build_report(database=False, missing=["The database does not respond."])
     skew = database_time.get_skew()

@@ -26,10 +26,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from leases.models import Lease, LeaseStatus
-from sandboxes import pool_stats
+from sandboxes import installation, pool_stats
 from sandboxes.db import database_time
 from sandboxes.lifecycle import EDGES, START_REASONS
-from sandboxes.models import Installation, Sweep
+from sandboxes.models import Sweep
 from sandboxes.models.transition_reasons import RUN_REASONS
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 from sandboxes.state import disk_space
@@ -159,7 +159,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
                 if succeeded_at
             },
             queue=OrmQ.objects.count(),
-            mismatch=Installation.objects.filter(pk=1).exclude(mismatch="").exists(),
+            mismatch=installation.has_recorded_mismatch(),
             disk=disk_space.measure_free_space(),
         )
 

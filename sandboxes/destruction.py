@@ -143,8 +143,6 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     If step 2 or 4 fails or its outcome is unknown, the sandbox keeps its place and the next try waits longer each time. After
     LEASEHOLD_DESTROY_TRIES tries the row goes to quarantine for an operator. A try is counted when it is claimed, so that a try
     whose process died counts. The claim is kept while the state is being stored. Idempotent."""
-    if settings.OBSERVE:
-        return False
     is_due, clock, token = Q(deadline_at__lte=now, quarantined_at__isnull=True), clock_from(now), uuid.uuid4()
     deadline = now + CLAIM_TTL
     claimed = Sandbox.objects.filter(is_due, pk=pk, state=DESTROYING).update(

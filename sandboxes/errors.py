@@ -71,7 +71,7 @@ class ProviderCallFailed(SandboxError):
 
 
 class OutcomeUnknown(SandboxError):
-    """The operation has run, but its result could not be recorded. Do not repeat it without checking its effects."""
+    """The operation has started, and its result is not recorded. Check its effects before you repeat it."""
 
     code = "outcome_unknown"
 

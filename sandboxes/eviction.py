@@ -51,7 +51,7 @@ def evict(
     match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays
     alive and `last_error` has the cause."""
     if settings.OBSERVE:
-        return False
+        return False  # the provider would refuse the destroy, and the sandbox would stay in `evicting`
     sandbox = Sandbox.objects.get(pk=pk)
     token = uuid.uuid4()
     evictable = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)
@@ -153,7 +153,7 @@ def record_missing(
     """Record that the provider does not have this incarnation. Returns the outcome, or "" if the row has moved.
 
     - "unheld destroyed": the sandbox has no holder.
-    - "found cold": nothing unsaved was in the sandbox. The next use wakes it from its stored state, if any.
+    - "found cold": the sandbox had no unsaved state. The next use wakes it from its stored state, if any.
     - "lost": a Run may have left changes that are stored nowhere.
 
     `unstarted_run` is an ended Run that did not reach the sandbox and therefore left nothing in it."""

@@ -86,32 +86,38 @@ def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -
     is low, SandboxNotReady if the start failed, SandboxLost if the stored
     state is gone, and SandboxBusy if another process has not finished after SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
-    deadline, waited = now + settings.SANDBOX_START_TIMEOUT, False
-    while True:
-        sandbox = find_by_holder(request.holder)
-        if sandbox is None or sandbox.state == COLD:
-            request.guard.check_affordable()
-        if sandbox is None:
-            if claimed := claim_warm(request, now=clock(), actor=actor):
-                return claimed
-            if reserved := reserve_place(request, now=clock(), actor=actor):
-                started = start_reserved(reserved, now=clock(), actor=actor, files=request.files)
-                request.guard.check_affordable()
-                return started
-        elif sandbox.lost_at:
-            raise SandboxLost()
-        elif sandbox.state in ALIVE_STATES:
-            if waited:
-                request.guard.check_affordable()
-            sandbox.pool = request.pool
-            return sandbox
-        elif sandbox.state == COLD and (woken := wake(sandbox, now=clock(), actor=actor)):
-            request.guard.check_affordable()
-            return woken
-        waited = True
+    deadline = now + settings.SANDBOX_START_TIMEOUT
+    sandbox = find_by_holder(request.holder)
+    if sandbox and sandbox.state in ALIVE_STATES and not sandbox.lost_at:
+        sandbox.pool = request.pool
+        return sandbox
+    while (ready := _start_or_wake(request, sandbox, now=clock(), actor=actor)) is None:
         if clock() > deadline:
             raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
         time.sleep(POLL_INTERVAL_SECONDS)
+        sandbox = find_by_holder(request.holder)
+    request.guard.check_affordable()  # again: a start, a wake or the wait for another process may take minutes
+    return ready
+
+
+def _start_or_wake(request: SandboxRequest, sandbox: Sandbox | None, *, now: datetime, actor: str) -> Sandbox | None:
+    """Take the next step to an alive sandbox from the holder's present one. Returns None while another process changes it."""
+    clock = clock_from(now)
+    if sandbox and sandbox.lost_at:
+        raise SandboxLost()
+    if sandbox and sandbox.state in ALIVE_STATES:
+        sandbox.pool = request.pool
+        return sandbox
+    if sandbox and sandbox.state != COLD:
+        return None
+    request.guard.check_affordable()
+    if sandbox:
+        return wake(sandbox, now=clock(), actor=actor)
+    if claimed := claim_warm(request, now=clock(), actor=actor):
+        return claimed
+    if reserved := reserve_place(request, now=clock(), actor=actor):
+        return start_reserved(reserved, now=clock(), actor=actor, files=request.files)
+    return None
 
 
 def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:

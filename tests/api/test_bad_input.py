@@ -9,15 +9,7 @@ from django.test import RequestFactory
 
 from leases.api.base import parsers
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
-from tests.api.conftest import (
-    ANY_BODY,
-    ApiClient,
-    assert_refused,
-    check_response,
-    list_operations,
-    read_rows,
-    select_fields,
-)
+from tests.api.conftest import ANY_BODY, ApiClient, assert_refused, check_response, list_operations, read_rows, select_fields
 
 pytestmark = pytest.mark.django_db
 TOO_DEEP = b'{"a":' * 5000 + b"1" + b"}" * 5000

@@ -296,10 +296,7 @@ def test_next_reader_continues_after_a_crash_at_any_step(file: Path, at_checkpoi
     call()
     append(file, record())
 
-    def die() -> None:
-        raise SimulatedCrash
-
-    at_checkpoint(at, die)
+    at_checkpoint(at)
     with pytest.raises(SimulatedCrash):
         collect(file)
     committed = at == "lines committed"

@@ -324,18 +324,16 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
             claim.note_progress()
             source, prepared = _restore_state(sandbox, provider, files, now=clock())
             checkpoint("prepared", sandbox)
-    except ClaimLost:
-        _discard(provider, sandbox)
-        raise _build_overtaken_error(sandbox) from None
     except StateLost as lost:
         destruction.schedule_destroy(
             sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor
         )
         raise SandboxLost(f"The stored state of this sandbox is gone: {lost}") from lost
-    except (ProviderError, StoreError) as failed:
+    except (ProviderError, StoreError, ClaimLost) as failed:
         if not destruction.schedule_destroy(
             sandbox.pk, now=clock(), code=TransitionReason.START_FAILED, reason=f"start failed: {failed}", actor=actor
         ):
+            _discard(provider, sandbox)
             raise _build_overtaken_error(sandbox) from failed
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
         raise SandboxNotReady(f"The sandbox could not be started: {failed}") from failed

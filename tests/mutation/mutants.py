@@ -246,8 +246,8 @@ MUTANTS = (
     Mutant(
         name="eviction-pointer-moved-without-the-claim",
         path=WORKSPACE,
-        before="claimed = Sandbox.objects.filter(own_claim, pk=sandbox.pk).update(",
-        after="claimed = Sandbox.objects.filter(pk=sandbox.pk).update(",
+        before="claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True)",
+        after="claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True) or True",
         tests=[f"{TEST_STATE_LOSS}::test_overtaken_worker_does_not_store_over_its_successor"],
     ),
     Mutant(

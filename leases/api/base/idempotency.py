@@ -21,6 +21,7 @@ from rest_framework.request import Request
 from leases.api.base.renderers import JsonRenderer, encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
+from sandboxes.claims import Claim, hold
 from sandboxes.db.clock import clock_from
 from sandboxes.db.connection_errors import log_connection_errors
 from sandboxes.errors import OutcomeUnknown
@@ -60,9 +61,10 @@ def execute_once(
 ) -> HttpResponse:
     """Call `act` and build the response; with an Idempotency-Key, once per key holder.
 
-    After `max_duration` an unfinished `act` counts as abandoned, and a repeated request is executed if the operation is
-    `repeatable`. If it is not, its run ends the wait earlier: at once if the run is lost, else RESPONSE_GRACE_PERIOD after the
-    run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
+    After `max_duration`, without a transfer of state in between, an unfinished `act` counts as abandoned, and a repeated
+    request is executed if the operation is `repeatable`. If it is not, its run ends the wait earlier: at once if the run is
+    lost, else RESPONSE_GRACE_PERIOD after the run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted
+    operation that is not repeatable."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
         return _build_response(*act(uuid.uuid4()))
@@ -80,7 +82,8 @@ def execute_once(
     # The client gets the outcome even if the key cannot be settled: the deadline of the key then ends the wait of others.
     settle_key = partial(log_connection_errors, "idempotency key not settled", key_row=row.pk)
     try:
-        status, data = act(run_id)
+        with hold(Claim(own_row, deadline=row.deadline_at, clock=clock, ttl=max_duration)):
+            status, data = act(run_id)
     except Exception:
         with settle_key():
             if repeatable or not _may_have_started(run_id):
@@ -121,7 +124,7 @@ def _claim_key(
         if not (abandoned and repeatable):
             return row, False
         if same_row.filter(status_code=None, deadline_at=row.deadline_at).update(**columns):
-            row.started_at = now
+            row.started_at, row.deadline_at = now, until
             return row, True
     raise InProgress()
 

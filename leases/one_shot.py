@@ -19,6 +19,7 @@ from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Lease, LeaseStatus
 from sandboxes import destruction, pool, runs
+from sandboxes.claims import note_progress, track, track_transfer
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import (
     ProviderCallFailed,
@@ -198,7 +199,7 @@ def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = 
             if destruction.destroy(sandbox.pk, now=clock(), actor=actor):
                 continue
             sandbox.refresh_from_db()
-            if sandbox.state != SandboxState.DESTROYED and (sandbox.tries or clock() > now + CLEANUP_TIMEOUT):
+            if sandbox.state != SandboxState.DESTROYED and (sandbox.last_error or clock() > now + CLEANUP_TIMEOUT):
                 return False
             time.sleep(pool.POLL_INTERVAL_SECONDS)
         sweeps.mark_destroyed(pk, now=clock(), actor=actor)
@@ -241,10 +242,12 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
             provider, sandbox = opened.provider, opened.sandbox
             transfer.unpack_workspace(provider, sandbox)
             checkpoint("workspace in", lease)
+            opened.claim.begin_command(total_timeout)
             opened.result = result = provider.exec(
                 sandbox.ref, argv, env=request.env, cwd=request.cwd, stdin=request.stdin, timeout=request.timeout,
-                cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id),
+                cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id), output=opened.claim.output,
             )  # fmt: skip
+            note_progress()
             checkpoint("command ended", lease)
             transfer.pack_workspace(provider, sandbox)
     return result
@@ -260,7 +263,7 @@ class _WorkspaceTransfer:
         if self.request.workspace is None:
             return
         try:
-            provider.put_files(sandbox.ref, WORKSPACE, self.request.workspace)
+            provider.put_files(sandbox.ref, WORKSPACE, track_transfer(self.request.workspace))
         except Rejected as error:
             raise InvalidRequest("workspace", f"The workspace could not be unpacked: {error}") from error
 
@@ -270,10 +273,11 @@ class _WorkspaceTransfer:
         if output is None:
             return
         try:
-            for chunk in provider.get_files(
+            chunks = provider.get_files(
                 sandbox.ref, WORKSPACE, exclude=directories.EXCLUDED_NAMES,
                 max_bytes=self.request.max_returned_bytes, timeout=WORKSPACE_COPY_TIMEOUT,
-            ):  # fmt: skip
+            )  # fmt: skip
+            for chunk in track(chunks):
                 output.write(chunk)
             self.workspace_returned = True
         except (ProviderError, StoreError) as failed:

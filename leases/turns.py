@@ -11,9 +11,10 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
-from leases import execution, leasing
+from leases import admission, execution, leasing
 from leases.errors import TurnInProgress
 from leases.models import Lease, Turn
+from sandboxes.claims import Claim, hold
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import ProviderCallFailed, SandboxError
 from sandboxes.lifecycle import checkpoint
@@ -30,14 +31,24 @@ Action = dict[str, Any]
 
 
 def join_environment(
-    request: leasing.LeaseRequest, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool
+    request: leasing.LeaseRequest,
+    *,
+    wait: timedelta | None = None,
+    now: datetime,
+    actor: str = "",
+    admit: Callable[[], object] = bool,
 ) -> tuple[Lease, bool]:
     """Acquire a lease and start its sandbox, with /workspace/config.json in place. Idempotent.
 
+    With `wait`, a request to a full pool takes its position in the queue and waits that long (admission.acquire_with_place).
+    Without, the lease is granted first, and a full pool raises CapacityExhausted at once.
     Return the lease and whether this call granted it."""
     clock = clock_from(now)
     with LONG_CALLS.admit():  # before the grant: a refused call leaves no lease
-        lease, is_new = leasing.acquire(request, now=now, actor=actor, admit=admit)
+        if wait is None:
+            lease, is_new = leasing.acquire(request, now=now, actor=actor, admit=admit)
+        else:
+            lease, is_new = admission.acquire_with_place(request, wait=wait, now=now, actor=actor, admit=admit)
         sandbox = execution.ensure_sandbox_ready(lease.pk, now=clock(), actor=actor)
         if not sandbox.prepared:  # a pre-warmed sandbox gets its files with its first operation
             no_op = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")
@@ -58,7 +69,8 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     lease = leasing.require_active(pk, now=now)
     environment_type = lease.environment_type
     timeout = environment_type.turn_timeout or settings.TURN_TIMEOUT
-    turn, claimed = _claim_turn(lease, number, now=now, max_duration=settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE)
+    max_duration = settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE
+    turn, claimed = _claim_turn(lease, number, now=now, max_duration=max_duration)
     if not claimed:
         return turn
     checkpoint("turn claimed", turn)
@@ -74,8 +86,10 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
         },
     )  # fmt: skip
 
+    open_turn = Turn.objects.filter(pk=turn.pk, ended_at__isnull=True)
     try:
-        run, _ = execution.exec_command(pk, command, now=clock(), actor=actor)
+        with hold(Claim(open_turn, deadline=turn.deadline_at, clock=clock, ttl=max_duration)):
+            run, _ = execution.exec_command(pk, command, now=clock(), actor=actor)
     except ProviderCallFailed as failed:
         _settle_turn(turn, Run.objects.filter(pk=command.run_id).first(), build_skip_action(str(failed)), now=clock())
         leasing.renew(lease, now=clock())

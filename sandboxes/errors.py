@@ -50,6 +50,13 @@ class HostLost(SandboxError):
     retry_after = 60
 
 
+class ClaimLost(SandboxError):
+    """The operation made no progress for too long, and was given up. Nothing of it was recorded. Try again."""
+
+    code = "no_progress"
+    retry_after = 5
+
+
 class CapacityExhausted(SandboxError):
     """All places in the pool are taken and none can be freed now."""
 
@@ -78,7 +85,7 @@ class ProviderCallFailed(SandboxError):
 
 
 class OutcomeUnknown(SandboxError):
-    """The operation has run, but its result could not be recorded. Do not repeat it without checking its effects."""
+    """The operation has started, and its result is not recorded. Check its effects before you repeat it."""
 
     code = "outcome_unknown"
 
@@ -102,6 +109,13 @@ class TooManyLongCalls(SandboxError):
 
     code = "too_many_runs"
     retry_after = 5
+
+
+class TooManyAdmissionRequests(SandboxError):
+    """The agent has reached its limit of requests that wait for a place in this pool. Try again when one got a place."""
+
+    code = "too_many_waiting"
+    retry_after = 10
 
 
 class PoolDraining(SandboxError):

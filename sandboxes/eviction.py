@@ -12,8 +12,9 @@ from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
 from sandboxes import destruction
+from sandboxes.claims import CLAIM_TTL, Claim, hold
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
-from sandboxes.errors import WorkspaceFull
+from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, advance, checkpoint
 from sandboxes.models import (
@@ -31,7 +32,9 @@ from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
-EVICTION_TIMEOUT = workspace.PERSIST_TIMEOUT
+# A client that got its place from the admission queue has this time for its first command. Without it, requests that wait would
+# evict each other's sandboxes before one of them was used.
+FIRST_USE_PERIOD = timedelta(seconds=30)
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
@@ -52,7 +55,7 @@ def evict(
     match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays
     alive and `last_error` has the cause. Raises WrongHost."""
     if settings.OBSERVE:
-        return False
+        return False  # the provider would refuse the destroy, and the sandbox would stay in `evicting`
     sandbox = Sandbox.objects.get(pk=pk)
     token = uuid.uuid4()
     registry.require_local(sandbox)
@@ -60,7 +63,7 @@ def evict(
     for was in (WAITING, WARM):
         if advance(
             pk, was, EVICTING, now=now, code=code, reason=reason, actor=actor, guard=evictable & (guard or Q()),
-            claim=token, claimed_by=settings.INSTANCE, deadline_at=now + EVICTION_TIMEOUT, idle_at=None,
+            claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=1, idle_at=None,
         ):  # fmt: skip
             return finish_eviction(pk, token, now=now, actor=actor)
     return False
@@ -85,16 +88,27 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     2. Destroy the process.
     3. Move the row to `cold`.
 
-    If step 1 fails the sandbox returns to `waiting`. If step 2 fails it stays in `evicting`, and a sweep repeats the step."""
-    clock = clock_from(now)
-    own_claim = Q(claim=token)
-    sandbox = Sandbox.objects.select_related("pool").filter(own_claim, pk=pk, state=EVICTING).first()
+    If step 1 fails the sandbox returns to `waiting`. If step 2 fails it stays in `evicting`, and a sweep repeats the step.
+    The claim is kept while the state is being stored, however long that takes."""
+    clock, claimed = clock_from(now), Sandbox.objects.filter(claim=token, pk=pk, state=EVICTING)
+    sandbox = claimed.select_related("pool").first()
     if sandbox is None:
         return False
-    provider = registry.get_sandbox_provider(sandbox)
+    assert sandbox.deadline_at is not None  # by the constraint sandbox_in_flight_has_deadline
+    try:
+        with hold(Claim(claimed, deadline=sandbox.deadline_at, clock=clock)) as claim:
+            return _finish_claimed_eviction(sandbox, claim, clock, actor=actor)
+    except ClaimLost:
+        log.warning("eviction taken over", sandbox=str(pk))
+        return False
+
+
+def _finish_claimed_eviction(sandbox: Sandbox, claim: Claim, clock: Clock, *, actor: str) -> bool:
+    pk, own_claim, provider = sandbox.pk, Q(claim=sandbox.claim), registry.get_sandbox_provider(sandbox)
     checkpoint("eviction claimed", sandbox)
     try:
-        if not _persist_state(sandbox, provider, own_claim, clock):
+        claim.keep()
+        if not _persist_state(sandbox, provider, claim, clock):
             return False
         checkpoint("persisted", sandbox)
     except Missing as missing:
@@ -106,7 +120,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
         advance(
             pk, EVICTING, WAITING, now=clock(), actor=actor, guard=own_claim,
             code=TransitionReason.PERSIST_FAILED, reason=f"state could not be stored: {failed}",
-            claim=None, deadline_at=None, persist_failures=failures,
+            claim=None, deadline_at=None, tries=0, persist_failures=failures,
             last_error=f"State could not be stored: {failed}"[:2000],
             idle_at=clock() + compute_backoff(failures, initial=timedelta(minutes=1)),
         )  # fmt: skip
@@ -116,7 +130,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
         provider.destroy(sandbox.ref)
     except ProviderError as failed:  # the state is stored; the sweep repeats this step
         Sandbox.objects.filter(own_claim, pk=pk, state=EVICTING).update(
-            tries=F("tries") + 1, last_error=str(failed)[:2000], deadline_at=clock() + compute_backoff(sandbox.tries + 1)
+            last_error=str(failed)[:2000], deadline_at=clock() + compute_backoff(sandbox.tries)
         )
         return False
     mounts.detach(pk)
@@ -130,13 +144,12 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     return slept
 
 
-def _persist_state(sandbox: Sandbox, provider: Provider, own_claim: Q, clock: Clock) -> bool:
+def _persist_state(sandbox: Sandbox, provider: Provider, claim: Claim, clock: Clock) -> bool:
     """Store the state of this incarnation, unless nothing in it is unsaved. Returns False if the claim was lost."""
     if not workspace.has_unsaved_state(sandbox):
         return True
     data_sync.persist_final(sandbox, provider, now=clock())
-    own_eviction = own_claim & Q(state=EVICTING)
-    return workspace.persist_claimed(sandbox, provider, own_claim=own_eviction, next_step_timeout=EVICTION_TIMEOUT, clock=clock)
+    return workspace.persist_claimed(sandbox, provider, claim, clock=clock)
 
 
 def record_missing(
@@ -145,7 +158,7 @@ def record_missing(
     """Record that the provider does not have this incarnation. Returns the outcome, or "" if the row has moved.
 
     - "unheld destroyed": the sandbox has no holder.
-    - "found cold": nothing unsaved was in the sandbox. The next use wakes it from its stored state, if any.
+    - "found cold": the sandbox had no unsaved state. The next use wakes it from its stored state, if any.
     - "lost": a Run may have left changes that are stored nowhere.
 
     `unstarted_run` is an ended Run that did not reach the sandbox and therefore left nothing in it."""
@@ -190,13 +203,14 @@ def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime) -> bool:
 # --- capacity ---------------------------------------------------------------------------------------------------------
 
 
-def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") -> bool:
+def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "", spare_unused: bool = False) -> bool:
     """Free a place for this agent: cold before warm before waiting, the least recently used of each tier first.
 
-    Never evicts a running sandbox, or one that a guarantee protects. Returns False if no sandbox can be evicted. True means
+    Never evicts a running sandbox, one that a guarantee protects, or with `spare_unused` one that has just been started for its
+    first use. Returns False if no sandbox can be evicted. True means
     that one attempt was made: it may have failed, or a concurrent request may have taken the place."""
     clock = clock_from(now)
-    victim = find_victim(pool, agent_did=agent_did, now=now)
+    victim = find_victim(pool, agent_did=agent_did, now=now, spare_unused=spare_unused)
     if victim is None:
         return False
     code, reason = TransitionReason.CAPACITY, f"place needed by {agent_did}"
@@ -211,9 +225,12 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") ->
     return True
 
 
-def find_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
+def find_victim(pool: Pool, *, agent_did: str, now: datetime, spare_unused: bool = False) -> Sandbox | None:
     """Return the sandbox to evict next when this agent needs a place, or None. One query, served by an index."""
-    return _order_victims(agent_did=agent_did, now=now).filter(pool=pool).first()
+    victims = _order_victims(agent_did=agent_did, now=now).filter(pool=pool)
+    if spare_unused:
+        victims = victims.exclude(state=WARM, holder__isnull=False, state_since__gt=now - FIRST_USE_PERIOD)
+    return victims.first()
 
 
 def free_slot(*, agent_did: str, now: datetime, actor: str = "") -> bool:

@@ -12,6 +12,7 @@ from django.conf import settings
 from django.db import transaction
 
 from sandboxes import eviction, pool, runs
+from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import SandboxBusy, SandboxLost, SandboxNotHeld, SnapshotNotFound, StoreUnavailable
 from sandboxes.hosts import registry
@@ -159,8 +160,7 @@ def _snapshot_alive(request: SandboxRequest, name: str, *, now: datetime, actor:
     """Store the workspace of an alive sandbox as a snapshot."""
     clock = clock_from(now)
     argv = ["snapshot", name] if name else ["snapshot"]
-    # Same timeout as an eviction, which stores a workspace too.
-    command = Command(argv=argv, timeout=eviction.EVICTION_TIMEOUT, kind="file", needs_data=False)
+    command = Command(argv=argv, timeout=CLAIM_TTL, kind="file", needs_data=False)
     with runs.operation(request, command, now=now, actor=actor) as opened:
         return _store_workspace(opened, name, clock, record=record)
 

@@ -7,6 +7,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from sandboxes import providers
+from sandboxes.formatting import pluralize
 from sandboxes.hosts import registry
 from sandboxes.models import Pool
 from sandboxes.models.pools import UNMEASURED_CAPACITY
@@ -56,26 +57,31 @@ def try_derive_capacity(provider: str, memory_mib: int) -> DerivedCapacity | Non
         return None
 
 
-def sum_capacity(provider_name: str, memory_mib: int, *, now: datetime) -> int | None:
-    """Return the number of places on this host and all other live hosts of a provider; None if this host's is not known."""
+def sum_capacity(provider_name: str, memory_mib: int, *, now: datetime) -> DerivedCapacity | None:
+    """Return the places on this host and all other live hosts of a provider; None if this host's are not known."""
     derived = try_derive_capacity(provider_name, memory_mib)
     if derived is None or settings.MAX_SANDBOXES is not None:
-        return derived.places if derived else None
+        return derived
     others = registry.find_live_hosts(now=now).filter(provider=provider_name)
-    memories = others.exclude(pk=registry.get_local_host_id(provider_name)).values_list("memory_mib", flat=True)
-    return derived.places + sum(compute_places(mib, memory_mib) if mib else UNMEASURED_CAPACITY for mib in memories)
+    memories = [*others.exclude(pk=registry.get_local_host_id(provider_name)).values_list("memory_mib", flat=True)]
+    if not memories:
+        return derived
+    places = sum(compute_places(mib, memory_mib) if mib else UNMEASURED_CAPACITY for mib in memories)
+    origin = f"{derived.origin}, and {places:,} on {pluralize(len(memories), 'other host', 'other hosts')}"
+    return DerivedCapacity(derived.places + places, origin)
 
 
 def update_automatic_capacities(*, now: datetime) -> int:
-    """Set the capacity of each pool whose capacity is automatic. Return the number of changed pools.
+    """Set the capacity of each pool whose capacity is automatic, and its origin. Return the number of changed capacities.
 
     A pool whose engine does not respond keeps its capacity. A capacity below the number of existing sandboxes destroys none."""
     changed = 0
     for pool in Pool.objects.filter(automatic_capacity=True):
         provider_name = pool.provider or providers.get_default_provider_name()
-        if places := sum_capacity(provider_name, pool.memory_mib, now=now):
+        if derived := sum_capacity(provider_name, pool.memory_mib, now=now):
             unchanged = Pool.objects.filter(
                 pk=pool.pk, automatic_capacity=True, provider=pool.provider, memory_mib=pool.memory_mib
             )
-            changed += unchanged.exclude(capacity=places).update(capacity=places)
+            changed += unchanged.exclude(capacity=derived.places).update(capacity=derived.places)
+            unchanged.exclude(capacity_origin=derived.origin).update(capacity_origin=derived.origin)
     return changed

@@ -8,29 +8,31 @@ of the outcome."""
 import hashlib
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
-import structlog
 from django.conf import settings
-from django.db import IntegrityError, InterfaceError, OperationalError, connection, transaction
+from django.db import IntegrityError, transaction
 from django.http import HttpResponse
 from rest_framework.request import Request
 
 from leases.api.base.renderers import JsonRenderer, encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
+from sandboxes.claims import Claim, hold
 from sandboxes.db.clock import clock_from
+from sandboxes.db.connection_errors import log_connection_errors
+from sandboxes.errors import OutcomeUnknown
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Run, RunOutcome
 
-log = structlog.get_logger(__name__)
 HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
 # Between the end of a run and the storage of its response: time to renew the lease, or to destroy a one-shot sandbox.
 RESPONSE_GRACE_PERIOD = timedelta(minutes=1)
+INTERRUPTED = "The first request with this Idempotency-Key was interrupted and may have had an effect. It is not repeated."
 RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
 
 
@@ -47,12 +49,6 @@ class InProgress(Conflict):
     retry_after = 1
 
 
-class OutcomeUnknown(Conflict):
-    """The first request with this Idempotency-Key was interrupted and may have had an effect. It is not repeated."""
-
-    code = "outcome_unknown"
-
-
 def execute_once(
     request: Request,
     holder: AgentKey,
@@ -65,9 +61,10 @@ def execute_once(
 ) -> HttpResponse:
     """Call `act` and build the response; with an Idempotency-Key, once per key holder.
 
-    After `max_duration` an unfinished `act` counts as abandoned, and a repeated request is executed if the operation is
-    `repeatable`. If it is not, its run ends the wait earlier: at once if the run is lost, else RESPONSE_GRACE_PERIOD after the
-    run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
+    After `max_duration`, without a transfer of state in between, an unfinished `act` counts as abandoned, and a repeated
+    request is executed if the operation is `repeatable`. If it is not, its run ends the wait earlier: at once if the run is
+    lost, else RESPONSE_GRACE_PERIOD after the run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted
+    operation that is not repeatable."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
         return _build_response(*act(uuid.uuid4()))
@@ -82,10 +79,13 @@ def execute_once(
     # After the deadline another process may have taken over with a new started_at. Its row must not be overwritten.
     own_row = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at, status_code=None)
     run_id = _derive_run_id(holder, row)
+    # The client gets the outcome even if the key cannot be settled: the deadline of the key then ends the wait of others.
+    settle_key = partial(log_connection_errors, "idempotency key not settled", key_row=row.pk)
     try:
-        status, data = act(run_id)
+        with hold(Claim(own_row, deadline=row.deadline_at, clock=clock, ttl=max_duration)):
+            status, data = act(run_id)
     except Exception:
-        with _database_errors_logged(row):
+        with settle_key():
             if repeatable or not _may_have_started(run_id):
                 own_row.delete()
             else:
@@ -93,20 +93,9 @@ def execute_once(
         raise
     checkpoint("acted", row)
     response = _build_response(status, data)
-    with _database_errors_logged(row):
+    with settle_key():
         own_row.update(status_code=status, body=response.content.decode())
     return response
-
-
-@contextmanager
-def _database_errors_logged(row: IdempotentRequest) -> Iterator[None]:
-    """Log an error of the database. The client gets the outcome of its request either way, and the key ends at its deadline."""
-    try:
-        yield
-    except (OperationalError, InterfaceError) as failed:
-        if connection.in_atomic_block:
-            raise
-        log.warning("idempotency key not settled", key_row=row.pk, error=str(failed))
 
 
 def _claim_key(
@@ -135,7 +124,7 @@ def _claim_key(
         if not (abandoned and repeatable):
             return row, False
         if same_row.filter(status_code=None, deadline_at=row.deadline_at).update(**columns):
-            row.started_at = now
+            row.started_at, row.deadline_at = now, until
             return row, True
     raise InProgress()
 
@@ -151,8 +140,8 @@ def _replay_response(row: IdempotentRequest, fingerprint: str, run_id: uuid.UUID
     if run_id is None or (row.deadline_at > now and not _is_run_settled(run, now=now)):
         raise InProgress()
     if run is None:
-        raise OutcomeUnknown(run_id=None)
-    raise OutcomeUnknown(run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
+        raise OutcomeUnknown(INTERRUPTED)
+    raise OutcomeUnknown(INTERRUPTED, run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
 
 
 def _is_run_settled(run: Run | None, *, now: datetime) -> bool:

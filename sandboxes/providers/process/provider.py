@@ -49,6 +49,7 @@ from sandboxes.providers.base import (
     FileStat,
     Missing,
     NoSuchFile,
+    OutputView,
     ProviderSandbox,
     Rejected,
     ResourceUsage,
@@ -178,6 +179,7 @@ class ProcessProvider(BackgroundProcessProvider):
         timeout: timedelta,
         cap: int = 1 << 20,
         mark: str,
+        output: OutputView | None = None,
     ) -> ExecResult:
         directory, started = self._open(ref), time.monotonic()
         if not argv or not cwd.startswith("/"):
@@ -198,6 +200,8 @@ class ProcessProvider(BackgroundProcessProvider):
             try:
                 self._open(ref)  # `destroy` may have searched for processes just before this one started
                 communication = ChildCommunication(child, stdin, cap)
+                if output:
+                    output.attach(communication.out.content, communication.err.content)
                 communication.run(started + timeout.total_seconds(), partial(_kill_run, mark))
             finally:
                 if child.poll() is None:

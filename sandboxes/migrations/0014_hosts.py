@@ -7,7 +7,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0011_final_persist'),
+        ('sandboxes', '0013_capacity_origin'),
     ]
 
     operations = [

@@ -23,5 +23,5 @@ def grant(apps, schema_editor):
 
 
 class Migration(migrations.Migration):
-    dependencies = [("leases", "0008_request_claimed_by"), ("sandboxes", "0012_hosts")]
+    dependencies = [("leases", "0008_request_claimed_by"), ("sandboxes", "0014_hosts")]
     operations = [migrations.RunPython(grant, migrations.RunPython.noop)]

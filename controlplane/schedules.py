@@ -106,23 +106,10 @@ DESTRUCTIVE_SWEEPS = frozenset(
 # others concern the whole installation and run once, on any host.
 HOST_SWEEPS = frozenset(
     {
-        HEARTBEAT,
-        "hosts",
-        "mark",
-        "stalled",
-        "reclaim",
-        "persist",
-        "idle",
-        "cold",
-        "warm",
-        "reconcile",
-        "measure",
-        "weigh",
-        "read",
-        "prune",
-        "collect",
+        HEARTBEAT, "hosts", "mark", "stalled", "reclaim", "persist", "idle", "cold", "warm", "reconcile", "measure", "read",
+        "prune", "collect", "budgets",
     }
-)
+)  # fmt: skip
 SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # run by `manage.py sweep`
 
 

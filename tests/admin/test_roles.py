@@ -44,18 +44,19 @@ VIEWS = {
     },
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
-        "agentdata", "dataevent", "datafile", "delivery", "event", "llmcall", "mintedtoken", "modelrate", "policy", "pool",
-        "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
+        "agentdata", "dataevent", "datafile", "delivery", "event", "host", "llmcall", "mintedtoken", "modelrate", "policy",
+        "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
     },
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
 OPERATOR = VIEWER | {
-    "leases.end_lease", "sandboxes.act_on_sandbox", "sandboxes.drain_pool", "sandboxes.read_agent_data",
-    "sandboxes.send_webhook",
+    "leases.end_lease", "sandboxes.act_on_sandbox", "sandboxes.declare_host_lost", "sandboxes.drain_pool",
+    "sandboxes.read_agent_data", "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.change_agentkey", "leases.revoke_key",
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
+    "sandboxes.change_host",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
     "sandboxes.manage_identity", "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
     "billing.add_rate", "billing.change_rate", "billing.add_account", "billing.change_account", "billing.add_membership",
@@ -72,7 +73,7 @@ def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
 
 OPERATOR_ACTIONS = {
     "lease": {"end_lease", "limit_spending"}, "sandbox": {"evict", "take_snapshot", "destroy_now", "discard"}, "cold": {"wake"},
-    "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"},
+    "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
@@ -101,6 +102,7 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
     return {
         "lease": lease, "sandbox": ensure_sandbox(lease), "cold": cold, "broken": broken, "webhook": webhook, "paused": paused,
         "snapshot": snapshots.take_snapshot(lease.pk, now=NOW), "delivery": webhook.deliveries.get(), "pool": lease.pool,
+        "host": ensure_sandbox(lease).host,
         "drained": Pool.objects.create(name="old", draining=True, warm_target=1, warm_paused_until=now + HOUR),
         "key": api_keys.issue_key([ADA], now=NOW)[0], "signing_key": signing.create_key(ADA, now=NOW),
         "budget": create_budget(), "unused": create_budget(active=False), "account": account,

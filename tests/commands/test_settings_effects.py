@@ -231,6 +231,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
         "3", "tests/unit/leases/test_leasing.py::test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined",
     ),
     "LEASEHOLD_ORPHAN_GRACE": ("1h", orphans_after_reconciliation),
+    "LEASEHOLD_HOST_TIMEOUT": (
+        "1h", "tests/unit/sandboxes/test_hosts.py::test_a_silent_host_keeps_its_leases_until_it_is_declared_lost",
+    ),
     "LEASEHOLD_OBSERVE": (
         "1", "tests/unit/controlplane/test_installation.py::test_observe_mode_counts_and_destroys_nothing",
     ),

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -25,11 +24,11 @@ from django_q.models import OrmQ
 
 from billing import budgets
 from controlplane import schedules
-from sandboxes import pool_stats, providers
+from sandboxes import installation, long_calls, pool_stats, providers
 from sandboxes.admin import tabs
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
-from sandboxes.models import Installation, Sweep
+from sandboxes.models import Sweep
 from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.state import disk_space
 from sandboxes.sweeps import COUNTERS_CORRECTED
@@ -70,7 +69,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         pools = pool_stats.collect_pool_stats(now=now)
         unsaved = tabs.find_unsaved_attachments().count()
         exhausted = len(budgets.find_exhausted(now=now))
-        mismatch = Installation.objects.filter(pk=1).exclude(mismatch="").exists()
+        mismatch = installation.has_recorded_mismatch()
     except DatabaseError:
         return _build_report(database=False, missing=["The database does not respond."])
     skew = database_time.get_skew()
@@ -80,7 +79,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     drift = sweep_rows["recount"].counts.get(COUNTERS_CORRECTED, 0) if sweep_rows["recount"] else 0
     provider = provider_probe.get_status()
     missing = []
-    if _get_draining_path().exists():
+    if long_calls.is_shutting_down():
         missing.append("This server is shutting down.")
     if not provider["answers"]:
         missing.append(f"The provider {provider['name']} does not respond.")
@@ -104,6 +103,8 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
     if egress["late"]:
         yield "The egress proxy has no recent heartbeat, so sandboxes reach no model. Is manage.py egress running?"
     for pool in pools:
+        if pool.queue_length:
+            yield f'Pool "{pool.name}" is full. Requests that wait for a place: {pool.queue_length}.'
         if pool.warm_target and pool.warm_paused_until:
             until = f"{pool.warm_paused_until:%H:%M:%S} UTC"
             yield f'Pool "{pool.name}" starts no warm sandboxes until {until}, after failed starts.'
@@ -132,13 +133,9 @@ def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:
 def set_draining(draining: bool) -> None:
     """Make /readyz of the web processes with this state directory fail, or succeed again."""
     if draining:
-        _get_draining_path().touch()
+        long_calls.get_shutdown_path().touch()
     else:
-        _get_draining_path().unlink(missing_ok=True)
-
-
-def _get_draining_path() -> Path:
-    return Path(settings.STATE_DIR) / "draining"
+        long_calls.get_shutdown_path().unlink(missing_ok=True)
 
 
 def _iter_installation_warnings(mismatch: bool) -> Iterator[str]:

@@ -26,10 +26,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from leases.models import Lease, LeaseStatus
-from sandboxes import pool_stats
+from sandboxes import installation, pool_stats
 from sandboxes.db import database_time
 from sandboxes.lifecycle import EDGES, START_REASONS
-from sandboxes.models import Installation, Sweep
+from sandboxes.models import Sweep
 from sandboxes.models.transition_reasons import RUN_REASONS
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 from sandboxes.state import disk_space
@@ -50,6 +50,7 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "quarantined": ("Sandboxes in quarantine after failed destroy attempts.", lambda pool: pool.quarantined),
     "sandboxes_stalled": ("Sandboxes past a deadline that no sweep has recovered.", lambda pool: pool.stalled),
     "sandboxes_lost": ("Sandboxes lost by their provider while a lease held them.", lambda pool: pool.lost),
+    "admission_queue_length": ("Requests that wait for a place in the full pool.", lambda pool: pool.queue_length),
     "oldest_waiting_seconds": (
         "Time since the last use of the least recently used waiting sandbox; 0 if there is none.",
         lambda pool: pool.oldest_waiting.total_seconds(),
@@ -159,7 +160,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
                 if succeeded_at
             },
             queue=OrmQ.objects.count(),
-            mismatch=Installation.objects.filter(pk=1).exclude(mismatch="").exists(),
+            mismatch=installation.has_recorded_mismatch(),
             disk=disk_space.measure_free_space(),
         )
 

@@ -329,6 +329,11 @@ IDENTITY_KEYS = env.keys(
 CREATES_PER_MINUTE = env.integer(
     "LEASEHOLD_CREATES_PER_MINUTE", 600, help="new leases per key and minute, as a token bucket; 0: no limit"
 )
+MAX_JOIN_WAIT = env.duration(
+    "LEASEHOLD_MAX_JOIN_WAIT",
+    "1m",
+    help="maximum wait_seconds of a join, for a place in a full pool; clients repeat the request",
+)
 IDEMPOTENCY_TTL = env.duration(
     "LEASEHOLD_IDEMPOTENCY_TTL", "1d", help="retention of the response to a request with an Idempotency-Key"
 )

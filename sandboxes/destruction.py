@@ -142,8 +142,6 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
 
     If step 2 or 4 fails or its outcome is unknown, the sandbox keeps its place and the next try waits longer each time. After
     LEASEHOLD_DESTROY_TRIES tries the row goes to quarantine for an operator. Idempotent."""
-    if settings.OBSERVE:
-        return False
     is_due, clock, token = Q(deadline_at__lte=now, quarantined_at__isnull=True), clock_from(now), uuid.uuid4()
     claimed = Sandbox.objects.filter(is_due, pk=pk, state=DESTROYING).update(
         deadline_at=now + DESTROY_CLAIM_TIMEOUT, claimed_by=settings.INSTANCE, claim=token

@@ -64,7 +64,7 @@ class ProviderCallFailed(SandboxError):
 
 
 class OutcomeUnknown(SandboxError):
-    """The operation has run, but its result could not be recorded. Do not repeat it without checking its effects."""
+    """The operation has started, and its result is not recorded. Check its effects before you repeat it."""
 
     code = "outcome_unknown"
 
@@ -88,6 +88,13 @@ class TooManyLongCalls(SandboxError):
 
     code = "too_many_runs"
     retry_after = 5
+
+
+class TooManyAdmissionRequests(SandboxError):
+    """The agent has reached its limit of requests that wait for a place in this pool. Try again when one got a place."""
+
+    code = "too_many_waiting"
+    retry_after = 10
 
 
 class PoolDraining(SandboxError):

@@ -31,6 +31,9 @@ from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
 EVICTION_TIMEOUT = workspace.PERSIST_TIMEOUT
+# A client that got its place from the admission queue has this time for its first command. Without it, requests that wait would
+# evict each other's sandboxes before one of them was used.
+FIRST_USE_PERIOD = timedelta(seconds=30)
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
@@ -51,7 +54,7 @@ def evict(
     match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays
     alive and `last_error` has the cause."""
     if settings.OBSERVE:
-        return False
+        return False  # the provider would refuse the destroy, and the sandbox would stay in `evicting`
     sandbox = Sandbox.objects.get(pk=pk)
     token = uuid.uuid4()
     evictable = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)
@@ -143,7 +146,7 @@ def record_missing(
     """Record that the provider does not have this incarnation. Returns the outcome, or "" if the row has moved.
 
     - "unheld destroyed": the sandbox has no holder.
-    - "found cold": nothing unsaved was in the sandbox. The next use wakes it from its stored state, if any.
+    - "found cold": the sandbox had no unsaved state. The next use wakes it from its stored state, if any.
     - "lost": a Run may have left changes that are stored nowhere.
 
     `unstarted_run` is an ended Run that did not reach the sandbox and therefore left nothing in it."""
@@ -188,13 +191,14 @@ def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime) -> bool:
 # --- capacity ---------------------------------------------------------------------------------------------------------
 
 
-def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") -> bool:
+def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "", spare_unused: bool = False) -> bool:
     """Free a place for this agent: cold before warm before waiting, the least recently used of each tier first.
 
-    Never evicts a running sandbox, or one that a guarantee protects. Returns False if no sandbox can be evicted. True means
+    Never evicts a running sandbox, one that a guarantee protects, or with `spare_unused` one that has just been started for its
+    first use. Returns False if no sandbox can be evicted. True means
     that one attempt was made: it may have failed, or a concurrent request may have taken the place."""
     clock = clock_from(now)
-    victim = find_victim(pool, agent_did=agent_did, now=now)
+    victim = find_victim(pool, agent_did=agent_did, now=now, spare_unused=spare_unused)
     if victim is None:
         return False
     code, reason = TransitionReason.CAPACITY, f"place needed by {agent_did}"
@@ -209,9 +213,12 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") ->
     return True
 
 
-def find_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
+def find_victim(pool: Pool, *, agent_did: str, now: datetime, spare_unused: bool = False) -> Sandbox | None:
     """Return the sandbox to evict next when this agent needs a place, or None. One query, served by an index."""
-    return _order_victims(agent_did=agent_did, now=now).filter(pool=pool).first()
+    victims = _order_victims(agent_did=agent_did, now=now).filter(pool=pool)
+    if spare_unused:
+        victims = victims.exclude(state=WARM, holder__isnull=False, state_since__gt=now - FIRST_USE_PERIOD)
+    return victims.first()
 
 
 def free_slot(*, agent_did: str, now: datetime, actor: str = "") -> bool:

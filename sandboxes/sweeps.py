@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import destruction, eviction, providers, runs
+from sandboxes import admission_queue, destruction, eviction, providers, runs
 from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import capacity
@@ -198,6 +198,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
         result.note("stalled starts destroyed" if destroyed else "lost race")
     for sandbox in find_overdue_evictions(now=now)[:limit]:
         _resume_eviction(sandbox, result, now=now)
+    result.note("abandoned requests for a place deleted", admission_queue.purge_abandoned(now=now))
     return result
 
 

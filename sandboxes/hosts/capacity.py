@@ -47,7 +47,7 @@ def try_derive_capacity(provider: str, memory_mib: int) -> DerivedCapacity | Non
 
 
 def update_automatic_capacities() -> int:
-    """Set the capacity of each pool whose capacity is automatic. Return the number of changed pools.
+    """Set the capacity of each pool whose capacity is automatic, and its origin. Return the number of changed capacities.
 
     A pool whose engine does not respond keeps its capacity. A capacity below the number of existing sandboxes destroys none."""
     changed = 0
@@ -57,4 +57,5 @@ def update_automatic_capacities() -> int:
                 pk=pool.pk, automatic_capacity=True, provider=pool.provider, memory_mib=pool.memory_mib
             )
             changed += unchanged.exclude(capacity=derived.places).update(capacity=derived.places)
+            unchanged.exclude(capacity_origin=derived.origin).update(capacity_origin=derived.origin)
     return changed

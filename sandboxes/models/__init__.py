@@ -1,5 +1,6 @@
 """Models of the app: one module a noun. This package re-exports every model and the sets of states."""
 
+from sandboxes.models.admission import AdmissionRequest
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
 from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate
@@ -27,6 +28,7 @@ __all__ = [
     "GONE_STATES",
     "IN_FLIGHT_STATES",
     "RUN_KINDS",
+    "AdmissionRequest",
     "AgentData",
     "Attachment",
     "DataEvent",

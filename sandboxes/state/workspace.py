@@ -29,6 +29,7 @@ from sandboxes.providers.base import DATA, WORKSPACE, Provider, TooLarge
 from sandboxes.state import disk_space
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
+from sandboxes.storage.observed import DeleteRefused
 
 log = structlog.get_logger(__name__)
 PERSIST_TIMEOUT = timedelta(minutes=10)  # for storing one workspace
@@ -237,10 +238,9 @@ def forget(snapshot: Snapshot, *, now: datetime) -> bool:
         # Checked after the locks are held: a copy inserted while we waited is not among the locked rows.
         if rows.filter(forgotten_at__isnull=True).exists():
             return bool(forgotten)
-    if settings.OBSERVE:
-        return bool(forgotten)  # the objects stay until the prune sweep may run
-    get_store().remove_many([f"{snapshot.key}/{part}" for part in snapshot.digests])
-    forget_local(snapshot)
+    with suppress(DeleteRefused):  # in observe mode; the prune sweep deletes the objects later
+        get_store().remove_many([f"{snapshot.key}/{part}" for part in snapshot.digests])
+        forget_local(snapshot)
     return bool(forgotten)
 
 

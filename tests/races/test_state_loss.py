@@ -15,7 +15,7 @@ from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import LeaseEvent
 from sandboxes import eviction, lifecycle, runs, sweeps
-from sandboxes.db import clock
+from sandboxes.db import clock, connection_errors
 from sandboxes.errors import OutcomeUnknown, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
@@ -182,7 +182,7 @@ class TestFailover:
 
             pause = SimpleNamespace(sleep=lambda seconds: paused.append(seconds))
             monkeypatch.setattr(runs, "close_run", fail)
-            monkeypatch.setattr(runs, "time", pause)
+            monkeypatch.setattr(connection_errors, "time", pause)
             monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: sum(paused)))
             return attempts
 
@@ -203,5 +203,5 @@ class TestFailover:
         run = Run.objects.get()
         assert raised.value.extra == {"run_id": str(run.pk), "exit_code": 0}
         response = build_error_response(raised.value, "/")
-        assert (response.status_code, response.headers.get("Retry-After")) == (500, None)
+        assert (response.status_code, response.headers.get("Retry-After")) == (409, None)
         assert len([verb for verb, _ in memory.calls if verb == "exec"]) == 1

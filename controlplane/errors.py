@@ -42,6 +42,8 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.SandboxBusy: 409,
     sandboxes.SandboxNotHeld: 409,
     sandboxes.IllegalTransition: 409,
+    sandboxes.WrongHost: 503,
+    sandboxes.HostLost: 503,
     sandboxes.CapacityExhausted: 503,
     sandboxes.QuotaExceeded: 429,
     sandboxes.TooManyRuns: 429,

@@ -129,6 +129,11 @@ DESTROY_TRIES = env.integer(
     "LEASEHOLD_DESTROY_TRIES", 8, minimum=1, help="failed destroy attempts before a sandbox is quarantined"
 )
 ORPHAN_GRACE = env.duration("LEASEHOLD_ORPHAN_GRACE", "2m", help="age at which a provider's sandbox without a row is destroyed")
+HOST_TIMEOUT = env.duration(
+    "LEASEHOLD_HOST_TIMEOUT",
+    "5m",
+    help="time without a heartbeat after which a host is shown as unreachable; nothing is destroyed",
+)
 OBSERVE = env.boolean(
     "LEASEHOLD_OBSERVE",
     False,
@@ -385,6 +390,7 @@ Q_CLUSTER = {
     "save_limit": 100,
     "poll": 0.5,
     "label": "Queue",
+    "ALT_CLUSTERS": {},  # django-q2 requires the key where Q_CLUSTER_NAME is set: each host's worker has a queue of its own
 }
 
 LOGGING = logs.build_logging(LOG_FORMAT, LOG_LEVEL)

@@ -36,6 +36,20 @@ class SandboxNotHeld(SandboxError):
     code = "not_held"
 
 
+class WrongHost(SandboxError):
+    """The sandbox is on a host that this server does not reach. Send the request to a server of that host."""
+
+    code = "wrong_host"
+    retry_after = 5
+
+
+class HostLost(SandboxError):
+    """The host of this server was declared lost and is not cleaned up yet."""
+
+    code = "host_lost"
+    retry_after = 60
+
+
 class CapacityExhausted(SandboxError):
     """All places in the pool are taken and none can be freed now."""
 

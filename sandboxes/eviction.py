@@ -11,9 +11,10 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
-from sandboxes import destruction, providers
+from sandboxes import destruction
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.errors import WorkspaceFull
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, advance, checkpoint
 from sandboxes.models import (
     GONE_STATES,
@@ -52,11 +53,12 @@ def evict(
 
     Only `warm` and `waiting` sandboxes are evicted. A sandbox with an open Run is `running`, so the claiming UPDATE does not
     match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays
-    alive and `last_error` has the cause."""
+    alive and `last_error` has the cause. Raises WrongHost."""
     if settings.OBSERVE:
         return False  # the provider would refuse the destroy, and the sandbox would stay in `evicting`
     sandbox = Sandbox.objects.get(pk=pk)
     token = uuid.uuid4()
+    registry.require_local(sandbox)
     evictable = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)
     for was in (WAITING, WARM):
         if advance(
@@ -92,7 +94,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     sandbox = Sandbox.objects.select_related("pool").filter(own_claim, pk=pk, state=EVICTING).first()
     if sandbox is None:
         return False
-    provider = providers.get_provider(sandbox.provider)
+    provider = registry.get_sandbox_provider(sandbox)
     checkpoint("eviction claimed", sandbox)
     try:
         if not _persist_state(sandbox, provider, own_claim, clock):
@@ -254,13 +256,15 @@ def _destroy_unheld(victim: Sandbox, *, now: datetime, reason: str, actor: str) 
 def _order_victims(*, agent_did: str, now: datetime) -> QuerySet[Sandbox]:
     """Select the sandboxes of all pools that may be evicted when this agent needs room, in the order of eviction.
 
+    Sandboxes with a process are those of this process's hosts; the place of a cold one is released in the database alone.
     A sandbox whose state could not be stored is skipped until its next try, so that it does not block others. A run
     resets the count of failures and makes the sandbox a candidate again."""
     guaranteed = Quota.objects.filter(
         pool=OuterRef("pool"), agent_did=OuterRef("agent_did"), guaranteed__gt=0, used__lte=F("guaranteed")
     ).exclude(agent_did=agent_did)
     postponed = Q(persist_failures__gt=0, idle_at__gt=now)
-    candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, tier__isnull=False, lost_at__isnull=True)
+    within_reach = Q(tier=0) | registry.filter_local()
+    candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, within_reach, tier__isnull=False, lost_at__isnull=True)
     return candidates.order_by("tier", "last_used_at")
 
 

@@ -31,6 +31,7 @@ from sandboxes.errors import (
     SandboxNotReady,
 )
 from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
 from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
@@ -85,11 +86,12 @@ def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -
     Blocks while this or another process starts or evicts the sandbox. Raises CapacityExhausted,
     QuotaExceeded or PoolDraining if no place is available, DiskFull if a new sandbox is needed and a disk of the control plane
     is low, SandboxNotReady if the start failed, SandboxLost if the stored
-    state is gone, and SandboxBusy if another process has not finished after SANDBOX_START_TIMEOUT."""
+    state is gone, WrongHost if the sandbox or its stored state is on a host that this process does not reach, and SandboxBusy
+    if another process has not finished after SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
     sandbox = find_by_holder(request.holder)
-    if sandbox and sandbox.state in ALIVE_STATES and not sandbox.lost_at:
+    if sandbox and sandbox.state in ALIVE_STATES and not sandbox.lost_at and registry.is_local(sandbox):
         sandbox.pool = request.pool
         return sandbox
     while (ready := _start_or_wake(request, sandbox, now=clock(), actor=actor)) is None:
@@ -106,11 +108,13 @@ def _start_or_wake(request: SandboxRequest, sandbox: Sandbox | None, *, now: dat
     clock = clock_from(now)
     if sandbox and sandbox.lost_at:
         raise SandboxLost()
-    if sandbox and sandbox.state in ALIVE_STATES:
+    if sandbox and sandbox.state != COLD:
+        registry.require_local(sandbox)
+        if sandbox.state not in ALIVE_STATES:
+            return None
         sandbox.pool = request.pool
         return sandbox
-    if sandbox and sandbox.state != COLD:
-        return None
+    workspace.require_within_reach(request.holder)
     request.guard.check_affordable()
     if sandbox:
         return wake(sandbox, now=clock(), actor=actor)
@@ -138,7 +142,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
                 transaction.set_rollback(True)
                 return None  # pre-warmed sandboxes are started with the sealed policy
             # Tier 1 is `warm`. Filtered by tier, so that the index sandbox_eviction_order serves the filter and the order.
-            warm = find_unclaimed(request.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
+            warm = find_local_unclaimed(request.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
             pk = warm.select_for_update(skip_locked=True, of=("self",)).values_list("pk", flat=True).first()
             if pk is None or (mounts.is_mount_required(request.agent_did) and not mounts.has_mount_directory(pk)):
                 transaction.set_rollback(True)  # undoes a lease that the guard has granted for this place
@@ -249,7 +253,7 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
     try:
         with transaction.atomic(durable=True):
             locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
-            if find_unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target:
+            if find_unclaimed(locked).filter(state__in=(WARMING, WARM), host=sandbox.host).count() >= locked.warm_target:
                 return None
             if not take_place(locked, ahead=admission_queue.count_waiting(locked, now=now)):
                 return None
@@ -270,6 +274,7 @@ def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
     sandbox = Sandbox(
         pool=pool,
         provider=provider,
+        host=registry.get_placement_host(provider, now=now),
         isolated=providers.get_provider(provider).isolated,
         measured=providers.get_provider(provider).measures_usage,
         image=pool.image or settings.SANDBOX_IMAGE,
@@ -294,6 +299,11 @@ def find_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
     return Sandbox.objects.filter(
         pool=pool, holder__isnull=True, image=pool.image or settings.SANDBOX_IMAGE, memory_mib=pool.memory_mib
     ).exclude(state__in=GONE_STATES)
+
+
+def find_local_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
+    """Select what find_unclaimed does on the hosts that this process reaches. The warm target applies to each host."""
+    return find_unclaimed(pool).filter(registry.filter_local())
 
 
 def take_place(pool: Pool, *, ahead: int = 0) -> bool:
@@ -338,7 +348,7 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
     sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the row was moved to
     `destroying` meanwhile."""
     clock = clock_from(now)
-    provider = providers.get_provider(sandbox.provider)
+    provider = registry.get_sandbox_provider(sandbox)
     try:
         provider.create(build_spec(sandbox))
         checkpoint("created", sandbox)
@@ -450,10 +460,12 @@ def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandb
     unchanged = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
     sandbox.incarnation += 1
     sandbox.ref, sandbox.claim, sandbox.slot = sandbox.name, uuid.uuid4(), slot
+    sandbox.host = registry.get_placement_host(sandbox.provider, now=now)
     claimed = advance(
         sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
         incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
         deadline_at=now + settings.SANDBOX_START_TIMEOUT, last_used_at=now, persisted=False, slot=slot, slot_since=now,
+        host=sandbox.host,
     )  # fmt: skip
     return sandbox if claimed else None
 

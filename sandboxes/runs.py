@@ -16,7 +16,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import QuerySet
 
-from sandboxes import eviction, lifecycle, pool, providers
+from sandboxes import eviction, lifecycle, pool
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
@@ -30,6 +30,7 @@ from sandboxes.errors import (
     StoreUnavailable,
     WorkspaceFull,
 )
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
@@ -151,7 +152,7 @@ def _open_operation(request: pool.SandboxRequest, command: Command, clock: Clock
         sandbox = pool.ensure_running(request, now=clock(), actor=actor)
         run = open_run(sandbox, command, now=clock(), actor=actor)
         if run:
-            return Operation(run, sandbox, providers.get_provider(sandbox.provider))
+            return Operation(run, sandbox, registry.get_sandbox_provider(sandbox))
         # The sandbox was evicted or destroyed between the two calls above.
 
 
@@ -330,7 +331,7 @@ def interrupt_run(run: Run, *, note: str, now: datetime, actor: str = "") -> boo
     sandbox = run.sandbox
     if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:
         with suppress(Missing):  # the command is gone with its sandbox, which reconcile marks as lost
-            providers.get_provider(sandbox.provider).kill(sandbox.ref, str(run.pk))
+            registry.get_sandbox_provider(sandbox).kill(sandbox.ref, str(run.pk))
     return close_run(run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
 
 
@@ -338,6 +339,11 @@ def find_overdue(*, now: datetime) -> QuerySet[Run]:
     """Select open Runs past their deadline."""
     overdue = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now)
     return overdue.select_related("sandbox").order_by("deadline_at")
+
+
+def find_abandoned(*, now: datetime) -> QuerySet[Run]:
+    """Select overdue Runs on the hosts that this process reaches: only there can their commands be killed."""
+    return find_overdue(now=now).filter(registry.filter_local("sandbox__"))
 
 
 def _classify_outcome(result: ExecResult) -> RunOutcome:

@@ -200,7 +200,7 @@ class PoolAdmin(ConsoleModelAdmin):
             obj.automatic_capacity = False
             form.changed_data.append("automatic_capacity")
         super().save_model(request, obj, form, change)
-        capacity.update_automatic_capacities()
+        capacity.update_automatic_capacities(now=timezone.now())
 
     def annotate_rows(self, rows: list[Pool]) -> None:
         by_pool = {one.pk: one for one in stats.collect_pool_stats(now=timezone.now())}

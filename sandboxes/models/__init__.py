@@ -1,6 +1,7 @@
 """Models of the app: one module a noun. This package re-exports every model and the sets of states."""
 
 from sandboxes.models.admission import AdmissionRequest
+from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
 from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate
@@ -38,6 +39,7 @@ __all__ = [
     "Delivery",
     "Event",
     "FinalPersist",
+    "Host",
     "Installation",
     "LlmCall",
     "LogPosition",

@@ -58,7 +58,7 @@ class Pool(models.Model):
         default=False, help_text="Only API keys that list this pool, and environment types that set it, may use it."
     )
     warm_target = models.PositiveIntegerField(
-        default=0, help_text="Number of sandboxes to keep ready without a lease, starting ones included."
+        default=0, help_text="Number of sandboxes to keep ready without a lease on each host, starting ones included."
     )
     warm_failures = models.PositiveIntegerField(default=0, editable=False, help_text="Consecutive failed starts.")
     warm_paused_until = models.DateTimeField(

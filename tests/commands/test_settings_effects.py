@@ -174,7 +174,7 @@ def web_server_argv(world: World) -> list[str]:
 
 
 def capacity_of_default_pool(world: World) -> int:
-    capacity.update_automatic_capacities()
+    capacity.update_automatic_capacities(now=NOW)
     return Pool.objects.get(name="default").capacity
 
 

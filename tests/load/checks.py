@@ -77,7 +77,5 @@ def read_bill(system: System) -> dict[str, Decimal]:
 def read_billed_seconds(system: System) -> float:
     """Return the seconds of sandbox time in usage records."""
     total = "coalesce(extract(epoch FROM sum(ended_at - began_at)), 0)"
-    [(seconds,)] = system.select(
-        f"SELECT {total} FROM billing_usagerecord WHERE item = 'time' AND state IN {BILLED_STATES}"
-    )
+    [(seconds,)] = system.select(f"SELECT {total} FROM billing_usagerecord WHERE item = 'time' AND state IN {BILLED_STATES}")
     return float(seconds)

@@ -2,14 +2,18 @@
 
 import uuid
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+from django.db import OperationalError
 from django.db.models import F
 from django.utils import timezone
 
 from leases import api_keys, sweeps
+from leases.api.base import idempotency
 from leases.models import AgentKey, IdempotentRequest, Lease
 from sandboxes import runs
+from sandboxes.db import connection_errors
 from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -164,6 +168,21 @@ def test_exec_with_unknown_outcome_is_not_repeated(ada: ApiClient, run_path: str
     response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
     assert response.json()["run_id"] == str(Run.objects.get().pk)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_key_of_a_failed_exec_is_freed_after_a_failover(ada: ApiClient, run_path: str, memory, monkeypatch) -> None:
+    failures, may_have_started = [OperationalError("the connection is closed")] * 3, idempotency._may_have_started
+
+    def fail(run_id: uuid.UUID) -> bool:
+        if failures:
+            raise failures.pop()
+        return may_have_started(run_id)
+
+    monkeypatch.setattr(idempotency, "_may_have_started", fail)
+    monkeypatch.setattr(connection_errors, "time", SimpleNamespace(sleep=lambda seconds: None))
+    memory.fail("create", Unavailable("no engine"), times=1)
+    assert [ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code for _ in range(2)] == [503, 200]
 
 
 def test_exec_that_never_started_can_be_sent_again(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:

@@ -26,8 +26,6 @@ COUNTERS = {
         ON s.pool_id = q.pool_id AND s.agent_did = q.agent_did AND s.state <> 'destroyed'
         GROUP BY q.id HAVING q.used <> count(s.id)""",
     "sandboxes in quarantine": "SELECT id, last_error FROM sandboxes_sandbox WHERE quarantined_at IS NOT NULL",
-    "requests without an end": """SELECT key FROM leases_idempotentrequest
-        WHERE status_code IS NULL AND deadline_at > now()""",
 }
 
 

@@ -324,8 +324,8 @@ MUTANTS = (
     Mutant(
         name="leasing-elapsed-lease-still-held",
         path=LEASING,
-        before="if current and not find_elapsed_clock(current, now):",
-        after="if current:",
+        before="if current and not elapsed:\n            return current, False",
+        after="if current:\n            return current, False",
         tests=[f"{TEST_LEASING}::test_an_elapsed_lease_can_be_acquired_again_before_a_sweep"],
     ),
     # --- metering ---

@@ -19,6 +19,7 @@ MAX_RATES = {
     "commit before": 0.004,
     "commit after": 0.004,
     "statement": 0.002,
+    "task repeated": 0.5,  # the worker does not acknowledge a task that it has executed
     "pause": 0.002,  # of the whole actor, at any point
 }
 

@@ -6,15 +6,13 @@ from datetime import timedelta
 from random import Random
 
 from django.conf import settings
-from django.db import DatabaseError
 from django_q.models import OrmQ
 
 from billing.models import Budget, Rate
 from controlplane import schedules
 from leases.models import EnvironmentType, Lease, LeaseStatus
 from sandboxes import destruction
-from sandboxes.errors import SandboxError
-from sandboxes.models import Pool, Quota, Sandbox
+from sandboxes.models import Pool, Quota, Sandbox, Transition
 from tests.simulation import final_checks
 from tests.simulation.faults import draw_faults
 from tests.simulation.scheduler import EPOCH
@@ -35,19 +33,23 @@ class Report:
     events: int
     operations: int
     virtual_hours: float
-    seconds: float
+    cpu_seconds: float
+    sleeps: int
+    kills: int
     recent: tuple[str, ...]
 
 
 def run_history(seed: int, *, print_events: bool = False) -> Report:
     """Run the history of one seed. The same seed always gives the same trace."""
-    began = time.perf_counter()
+    began = time.process_time()
     random = Random(seed)
     options, faults = Options(random), draw_faults(random)
     world = World(random.getrandbits(60), faults, hosts=options.hosts, drifts=options.drifts)
     world.scheduler.print_events = print_events
     workload = None
-    with world.installed(), override_settings(EGRESS_SLOTS=options.slots, SANDBOX_PROVIDER="memory"):
+    with world.installed(), override_settings(
+        EGRESS_SLOTS=options.slots, SANDBOX_PROVIDER="memory", DESTROY_TRIES=options.destroy_tries
+    ):
         try:
             set_up(world, options)
             workload = Workload(world, options)
@@ -63,7 +65,8 @@ def run_history(seed: int, *, print_events: bool = False) -> Report:
         scheduler = world.scheduler
         return Report(
             seed, tuple(world.promises.violations), scheduler.digest.hexdigest(), scheduler.events,
-            workload.count if workload else 0, scheduler.seconds / 3600, time.perf_counter() - began, tuple(scheduler.recent),
+            workload.count if workload else 0, scheduler.seconds / 3600, time.process_time() - began,
+            Transition.objects.filter(to="cold").count(), world.kills, tuple(scheduler.recent),
         )  # fmt: skip
 
 
@@ -150,15 +153,21 @@ def quiesce(world: World, workload: Workload) -> None:
         host.parted_until, host.provider.down = 0.0, False
     world.store.down = False
     Pool.objects.update(draining=False)
+    finish_actors(world)
+    drain_queue(world, workload)
+    use_leases(world, workload)
+    sweep_until_unchanged(world)
+
+
+def finish_actors(world: World) -> None:
+    """Let the operations in progress end."""
+    scheduler = world.scheduler
     limit = scheduler.seconds + MAX_SECONDS_TO_FINISH
     while any(not actor.killed for actor in scheduler.actors) and scheduler.step(limit):
         report_errors(world)
     for actor in scheduler.actors:
         if not actor.killed:
             world.promises.violate(11, f"{actor.name} does not end")
-    drain_queue(world, workload)
-    use_leases(world, workload)
-    sweep_until_unchanged(world)
 
 
 def drain_queue(world: World, workload: Workload) -> None:
@@ -179,11 +188,8 @@ def use_leases(world: World, workload: Workload) -> None:
         sweep_all(world, minutes=4)
         for seat in workload.seats:
             if seat.lease and Lease.objects.filter(pk=seat.lease, status=LeaseStatus.ACTIVE).exists():
-                try:
-                    workload.exec(seat, f"last{workload.count}")
-                except (SandboxError, DatabaseError) as refused:
-                    world.scheduler.record("refused", type(refused).__name__, refused)
-                workload.count += 1
+                workload.exec_in(seat)
+                finish_actors(world)
 
 
 def sweep_all(world: World, *, minutes: float) -> None:

@@ -131,13 +131,16 @@ class Workload:
 
     def start_exec(self) -> None:
         if seat := self._choose_seat(free=False):
-            seat.busy += 1
-            name = f"exec{self.count}"
+            self.exec_in(seat)
 
-            def settle() -> None:
-                seat.busy -= 1
+    def exec_in(self, seat: Seat) -> None:
+        seat.busy += 1
+        name = f"exec{self.count}"
 
-            self._spawn("web", name, lambda: self.exec(seat, name), settle)
+        def settle() -> None:
+            seat.busy -= 1
+
+        self._spawn("web", name, lambda: self.exec(seat, name), settle)
 
     def exec(self, seat: Seat, name: str) -> None:
         lease = self._acquire(seat)
@@ -302,7 +305,8 @@ class Workload:
             def act() -> None:
                 function = getattr(tasks, task["func"].rsplit(".", 1)[1])
                 function(*task["args"])
-                OrmQ.objects.filter(pk=row.pk).delete()
+                if not self.world.occurs("task repeated"):
+                    OrmQ.objects.filter(pk=row.pk).delete()
 
             self._spawn("worker", f"task{self.count}", act, lambda: None)
 
@@ -350,7 +354,8 @@ class Options:
         self.seconds = random.choice(((0.0,), (0.0, 1.0, 10.0), (0.0, 20.0, 200.0), (0.0, 0.0, 5.0, 700.0)))
         self.intervals = random.choice(((1.0, 10.0, 70.0), (61.0, 301.0), (70.0, 400.0, 1900.0), (5.0, 61.0, 700.0, 8000.0)))
         self.concurrency = random.choice((1, 2, 3, 6))
-        self.operations = random.choice((100, 300, 300, 900))
+        self.operations = random.choice((60, 100, 150, 150, 150, 200, 300, 600))
+        self.destroy_tries = random.choice((2, 4, 8))
         self.budget_hours = random.choice((None, None, 0.2, 1.0))
         self.hosts = 1
         self.drifts = random.random() < 0.3

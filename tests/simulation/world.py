@@ -68,7 +68,7 @@ class World:
         self.store = SimulatedStore(self)
         self.hosts = [Host(self, number, drift=self._draw_drift(drifts)) for number in range(1, hosts + 1)]
         self.processes: list[Process] = []
-        self.started = 0
+        self.started = self.kills = 0
         self.quiet = 0  # depth of blocks without faults and yields
         self.database = Database(self)
         self.capacity = 0
@@ -105,6 +105,7 @@ class World:
         """Kill a process by SIGKILL: its threads stop where they are."""
         self.scheduler.record("killed", process.name)
         process.alive = False
+        self.kills += 1
         self.processes.remove(process)
         self.on_kill(process)
         self.scheduler.kill([actor for actor in process.actors if not actor.done])
@@ -143,22 +144,23 @@ class World:
         if self.scheduler.current is None or self.quiet:
             return
         self.point(f"{port} {method} {subject}")
-        if self._occurs(f"{port} slow"):
+        if self.occurs(f"{port} slow"):
             self.scheduler.sleep(self.random.choice(SLOW_SECONDS))
         down = self.store.down if port == "store" else self.host.provider.down
-        if (down and self.faults.enabled) or self._occurs(f"{port} before"):
+        if (down and self.faults.enabled) or self.occurs(f"{port} before"):
             raise build_error(f"{method} refused")
 
     def leave_call(self, port: str, method: str, subject: str, build_error: Callable[[str], Exception]) -> None:
         if self.scheduler.current is None or self.quiet:
             return
-        if self._occurs(f"{port} late"):
+        if self.occurs(f"{port} late"):
             self.scheduler.sleep(self.random.choice(SLOW_SECONDS))
         self.point(f"{port} {method} answered")
-        if self._occurs(f"{port} after"):
+        if self.occurs(f"{port} after"):
             raise build_error(f"{method}: answer lost")
 
-    def _occurs(self, kind: str) -> bool:
+    def occurs(self, kind: str) -> bool:
+        """Return whether a fault occurs now."""
         if self.faults.occurs(kind, self.random):
             self.scheduler.record("fault", kind)
             return True
@@ -181,7 +183,7 @@ class World:
         if self.scheduler.seconds < self.host.parted_until and self.faults.enabled:
             self.scheduler.sleep(1.0)
             raise OperationalError("The host is parted from the database.")
-        if self._occurs("statement"):
+        if self.occurs("statement"):
             raise OperationalError("The connection was lost.")
 
     def decide_commit(self) -> str:
@@ -190,7 +192,7 @@ class World:
         if self.scheduler.detached:
             return "die before"
         for kind in ("commit before", "commit after"):
-            if self._occurs(kind):
+            if self.occurs(kind):
                 return f"{self.random.choice(('fail', 'die'))} {kind.split()[1]}"
         return "commit"
 

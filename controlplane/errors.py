@@ -19,7 +19,9 @@ from leases import errors as leases
 from sandboxes import errors as sandboxes
 from sandboxes.db.clock import format_timestamp
 from sandboxes.providers import base as provider
+from sandboxes.providers import observed as provider_observed
 from sandboxes.storage import base as store
+from sandboxes.storage import observed as store_observed
 
 log = structlog.get_logger(__name__)
 CONTENT_TYPE = "application/problem+json"
@@ -40,10 +42,13 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.SandboxBusy: 409,
     sandboxes.SandboxNotHeld: 409,
     sandboxes.IllegalTransition: 409,
+    sandboxes.WrongHost: 503,
+    sandboxes.HostLost: 503,
     sandboxes.CapacityExhausted: 503,
     sandboxes.QuotaExceeded: 429,
     sandboxes.TooManyRuns: 429,
     sandboxes.TooManyLongCalls: 503,
+    sandboxes.TooManyAdmissionRequests: 429,
     sandboxes.PoolDraining: 503,
     sandboxes.WorkspaceFull: 409,
     sandboxes.DataFull: 409,
@@ -58,15 +63,17 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.SandboxNotReady: 503,
     sandboxes.ProviderCallFailed: 503,
     sandboxes.SandboxLost: 410,
-    sandboxes.OutcomeUnknown: 500,
+    sandboxes.OutcomeUnknown: 409,
     provider.NoSuchFile: 404,
     provider.BadPath: 400,
     provider.TooLarge: 413,
     provider.Rejected: 400,
+    provider_observed.DestroyRefused: 503,
     provider.Unavailable: 503,
     provider.Missing: 410,
     store.DiskFull: 503,
     store.StoreRefused: 400,
+    store_observed.DeleteRefused: 503,
     store.StoreError: 503,
     Http404: 404,
     PermissionDenied: 403,

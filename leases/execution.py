@@ -7,8 +7,7 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 from uuid import UUID
 
-import structlog
-from django.db import InterfaceError, OperationalError, connection, transaction
+from django.db import transaction
 
 from billing import budgets
 from leases import leasing
@@ -18,6 +17,7 @@ from sandboxes import pool as pools
 from sandboxes import runs
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
+from sandboxes.db.connection_errors import log_connection_errors
 from sandboxes.errors import SandboxError, SandboxLost
 from sandboxes.identity import signing
 from sandboxes.lifecycle import checkpoint
@@ -28,7 +28,6 @@ from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
 from sandboxes.runs import Command
 
 T = TypeVar("T")
-log = structlog.get_logger(__name__)
 
 
 def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = False) -> SandboxRequest:
@@ -131,9 +130,5 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
     except SandboxError:
         leasing.require_active(pk, now=clock())
         raise
-    try:
+    with log_connection_errors("lease not renewed", lease=str(pk)):
         leasing.renew(lease, now=clock())
-    except (OperationalError, InterfaceError) as failed:  # the operation has succeeded, and must not look failed
-        if connection.in_atomic_block:
-            raise
-        log.warning("lease not renewed", lease=str(pk), error=str(failed))

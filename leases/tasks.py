@@ -7,26 +7,42 @@ from functools import partial
 from uuid import UUID
 
 from django.db import IntegrityError, transaction
-from django.db.models import Q
+from django.db.models import Exists, OuterRef, Q
 from django_q.models import OrmQ
-from django_q.tasks import async_task
 
 from leases import execution, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, LeaseStatus
-from sandboxes import eviction
+from sandboxes import eviction, pool
 from sandboxes import sweeps as sandboxes
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
-from sandboxes.models import Sandbox, SandboxState, Snapshot
+from sandboxes.hosts import queues, registry
+from sandboxes.models import Host, Sandbox, SandboxState, Snapshot
 
 MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next scheduled sweep
 
 
 def enqueue_reclaim() -> None:
     """Queue a `reclaim` sweep to destroy sandboxes of ended leases at once. Best effort: the schedule also runs it."""
-    if OrmQ.objects.count() < MAX_QUEUED_TASKS:
-        async_task("leases.tasks.reclaim", group="reclaim")
+    for host in _find_hosts_with_work(SandboxState.DESTROYING):
+        if OrmQ.objects.count() < MAX_QUEUED_TASKS:
+            queues.enqueue("leases.tasks.reclaim", group="reclaim", host=host)
+
+
+def _find_hosts_with_work(*states: SandboxState) -> list[Host | None]:
+    """Return the hosts of sandboxes in these states that are not silent, or [None], any host, if there are none."""
+    hosts = Host.objects.filter(Exists(Sandbox.objects.filter(host=OuterRef("pk"), state__in=states)))
+    return [host for host in hosts if not registry.is_silent(host, now=database_time.now())] or [None]
+
+
+def _find_host(lease_id: UUID) -> Host | None:
+    """Return the host whose worker acts on a lease's sandbox. None: any host, if its sandbox is cold and its host silent."""
+    sandbox = pool.find_by_holder(lease_id)
+    if sandbox is None or sandbox.host is None:
+        return None
+    is_bound = sandbox.state != SandboxState.COLD
+    return sandbox.host if is_bound or not registry.is_silent(sandbox.host, now=database_time.now()) else None
 
 
 def reclaim() -> str:
@@ -45,8 +61,9 @@ def request_sleep(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, g
 
 def enqueue_idle_sweep() -> None:
     """Queue an `idle` sweep to evict due sandboxes at once. Best effort: the schedule also runs it."""
-    if OrmQ.objects.count() < MAX_QUEUED_TASKS:
-        async_task("leases.tasks.sweep_idle", group="idle")
+    for host in _find_hosts_with_work(SandboxState.WAITING, SandboxState.WARM):
+        if OrmQ.objects.count() < MAX_QUEUED_TASKS:
+            queues.enqueue("leases.tasks.sweep_idle", group="idle", host=host)
 
 
 def sweep_idle() -> str:
@@ -62,7 +79,7 @@ def request_wake(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) ->
         return False
     with transaction.atomic():  # the event and the task are rows of one database and commit together
         LeaseEvent.objects.create(lease_id=lease_id, at=now, kind="wake_asked_for", actor=actor, reason=reason)
-        async_task("leases.tasks.wake_sandbox", str(lease_id), actor, group="wake")
+        queues.enqueue("leases.tasks.wake_sandbox", str(lease_id), actor, group="wake", host=_find_host(lease_id))
     return True
 
 
@@ -93,7 +110,8 @@ def _enqueue_with_event(
         return False
     with transaction.atomic():  # as in request_wake
         request = LeaseEvent.objects.create(lease_id=lease_id, at=now, kind=kind, actor=actor, reason=reason)
-        async_task(f"leases.tasks.{task}", str(lease_id), argument, actor, request.pk, group=task)
+        arguments = (str(lease_id), argument, actor, request.pk)
+        queues.enqueue(f"leases.tasks.{task}", *arguments, group=task, host=_find_host(lease_id))
     return True
 
 

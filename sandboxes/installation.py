@@ -39,6 +39,11 @@ def get_installation() -> Installation:
     return Installation.objects.get_or_create(pk=1)[0]
 
 
+def has_recorded_mismatch() -> bool:
+    """Return whether the last check found a mismatch. One query, without a call to the store."""
+    return Installation.objects.filter(pk=1).exclude(mismatch="").exists()
+
+
 def find_mismatch() -> str:
     """Return why the store or the state directory does not belong to this database, or "". The row keeps the answer.
 

@@ -13,12 +13,13 @@ from datetime import datetime, timedelta
 
 import structlog
 from django.conf import settings
-from django.db import InterfaceError, OperationalError, connection, transaction
+from django.db import transaction
 from django.db.models import QuerySet
 
-from sandboxes import eviction, lifecycle, pool, providers
+from sandboxes import eviction, lifecycle, pool
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
 from sandboxes.errors import (
     DataFull,
     OutcomeUnknown,
@@ -29,6 +30,7 @@ from sandboxes.errors import (
     StoreUnavailable,
     WorkspaceFull,
 )
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
@@ -38,7 +40,6 @@ from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
 CLOSE_RETRY_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
-CLOSE_RETRY_SECONDS = 0.5
 MAX_WRITE_BYTES_PER_SECOND = 1 << 30  # assumed growth of a workspace, to decide whether a run may have exceeded the limit
 MEASURE_INTERVAL_FACTOR = 20  # time between measurements after runs, in durations of one: at most 5 % of the time is measuring
 KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, in which the provider kills the command and reports the timeout
@@ -130,23 +131,19 @@ def _record_success(opened: Operation, attached: Attachment | None, clock: Clock
     """Persist /data and close the Run, with retries for CLOSE_RETRY_PERIOD while the database does not respond.
 
     An error of the database would make the client repeat an operation that has run. Raises OutcomeUnknown after the period."""
-    until = clock() + CLOSE_RETRY_PERIOD
     outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.OK
-    while True:
-        try:
-            unsaved = _persist_data(attached, opened.sandbox, opened.provider, now=clock()) if attached else ""
-            note = " ".join(filter(None, [opened.note, unsaved]))
-            close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, actor=actor)
-            return
-        except (OperationalError, InterfaceError) as failed:
-            if connection.in_atomic_block:
-                raise  # the caller's transaction is lost
-            log.warning("run not closed", run=str(opened.run.pk), error=str(failed))
-            if clock() >= until:
-                exit_code = opened.result.exit_code if opened.result else None
-                raise OutcomeUnknown(run_id=str(opened.run.pk), exit_code=exit_code) from failed
-            connection.close()  # the next statement opens a new connection
-            time.sleep(CLOSE_RETRY_SECONDS)
+
+    def record() -> None:
+        unsaved = _persist_data(attached, opened.sandbox, opened.provider, now=clock()) if attached else ""
+        note = " ".join(filter(None, [opened.note, unsaved]))
+        close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, actor=actor)
+
+    run_id, until = str(opened.run.pk), clock() + CLOSE_RETRY_PERIOD
+    try:
+        retry_connection_errors(record, "run not closed", clock=clock, until=until, run=run_id)
+    except RetriesExhausted as failed:
+        exit_code = opened.result.exit_code if opened.result else None
+        raise OutcomeUnknown(run_id=run_id, exit_code=exit_code) from failed
 
 
 def _open_operation(request: pool.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
@@ -155,7 +152,7 @@ def _open_operation(request: pool.SandboxRequest, command: Command, clock: Clock
         sandbox = pool.ensure_running(request, now=clock(), actor=actor)
         run = open_run(sandbox, command, now=clock(), actor=actor)
         if run:
-            return Operation(run, sandbox, providers.get_provider(sandbox.provider))
+            return Operation(run, sandbox, registry.get_sandbox_provider(sandbox))
         # The sandbox was evicted or destroyed between the two calls above.
 
 
@@ -334,7 +331,7 @@ def interrupt_run(run: Run, *, note: str, now: datetime, actor: str = "") -> boo
     sandbox = run.sandbox
     if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:
         with suppress(Missing):  # the command is gone with its sandbox, which reconcile marks as lost
-            providers.get_provider(sandbox.provider).kill(sandbox.ref, str(run.pk))
+            registry.get_sandbox_provider(sandbox).kill(sandbox.ref, str(run.pk))
     return close_run(run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
 
 
@@ -342,6 +339,11 @@ def find_overdue(*, now: datetime) -> QuerySet[Run]:
     """Select open Runs past their deadline."""
     overdue = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now)
     return overdue.select_related("sandbox").order_by("deadline_at")
+
+
+def find_abandoned(*, now: datetime) -> QuerySet[Run]:
+    """Select overdue Runs on the hosts that this process reaches: only there can their commands be killed."""
+    return find_overdue(now=now).filter(registry.filter_local("sandbox__"))
 
 
 def _classify_outcome(result: ExecResult) -> RunOutcome:

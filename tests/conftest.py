@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -18,10 +19,13 @@ from django.utils import timezone
 from leases import leasing
 from leases.models import Lease
 from sandboxes import lifecycle, providers
+from sandboxes.db import clock
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
+from sandboxes.storage.memory import MemoryStore
 from tests.support.database import restore_template, save_template
+from tests.support.receiver import WebhookReceiver, run_receiver
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -154,6 +158,39 @@ def grant(pool: Pool) -> Callable[..., Lease]:
         return leasing.acquire(leasing.LeaseRequest(agent_did=agent, environment_id=environment, **fields), now=now)[0]
 
     return acquire
+
+
+@pytest.fixture
+def lease(grant: Callable[..., Lease]) -> Lease:
+    return grant()
+
+
+@pytest.fixture
+def memory_store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    """Store of this test. The cache of get_store is cleared before each test."""
+    store = MemoryStore()
+    monkeypatch.setattr("sandboxes.storage.FilesystemStore", lambda root: store)
+    return store
+
+
+@pytest.fixture
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the monotonic clock of the verbs, so that durations are exact."""
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+@pytest.fixture(scope="session")
+def receiver_server() -> Iterator[WebhookReceiver]:
+    with run_receiver() as server:
+        yield server
+
+
+@pytest.fixture
+def receiver(receiver_server: WebhookReceiver) -> Iterator[WebhookReceiver]:
+    """Receiver of webhooks: one server for all tests."""
+    receiver_server.reset()
+    yield receiver_server
+    receiver_server.stopping.set()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from sandboxes.providers.base import Provider
 from sandboxes.providers.docker.provider import DockerProvider, is_daemon_available
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.providers.observed import refuse_destroy
 from sandboxes.providers.process import ProcessProvider
 
 PROVIDER_CLASSES: dict[str, type[Provider]] = {
@@ -22,11 +23,16 @@ PROVIDER_CLASSES: dict[str, type[Provider]] = {
 }
 
 
-@cache
 def get_provider(name: str) -> Provider:
-    """Return this process's instance of a provider.
+    """Return this process's instance of a provider. In observe mode it refuses to destroy.
 
     Raise ImproperlyConfigured if the provider does not isolate sandboxes, unless DEBUG or ALLOW_UNISOLATED is set."""
+    provider = _create_provider(name)
+    return refuse_destroy(provider) if settings.OBSERVE else provider
+
+
+@cache
+def _create_provider(name: str) -> Provider:
     provider = PROVIDER_CLASSES[name]()
     if not provider.isolated and not (settings.DEBUG or settings.ALLOW_UNISOLATED):
         raise ImproperlyConfigured(

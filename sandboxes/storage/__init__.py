@@ -7,11 +7,18 @@ from django.conf import settings
 from sandboxes.storage.base import KeyValueStore
 from sandboxes.storage.cloudflare_kv import CloudflareKVStore
 from sandboxes.storage.filesystem import FilesystemStore
+from sandboxes.storage.observed import refuse_deletes
 from sandboxes.storage.s3 import S3Store
 
 
 @cache
 def get_store() -> KeyValueStore:
+    """Return this process's instance of the store. In observe mode it refuses to delete."""
+    store = _create_store()
+    return refuse_deletes(store) if settings.OBSERVE else store
+
+
+def _create_store() -> KeyValueStore:
     if settings.STORAGE_BACKEND == "s3":
         return S3Store(
             settings.S3_BUCKET,

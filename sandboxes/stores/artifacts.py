@@ -7,12 +7,14 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain
 from typing import Any, BinaryIO
 
 from sandboxes.storage.base import CHUNK_BYTES, KeyValueStore, StoreError, StoreRefused
+from sandboxes.storage.observed import DeleteRefused
 from sandboxes.stores.journal import WRITER, Journal, Record, Stamp
 from sandboxes.stores.limits import (
     COMPACTION_MIN_SEGMENTS,
@@ -172,7 +174,8 @@ class ArtifactStore:
         self.store.upload(self._content(artifact), source)
         self.index.put(artifact)
         older = [version for version in self.index.versions(name) if version.stamp < artifact.stamp]
-        self._forget(older, now=now)
+        with suppress(DeleteRefused):  # in observe mode; `prune` removes replaced versions later
+            self._forget(older, now=now)
         return artifact, bool(older)
 
     def read(self, name: str) -> Artifact | None:

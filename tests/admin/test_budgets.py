@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from billing.models import Account, Budget
 from controlplane import schedules
 from leases import api_keys, budget_enforcement, execution, leasing
 from leases.models import Agent, Lease
-from sandboxes.db import clock
 from sandboxes.models import Event
 from sandboxes.runs import Command
 from tests.admin.conftest import ADA
@@ -28,7 +26,7 @@ from tests.conftest import MINUTE
 from tests.support.billing import create_budget, create_llm_call, create_time_usage
 from tests.support.console import WHY, assert_constant_queries, count_queries, fetch, get_fields, list_rows, row_url
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock")]
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)
 LIST = "/admin/billing/budget/"
 BUDGET_FORM = {
@@ -39,12 +37,6 @@ BUDGET_FORM = {
 
 def budget(amount: Any = 10, **fields: Any) -> Budget:
     return create_budget(amount, period=fields.pop("period", "ever"), now=timezone.now(), **fields)
-
-
-@pytest.fixture(autouse=True)
-def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop the clock of domain verbs, so that hours are exact."""
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture

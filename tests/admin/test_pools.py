@@ -46,6 +46,7 @@ def test_an_edited_capacity_is_no_longer_automatic_until_it_is_selected_again(
 ) -> None:
     monkeypatch.setattr(memory, "total_memory_mib", lambda: 8192)
     pool = Pool.objects.get(name="default")
+    assert get_fields(administrator, row_url(pool))["Capacity"].value == "not derived yet"
     post_pool(administrator, pool, memory_mib=1024)
     assert (pool.automatic_capacity, pool.capacity) == (True, 6)
     assert get_fields(administrator, row_url(pool))["Capacity"].value == "6, automatic"

@@ -19,15 +19,7 @@ from sandboxes.runs import Command
 from sandboxes.state import workspace
 from tests.admin.conftest import NOW, ensure_sandbox, get_state, list_events, run
 from tests.conftest import MINUTE
-from tests.support.console import (
-    WHY,
-    fetch,
-    get_fields,
-    list_messages,
-    list_rows,
-    row_url,
-    submit_bulk,
-)
+from tests.support.console import WHY, fetch, get_fields, list_messages, list_rows, row_url, submit_bulk
 
 pytestmark = pytest.mark.django_db
 TRUE = Command(argv=["true"], timeout=MINUTE)

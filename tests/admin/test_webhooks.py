@@ -2,7 +2,6 @@
 
 import base64
 import re
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -17,17 +16,11 @@ from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import NOW
 from tests.conftest import MINUTE
 from tests.support.console import MARKUP, WHY, fetch, list_messages, list_rows, row_url, submit_bulk
-from tests.support.receiver import WebhookReceiver, run_receiver, verify_signature
+from tests.support.receiver import WebhookReceiver, verify_signature
 
 pytestmark = pytest.mark.django_db
 HOOKS, EVENTS, DELIVERIES = "/admin/sandboxes/webhook/", "/admin/sandboxes/event/", "/admin/sandboxes/delivery/"
 NEW = {"kinds": ["lease.ended", "budget.warning"], "internal": "on", "description": "the pager", "reason": "on call wants it"}
-
-
-@pytest.fixture
-def receiver() -> Iterator[WebhookReceiver]:
-    with run_receiver() as server:
-        yield server
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Pool, Quota
 from sandboxes.providers.base import Rejected
 from tests.api.conftest import ADA, BOB, ApiClient
+from tests.support.leases import update_pool
 
 pytestmark = pytest.mark.django_db
 TRUE = {"argv": ["true"]}
@@ -22,10 +23,6 @@ def get_pool(api: ApiClient, pool: Pool, query: str = "") -> dict[str, Any]:
     response = api.get(f"pool{query}")
     assert response.status_code == 200
     return next(row for row in response.json()["pools"] if row["name"] == pool.name)
-
-
-def update_pool(pool: Pool, **fields: Any) -> None:
-    Pool.objects.filter(pk=pool.pk).update(**fields)
 
 
 @pytest.fixture

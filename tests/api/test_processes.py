@@ -116,6 +116,7 @@ def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, processe
     responses = [ada.get(processes_url), ada.get(process_url), ada.get(f"{process_url}/logs"), ada.delete(process_url)]
     responses.append(ada.post(processes_url, WATCH))
     assert {(response.status_code, response.json()["code"]) for response in responses} == {(503, "provider_unavailable")}
+    assert all(int(response["Retry-After"]) > 0 for response in responses)
     assert Run.objects.get(pk=responses[-1].json()["run_id"]).outcome == "error"
 
 

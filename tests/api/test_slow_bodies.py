@@ -11,7 +11,6 @@ from django.utils import timezone
 
 from leases import leasing
 from leases.models import Lease
-from sandboxes import storage
 from sandboxes.models import Run
 from sandboxes.storage.memory import MemoryStore
 from tests.api.conftest import ApiClient, check_response, expire_lease
@@ -36,13 +35,6 @@ class InterruptedBody(io.BytesIO):
         if self.tell() == 0:
             self.interruption()
         return super().read(size)
-
-
-@pytest.fixture
-def memory_store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    store = MemoryStore()
-    monkeypatch.setattr(storage, "get_store", lambda: store)
-    return store
 
 
 def send(api: ApiClient, lease: dict[str, Any], path: str, body: io.BytesIO) -> Any:

@@ -32,13 +32,6 @@ READS = [("GET", path, None) for path in (*LISTS, "artifacts/a", "sessions/s")]
 
 
 @pytest.fixture
-def memory_store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    store = MemoryStore()
-    monkeypatch.setattr(storage, "get_store", lambda: store)
-    return store
-
-
-@pytest.fixture
 def build_url(lease) -> Callable[[str], str]:
     return lambda path: f"leases/{lease['id']}/{path}"
 

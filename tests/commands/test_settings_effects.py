@@ -174,7 +174,7 @@ def web_server_argv(world: World) -> list[str]:
 
 
 def capacity_of_default_pool(world: World) -> int:
-    capacity.update_automatic_capacities()
+    capacity.update_automatic_capacities(now=NOW)
     return Pool.objects.get(name="default").capacity
 
 
@@ -284,6 +284,7 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
         "keys::test_encryption_keys_can_be_replaced_without_losing_a_signing_key",
     ),
     "LEASEHOLD_CREATES_PER_MINUTE": ("2", "tests/api/test_leases.py::test_only_new_leases_count_against_the_rate_limit"),
+    "LEASEHOLD_MAX_JOIN_WAIT": ("30s", "tests/api/test_join_queue.py::test_wait_seconds_outside_its_range_is_refused"),
     "LEASEHOLD_IDEMPOTENCY_TTL": ("1h", "tests/api/test_idempotency.py::test_a_stored_response_expires"),
     "LEASEHOLD_METRICS_TOKEN": (
         "0123456789abcdef", "tests/unit/controlplane/test_metrics.py::test_a_wrong_token_is_refused_even_from_loopback",

@@ -1,5 +1,6 @@
 """manage.py state: stored /data is listed, read and changed without a sandbox, and live sandboxes receive changes."""
 
+import gzip
 import io
 import os
 import tarfile
@@ -22,6 +23,7 @@ from sandboxes.state import data_editing, data_tree
 from sandboxes.storage import get_store
 from tests.commands.manage import call
 from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.support.tars import file, pack
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"
@@ -51,14 +53,7 @@ def refused(match: str, *args: object) -> None:
 
 
 def pack_tar(members: dict[str, bytes]) -> io.BytesIO:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz") as tar:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    out.seek(0)
-    return out
+    return io.BytesIO(gzip.compress(pack(*(file(name, content) for name, content in members.items())).getvalue()))
 
 
 # --- ls, get ----------------------------------------------------------------------------------------------------------

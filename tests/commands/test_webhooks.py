@@ -1,21 +1,13 @@
 """manage.py webhooks: life of a webhook, test events and errors."""
 
-from collections.abc import Iterator
-
 import pytest
 from django.core.management import CommandError
 
 from sandboxes.models import Webhook
 from tests.commands.manage import call
-from tests.support.receiver import WebhookReceiver, run_receiver, verify_signature
+from tests.support.receiver import WebhookReceiver, verify_signature
 
 pytestmark = pytest.mark.django_db
-
-
-@pytest.fixture
-def receiver() -> Iterator[WebhookReceiver]:
-    with run_receiver() as server:
-        yield server
 
 
 def run(*args: str) -> list[str]:

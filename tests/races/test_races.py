@@ -31,12 +31,6 @@ DAY = timedelta(days=1)
 
 
 @pytest.fixture
-def lease(grant) -> Lease:
-    granted: Lease = grant()
-    return granted
-
-
-@pytest.fixture
 def used_lease(lease: Lease) -> Lease:
     write(lease)
     return lease

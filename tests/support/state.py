@@ -9,7 +9,7 @@ from sandboxes.models.state import DataFile, DataObject
 from sandboxes.runs import Command
 from sandboxes.state import pruning
 from sandboxes.storage import get_store
-from tests.conftest import NOW, SimulatedCrash
+from tests.conftest import NOW
 
 LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
 
@@ -27,10 +27,6 @@ def sh(lease: Lease, line: str, *arguments: str, now: datetime = NOW, seconds: f
 
 def sandbox_of(lease: Lease) -> Sandbox:
     return Sandbox.objects.filter(holder=lease.pk).latest("created_at")
-
-
-def die(*args: object) -> None:
-    raise SimulatedCrash
 
 
 def assert_nothing_left() -> None:

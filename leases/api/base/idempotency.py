@@ -8,14 +8,13 @@ of the outcome."""
 import hashlib
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
-import structlog
 from django.conf import settings
-from django.db import IntegrityError, InterfaceError, OperationalError, connection, transaction
+from django.db import IntegrityError, transaction
 from django.http import HttpResponse
 from rest_framework.request import Request
 
@@ -23,14 +22,16 @@ from leases.api.base.renderers import JsonRenderer, encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
 from sandboxes.db.clock import clock_from
+from sandboxes.db.connection_errors import log_connection_errors
+from sandboxes.errors import OutcomeUnknown
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Run, RunOutcome
 
-log = structlog.get_logger(__name__)
 HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
 # Between the end of a run and the storage of its response: time to renew the lease, or to destroy a one-shot sandbox.
 RESPONSE_GRACE_PERIOD = timedelta(minutes=1)
+INTERRUPTED = "The first request with this Idempotency-Key was interrupted and may have had an effect. It is not repeated."
 RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
 
 
@@ -45,12 +46,6 @@ class InProgress(Conflict):
 
     code = "idempotency_in_progress"
     retry_after = 1
-
-
-class OutcomeUnknown(Conflict):
-    """The first request with this Idempotency-Key was interrupted and may have had an effect. It is not repeated."""
-
-    code = "outcome_unknown"
 
 
 def execute_once(
@@ -82,10 +77,12 @@ def execute_once(
     # After the deadline another process may have taken over with a new started_at. Its row must not be overwritten.
     own_row = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at, status_code=None)
     run_id = _derive_run_id(holder, row)
+    # The client gets the outcome even if the key cannot be settled: the deadline of the key then ends the wait of others.
+    settle_key = partial(log_connection_errors, "idempotency key not settled", key_row=row.pk)
     try:
         status, data = act(run_id)
     except Exception:
-        with _database_errors_logged(row):
+        with settle_key():
             if repeatable or not _may_have_started(run_id):
                 own_row.delete()
             else:
@@ -93,20 +90,9 @@ def execute_once(
         raise
     checkpoint("acted", row)
     response = _build_response(status, data)
-    with _database_errors_logged(row):
+    with settle_key():
         own_row.update(status_code=status, body=response.content.decode())
     return response
-
-
-@contextmanager
-def _database_errors_logged(row: IdempotentRequest) -> Iterator[None]:
-    """Log an error of the database. The client gets the outcome of its request either way, and the key ends at its deadline."""
-    try:
-        yield
-    except (OperationalError, InterfaceError) as failed:
-        if connection.in_atomic_block:
-            raise
-        log.warning("idempotency key not settled", key_row=row.pk, error=str(failed))
 
 
 def _claim_key(
@@ -151,8 +137,8 @@ def _replay_response(row: IdempotentRequest, fingerprint: str, run_id: uuid.UUID
     if run_id is None or (row.deadline_at > now and not _is_run_settled(run, now=now)):
         raise InProgress()
     if run is None:
-        raise OutcomeUnknown(run_id=None)
-    raise OutcomeUnknown(run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
+        raise OutcomeUnknown(INTERRUPTED)
+    raise OutcomeUnknown(INTERRUPTED, run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
 
 
 def _is_run_settled(run: Run | None, *, now: datetime) -> bool:

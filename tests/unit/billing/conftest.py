@@ -3,22 +3,14 @@
 from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from billing.models import Rate
 from leases.models import Lease
-from sandboxes.db import clock
 from tests.conftest import NOW
 from tests.support.billing import ADA, HOUR, create_rate, run_command
-
-
-@pytest.fixture
-def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop the monotonic clock of the verbs, so that durations are exact."""
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def three_months(db: None) -> None:
     create_rate("storage", "0.015", provider="docker", allowance=USD("0.5"))
     join_account("team", agent="did:plc:a1"), join_account("lab", "2026-11-20", "did:plc:a2")
     join_account("lab", "2026-10-20", "did:plc:a1"), join_account("house", "2026-11-05", "did:plc:a1")
-    for number in range(60):
+    for number in range(24):
         began = parse_utc("2026-09-15") + timedelta(microseconds=chance.randrange(80 * 86_400 * 10**6))
         agent = f"did:plc:a{number % 5}" if number % 7 else ""
         fields = BASIC_INSTANCE if number % 2 else {"provider": "docker"}
@@ -70,7 +70,7 @@ def three_months(db: None) -> None:
 
 @pytest.mark.usefixtures("three_months")
 def test_only_changed_records_are_written() -> None:
-    assert costs.price_usage(now=NOW)["written"] > 100
+    assert costs.price_usage(now=NOW)["written"] > 60
     before = [*CostRecord.objects.order_by("pk").values_list("pk", "usd")]
     assert not costs.price_usage(now=NOW + DAY)
     assert [*CostRecord.objects.order_by("pk").values_list("pk", "usd")] == before
@@ -81,7 +81,7 @@ def test_only_changed_records_are_written() -> None:
 
 @pytest.mark.usefixtures("three_months")
 def test_rebuilt_costs_are_identical() -> None:
-    """All days in one pass, and then one by one in any order."""
+    """All days in one pass, and then some one by one in any order, before the others."""
     price()
     before, days = list_cost_records(), [*UsageRecord.objects.order_by().values_list("day", flat=True).distinct()]
     costs.reset_costs()
@@ -90,9 +90,11 @@ def test_rebuilt_costs_are_identical() -> None:
     assert list_cost_records() == before
     costs.reset_costs()
     Unpriced.objects.all().delete()
-    for each in random.Random(1).sample(days, len(days)):
+    for each in random.Random(1).sample(days, 12):
         Unpriced.note([each])
         price()
+    Unpriced.note(days)
+    price()
     assert list_cost_records() == before
 
 

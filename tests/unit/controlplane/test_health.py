@@ -8,7 +8,7 @@ from django.utils import timezone
 
 from controlplane import health, schedules
 from sandboxes import sweeps as sandbox_sweeps
-from sandboxes.models import Pool, Sandbox, Sweep
+from sandboxes.models import Host, Pool, Sandbox, Sweep
 from sandboxes.providers.base import Rejected
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run, update_pool
@@ -25,6 +25,7 @@ def healthy_system(monkeypatch: pytest.MonkeyPatch, db: None) -> None:
 @pytest.fixture
 def sandbox(grant) -> Sandbox:
     run(grant())
+    Host.objects.update(heartbeat_at=timezone.now())
     return Sandbox.objects.get()
 
 

@@ -10,11 +10,15 @@ from django.utils import timezone
 
 from controlplane import health, schedules
 from leases import leasing
+from leases.one_shot import OneShotRequest, run_once
 from sandboxes import installation
 from sandboxes.models import Installation, Pool, Sandbox, Sweep
 from sandboxes.models.state import format_key_timestamp
+from sandboxes.providers import get_provider
 from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.observed import DestroyRefused
 from sandboxes.storage import get_store
+from sandboxes.storage.observed import DeleteRefused
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run, write
 
@@ -118,3 +122,23 @@ def test_observe_mode_counts_and_destroys_nothing(settings, pool, memory, grant,
     }  # fmt: skip
     assert len(memory.list(str(pool.owner))) == 3
     assert get_store().has(newer_object)
+
+
+def test_observe_mode_refuses_each_destroy_and_delete_and_does_not_wait_for_them(settings, pool, memory, newer_object) -> None:
+    settings.OBSERVE = True
+    get_store.cache_clear()
+    result = run_once(OneShotRequest("did:plc:ada", ["true"], MINUTE, pool=pool.name), now=NOW)
+    assert (result.outcome, result.cleaned_up) == ("ok", False)
+    sandbox = Sandbox.objects.get()
+    assert (sandbox.state, sandbox.tries) == ("destroying", 1)  # refused at once, and tried again by the sweep
+    with pytest.raises(DestroyRefused):
+        get_provider("memory").destroy(sandbox.ref)
+    for delete in (
+        lambda: get_store().remove(newer_object),
+        lambda: get_store().remove_many([newer_object]),
+        lambda: get_store().clear("snapshots/"),
+        lambda: get_store().sweep_leftovers(NOW),
+    ):
+        with pytest.raises(DeleteRefused):
+            delete()
+    assert memory.list(str(pool.owner)) and get_store().has(newer_object)

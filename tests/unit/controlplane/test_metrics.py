@@ -137,8 +137,8 @@ def test_failed_starts_sweep_age_and_queue_depth_are_gauges(scrape, pool, memory
     assert scrape("warm_circuit_open") == 1
     Sweep.objects.create(name="idle", succeeded_at=timezone.now() - HOUR)
     Sweep.objects.create(name="cold")
-    assert 3600 <= scrape("sweep_age_seconds", sweep="idle") < 3700
-    assert scrape("sweep_age_seconds", sweep="cold") is None
+    assert 3600 <= scrape("sweep_age_seconds", sweep="idle", host="") < 3700
+    assert scrape("sweep_age_seconds", sweep="cold", host="") is None
     schedules.enqueue_all_sweeps()
     assert scrape("queue_depth") == len(schedules.SCHEDULE)
 

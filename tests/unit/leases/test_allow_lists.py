@@ -28,8 +28,7 @@ def gpu(pool: Pool) -> Pool:
 
 
 @pytest.mark.parametrize(
-    ("environment_type", "pool_name", "field"),
-    [("training", "", "environment_type"), ("catan", "gpu", "pool")],
+    ("environment_type", "pool_name", "field"), [("training", "", "environment_type"), ("catan", "gpu", "pool")]
 )
 def test_a_restricted_type_or_pool_needs_an_entry_in_the_list(gpu, grant, environment_type, pool_name, field) -> None:
     with pytest.raises(NotAllowed) as refused:

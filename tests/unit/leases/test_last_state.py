@@ -17,7 +17,6 @@ from sandboxes.models import Pool, Sandbox, Snapshot, Transition
 from sandboxes.models.state import DataEvent
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage.base import StoreError
-from sandboxes.storage.memory import MemoryStore
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, read, run, write
 
@@ -33,14 +32,6 @@ ENDS: dict[str, Callable[[Lease], object]] = {
     ),
     "operator": lambda lease: leasing.end(lease.pk, reason="operator", now=NOW + MINUTE),
 }
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    """Store of this test. The cache of get_store is cleared before each test."""
-    store = MemoryStore()
-    monkeypatch.setattr("sandboxes.storage.FilesystemStore", lambda root: store)
-    return store
 
 
 @pytest.fixture
@@ -81,10 +72,10 @@ def test_the_last_state_is_kept_for_its_retention_period_and_metered(grant, fork
     assert UsageRecord.objects.filter(item="storage", holder=lease.pk, size_bytes__gt=0).exists()
 
 
-def test_a_failed_store_postpones_the_destroy_and_not_the_end_of_the_lease(grant, fork, store, memory) -> None:
+def test_a_failed_store_postpones_the_destroy_and_not_the_end_of_the_lease(grant, fork, memory_store, memory) -> None:
     lease: Lease = grant()
     ref = write(lease).ref
-    with store.fail("upload", STORE_DOWN):
+    with memory_store.fail("upload", STORE_DOWN):
         leasing.release(lease.pk, now=NOW + MINUTE)
         assert sweeps.reclaim(now=NOW + MINUTE).failures
         sandbox = Sandbox.objects.get()
@@ -97,26 +88,26 @@ def test_a_failed_store_postpones_the_destroy_and_not_the_end_of_the_lease(grant
     assert read(fork(lease, now=NOW + 2 * MINUTE), now=NOW + 2 * MINUTE) == "kept"
 
 
-def test_a_failed_store_ends_in_quarantine_after_the_tries_of_a_destroy(grant, store, settings) -> None:
+def test_a_failed_store_ends_in_quarantine_after_the_tries_of_a_destroy(grant, memory_store, settings) -> None:
     settings.DESTROY_TRIES = 2
     lease: Lease = grant()
     write(lease)
     leasing.release(lease.pk, now=NOW)
-    with store.fail("upload", STORE_DOWN):
+    with memory_store.fail("upload", STORE_DOWN):
         for n in range(4):
             sweeps.reclaim(now=NOW + n * MINUTE)
     sandbox = Sandbox.objects.get()
     assert (sandbox.tries, sandbox.state, bool(sandbox.quarantined_at)) == (2, "destroying", True)
 
 
-def test_a_sandbox_without_unsaved_state_is_destroyed_at_once(grant, store) -> None:
+def test_a_sandbox_without_unsaved_state_is_destroyed_at_once(grant, memory_store) -> None:
     stored, unused = grant(environment="game-1"), grant(environment="game-2")
     write(stored)
     evict(stored)
     for lease in (stored, unused):
         execution.ensure_sandbox_ready(lease.pk, now=NOW)
         leasing.release(lease.pk, now=NOW)
-    with store.fail("upload", STORE_DOWN):
+    with memory_store.fail("upload", STORE_DOWN):
         assert sweeps.reclaim(now=NOW).counts == {"destroyed": 2, "leases closed": 2}
     assert Snapshot.objects.count() == 1
 
@@ -145,14 +136,14 @@ def test_a_surplus_warm_sandbox_stores_nothing(pool: Pool, memory) -> None:
     assert not Snapshot.objects.exists()
 
 
-def test_discarding_ends_the_lease_and_stores_neither_workspace_nor_data(grant, store) -> None:
+def test_discarding_ends_the_lease_and_stores_neither_workspace_nor_data(grant, memory_store) -> None:
     lease: Lease = grant()
     write(lease)
-    with store.fail("upload", STORE_DOWN):
+    with memory_store.fail("upload", STORE_DOWN):
         run(lease, "sh", "-c", "echo x >/data/note")
     assert leasing.discard(lease.pk, now=NOW, actor="root", detail="agreed with its owner")
     assert not leasing.discard(lease.pk, now=NOW, actor="root", detail="again")
-    with store.fail("upload", STORE_DOWN):
+    with memory_store.fail("upload", STORE_DOWN):
         assert sweeps.reclaim(now=NOW).counts == {"destroyed": 1, "leases closed": 1}
     lease.refresh_from_db()
     recorded = Transition.objects.get(to="destroying")
@@ -161,12 +152,12 @@ def test_discarding_ends_the_lease_and_stores_neither_workspace_nor_data(grant, 
     assert not Snapshot.objects.exists()
 
 
-def test_discarding_releases_a_sandbox_from_quarantine(grant, store, settings) -> None:
+def test_discarding_releases_a_sandbox_from_quarantine(grant, memory_store, settings) -> None:
     settings.DESTROY_TRIES = 1
     lease: Lease = grant()
     write(lease)
     leasing.release(lease.pk, now=NOW)
-    with store.fail("upload", STORE_DOWN):
+    with memory_store.fail("upload", STORE_DOWN):
         sweeps.reclaim(now=NOW)
         assert Sandbox.objects.get().quarantined_at
         assert leasing.discard(lease.pk, now=NOW + MINUTE, actor="root", detail="the store is gone")

@@ -20,12 +20,6 @@ pytestmark = pytest.mark.django_db
 HOUR = 60 * MINUTE
 
 
-@pytest.fixture
-def lease(grant) -> Lease:
-    granted: Lease = grant()
-    return granted
-
-
 def test_acquire_twice_is_the_same_lease(grant) -> None:
     first = grant()
     request = leasing.LeaseRequest(first.agent_did, first.environment_id, "catan", pool=first.pool.name)

@@ -20,6 +20,7 @@ from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.races.test_crashes import LATER, sweep
 from tests.support.leases import update_pool
+from tests.support.tars import file, pack
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"
@@ -36,14 +37,7 @@ def make_request(pool: Pool) -> Callable[..., OneShotRequest]:
 
 
 def pack_tar(**files: str) -> io.BytesIO:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for name, text in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(text)
-            tar.addfile(member, io.BytesIO(text.encode()))
-    out.seek(0)
-    return out
+    return pack(*(file(name, text.encode()) for name, text in files.items()))
 
 
 def unpack_tar(tar: io.BytesIO) -> dict[str, str]:

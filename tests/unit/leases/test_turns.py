@@ -18,11 +18,6 @@ pytestmark = pytest.mark.django_db
 STATE = {"legal_actions": ["roll", "end"]}
 
 
-@pytest.fixture
-def lease(grant) -> Lease:
-    return grant()
-
-
 def take_turn(lease: Lease, now: datetime = NOW) -> Turn:
     return turns.take_turn(lease.pk, 1, STATE, now=now)
 

@@ -32,12 +32,6 @@ def start(lease: Lease, spec: ProcessSpec | None = None, *, now: datetime = NOW)
 
 
 @pytest.fixture
-def lease(grant, memory) -> Lease:
-    granted: Lease = grant()
-    return granted
-
-
-@pytest.fixture
 def process(lease: Lease) -> Process:
     return start(lease)
 

@@ -19,7 +19,7 @@ from sandboxes.state import data_sync, pruning
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from tests.conftest import MINUTE, NOW, SimulatedCrash
-from tests.support.state import LATER, assert_nothing_left, die, sandbox_of, sh
+from tests.support.state import LATER, assert_nothing_left, sandbox_of, sh
 
 pytestmark = pytest.mark.django_db
 
@@ -343,7 +343,7 @@ def test_outdated_objects_are_removed(size: int, left: int, one: Lease, memory: 
 @pytest.mark.parametrize("step", ["data stored", "data recorded", "run answered"])
 def test_crash_during_persist_loses_no_data_and_leaves_no_objects(step: str, one: Lease, two: Lease, at_checkpoint) -> None:
     write(one, "note", "old")
-    at_checkpoint(step, die)
+    at_checkpoint(step)
     with pytest.raises(SimulatedCrash):
         write(one, "note", "new")
     sweeps.recover_stalled(now=LATER)
@@ -358,7 +358,7 @@ def test_crash_during_persist_loses_no_data_and_leaves_no_objects(step: str, one
 def test_crash_during_pull_is_repaired_by_the_next_use(step: str, one: Lease, two: Lease, at_checkpoint, memory) -> None:
     write(one, "note", "good")
     sh(one, f"echo more >{DATA}/more")
-    at_checkpoint(step, die)
+    at_checkpoint(step)
     with pytest.raises(SimulatedCrash):
         read(two, "note")
     edit(two, memory, {"note": "half wri"})  # a partial write
@@ -378,7 +378,7 @@ def test_crash_while_a_sandbox_ends_keeps_the_data(
 ) -> None:
     sh(one, "true")
     edit(one, memory, {"late": "late"})
-    at_checkpoint(step, die)
+    at_checkpoint(step)
     if sweep == "evict":
         with pytest.raises(SimulatedCrash):
             sweeps.evict_idle(now=NOW + 10 * MINUTE)

@@ -23,8 +23,7 @@ from sandboxes.stores.artifacts import Artifact
 from sandboxes.stores.events import EventStore
 from sandboxes.stores.lease_stores import PRUNE_MIN_KEYS, LeaseStores
 from sandboxes.stores.limits import ORPHAN_GRACE_PERIOD, PruneResult, RetentionBounds, StoreLimits, parse_stamped_key
-from tests.conftest import NOW, SimulatedCrash, run_in_threads
-from tests.support.state import die
+from tests.conftest import NOW, SimulatedCrash, die, run_in_threads
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 DID, LEASE = "did:plc:ada", UUID(int=7)
@@ -298,11 +297,6 @@ def test_prune_removes_the_oldest_artifacts(stores: LeaseStores, store: KeyValue
     assert [artifact.name for artifact in stores.artifacts.page()[0]] == ["a0", "a3", "a4"]
     assert len(content_keys(store)) == 3
     assert stores.artifacts.prune(RetentionBounds(since=now + 4 * SECOND), now=now) == PruneResult(1, 10)
-
-
-@pytest.fixture
-def memory_store() -> MemoryStore:
-    return MemoryStore()
 
 
 @pytest.fixture

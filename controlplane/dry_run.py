@@ -20,7 +20,6 @@ from sandboxes.models import ModelRate, Pool, Sandbox
 from sandboxes.providers.base import ProviderSandbox
 from sandboxes.state import data_sync, pruning
 from sandboxes.sweep_log import SweepResult
-from sandboxes.usage import readings
 from sandboxes.webhooks import delivery, outbox
 
 MAX_LISTED = 200  # rows that --dry-run lists per query
@@ -45,15 +44,16 @@ def _iter_orphans(now: datetime) -> Iterable[ProviderSandbox]:
 DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "expire": {"end lease": lambda now: leases.find_elapsed_leases(now=now)[:MAX_LISTED]},
     "stalled": {
-        "close run": lambda now: runs.find_overdue(now=now)[:MAX_LISTED],
+        "close run": lambda now: runs.find_abandoned(now=now)[:MAX_LISTED],
         "destroy overdue sandbox": lambda now: sandboxes.find_overdue_starts(now=now)[:MAX_LISTED],
         "finish eviction of sandbox": lambda now: sandboxes.find_overdue_evictions(now=now)[:MAX_LISTED],
         "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
         "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
         "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
     },
+    "hosts": {},
     "mark": {},
-    "persist": {"store data of sandbox": lambda now: data_sync.find_unsaved()[:MAX_LISTED]},
+    "persist": {"store data of sandbox": lambda now: pruning.find_unsaved()[:MAX_LISTED]},
     "reclaim": {
         "destroy sandbox": lambda now: sandboxes.find_due_for_destroy(now=now)[:MAX_LISTED],
         "close lease": lambda now: leases.find_leases_to_close()[:MAX_LISTED],
@@ -72,7 +72,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "recount": {"recount pool": lambda now: Pool.objects.order_by("pk")},
     "measure": {"measure workspace of sandbox": lambda now: sandboxes.find_unmeasured()[:MAX_LISTED]},
     "weigh": {"measure data": lambda now: pruning.find_mounted().order_by("pk")[:MAX_LISTED]},
-    "read": {"read sandbox": lambda now: readings.find_readable()[:MAX_LISTED]},
+    "read": {"read sandbox": lambda now: sandboxes.find_readable()[:MAX_LISTED]},
     "prune": {
         "delete outdated object": lambda now: data_sync.find_outdated_objects()[:MAX_LISTED],
         "delete unreferenced object": _iter_unreferenced_keys,

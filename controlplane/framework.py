@@ -14,6 +14,7 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.messages",
     "django.contrib.staticfiles",
+    "controlplane.worker",  # its qcluster command has to precede the one of django_q
     "django_q",
     "rest_framework",
     "drf_spectacular",

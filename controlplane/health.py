@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -17,6 +16,7 @@ from django.conf import settings
 from django.db import Error as DatabaseError
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
+from django.db.models import F, Q
 from django.http import HttpRequest, JsonResponse
 from django.utils import timezone
 from django.views.decorators.cache import never_cache
@@ -25,10 +25,11 @@ from django_q.models import OrmQ
 
 from billing import budgets
 from controlplane import schedules
-from sandboxes import installation, pool_stats, providers
+from sandboxes import installation, long_calls, pool_stats, providers
 from sandboxes.admin import tabs
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
+from sandboxes.hosts import registry
 from sandboxes.models import Sweep
 from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.state import disk_space
@@ -70,6 +71,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         pools = pool_stats.collect_pool_stats(now=now)
         unsaved = tabs.find_unsaved_attachments().count()
         exhausted = len(budgets.find_exhausted(now=now))
+        hosts = registry.count_by_state(now=now)
         mismatch = installation.has_recorded_mismatch()
     except DatabaseError:
         return _build_report(database=False, missing=["The database does not respond."])
@@ -80,7 +82,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     drift = sweep_rows["recount"].counts.get(COUNTERS_CORRECTED, 0) if sweep_rows["recount"] else 0
     provider = provider_probe.get_status()
     missing = []
-    if _get_draining_path().exists():
+    if long_calls.is_shutting_down():
         missing.append("This server is shutting down.")
     if not provider["answers"]:
         missing.append(f"The provider {provider['name']} does not respond.")
@@ -90,10 +92,11 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     warnings = [
         *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
         *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
+        *_iter_host_warnings(hosts),
     ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
-        egress=egress, warnings=warnings, disk_free_bytes=disk,
+        hosts=hosts, egress=egress, warnings=warnings, disk_free_bytes=disk,
         quarantined=total.quarantined, stalled=total.stalled, lost=total.lost, unsaved=unsaved, drift=drift,
         clock_skew_seconds=round(-skew.total_seconds(), 1),
         warming={pool.name: _get_warm_status(pool) for pool in pools if pool.warm_target},
@@ -104,6 +107,8 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
     if egress["late"]:
         yield "The egress proxy has no recent heartbeat, so sandboxes reach no model. Is manage.py egress running?"
     for pool in pools:
+        if pool.queue_length:
+            yield f'Pool "{pool.name}" is full. Requests that wait for a place: {pool.queue_length}.'
         if pool.warm_target and pool.warm_paused_until:
             until = f"{pool.warm_paused_until:%H:%M:%S} UTC"
             yield f'Pool "{pool.name}" starts no warm sandboxes until {until}, after failed starts.'
@@ -124,6 +129,11 @@ def _iter_budget_warnings(exhausted: int) -> Iterator[str]:
         yield f"Exhausted hard budgets, whose leases are refused and ended: {exhausted}."
 
 
+def _iter_host_warnings(hosts: Mapping[str, int]) -> Iterator[str]:
+    if hosts["unreachable"]:
+        yield f"Hosts without a recent heartbeat, whose sandboxes wait for them: {hosts['unreachable']}. See manage.py hosts."
+
+
 def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:
     if abs(skew) > database_time.TOLERATED_SKEW:
         yield f"The clock of this host differs from the database's by {-skew.total_seconds():+.0f} s: synchronize it."
@@ -132,13 +142,9 @@ def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:
 def set_draining(draining: bool) -> None:
     """Make /readyz of the web processes with this state directory fail, or succeed again."""
     if draining:
-        _get_draining_path().touch()
+        long_calls.get_shutdown_path().touch()
     else:
-        _get_draining_path().unlink(missing_ok=True)
-
-
-def _get_draining_path() -> Path:
-    return Path(settings.STATE_DIR) / "draining"
+        long_calls.get_shutdown_path().unlink(missing_ok=True)
 
 
 def _iter_installation_warnings(mismatch: bool) -> Iterator[str]:
@@ -182,8 +188,11 @@ _migrations_applied: list[bool] = []
 
 
 def _load_sweeps() -> dict[str, Sweep | None]:
+    """Load the rows of this host's sweeps and of the installation's. Those of other hosts are in their reports."""
     rows: dict[str, Sweep | None] = dict.fromkeys([*schedules.SCHEDULE, EGRESS_HEARTBEAT])
-    return rows | {row.name: row for row in Sweep.objects.filter(name__in=[*schedules.SCHEDULE, EGRESS_HEARTBEAT])}
+    own = Q(host__isnull=True) | Q(host=registry.get_remembered_host_id())
+    known = Sweep.objects.filter(own, name__in=rows).order_by(F("host").asc(nulls_first=True))
+    return rows | {row.name: row for row in known}
 
 
 def _get_sweep_status(row: Sweep | None, now: datetime, interval: timedelta) -> dict[str, Any]:

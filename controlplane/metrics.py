@@ -28,8 +28,9 @@ from prometheus_client.registry import Collector
 from leases.models import Lease, LeaseStatus
 from sandboxes import installation, pool_stats
 from sandboxes.db import database_time
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import EDGES, START_REASONS
-from sandboxes.models import Sweep
+from sandboxes.models import Host, Sweep
 from sandboxes.models.transition_reasons import RUN_REASONS
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 from sandboxes.state import disk_space
@@ -41,7 +42,7 @@ PROXY_HEADERS = ("HTTP_FORWARDED", "HTTP_X_FORWARDED_", "HTTP_X_REAL_IP", "HTTP_
 # an older value, and Prometheus takes a decreasing counter for a reset.
 CACHE_SECONDS = 2.0
 PLAIN_TEXT = "text/plain; charset=utf-8"
-STATEMENT_TIMEOUT_MS = 600  # for each of eight statements, so that a scrape takes less than 5 seconds
+STATEMENT_TIMEOUT_MS = 600  # for each of nine statements, so that a scrape takes less than 5 seconds
 
 GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "pool_capacity": ("Maximum number of sandboxes.", lambda pool: pool.capacity),
@@ -50,6 +51,7 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "quarantined": ("Sandboxes in quarantine after failed destroy attempts.", lambda pool: pool.quarantined),
     "sandboxes_stalled": ("Sandboxes past a deadline that no sweep has recovered.", lambda pool: pool.stalled),
     "sandboxes_lost": ("Sandboxes lost by their provider while a lease held them.", lambda pool: pool.lost),
+    "admission_queue_length": ("Requests that wait for a place in the full pool.", lambda pool: pool.queue_length),
     "oldest_waiting_seconds": (
         "Time since the last use of the least recently used waiting sandbox; 0 if there is none.",
         lambda pool: pool.oldest_waiting.total_seconds(),
@@ -136,7 +138,8 @@ class MetricsSnapshot:
     pools: list[PoolStats]
     transitions: dict[tuple[str, str, str], int]  # (pool, target state, reason) -> number in the last ten minutes
     leases: dict[str, int]
-    sweeps: dict[str, float]  # name -> seconds since the last success
+    sweeps: dict[tuple[str, ...], float]  # (name, host or "") -> seconds since the last success
+    hosts: dict[tuple[str, ...], float]  # (host, state) -> seconds since the last heartbeat
     queue: int
     mismatch: bool
     disk: dict[str, int]  # directory -> free bytes on this host
@@ -154,9 +157,13 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
                 for status in (LeaseStatus.ACTIVE, LeaseStatus.EXPIRED)
             },
             sweeps={
-                name: max((now - succeeded_at).total_seconds(), 0.0)
-                for name, succeeded_at in Sweep.objects.values_list("name", "succeeded_at")
+                (name, host or ""): max((now - succeeded_at).total_seconds(), 0.0)
+                for name, host, succeeded_at in Sweep.objects.values_list("name", "host__name", "succeeded_at")
                 if succeeded_at
+            },
+            hosts={
+                (host.name, registry.get_state(host, now=now)): (now - (host.heartbeat_at or host.created_at)).total_seconds()
+                for host in Host.objects.all()
             },
             queue=OrmQ.objects.count(),
             mismatch=installation.has_recorded_mismatch(),
@@ -228,7 +235,11 @@ class SnapshotCollector(Collector):
         )  # fmt: skip
         yield _build_family(
             GaugeMetricFamily, "sweep_age_seconds", "Time since the last success of each sweep; absent before the first.",
-            ["sweep"], {(name,): age for name, age in snapshot.sweeps.items()},
+            ["sweep", "host"], snapshot.sweeps,
+        )  # fmt: skip
+        yield _build_family(
+            GaugeMetricFamily, "host_heartbeat_age_seconds", "Time since a worker last reached the engine of each host.",
+            ["host", "state"], snapshot.hosts,
         )  # fmt: skip
         yield _build_family(GaugeMetricFamily, "queue_depth", "Queued tasks.", [], {(): snapshot.queue})
         yield _build_family(

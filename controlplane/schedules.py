@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import product
 
 from django.conf import settings
 from django.db import transaction
-from django_q.models import Schedule
+from django_q.models import OrmQ, Schedule
 from django_q.tasks import async_task
 
 from billing import costs, derivation, metering
@@ -18,6 +19,9 @@ from sandboxes import installation
 from sandboxes import sweeps as sandboxes
 from sandboxes.db import database_time
 from sandboxes.egress.logs import collection
+from sandboxes.host_heartbeat import record_heartbeats
+from sandboxes.hosts import registry
+from sandboxes.models import Host
 from sandboxes.queue_threads import StillRunning, run_outlasting
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
@@ -74,6 +78,7 @@ def meter(*, now: datetime) -> SweepResult:
 # fmt: off
 SCHEDULE: dict[str, ScheduledSweep] = {
     HEARTBEAT:   ScheduledSweep(1,  "record that the queue executes scheduled tasks",       do_nothing),
+    "hosts":     ScheduledSweep(1,  "record that this host's engine responds",              record_heartbeats),
     "mark":      ScheduledSweep(1,  "mark store and state directory as this installation's", installation.mark_places),
     "expire":    ScheduledSweep(1,  "end leases whose ttl or max_ttl has elapsed",          leases.expire_due_leases),
     "stalled":   ScheduledSweep(1,  "recover overdue sandboxes, runs, turns, model calls",  leases.recover_stalled),
@@ -98,6 +103,14 @@ SCHEDULE: dict[str, ScheduledSweep] = {
 DESTRUCTIVE_SWEEPS = frozenset(
     {"expire", "stalled", "reclaim", "idle", "cold", "warm", "reconcile", "prune", "budgets", "webhooks"}
 )
+# Sweeps that concern an engine, its sandboxes or the directories of a machine: each host's worker runs them for its host. The
+# others concern the whole installation and run once, on any host.
+HOST_SWEEPS = frozenset(
+    {
+        HEARTBEAT, "hosts", "mark", "stalled", "reclaim", "persist", "idle", "cold", "warm", "reconcile", "measure", "read",
+        "prune", "collect", "budgets",
+    }
+)  # fmt: skip
 SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # run by `manage.py sweep`
 
 
@@ -122,7 +135,10 @@ def run_sweep(name: str, *, now: datetime) -> SweepResult:
             return dry_run.count_actions(name, now=now)
         return installation.run_destructive(lambda: scheduled.sweep(now=now))
 
-    return run_recorded(name, run_pass, now=now, every=scheduled.interval)
+    host = registry.find_worker_host(now=now)
+    return run_recorded(
+        name, run_pass, now=now, every=scheduled.interval, host=host if name in HOST_SWEEPS else None, started_by=host
+    )
 
 
 def get_interval(name: str) -> timedelta:
@@ -130,33 +146,44 @@ def get_interval(name: str) -> timedelta:
 
 
 def sync_schedules(*, now: datetime) -> dict[str, int]:
-    """Make the queue's Schedule rows equal to SCHEDULE. Return how many were created, changed and removed. Idempotent.
+    """Make the queue's Schedule rows equal to SCHEDULE, a set for each host. Return how many were created, changed and removed.
 
-    A row is identified by its function and its name, which is the name of its sweep. Other rows of functions in this module
-    are removed, including those of earlier versions. Rows of functions outside this module are left alone.
+    A row is identified by its function, its name, which is the name of its sweep, and its cluster, which is the queue of a
+    host's worker: only this worker executes it. Other rows of functions in this module are removed, including those of earlier
+    versions and of lost hosts. Rows of functions outside this module are left alone. Tasks that an earlier version queued for
+    any worker are moved to this host's. Idempotent.
     Rows come from code only: one row whose arguments cannot be parsed stops every schedule of the queue."""
     counts = {"created": 0, "changed": 0, "removed": 0}
+    own_queue = registry.get_queue_name()
+    lost = set(Host.objects.filter(lost_at__isnull=False).values_list("queue", flat=True)) - {own_queue}
+    queues = {own_queue, *Host.objects.exclude(queue="").values_list("queue", flat=True)} - lost
     with transaction.atomic():
+        OrmQ.objects.filter(key=settings.Q_CLUSTER["name"]).update(key=own_queue)
         rows = Schedule.objects.select_for_update().filter(func__startswith=TASK_PREFIX).order_by("pk")
-        counts["removed"] += rows.exclude(func=SCHEDULED_FUNCTION, name__in=SCHEDULE).delete()[0]
-        for name, scheduled in SCHEDULE.items():
-            expected = {
-                "func": SCHEDULED_FUNCTION, "name": name, "args": repr(name), "schedule_type": Schedule.MINUTES,
-                "minutes": scheduled.minutes, "repeats": -1, "kwargs": None, "hook": None, "cron": None, "cluster": None,
-                "intended_date_kwarg": None,
-            }  # fmt: skip
-            first, *duplicates = [*rows.filter(name=name)] or [None]
-            if first is None:
-                Schedule.objects.create(next_run=now, **expected)
-                counts["created"] += 1
-            elif first.next_run > now + scheduled.interval or any(getattr(first, key) != expected[key] for key in expected):
-                Schedule.objects.filter(pk=first.pk).update(next_run=now, **expected)
-                counts["changed"] += 1
-            counts["removed"] += Schedule.objects.filter(pk__in=[row.pk for row in duplicates]).delete()[0]
+        counts["removed"] += rows.exclude(func=SCHEDULED_FUNCTION, name__in=SCHEDULE, cluster__in=queues).delete()[0]
+        for queue, name in product(sorted(queues), SCHEDULE):
+            _sync_schedule(name, [*rows.filter(name=name, cluster=queue)], queue, counts, now=now)
     return counts
+
+
+def _sync_schedule(name: str, rows: list[Schedule], queue: str, counts: dict[str, int], *, now: datetime) -> None:
+    scheduled = SCHEDULE[name]
+    expected = {
+        "func": SCHEDULED_FUNCTION, "name": name, "args": repr(name), "schedule_type": Schedule.MINUTES,
+        "minutes": scheduled.minutes, "repeats": -1, "kwargs": None, "hook": None, "cron": None, "cluster": queue,
+        "intended_date_kwarg": None,
+    }  # fmt: skip
+    first, *duplicates = rows or [None]
+    if first is None:
+        Schedule.objects.create(next_run=now, **expected)
+        counts["created"] += 1
+    elif first.next_run > now + scheduled.interval or any(getattr(first, key) != expected[key] for key in expected):
+        Schedule.objects.filter(pk=first.pk).update(next_run=now, **expected)
+        counts["changed"] += 1
+    counts["removed"] += Schedule.objects.filter(pk__in=[row.pk for row in duplicates]).delete()[0]
 
 
 def enqueue_all_sweeps() -> None:
     """Queue one pass of every sweep. Without this the first scheduled pass starts up to 30 seconds after the queue."""
     for name in SCHEDULE:
-        async_task(SCHEDULED_FUNCTION, name, group=name)
+        async_task(SCHEDULED_FUNCTION, name, group=name, cluster=registry.get_queue_name())

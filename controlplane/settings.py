@@ -129,6 +129,11 @@ DESTROY_TRIES = env.integer(
     "LEASEHOLD_DESTROY_TRIES", 8, minimum=1, help="failed destroy attempts before a sandbox is quarantined"
 )
 ORPHAN_GRACE = env.duration("LEASEHOLD_ORPHAN_GRACE", "2m", help="age at which a provider's sandbox without a row is destroyed")
+HOST_TIMEOUT = env.duration(
+    "LEASEHOLD_HOST_TIMEOUT",
+    "5m",
+    help="time without a heartbeat after which a host is shown as unreachable; nothing is destroyed",
+)
 OBSERVE = env.boolean(
     "LEASEHOLD_OBSERVE",
     False,
@@ -329,6 +334,11 @@ IDENTITY_KEYS = env.keys(
 CREATES_PER_MINUTE = env.integer(
     "LEASEHOLD_CREATES_PER_MINUTE", 600, help="new leases per key and minute, as a token bucket; 0: no limit"
 )
+MAX_JOIN_WAIT = env.duration(
+    "LEASEHOLD_MAX_JOIN_WAIT",
+    "1m",
+    help="maximum wait_seconds of a join, for a place in a full pool; clients repeat the request",
+)
 IDEMPOTENCY_TTL = env.duration(
     "LEASEHOLD_IDEMPOTENCY_TTL", "1d", help="retention of the response to a request with an Idempotency-Key"
 )
@@ -383,6 +393,7 @@ Q_CLUSTER = {
     "save_limit": 100,
     "poll": 0.5,
     "label": "Queue",
+    "ALT_CLUSTERS": {},  # django-q2 requires the key where Q_CLUSTER_NAME is set: each host's worker has a queue of its own
 }
 
 LOGGING = logs.build_logging(LOG_FORMAT, LOG_LEVEL)

@@ -9,4 +9,4 @@ from sandboxes import long_calls
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 application = get_wsgi_application()
-long_calls.LONG_CALLS.set_maximum(long_calls.compute_maximum(settings.WEB_THREADS))
+long_calls.set_limits(settings.WEB_THREADS)

@@ -12,6 +12,7 @@ from leases import leasing
 from leases.models import Lease, LeaseStatus
 from sandboxes import eviction, pool, runs
 from sandboxes.db.clock import clock_from
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
 from sandboxes.models import GONE_STATES, Run, Sandbox, TransitionReason
 from sandboxes.providers.base import ProviderError
@@ -74,6 +75,8 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
     budget = min(exhausted, key=budgets.get_grace_deadline)
     clock, sandbox = clock_from(now), pool.find_by_holder(pk)
     if sandbox and sandbox.state != COLD:
+        if not registry.is_local(sandbox):
+            return "sandboxes left to their hosts"  # each host runs this sweep
         if sandbox.lost_at:
             return "sandboxes lost"  # the `reconcile` sweep ends its lease
         if sandbox.state in (WARMING, EVICTING):

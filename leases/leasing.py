@@ -23,6 +23,8 @@ from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
 SECONDS_PER_MINUTE = 60
+MAX_ACQUIRE_ATTEMPTS = 5
+CONCURRENT_ACQUIRES = "The lease is repeatedly acquired and released by concurrent requests. Try again."
 # The status is a literal, not a parameter: PostgreSQL uses a partial index in a prepared statement only with the literal.
 ACTIVE_LEASE_SQL = "agent_did = %s AND environment_id = %s AND status = 'active'"
 RENEW_SQL = (
@@ -71,28 +73,53 @@ def acquire(request: LeaseRequest, *, now: datetime, actor: str = "", admit: Cal
     an exception from it rolls the grant back.
     Raise InvalidRequest or NotAllowed naming the field, Conflict if the held lease has another environment type,
     BudgetExhausted if a budget leaves no room for a new lease."""
-    for _ in range(5):
-        current = sql.find_first(Lease, ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
-        if current and not find_elapsed_clock(current, now):
-            if current.environment_type_id != request.environment_type:
-                raise Conflict(
-                    f'This agent holds a lease of type "{current.environment_type_id}" in this environment.',
-                    field="environment_type",
-                )
+    for _ in range(MAX_ACQUIRE_ATTEMPTS):
+        current, elapsed = find_held_lease(request, now=now)
+        if current and not elapsed:
             return current, False
         try:
             with transaction.atomic(durable=True):
-                if current:  # elapsed, but not yet ended by a sweep
-                    end(current.pk, reason=find_elapsed_clock(current, now), now=now, actor="acquire")
-                lease = _grant_lease(request, now=now, actor=actor)
-                admit()
-                return lease, True
+                return grant(request, elapsed=current, now=now, actor=actor, admit=admit), True
         except IntegrityError:
             continue  # a concurrent call granted it after the SELECT: return that lease
-    raise Conflict("The lease is repeatedly acquired and released by concurrent requests. Try again.")
+    raise Conflict(CONCURRENT_ACQUIRES)
 
 
-def _grant_lease(request: LeaseRequest, *, now: datetime, actor: str) -> Lease:
+def find_held_lease(request: LeaseRequest, *, now: datetime) -> tuple[Lease | None, str]:
+    """Return the agent's active lease in the environment, and its elapsed clock if no sweep has ended it yet.
+
+    Raise Conflict if it has another environment type."""
+    current = sql.find_first(Lease, ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
+    elapsed = find_elapsed_clock(current, now) if current else ""
+    if current and not elapsed and current.environment_type_id != request.environment_type:
+        raise Conflict(
+            f'This agent holds a lease of type "{current.environment_type_id}" in this environment.', field="environment_type"
+        )
+    return current, elapsed
+
+
+def grant(
+    request: LeaseRequest, *, elapsed: Lease | None, now: datetime, actor: str = "", admit: Callable[[], object] = bool
+) -> Lease:
+    """Grant a lease in the caller's transaction, and end the agent's `elapsed` one in the environment, if there is one.
+
+    Raise IntegrityError if the agent holds a lease in the environment, and the errors of `acquire`."""
+    if elapsed:
+        end(elapsed.pk, reason=find_elapsed_clock(elapsed, now), now=now, actor="acquire")
+    lease = build_lease(request, now=now)
+    if sql.find_first(Agent, "did = %s", request.agent_did) is None:
+        Agent.objects.get_or_create(did=request.agent_did)
+    lease.save(force_insert=True)
+    LeaseEvent.objects.create(lease=lease, at=now, kind="granted", actor=actor)
+    budgets.open_tab(
+        lease.pk, agent_did=request.agent_did, environment_type=request.environment_type, key_id=request.key_id, now=now
+    )
+    admit()
+    return lease
+
+
+def build_lease(request: LeaseRequest, *, now: datetime) -> Lease:
+    """Build a new lease without saving it. Raise InvalidRequest or NotAllowed, naming the field."""
     environment_type, pool_row = find_type_and_pool(request)
     max_ttl = request.max_ttl or environment_type.max_ttl
     if max_ttl > environment_type.max_ttl:
@@ -105,9 +132,7 @@ def _grant_lease(request: LeaseRequest, *, now: datetime, actor: str) -> Lease:
     max_expires_at = now + max_ttl
     expires_at = compute_expires_at(renewed_at=now, ttl=ttl, max_expires_at=max_expires_at)
     conditions = environment_type.expiry_conditions if request.expiry_conditions is None else request.expiry_conditions
-    if sql.find_first(Agent, "did = %s", request.agent_did) is None:
-        Agent.objects.get_or_create(did=request.agent_did)
-    lease = Lease.objects.create(
+    return Lease(
         id=request.id or uuid4(),
         agent_did=request.agent_did,
         environment_id=request.environment_id,
@@ -123,11 +148,6 @@ def _grant_lease(request: LeaseRequest, *, now: datetime, actor: str) -> Lease:
         sleep_after=request.sleep_after or _resolve_sleep_after(environment_type),
         expiry_conditions=list(conditions),
     )
-    LeaseEvent.objects.create(lease=lease, at=now, kind="granted", actor=actor)
-    budgets.open_tab(
-        lease.pk, agent_did=request.agent_did, environment_type=request.environment_type, key_id=request.key_id, now=now
-    )
-    return lease
 
 
 def find_type_and_pool(request: LeaseRequest) -> tuple[EnvironmentType, Pool]:

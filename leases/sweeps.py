@@ -11,11 +11,11 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
-from sandboxes import processes, reconciliation
+from sandboxes import lost_hosts, processes, reconciliation
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import authorization
 from sandboxes.identity import signing
-from sandboxes.models import GONE_STATES, Sandbox, SandboxState, Snapshot
+from sandboxes.models import GONE_STATES, Host, Sandbox, SandboxState, Snapshot
 from sandboxes.state import pruning, workspace
 from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import SweepResult
@@ -59,6 +59,25 @@ def end_lost_leases(*, now: datetime) -> int:
 
     The lease does not continue in a new sandbox: an agent could not tell that its unsaved state is gone."""
     return sum(leasing.end(lease.pk, reason="lost", now=now, actor="sweep") for lease in find_lost_leases())
+
+
+def declare_host_lost(host: Host, *, now: datetime, actor: str) -> bool:
+    """Declare a host lost: end the leases of its sandboxes as lost, and release their places. Return False if it was before.
+
+    After a crash in between, the `stalled` sweep of any host continues."""
+    declared = lost_hosts.declare_lost(host, now=now, actor=actor)
+    if declared:
+        release_lost_hosts(now=now, actor=actor)
+    return declared
+
+
+def release_lost_hosts(*, now: datetime, actor: str = "sweep") -> int:
+    """End the leases of sandboxes on lost hosts, and release the sandboxes. Return the number of sandboxes. Idempotent."""
+    if not Host.objects.filter(lost_at__isnull=False).exists():
+        return 0
+    lost_hosts.mark_sandboxes_lost(now=now)
+    end_lost_leases(now=now)
+    return lost_hosts.release_sandboxes(now=now, actor=actor)
 
 
 def find_lost_leases() -> QuerySet[Lease]:
@@ -114,6 +133,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     for item, count in closed.counts.items():
         result.note(item, count)
     result.failures += closed.failures
+    result.note("sandboxes of lost hosts released", release_lost_hosts(now=now))
     result.note("turns skipped", turns.settle_overdue_turns(now=now, limit=limit))
     result.note("model calls closed", authorization.close_abandoned(now=now, limit=limit))
     result.note("idempotent responses deleted", find_expired_idempotent_requests(now=now).delete()[0])

@@ -8,19 +8,20 @@ from typing import Any
 from uuid import UUID
 
 from django.db import IntegrityError, transaction
-from django.db.models import Q
+from django.db.models import Exists, OuterRef, Q
 from django.utils import timezone
 from django_q.models import OrmQ
-from django_q.tasks import async_task, schedule
+from django_q.tasks import schedule
 
 from leases import execution, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, LeaseStatus
-from sandboxes import eviction
+from sandboxes import eviction, pool
 from sandboxes import sweeps as sandboxes
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
-from sandboxes.models import IN_FLIGHT_STATES, Run, Sandbox, SandboxState, Snapshot
+from sandboxes.hosts import queues, registry
+from sandboxes.models import IN_FLIGHT_STATES, Host, Run, Sandbox, SandboxState, Snapshot
 from sandboxes.queue_threads import StillRunning, run_outlasting
 from sandboxes.sweep_log import SweepResult
 
@@ -30,8 +31,24 @@ MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next sched
 
 def enqueue_reclaim() -> None:
     """Queue a `reclaim` sweep to destroy sandboxes of ended leases at once. Best effort: the schedule also runs it."""
-    if OrmQ.objects.count() < MAX_QUEUED_TASKS:
-        async_task("leases.tasks.reclaim", group="reclaim")
+    for host in _find_hosts_with_work(SandboxState.DESTROYING):
+        if OrmQ.objects.count() < MAX_QUEUED_TASKS:
+            queues.enqueue("leases.tasks.reclaim", group="reclaim", host=host)
+
+
+def _find_hosts_with_work(*states: SandboxState) -> list[Host | None]:
+    """Return the hosts of sandboxes in these states that are not silent, or [None], any host, if there are none."""
+    hosts = Host.objects.filter(Exists(Sandbox.objects.filter(host=OuterRef("pk"), state__in=states)))
+    return [host for host in hosts if not registry.is_silent(host, now=database_time.now())] or [None]
+
+
+def _find_host(lease_id: UUID) -> Host | None:
+    """Return the host whose worker acts on a lease's sandbox. None: any host, if its sandbox is cold and its host silent."""
+    sandbox = pool.find_by_holder(lease_id)
+    if sandbox is None or sandbox.host is None:
+        return None
+    is_bound = sandbox.state != SandboxState.COLD
+    return sandbox.host if is_bound or not registry.is_silent(sandbox.host, now=database_time.now()) else None
 
 
 def reclaim() -> str:
@@ -57,8 +74,9 @@ def request_sleep(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, g
 
 def enqueue_idle_sweep() -> None:
     """Queue an `idle` sweep to evict due sandboxes at once. Best effort: the schedule also runs it."""
-    if OrmQ.objects.count() < MAX_QUEUED_TASKS:
-        async_task("leases.tasks.sweep_idle", group="idle")
+    for host in _find_hosts_with_work(SandboxState.WAITING, SandboxState.WARM):
+        if OrmQ.objects.count() < MAX_QUEUED_TASKS:
+            queues.enqueue("leases.tasks.sweep_idle", group="idle", host=host)
 
 
 def sweep_idle() -> str:
@@ -74,7 +92,7 @@ def request_wake(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) ->
         return False
     with transaction.atomic():  # the event and the task are rows of one database and commit together
         LeaseEvent.objects.create(lease_id=lease_id, at=now, kind="wake_asked_for", actor=actor, reason=reason)
-        async_task("leases.tasks.wake_sandbox", str(lease_id), actor, group="wake")
+        queues.enqueue("leases.tasks.wake_sandbox", str(lease_id), actor, group="wake", host=_find_host(lease_id))
     return True
 
 
@@ -109,7 +127,8 @@ def _enqueue_with_event(
         return False
     with transaction.atomic():  # as in request_wake
         request = LeaseEvent.objects.create(lease_id=lease_id, at=now, kind=kind, actor=actor, reason=reason)
-        async_task(f"leases.tasks.{task}", str(lease_id), argument, actor, request.pk, group=task)
+        arguments = (str(lease_id), argument, actor, request.pk)
+        queues.enqueue(f"leases.tasks.{task}", *arguments, group=task, host=_find_host(lease_id))
     return True
 
 
@@ -139,19 +158,21 @@ def _run_requested(run: Callable[[], str], task: str, *arguments: Any) -> str:
 
 
 def _schedule_resume(task: str, *arguments: Any) -> None:
-    schedule("leases.tasks.resume", task, *arguments, next_run=timezone.now() + RESUME_INTERVAL)
+    next_run = timezone.now() + RESUME_INTERVAL
+    schedule("leases.tasks.resume", task, *arguments, next_run=next_run, cluster=queues.choose_queue())
 
 
 def resume(task: str, lease_id: str, *arguments: Any) -> str:
-    """Task: run a requested task again whose process died. The task returns the outcome if it has ended in between.
+    """Task: queue a requested task again whose process may have died. The task does nothing if it has an outcome already.
 
     While a claim of the lease's sandbox is kept, the task goes on, and this one is repeated after RESUME_INTERVAL."""
     alive = Q(holder=lease_id, deadline_at__gt=database_time.now())
     in_flight = Sandbox.objects.filter(alive, state__in=IN_FLIGHT_STATES).exists()
-    if in_flight or Run.objects.filter(alive, kind="file", ended_at__isnull=True).exists():
+    if in_flight or Run.objects.filter(alive, kind="file", ended_at__isnull=True, released=False).exists():
         _schedule_resume(task, lease_id, *arguments)
         return "still running"
-    return RESUMABLE_TASKS[task](lease_id, *arguments)
+    queues.enqueue(f"leases.tasks.{task}", lease_id, *arguments, group=task, host=_find_host(UUID(lease_id)))
+    return "queued again"
 
 
 def _run_once(operation: Callable[..., Snapshot], lease_id: str, failure_kind: str, actor: str, request_id: int) -> str:
@@ -171,8 +192,3 @@ def _run_once(operation: Callable[..., Snapshot], lease_id: str, failure_kind: s
                 request_id=request_id,
             )  # fmt: skip
         return str(error)
-
-
-RESUMABLE_TASKS: dict[str, Callable[..., str]] = {
-    "wake_sandbox": wake_sandbox, "take_snapshot": take_snapshot, "restore_snapshot": restore_snapshot,
-}  # fmt: skip

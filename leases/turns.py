@@ -11,7 +11,7 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
-from leases import execution, leasing
+from leases import admission, execution, leasing
 from leases.errors import TurnInProgress
 from leases.models import Lease, Turn
 from sandboxes.claims import Claim, hold
@@ -31,14 +31,24 @@ Action = dict[str, Any]
 
 
 def join_environment(
-    request: leasing.LeaseRequest, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool
+    request: leasing.LeaseRequest,
+    *,
+    wait: timedelta | None = None,
+    now: datetime,
+    actor: str = "",
+    admit: Callable[[], object] = bool,
 ) -> tuple[Lease, bool]:
     """Acquire a lease and start its sandbox, with /workspace/config.json in place. Idempotent.
 
+    With `wait`, a request to a full pool takes its position in the queue and waits that long (admission.acquire_with_place).
+    Without, the lease is granted first, and a full pool raises CapacityExhausted at once.
     Return the lease and whether this call granted it."""
     clock = clock_from(now)
     with LONG_CALLS.admit():  # before the grant: a refused call leaves no lease
-        lease, is_new = leasing.acquire(request, now=now, actor=actor, admit=admit)
+        if wait is None:
+            lease, is_new = leasing.acquire(request, now=now, actor=actor, admit=admit)
+        else:
+            lease, is_new = admission.acquire_with_place(request, wait=wait, now=now, actor=actor, admit=admit)
         sandbox = execution.ensure_sandbox_ready(lease.pk, now=clock(), actor=actor)
         if not sandbox.prepared:  # a pre-warmed sandbox gets its files with its first operation
             no_op = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")

@@ -13,10 +13,10 @@ from django.db import transaction
 from django.db.models import F, Q
 from django.db.models.functions import Greatest
 
-from sandboxes import providers
 from sandboxes.claims import CLAIM_TTL, Claim, hold
 from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
 from sandboxes.errors import ClaimLost, WorkspaceFull
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import DESTROYED, DESTROYING, EDGES, advance, checkpoint
 from sandboxes.models import (
     GONE_STATES,
@@ -127,14 +127,14 @@ def schedule_destroy_by_holder(
     if discard:
         code = TransitionReason.DISCARDED
     elif sandbox.lost_at:
-        code = TransitionReason.PROVIDER_LOST
+        code = TransitionReason.HOST_LOST if sandbox.host and sandbox.host.lost_at else TransitionReason.PROVIDER_LOST
     return schedule_destroy(sandbox.pk, now=now, code=code, reason=reason, actor=actor)
 
 
 def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     """Destroy one sandbox in `destroying` at its provider, and release its place. Returns whether it is destroyed now.
 
-    1. Claim the row, if it is due and not in quarantine.
+    1. Claim the row, if it is due, not in quarantine, and on a host that this process reaches.
     2. Persist /data and, as a snapshot, the workspace of an incarnation with unsaved state, as `final_persist` says.
     3. Take the last reading.
     4. Destroy at the provider. "Missing" counts as destroyed.
@@ -143,7 +143,8 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     If step 2 or 4 fails or its outcome is unknown, the sandbox keeps its place and the next try waits longer each time. After
     LEASEHOLD_DESTROY_TRIES tries the row goes to quarantine for an operator. A try is counted when it is claimed, so that a try
     whose process died counts. The claim is kept while the state is being stored. Idempotent."""
-    is_due, clock, token = Q(deadline_at__lte=now, quarantined_at__isnull=True), clock_from(now), uuid.uuid4()
+    is_due = Q(deadline_at__lte=now, quarantined_at__isnull=True) & registry.filter_local()
+    clock, token = clock_from(now), uuid.uuid4()
     deadline = now + CLAIM_TTL
     claimed = Sandbox.objects.filter(is_due, pk=pk, state=DESTROYING).update(
         deadline_at=deadline, claimed_by=settings.INSTANCE, claim=token, tries=F("tries") + 1
@@ -165,7 +166,7 @@ def _destroy_claimed(sandbox: Sandbox, claim: Claim, clock: Clock, *, actor: str
     if sandbox.tries > settings.DESTROY_TRIES:  # no try has reached its end
         _postpone_destroy(sandbox, "The process that tried to destroy the sandbox died in every try.", clock)
         return False
-    provider = providers.get_provider(sandbox.provider)
+    provider = registry.get_sandbox_provider(sandbox)
     try:
         if not _persist_last_state(sandbox, provider, claim, clock):
             return False

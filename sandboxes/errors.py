@@ -36,6 +36,20 @@ class SandboxNotHeld(SandboxError):
     code = "not_held"
 
 
+class WrongHost(SandboxError):
+    """The sandbox is on a host that this server does not reach. Send the request to a server of that host."""
+
+    code = "wrong_host"
+    retry_after = 5
+
+
+class HostLost(SandboxError):
+    """The host of this server was declared lost and is not cleaned up yet."""
+
+    code = "host_lost"
+    retry_after = 60
+
+
 class ClaimLost(SandboxError):
     """The operation made no progress for too long, and was given up. Nothing of it was recorded. Try again."""
 
@@ -95,6 +109,13 @@ class TooManyLongCalls(SandboxError):
 
     code = "too_many_runs"
     retry_after = 5
+
+
+class TooManyAdmissionRequests(SandboxError):
+    """The agent has reached its limit of requests that wait for a place in this pool. Try again when one got a place."""
+
+    code = "too_many_waiting"
+    retry_after = 10
 
 
 class PoolDraining(SandboxError):

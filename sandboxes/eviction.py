@@ -11,10 +11,11 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
-from sandboxes import destruction, providers
+from sandboxes import destruction
 from sandboxes.claims import CLAIM_TTL, Claim, hold
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.errors import ClaimLost, WorkspaceFull
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, advance, checkpoint
 from sandboxes.models import (
     GONE_STATES,
@@ -31,6 +32,9 @@ from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
+# A client that got its place from the admission queue has this time for its first command. Without it, requests that wait would
+# evict each other's sandboxes before one of them was used.
+FIRST_USE_PERIOD = timedelta(seconds=30)
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
@@ -49,11 +53,12 @@ def evict(
 
     Only `warm` and `waiting` sandboxes are evicted. A sandbox with an open Run is `running`, so the claiming UPDATE does not
     match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays
-    alive and `last_error` has the cause."""
+    alive and `last_error` has the cause. Raises WrongHost."""
     if settings.OBSERVE:
         return False  # the provider would refuse the destroy, and the sandbox would stay in `evicting`
     sandbox = Sandbox.objects.get(pk=pk)
     token = uuid.uuid4()
+    registry.require_local(sandbox)
     evictable = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)
     for was in (WAITING, WARM):
         if advance(
@@ -99,7 +104,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
 
 
 def _finish_claimed_eviction(sandbox: Sandbox, claim: Claim, clock: Clock, *, actor: str) -> bool:
-    pk, own_claim, provider = sandbox.pk, Q(claim=sandbox.claim), providers.get_provider(sandbox.provider)
+    pk, own_claim, provider = sandbox.pk, Q(claim=sandbox.claim), registry.get_sandbox_provider(sandbox)
     checkpoint("eviction claimed", sandbox)
     try:
         claim.keep()
@@ -198,13 +203,14 @@ def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime) -> bool:
 # --- capacity ---------------------------------------------------------------------------------------------------------
 
 
-def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") -> bool:
+def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "", spare_unused: bool = False) -> bool:
     """Free a place for this agent: cold before warm before waiting, the least recently used of each tier first.
 
-    Never evicts a running sandbox, or one that a guarantee protects. Returns False if no sandbox can be evicted. True means
+    Never evicts a running sandbox, one that a guarantee protects, or with `spare_unused` one that has just been started for its
+    first use. Returns False if no sandbox can be evicted. True means
     that one attempt was made: it may have failed, or a concurrent request may have taken the place."""
     clock = clock_from(now)
-    victim = find_victim(pool, agent_did=agent_did, now=now)
+    victim = find_victim(pool, agent_did=agent_did, now=now, spare_unused=spare_unused)
     if victim is None:
         return False
     code, reason = TransitionReason.CAPACITY, f"place needed by {agent_did}"
@@ -219,9 +225,12 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") ->
     return True
 
 
-def find_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
+def find_victim(pool: Pool, *, agent_did: str, now: datetime, spare_unused: bool = False) -> Sandbox | None:
     """Return the sandbox to evict next when this agent needs a place, or None. One query, served by an index."""
-    return _order_victims(agent_did=agent_did, now=now).filter(pool=pool).first()
+    victims = _order_victims(agent_did=agent_did, now=now).filter(pool=pool)
+    if spare_unused:
+        victims = victims.exclude(state=WARM, holder__isnull=False, state_since__gt=now - FIRST_USE_PERIOD)
+    return victims.first()
 
 
 def free_slot(*, agent_did: str, now: datetime, actor: str = "") -> bool:
@@ -257,13 +266,15 @@ def _destroy_unheld(victim: Sandbox, *, now: datetime, reason: str, actor: str) 
 def _order_victims(*, agent_did: str, now: datetime) -> QuerySet[Sandbox]:
     """Select the sandboxes of all pools that may be evicted when this agent needs room, in the order of eviction.
 
+    Sandboxes with a process are those of this process's hosts; the place of a cold one is released in the database alone.
     A sandbox whose state could not be stored is skipped until its next try, so that it does not block others. A run
     resets the count of failures and makes the sandbox a candidate again."""
     guaranteed = Quota.objects.filter(
         pool=OuterRef("pool"), agent_did=OuterRef("agent_did"), guaranteed__gt=0, used__lte=F("guaranteed")
     ).exclude(agent_did=agent_did)
     postponed = Q(persist_failures__gt=0, idle_at__gt=now)
-    candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, tier__isnull=False, lost_at__isnull=True)
+    within_reach = Q(tier=0) | registry.filter_local()
+    candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, within_reach, tier__isnull=False, lost_at__isnull=True)
     return candidates.order_by("tier", "last_used_at")
 
 

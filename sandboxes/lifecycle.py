@@ -22,7 +22,7 @@ DESTROYING, DESTROYED = SandboxState.DESTROYING, SandboxState.DESTROYED
 
 _EVICT_REASONS = (Reason.IDLE, Reason.CAPACITY, Reason.BUDGET, Reason.RESTORE)
 _END_REASONS = (Reason.LEASE_ENDED, Reason.OPERATOR, Reason.DISCARDED)
-_LIVE_END_REASONS = (*_END_REASONS, Reason.PROVIDER_LOST)  # not of a cold sandbox: it has no process
+_LIVE_END_REASONS = (*_END_REASONS, Reason.PROVIDER_LOST, Reason.HOST_LOST)  # not of a cold sandbox: it has no process
 START_REASONS = (Reason.REQUESTED, Reason.PREWARMED)  # of a new row
 # Edges of the state machine, each with the reasons that it allows. The diagram in README.md is drawn from this table.
 EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
@@ -43,7 +43,7 @@ EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (EVICTING, DESTROYING): (*_LIVE_END_REASONS, Reason.EVICTION_STALLED),
     (COLD, DESTROYING): (*_END_REASONS, Reason.CAPACITY, Reason.COLD_TTL),
     (DESTROYING, DESTROYING): (Reason.DISCARDED,),
-    (DESTROYING, DESTROYED): (Reason.CONFIRMED_GONE, Reason.NO_PROCESS),
+    (DESTROYING, DESTROYED): (Reason.CONFIRMED_GONE, Reason.NO_PROCESS, Reason.HOST_LOST),
 }
 
 

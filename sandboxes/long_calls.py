@@ -6,7 +6,10 @@ renewals and health checks. Management commands and queue workers have no limit.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import BoundedSemaphore, local
+
+from django.conf import settings
 
 from sandboxes.errors import TooManyLongCalls
 
@@ -47,6 +50,16 @@ class LongCallLimit:
 
 
 LONG_CALLS = LongCallLimit()
+WAITING_CALLS = LongCallLimit()  # long calls that wait for a place: they must leave threads to those that free one
+
+
+def get_shutdown_path() -> Path:
+    """Return the file that exists while the web processes with this state directory shut down."""
+    return Path(settings.STATE_DIR) / "draining"
+
+
+def is_shutting_down() -> bool:
+    return get_shutdown_path().exists()
 
 
 def compute_maximum(threads: int) -> int:
@@ -54,3 +67,10 @@ def compute_maximum(threads: int) -> int:
 
     At least one thread is left for short calls, so `threads` must be 2 or more."""
     return threads - max(1, threads // 4)
+
+
+def set_limits(threads: int) -> None:
+    """Set the limits of a web process with this number of threads. Half of the long calls may wait for a place."""
+    maximum = compute_maximum(threads)
+    LONG_CALLS.set_maximum(maximum)
+    WAITING_CALLS.set_maximum(max(1, maximum // 2))

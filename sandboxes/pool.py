@@ -16,7 +16,8 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import F, Q, QuerySet
 
-from sandboxes import destruction, eviction, providers
+from sandboxes import admission_queue, destruction, eviction, providers
+from sandboxes.admission_queue import Position
 from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
@@ -33,6 +34,7 @@ from sandboxes.errors import (
     SandboxNotReady,
 )
 from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, Transition, TransitionReason
 from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
@@ -62,7 +64,10 @@ class SandboxRequest:
 
 
 class _PoolFull(Exception):
-    """No place is free in the pool. Rolls the reservation back."""
+    """No place is free in the pool, apart from those for waiting requests. Rolls the reservation back."""
+
+    def __init__(self, position: Position) -> None:
+        self.position = position
 
 
 class _NoFreeSlot(Exception):
@@ -84,11 +89,12 @@ def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -
     Blocks while this or another process starts or evicts the sandbox. Raises CapacityExhausted,
     QuotaExceeded or PoolDraining if no place is available, DiskFull if a new sandbox is needed and a disk of the control plane
     is low, SandboxNotReady if the start failed, SandboxLost if the stored
-    state is gone, and SandboxBusy if another process has not finished after SANDBOX_START_TIMEOUT."""
+    state is gone, WrongHost if the sandbox or its stored state is on a host that this process does not reach, and SandboxBusy
+    if another process has not finished after SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
     sandbox = find_by_holder(request.holder)
-    if sandbox and sandbox.state in ALIVE_STATES and not sandbox.lost_at:
+    if sandbox and sandbox.state in ALIVE_STATES and not sandbox.lost_at and registry.is_local(sandbox):
         sandbox.pool = request.pool
         return sandbox
     while (ready := _start_or_wake(request, sandbox, now=clock(), actor=actor)) is None:
@@ -105,11 +111,13 @@ def _start_or_wake(request: SandboxRequest, sandbox: Sandbox | None, *, now: dat
     clock = clock_from(now)
     if sandbox and sandbox.lost_at:
         raise SandboxLost()
-    if sandbox and sandbox.state in ALIVE_STATES:
+    if sandbox and sandbox.state != COLD:
+        registry.require_local(sandbox)
+        if sandbox.state not in ALIVE_STATES:
+            return None
         sandbox.pool = request.pool
         return sandbox
-    if sandbox and sandbox.state != COLD:
-        return None
+    workspace.require_within_reach(request.holder)
     request.guard.check_affordable()
     if sandbox:
         return wake(sandbox, now=clock(), actor=actor)
@@ -134,11 +142,17 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
             terms = request.guard.fence()
             policy = _resolve_policy(terms)
             if policy and policy.writable_root:
+                transaction.set_rollback(True)
                 return None  # pre-warmed sandboxes are started with the sealed policy
             # Tier 1 is `warm`. Filtered by tier, so that the index sandbox_eviction_order serves the filter and the order.
-            warm = find_unclaimed(request.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
+            warm = find_local_unclaimed(request.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
             pk = warm.select_for_update(skip_locked=True, of=("self",)).values_list("pk", flat=True).first()
             if pk is None or (mounts.is_mount_required(request.agent_did) and not mounts.has_mount_directory(pk)):
+                transaction.set_rollback(True)  # undoes a lease that the guard has granted for this place
+                return None
+            position = _find_position(request, now=now)
+            if position.ahead:
+                transaction.set_rollback(True)
                 return None
             _take_quota(request)
             claimed = advance(
@@ -150,6 +164,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
             if not claimed:
                 transaction.set_rollback(True)  # undoes _take_quota
                 return None
+            _leave_queue(request, position, now=now)
             Pool.objects.filter(pk=request.pool.pk).update(claimed_warm=F("claimed_warm") + 1)
     except IntegrityError:
         return None  # sandbox_one_live_per_holder: another request was first
@@ -160,6 +175,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
 def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Take a place in the pool: insert a row in `warming`. If no place or egress slot is free, evict another sandbox first.
 
+    A place that waiting requests are entitled to (sandboxes.admission_queue) is not taken, and none is evicted for it.
     Returns None if the holder has a sandbox already. Raises CapacityExhausted, QuotaExceeded, PoolDraining or DiskFull."""
     disk_space.require_free_space("start a sandbox")
     clock = clock_from(now)
@@ -169,9 +185,13 @@ def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") ->
             return _insert_reservation(request, now=clock(), actor=actor)
         except IntegrityError:
             return None  # sandbox_one_live_per_holder or sandbox_one_live_per_slot: another request was first
-        except _PoolFull:
+        except _PoolFull as full:
+            if full.position.ahead:
+                raise admission_queue.build_waiting_error(request.pool, full.position) from None
             exhausted = _build_pool_full_error(request.pool)
-            freed = eviction.free_place(request.pool, agent_did=request.agent_did, now=clock(), actor=actor)
+            freed = eviction.free_place(
+                request.pool, agent_did=request.agent_did, now=clock(), actor=actor, spare_unused=full.position.is_queued
+            )
         except _NoFreeSlot:
             exhausted = slots.build_exhausted_error()
             freed = eviction.free_slot(agent_did=request.agent_did, now=clock(), actor=actor)
@@ -196,15 +216,27 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
     with transaction.atomic(durable=True):
         terms = request.guard.fence()
         sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)
+        position = _find_position(request, now=now)  # before _take_quota, which changes the order
         insert_warming(sandbox, now=now, code=TransitionReason.REQUESTED, actor=actor)
         _take_quota(request)
-        if not take_place(request.pool):
+        _leave_queue(request, position, now=now)
+        if not take_place(request.pool, ahead=position.ahead):
             _refuse_if_draining(request.pool)
-            raise _PoolFull
+            raise _PoolFull(position)
         if sandbox.slot is None:  # checked last: a request that is refused for another reason evicts no sandbox
             raise _NoFreeSlot
     checkpoint("reserved", sandbox)
     return sandbox
+
+
+def _find_position(request: SandboxRequest, *, now: datetime) -> Position:
+    return admission_queue.find_position(request.pool, request.agent_did, request.environment_id, now=now)
+
+
+def _leave_queue(request: SandboxRequest, position: Position, *, now: datetime) -> None:
+    """Remove the request from the queue, in the transaction that takes its place."""
+    if position.is_queued:
+        admission_queue.admit(request.pool, request.agent_did, request.environment_id, now=now)
 
 
 def _resolve_policy(terms: HolderTerms) -> Policy | None:
@@ -213,8 +245,8 @@ def _resolve_policy(terms: HolderTerms) -> Policy | None:
 
 
 def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
-    """Start one sandbox without a holder. Returns None if the pool has reached its warm target or is full, no egress slot is
-    free, or a disk is low.
+    """Start one sandbox without a holder. Returns None if the pool has reached its warm target, has no place that no request
+    waits for, no egress slot is free, or a disk is low.
 
     The pool's row is locked while the warm and warming sandboxes are counted. Concurrent sweeps therefore do not exceed the
     target. Raises what start_reserved raises."""
@@ -224,7 +256,9 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
     try:
         with transaction.atomic(durable=True):
             locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
-            if find_unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
+            if find_unclaimed(locked).filter(state__in=(WARMING, WARM), host=sandbox.host).count() >= locked.warm_target:
+                return None
+            if not take_place(locked, ahead=admission_queue.count_waiting(locked, now=now)):
                 return None
             sandbox.slot = slots.choose_free_slot()  # under the lock no other sweep of this pool chooses the same slot
             if sandbox.slot is None:
@@ -243,6 +277,7 @@ def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
     sandbox = Sandbox(
         pool=pool,
         provider=provider,
+        host=registry.get_placement_host(provider, now=now),
         isolated=providers.get_provider(provider).isolated,
         measured=providers.get_provider(provider).measures_usage,
         image=pool.image or settings.SANDBOX_IMAGE,
@@ -269,11 +304,17 @@ def find_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
     ).exclude(state__in=GONE_STATES)
 
 
-def take_place(pool: Pool) -> bool:
-    """Count one more sandbox in the pool, if it has a free place and is not draining. Returns whether a place was taken.
+def find_local_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
+    """Select what find_unclaimed does on the hosts that this process reaches. The warm target applies to each host."""
+    return find_unclaimed(pool).filter(registry.filter_local())
 
-    Call this function last in its transaction, because the pool's row stays locked until the commit."""
-    has_free_place = Q(used__lt=F("capacity"), draining=False)
+
+def take_place(pool: Pool, *, ahead: int = 0) -> bool:
+    """Count one more sandbox in the pool, if it is not draining and has a free place besides those of `ahead` other requests.
+
+    Returns whether a place was taken. Call this function last in its transaction, because the pool's row stays locked until the
+    commit."""
+    has_free_place = Q(used__lt=F("capacity") - ahead, draining=False)
     return bool(Pool.objects.filter(has_free_place, pk=pool.pk).update(used=F("used") + 1))
 
 
@@ -311,7 +352,7 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
     Raises SandboxNotReady if a step failed or made no progress, and SandboxLost if the stored state is gone; in both cases the
     sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the lease ended meanwhile."""
     clock = clock_from(now)
-    provider = providers.get_provider(sandbox.provider)
+    provider = registry.get_sandbox_provider(sandbox)
     assert sandbox.deadline_at is not None
     rows = Sandbox.objects.filter(pk=sandbox.pk, claim=sandbox.claim, state=WARMING)
     ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
@@ -439,11 +480,13 @@ def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandb
     unchanged = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
     sandbox.incarnation += 1
     sandbox.ref, sandbox.claim, sandbox.slot = sandbox.name, uuid.uuid4(), slot
+    sandbox.host = registry.get_placement_host(sandbox.provider, now=now)
     sandbox.deadline_at = now + settings.SANDBOX_START_TIMEOUT
     claimed = advance(
         sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
         incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
         deadline_at=sandbox.deadline_at, last_used_at=now, persisted=False, slot=slot, slot_since=now,
+        host=sandbox.host,
     )  # fmt: skip
     return sandbox if claimed else None
 

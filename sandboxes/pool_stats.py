@@ -50,6 +50,7 @@ class Stats:
     lost: int  # missing at the provider, row not destroyed yet
     warm_target: int
     warm_ready: int  # pre-warmed, without a holder
+    queue_length: int  # requests that wait for a place in the full pool
     oldest_waiting: timedelta  # time since the last use of the longest waiting sandbox; 0 if no sandbox is waiting
 
     @property
@@ -90,7 +91,9 @@ def collect_pool_stats(*, now: datetime) -> list[PoolStats]:
         )
     )
     live = {row["pool_id"]: row for row in rows}
-    return [_build_pool_stats(pool, live.get(pool.pk, {}), filters, now) for pool in Pool.objects.order_by("name")]
+    queued = Count("admission_requests", filter=Q(admission_requests__expires_at__gt=now))
+    pools = Pool.objects.annotate(queue_length=queued).order_by("name")
+    return [_build_pool_stats(pool, pool.queue_length, live.get(pool.pk, {}), filters, now) for pool in pools]
 
 
 def _build_count_filters(now: datetime) -> dict[str, Q]:
@@ -112,7 +115,9 @@ def build_stalled_filter(now: datetime) -> Q:
     return in_flight | Q(state=SandboxState.RUNNING, pk__in=runs.find_overdue(now=overdue).order_by().values("sandbox"))
 
 
-def _build_pool_stats(pool: Pool, live: Mapping[str, Any], gauges: Iterable[str], now: datetime) -> PoolStats:
+def _build_pool_stats(
+    pool: Pool, queue_length: int, live: Mapping[str, Any], gauges: Iterable[str], now: datetime
+) -> PoolStats:
     waiting_since = live.get("waiting_since") or now
     return PoolStats(
         pk=pool.pk,
@@ -124,6 +129,7 @@ def _build_pool_stats(pool: Pool, live: Mapping[str, Any], gauges: Iterable[str]
         warm_target=pool.warm_target,
         warm_paused_until=pool.warm_paused_until if (pool.warm_paused_until or now) > now else None,
         warm_error=pool.warm_error,
+        queue_length=queue_length,
         oldest_waiting=max(now - waiting_since, timedelta(0)),
         **{name: live.get(name, 0) for name in gauges},
         **{name: live.get(f"pool__{name}", getattr(pool, name)) + live.get(f"now_{name}", 0) for name in POOL_COUNTER_FIELDS},

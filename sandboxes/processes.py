@@ -13,9 +13,10 @@ from datetime import datetime, timedelta
 from django.db import transaction
 from django.db.models import QuerySet
 
-from sandboxes import providers, runs
+from sandboxes import runs
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, SandboxNotHeld, TooManyProcesses
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import ALIVE_STATES, Run, RunOutcome, Sandbox, SandboxState
@@ -116,8 +117,9 @@ def kill_process(process: Process, *, now: datetime) -> Process:
     if the kill failed, and SandboxBusy while the process is being started or its sandbox is being evicted. An eviction
     that succeeds ends the process."""
     if _is_sandbox_alive(process):
+        registry.require_local(process.sandbox)
         try:
-            provider = providers.get_provider(process.sandbox.provider)
+            provider = registry.get_sandbox_provider(process.sandbox)
             provider.kill(process.sandbox.ref, str(process.pk))
             state = provider.processes(process.sandbox.ref, [str(process.pk)]).get(str(process.pk))
         except Missing as missing:  # reconcile handles the missing sandbox
@@ -143,8 +145,9 @@ def read_log(process: Process, *, start: int, length: int) -> ProcessOutput:
     Raises ProcessOutputGone once its sandbox is cold or gone, and ProviderCallFailed if the provider did not respond."""
     if not _is_sandbox_alive(process):
         raise ProcessOutputGone()
+    registry.require_local(process.sandbox)
     try:
-        return providers.get_provider(process.sandbox.provider).log(
+        return registry.get_sandbox_provider(process.sandbox).log(
             process.sandbox.ref, str(process.pk), start=start, length=length
         )
     except Missing as missing:
@@ -194,7 +197,11 @@ def _poll_log(process: Process, text: str, *, start: int, within: timedelta, clo
 def close_ended(*, now: datetime, limit: int = 500) -> SweepResult:
     """Close the rows of processes that have ended, one provider call a sandbox."""
     result, clock = SweepResult(), clock_from(now)
-    running = Process.objects.filter(ended_at__isnull=True).select_related("sandbox").order_by("sandbox", "started_at")
+    running = (
+        Process.objects.filter(registry.filter_local("sandbox__"), ended_at__isnull=True)
+        .select_related("sandbox")
+        .order_by("sandbox", "started_at")
+    )
     grouped: dict[uuid.UUID, list[Process]] = {}
     for process in running[:limit]:
         grouped.setdefault(process.sandbox_id, []).append(process)
@@ -222,7 +229,8 @@ def _close_ended_in_sandbox(opened: Iterable[Process], *, now: datetime) -> int:
     if not running:
         return 0
     sandbox = running[0].sandbox
-    provider = providers.get_provider(sandbox.provider)
+    registry.require_local(sandbox)
+    provider = registry.get_sandbox_provider(sandbox)
     confirmed = _find_confirmed(running)
     try:
         states = provider.processes(sandbox.ref, [str(process.pk) for process in running])

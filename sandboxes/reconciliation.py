@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from uuid import UUID
 
 import structlog
 from django.core.exceptions import ImproperlyConfigured
+from django.db.models import Q
 
 from sandboxes import eviction, providers
 from sandboxes.egress import nginx
+from sandboxes.hosts import registry
+from sandboxes.hosts.bound_provider import require_engine
 from sandboxes.lifecycle import COLD, DESTROYED
 from sandboxes.models import ALIVE_STATES, Pool, Sandbox
 from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
@@ -17,20 +21,22 @@ log = structlog.get_logger(__name__)
 
 
 def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
-    """Compare the rows of each pool with the listings of its providers.
+    """Compare the rows of each pool with the listings of the engines that this process reaches.
 
-    - Listed, and named by a row: unchanged.
-    - Listed, and named by no row (earlier incarnations included): destroyed once older than `grace`. The row of a younger
+    - Listed, and named by a row of the same host: unchanged.
+    - Listed, and named by no such row (earlier incarnations included): destroyed once older than `grace`. The row of a younger
       sandbox may not be committed yet.
     - Alive in its row, not listed, and missing when inspected by name: cold if nothing in it was unsaved, otherwise lost.
-    - A listing that fails or is empty changes nothing.
+    - A listing that fails, is empty or comes from an exchanged engine changes nothing.
     - An egress proxy without a server is removed, once older than `grace`."""
     result = SweepResult()
     for pool, name in iter_pool_providers():
         try:
-            alive = find_alive(pool, name)  # read before the listing: a sandbox created later is not expected in the listing
-            listed = providers.get_provider(name).list(str(pool.owner))
-            _destroy_orphans(pool, name, listed, result, now=now, grace=grace)
+            host_id = registry.get_local_host_id(name)
+            # Read before the listing: a sandbox created later is not expected in the listing.
+            alive = find_alive(pool, host_id)
+            listed = list_sandboxes(pool, name, host_id)
+            _destroy_orphans(pool, name, host_id, listed, result, now=now, grace=grace)
             if listed:
                 _handle_missing(alive, listed, result, now=now)
             elif alive:
@@ -47,38 +53,55 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
 
 
 def iter_pool_providers() -> Iterator[tuple[Pool, str]]:
-    """Yield each pool with the name of each provider that may have sandboxes for the pool."""
+    """Yield each pool with the name of each provider that may have sandboxes for the pool on a host of this process."""
+    local = registry.filter_local()
     for pool in Pool.objects.all():
-        for name in {pool.provider or providers.get_default_provider_name(), *find_used_providers(pool)}:
+        for name in {pool.provider or providers.get_default_provider_name(), *find_used_providers(pool, local)}:
             yield pool, name
 
 
-def find_used_providers(pool: Pool) -> set[str]:
+def find_used_providers(pool: Pool, local: Q) -> set[str]:
     """Return the providers of the pool's sandboxes that are not destroyed. The pool's provider may have been changed since."""
-    return set(Sandbox.objects.filter(pool=pool).exclude(state=DESTROYED).values_list("provider", flat=True))
+    return set(Sandbox.objects.filter(local, pool=pool).exclude(state=DESTROYED).values_list("provider", flat=True))
 
 
-def find_alive(pool: Pool, provider_name: str) -> list[Sandbox]:
-    return list(Sandbox.objects.filter(pool=pool, provider=provider_name, state__in=ALIVE_STATES, lost_at__isnull=True))
+def find_alive(pool: Pool, host_id: UUID) -> list[Sandbox]:
+    return list(Sandbox.objects.filter(pool=pool, host=host_id, state__in=ALIVE_STATES, lost_at__isnull=True))
+
+
+def list_sandboxes(pool: Pool, provider_name: str, host_id: UUID) -> list[ProviderSandbox]:
+    """List the pool's sandboxes on the engine of this host. Raise ProviderError if the listing is not complete.
+
+    The engine is asked for its identity after the listing: the listing of another engine would show orphans and losses."""
+    provider = providers.get_provider(provider_name)
+    listed = provider.list(str(pool.owner))
+    require_engine(provider, host_id)
+    return listed
 
 
 def find_orphans(pool: Pool, provider_name: str, *, now: datetime, grace: timedelta) -> list[ProviderSandbox]:
-    """Return the sandboxes that a provider lists for a pool, that no row names, and that are older than `grace`.
+    """Return the sandboxes that this host's engine lists for a pool, that no row names, and that are older than `grace`.
 
     Raises ProviderError if the listing is not complete."""
-    return _filter_orphans(pool, providers.get_provider(provider_name).list(str(pool.owner)), now=now, grace=grace)
+    host_id = registry.get_local_host_id(provider_name)
+    return _filter_orphans(pool, host_id, list_sandboxes(pool, provider_name, host_id), now=now, grace=grace)
 
 
-def _filter_orphans(pool: Pool, listed: list[ProviderSandbox], *, now: datetime, grace: timedelta) -> list[ProviderSandbox]:
+def _filter_orphans(
+    pool: Pool, host_id: UUID, listed: list[ProviderSandbox], *, now: datetime, grace: timedelta
+) -> list[ProviderSandbox]:
     # Read after the listing: a row is inserted before its sandbox is created, so each listed sandbox's row is visible here.
-    known_names = {sandbox.name for sandbox in Sandbox.objects.filter(pool=pool).exclude(state__in=(DESTROYED, COLD))}
+    # A row without a host may be of this one.
+    own = Q(host=host_id) | Q(host__isnull=True)
+    rows = Sandbox.objects.filter(own, pool=pool).exclude(state__in=(DESTROYED, COLD))
+    known_names = {sandbox.name for sandbox in rows}
     return [entry for entry in listed if entry.name not in known_names and entry.created_at <= now - grace]
 
 
 def _destroy_orphans(
-    pool: Pool, name: str, listed: list[ProviderSandbox], result: SweepResult, *, now: datetime, grace: timedelta
+    pool: Pool, name: str, host_id: UUID, listed: list[ProviderSandbox], result: SweepResult, *, now: datetime, grace: timedelta
 ) -> None:
-    for orphan in _filter_orphans(pool, listed, now=now, grace=grace):
+    for orphan in _filter_orphans(pool, host_id, listed, now=now, grace=grace):
         log.warning("orphan destroyed", name=orphan.name, provider=name, created_at=orphan.created_at.isoformat())
         providers.get_provider(name).destroy(orphan.ref)
         result.note("orphans destroyed")
@@ -91,6 +114,6 @@ def _handle_missing(alive: list[Sandbox], listed: list[ProviderSandbox], result:
             result.note("kept")
             continue
         try:
-            providers.get_provider(sandbox.provider).inspect(sandbox.ref)
+            registry.get_sandbox_provider(sandbox).inspect(sandbox.ref)
         except Missing as missing:
             result.note(eviction.record_missing(sandbox, str(missing), now=now, actor="sweep") or "lost race")

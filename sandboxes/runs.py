@@ -16,7 +16,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
-from sandboxes import eviction, lifecycle, pool, providers
+from sandboxes import eviction, lifecycle, pool
 from sandboxes.claims import hold, note_progress
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
@@ -32,6 +32,7 @@ from sandboxes.errors import (
     StoreUnavailable,
     WorkspaceFull,
 )
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
@@ -127,7 +128,7 @@ def operation(request: pool.SandboxRequest, command: Command, *, now: datetime, 
                 opened.entered = True
                 yield opened
             except Exception as failed:
-                error = _fail_operation(opened, failed, now=clock(), actor=actor)
+                error = _record_failure(opened, failed, clock, actor=actor)
                 if error is failed:
                     raise
                 raise error from failed
@@ -154,13 +155,28 @@ def _record_success(opened: Operation, attached: Attachment | None, clock: Clock
         raise OutcomeUnknown(run_id=run_id, exit_code=exit_code) from failed
 
 
+def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor: str) -> Exception:
+    """Like _fail_operation, with retries for CLOSE_RETRY_PERIOD while the database does not respond.
+
+    A Run that stays open ends at its deadline, and until then its client is told to wait."""
+    errors: list[Exception] = []
+
+    def record() -> None:
+        errors.append(_fail_operation(opened, failed, now=clock(), actor=actor))
+
+    until = clock() + CLOSE_RETRY_PERIOD
+    with suppress(RetriesExhausted):
+        retry_connection_errors(record, "run not closed", clock=clock, until=until, run=str(opened.run.pk))
+    return errors[0] if errors else failed
+
+
 def _open_operation(request: pool.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
     while True:
         request.guard.check_proceed()
         sandbox = pool.ensure_running(request, now=clock(), actor=actor)
         run = open_run(sandbox, command, now=clock(), actor=actor)
         if run:
-            return Operation(run, sandbox, providers.get_provider(sandbox.provider), RunClaim(run, clock))
+            return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
         # The sandbox was evicted or destroyed between the two calls above.
 
 
@@ -349,7 +365,7 @@ def interrupt_run(run: Run, *, note: str, now: datetime, actor: str = "") -> boo
     sandbox = run.sandbox
     if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:
         with suppress(Missing):  # the command is gone with its sandbox, which reconcile marks as lost
-            providers.get_provider(sandbox.provider).kill(sandbox.ref, str(run.pk))
+            registry.get_sandbox_provider(sandbox).kill(sandbox.ref, str(run.pk))
     return close_run(run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
 
 
@@ -357,6 +373,11 @@ def find_overdue(*, now: datetime) -> QuerySet[Run]:
     """Select open Runs past their deadline, or whose waiting process is known to be dead."""
     overdue = Run.objects.filter(Q(deadline_at__lt=now) | Q(released=True), ended_at__isnull=True)
     return overdue.select_related("sandbox").order_by("deadline_at")
+
+
+def find_abandoned(*, now: datetime) -> QuerySet[Run]:
+    """Select overdue Runs on the hosts that this process reaches: only there can their commands be killed."""
+    return find_overdue(now=now).filter(registry.filter_local("sandbox__"))
 
 
 def _classify_outcome(result: ExecResult) -> RunOutcome:

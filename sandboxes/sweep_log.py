@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 import structlog
+from django.db.models import Q
 
 from sandboxes.db.clock import clock_from
-from sandboxes.models import Sweep
+from sandboxes.models import Host, Sweep
 
 log = structlog.get_logger(__name__)
 # Time after which a pass of a sweep that waits for providers or stores begins no further step.
 PASS_TIME_LIMIT = timedelta(seconds=60)
+MIN_INTERVAL_SHARE = 0.75  # between passes of different hosts: the hosts' schedules are not in phase, and waits shift them
 
 
 @dataclass
@@ -32,13 +34,24 @@ class SweepResult:
         return ", ".join(parts) or "nothing to do"
 
 
-def run_recorded(name: str, sweep: Callable[[], SweepResult], *, now: datetime, every: timedelta) -> SweepResult:
-    """Run a sweep, and record its times, counts and failures in the row `name`, which health checks read.
+def run_recorded(
+    name: str,
+    sweep: Callable[[], SweepResult],
+    *,
+    now: datetime,
+    every: timedelta,
+    host: Host | None = None,
+    started_by: Host | None = None,
+) -> SweepResult:
+    """Run a sweep, and record its times, counts and failures in the row of its name and host, which health checks read.
 
-    `every` is the scheduled interval. An exception is recorded and raised again."""
-    row, _ = Sweep.objects.get_or_create(name=name, defaults={"every": every})
+    `every` is the scheduled interval, `host` the host whose work the sweep does (None: the installation's), and `started_by`
+    the host of this process. An installation's sweep that another host has started within the interval is skipped. An
+    exception is recorded and raised again."""
+    row, _ = Sweep.objects.get_or_create(name=name, host=host, defaults={"every": every})
     clock = clock_from(now)
-    Sweep.objects.filter(pk=row.pk).update(started_at=now, every=every)
+    if not _claim_pass(row, now=now, every=every, started_by=started_by):
+        return SweepResult({"left to another host": 1})
     try:
         result = sweep()
     except Exception as failed:
@@ -50,3 +63,10 @@ def run_recorded(name: str, sweep: Callable[[], SweepResult], *, now: datetime, 
     if result.counts or result.failures:
         log.info("sweep", sweep=name, **result.counts, failed=len(result.failures))
     return result
+
+
+def _claim_pass(row: Sweep, *, now: datetime, every: timedelta, started_by: Host | None) -> bool:
+    """Record the start of a pass. Return False if another host has started one within MIN_INTERVAL_SHARE of the interval."""
+    due = Q(started_at__isnull=True) | Q(started_at__lte=now - every * MIN_INTERVAL_SHARE) | Q(started_at__gt=now + every)
+    own = Q(host__isnull=False) | Q(started_by__isnull=True) | Q(started_by=started_by)
+    return bool(Sweep.objects.filter(due | own, pk=row.pk).update(started_at=now, every=every, started_by=started_by))

@@ -1,6 +1,7 @@
 """Scheduled passes over sandboxes and pools.
 
-Each sweep takes the time as an argument and returns a SweepResult. A sweep is safe to repeat, and to run concurrently with
+Each sweep takes the time as an argument and returns a SweepResult. A sweep that calls providers handles the sandboxes of the
+hosts that this process reaches. A sweep is safe to repeat, and to run concurrently with
 itself and with any other. The outcome "lost race" means that another process moved the row first."""
 
 import uuid
@@ -12,14 +13,14 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import destruction, eviction, providers, runs
+from sandboxes import admission_queue, destruction, eviction, runs
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.errors import SandboxError
-from sandboxes.hosts import capacity
+from sandboxes.hosts import capacity, registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance_many
 from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
-from sandboxes.pool import find_unclaimed, start_warm
+from sandboxes.pool import find_local_unclaimed, start_warm
 from sandboxes.providers.base import Missing, ProviderError
 from sandboxes.state import workspace
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
@@ -51,7 +52,7 @@ def destroy_due(*, now: datetime, limit: int = 200) -> SweepResult:
 
 def find_due_for_destroy(*, now: datetime) -> QuerySet[Sandbox]:
     """Select the sandboxes that destroy_due would destroy now."""
-    due = Sandbox.objects.filter(state=DESTROYING, deadline_at__lte=now, quarantined_at__isnull=True)
+    due = Sandbox.objects.filter(registry.filter_local(), state=DESTROYING, deadline_at__lte=now, quarantined_at__isnull=True)
     return due.order_by("deadline_at")
 
 
@@ -94,7 +95,8 @@ def _evict_one(pk: uuid.UUID, token: uuid.UUID, result: SweepResult, *, now: dat
 
 def find_idle(*, now: datetime) -> QuerySet[Sandbox]:
     """Select held sandboxes that were not used for their idle time."""
-    return Sandbox.objects.filter(idle_at__lte=now, holder__isnull=False, lost_at__isnull=True)
+    idle = Q(idle_at__lte=now, holder__isnull=False, lost_at__isnull=True)
+    return Sandbox.objects.filter(idle, registry.filter_local())
 
 
 def expire_cold(*, now: datetime, limit: int = 500) -> SweepResult:
@@ -120,8 +122,9 @@ def find_expired_cold(*, now: datetime) -> QuerySet[Sandbox]:
 
 
 def find_leftover_local_copies() -> QuerySet[Snapshot]:
-    """Select snapshots with local files whose sandbox is destroyed."""
-    return Snapshot.objects.filter(local=True, forgotten_at__isnull=True, sandbox__state=DESTROYED).order_by("at")
+    """Select snapshots with files in this state directory whose sandbox is destroyed. Those of other hosts are theirs."""
+    own = Q(host__isnull=True) | Q(host__in=registry.find_local_host_ids())
+    return Snapshot.objects.filter(own, local=True, forgotten_at__isnull=True, sandbox__state=DESTROYED).order_by("at")
 
 
 def warm_pools(*, now: datetime) -> SweepResult:
@@ -151,12 +154,16 @@ def warm_pools(*, now: datetime) -> SweepResult:
 
 
 def find_surplus() -> list[uuid.UUID]:
-    """Return pre-warmed sandboxes above their pool's warm target, or started with outdated pool settings."""
+    """Return pre-warmed sandboxes of this host above their pool's warm target, or started with outdated pool settings."""
     surplus: list[uuid.UUID] = []
     for pool in Pool.objects.filter(sandboxes__holder__isnull=True, sandboxes__state=WARM).distinct():
         # Read before the second query: a sandbox that becomes ready between the two must not count as surplus.
-        unheld = [*Sandbox.objects.filter(pool=pool, state=WARM, holder__isnull=True).values_list("pk", flat=True)]
-        usable = find_unclaimed(pool).filter(state=WARM).order_by("-created_at").values_list("pk", flat=True)
+        unheld = [
+            *Sandbox.objects.filter(registry.filter_local(), pool=pool, state=WARM, holder__isnull=True).values_list(
+                "pk", flat=True
+            )
+        ]
+        usable = find_local_unclaimed(pool).filter(state=WARM).order_by("-created_at").values_list("pk", flat=True)
         retained = set() if pool.draining else {*usable[: pool.warm_target]}
         surplus += [pk for pk in unheld if pk not in retained]
     return surplus
@@ -165,7 +172,7 @@ def find_surplus() -> list[uuid.UUID]:
 def find_pools_below_target(*, now: datetime) -> list[Pool]:
     """Return pools below their warm target whose circuit breaker is closed."""
     warming = Pool.objects.filter(warm_target__gt=0, draining=False).exclude(warm_paused_until__gt=now)
-    return [pool for pool in warming if find_unclaimed(pool).filter(state__in=(WARMING, WARM)).count() < pool.warm_target]
+    return [pool for pool in warming if find_local_unclaimed(pool).filter(state__in=(WARMING, WARM)).count() < pool.warm_target]
 
 
 def _count_warm_failure(pool: Pool, failed: Exception, *, now: datetime) -> None:
@@ -188,7 +195,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     2. Schedule the destruction of a sandbox that did not become ready.
     3. Continue an eviction at the step where it stopped."""
     result = SweepResult()
-    for run in runs.find_overdue(now=now)[:limit]:
+    for run in runs.find_abandoned(now=now)[:limit]:
         try:
             result.note("runs closed" if runs.close_abandoned_run(run, now=now) else "lost race")
         except ProviderError as failed:
@@ -201,6 +208,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
         result.note("stalled starts destroyed" if destroyed else "lost race")
     for sandbox in find_overdue_evictions(now=now)[:limit]:
         _resume_eviction(sandbox, result, now=now)
+    result.note("abandoned requests for a place deleted", admission_queue.purge_abandoned(now=now))
     return result
 
 
@@ -223,12 +231,12 @@ def _resume_eviction(sandbox: Sandbox, result: SweepResult, *, now: datetime) ->
 
 def find_overdue_starts(*, now: datetime) -> QuerySet[Sandbox]:
     """Select sandboxes in `warming` past their deadline."""
-    return Sandbox.objects.filter(state=WARMING, deadline_at__lt=now).order_by("deadline_at")
+    return Sandbox.objects.filter(registry.filter_local(), state=WARMING, deadline_at__lt=now).order_by("deadline_at")
 
 
 def find_overdue_evictions(*, now: datetime) -> QuerySet[Sandbox]:
     """Select sandboxes in `evicting` past their deadline."""
-    overdue = Sandbox.objects.filter(state=EVICTING, deadline_at__lt=now, lost_at__isnull=True)
+    overdue = Sandbox.objects.filter(registry.filter_local(), state=EVICTING, deadline_at__lt=now, lost_at__isnull=True)
     return overdue.order_by("deadline_at")
 
 
@@ -237,7 +245,7 @@ def recount(*, now: datetime) -> SweepResult:
 
     Automatic capacities follow the setting and the engine's memory, which no event reports."""
     result = SweepResult()
-    if changed := capacity.update_automatic_capacities():
+    if changed := capacity.update_automatic_capacities(now=now):
         result.note("capacities changed", changed)
     for pk in Pool.objects.values_list("pk", flat=True):
         with transaction.atomic():
@@ -269,7 +277,7 @@ def measure_workspaces(*, now: datetime, limit: int = 50) -> SweepResult:
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            size = runs.measure_workspace(providers.get_provider(sandbox.provider), sandbox, now=clock())
+            size = runs.measure_workspace(registry.get_sandbox_provider(sandbox), sandbox, now=clock())
         except Missing:
             result.note("gone")  # reconcile handles missing sandboxes
         except ProviderError as failed:
@@ -282,12 +290,12 @@ def measure_workspaces(*, now: datetime, limit: int = 50) -> SweepResult:
 def record_readings(*, now: datetime) -> SweepResult:
     """Record the CPU and memory use of sandboxes."""
     result, clock = SweepResult(), clock_from(now)
-    for sandbox in readings.find_readable():
+    for sandbox in find_readable():
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
             result.note(
-                "read", readings.record_reading(sandbox, providers.get_provider(sandbox.provider), now=clock()) is not None
+                "read", readings.record_reading(sandbox, registry.get_sandbox_provider(sandbox), now=clock()) is not None
             )
         except Missing:
             result.note("gone")  # reconcile handles missing sandboxes
@@ -296,10 +304,15 @@ def record_readings(*, now: datetime) -> SweepResult:
     return result
 
 
+def find_readable() -> QuerySet[Sandbox]:
+    """Select the sandboxes with readable usage on the hosts that this process reaches, most recently used first."""
+    return readings.find_readable().filter(registry.filter_local())
+
+
 def find_unmeasured() -> QuerySet[Sandbox]:
     """Select waiting sandboxes whose workspace was not measured since their last use."""
     stale = Q(measured_at__isnull=True) | Q(measured_at__lt=F("last_used_at"))
-    used = Sandbox.objects.filter(stale, tier=2, lost_at__isnull=True).select_related("pool")
+    used = Sandbox.objects.filter(stale, registry.filter_local(), tier=2, lost_at__isnull=True).select_related("pool")
     return used.order_by(F("measured_at").asc(nulls_first=True))
 
 

@@ -74,7 +74,7 @@ def format_key_message(key: str) -> str:
 
 ROTATE_KEY_ACTION = AdminAction(
     title="Rotate key",
-    warning="A new secret is issued and shown once. The previous one is accepted during the overlap and expires then.",
+    warning="A new secret is issued and shown once. The previous secret is accepted until the end of the overlap.",
     done="rotated",
     refusal_reason="revoked or expired",
     legal=lambda key: key.revoked_at is None and not api_keys.is_expired(key, timezone.now()),

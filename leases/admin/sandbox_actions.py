@@ -85,7 +85,7 @@ WAKE_ACTION = AdminAction(
     explain_refusal=_describe_current_state,
 )
 DESTROY_ACTION = AdminAction(
-    title="Destroy now",
+    title="Store state and destroy",
     warning="The lease that holds the sandbox ends and running processes are killed. Its last state is stored first and kept "
     "for LEASEHOLD_KEEP_STATE.",
     done="being destroyed",
@@ -99,16 +99,17 @@ DESTROY_ACTION = AdminAction(
 )
 
 DISCARD_ACTION = AdminAction(
-    title="Destroy without storing",
-    warning="The lease that holds the sandbox ends. Everything in /workspace and /data that is not stored yet is lost and "
-    "cannot be recovered. Earlier snapshots stay.",
+    title="Discard unsaved state and destroy",
+    warning="The lease that holds the sandbox ends and running processes are killed. Everything in /workspace and /data that "
+    "is not stored yet is lost and cannot be recovered. Earlier snapshots stay.",
     done="being destroyed without storing its state",
     refusal_reason="destroyed or discarded already",
     legal=_can_discard,
     verb=_discard_sandbox,
-    icon="delete_forever",
+    icon="delete_sweep",
     permissions=("sandboxes.act_on_sandbox", "leases.end_lease"),
     danger=True,
+    apart=True,
     enqueue=enqueue_reclaim,
 )
 

@@ -1,21 +1,25 @@
 """Environments: joining and conditions."""
 
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpResponse
+from django.http import Http404, HttpResponse
 from drf_spectacular.utils import extend_schema, extend_schema_field
 from rest_framework import serializers
+from rest_framework.exceptions import AuthenticationFailed
+from rest_framework.response import Response
 
-from leases import conditions, turns
+from leases import admission, api_keys, conditions, turns
 from leases.api.base import schema
-from leases.api.base.fields import PatternField, StrictSerializer, build_did_field, validate_url_value
+from leases.api.base.fields import PatternField, StrictIntegerField, StrictSerializer, build_did_field, validate_url_value
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.views import ApiRequest, ApiView
-from leases.api.leases import ACQUIRE_SERIALIZER, JoinSerializer, LeaseSerializer, build_lease_request, render_lease
+from leases.api.leases import ACQUIRE_SERIALIZER, LeaseSerializer, NewLeaseSerializer, build_lease_request, render_lease
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import enqueue_reclaim
+from sandboxes.db import database_time
 from sandboxes.runs import KILL_GRACE
 
 MAX_NAMED_AGENTS = 100  # in one posted condition
@@ -52,6 +56,32 @@ class ConditionSerializer(StrictSerializer):
     )
 
 
+class JoinSerializer(NewLeaseSerializer):
+    wait_seconds = StrictIntegerField(
+        min_value=0,
+        required=False,
+        allow_null=True,
+        help_text="If the pool is full, wait this long for a place, at most LEASEHOLD_MAX_JOIN_WAIT (1 minute). "
+        "If none gets free, the answer is 503 `capacity_exhausted` with `position` and `queue_length`; the position is kept "
+        "for a request that is repeated within 15 seconds. 0: take a position and answer at once. Absent: do not wait.",
+    )
+
+    def validate_wait_seconds(self, value: int | None) -> int | None:
+        most = int(settings.MAX_JOIN_WAIT.total_seconds())
+        if value is not None and value > most:
+            raise serializers.ValidationError(f"Ensure this value is less than or equal to {most}.")
+        return value
+
+
+class QueuePositionSerializer(serializers.Serializer):
+    agent_did = serializers.CharField()
+    environment_id = serializers.CharField()
+    pool = serializers.CharField()
+    position = serializers.IntegerField(min_value=1, help_text="1: the next free place is for this request.")
+    queue_length = serializers.IntegerField(min_value=1, help_text="Requests that wait for a place in this pool.")
+    enqueued_at = serializers.DateTimeField()
+
+
 class EndedLeasesSerializer(serializers.Serializer):
     ended = serializers.ListField(child=serializers.UUIDField(), help_text="Ids of the leases that this call ended.")
 
@@ -72,18 +102,54 @@ class EnvironmentJoinView(ApiView):
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
         """Acquire a lease like `POST /leases`, start its sandbox and write /workspace/config.json.
 
-        The response is sent once the sandbox is ready."""
+        The response is sent once the sandbox is ready. With `wait_seconds`, the lease is granted together with its place: a
+        request that gets none leaves no lease."""
         data = self.validate_body(JOIN_SERIALIZER)
         data["environment_id"] = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
         self.caller.require(data["agent_did"])
 
+        seconds = data.get("wait_seconds")
+        wait = None if seconds is None else timedelta(seconds=seconds)
+
         def act(run_id: UUID) -> StatusAndBody:
             lease, is_new = turns.join_environment(
-                build_lease_request(data, self.caller), now=self.now, actor=self.actor, admit=self.consume_creation_token
-            )
+                build_lease_request(data, self.caller), wait=wait, now=self.now, actor=self.actor,
+                admit=self.admit_after_wait if wait else self.consume_creation_token,
+            )  # fmt: skip
             return 201 if is_new else 200, render_lease(lease, now=self.now) | {"is_new": is_new}
 
-        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE)
+        max_duration = (wait or timedelta(0)) + settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE
+        return self.execute_once(act, max_duration=max_duration)
+
+    def admit_after_wait(self) -> None:
+        """Count the new lease. Raises AuthenticationFailed if the key was revoked or has expired while the request waited."""
+        if not api_keys.is_usable(self.caller.pk, now=database_time.now()):
+            raise AuthenticationFailed("The API key was revoked or has expired.")
+        self.consume_creation_token()
+
+    @extend_schema(
+        operation_id="environments_get_position",
+        summary="Get the position of a join in the queue",
+        parameters=[schema.QUEUED_AGENT_PARAMETER],
+        responses=schema.build_responses(QueuePositionSerializer, 404),
+    )
+    def get(self, request: ApiRequest, environment_id: str) -> HttpResponse:
+        """Return the position of a join with `wait_seconds` while it waits for a place. 404 if none waits."""
+        did = validate_url_value(ACQUIRE_SERIALIZER, "agent_did", request.GET.get("agent_did", ""))
+        environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
+        self.caller.require(did)
+        found = admission.find_position(did, environment_id, now=self.now)
+        if found is None or found[1].enqueued_at is None:
+            raise Http404
+        pool, position = found
+        return Response({
+            "agent_did": did,
+            "environment_id": environment_id,
+            "pool": pool.name,
+            "position": position.number,
+            "queue_length": position.length,
+            "enqueued_at": position.enqueued_at,
+        })  # fmt: skip
 
 
 class EnvironmentConditionView(ApiView):

@@ -47,7 +47,7 @@ from sandboxes.models import GONE_STATES, LlmCall, Sandbox, SandboxState
 HELD_SANDBOX_SQL = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
 
 
-class JoinSerializer(StrictSerializer):
+class NewLeaseSerializer(StrictSerializer):
     agent_did = build_did_field()
     environment_type = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _")
     ttl_seconds = build_seconds_field(
@@ -73,7 +73,7 @@ class JoinSerializer(StrictSerializer):
         return value
 
 
-class AcquireSerializer(JoinSerializer):
+class AcquireSerializer(NewLeaseSerializer):
     environment_id = PatternField(ENVIRONMENT_ID_PATTERN, ENVIRONMENT_ID_DESCRIPTION)
 
 

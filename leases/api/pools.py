@@ -50,6 +50,7 @@ class PoolStatsSerializer(serializers.Serializer):
     quarantined = build_count_field(help_text="Sandboxes whose destruction failed too often.")
     stalled = build_count_field(help_text="Sandboxes past their deadline that no sweep has handled.")
     lost = build_count_field(help_text="Sandboxes that their provider lost while a lease held them.")
+    queue_length = build_count_field(help_text="Requests that wait for a place.")
     oldest_waiting_seconds = serializers.FloatField(
         required=False, help_text="Idle time of the sandbox that has waited longest; 0 without waiting sandboxes."
     )
@@ -132,6 +133,7 @@ def serialize_pool_stats(stats: Stats) -> dict[str, Any]:
         "quarantined": stats.quarantined,
         "stalled": stats.stalled,
         "lost": stats.lost,
+        "queue_length": stats.queue_length,
         "oldest_waiting_seconds": stats.oldest_waiting.total_seconds(),
         "warm_target": stats.warm_target,
         "warm_ready": stats.warm_ready,

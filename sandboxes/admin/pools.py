@@ -200,7 +200,7 @@ class PoolAdmin(ConsoleModelAdmin):
             obj.automatic_capacity = False
             form.changed_data.append("automatic_capacity")
         super().save_model(request, obj, form, change)
-        capacity.update_automatic_capacities()
+        capacity.update_automatic_capacities(now=timezone.now())
 
     def annotate_rows(self, rows: list[Pool]) -> None:
         by_pool = {one.pk: one for one in stats.collect_pool_stats(now=timezone.now())}
@@ -267,10 +267,10 @@ def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryF
             note=render_two_lines(render_meter(one.used, one.capacity), f"{one.cold:,} cold" if one.cold else ""),
             href=build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=row.pk),
         ),
+        build_queue_field(row, one, now),
         SummaryField(
             "Capacity",
-            f"{row.capacity:,}, automatic" if row.automatic_capacity else f"{row.capacity:,}",
-            note=describe_capacity(row),
+            *describe_capacity(row),
         ),
         SummaryField(
             "Unclaimed",
@@ -303,13 +303,20 @@ def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryF
     ]
 
 
-def describe_capacity(row: Pool) -> str:
-    """Return the origin of the capacity, without a call to the engine: a page must not wait for it."""
+def build_queue_field(row: Pool, one: PoolStats, now: datetime) -> SummaryField:
+    """Build the length of the queue for places, with the longest wait."""
+    first = row.admission_requests.filter(expires_at__gt=now).order_by("enqueued_at").first()
+    note = f"requests that wait for a place, longest {format_age(now - first.enqueued_at)}" if first else "no request waits"
+    return SummaryField("Queue", f"{one.queue_length:,}", note=note, alarm=one.queue_length > 0)
+
+
+def describe_capacity(row: Pool) -> tuple[str, str]:
+    """Return the capacity and its origin, as they were last derived: a page must not wait for the engine."""
     if not row.automatic_capacity:
-        return "set by an operator"
-    if settings.MAX_SANDBOXES is not None:
-        return "LEASEHOLD_MAX_SANDBOXES"
-    return f"memory of the engine, {row.memory_mib:,} MiB each"
+        return f"{row.capacity:,}", "set by an operator"
+    if not row.capacity_origin:
+        return "not derived yet", f"{row.capacity:,} until a recount sweep reaches the provider"
+    return f"{row.capacity:,}, automatic", row.capacity_origin
 
 
 PROBLEM_TAB_LABELS = {"quarantine": "Quarantine", "stalled": "Stalled", "lost": "Lost", "unstored": "State not stored"}

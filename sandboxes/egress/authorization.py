@@ -19,6 +19,7 @@ from sandboxes.db import sql
 from sandboxes.egress.amounts import REFUSED_AMOUNT_CODE
 from sandboxes.egress.request_filter import is_allowed
 from sandboxes.egress.token_usage import TokenUsage
+from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, GONE_STATES, LlmCall, Policy, Sandbox
 
 log = structlog.get_logger(__name__)
@@ -68,10 +69,17 @@ def identify_caller(slot: int, *, now: datetime) -> CallerIdentity:
     """Return the identity bound to a socket slot, in one query. Raise CallRefused if no active lease holds the sandbox."""
     subqueries = (OPEN_RUN_SQL, CALLS_LAST_MINUTE_SQL, CALLS_IN_FLIGHT_SQL)
     sandbox, values = sql.find_first_with_related(Sandbox, "policy", subqueries, SLOT_CONDITION_SQL, now - MINUTE, now, slot)
-    if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE_STATES:
+    if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE_STATES or _is_elsewhere(sandbox):
         raise _build_no_lease_refusal()
     run, calls_last_minute, calls_in_flight = values
     return CallerIdentity(sandbox, sandbox.holder, UUID(run) if run else None, calls_last_minute, calls_in_flight)
+
+
+def _is_elsewhere(sandbox: Sandbox) -> bool:
+    """Return whether the slot belongs to a sandbox of another host, and the caller therefore is another one.
+
+    A host that was declared lost and returns still runs sandboxes whose slots were given to others."""
+    return sandbox.host_id is not None and not registry.is_local(sandbox)
 
 
 def lock_holder(caller: CallerIdentity) -> None:

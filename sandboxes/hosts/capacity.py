@@ -1,11 +1,14 @@
-"""Automatic capacity of pools: LEASEHOLD_MAX_SANDBOXES, else as many sandboxes as fit into the engine's memory."""
+"""Automatic capacity of pools: LEASEHOLD_MAX_SANDBOXES, else as many sandboxes as fit into the memory of the live hosts."""
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from sandboxes import providers
+from sandboxes.formatting import pluralize
+from sandboxes.hosts import registry
 from sandboxes.models import Pool
 from sandboxes.models.pools import UNMEASURED_CAPACITY
 from sandboxes.providers.base import Provider, ProviderError
@@ -22,7 +25,7 @@ class DerivedCapacity:
 
 
 def derive_capacity(provider: Provider, memory_mib: int) -> DerivedCapacity:
-    """Return how many sandboxes of `memory_mib` MiB a pool may hold. Raise ProviderError if the engine does not respond.
+    """Return how many sandboxes of `memory_mib` MiB this host may hold. Raise ProviderError if the engine does not respond.
 
     Each place is assumed to be awake, at its memory limit."""
     if settings.MAX_SANDBOXES is not None:
@@ -30,12 +33,20 @@ def derive_capacity(provider: Provider, memory_mib: int) -> DerivedCapacity:
     total = provider.total_memory_mib()
     if total is None:
         return DerivedCapacity(UNMEASURED_CAPACITY, f"the memory of the {provider.name} provider is not known")
-    reserved = min(RESERVED_MIB, total // 2)
     origin = (
         f"sandboxes of {memory_mib:,} MiB in the {total / 1024:.1f} GiB of the {provider.name} provider, "
-        f"less {reserved / 1024:.1f} GiB"
+        f"less {_compute_reserve(total) / 1024:.1f} GiB"
     )
-    return DerivedCapacity(max((total - reserved) // memory_mib, 1), origin)
+    return DerivedCapacity(compute_places(total, memory_mib), origin)
+
+
+def compute_places(total_mib: int, memory_mib: int) -> int:
+    """Return how many sandboxes of `memory_mib` MiB fit into an engine's memory beside the reserve, at least one."""
+    return max((total_mib - _compute_reserve(total_mib)) // memory_mib, 1)
+
+
+def _compute_reserve(total_mib: int) -> int:
+    return min(RESERVED_MIB, total_mib // 2)
 
 
 def try_derive_capacity(provider: str, memory_mib: int) -> DerivedCapacity | None:
@@ -46,15 +57,31 @@ def try_derive_capacity(provider: str, memory_mib: int) -> DerivedCapacity | Non
         return None
 
 
-def update_automatic_capacities() -> int:
-    """Set the capacity of each pool whose capacity is automatic. Return the number of changed pools.
+def sum_capacity(provider_name: str, memory_mib: int, *, now: datetime) -> DerivedCapacity | None:
+    """Return the places on this host and all other live hosts of a provider; None if this host's are not known."""
+    derived = try_derive_capacity(provider_name, memory_mib)
+    if derived is None or settings.MAX_SANDBOXES is not None:
+        return derived
+    others = registry.find_live_hosts(now=now).filter(provider=provider_name)
+    memories = [*others.exclude(pk=registry.get_local_host_id(provider_name)).values_list("memory_mib", flat=True)]
+    if not memories:
+        return derived
+    places = sum(compute_places(mib, memory_mib) if mib else UNMEASURED_CAPACITY for mib in memories)
+    origin = f"{derived.origin}, and {places:,} on {pluralize(len(memories), 'other host', 'other hosts')}"
+    return DerivedCapacity(derived.places + places, origin)
+
+
+def update_automatic_capacities(*, now: datetime) -> int:
+    """Set the capacity of each pool whose capacity is automatic, and its origin. Return the number of changed capacities.
 
     A pool whose engine does not respond keeps its capacity. A capacity below the number of existing sandboxes destroys none."""
     changed = 0
     for pool in Pool.objects.filter(automatic_capacity=True):
-        if derived := try_derive_capacity(pool.provider, pool.memory_mib):
+        provider_name = pool.provider or providers.get_default_provider_name()
+        if derived := sum_capacity(provider_name, pool.memory_mib, now=now):
             unchanged = Pool.objects.filter(
                 pk=pool.pk, automatic_capacity=True, provider=pool.provider, memory_mib=pool.memory_mib
             )
             changed += unchanged.exclude(capacity=derived.places).update(capacity=derived.places)
+            unchanged.exclude(capacity_origin=derived.origin).update(capacity_origin=derived.origin)
     return changed

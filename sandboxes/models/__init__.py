@@ -1,5 +1,7 @@
 """Models of the app: one module a noun. This package re-exports every model and the sets of states."""
 
+from sandboxes.models.admission import AdmissionRequest
+from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
 from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate
@@ -27,6 +29,7 @@ __all__ = [
     "GONE_STATES",
     "IN_FLIGHT_STATES",
     "RUN_KINDS",
+    "AdmissionRequest",
     "AgentData",
     "Attachment",
     "DataEvent",
@@ -36,6 +39,7 @@ __all__ = [
     "Delivery",
     "Event",
     "FinalPersist",
+    "Host",
     "Installation",
     "LlmCall",
     "LogPosition",

@@ -49,13 +49,16 @@ class Pool(models.Model):
     automatic_capacity = models.BooleanField(
         default=False, help_text="Set the capacity to LEASEHOLD_MAX_SANDBOXES, or if that is unset by the engine's memory."
     )
+    capacity_origin = models.CharField(
+        max_length=255, blank=True, editable=False, help_text="Origin of an automatic capacity. Empty: not derived yet."
+    )
     used = models.PositiveIntegerField(default=0, editable=False)
     draining = models.BooleanField(default=False, editable=False, help_text="No new sandboxes; existing ones end normally.")
     restricted = models.BooleanField(
         default=False, help_text="Only API keys that list this pool, and environment types that set it, may use it."
     )
     warm_target = models.PositiveIntegerField(
-        default=0, help_text="Number of sandboxes to keep ready without a lease, starting ones included."
+        default=0, help_text="Number of sandboxes to keep ready without a lease on each host, starting ones included."
     )
     warm_failures = models.PositiveIntegerField(default=0, editable=False, help_text="Consecutive failed starts.")
     warm_paused_until = models.DateTimeField(
@@ -97,6 +100,9 @@ class Quota(models.Model):
         default=0, help_text="Number of sandboxes that are never evicted for other agents."
     )
     used = models.PositiveIntegerField(default=0, editable=False)
+    admitted_at = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Last time at which a waiting request of the agent got a place."
+    )
 
     class Meta:
         ordering = ["agent_did"]

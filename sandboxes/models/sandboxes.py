@@ -7,6 +7,7 @@ from datetime import timedelta
 from django.db import models
 from django.db.models import Case, Q, Value, When
 
+from sandboxes.models.hosts import Host
 from sandboxes.models.policies import SEALED_POLICY_NAME, Policy
 from sandboxes.models.pools import Pool
 from sandboxes.models.transition_reasons import RUN_REASONS, TransitionReason
@@ -50,6 +51,10 @@ class Sandbox(models.Model):
     state_since = models.DateTimeField()
     incarnation = models.PositiveIntegerField(default=1, help_text="Number of process starts of this row.")
     provider = models.CharField(max_length=32)
+    host = models.ForeignKey(
+        Host, on_delete=models.PROTECT, null=True, blank=True, related_name="sandboxes",
+        help_text="Host of the current incarnation; of a cold sandbox, of the last one.",
+    )  # fmt: skip
     isolated = models.BooleanField(default=False)
     measured = models.BooleanField(default=False, help_text="The provider reports CPU and memory use.")
     ref = models.CharField(max_length=255, blank=True, help_text="Provider's name of the current incarnation.")

@@ -37,7 +37,11 @@ class Snapshot(models.Model):
     key = models.CharField(max_length=255, help_text="Prefix of the objects in the store: KEY/workspace and others.")
     size_bytes = models.PositiveBigIntegerField()
     digests = models.JSONField(default=dict, help_text="SHA-256 of each object.")
-    local = models.BooleanField(default=True, help_text="A second copy is in the state directory of this host.")
+    local = models.BooleanField(default=True, help_text="A second copy is in the state directory of `host`.")
+    host = models.ForeignKey(
+        "sandboxes.Host", on_delete=models.PROTECT, null=True, blank=True, related_name="+",
+        help_text="Host that wrote the newest local copy.",
+    )  # fmt: skip
     forgotten_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the objects were removed.")
     metered = models.BooleanField(default=False, editable=False, help_text="All its time is in usage records.")
 

@@ -3,12 +3,22 @@
 from datetime import timedelta
 
 from django.db import models
+from django.db.models import Q
+
+from sandboxes.models.hosts import Host
 
 
 class Sweep(models.Model):
     """Last execution of one sweep. Health checks read these rows, the worker's heartbeat included."""
 
-    name = models.CharField(max_length=32, unique=True)
+    name = models.CharField(max_length=32)
+    host = models.ForeignKey(
+        Host, on_delete=models.CASCADE, null=True, blank=True, related_name="sweeps",
+        help_text="Host whose work the sweep does. Empty: the whole installation's.",
+    )  # fmt: skip
+    started_by = models.ForeignKey(
+        Host, on_delete=models.SET_NULL, null=True, blank=True, related_name="+", help_text="Host of the last execution."
+    )
     every = models.DurationField(default=timedelta(minutes=1), help_text="Expected interval between successful executions.")
     started_at = models.DateTimeField(null=True, blank=True)
     succeeded_at = models.DateTimeField(null=True, blank=True)
@@ -18,7 +28,11 @@ class Sweep(models.Model):
 
     class Meta:
         default_permissions = ("view",)
-        ordering = ["name"]
+        ordering = ["name", "host"]
+        constraints = [
+            models.UniqueConstraint(fields=["name"], condition=Q(host__isnull=True), name="sweep_once"),
+            models.UniqueConstraint(fields=["name", "host"], condition=Q(host__isnull=False), name="sweep_once_per_host"),
+        ]
 
     def __str__(self) -> str:
-        return self.name
+        return f"{self.name} on {self.host}" if self.host else self.name

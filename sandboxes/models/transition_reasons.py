@@ -28,6 +28,7 @@ class TransitionReason(models.TextChoices):
     STATE_LOST = "state_lost", "stored state is lost"
     SURPLUS = "surplus", "surplus of the pool"  # above the warm target, or started with outdated pool settings
     PROVIDER_LOST = "provider_lost", "lost by the provider"
+    HOST_LOST = "host_lost", "host lost"  # declared by an operator
     EVICTION_STALLED = "eviction_stalled", "process could not be destroyed"  # its state is stored
     COLD_TTL = "cold_ttl", "cold for too long"
     CONFIRMED_GONE = "confirmed_gone", "confirmed gone"  # by the provider

@@ -177,6 +177,16 @@ class Provider(ABC):
     enforces_limits: bool  # memory, CPU and process limits hold, and ExecResult.oom is reported
     measures_usage: bool  # `stats` returns measurements
 
+    @abstractmethod
+    def engine_id(self) -> str:
+        """Ask the engine for its identity, at most 200 characters. Two engines never share one. Raise Unavailable.
+
+        It stays the same over restarts of the engine and of the control plane, as long as the sandboxes do."""
+
+    def last_engine_id(self) -> str:
+        """Return the identity that the engine last stated, without a call if it is known. Raise Unavailable."""
+        return self.engine_id()
+
     def total_memory_mib(self) -> int | None:
         """Return the memory of the machine that runs the sandboxes, in MiB; None if it is not known. Raise Unavailable."""
         return None

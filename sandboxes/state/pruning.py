@@ -13,10 +13,10 @@ import structlog
 from django.conf import settings
 from django.db.models import QuerySet
 
-from sandboxes import providers
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import DataFull
-from sandboxes.models import DataObject, Snapshot
+from sandboxes.hosts import registry
+from sandboxes.models import Attachment, DataObject, Snapshot
 from sandboxes.models.state import AgentData, DataStorageMode, parse_key_timestamp
 from sandboxes.providers.base import Missing, ProviderError
 from sandboxes.state import data_sync, mounts, storage_mode, workspace
@@ -32,11 +32,11 @@ ORPHAN_GRACE = timedelta(hours=1)  # the row of a younger object may not be comm
 def persist_unsaved(*, now: datetime, limit: int = 100) -> SweepResult:
     """Retry storing unsaved changes, oldest first."""
     result, clock = SweepResult(), clock_from(now)
-    for attachment in data_sync.find_unsaved()[:limit]:
+    for attachment in find_unsaved()[:limit]:
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            data_sync.persist(attachment, attachment.sandbox, providers.get_provider(attachment.sandbox.provider), now=clock())
+            data_sync.persist(attachment, attachment.sandbox, registry.get_sandbox_provider(attachment.sandbox), now=clock())
         except Missing:
             result.note("gone")  # reconcile handles lost sandboxes
         except (StoreError, ProviderError, DataFull) as error:
@@ -45,6 +45,11 @@ def persist_unsaved(*, now: datetime, limit: int = 100) -> SweepResult:
         else:
             result.note("stored")
     return result
+
+
+def find_unsaved() -> QuerySet[Attachment]:
+    """Return the unsaved attachments of sandboxes on the hosts that this process reaches, oldest first."""
+    return data_sync.find_unsaved().filter(registry.filter_local("sandbox__"))
 
 
 def measure_mounted(*, now: datetime) -> SweepResult:

@@ -22,7 +22,8 @@ from django.db.models import Q, QuerySet
 
 from sandboxes.claims import Claim, note_progress, track_transfer
 from sandboxes.db.clock import Clock
-from sandboxes.errors import SnapshotNotFound, WorkspaceFull
+from sandboxes.errors import SnapshotNotFound, WorkspaceFull, WrongHost
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Run, Sandbox, SandboxState
 from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind, format_key_timestamp
@@ -69,7 +70,7 @@ def persist(
     assert sandbox.holder is not None
     snapshot = Snapshot(
         sandbox=sandbox, incarnation=sandbox.incarnation, holder=sandbox.holder, kind=kind, name=name, size_bytes=0,
-        at=next_snapshot_time(sandbox.holder, now),
+        at=next_snapshot_time(sandbox.holder, now), host_id=sandbox.host_id,
     )  # fmt: skip
     snapshot.key = f"snapshots/{sandbox.holder}/{format_key_timestamp(now)}-{snapshot.pk.hex}"
     size = provider.size(sandbox.ref, WORKSPACE) if measured_bytes is None else measured_bytes
@@ -148,6 +149,21 @@ def find_by_holder(holder: UUID) -> QuerySet[Snapshot]:
 def find_latest(holder: UUID) -> Snapshot | None:
     """Return the snapshot that a wake restores; None if the holder has none."""
     return find_by_holder(holder).first()
+
+
+def require_within_reach(holder: UUID) -> None:
+    """Raise WrongHost if the newest state of a holder is only in the state directory of another host. Raise StoreError.
+
+    That is so if the store is a directory that the hosts do not share. A wake here would find the state lost."""
+    newest = find_by_holder(holder).select_related("host").first()
+    if newest is None or newest.host is None or newest.host.lost_at or newest.host_id in registry.find_local_host_ids():
+        return
+    if not all(get_store().has(f"{newest.key}/{part}") for part in newest.digests):
+        raise WrongHost(
+            f'The stored state is on the host "{newest.host}", and the store of this server does not have it. '
+            "Nothing was changed.",
+            host=newest.host.name,
+        )
 
 
 def hydrate(snapshot: Snapshot, ref: str, provider: Provider, *, now: datetime) -> tuple[str, Snapshot]:
@@ -287,7 +303,8 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    Snapshot.objects.filter(key=snapshot.key).update(local=True)  # the local copy exists again
+    worker_host = registry.find_worker_host(now=now)
+    Snapshot.objects.filter(key=snapshot.key).update(local=True, host=worker_host or snapshot.host)  # the copy exists again
     return path, "cloud"
 
 

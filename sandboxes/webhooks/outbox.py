@@ -7,9 +7,9 @@ from typing import Any
 from django.db import transaction
 from django.db.models import QuerySet
 from django_q.models import OrmQ
-from django_q.tasks import async_task
 
 from sandboxes.db import sql
+from sandboxes.hosts import queues
 from sandboxes.models.webhooks import ENABLED, Delivery, Event, EventType, Webhook
 
 EVENT_RETENTION = timedelta(days=30)  # of events and their deliveries
@@ -36,7 +36,7 @@ def enqueue_event(kind: str, *, key: str, payload: Mapping[str, Any], now: datet
 def enqueue_delivery_task() -> None:
     """Enqueue an immediate delivery pass. If the task is lost, the next scheduled sweep delivers."""
     if OrmQ.objects.count() < MAX_QUEUED_TASKS:
-        async_task("sandboxes.webhooks.delivery.run_delivery_task", group="webhooks")
+        queues.enqueue("sandboxes.webhooks.delivery.run_delivery_task", group="webhooks")
 
 
 def purge_old_events(*, now: datetime, limit: int = 10_000) -> int:

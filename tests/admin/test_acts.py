@@ -134,7 +134,7 @@ def test_a_sandbox_is_destroyed_without_storing_its_state(operator: Client, leas
     assert list_messages(answer) == ["1 sandbox being destroyed without storing its state."]
     recorded = Transition.objects.filter(sandbox=sandbox).first()
     assert recorded and (recorded.to, recorded.code, recorded.actor) == ("destroying", "discarded", "operator")
-    assert LogEntry.objects.get().get_change_message() == "Destroy without storing: it was agreed"
+    assert LogEntry.objects.get().get_change_message() == "Discard unsaved state and destroy: it was agreed"
     assert row_url(sandbox, "discard") not in fetch(operator, row_url(sandbox))
     answer = operator.post(row_url(sandbox, "discard"), WHY)
     assert list_messages(answer) == ["Nothing changed: destroyed or discarded already."]

@@ -71,17 +71,14 @@ def test_a_budget_is_added_and_changed_with_its_spending(administrator: Client, 
     assert (changed.active, changed.created_at) == (True, made.created_at)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_an_invalid_budget_is_refused(administrator: Client) -> None:
+    for wrong in (
         {"amount": "0"}, {"amount": ""}, {"warn_percent": "101"}, {"scope": "all"}, {"subject": ""}, {"subject": "ada"},
         {"scope": "environment_type", "subject": "no-such"}, {"scope": "key", "subject": "17"},
         {"scope": "key", "subject": "9" * 30}, {"scope": "account", "subject": "nobody"}, {"grace": "soon"},
-    ],
-)  # fmt: skip
-def test_an_invalid_budget_is_refused(administrator: Client, wrong: dict[str, str]) -> None:
-    answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, **wrong})
-    assert answer.status_code == 200 and answer.context["adminform"].form.errors
+    ):  # fmt: skip
+        answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, **wrong})
+        assert answer.status_code == 200 and answer.context["adminform"].form.errors, wrong
     assert not Budget.objects.exists()
 
 
@@ -93,14 +90,10 @@ def test_a_key_budget_accepts_the_prefix_shown_in_lists(administrator: Client) -
     assert f'href="/admin/leases/agentkey/{key.pk}/change/">ci</a>' in administrator.get(LIST).content.decode()
 
 
-@pytest.mark.parametrize(
-    ("scope", "subject", "nearest"), [("environment_type", "catann", "catan"), ("account", "huose", "house")]
-)
-def test_an_unknown_subject_is_refused_with_the_nearest_name(
-    administrator: Client, scope: str, subject: str, nearest: str
-) -> None:
-    answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, "scope": scope, "subject": subject})
-    assert f"Did you mean {nearest}?" in answer.content.decode() and not Budget.objects.exists()
+def test_an_unknown_subject_is_refused_with_the_nearest_name(administrator: Client) -> None:
+    for scope, subject, nearest in (("environment_type", "catann", "catan"), ("account", "huose", "house")):
+        answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, "scope": scope, "subject": subject})
+        assert f"Did you mean {nearest}?" in answer.content.decode() and not Budget.objects.exists()
 
 
 def test_a_budget_for_an_agent_that_has_not_joined_is_saved_with_a_warning(administrator: Client) -> None:

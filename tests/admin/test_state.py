@@ -22,7 +22,6 @@ from django_q.models import OrmQ
 from leases import execution, leasing, snapshots, tasks
 from leases.admin.timeline import load_timeline
 from leases.models import Agent, Lease
-from sandboxes import runs
 from sandboxes.admin import agent_data
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
@@ -128,12 +127,11 @@ def test_a_large_directory_is_shown_in_parts_at_constant_cost(viewer: Client, mo
     assert seen == [str(number) for number in range(8)]
 
 
-@pytest.mark.parametrize("path", ["../x", "a/../../b", "a//b", ".", "a/./b", "\0", "a\0b", "x" * 1001])
-@pytest.mark.parametrize("act", ["change", "file", "tar"])
-def test_an_invalid_path_is_not_found(operator: Client, act: str, path: str) -> None:
+def test_an_invalid_path_is_not_found(operator: Client) -> None:
     row = put("a/b")
-    assert operator.get(data_url(row, act, path=path)).status_code == 404
-    assert operator.get(data_url(row, path="a", after=path)).status_code == 404
+    for path in ("../x", "a/../../b", "a//b", ".", "a/./b", "\0", "a\0b", "x" * 1001):
+        urls = [data_url(row, act, path=path) for act in ("change", "file", "tar")] + [data_url(row, path="a", after=path)]
+        assert [operator.get(url).status_code for url in urls] == [404] * 4, path
 
 
 # --- downloads --------------------------------------------------------------------------------------------------------
@@ -286,15 +284,6 @@ def test_an_earlier_copy_is_restored_by_the_queue(operator: Client, lease: Lease
     newest, *_ = workspace.find_by_holder(lease.pk)
     assert (newest.kind, newest.key) == ("restored", copy.key)
     assert ("restore_asked_for", "operator", "it was agreed") in list_events(lease)
-
-
-def test_a_failed_task_is_recorded_in_the_timeline(operator: Client, lease: Lease, used: Sandbox) -> None:
-    copy = snapshots.take_snapshot(lease.pk, now=NOW)
-    operator.post(row_url(copy, "restore"), WHY)
-    runs.open_run(used, Command(argv=["sleep"], timeout=MINUTE), now=timezone.now())
-    [refusal] = work()
-    assert refusal == "A run is open in the sandbox. Restore the snapshot after the run has ended."
-    assert list_events(lease)[0] == ("restore_failed", "operator", refusal)
 
 
 def test_snapshots_of_an_ended_lease_are_not_taken_or_restored(operator: Client, lease: Lease, used: Sandbox) -> None:

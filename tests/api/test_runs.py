@@ -11,9 +11,7 @@ from django.utils import timezone
 from leases import leasing
 from leases.models import EnvironmentType
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import Pool, Run
-from sandboxes.providers.base import Unavailable
-from sandboxes.providers.memory import MemoryProvider
+from sandboxes.models import Run
 from tests.api.conftest import ApiClient
 
 pytestmark = pytest.mark.django_db
@@ -53,32 +51,11 @@ def test_timeout_and_oom_are_results(ada: ApiClient, lease_url: str) -> None:
     assert ada.post(f"{lease_url}/exec", {"argv": ["oom"]}).json()["oom"] is True
 
 
-def test_a_real_command_and_a_real_process_run(ada: ApiClient, join_body, pool: Pool) -> None:
-    Pool.objects.filter(pk=pool.pk).update(provider="process")
-    lease = ada.post("environments/real/join", join_body()).json()
-    payload = {"argv": ["sh", "-c", 'cat; echo "$WORD" >&2; exit 7'], "env": {"WORD": "there"}, "stdin": "here"}
-    result = ada.post(f"leases/{lease['id']}/exec", payload).json()
-    assert (result["exit_code"], result["stdout"], result["stderr"]) == (7, "here", "there\n")
-    assert lease["sandbox"]["isolated"] is False
-    process = {"argv": ["sh", "-c", 'echo "$WORD"; exec sleep 300'], "env": {"WORD": "ready"}, "wait_for": "ready"}
-    started = ada.post(f"leases/{lease['id']}/processes", process).json()
-    assert (started["found"], started["state"]) == (True, "running")
-    assert ada.delete(f"leases/{lease['id']}/processes/{started['process_id']}").json()["state"] == "killed"
-
-
 @pytest.mark.parametrize("verb", ["create", "exec"])
 def test_a_lease_that_ends_during_a_start_or_an_exec_is_gone(ada: ApiClient, lease_url: str, lease, memory, verb: str) -> None:
     memory.before(verb, lambda ref: leasing.release(uuid.UUID(lease["id"]), now=timezone.now()))
     response = ada.post(f"{lease_url}/exec", {"argv": ["true"]})
     assert (response.status_code, response.json()["end_reason"]) == (410, "released")
-
-
-def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, lease_url: str, memory: MemoryProvider) -> None:
-    memory.fail("exec", Unavailable("engine down"))
-    response = ada.post(f"{lease_url}/exec", {"argv": ["true"]})
-    assert (response.status_code, response.json()["code"]) == (503, "provider_unavailable")
-    assert ada.get(f"{lease_url}/runs/{response.json()['run_id']}").json()["outcome"] == "error"
-    assert int(response["Retry-After"]) > 0
 
 
 @pytest.mark.parametrize("status", [429, 503])

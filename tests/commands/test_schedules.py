@@ -9,7 +9,8 @@ from django_q.models import OrmQ, Schedule
 
 from billing.admin import overshoot
 from controlplane import schedules
-from sandboxes.models import Sweep
+from sandboxes.hosts import registry
+from sandboxes.models import Host, Sweep
 from tests.commands.manage import call
 from tests.conftest import NOW
 
@@ -35,7 +36,7 @@ def test_sync_keeps_the_time_of_the_next_run() -> None:
     "change",
     [
         {"minutes": 99}, {"args": "(("}, {"args": "'idle'"}, {"kwargs": "{'name': 'idle'}"}, {"repeats": 0},
-        {"cluster": "other"}, {"next_run": NOW + timedelta(days=9)},
+        {"next_run": NOW + timedelta(days=9)},
     ],
 )  # fmt: skip
 def test_sync_repairs_a_changed_row(change: dict[str, object]) -> None:
@@ -43,7 +44,20 @@ def test_sync_repairs_a_changed_row(change: dict[str, object]) -> None:
     Schedule.objects.filter(name="expire").update(**change)
     assert schedules.sync_schedules(now=NOW) == {"created": 0, "changed": 1, "removed": 0}
     row = Schedule.objects.get(name="expire")
-    assert (row.minutes, row.args, row.kwargs, row.repeats, row.cluster, row.next_run) == (1, "'expire'", None, -1, None, NOW)
+    assert (row.minutes, row.args, row.kwargs, row.repeats, row.next_run) == (1, "'expire'", None, -1, NOW)
+    assert row.cluster == registry.get_queue_name()
+
+
+def test_each_host_that_is_not_lost_has_schedules_of_its_own(memory) -> None:
+    for engine in ("engine-a", "engine-b"):
+        with memory.on_engine(engine):
+            host = registry.get_local_host("memory", now=NOW)
+            schedules.sync_schedules(now=NOW)
+    assert Schedule.objects.filter(name="idle").count() == 2
+    Host.objects.filter(pk=host.pk).update(lost_at=NOW)
+    with memory.on_engine("engine-a"):
+        assert schedules.sync_schedules(now=NOW)["removed"] == len(schedules.SCHEDULE)
+    assert not Schedule.objects.filter(cluster=host.queue).exists()
 
 
 def test_sync_removes_retired_and_duplicate_rows_and_keeps_foreign_ones() -> None:
@@ -68,7 +82,7 @@ def test_each_scheduled_call_runs_its_sweep_and_records_the_success(name: str, m
     schedules.sync_schedules(now=NOW)
     row = Schedule.objects.get(name=name)
     assert import_string(row.func)(ast.literal_eval(row.args)) == (
-        "1 marked" if name == "mark" else "nothing to do"
+        {"mark": "1 marked", "hosts": "1 hosts seen"}.get(name, "nothing to do")
     )  # the queue parses `args` in the same way
     sweep = Sweep.objects.get(name=name)
     assert sweep.succeeded_at is not None

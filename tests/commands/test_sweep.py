@@ -24,14 +24,14 @@ from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
 NAMES = [
-    "mark", "expire", "stalled", "reclaim", "persist", "idle", "cold", "warm", "reconcile", "recount", "measure", "weigh",
-    "read", "prune", "collect", "meter", "budgets", "webhooks",
+    "hosts", "mark", "expire", "stalled", "reclaim", "persist", "idle", "cold", "warm", "reconcile", "recount", "measure",
+    "weigh", "read", "prune", "collect", "meter", "budgets", "webhooks",
 ]  # fmt: skip
 
 
 def list_results(**results: str) -> list[str]:
     """Return the printed lines of all sweeps. Those without a result have nothing to do."""
-    results.setdefault("mark", "1 marked")
+    results = {"hosts": "1 hosts seen", "mark": "1 marked"} | results
     return [f"{name}: {results.get(name, 'nothing to do')}" for name in NAMES]
 
 
@@ -74,7 +74,7 @@ def test_every_sweep_runs_once_in_order_and_prints_one_line(used: Lease) -> None
 
 def test_selected_sweeps_run_in_the_order_of_the_table_and_an_unknown_one_is_refused() -> None:
     assert sweep("reclaim", "expire") == ["expire: nothing to do", "reclaim: nothing to do"]
-    with pytest.raises(CommandError, match=r"Unknown sweep: nap\. Known: mark, expire, stalled, reclaim, persist, idle"):
+    with pytest.raises(CommandError, match=r"Unknown sweep: nap\. Known: hosts, mark, expire, stalled, reclaim, persist, idle"):
         sweep("nap")
 
 
@@ -85,7 +85,7 @@ def test_failed_sweeps_fail_the_command_after_the_others_have_run(used: Lease, m
     out = StringIO()
     with pytest.raises(CommandError, match="failed: reclaim, reconcile"):
         call_command("sweep", stdout=out, stderr=StringIO())
-    assert out.getvalue().splitlines()[3:5] == ["reclaim: 1 failed", "persist: nothing to do"]
+    assert out.getvalue().splitlines()[4:6] == ["reclaim: 1 failed", "persist: nothing to do"]
 
 
 def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
@@ -103,6 +103,7 @@ def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
     memory._sandboxes["leasehold-orphan-1"].created_at = timezone.now() - timedelta(hours=1)
     destroying = Sandbox.objects.get(holder=ended.pk)
     expected = [
+        "hosts: nothing to do",
         "mark: nothing to do",
         f"expire: would end lease {used.pk}",
         f"stalled: would close run {run.pk}",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 # Sources.
 POOL, LIFECYCLE, RUNS = "sandboxes/pool.py", "sandboxes/lifecycle.py", "sandboxes/runs.py"
 EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
+ADMISSION_QUEUE = "sandboxes/admission_queue.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
 LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
 METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
@@ -30,7 +31,7 @@ TEST_PRICING, TEST_RATES = "tests/unit/billing/test_pricing.py", "tests/unit/bil
 TEST_BUDGETS, TEST_ADMISSION = "tests/unit/billing/test_budgets.py", "tests/unit/billing/test_budget_admission.py"
 TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = "tests/api/test_keys.py", "tests/api/test_leases.py", "tests/admin/test_calls.py"
 TEST_ALLOW_LISTS, TEST_API_KEYS = "tests/unit/leases/test_allow_lists.py", "tests/unit/leases/test_api_keys.py"
-TEST_IDEMPOTENCY = "tests/api/test_idempotency.py"
+TEST_IDEMPOTENCY, TEST_QUEUE = "tests/api/test_idempotency.py", "tests/unit/leases/test_admission.py"
 TEST_EGRESS, TEST_REDACTION = (
     "tests/unit/sandboxes/egress/test_egress_server.py",
     "tests/unit/sandboxes/egress/test_redaction.py",
@@ -53,15 +54,57 @@ MUTANTS = (
     Mutant(
         name="pool-capacity-off-by-one",
         path=POOL,
-        before='has_free_place = Q(used__lt=F("capacity"), draining=False)',
-        after='has_free_place = Q(used__lte=F("capacity"), draining=False)',
+        before='has_free_place = Q(used__lt=F("capacity") - ahead, draining=False)',
+        after='has_free_place = Q(used__lte=F("capacity") - ahead, draining=False)',
         tests=[f"{TEST_POOL}::test_refusal_of_a_full_pool_states_a_remedy"],
+    ),
+    Mutant(
+        name="pool-place-of-a-waiting-request",
+        path=POOL,
+        before="if not take_place(request.pool, ahead=position.ahead):",
+        after="if not take_place(request.pool):",
+        tests=[f"{TEST_QUEUE}::test_free_place_goes_to_those_who_wait"],
+    ),
+    Mutant(
+        name="pool-prewarmed-sandbox-of-a-waiting-request",
+        path=POOL,
+        before="            if position.ahead:\n                transaction",
+        after="            if False:\n                transaction",
+        tests=[f"{TEST_QUEUE}::test_prewarmed_sandbox_is_not_claimed_before_those_who_wait"],
+    ),
+    Mutant(
+        name="pool-lease-without-a-place",
+        path=POOL,
+        before="transaction.set_rollback(True)  # undoes a lease",
+        after="pass  # undoes a lease",
+        tests=[f"{TEST_QUEUE}::test_wait_without_a_place_ends_with_the_position_and_holds_nothing"],
+    ),
+    Mutant(
+        name="pool-evicts-an-unused-sandbox-for-the-queue",
+        path=POOL,
+        before="spare_unused=full.position.is_queued",
+        after="spare_unused=False",
+        tests=[f"{TEST_QUEUE}::test_sandbox_of_an_admitted_request_is_not_evicted_before_its_first_use"],
+    ),
+    Mutant(
+        name="queue-counts-abandoned-requests",
+        path=ADMISSION_QUEUE,
+        before='filter(expires_at__gt=now).order_by("enqueued_at", "pk")',
+        after='order_by("enqueued_at", "pk")',
+        tests=[f"{TEST_QUEUE}::test_crash_while_waiting_leaves_nothing_and_delays_others_for_seconds"],
+    ),
+    Mutant(
+        name="queue-forgets-who-was-served",
+        path=ADMISSION_QUEUE,
+        before="places, quota.admitted_at or never, arrival",
+        after="places, never, arrival",
+        tests=[f"{TEST_QUEUE}::test_one_agent_with_many_requests_does_not_starve_another"],
     ),
     Mutant(
         name="pool-place-while-draining",
         path=POOL,
-        before='has_free_place = Q(used__lt=F("capacity"), draining=False)',
-        after='has_free_place = Q(used__lt=F("capacity"))',
+        before='has_free_place = Q(used__lt=F("capacity") - ahead, draining=False)',
+        after='has_free_place = Q(used__lt=F("capacity") - ahead)',
         tests=[f"{TEST_POOL}::test_draining_pool_refuses_new_sandboxes_and_existing_leases_go_on"],
     ),
     Mutant(
@@ -281,8 +324,8 @@ MUTANTS = (
     Mutant(
         name="leasing-elapsed-lease-still-held",
         path=LEASING,
-        before="if current and not find_elapsed_clock(current, now):",
-        after="if current:",
+        before="if current and not elapsed:\n            return current, False",
+        after="if current:\n            return current, False",
         tests=[f"{TEST_LEASING}::test_an_elapsed_lease_can_be_acquired_again_before_a_sweep"],
     ),
     # --- metering ---

@@ -36,7 +36,7 @@ class Command(BaseCommand):
         for place, mark in (("store", installation.read_store_mark()), ("state directory", installation.read_directory_mark())):
             self.stdout.write(f"{place}: {mark.identity}, generation {mark.generation}" if mark else f"{place}: no mark")
         if settings.OBSERVE:
-            self.stdout.write("observe mode: sweeps only count what they would do")
+            self.stdout.write("observe mode: nothing is destroyed or deleted; sweeps only count what they would do")
 
     def _confirm(self, mismatch: str, yes: bool) -> None:
         if not mismatch:

@@ -9,6 +9,7 @@ from django.db import IntegrityError, transaction
 
 from controlplane import health
 from leases.management.base import report_errors
+from sandboxes.db import database_time
 from sandboxes.hosts import capacity
 from sandboxes.models import Pool
 
@@ -42,7 +43,7 @@ class Command(BaseCommand):
         self.stdout.write(f"It is stored as a hash and not shown again; manage.py changepassword {SUPERUSER_NAME} changes it.")
 
     def _set_capacity(self) -> None:
-        capacity.update_automatic_capacities()
+        capacity.update_automatic_capacities(now=database_time.now())
         for pool in Pool.objects.filter(automatic_capacity=True):
             if derived := capacity.try_derive_capacity(pool.provider, pool.memory_mib):
                 self.stdout.write(f'The pool "{pool}" has {derived.places:,} places: {derived.origin}.')

@@ -21,12 +21,12 @@ from controlplane import health, schedules, supervisor
 from controlplane.supervisor import Child, Supervisor
 from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
-from sandboxes import providers
+from sandboxes import host_heartbeat, providers
 from sandboxes.db import database_time
 from sandboxes.egress import nginx
-from sandboxes.hosts import capacity
+from sandboxes.hosts import capacity, registry
 from sandboxes.models import Sandbox, SandboxState, Sweep
-from sandboxes.providers.base import Provider
+from sandboxes.providers.base import Provider, ProviderError
 
 HEARTBEAT_CHECK_SECONDS = 2.0  # interval between queries of the heartbeat
 CLEANUP_TIMEOUT_SECONDS = 60.0  # for --leave-nothing to destroy all sandboxes
@@ -116,10 +116,7 @@ class Command(BaseCommand):
         processes.install_signal_handlers()
         settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # the server warns if it does not exist
         health.set_draining(False)
-        schedules.sync_schedules(now=timezone.now())
-        capacity.update_automatic_capacities()
-        if not no_worker:
-            schedules.enqueue_all_sweeps()
+        self._register_host(no_worker=no_worker)
         connections.close_all()
         url = f"http://{bracket_ipv6(to_client_host(host))}:{port}"
         self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
@@ -127,6 +124,18 @@ class Command(BaseCommand):
             self.print_line(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")
         processes.run(each_tick=ReadinessAnnouncer(web, to_client_host(host), port, self.print_line), drain=self._drain)
         return processes
+
+    def _register_host(self, *, no_worker: bool) -> None:
+        """Record this host, and write the schedules of its worker. Without its engine the worker waits, and so does this."""
+        for failure in host_heartbeat.record_heartbeats(now=database_time.now()).failures:
+            self.print_line(f"host not recorded: {failure}")
+        try:
+            schedules.sync_schedules(now=timezone.now())
+            if not no_worker:
+                schedules.enqueue_all_sweeps()
+        except ProviderError as error:
+            self.print_line(f"schedules not written: {error}. Run manage.py sync_schedules once the engine responds.")
+        capacity.update_automatic_capacities(now=database_time.now())
 
     def _drain(self) -> None:
         """Make /readyz fail, and give the load balancer time to notice before the web server stops."""
@@ -166,7 +175,8 @@ class HeartbeatCheck:
             return ""
         self.next_check_at = time.monotonic() + HEARTBEAT_CHECK_SECONDS
         try:
-            is_alive = Sweep.objects.filter(name="heartbeat", succeeded_at__gt=timezone.now() - self.heartbeat_timeout).exists()
+            own = Sweep.objects.filter(name=schedules.HEARTBEAT, host=registry.find_worker_host(now=timezone.now()))
+            is_alive = own.filter(succeeded_at__gt=timezone.now() - self.heartbeat_timeout).exists()
         except DatabaseError:  # the queue cannot write a heartbeat either, and a restart would not help
             is_alive = True
         finally:

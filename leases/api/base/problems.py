@@ -50,5 +50,11 @@ class ProblemSerializer(serializers.Serializer):
         allow_null=True,
         help_text="With 402 budget_exhausted: start of the next period; null for a lifetime budget.",
     )
+    position = serializers.IntegerField(
+        required=False, help_text="With 503 capacity_exhausted: position in the queue for a place, counted from 1."
+    )
+    queue_length = serializers.IntegerField(
+        required=False, help_text="With 503 capacity_exhausted: requests that wait for a place in the pool."
+    )
     workspace_bytes = serializers.IntegerField(required=False, help_text="With 409 workspace_full.")
     limit_bytes = serializers.IntegerField(required=False, help_text="With 409 workspace_full.")

@@ -52,6 +52,7 @@ ENCODING_PARAMETER = _build_query_parameter(
     "encoding", "Encoding of input and output. utf-8 replaces invalid bytes, base64 is exact. Default: utf-8.", enum=ENCODINGS
 )
 QUOTA_AGENT_PARAMETER = _build_query_parameter("agent_did", "Only the quotas of this agent. Default: all agents of the key.")
+QUEUED_AGENT_PARAMETER = _build_query_parameter("agent_did", "Agent of the join.", required=True)
 LOG_PARAMETERS = [
     _build_query_parameter("start", "Offset of the first byte to return. Default: 0.", type=int),
     _build_query_parameter("length", "Maximum number of bytes, 1 to 1048576. Default: 65536.", type=int),

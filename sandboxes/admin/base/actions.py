@@ -58,6 +58,7 @@ class AdminAction:
     icon: str = "play_arrow"
     permissions: tuple[str, ...] = ()  # all required, such as "leases.end_lease"
     danger: bool = False
+    apart: bool = False  # on the row's page: an outlined button, apart from the others
     button: str = ""  # on the row's page; by default the title
     bulk_button: str = ""  # in the changelist; by default the title
     enqueue: Callable[[], object] = bool  # called once after rows were changed
@@ -211,7 +212,8 @@ def _build_row_method(name: str, declared: AdminAction) -> Any:
         description=f"{declared.button or declared.title}…",
         permissions=[name],
         icon=declared.icon,
-        variant=ActionVariant.DANGER if declared.danger else ActionVariant.DEFAULT,
+        variant=ActionVariant.DANGER if declared.danger and not declared.apart else ActionVariant.DEFAULT,
+        attrs={"data-apart": "true"} if declared.apart else None,
         dialog=declared.dialog,
     )(run)
 

@@ -19,6 +19,7 @@ from sandboxes.egress import nginx, slots
 from sandboxes.egress.logs import access_log, collection
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.egress.server import EgressServer
+from sandboxes.hosts import registry
 from sandboxes.providers.base import ProviderError
 from sandboxes.providers.docker.engine import Engine
 from sandboxes.sweep_log import SweepResult, run_recorded
@@ -98,6 +99,7 @@ def record_heartbeat(container: NginxProxy | None) -> None:
         return result
 
     try:
-        run_recorded("egress", rotate, now=now, every=HEARTBEAT_INTERVAL)
+        host = registry.find_worker_host(now=now)
+        run_recorded("egress", rotate, now=now, every=HEARTBEAT_INTERVAL, host=host, started_by=host)
     except (DatabaseError, ProviderError, OSError) as error:
         log.error("egress heartbeat not recorded", error=f"{type(error).__name__}: {error}")

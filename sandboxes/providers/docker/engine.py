@@ -98,8 +98,17 @@ class Engine:
         self.first_processes: dict[str, tuple[int, str]] = {}  # container -> (pid of process 1, container id); may be outdated
         self._host = urlsplit(parse_host(os.environ.get("DOCKER_HOST"), tls="tls" in kwargs_from_env()))
         self._idle: deque[_EngineConnection] = deque(maxlen=64)
-        options = " ".join(self.client.info().get("SecurityOptions") or [])
+        info = self.client.info()
+        self.id = str(info.get("ID") or "")  # last stated by the engine
+        options = " ".join(info.get("SecurityOptions") or [])
         self.has_user_remapping = "name=userns" in options or "name=rootless" in options
+
+    def fetch_id(self) -> str:
+        """Ask the engine for its id, which it keeps with its containers. Raise Unavailable, also if it states none."""
+        self.id = str(self.call("GET", "/info").get("ID") or "")
+        if not self.id:
+            raise Unavailable("The Docker Engine states no id.")
+        return self.id
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Make one short, idempotent call. Return the decoded JSON response. Raise the provider port's errors."""

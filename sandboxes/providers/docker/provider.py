@@ -73,6 +73,12 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
     enforces_limits = True
     measures_usage = True
 
+    def engine_id(self) -> str:
+        return self._engine.fetch_id()
+
+    def last_engine_id(self) -> str:
+        return self._engine.id or self._engine.fetch_id()
+
     def total_memory_mib(self) -> int | None:
         return int(self._engine.call("GET", "/info")["MemTotal"]) >> 20 or None  # 0 if the daemon cannot read it
 

@@ -12,14 +12,17 @@ their duration, and print all their output at the start. Beyond the port it offe
     memory.calls                     [(verb, ref), ...]; for `list` (verb, owner)
     memory.files(ref)                {"/workspace/a b": File(b"..."), ...}, readable and writable
     memory.programs["python3"] = fn  a program is Callable[[ProgramCall], ProgramResult]
-    memory.skills["catan"]           files copied by `seed`: {"prompt.md": b"..."}"""
+    memory.skills["catan"]           files copied by `seed`: {"prompt.md": b"..."}
+    with memory.on_engine("b"):      calls of this thread or task go to the engine "b", which has sandboxes of its own
+    memory.select_engine("b")        the same without an end, as from a hook that exchanges the engine during a call"""
 
 import io
 import tarfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import BinaryIO
@@ -78,6 +81,8 @@ from sandboxes.providers.memory.programs import (
 from sandboxes.providers.streams import limit_stream
 
 MAX_LOG_BYTES = 1 << 20  # retained output of a background process
+DEFAULT_ENGINE_ID = "memory"
+_selected_engine: ContextVar[str] = ContextVar("memory_engine", default=DEFAULT_ENGINE_ID)
 
 
 @dataclass
@@ -123,10 +128,38 @@ class MemoryProvider(HookedCalls, Provider):
     def reset(self) -> None:
         """Remove all sandboxes, hooks and recorded calls, and restore the default programs and skills."""
         with self._lock:
-            self._sandboxes: dict[str, MemorySandbox] = {}
+            self._engines: dict[str, dict[str, MemorySandbox]] = {}
+            _selected_engine.set(DEFAULT_ENGINE_ID)
             self.clear_hooks()
             self.programs: dict[str, Program] = {**PROGRAMS, "sh": lambda call: run_shell(self.programs, call)}
             self.skills: dict[str, dict[str, bytes]] = {kind: {"prompt.md": prompt} for kind, prompt in SKILLS.items()}
+
+    @property
+    def _sandboxes(self) -> dict[str, MemorySandbox]:
+        """Sandboxes of the engine that this thread or task calls."""
+        return self._engines.setdefault(_selected_engine.get(), {})
+
+    def select_engine(self, engine_id: str) -> None:
+        """Direct the calls of this thread or task to an engine, which is empty at its first use."""
+        _selected_engine.set(engine_id)
+
+    @contextmanager
+    def on_engine(self, engine_id: str) -> Iterator[None]:
+        """Direct the calls of this thread or task to an engine within the block. New threads begin with DEFAULT_ENGINE_ID."""
+        before = _selected_engine.get()
+        _selected_engine.set(engine_id)
+        try:
+            yield
+        finally:
+            _selected_engine.set(before)
+
+    def engine_id(self) -> str:
+        for hook in [*self._hooks["before", "engine_id"]]:  # not recorded in `calls`: every lookup of a sandbox may ask
+            hook("")
+        return _selected_engine.get()
+
+    def last_engine_id(self) -> str:
+        return _selected_engine.get()
 
     def vanish(self, ref: str) -> None:
         """Remove a sandbox and its processes, as by an external actor. Raise Missing."""

@@ -23,6 +23,7 @@ import signal
 import tarfile
 import tempfile
 import time
+import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ from sandboxes.providers.streams import BoundedWriter, describe_excess, limit_st
 IMAGE_DIRECTORY = Path(files.__file__).resolve().parent  # /opt/leasehold in the Docker image
 NAME_PATTERN = re.compile(r"[a-z0-9-]{1,63}")
 METADATA_FILE = "sandbox.json"
+ENGINE_ID_FILE = "engine-id"  # beside the root directory
+MACHINE_ID_PATH = Path("/etc/machine-id")
 SANDBOX_VARIABLE = "LEASEHOLD_SANDBOX"  # environment variable by which `destroy` finds processes
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 FILES_TIMEOUT_SECONDS = 60.0  # of a manifest, or of clearing a directory
@@ -122,6 +125,22 @@ class ProcessProvider(BackgroundProcessProvider):
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or Path(settings.STATE_DIR) / "process").resolve()
 
+    def engine_id(self) -> str:
+        """Return the id of the sandboxes' directory on this machine.
+
+        The machine's id alone would be shared by containers of one image and by two state directories of one machine, the id
+        in the directory alone by two machines that mount the same directory."""
+        path = self.root.with_name(f"{self.root.name}-{ENGINE_ID_FILE}")
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.exists():
+                _create_engine_id(path)
+            directory_id = path.read_text()
+        except OSError as error:
+            raise Unavailable(f"{path} cannot be used: {error}") from error
+        machine_id = MACHINE_ID_PATH.read_text().strip() if MACHINE_ID_PATH.exists() else ""
+        return f"{machine_id}-{directory_id}".strip("-")
+
     def total_memory_mib(self) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
 
@@ -171,7 +190,7 @@ class ProcessProvider(BackgroundProcessProvider):
         except ValueError as error:  # NUL in a string, "=" in a variable's name
             raise Rejected(f"The command cannot be executed: {error}") from None
         except OSError as error:
-            self._open(ref)  # raises if the sandbox was destroyed meanwhile
+            self._require_not_destroyed(ref)
             if error.errno in EXHAUSTION_ERRNOS:
                 raise Unavailable(f"No process can be started: {error.strerror}") from error
             is_missing = isinstance(error, FileNotFoundError) and error.filename != directory.inside(cwd)
@@ -179,7 +198,7 @@ class ProcessProvider(BackgroundProcessProvider):
 
         with child:
             try:
-                self._open(ref)  # `destroy` may have searched for processes just before this one started
+                self._require_not_destroyed(ref)  # `destroy` may have searched for processes just before this one started
                 communication = ChildCommunication(child, stdin, cap)
                 if output:
                     output.attach(communication.out.content, communication.err.content)
@@ -188,8 +207,8 @@ class ProcessProvider(BackgroundProcessProvider):
                 if child.poll() is None:
                     _kill_run(mark)
         exit_code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-        if exit_code > 128 and not communication.timed_out and not self.inspect(ref).running:
-            raise Missing(f"{ref} was destroyed while the command ran.")
+        if exit_code > 128 and not communication.timed_out:
+            self._require_not_destroyed(ref)
         return ExecResult(
             exit_code=137 if communication.timed_out else exit_code,  # the child may have exited just before the kill
             stdout=bytes(communication.out.content),
@@ -198,6 +217,11 @@ class ProcessProvider(BackgroundProcessProvider):
             truncated=communication.out.truncated or communication.err.truncated,
             duration=timedelta(seconds=time.monotonic() - started),
         )
+
+    def _require_not_destroyed(self, ref: str) -> None:
+        """Raise Missing if a sandbox that was running is destroyed, or is being destroyed."""
+        if not self.inspect(ref).running:
+            raise Missing(f"{ref} was destroyed while the command ran.")
 
     def kill(self, ref: str, mark: str) -> None:
         self.inspect(ref)
@@ -340,7 +364,7 @@ class ProcessProvider(BackgroundProcessProvider):
             except tarfile.TarError as error:
                 raise Rejected(f"Invalid tar: {error}") from None
             except FileNotFoundError:
-                self._open(ref)  # raises if the sandbox was destroyed meanwhile
+                self._require_not_destroyed(ref)
                 raise NoSuchFile("The file does not exist.") from None
 
 
@@ -361,6 +385,18 @@ def _inspect_directory(path: Path) -> ProviderSandbox | None:
         modified_at = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         return ProviderSandbox(ref=path.name, name=path.name, running=False, created_at=modified_at)
     return None
+
+
+def _create_engine_id(path: Path) -> None:
+    """Write a new id, unless another process is first: a link, unlike a rename, does not replace."""
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    temporary.write_text(uuid.uuid4().hex)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
 
 
 def _list_directory(directory: Path) -> list[Path]:

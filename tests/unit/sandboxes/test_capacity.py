@@ -45,7 +45,7 @@ def test_default_pool_has_as_many_places_as_sandboxes_fit_into_the_engine(
 ) -> None:
     Pool.objects.filter(pk=default_pool.pk).update(memory_mib=memory_mib)
     engine_memory(mib)
-    capacity.update_automatic_capacities()
+    capacity.update_automatic_capacities(now=NOW)
     default_pool.refresh_from_db()
     assert default_pool.capacity == places
 
@@ -54,7 +54,7 @@ def test_max_sandboxes_sets_the_capacity_of_the_existing_default_pool(default_po
     engine_memory(8192)
     for limit, places in ((77, 77), (None, 12)):
         settings.MAX_SANDBOXES = limit
-        capacity.update_automatic_capacities()
+        capacity.update_automatic_capacities(now=NOW)
         default_pool.refresh_from_db()
         assert default_pool.capacity == places
 
@@ -62,7 +62,7 @@ def test_max_sandboxes_sets_the_capacity_of_the_existing_default_pool(default_po
 def test_capacity_set_by_an_operator_stays(pool: Pool, engine_memory, settings) -> None:
     engine_memory(8192)
     settings.MAX_SANDBOXES = 5
-    capacity.update_automatic_capacities()
+    capacity.update_automatic_capacities(now=NOW)
     pool.refresh_from_db()
     assert (pool.automatic_capacity, pool.capacity) == (False, 100)
 
@@ -70,9 +70,9 @@ def test_capacity_set_by_an_operator_stays(pool: Pool, engine_memory, settings) 
 @pytest.mark.parametrize("error", [Unavailable("no daemon"), ImproperlyConfigured("does not isolate")], ids=str)
 def test_capacity_stays_while_the_engine_does_not_respond(default_pool: Pool, engine_memory, error: Exception) -> None:
     engine_memory(8192)
-    assert capacity.update_automatic_capacities() == 1
+    assert capacity.update_automatic_capacities(now=NOW) == 1
     engine_memory(error)
-    assert capacity.update_automatic_capacities() == 0
+    assert capacity.update_automatic_capacities(now=NOW) == 0
     default_pool.refresh_from_db()
     assert default_pool.capacity == 12
 

@@ -15,7 +15,7 @@ from django.db import connection
 from sandboxes.egress import model_pricing
 from sandboxes.egress.logs import tail, upstream_records
 from sandboxes.models import LlmCall, LogPosition, ModelRate
-from tests.conftest import MINUTE, NOW, SimulatedCrash, run_in_threads
+from tests.conftest import MINUTE, NOW, run_in_threads
 
 pytestmark = pytest.mark.django_db
 
@@ -289,21 +289,6 @@ def test_hosts_sharing_a_database_read_their_own_files(file: Path, monkeypatch) 
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at", ["lines read", "lines applied", "lines committed"])
-def test_next_reader_continues_after_a_crash_at_any_step(file: Path, at_checkpoint, at: str) -> None:
-    call()
-    append(file, record())
-
-    at_checkpoint(at)
-    with pytest.raises(SimulatedCrash):
-        collect(file)
-    committed = at == "lines committed"
-    assert LogPosition.objects.get().offset == (file.stat().st_size if committed else 0)
-    assert shown()[0] == (Decimal("0.00074") if committed else None)
-    assert collect(file) == ({} if committed else {"recorded": 1})
-    assert shown()[0] == Decimal("0.00074")
 
 
 @pytest.mark.django_db(transaction=True)

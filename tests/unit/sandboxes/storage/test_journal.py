@@ -405,13 +405,12 @@ def test_compaction_saves_the_unreadable_tail(files: FilesystemStore, now: datet
 # --- concurrency --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("one_process", [True, False], ids=["one writer", "a writer each"])
-def test_threads_append_while_others_compact(store: KeyValueStore, now: datetime, one_process: bool) -> None:
+def test_threads_append_while_others_compact(store: KeyValueStore, now: datetime) -> None:
     shared = Writer()
     done: list[bytes] = []
 
     def act(index: int) -> None:
-        own_journal = Journal(store, "j", writer=shared if one_process else Writer(), sync=False)
+        own_journal = Journal(store, "j", writer=shared, sync=False)
         for number in range(25):
             if index == 0:
                 own_journal.compact()

@@ -6,7 +6,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0011_final_persist'),
+        ('sandboxes', '0014_hosts'),
     ]
 
     operations = [

@@ -1,0 +1,197 @@
+"""Admission of leases to a full pool: wait in the queue, then grant the lease in the transaction that takes its place.
+
+Before that transaction nothing but the row in the queue exists. A client that goes away while it waits therefore holds neither
+a lease nor a place nor a budget's reservation. Its row expires within sandboxes.admission_queue.ABANDONED_AFTER."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from uuid import uuid4
+
+from django.db import IntegrityError
+
+from leases import execution, leasing
+from leases.errors import Conflict
+from leases.guard import LeaseGuard
+from leases.leasing import LeaseRequest
+from leases.models import Lease
+from sandboxes import admission_queue, eviction
+from sandboxes import pool as pools
+from sandboxes.admission_queue import ABANDONED_AFTER, RETRY_AFTER_SECONDS, Position
+from sandboxes.db import sql
+from sandboxes.db.clock import Clock, clock_from
+from sandboxes.errors import CapacityExhausted, TooManyLongCalls
+from sandboxes.guard import HolderTerms
+from sandboxes.lifecycle import checkpoint
+from sandboxes.long_calls import WAITING_CALLS, is_shutting_down
+from sandboxes.models import Pool
+
+# Between two reads of the queue by one waiting request. A place is held for minutes, so a second is short, and a web process
+# with its few waiting requests reads some rows a second.
+POLL_INTERVAL_SECONDS = 1.0
+RENEW_INTERVAL = ABANDONED_AFTER / 3
+
+Sleep = Callable[[float], object]
+
+
+class _LeaseHeld(Exception):
+    """A concurrent request has granted the lease. Rolls this grant back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GrantingGuard(LeaseGuard):
+    """Guard that grants its lease when the pool locks it, in the transaction that takes a place.
+
+    The lease exists if and only if that transaction commits."""
+
+    request: LeaseRequest
+    actor: str
+    admit: Callable[[], object]
+
+    def fence(self) -> HolderTerms:
+        now = self.clock()
+        current, elapsed = leasing.find_held_lease(self.request, now=now)
+        if current and not elapsed:
+            raise _LeaseHeld
+        try:
+            leasing.grant(self.request, elapsed=current, now=now, actor=self.actor, admit=self.admit)
+        except IntegrityError:
+            raise _LeaseHeld from None
+        return super().fence()
+
+    def check_affordable(self) -> None:
+        if sql.find_first(Lease, "id = %s", self.lease_id):  # else the grant checks the budgets
+            super().check_affordable()
+
+
+def acquire_with_place(
+    request: LeaseRequest,
+    *,
+    wait: timedelta,
+    now: datetime,
+    actor: str = "",
+    admit: Callable[[], object] = bool,
+    clock: Clock | None = None,
+    sleep: Sleep = time.sleep,
+) -> tuple[Lease, bool]:
+    """Acquire a lease and start its sandbox. Wait in the queue of the pool if it is full. Return as `leasing.acquire` does.
+
+    A call that gets no place within `wait` raises CapacityExhausted with `position` and `queue_length`. Its position is kept
+    for ABANDONED_AFTER, so that a repeated call goes on from there; with a `wait` of 0 a client can poll. A process in which
+    too many calls wait, or that is shutting down, answers at once, as if `wait` had passed. Other errors are those of
+    `leasing.acquire` and `execution.ensure_sandbox_ready`, and remove the request from the queue."""
+    clock = clock or clock_from(now)
+    until, since = now + wait, None
+    with _leave_queue_on_error(request):
+        while True:
+            try:
+                return _acquire_now(request, now=clock(), actor=actor, admit=admit)
+            except CapacityExhausted:
+                if _has_place(request, now=clock()):
+                    raise  # the wake of its cold sandbox needs an egress slot, not a place
+            pool = _find_pool(request, now=clock())
+            since = admission_queue.enqueue(pool, request.agent_did, request.environment_id, now=clock(), since=since)
+            checkpoint("place awaited", request)
+            if not _wait_for_turn(request, pool, since, until=until, clock=clock, sleep=sleep):
+                raise _build_error(pool, _find_position(request, pool, now=clock()))
+
+
+def find_position(agent_did: str, environment_id: str, *, now: datetime) -> tuple[Pool, Position] | None:
+    """Return the pool for whose places a join waits, and its position. None if none waits."""
+    pool = admission_queue.find_pool(agent_did, environment_id, now=now)
+    if pool is None:
+        return None
+    return pool, admission_queue.find_position(pool, agent_did, environment_id, now=now)
+
+
+@contextmanager
+def _leave_queue_on_error(request: LeaseRequest) -> Iterator[None]:
+    try:
+        yield
+    except CapacityExhausted:
+        raise
+    except Exception:
+        admission_queue.leave(request.agent_did, request.environment_id)
+        raise
+
+
+def _acquire_now(request: LeaseRequest, *, now: datetime, actor: str, admit: Callable[[], object]) -> tuple[Lease, bool]:
+    """Return the held lease, or grant one, with a started sandbox in both cases. Raise CapacityExhausted without a place."""
+    clock = clock_from(now)
+    for _ in range(leasing.MAX_ACQUIRE_ATTEMPTS):
+        current, elapsed = leasing.find_held_lease(request, now=clock())
+        if current and not elapsed:
+            execution.ensure_sandbox_ready(current.pk, now=clock(), actor=actor)
+            return current, False
+        new = replace(request, id=request.id or uuid4())
+        lease = leasing.build_lease(new, now=clock())
+        guard = _GrantingGuard(lease.pk, clock, request=new, actor=actor, admit=admit)
+        try:
+            pools.ensure_running(
+                replace(execution.build_sandbox_request(lease, now=now), guard=guard), now=clock(), actor=actor
+            )
+            return Lease.objects.get(pk=lease.pk), True
+        except _LeaseHeld:
+            continue
+    raise Conflict(leasing.CONCURRENT_ACQUIRES)
+
+
+def _wait_for_turn(request: LeaseRequest, pool: Pool, since: datetime, *, until: datetime, clock: Clock, sleep: Sleep) -> bool:
+    """Wait until the request may get a place. Return False if it may not by `until`.
+
+    Between two reads of the queue no transaction is open."""
+    if clock() >= until:
+        return False
+    try:
+        with WAITING_CALLS.admit():
+            renewed_at = clock()
+            while (remaining := (until - clock()).total_seconds()) > 0 and not is_shutting_down():
+                sleep(min(POLL_INTERVAL_SECONDS, remaining))
+                position = _find_position(request, pool, now=clock())
+                if _may_get_place(request, pool, position, now=clock()):
+                    return True
+                if clock() >= renewed_at + RENEW_INTERVAL:
+                    renewed_at = clock()
+                    admission_queue.enqueue(pool, request.agent_did, request.environment_id, now=renewed_at, since=since)
+    except TooManyLongCalls:
+        pass
+    return False
+
+
+def _may_get_place(request: LeaseRequest, pool: Pool, position: Position, *, now: datetime) -> bool:
+    """Return whether a transaction that takes a place may succeed. Only reads, so that waiting requests lock nothing."""
+    if not position.is_queued:
+        return True  # another call got the lease, or the row expired while a victim was evicted
+    pool.refresh_from_db(fields=["used", "capacity", "draining"])
+    if pool.draining or pool.used + position.ahead < pool.capacity:
+        return True
+    if position.ahead:
+        return False
+    return eviction.find_victim(pool, agent_did=request.agent_did, now=now, spare_unused=True) is not None
+
+
+def _has_place(request: LeaseRequest, *, now: datetime) -> bool:
+    current, elapsed = leasing.find_held_lease(request, now=now)
+    return current is not None and not elapsed and pools.find_by_holder(current.pk) is not None
+
+
+def _find_pool(request: LeaseRequest, *, now: datetime) -> Pool:
+    current, elapsed = leasing.find_held_lease(request, now=now)
+    return current.pool if current and not elapsed else leasing.find_type_and_pool(request)[1]
+
+
+def _find_position(request: LeaseRequest, pool: Pool, *, now: datetime) -> Position:
+    return admission_queue.find_position(pool, request.agent_did, request.environment_id, now=now)
+
+
+def _build_error(pool: Pool, position: Position) -> CapacityExhausted:
+    error = CapacityExhausted(
+        f'No place in the pool "{pool}" is free yet. Position {position.number} of {position.length} in the queue: it is kept '
+        f"for a request that is repeated within {ABANDONED_AFTER.total_seconds():.0f} seconds.",
+        position=position.number,
+        queue_length=position.length,
+    )
+    error.retry_after = RETRY_AFTER_SECONDS
+    return error

@@ -1,0 +1,98 @@
+"""Heartbeat sweep: what the worker of a host records about it, and how a host gets its sandboxes and returns after a loss."""
+
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+
+import structlog
+from django.core.exceptions import ImproperlyConfigured
+from django.db.models import Q
+
+from sandboxes import providers, reconciliation
+from sandboxes.hosts import registry
+from sandboxes.lifecycle import COLD, DESTROYED
+from sandboxes.models import Host, Pool, Sandbox
+from sandboxes.providers.base import Missing, Provider, ProviderError
+from sandboxes.sweep_log import SweepResult
+
+log = structlog.get_logger(__name__)
+
+
+def record_heartbeats(*, now: datetime) -> SweepResult:
+    """Sweep: record each engine that this process reaches as alive.
+
+    1. Ask the engine for its identity and its memory, and update the row of its host.
+    2. Assign sandboxes of earlier versions, whose rows have no host.
+    3. Clean up a host that was declared lost and has returned."""
+    result = SweepResult()
+    for name in registry.find_provider_names():
+        try:
+            host = _record(providers.get_provider(name), now=now)
+        except (ProviderError, ImproperlyConfigured) as failed:
+            result.failures.append(f"{name}: {failed}")
+            continue
+        result.note("hosts seen")
+        result.note("sandboxes assigned", _assign_sandboxes(host))
+        if host.lost_at:
+            _clean_up(host, result)
+    return result
+
+
+def _record(provider: Provider, *, now: datetime) -> Host:
+    """Update the row of the host whose engine responds now. Raise ProviderError if it does not respond."""
+    registry.remember_engine(provider.name, provider.engine_id())
+    host = registry.get_local_host(provider.name, now=now)
+    Host.objects.filter(pk=host.pk).update(
+        heartbeat_at=now, queue=registry.get_queue_name(), version=get_version(), memory_mib=provider.total_memory_mib()
+    )
+    return host
+
+
+def get_version() -> str:
+    try:
+        return version("leasehold")
+    except PackageNotFoundError:  # run from a source directory
+        return ""
+
+
+def _assign_sandboxes(host: Host) -> int:
+    """Assign rows without a host to this one: all of them if the provider has no other host, else those that its engine has.
+
+    Return the number assigned."""
+    unassigned = Sandbox.objects.filter(host__isnull=True, provider=host.provider).exclude(state__in=(COLD, DESTROYED))
+    if not Host.objects.filter(provider=host.provider).exclude(pk=host.pk).exists():
+        return unassigned.update(host=host)
+    provider = providers.get_provider(host.provider)
+    found = [sandbox.pk for sandbox in unassigned if _has_sandbox(provider, sandbox)]
+    return Sandbox.objects.filter(pk__in=found, host__isnull=True).update(host=host)
+
+
+def _has_sandbox(provider: Provider, sandbox: Sandbox) -> bool:
+    try:
+        provider.inspect(sandbox.ref)
+    except (Missing, ProviderError):
+        return False
+    return True
+
+
+def _clean_up(host: Host, result: SweepResult) -> None:
+    """Destroy what a lost host still runs, then accept the host again.
+
+    Its places and egress slots were released when it was declared lost. Until its sandboxes are gone, a new one on it could
+    share the socket of a slot with an old one."""
+    remaining = Sandbox.objects.filter(host=host).exclude(state__in=(COLD, DESTROYED))
+    if remaining.exists():
+        result.failures.append(f'host "{host}": declared lost, and its sandboxes are still being released')
+        return
+    provider = providers.get_provider(host.provider)
+    try:
+        for pool in Pool.objects.all():
+            for leftover in reconciliation.list_sandboxes(pool, host.provider, host.pk):
+                log.warning("leftover of a lost host destroyed", host=host.name, name=leftover.name)
+                provider.destroy(leftover.ref)
+                result.note("leftovers destroyed")
+    except ProviderError as failed:
+        result.failures.append(f'host "{host}": {failed}')
+        return
+    if Host.objects.filter(Q(lost_at=host.lost_at), pk=host.pk).update(lost_at=None):
+        log.warning("lost host returned", host=host.name)
+        result.note("hosts returned")

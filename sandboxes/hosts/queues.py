@@ -1,0 +1,43 @@
+"""Task queues: one a host, served by this host's worker. A task that calls an engine goes to the queue of its host.
+
+One worker serves one queue. A queue for the whole installation would need a second worker on each host, so a task that any
+host can execute goes to the host whose worker was heard last."""
+
+from typing import Any
+
+import structlog
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.db.models import F
+from django_q.tasks import async_task
+
+from sandboxes.db import database_time
+from sandboxes.hosts import registry
+from sandboxes.models import Host
+from sandboxes.providers.base import ProviderError
+
+log = structlog.get_logger(__name__)
+
+
+def enqueue(function: str, *args: Any, group: str, host: Host | None = None) -> None:
+    """Queue a task for the worker of a host, or of any host."""
+    async_task(function, *args, group=group, cluster=host.queue if host and host.queue else choose_queue())
+
+
+def choose_queue() -> str:
+    """Return a queue whose worker is probably alive: this host's if its worker was heard, else that of the host heard last."""
+    try:
+        own = registry.get_queue_name()
+    except (ProviderError, ImproperlyConfigured) as error:  # the engine has never responded here
+        log.warning("queue of this host not known", error=str(error))
+        own = ""
+    live = registry.find_live_hosts(now=database_time.now())
+    reachable = [*live.exclude(queue="").values_list("queue", flat=True)]
+    if own in reachable or not reachable:
+        return own or _find_last_queue()
+    return reachable[0]
+
+
+def _find_last_queue() -> str:
+    last = Host.objects.exclude(queue="").order_by(F("heartbeat_at").desc(nulls_last=True)).first()
+    return last.queue if last else str(settings.Q_CLUSTER["name"])

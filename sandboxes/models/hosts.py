@@ -1,0 +1,39 @@
+"""Hosts: engines that run sandboxes. The verbs are in sandboxes.hosts."""
+
+from django.db import models
+
+
+class Host(models.Model):
+    """One engine, as seen by the control plane on its machine.
+
+    The primary key is derived from the provider's name and the engine's id (sandboxes.hosts.registry), so that a process knows
+    its hosts without a query."""
+
+    id = models.UUIDField(primary_key=True, editable=False)
+    provider = models.CharField(max_length=32, editable=False)
+    engine_id = models.CharField(max_length=200, editable=False, help_text="Identity that the engine states.")
+    name = models.CharField(max_length=100, unique=True, help_text="Name for operators. Initially the host name.")
+    queue = models.CharField(
+        max_length=100, blank=True, editable=False, help_text="Task queue of the worker that reaches this engine."
+    )
+    version = models.CharField(max_length=32, blank=True, editable=False, help_text="Leasehold version of that worker.")
+    memory_mib = models.PositiveIntegerField(
+        null=True, blank=True, editable=False, help_text="Memory of the engine's machine, MiB. Empty: not known."
+    )
+    created_at = models.DateTimeField(editable=False)
+    heartbeat_at = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Time at which a worker last reached the engine."
+    )
+    lost_at = models.DateTimeField(
+        null=True, blank=True, editable=False,
+        help_text="Time at which an operator declared the host lost. Empty again once it has returned and is cleaned up.",
+    )  # fmt: skip
+
+    class Meta:
+        default_permissions = ("view", "change")
+        permissions = [("declare_host_lost", "Can declare hosts lost")]
+        ordering = ["name"]
+        constraints = [models.UniqueConstraint(fields=["provider", "engine_id"], name="host_once_per_engine")]
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,168 @@
+"""System under load: a private PostgreSQL cluster, a private Docker Engine, a model upstream, and `manage.py up`.
+
+Everything listens on 127.0.0.1 or on unix sockets, and is below one directory that is removed at the end."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from tests.commands.manage import MANAGE, get_runtime_dir, run_manage
+from tests.e2e.conftest import HEALTHY, Home
+from tests.support.engines import PrivateEngine, private_engine
+from tests.support.ports import find_free_ports
+from tests.support.waiting import wait_until
+
+PLACES = 6  # of the pool: fewer than agents, so that sandboxes are evicted for each other
+DOWNTIME_SECONDS = (0.0, 3.0)  # of the engine and the database after a kill
+SETTINGS = {
+    "SANDBOX_PROVIDER": "docker", "LEASEHOLD_MAX_SANDBOXES": str(PLACES), "LEASEHOLD_SANDBOX_MEMORY_MIB": "128",
+    "LEASEHOLD_COLD_TTL": "2m", "LEASEHOLD_EGRESS_SLOTS": "64", "LEASEHOLD_LLM_API_KEY": "sk-load",
+}  # fmt: skip
+
+
+class Postgres:
+    """PostgreSQL cluster in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        [self.port] = find_free_ports()
+        self.url = f"postgres://leasehold@127.0.0.1:{self.port}/postgres"
+        self.programs = max(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])).parent
+
+    def create(self) -> None:
+        self.directory.mkdir()
+        if os.geteuid() == 0:
+            shutil.chown(self.directory, "postgres")
+        self._run("initdb", "-D", str(self.directory / "data"), "-A", "trust", "-U", "leasehold")
+        self.start()
+
+    def start(self) -> None:
+        """Start the server. After a kill, wait until the processes of the killed server have ended."""
+        options = f"-p {self.port} -k {self.directory} -c listen_addresses=127.0.0.1 -c max_connections=200"
+        arguments = ["-D", str(self.directory / "data"), "-l", str(self.directory / "log"), "-w", "-o", options, "start"]
+        wait_until(lambda: self._run("pg_ctl", *arguments, check=False) == 0, "PostgreSQL starts", within=60, every=0.2)
+
+    def kill(self, is_immediate_stop: bool) -> None:
+        """Kill the server by SIGKILL, or stop it without a checkpoint. Both recover from the log at the next start."""
+        if is_immediate_stop:
+            self.stop()
+            return
+        pid = int((self.directory / "data/postmaster.pid").read_text().split()[0])
+        os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "-D", str(self.directory / "data"), "-m", "immediate", "-w", "stop", check=False)
+
+    def _run(self, program: str, *arguments: str, check: bool = True) -> int:
+        owner = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
+        command = [*owner, str(self.programs / program), *arguments]
+        return subprocess.run(command, check=check, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+
+
+class System:
+    """The running parts, their victims and their rows."""
+
+    def __init__(self, postgres: Postgres, engine: PrivateEngine, home: Home) -> None:
+        self.postgres, self.engine, self.home = postgres, engine, home
+        self.victims: dict[str, Callable[[random.Random], str]] = {
+            "web": lambda random: self._kill_processes("granian", random),
+            "worker": lambda random: self._kill_processes("qcluster", random),
+            "egress": lambda random: self._kill_processes("egress", random),
+            "engine": self._kill_engine,
+            "database": self._kill_database,
+        }
+
+    def manage(self, *arguments: str) -> str:
+        """Run a management command. Return its output."""
+        process = run_manage(self.home.path, *arguments, **self.home.env)
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
+
+    def select(self, query: str) -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.postgres.url, connect_timeout=5) as connection:
+            return connection.execute(query).fetchall()
+
+    def is_supervised(self) -> bool:
+        """Return whether `manage.py up` runs."""
+        return self.home.process is not None and self.home.process.poll() is None
+
+    def _kill_processes(self, program: str, random: random.Random) -> str:
+        """Kill one process of a child of `up`, or all of them."""
+        pids, is_single, share = sorted(self.home.find_processes(program)), random.random() < 0.5, random.random()
+        if not pids:
+            return "not running"
+        killed = [pids[int(share * len(pids))]] if is_single else pids
+        for pid in killed:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return f"{len(killed)} of {len(pids)} processes"
+
+    def _kill_engine(self, random: random.Random) -> str:
+        downtime = random.uniform(*DOWNTIME_SECONDS)
+        self.engine.kill()
+        time.sleep(downtime)
+        self.engine.start()
+        return f"down for {downtime:.1f} s"
+
+    def _kill_database(self, random: random.Random) -> str:
+        is_immediate_stop, downtime = random.random() < 0.5, random.uniform(*DOWNTIME_SECONDS)
+        self.postgres.kill(is_immediate_stop)
+        time.sleep(downtime)
+        self.postgres.start()
+        return f"{'immediate stop' if is_immediate_stop else 'SIGKILL'}, down for {downtime:.1f} s"
+
+
+@contextmanager
+def run_system(directory: Path, *, live_restore: bool) -> Iterator[System]:
+    """Start all parts in `directory`. At the end, stop them and remove what they have created."""
+    postgres = Postgres(directory / "postgres")
+    try:
+        postgres.create()
+        with private_engine(directory / "engine", live_restore=live_restore) as engine, run_upstream() as upstream:
+            env = {"DATABASE_URL": postgres.url, "DOCKER_HOST": engine.url, "LEASEHOLD_LLM_URL": upstream, **SETTINGS}
+            home = Home(directory, **env)
+            system = System(postgres, engine, home)
+            try:
+                system.manage("migrate", "--verbosity", "0")
+                home.up()
+                yield system
+            finally:
+                stop_home(home)
+    finally:
+        postgres.stop()
+
+
+@contextmanager
+def run_upstream() -> Iterator[str]:
+    """Run a model upstream. Yield its base URL."""
+    [port] = find_free_ports()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.bench.upstream", str(port)], cwd=MANAGE.parent, start_new_session=True
+    )
+    try:
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stop_home(home: Home) -> None:
+    """Kill the control plane with all its processes."""
+    if home.process:
+        with suppress(ProcessLookupError):
+            os.killpg(home.process.pid, signal.SIGKILL)
+        home.process.wait(timeout=HEALTHY)
+    for pid in home.find_processes():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(get_runtime_dir(home.path), ignore_errors=True)

@@ -1,0 +1,219 @@
+"""Several hosts with one database: each engine's sandboxes are touched only by processes that reach this engine."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django_q.models import OrmQ
+
+from leases import leasing, tasks
+from leases import sweeps as lease_sweeps
+from leases.errors import LeaseEnded
+from leases.models import Lease, LeaseStatus
+from sandboxes import eviction, host_heartbeat, lost_hosts, stop_reasons, sweeps
+from sandboxes.egress import authorization
+from sandboxes.errors import CapacityExhausted, HostLost, ProviderCallFailed, WrongHost
+from sandboxes.hosts import registry
+from sandboxes.models import Pool, Sandbox, SandboxState
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.storage import get_store
+from sandboxes.sweep_log import SweepResult, run_recorded
+from tests.conftest import MINUTE, NOW
+from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
+
+pytestmark = pytest.mark.django_db
+A, B = "engine-a", "engine-b"
+LATER = NOW + timedelta(minutes=10)
+
+
+@pytest.fixture
+def lease(grant: Any, memory: MemoryProvider) -> Lease:
+    """Lease whose sandbox runs on the engine A, with a file that is stored nowhere."""
+    with memory.on_engine(A):
+        lease = grant()
+        write(lease, "kept")
+    return lease
+
+
+def sweep_all(now: Any = LATER) -> None:
+    """Run the sweeps that call providers."""
+    for sweep in (lease_sweeps.recover_stalled, lease_sweeps.reclaim, lease_sweeps.destroy_cold):
+        sweep(now=now)
+    lease_sweeps.reconcile(now=now, grace=MINUTE)
+
+
+def test_another_hosts_request_and_sweeps_do_not_end_a_lease(lease: Lease, memory: MemoryProvider) -> None:
+    with memory.on_engine(B):
+        with pytest.raises(WrongHost):
+            run(lease)
+        sweep_all()
+    lease.refresh_from_db()
+    assert lease.status == LeaseStatus.ACTIVE
+    with memory.on_engine(A):
+        assert read(lease) == "kept"
+
+
+def test_another_host_does_not_confirm_a_destroy_and_the_slot_stays_taken(lease: Lease, memory: MemoryProvider) -> None:
+    sandbox = get_sandbox(lease)
+    with memory.on_engine(B):
+        leasing.release(lease.pk, now=NOW)
+        sweep_all()
+    sandbox.refresh_from_db()
+    assert (sandbox.state, sandbox.slot is None) == (SandboxState.DESTROYING, False)
+    with memory.on_engine(A):
+        lease_sweeps.reclaim(now=LATER)
+        assert memory.list(str(sandbox.pool.owner)) == []
+    assert Sandbox.objects.get(pk=sandbox.pk).state == SandboxState.DESTROYED
+
+
+def test_a_missing_sandbox_counts_only_if_the_engine_is_still_its_own(lease: Lease, memory: MemoryProvider) -> None:
+    with memory.on_engine(A):
+        # During the call, DOCKER_HOST comes to lead to another engine.
+        with memory.before("exec", lambda ref: memory.select_engine(B)), pytest.raises(ProviderCallFailed):
+            run(lease)
+        memory.select_engine(A)
+        assert read(lease) == "kept"
+        memory.vanish(get_sandbox(lease).ref)
+        with pytest.raises(LeaseEnded):
+            run(lease)
+
+
+def test_a_destroy_that_reached_another_engine_is_not_confirmed(lease: Lease, memory: MemoryProvider) -> None:
+    with memory.on_engine(A):
+        sandbox = get_sandbox(lease)
+        leasing.release(lease.pk, now=NOW)
+        with memory.before("destroy", lambda ref: memory.select_engine(B)):
+            assert lease_sweeps.reclaim(now=LATER).failures
+        sandbox.refresh_from_db()
+        assert sandbox.state == SandboxState.DESTROYING
+
+
+def test_a_cold_sandbox_wakes_on_any_host(lease: Lease, memory: MemoryProvider) -> None:
+    with memory.on_engine(A):
+        evict(lease)
+    with memory.on_engine(B):
+        assert read(lease) == "kept"
+        assert get_sandbox(lease).host == registry.get_local_host("memory", now=NOW)
+
+
+def test_state_that_only_another_host_has_is_refused_and_kept(lease: Lease, memory: MemoryProvider, settings: Any) -> None:
+    with memory.on_engine(A):
+        evict(lease)
+    directory = settings.STORAGE_DIR
+    with memory.on_engine(B):
+        settings.STORAGE_DIR = directory.with_name("store-of-b")  # a filesystem store that the hosts do not share
+        get_store.cache_clear()
+        with pytest.raises(WrongHost, match="stored state"):
+            run(lease)
+        assert get_sandbox(lease).state == SandboxState.COLD
+    settings.STORAGE_DIR = directory
+    get_store.cache_clear()
+    with memory.on_engine(A):
+        assert read(lease) == "kept"
+
+
+def test_room_is_made_on_the_own_host_or_from_cold_sandboxes(
+    lease: Lease, grant: Any, pool: Pool, memory: MemoryProvider
+) -> None:
+    update_pool(pool, capacity=1)
+    with memory.on_engine(B), pytest.raises(CapacityExhausted):
+        run(grant("did:plc:bob"))
+    with memory.on_engine(A):
+        evict(lease)
+    with memory.on_engine(B):
+        run(grant("did:plc:bob"))
+
+
+def test_a_silent_host_keeps_its_leases_until_it_is_declared_lost(
+    lease: Lease, memory: MemoryProvider, pool: Pool, settings: Any
+) -> None:
+    settings.HOST_TIMEOUT = timedelta(minutes=20)
+    host = get_sandbox(lease).host
+    assert host and registry.get_state(host, now=NOW + timedelta(minutes=19)) == "live"
+    later = NOW + timedelta(minutes=30)
+    with memory.on_engine(B):
+        host_heartbeat.record_heartbeats(now=later)
+        sweep_all(now=later)
+        assert (registry.get_state(host, now=later), lease_status(lease)) == ("unreachable", LeaseStatus.ACTIVE)
+        assert lease_sweeps.declare_host_lost(host, now=later, actor="ops")
+    sandbox = Sandbox.objects.get(holder=lease.pk)
+    assert (sandbox.state, lease_status(lease), Pool.objects.get(pk=pool.pk).used) == (SandboxState.DESTROYED, "expired", 0)
+    assert stop_reasons.find_last_stop(lease.pk).reason == "host_lost"
+
+
+def test_a_lost_host_that_returns_is_cleaned_up_before_it_starts_sandboxes(
+    lease: Lease, grant: Any, memory: MemoryProvider, pool: Pool
+) -> None:
+    host = get_sandbox(lease).host
+    assert host
+    lease_sweeps.declare_host_lost(host, now=LATER, actor="ops")
+    with memory.on_engine(A):
+        with pytest.raises(HostLost):
+            run(grant("did:plc:bob"))
+        assert len(memory.list(str(pool.owner))) == 1
+        assert host_heartbeat.record_heartbeats(now=LATER).counts == {
+            "hosts seen": 1, "leftovers destroyed": 1, "hosts returned": 1,
+        }  # fmt: skip
+        assert memory.list(str(pool.owner)) == []
+        run(grant("did:plc:bob"))
+
+
+def test_the_release_of_a_lost_host_continues_after_a_crash(lease: Lease, memory: MemoryProvider) -> None:
+    host = get_sandbox(lease).host
+    assert host
+    assert lost_hosts.declare_lost(host, now=LATER, actor="ops")  # the process dies here
+    with memory.on_engine(B):
+        assert lease_sweeps.recover_stalled(now=LATER).counts["sandboxes of lost hosts released"] == 1
+    assert lease_status(lease) == LeaseStatus.EXPIRED
+
+
+def test_sandboxes_of_earlier_versions_are_assigned_to_the_host_that_has_them(lease: Lease, memory: MemoryProvider) -> None:
+    host = get_sandbox(lease).host
+    Sandbox.objects.update(host=None)
+    with memory.on_engine(B):
+        registry.get_local_host("memory", now=NOW)
+        assert "sandboxes assigned" not in host_heartbeat.record_heartbeats(now=NOW).counts
+        with pytest.raises(WrongHost):
+            run(lease)
+    with memory.on_engine(A):
+        assert host_heartbeat.record_heartbeats(now=NOW).counts["sandboxes assigned"] == 1
+        assert (read(lease), get_sandbox(lease).host) == ("kept", host)
+
+
+def test_local_copies_of_another_host_are_left_to_it(lease: Lease, memory: MemoryProvider) -> None:
+    with memory.on_engine(A):
+        evict(lease)
+        assert eviction.release_cold(get_sandbox(lease).pk, now=NOW)
+    with memory.on_engine(B):
+        registry.get_local_host("memory", now=NOW)
+        assert not sweeps.find_leftover_local_copies().exists()
+    with memory.on_engine(A):
+        assert sweeps.find_leftover_local_copies().count() == 1
+
+
+def test_the_egress_proxy_of_another_host_does_not_take_a_slot_for_the_sandboxs(lease: Lease, memory: MemoryProvider) -> None:
+    slot = get_sandbox(lease).slot
+    with memory.on_engine(A):
+        assert authorization.identify_caller(slot, now=NOW).holder == lease.pk
+    with memory.on_engine(B), pytest.raises(authorization.CallRefused):
+        authorization.identify_caller(slot, now=NOW)
+
+
+def test_a_sweep_of_the_installation_runs_on_one_host_and_a_hosts_own_on_each(memory: MemoryProvider) -> None:
+    for engine, passes in ((A, {"pass": 1}), (B, {"left to another host": 1})):
+        with memory.on_engine(engine):
+            host = registry.get_local_host("memory", now=NOW)
+            for name, own, counts in (("meter", None, passes), ("idle", host, {"pass": 1})):
+                result = run_recorded(name, lambda: SweepResult({"pass": 1}), now=NOW, every=MINUTE, host=own, started_by=host)
+                assert result.counts == counts
+
+
+def test_tasks_of_a_sandbox_go_to_the_queue_of_its_host(lease: Lease, memory: MemoryProvider) -> None:
+    sandbox = get_sandbox(lease)
+    with memory.on_engine(B):
+        assert tasks.request_snapshot(sandbox, "before", now=NOW, actor="ops", reason="test")
+    assert sandbox.host and OrmQ.objects.get().key == sandbox.host.queue
+
+
+def lease_status(lease: Lease) -> str:
+    return Lease.objects.values_list("status", flat=True).get(pk=lease.pk)

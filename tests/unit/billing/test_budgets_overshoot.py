@@ -97,7 +97,7 @@ def test_overshoot_stays_within_the_documented_bound(pool: Pool, stopped_clock: 
     overshoots: list[timedelta] = []
 
     @hypothesis.settings(
-        max_examples=10, deadline=None, suppress_health_check=list(HealthCheck),
+        max_examples=6, deadline=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     )  # fmt: skip
     @example([], 40, 181, 11, 10)  # worst case: each step runs one second before the state that it would act on

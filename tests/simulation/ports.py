@@ -30,6 +30,7 @@ class Work:
     ends_at: float
     writes: dict[str, str]
     removes: Sequence[str]
+    in_time: bool = True  # it ends before its timeout
     finished: bool = False
     killed: bool = False
 
@@ -60,6 +61,13 @@ class SimulatedProvider(MemoryProvider):
         self.down = False
         super().__init__()
         self.programs[PROGRAM] = self._work
+
+    def engine_id(self) -> str:
+        self.world.enter_call("provider", "engine_id", "", self._refuse)
+        return self.host.name
+
+    def last_engine_id(self) -> str:
+        return self.host.name
 
     @contextmanager
     def hooked_call(self, method: str, subject: str) -> Iterator[None]:
@@ -118,6 +126,7 @@ class SimulatedProvider(MemoryProvider):
         work = Work(run_id, ref, call.files, scheduler.seconds + seconds, order["write"], order["remove"])
         if order["early"]:
             work.apply()
+        work.in_time = order["seconds"] < call.timeout.total_seconds()
         if seconds:
             self.works.append(work)
             scheduler.call_at(work.ends_at, lambda: self._finish(work, order))
@@ -134,7 +143,7 @@ class SimulatedProvider(MemoryProvider):
             return
         self.works.remove(work)
         work.finished = True
-        if not order["early"]:
+        if work.in_time and not order["early"]:
             work.apply()
 
 

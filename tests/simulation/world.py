@@ -67,6 +67,7 @@ class World:
         self.promises = Promises(self)
         self.store = SimulatedStore(self)
         self.hosts = [Host(self, number, drift=self._draw_drift(drifts)) for number in range(1, hosts + 1)]
+        self.main_host = self.hosts[0]
         self.processes: list[Process] = []
         self.started = self.kills = 0
         self.quiet = 0  # depth of blocks without faults and yields
@@ -80,9 +81,14 @@ class World:
 
     @property
     def host(self) -> Host:
-        """Host of the current actor, the first one for the main thread."""
+        """Host of the current actor, or the one that the main thread has entered."""
         actor = self.scheduler.current
-        return actor.context.host if actor and isinstance(actor.context, Process) else self.hosts[0]
+        return actor.context.host if actor and isinstance(actor.context, Process) else self.main_host
+
+    def enter_host(self, host: Host) -> None:
+        """Let the main thread act on this host."""
+        self.main_host = host
+        Process(host, f"{host.name}.main").enter()
 
     # --- processes and actors ---------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def compute_reservation(
 ) -> Decimal:
     """Return the amount reserved for the running sandboxes in a budget's scope, in its unit. 0 for a soft budget.
 
-    The sandbox of the applicant counts as if it were running. Takes one query, whatever the number of sandboxes, one more for
+    The sandbox of the applicant counts as if it were running. Takes one query for any number of sandboxes, one more for
     an applicant, and the two of the basis if it is not given."""
     if not budget.hard or not budget.active:
         return Decimal(0)

@@ -79,9 +79,7 @@ class Workload:
         self, kind: str, name: str, act: Callable[[], object], settle: Callable[[], object], host: "Host | None" = None
     ) -> None:
         """Run an operation in a process. `settle` is called once: after the operation, or when its process is killed."""
-        processes = [
-            process for process in self.world.processes if f".{kind}" in process.name and host in (None, process.host)
-        ]
+        processes = [process for process in self.world.processes if f".{kind}" in process.name and host in (None, process.host)]
         if not processes:
             settle()
             return

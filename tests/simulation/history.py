@@ -104,6 +104,7 @@ def set_up(world: World, options: Options) -> None:
         name=ENVIRONMENT_TYPE, defaults={"expiry_conditions": ["game.finished"], "max_ttl": timedelta(days=30)}
     )
     Rate.objects.create(provider="memory", item="time", usd="0.37", valid_from=EPOCH + timedelta(hours=30))
+    world.promises.budgets = options.budget_hours is not None
     if options.budget_hours:
         Budget.objects.create(
             scope="agent", subject=options.agents[0], unit="hours", amount=str(options.budget_hours), period="day",
@@ -211,6 +212,7 @@ def sweep_all(world: World, names: Sequence[str], *, minutes: float) -> None:
 def sweep_until_unchanged(world: World) -> None:
     """Run the sweeps for some hours. An operator retries the sandboxes in quarantine."""
     before: object = None
+    sweep_all(world, ("meter", "budgets"), minutes=1)
     for number in range(SWEEP_ROUNDS):
         for pk in Sandbox.objects.filter(quarantined_at__isnull=False, state="destroying").values_list("pk", flat=True):
             destruction.retry_destroy(pk, now=world.scheduler.time)
@@ -219,4 +221,4 @@ def sweep_until_unchanged(world: World) -> None:
         if before == after and number > 1:
             break
         before = after
-    sweep_all(world, ("prune", "meter", "budgets"), minutes=120)
+    sweep_all(world, ("prune", "meter"), minutes=120)

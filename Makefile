@@ -5,7 +5,7 @@ py = .venv/bin/python
 manage = $(py) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run t test bench lint format install image lock schema
+.PHONY: help demo run t test bench chaos lint format install image lock schema
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ test: install ## run all tests on SQLite and PostgreSQL, with a Docker Engine if
 
 bench: install ## run the benchmarks, relative to the raw operation
 	@.ci/services run $(py) -m tests.bench
+
+chaos: install ## run the load with random kills for 20 minutes (root, Docker, PostgreSQL): make chaos ARGS="--minutes 5"
+	@$(py) -m tests.load $(ARGS)
 
 lint: install ## run ruff, mypy and the import contracts
 	@.venv/bin/ruff check .

@@ -10,6 +10,7 @@ from uuid import UUID
 from django.db import transaction
 
 from billing import budgets
+from billing.budgets import SandboxSize
 from leases import leasing
 from leases.errors import LeaseEnded
 from leases.guard import LeaseGuard
@@ -26,6 +27,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import MintedToken, Pool, Run, Sandbox
 from sandboxes.pool import SandboxRequest
+from sandboxes.providers import get_default_provider_name
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
 from sandboxes.runs import Command
 
@@ -42,6 +44,7 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         "environmentId": lease.environment_id,
         "environmentType": lease.environment_type_id,
     }
+    size = SandboxSize(pool.provider or get_default_provider_name(), pool.memory_mib, pool.millicpus)
     return SandboxRequest(
         holder=lease.pk,
         agent_did=lease.agent_did,
@@ -50,7 +53,7 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
-        guard=LeaseGuard(lease.pk, clock_from(now), check_budget=check_budget),
+        guard=LeaseGuard(lease.pk, clock_from(now), size=size, check_budget=check_budget),
     )
 
 
@@ -58,17 +61,19 @@ def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") 
     """Run a command in the sandbox of a lease, which is started or woken first. Renew the lease before and afterwards.
 
     Raise LeaseEnded if the lease has ended, also if it ended while the command ran."""
+    clock = clock_from(now)
     with use_lease(pk, now=now, spends=True, lasts=command.timeout) as request:
-        return runs.exec_in_sandbox(request, command, now=now, actor=actor)
+        return runs.exec_in_sandbox(request, command, now=clock(), actor=actor)
 
 
 def call_in_sandbox(
     pk: UUID, command: Command, operation: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
 ) -> tuple[Run, T]:
     """Like exec_command, for an operation other than a command, such as a change of files. Return its Run and result."""
+    clock = clock_from(now)
     with (
         use_lease(pk, now=now, spends=command.kind != "file", lasts=command.timeout) as request,
-        runs.operation(request, command, now=now, actor=actor) as opened,
+        runs.operation(request, command, now=clock(), actor=actor) as opened,
     ):
         result = operation(opened.provider, opened.sandbox)
         opened.result = result if isinstance(result, ExecResult) else None
@@ -77,8 +82,9 @@ def call_in_sandbox(
 
 def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
     """Start or wake the sandbox of a lease and return it, ready to run commands. Idempotent."""
+    clock = clock_from(now)
     with LONG_CALLS.admit(), use_lease(pk, now=now, spends=True) as request:
-        return pools.ensure_running(request, now=now, actor=actor)
+        return pools.ensure_running(request, now=clock(), actor=actor)
 
 
 def mint_service_token(
@@ -135,10 +141,10 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
     if spends:
         budgets.require_budget(pk, now=now)
     if now + lasts + runs.KILL_GRACE > lease.expires_at:
-        leasing.renew(lease, now=now, lasts=lasts + runs.KILL_GRACE)
+        leasing.renew(lease, now=clock(), lasts=lasts + runs.KILL_GRACE)
     try:
         with hold(_LeaseClaim(lease, clock, lasts=lasts)):
-            yield build_sandbox_request(lease, now=now, check_budget=not spends)
+            yield build_sandbox_request(lease, now=clock(), check_budget=not spends)
     except SandboxLost as lost:
         leasing.require_active(pk, now=clock())  # a lost sandbox of an ended lease is reported as LeaseEnded
         with transaction.atomic():

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, timedelta
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import structlog
 from django.db import Error as DatabaseError
@@ -26,16 +26,32 @@ log = structlog.get_logger(__name__)
 CLAIM_TTL = timedelta(minutes=4)
 RENEWAL_INTERVAL = timedelta(minutes=1)  # between two UPDATEs of the heartbeat for one claim
 HEARTBEAT_SECONDS = 5.0
+P = TypeVar("P", bound="Progress")
 
 
-class Claim:
+class Progress:
+    """Count of the steps of some work, such as the chunks of a transfer."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def note_progress(self) -> None:
+        """Count one more step. Thread-safe."""
+        self.steps += 1  # a lost increment of concurrent threads does not matter: only a change is looked for
+
+    def beat(self) -> None:
+        """Act on the progress since the last call. The heartbeat calls this method."""
+
+
+class Claim(Progress):
     """Claim on the rows of a query, which must select them only while they are claimed: by a token, for instance."""
 
     def __init__(
         self, rows: QuerySet[Any], *, deadline: datetime, clock: Clock, column: str = "deadline_at", ttl: timedelta = CLAIM_TTL
     ) -> None:
         self._rows, self._column, self.deadline, self.clock, self.ttl = rows, column, deadline, clock, ttl
-        self._progress = self._seen_progress = 0
+        super().__init__()
+        self._seen_steps = 0
         self.lost = False
         self.lock = threading.RLock()  # the heartbeat must not replace a later deadline by the one that it read before
 
@@ -61,25 +77,28 @@ class Claim:
     def _get_rows(self) -> QuerySet[Any]:
         return self._rows
 
+    def __str__(self) -> str:
+        return f"{self._rows.model.__name__} until {self.deadline}"
+
     def note_progress(self) -> None:
-        """Count one more step of the work. Raises ClaimLost once the heartbeat has found the claim lost. Thread-safe."""
+        """Count one more step. Raises ClaimLost once the heartbeat has found the claim lost. Thread-safe."""
         if self.lost:
             raise ClaimLost()
-        self._progress += 1  # a lost increment of concurrent threads does not matter: only a change is looked for
+        super().note_progress()
 
     def forget_progress(self) -> None:
         """Have the heartbeat extend the deadline only for later progress. Call before work with a time limit of its own."""
-        self._seen_progress = self._progress
+        self._seen_steps = self.steps
 
     def beat(self) -> None:
-        """Extend the deadline if there was progress since the last call. The heartbeat calls this method."""
+        """Extend the deadline if there was progress since the last call."""
         with self.lock:
-            progress = self._progress
-            if progress == self._seen_progress or self.lost:
+            steps = self.steps
+            if steps == self._seen_steps or self.lost:
                 return
             if self.clock() + self.ttl >= self.deadline + RENEWAL_INTERVAL:
                 self.keep()
-            self._seen_progress = progress
+            self._seen_steps = steps
 
 
 class SelfGuardedClaim(Claim):
@@ -97,28 +116,28 @@ class Heartbeat:
         os.register_at_fork(after_in_child=self._reset)  # a child has no threads, and its parent's claims are not its own
 
     def _reset(self) -> None:
-        self._lock, self._claims, self._thread = threading.Lock(), set[Claim](), None
+        self._lock, self._held, self._thread = threading.Lock(), set[Progress](), None
 
     _thread: threading.Thread | None
 
-    def add(self, claim: Claim) -> None:
+    def add(self, progress: Progress) -> None:
         with self._lock:
-            self._claims.add(claim)
+            self._held.add(progress)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
                 self._thread.start()
 
-    def remove(self, claim: Claim) -> None:
+    def remove(self, progress: Progress) -> None:
         with self._lock:
-            self._claims.discard(claim)
+            self._held.discard(progress)
 
     def beat(self) -> None:
         """Extend each claim whose work made progress. A lost claim, or a database that fails, affects no other claim."""
-        for claim in [*self._claims]:
+        for progress in [*self._held]:
             try:
-                claim.beat()
+                progress.beat()
             except ClaimLost:
-                log.warning("claim lost", column=claim._column, deadline=str(claim.deadline))
+                log.warning("claim lost", claim=str(progress))
             except DatabaseError as error:  # tried again at the next beat
                 log.warning("claim not extended", error=str(error))
 
@@ -128,7 +147,7 @@ class Heartbeat:
             while True:
                 pause.wait(HEARTBEAT_SECONDS)
                 with self._lock:
-                    if not self._claims:
+                    if not self._held:
                         self._thread = None
                         return
                 close_old_connections()
@@ -138,13 +157,15 @@ class Heartbeat:
 
 
 HEARTBEAT = Heartbeat()
-_held: ContextVar[tuple[Claim, ...]] = ContextVar("held_claims", default=())
+_held: ContextVar[tuple[Progress, ...]] = ContextVar("held_claims", default=())
 
 
 @contextmanager
-def hold(claim: Claim) -> Iterator[Claim]:
+def hold(claim: P) -> Iterator[P]:
     """Have the heartbeat extend a claim while the body of the `with` makes progress, that of nested claims included."""
     previous = _held.get()
+    for outer in previous:
+        Progress.note_progress(outer)  # a lost claim is found at the next chunk, where the caller expects it
     _held.set((*previous, claim))
     HEARTBEAT.add(claim)
     try:
@@ -176,7 +197,7 @@ def track_transfer(file: BinaryIO) -> BinaryIO:
 class _TrackedFile:
     """File whose reads and writes count as progress of `claims`. Everything else is passed on."""
 
-    def __init__(self, file: BinaryIO, claims: tuple[Claim, ...]) -> None:
+    def __init__(self, file: BinaryIO, claims: tuple[Progress, ...]) -> None:
         self._file, self._claims = file, claims
 
     def __getattr__(self, name: str) -> Any:

@@ -128,7 +128,7 @@ def operation(request: pool.SandboxRequest, command: Command, *, now: datetime, 
                 opened.entered = True
                 yield opened
             except Exception as failed:
-                error = _fail_operation(opened, failed, now=clock(), actor=actor)
+                error = _record_failure(opened, failed, clock, actor=actor)
                 if error is failed:
                     raise
                 raise error from failed
@@ -153,6 +153,21 @@ def _record_success(opened: Operation, attached: Attachment | None, clock: Clock
     except RetriesExhausted as failed:
         exit_code = opened.result.exit_code if opened.result else None
         raise OutcomeUnknown(run_id=run_id, exit_code=exit_code) from failed
+
+
+def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor: str) -> Exception:
+    """Like _fail_operation, with retries for CLOSE_RETRY_PERIOD while the database does not respond.
+
+    A Run that stays open ends at its deadline, and until then its client is told to wait."""
+    errors: list[Exception] = []
+
+    def record() -> None:
+        errors.append(_fail_operation(opened, failed, now=clock(), actor=actor))
+
+    until = clock() + CLOSE_RETRY_PERIOD
+    with suppress(RetriesExhausted):
+        retry_connection_errors(record, "run not closed", clock=clock, until=until, run=str(opened.run.pk))
+    return errors[0] if errors else failed
 
 
 def _open_operation(request: pool.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:

@@ -16,7 +16,7 @@ from leases.errors import LeaseEnded
 from leases.models import LeaseEvent
 from sandboxes import eviction, lifecycle, runs, sweeps
 from sandboxes.db import clock, connection_errors
-from sandboxes.errors import OutcomeUnknown, SandboxNotHeld, SandboxNotReady
+from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
@@ -205,3 +205,11 @@ class TestFailover:
         response = build_error_response(raised.value, "/")
         assert (response.status_code, response.headers.get("Retry-After")) == (409, None)
         assert len([verb for verb, _ in memory.calls if verb == "exec"]) == 1
+
+    def test_run_of_a_failed_operation_is_closed_after_the_failover(self, grant, memory, fail_close) -> None:
+        lease = grant()
+        fail_close(20)
+        memory.fail("exec", Unavailable("no answer"), times=1)
+        with pytest.raises(ProviderCallFailed):
+            sh(lease, "echo done", NOW)
+        assert Run.objects.get().outcome == "error"

@@ -7,6 +7,7 @@ import pytest
 from django.utils import timezone
 
 from controlplane import health, schedules
+from sandboxes import admission_queue
 from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Host, Pool, Sandbox, Sweep
 from sandboxes.providers.base import Rejected
@@ -49,6 +50,11 @@ def test_low_disk_is_warned_about_without_its_path(client, settings) -> None:
     assert len(warnings(client)) == len(free)
     assert re.fullmatch(r"The state disk has \d+ MiB free, less than LEASEHOLD_MIN_FREE_DISK: .*", warnings(client)[0])
     assert str(settings.STATE_DIR) not in str(warnings(client))
+
+
+def test_queue_for_places_is_warned_about(client, pool) -> None:
+    admission_queue.enqueue(pool, "did:plc:ada", "game-1", now=timezone.now())
+    assert warnings(client) == [f'Pool "{pool}" is full. Requests that wait for a place: 1.']
 
 
 def test_failed_starts_are_warned_about_without_the_error(client, pool, memory) -> None:

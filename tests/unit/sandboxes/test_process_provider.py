@@ -102,10 +102,14 @@ def test_leftover_of_an_interrupted_create_or_destroy_is_listed_and_can_be_compl
     assert provider.list("me") == []
 
 
-def test_exec_started_during_destroy_leaves_no_process(provider, ref, run, monkeypatch) -> None:
+@pytest.mark.parametrize("finished", [True, False])
+def test_exec_started_during_destroy_leaves_no_process(provider, ref, run, monkeypatch, finished) -> None:
     def destroyed_meanwhile(argv, cwd, env):
         child = start_process(argv, cwd, env)
-        provider.destroy(ref)
+        if finished:
+            provider.destroy(ref)
+        else:
+            (provider.root / "me" / ref / METADATA_FILE).unlink()  # the first step of a destroy
         return child
 
     monkeypatch.setattr(f"{PROVIDER}.start_process", destroyed_meanwhile)

@@ -1,0 +1,216 @@
+"""Memory provider and memory store of the simulation: every call is a yield point at which the scheduler injects faults."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from functools import partial
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from sandboxes.providers.base import DATA, WORKSPACE, SandboxSpec, Unavailable
+from sandboxes.providers.memory import File, MemoryProvider, ProgramCall, ProgramResult
+from sandboxes.storage.base import StoreError
+from sandboxes.storage.memory import MemoryStore
+from tests.simulation.scheduler import Actor
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Host, World
+
+PROGRAM = "work"
+CHUNK_BYTES = 1 << 10  # of a slow transfer
+TimeRange = tuple[datetime, datetime]
+
+
+@dataclass
+class Work:
+    """One execution of the simulated program: writes files at its start or at its end."""
+
+    run_id: str
+    ref: str
+    files: dict[str, Any]
+    ends_at: float
+    writes: dict[str, str]
+    removes: Sequence[str]
+    actor: Actor | None = None  # which waits for the result
+    in_time: bool = True  # it ends before its timeout
+    finished: bool = False
+    killed: bool = False
+
+    def apply(self) -> None:
+        for path, text in self.writes.items():
+            self.files[path] = File(text.encode(), mtime=0)
+        for path in self.removes:
+            self.files.pop(path, None)
+
+
+@dataclass
+class Existence:
+    """Time ranges in which sandboxes of one provider existed, for the comparison with metered time."""
+
+    since: dict[str, datetime] = field(default_factory=dict)
+    ranges: dict[str, TimeRange] = field(default_factory=dict)
+    vanished: set[str] = field(default_factory=set)
+
+
+class SlowStream:
+    """Reader or writer that takes a chunk at a time, each after some virtual seconds."""
+
+    def __init__(self, stream: Any, pause: Callable[[], None]) -> None:
+        self.stream, self.pause = stream, pause
+
+    def read(self, size: int = -1) -> bytes:
+        if size >= 0:
+            self.pause()
+            return bytes(self.stream.read(min(size, CHUNK_BYTES)))
+        return b"".join(iter(lambda: self.read(CHUNK_BYTES), b""))
+
+    def write(self, content: bytes) -> int:
+        for start in range(0, len(content), CHUNK_BYTES):
+            self.pause()
+            self.stream.write(content[start : start + CHUNK_BYTES])
+        return len(content)
+
+
+class SimulatedProvider(MemoryProvider):
+    """Provider of one host. Programs take virtual time, and go on when the process that waits for them dies."""
+
+    def __init__(self, world: "World", host: "Host") -> None:
+        self.world, self.host = world, host
+        self.existence = Existence()
+        self.works: list[Work] = []
+        self.executions: Counter[str] = Counter()
+        self.down = False
+        super().__init__()
+        self.programs[PROGRAM] = self._work
+
+    def engine_id(self) -> str:
+        self.world.enter_call("provider", "engine_id", "", self._refuse)
+        return self.host.name
+
+    def last_engine_id(self) -> str:
+        return self.host.name
+
+    @contextmanager
+    def hooked_call(self, method: str, subject: str) -> Iterator[None]:
+        self.world.enter_call("provider", method, subject, self._refuse)
+        yield
+        self.world.leave_call("provider", method, subject, self._refuse)
+
+    def _refuse(self, message: str) -> Exception:
+        return Unavailable(message)
+
+    def create(self, spec: SandboxSpec) -> str:
+        with self.hooked_call("create", spec.name):
+            if spec.name not in self._sandboxes:
+                self.existence.since[spec.name] = self.world.scheduler.time
+                self.world.promises.check_slot(self, spec)
+            with self.world.uninterrupted():
+                super().create(spec)
+        return spec.name
+
+    def destroy(self, ref: str) -> None:
+        with self.hooked_call("destroy", ref):
+            self.world.promises.check_destroy(self, ref)
+            self._end(ref)
+            with self.world.uninterrupted():
+                super().destroy(ref)
+
+    def vanish(self, ref: str) -> None:
+        self.existence.vanished.add(ref)
+        self._end(ref)
+        super().vanish(ref)
+
+    def _end(self, ref: str) -> None:
+        if ref in self._sandboxes and ref in self.existence.since:
+            self.existence.ranges[ref] = (self.existence.since.pop(ref), self.world.scheduler.time)
+        self._stop([work for work in self.works if work.ref == ref])
+
+    def get_files(self, ref: str, root: str, **options: Any) -> Iterator[bytes]:
+        chunks = super().get_files(ref, root, **options)
+        if not self.world.occurs("provider transfer"):
+            return chunks
+        return iter(partial(SlowStream(BytesIO(b"".join(chunks)), self.world.pause_transfer).read, CHUNK_BYTES), b"")
+
+    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
+        slow = self.world.occurs("provider transfer")
+        super().put_files(ref, root, SlowStream(tar, self.world.pause_transfer) if slow else tar)  # type: ignore[arg-type]
+
+    def kill(self, ref: str, mark: str) -> None:
+        with self.hooked_call("kill", ref):
+            self._get(ref)
+            self.world.promises.check_kill(self, mark)
+            self._stop([work for work in self.works if work.ref == ref and work.run_id == mark])
+
+    def _stop(self, works: Collection[Work]) -> None:
+        for work in works:
+            work.killed = True
+            self.works.remove(work)
+
+    def _work(self, call: ProgramCall) -> ProgramResult:
+        """Report the present files, then write and remove files, at the start or at the end of the virtual duration."""
+        scheduler, order = self.world.scheduler, json.loads(call.argv[1])
+        [ref] = [name for name, sandbox in self._sandboxes.items() if sandbox.files is call.files]
+        run_id = call.env["LEASEHOLD_RUN"]
+        seen = read_tree(call.files)
+        self.executions[run_id] += 1
+        self.world.promises.check_execution(self, ref, run_id, order, seen)
+        seconds = min(order["seconds"], call.timeout.total_seconds())
+        work = Work(run_id, ref, call.files, scheduler.seconds + seconds, order["write"], order["remove"])
+        work.actor = scheduler.current
+        if order["early"]:
+            work.apply()
+        work.in_time = order["seconds"] < call.timeout.total_seconds()
+        if seconds:
+            self.works.append(work)
+            scheduler.call_at(work.ends_at, lambda: self._finish(work, order))
+            while not work.finished and not work.killed:
+                scheduler.sleep(min(5.0, max(0.001, work.ends_at - scheduler.seconds)))
+        elif not order["early"]:
+            work.apply()
+        if work.killed:
+            return ProgramResult(137)
+        return ProgramResult(stdout=json.dumps(seen).encode(), took=timedelta(seconds=order["seconds"]))
+
+    def _finish(self, work: Work, order: dict[str, Any]) -> None:
+        if work.killed:
+            return
+        self.works.remove(work)
+        work.finished = True
+        if work.in_time and not order["early"]:
+            work.apply()
+
+
+class SimulatedStore(MemoryStore):
+    """Store that all hosts share."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.down = False
+        super().__init__()
+
+    @contextmanager
+    def hooked_call(self, method: str, subject: str) -> Iterator[None]:
+        self.world.enter_call("store", method, subject, self._refuse)
+        yield
+        self.world.leave_call("store", method, subject, self._refuse)
+
+    def upload(self, key: str, source: BinaryIO) -> None:
+        slow = self.world.occurs("store transfer")
+        super().upload(key, SlowStream(source, self.world.pause_transfer) if slow else source)  # type: ignore[arg-type]
+
+    def download(self, key: str, target: BinaryIO, *, start: int = 0, length: int | None = None) -> bool:
+        slow = self.world.occurs("store transfer")
+        sink: Any = SlowStream(target, self.world.pause_transfer) if slow else target
+        return super().download(key, sink, start=start, length=length)
+
+    def _refuse(self, message: str) -> Exception:
+        return StoreError("memory", "call", message)
+
+
+def read_tree(files: dict[str, Any]) -> dict[str, str]:
+    """Return the simulated program's files by path."""
+    names = (f"{WORKSPACE}/f", f"{DATA}/d")
+    return {path: entry.content.decode() for path, entry in files.items() if path.startswith(names) and isinstance(entry, File)}

@@ -1,0 +1,96 @@
+"""Promises that every history keeps: checks while a history goes on.
+
+The numbers are those of the table in docs/architecture.md. tests.simulation.final_checks has the checks after a history."""
+
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from sandboxes.models import Run, Sandbox
+from sandboxes.providers.base import SandboxSpec
+from tests.simulation.expectations import Expectations
+
+if TYPE_CHECKING:
+    from tests.simulation.ports import SimulatedProvider
+    from tests.simulation.world import World
+
+# Time for which an act may outlast the check before it: a thread that is not scheduled, not one that waits for a port.
+CHECK_TOLERANCE = timedelta(seconds=3)
+
+
+class Promises:
+    """Checks of one history, and the violations found."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.expectations = Expectations()
+        self.violations: list[str] = []
+        self.users: dict[str, str] = {}  # ref -> lease that has executed something in the sandbox
+        self.executions: Counter[str] = Counter()
+        self.budgets = False  # an exhausted budget kills commands
+
+    def violate(self, promise: int, message: str) -> None:
+        self.violations.append(f"promise {promise}: {message}")
+        self.world.scheduler.record("VIOLATION", self.violations[-1])
+
+    def check_execution(
+        self, provider: "SimulatedProvider", ref: str, run_id: str, order: dict[str, Any], seen: dict[str, str]
+    ) -> None:
+        """Check a command at its start in the sandbox."""
+        self._check_executed_once(run_id, order["op"])
+        lease = order["lease"]
+        if self.users.setdefault(ref, lease) != lease:
+            self.violate(3, f"{ref} is used by the leases {self.users[ref]} and {lease}")
+        if missing := self.expectations.get(UUID(lease)).find_missing(seen):
+            self.violate(8, f"{order['op']} in {ref} of lease {lease} does not see {missing}; it sees {sorted(seen.values())}")
+
+    def _check_executed_once(self, run_id: str, operation: str) -> None:
+        """No Run is executed twice, and neither is a request with an idempotency key."""
+        self.executions[run_id] += 1
+        self.expectations.operations[operation] += 1
+        if self.executions[run_id] > 1:
+            self.violate(11, f"run {run_id} was executed {self.executions[run_id]} times")
+        if self.expectations.operations[operation] > 1:
+            self.violate(11, f"the request {operation} was executed {self.expectations.operations[operation]} times")
+
+    def check_slot(self, provider: "SimulatedProvider", spec: SandboxSpec) -> None:
+        """Check at a create that no used sandbox on this host has the same egress slot."""
+        for name, other in provider._sandboxes.items():
+            if spec.sockets is not None and other.spec.sockets == spec.sockets and name in self.users:
+                self.violate(10, f"{spec.name} gets the egress slot {spec.sockets.name} of {name}, which exists")
+
+    def check_destroy(self, provider: "SimulatedProvider", ref: str) -> None:
+        """Check that no command of an active lease runs in a sandbox that is destroyed."""
+        for work in provider.works:
+            if work.ref != ref:
+                continue
+            rows = self.world.database.fetch(
+                "SELECT lease.status FROM leases_lease lease JOIN sandboxes_run run ON run.holder = lease.id WHERE run.id = %s"
+                .replace("%s", "?"), UUID(work.run_id),
+            )  # fmt: skip
+            if rows == [("active",)] and ref not in provider.existence.vanished:
+                self.violate(6, f"{ref} is destroyed while run {work.run_id} executes in it and its lease is active")
+
+    def check_kill(self, provider: "SimulatedProvider", mark: str) -> None:
+        """Check that a command is not killed as abandoned while its process is alive and makes progress."""
+        for work in provider.works:
+            actor = work.actor
+            if work.run_id == mark and actor and not (actor.killed or actor.done or actor.stalled) and not self.budgets:
+                self.violate(6, f"run {mark} is killed as abandoned while {actor.name} waits for it")
+
+    def check_checkpoint(self, name: str, subject: Any) -> None:
+        """Check, when a row was committed, that its lease had not ended by its clock."""
+        if name == "reserved" and isinstance(subject, Sandbox):
+            self._check_fence(subject.holder, "got a place")
+        elif name == "run opened" and isinstance(subject, Run):
+            self._check_fence(subject.holder, "began a run")
+
+    def _check_fence(self, lease: UUID | None, act: str) -> None:
+        if lease is None:
+            return
+        tolerance = CHECK_TOLERANCE + self.world.max_skew
+        latest = (self.world.scheduler.time - tolerance).replace(tzinfo=None).isoformat(" ")
+        rows = self.world.database.fetch("SELECT expires_at FROM leases_lease WHERE id = ? AND expires_at < ?", lease, latest)
+        if rows:
+            self.violate(3, f"lease {lease} {act} at {self.world.scheduler.time}, after its end at {rows[0][0]}")

@@ -1,0 +1,299 @@
+"""Virtual hosts and processes, their clocks, and the injection of faults into their calls."""
+
+import os
+import random as global_random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from django.conf import settings
+from django.utils import timezone
+
+from sandboxes import lifecycle, providers
+from sandboxes.db import database_time
+from sandboxes.providers.memory import provider as memory_provider
+from sandboxes.state import changes, pull, storage_mode
+from sandboxes.storage import memory as memory_store
+from tests.simulation.database import Database, OperationalError
+from tests.simulation.faults import MAX_CHUNK_SECONDS, SLOW_SECONDS, Faults
+from tests.simulation.ports import SimulatedProvider, SimulatedStore
+from tests.simulation.promises import Promises
+from tests.simulation.scheduler import Actor, Scheduler
+
+
+class Host:
+    """Machine with a clock, a state directory and a sandbox engine of its own."""
+
+    def __init__(self, world: "World", number: int, *, drift: timedelta) -> None:
+        self.world, self.name, self.drift = world, f"host{number}", drift
+        self.provider = SimulatedProvider(world, self)
+        self.state_dir = world.directory / self.name
+        self.skew_meter = database_time.SkewMeter()
+        self.parted_until = 0.0  # no connection to the database before this virtual time
+
+    @property
+    def now(self) -> datetime:
+        return self.world.scheduler.time + self.drift
+
+
+class Process:
+    """Process of the control plane on one host. Killing the process stops all its actors."""
+
+    def __init__(self, host: Host, name: str) -> None:
+        self.host, self.name = host, name
+        self.actors: list[Actor] = []
+        self.alive = True
+
+    def enter(self) -> None:
+        settings.__dict__["INSTANCE"] = self.name
+        settings.__dict__["STATE_DIR"] = self.host.state_dir
+
+
+class World:
+    """State of one history besides the database."""
+
+    def __init__(self, seed: int, faults: Faults, *, hosts: int, drifts: bool) -> None:
+        self.scheduler = Scheduler(seed)
+        self.random: Random = self.scheduler.random
+        self.faults = faults
+        self.directory = Path(tempfile.mkdtemp(prefix="lh-sim-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        self.promises = Promises(self)
+        self.store = SimulatedStore(self)
+        self.hosts = [Host(self, number, drift=self._draw_drift(drifts)) for number in range(1, hosts + 1)]
+        self.main_host = self.hosts[0]
+        self.processes: list[Process] = []
+        self.started = self.kills = 0
+        self.quiet = 0  # depth of blocks without faults and yields
+        self.database = Database(self)
+        self.capacity = 0
+        self.max_skew = timedelta(seconds=3) if drifts else timedelta(0)
+        self.on_kill: Callable[[Process], None] = lambda process: None
+
+    def _draw_drift(self, drifts: bool) -> timedelta:
+        return timedelta(seconds=self.random.uniform(-300, 300)) if drifts else timedelta(0)
+
+    @property
+    def host(self) -> Host:
+        """Host of the current actor, or the one that the main thread has entered."""
+        actor = self.scheduler.current
+        return actor.context.host if actor and isinstance(actor.context, Process) else self.main_host
+
+    def enter_host(self, host: Host) -> None:
+        """Let the main thread act on this host."""
+        self.main_host = host
+        Process(host, f"{host.name}.main").enter()
+
+    # --- processes and actors ---------------------------------------------------------------------------------------
+
+    def start_process(self, host: Host, kind: str) -> Process:
+        self.started += 1
+        process = Process(host, f"{host.name}.{kind}{self.started}")
+        self.processes.append(process)
+        return process
+
+    def spawn(self, process: Process, name: str, act: Callable[[], object]) -> Actor:
+        def run() -> None:
+            self.database.use_in_thread()
+            act()
+
+        actor = self.scheduler.spawn(f"{process.name}/{name}", run, process)
+        process.actors.append(actor)
+        return actor
+
+    def kill(self, process: Process) -> None:
+        """Kill a process by SIGKILL: its threads stop where they are."""
+        self.scheduler.record("killed", process.name)
+        process.alive = False
+        self.kills += 1
+        self.processes.remove(process)
+        self.on_kill(process)
+        self.scheduler.kill([actor for actor in process.actors if not actor.done])
+
+    # --- yield points -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    def point(self, label: str, *, switch: bool = True) -> None:
+        """Yield point: the scheduler may let another actor go on, pause this one, or kill its process."""
+        scheduler = self.scheduler
+        actor = scheduler.current
+        if actor is None or self.quiet:
+            return
+        if scheduler.detached:
+            scheduler.pause()
+        scheduler.record(label)
+        scheduler.seconds += self.random.random() * 0.004
+        if not switch:
+            return
+        if self.faults.occurs("kill", self.random):
+            assert isinstance(actor.context, Process)
+            self.kill(actor.context)
+        if self.faults.occurs("pause", self.random):
+            self.stall()
+        elif self.faults.occurs("switch", self.random):
+            scheduler.pause()
+
+    def enter_call(self, port: str, method: str, subject: str, build_error: Callable[[str], Exception]) -> None:
+        if self.scheduler.current is None or self.quiet:
+            return
+        self.point(f"{port} {method} {subject}")
+        if self.occurs(f"{port} slow"):
+            self.stall()
+        down = self.store.down if port == "store" else self.host.provider.down
+        if (down and self.faults.enabled) or self.occurs(f"{port} before"):
+            raise build_error(f"{method} refused")
+
+    def leave_call(self, port: str, method: str, subject: str, build_error: Callable[[str], Exception]) -> None:
+        if self.scheduler.current is None or self.quiet:
+            return
+        if self.occurs(f"{port} late"):
+            self.stall()
+        self.point(f"{port} {method} answered")
+        if self.occurs(f"{port} after"):
+            raise build_error(f"{method}: answer lost")
+
+    def pause_transfer(self) -> None:
+        """Let some seconds pass between two chunks of a transfer, which makes progress all the time."""
+        if self.scheduler.current and not self.scheduler.detached and self.faults.enabled:
+            self.scheduler.sleep(self.random.uniform(1.0, MAX_CHUNK_SECONDS))
+
+    def stall(self) -> None:
+        """Let the current actor do nothing for a long time, as if its machine or its peer had stopped."""
+        seconds = self.random.choice(SLOW_SECONDS)
+        if self.scheduler.current and seconds > MAX_CHUNK_SECONDS:
+            self.scheduler.current.stalled = True
+        self.scheduler.sleep(seconds)
+
+    def occurs(self, kind: str) -> bool:
+        """Return whether a fault occurs now."""
+        if self.faults.occurs(kind, self.random):
+            self.scheduler.record("fault", kind)
+            return True
+        return False
+
+    def before_statement(self, sql: str) -> None:
+        """Yield point before a statement outside a transaction, and before a transaction begins."""
+        if self.scheduler.current is None or self.quiet:
+            return
+        self.point(sql[:60])
+        self._require_connection()
+
+    def within_transaction(self, sql: str) -> None:
+        if self.scheduler.current is None or self.quiet:
+            return
+        self.point(sql.partition(' "s')[0][:60], switch=False)  # the name of a savepoint has the id of a thread
+        self._require_connection()
+
+    def _require_connection(self) -> None:
+        if self.scheduler.seconds < self.host.parted_until and self.faults.enabled:
+            assert self.scheduler.current
+            self.scheduler.current.stalled = True
+            self.scheduler.sleep(1.0)
+            raise OperationalError("The host is parted from the database.")
+        if self.occurs("statement"):
+            raise OperationalError("The connection was lost.")
+
+    def decide_commit(self) -> str:
+        if self.scheduler.current is None or self.quiet:
+            return "commit"
+        if self.scheduler.detached:
+            return "die before"
+        for kind in ("commit before", "commit after"):
+            if self.occurs(kind):
+                return f"{self.random.choice(('fail', 'die'))} {kind.split()[1]}"
+        return "commit"
+
+    def after_commit(self, outcome: str) -> None:
+        actor = self.scheduler.current
+        if actor and outcome.startswith("die"):
+            if self.scheduler.detached:
+                self.scheduler.pause()
+            assert isinstance(actor.context, Process)
+            self.kill(actor.context)
+        self.point(outcome)
+
+    def at_checkpoint(self, name: str, subject: Any) -> None:
+        if self.database.connection.in_atomic_block:
+            return
+        self.promises.check_checkpoint(name, subject)
+        self.point(f"checkpoint {name}")
+
+    # --- replacements of the product's clocks and ports -------------------------------------------------------------
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace clocks, identifiers, provider, store and database of the product by those of this world."""
+        scheduler = self.scheduler
+
+        class VirtualDatetime(datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+                return scheduler.time
+
+        identifiers = Random(self.random.random())
+        patches: list[tuple[Any, str, Any]] = [
+            (os, "urandom", identifiers.randbytes),
+            (time, "monotonic", lambda: scheduler.seconds),
+            (time, "time", lambda: scheduler.time.timestamp()),
+            (time, "sleep", scheduler.poll),
+            (timezone, "now", lambda: self.host.now),
+            (database_time, "measure_skew", lambda: -self.host.drift),
+            (providers, "get_provider", lambda name: self.host.provider),
+            (memory_provider, "datetime", VirtualDatetime),
+            (memory_store, "datetime", VirtualDatetime),
+        ]
+        for module in (changes, pull, storage_mode):
+            patches.append((module, "run_parallel", lambda function, jobs: [function(job) for job in jobs]))
+        patches += [(module, "get_store", lambda: self.store) for module in find_store_users()]
+        saved = [(target, name, getattr(target, name)) for target, name, _ in patches]
+        global_random.seed(self.random.random())
+        for target, name, value in patches:
+            setattr(target, name, value)
+        meter_type = type(database_time.meter)
+        saved_get = meter_type.get
+        database_time.meter = _HostMeter(self)  # type: ignore[assignment]
+        lifecycle.CHECKPOINT_HOOKS.append(self.at_checkpoint)
+        self.database.install()
+        try:
+            yield
+        finally:
+            scheduler.detach()
+            self.database.uninstall()
+            lifecycle.CHECKPOINT_HOOKS.remove(self.at_checkpoint)
+            database_time.meter = meter_type()
+            meter_type.get = saved_get  # type: ignore[method-assign]
+            for target, name, value in saved:
+                setattr(target, name, value)
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class _HostMeter:
+    """Skew meter of the current actor's host, in place of the one of this process."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def get(self) -> timedelta:
+        return self.world.host.skew_meter.get()
+
+    @property
+    def skew(self) -> timedelta:
+        return self.world.host.skew_meter.skew
+
+
+def find_store_users() -> list[Any]:
+    """Return the modules of the product that have imported get_store."""
+    return [module for name, module in sys.modules.items() if name.startswith("sandboxes.") and hasattr(module, "get_store")]

@@ -27,8 +27,10 @@ def record_heartbeats(*, now: datetime) -> SweepResult:
     for name in registry.find_provider_names():
         try:
             host = _record(providers.get_provider(name), now=now)
-        except (ProviderError, ImproperlyConfigured) as failed:
+        except ProviderError as failed:
             result.failures.append(f"{name}: {failed}")
+            continue
+        except ImproperlyConfigured:  # a pool's provider that other hosts may have
             continue
         result.note("hosts seen")
         result.note("sandboxes assigned", _assign_sandboxes(host))

@@ -7,7 +7,7 @@ from django.db import OperationalError
 
 from leases import leasing
 from leases.models import DID_DESCRIPTION
-from sandboxes.models import Run
+from sandboxes.models import Host, Run
 from tests.api.conftest import ApiClient
 
 pytestmark = pytest.mark.django_db
@@ -97,3 +97,14 @@ def test_no_log_line_holds_a_secret(ada: ApiClient, lease, caplog, capsys) -> No
     for secret in ("v-e-r-y", "q-u-i-e-t", ada.key, "s" * 43):
         assert secret not in logged
     assert "v-e-r-y" not in str(Run.objects.values("argv", "env_names", "note", "cwd"))
+
+
+def test_a_sandbox_on_another_host_is_a_problem_that_names_the_host(ada: ApiClient, lease, memory) -> None:
+    url = f"leases/{lease['id']}/exec"
+    with memory.on_engine("engine-a"):
+        assert ada.post(url, {"argv": ["true"]}).status_code == 200
+    response = ada.post(url, {"argv": ["true"]})
+    assert (response.status_code, response["Retry-After"]) == (503, "5")
+    problem = response.json()
+    assert (problem["code"], problem["host"]) == ("wrong_host", Host.objects.get(engine_id="engine-a").name)
+    assert Run.objects.count() == 1

@@ -38,6 +38,12 @@ def test_created_sandbox_becomes_ready_and_runs_commands(box):
     assert (result.timed_out, result.oom, result.truncated) == (False, False, False)
 
 
+def test_the_engine_keeps_one_identity(bench):
+    identity = bench.provider.engine_id()
+    assert 0 < len(identity) <= 200
+    assert bench.provider.engine_id() == bench.provider.last_engine_id() == identity
+
+
 def test_create_is_idempotent_and_keeps_files(bench):
     spec = bench.spec()
     ref = bench.provider.create(spec)

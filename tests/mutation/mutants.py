@@ -18,6 +18,7 @@ BUDGET_ADMISSION, BUDGET_PERIODS, BUDGET_UPDATES = (
     "billing/budgets/periods.py",
     "billing/budgets/updates.py",
 )
+TEST_HOSTS = "tests/unit/sandboxes/test_hosts.py"
 AUTHORIZATION, REDACTION = "sandboxes/egress/authorization.py", "sandboxes/egress/redaction.py"
 REQUEST_FILTER = "sandboxes/egress/request_filter.py"
 
@@ -507,6 +508,32 @@ MUTANTS = (
         before="sandbox.holder is None or sandbox.state not in ALIVE_STATES or",
         after="sandbox.holder is None or",
         tests=[f"{TEST_EGRESS}::test_call_from_a_sandbox_without_a_lease_is_refused"],
+    ),
+    Mutant(
+        name="authorization-slot-of-another-host",
+        path=AUTHORIZATION,
+        before="sandbox.state not in ALIVE_STATES or _is_elsewhere(sandbox):",
+        after="sandbox.state not in ALIVE_STATES:",
+        tests=[f"{TEST_HOSTS}::test_the_egress_proxy_of_another_host_does_not_take_a_slot_for_the_sandboxs"],
+    ),
+    Mutant(
+        name="hosts-missing-from-another-engine",
+        path="sandboxes/hosts/bound_provider.py",
+        before="""        except Missing:
+            require_engine(self._provider, self._host_id)
+            raise
+        if name""",
+        after="""        except Missing:
+            raise
+        if name""",
+        tests=[f"{TEST_HOSTS}::test_a_missing_sandbox_counts_only_if_the_engine_is_still_its_own"],
+    ),
+    Mutant(
+        name="hosts-destroy-by-another-engine",
+        path="sandboxes/hosts/bound_provider.py",
+        before='frozenset({"create", "destroy"})',
+        after='frozenset({"create"})',
+        tests=[f"{TEST_HOSTS}::test_a_destroy_that_reached_another_engine_is_not_confirmed"],
     ),
     Mutant(
         name="authorization-concurrency-off-by-one",

@@ -294,3 +294,9 @@ def test_read_only_directories_are_destroyed(provider, ref, run, tmp_path) -> No
     provider.destroy(ref)
     assert not (provider.root / "me" / ref).exists()
     assert outside.stat().st_mode & 0o777 == 0o500
+
+
+def test_two_state_directories_of_one_machine_are_two_engines(provider: ProcessProvider, tmp_path) -> None:
+    again, other = ProcessProvider(tmp_path / "process"), ProcessProvider(tmp_path / "other")
+    assert provider.engine_id() == again.engine_id() != other.engine_id()
+    assert provider.list("me") == []

@@ -10,6 +10,7 @@ from uuid import UUID
 from django.db import transaction
 
 from billing import budgets
+from billing.budgets import SandboxSize
 from leases import leasing
 from leases.errors import LeaseEnded
 from leases.guard import LeaseGuard
@@ -26,6 +27,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import MintedToken, Pool, Run, Sandbox
 from sandboxes.pool import SandboxRequest
+from sandboxes.providers import get_default_provider_name
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
 from sandboxes.runs import Command
 
@@ -42,6 +44,7 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         "environmentId": lease.environment_id,
         "environmentType": lease.environment_type_id,
     }
+    size = SandboxSize(pool.provider or get_default_provider_name(), pool.memory_mib, pool.millicpus)
     return SandboxRequest(
         holder=lease.pk,
         agent_did=lease.agent_did,
@@ -50,7 +53,7 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
-        guard=LeaseGuard(lease.pk, clock_from(now), check_budget=check_budget),
+        guard=LeaseGuard(lease.pk, clock_from(now), size=size, check_budget=check_budget),
     )
 
 

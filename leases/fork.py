@@ -71,8 +71,9 @@ def _find_or_take_source(lease: Lease, *, now: datetime, actor: str) -> tuple[Sn
     """Return a snapshot of a lease's workspace, and whether it was taken for this fork and must be deleted."""
     if lease.status != LeaseStatus.ACTIVE or leasing.find_elapsed_clock(lease, now):
         return snapshots.get_last_state(lease.pk), False
+    clock = clock_from(now)
     with execution.use_lease(lease.pk, now=now) as request:
-        return snapshots.capture_current(request, now=now, actor=actor)
+        return snapshots.capture_current(request, now=clock(), actor=actor)
 
 
 def _require_forked_from(current: Lease, lease: Lease, snapshot: UUID | None) -> None:

@@ -234,12 +234,13 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
     """Execute the command and both copies of the workspace as one Run, so that the sandbox is not evicted in between."""
     argv, total_timeout = list(request.argv), request.timeout + request.copy_timeout
     command = Command(argv, total_timeout, request.env, request.cwd, request.stdin, run_id=request.run_id)
+    clock = clock_from(now)
     with execution.use_lease(lease.pk, now=now, spends=True) as sandbox_request:
         # No config.json, which would be returned with the workspace, and no skill.
         bare_request = replace(
             sandbox_request, files={}, skill="", memory_mib=request.memory_mib, final_persist=FinalPersist.DATA
         )
-        with runs.operation(bare_request, command, now=now, actor=actor) as opened:
+        with runs.operation(bare_request, command, now=clock(), actor=actor) as opened:
             provider, sandbox = opened.provider, opened.sandbox
             transfer.unpack_workspace(provider, sandbox)
             checkpoint("workspace in", lease)

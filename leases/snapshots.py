@@ -6,6 +6,7 @@ from uuid import UUID
 from leases import execution
 from leases.models import LeaseEvent
 from sandboxes import snapshots
+from sandboxes.db.clock import clock_from
 from sandboxes.models import Snapshot
 
 
@@ -17,8 +18,9 @@ def take_snapshot(pk: UUID, *, name: str = "", now: datetime, actor: str = "", r
     def record(taken: Snapshot) -> None:
         _record_event(pk, now, "snapshot", actor, f"{taken.pk} {taken.name}", request_id)
 
+    clock = clock_from(now)
     with execution.use_lease(pk, now=now) as request:
-        return snapshots.take_snapshot(request, name=name, now=now, actor=actor, record=record)
+        return snapshots.take_snapshot(request, name=name, now=clock(), actor=actor, record=record)
 
 
 def restore_snapshot(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = "", request_id: int | None = None) -> Snapshot:
@@ -29,8 +31,9 @@ def restore_snapshot(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = ""
     def record(restored: Snapshot) -> None:
         _record_event(pk, now, "restored", actor, f"from snapshot {snapshot} {restored.name}", request_id)
 
+    clock = clock_from(now)
     with execution.use_lease(pk, now=now) as request:
-        return snapshots.restore_snapshot(request, snapshot, now=now, actor=actor, record=record)
+        return snapshots.restore_snapshot(request, snapshot, now=clock(), actor=actor, record=record)
 
 
 def _record_event(pk: UUID, at: datetime, kind: str, actor: str, reason: str, request_id: int | None) -> None:

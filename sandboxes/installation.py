@@ -49,9 +49,10 @@ def find_mismatch() -> str:
 
     A missing mark in the store is a mismatch, unless this installation was never marked. A missing mark in the state directory
     is not: a new host has none. Raises StoreError if the store does not respond or the state directory cannot be read."""
-    row = get_installation()
+    marks = (("store", read_store_mark()), ("state directory", read_directory_mark()))
+    row = get_installation()  # after the marks: another host may increase the generation and write a mark in between
     reasons = []
-    for place, mark in (("store", read_store_mark()), ("state directory", read_directory_mark())):
+    for place, mark in marks:
         if mark is None:
             if place == "store" and row.generation:
                 reasons.append(f"The {place} has no mark of an installation, but this database has marked one before.")

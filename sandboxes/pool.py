@@ -252,6 +252,7 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
     target. Raises what start_reserved raises."""
     if disk_space.find_low():
         return None
+    clock = clock_from(now)
     sandbox = _build_sandbox(pool, now=now)
     try:
         with transaction.atomic(durable=True):
@@ -268,7 +269,7 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
     except IntegrityError:
         return None  # sandbox_one_live_per_slot: another process took the slot, and the next sweep tries again
     checkpoint("reserved", sandbox)
-    return start_reserved(sandbox, now=now, actor="sweep", files={})
+    return start_reserved(sandbox, now=clock(), actor="sweep", files={})
 
 
 def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:

@@ -24,7 +24,7 @@ def debug(request, settings) -> None:
     [
         ("GET", "/api/", 404), ("GET", "/api/v2/leases", 404), ("GET", "/api/v1/leases/", 404), ("POST", "/api/v1/nope", 404),
         ("DELETE", "/api/v1/leases", 405), ("PATCH", "/api/v1/leases", 405), ("OPTIONS", "/api/v1/leases", 405),
-        ("TRACE", "/api/v1/leases", 405), ("GET", "/api/v1/environments/e/join", 405), ("POST", "/api/schema", 405),
+        ("TRACE", "/api/v1/leases", 405), ("PUT", "/api/v1/environments/e/join", 405), ("POST", "/api/schema", 405),
     ],
 )  # fmt: skip
 def test_unknown_urls_and_methods_are_problem_documents(ada: ApiClient, method: str, path: str, status: int) -> None:

@@ -38,9 +38,9 @@ def on_engine(monkeypatch: pytest.MonkeyPatch) -> OnEngine:
     def act(url: str) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DOCKER_HOST", url) if url else patch.delenv("DOCKER_HOST", raising=False)
-            providers.get_provider.cache_clear()
+            providers._create_provider.cache_clear()
             yield
-        providers.get_provider.cache_clear()
+        providers._create_provider.cache_clear()
 
     return act
 
@@ -118,5 +118,5 @@ def test_the_engine_keeps_its_identity_over_a_restart(tmp_path: Path, docker_rea
         before = providers.get_provider("docker").engine_id()
         engine.kill()
         engine.start()
-        providers.get_provider.cache_clear()
+        providers._create_provider.cache_clear()
         assert providers.get_provider("docker").engine_id() == before

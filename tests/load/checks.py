@@ -10,7 +10,7 @@ from tests.load.system import System
 
 QUIET_SECONDS = 600.0
 BILLED_STATES = ("warm", "running", "waiting")
-SETTLED_REASONS = ("released", "budget", "ttl")  # end reasons that the agents cause
+SETTLED_REASONS = ("released", "budget")  # end reasons that the agents cause
 UNSETTLED = {
     "sandboxes not destroyed": "SELECT id, state, tries, last_error FROM sandboxes_sandbox WHERE state <> 'destroyed'",
     "leases not destroyed": "SELECT id, status, end_reason FROM leases_lease WHERE status <> 'destroyed'",

@@ -504,8 +504,8 @@ MUTANTS = (
     Mutant(
         name="authorization-without-lease",
         path=AUTHORIZATION,
-        before="if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE_STATES:",
-        after="if sandbox is None or sandbox.holder is None:",
+        before="sandbox.holder is None or sandbox.state not in ALIVE_STATES or",
+        after="sandbox.holder is None or",
         tests=[f"{TEST_EGRESS}::test_call_from_a_sandbox_without_a_lease_is_refused"],
     ),
     Mutant(

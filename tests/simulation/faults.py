@@ -5,6 +5,7 @@ from random import Random
 
 # Seconds that a slow call takes. The longest exceed every fixed deadline of the product.
 SLOW_SECONDS = (2.0, 15.0, 45.0, 100.0, 240.0, 400.0, 900.0)
+MAX_CHUNK_SECONDS = 60.0  # between two chunks of a slow transfer
 MAX_RATES = {
     "switch": 0.5,
     "kill": 0.002,
@@ -16,6 +17,8 @@ MAX_RATES = {
     "store after": 0.05,
     "store slow": 0.05,
     "store late": 0.05,
+    "provider transfer": 0.2,  # a transfer that takes minutes, and makes progress
+    "store transfer": 0.2,
     "commit before": 0.004,
     "commit after": 0.004,
     "statement": 0.002,

@@ -1,6 +1,8 @@
 """One history: set-up from a seed, operations under faults, the end of all faults, and the checks."""
 
+import gc
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from random import Random
@@ -10,6 +12,7 @@ from django_q.models import OrmQ
 
 from billing.models import Budget, Rate
 from controlplane import schedules
+from leases import sweeps
 from leases.models import EnvironmentType, Lease, LeaseStatus
 from sandboxes import destruction
 from sandboxes.models import Pool, Quota, Sandbox, Transition
@@ -21,6 +24,7 @@ from tests.simulation.world import Process, World
 
 MAX_SECONDS_TO_FINISH = 6 * 3600.0  # virtual time for the operations in progress after the last fault
 SWEEP_ROUNDS = 14
+RECOVERY_SWEEPS = ("hosts", "expire", "stalled", "reclaim", "persist", "idle", "cold", "reconcile")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Report:
 def run_history(seed: int, *, print_events: bool = False) -> Report:
     """Run the history of one seed. The same seed always gives the same trace."""
     began = time.process_time()
+    gc.collect()
+    gc.disable()  # a third of the time otherwise
     random = Random(seed)
     options, faults = Options(random), draw_faults(random)
     world = World(random.getrandbits(60), faults, hosts=options.hosts, drifts=options.drifts)
@@ -87,7 +93,7 @@ class override_settings:
 
 def set_up(world: World, options: Options) -> None:
     world.capacity = options.capacity
-    Process(world.hosts[0], "setup").enter()
+    world.enter_host(world.hosts[0])
     Pool.objects.all().delete()
     pool = Pool.objects.create(
         name=options.pool, provider="memory", capacity=options.capacity, warm_target=options.warm_target, created_at=EPOCH
@@ -98,6 +104,7 @@ def set_up(world: World, options: Options) -> None:
         name=ENVIRONMENT_TYPE, defaults={"expiry_conditions": ["game.finished"], "max_ttl": timedelta(days=30)}
     )
     Rate.objects.create(provider="memory", item="time", usd="0.37", valid_from=EPOCH + timedelta(hours=30))
+    world.promises.budgets = options.budget_hours is not None
     if options.budget_hours:
         Budget.objects.create(
             scope="agent", subject=options.agents[0], unit="hours", amount=str(options.budget_hours), period="day",
@@ -106,6 +113,8 @@ def set_up(world: World, options: Options) -> None:
     for host in world.hosts:
         for kind in ("web", "web", "worker", "worker"):
             world.start_process(host, kind)
+        world.enter_host(host)
+        schedules.run_sweep("hosts", now=world.scheduler.time)
 
 
 def run_operations(world: World, workload: Workload, options: Options) -> None:
@@ -139,9 +148,7 @@ def restart(world: World, killed: Process, options: Options) -> None:
     process = world.start_process(killed.host, killed.name.split(".")[1].rstrip("0123456789"))
     world.scheduler.record("restarted", killed.name, process.name)
     if options.takeover:
-        from leases import sweeps
-
-        process.enter()
+        world.enter_host(killed.host)
         sweeps.release_instance(killed.name, now=killed.host.now)
 
 
@@ -186,27 +193,32 @@ def drain_queue(world: World, workload: Workload) -> None:
 def use_leases(world: World, workload: Workload) -> None:
     """Use every active lease once more: its files must be there. Then sweep, and use it again after a sleep."""
     for _ in range(2):
-        sweep_all(world, minutes=4)
+        sweep_all(world, RECOVERY_SWEEPS, minutes=16)
         for seat in workload.seats:
             if seat.lease and Lease.objects.filter(pk=seat.lease, status=LeaseStatus.ACTIVE).exists():
-                workload.exec_in(seat)
-                finish_actors(world)
+                for host in world.hosts:  # only one of them reaches the sandbox
+                    workload.exec_in(seat, host)
+                    finish_actors(world)
 
 
-def sweep_all(world: World, *, minutes: float) -> None:
+def sweep_all(world: World, names: Sequence[str], *, minutes: float) -> None:
     world.scheduler.run_until(world.scheduler.seconds + minutes * 60)
-    for name in schedules.SWEEP_NAMES:
-        schedules.run_sweep(name, now=world.scheduler.time)
+    for host in world.hosts:
+        world.enter_host(host)
+        for name in names:
+            schedules.run_sweep(name, now=world.scheduler.time)
 
 
 def sweep_until_unchanged(world: World) -> None:
     """Run the sweeps for some hours. An operator retries the sandboxes in quarantine."""
     before: object = None
+    sweep_all(world, ("meter", "budgets"), minutes=1)
     for number in range(SWEEP_ROUNDS):
         for pk in Sandbox.objects.filter(quarantined_at__isnull=False, state="destroying").values_list("pk", flat=True):
             destruction.retry_destroy(pk, now=world.scheduler.time)
-        sweep_all(world, minutes=11 + 7 * number)
+        sweep_all(world, RECOVERY_SWEEPS, minutes=11 + 30 * number)
         after = sorted(Sandbox.objects.values_list("pk", "state", "incarnation"))
-        if before == after and number > 4:
-            return
+        if before == after and number > 1:
+            break
         before = after
+    sweep_all(world, ("prune", "meter"), minutes=120)

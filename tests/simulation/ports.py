@@ -2,21 +2,25 @@
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sandboxes.providers.base import DATA, WORKSPACE, SandboxSpec, Unavailable
 from sandboxes.providers.memory import File, MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore
+from tests.simulation.scheduler import Actor
 
 if TYPE_CHECKING:
     from tests.simulation.world import Host, World
 
 PROGRAM = "work"
+CHUNK_BYTES = 1 << 10  # of a slow transfer
 TimeRange = tuple[datetime, datetime]
 
 
@@ -30,6 +34,8 @@ class Work:
     ends_at: float
     writes: dict[str, str]
     removes: Sequence[str]
+    actor: Actor | None = None  # which waits for the result
+    in_time: bool = True  # it ends before its timeout
     finished: bool = False
     killed: bool = False
 
@@ -49,6 +55,25 @@ class Existence:
     vanished: set[str] = field(default_factory=set)
 
 
+class SlowStream:
+    """Reader or writer that takes a chunk at a time, each after some virtual seconds."""
+
+    def __init__(self, stream: Any, pause: Callable[[], None]) -> None:
+        self.stream, self.pause = stream, pause
+
+    def read(self, size: int = -1) -> bytes:
+        if size >= 0:
+            self.pause()
+            return bytes(self.stream.read(min(size, CHUNK_BYTES)))
+        return b"".join(iter(lambda: self.read(CHUNK_BYTES), b""))
+
+    def write(self, content: bytes) -> int:
+        for start in range(0, len(content), CHUNK_BYTES):
+            self.pause()
+            self.stream.write(content[start : start + CHUNK_BYTES])
+        return len(content)
+
+
 class SimulatedProvider(MemoryProvider):
     """Provider of one host. Programs take virtual time, and go on when the process that waits for them dies."""
 
@@ -60,6 +85,13 @@ class SimulatedProvider(MemoryProvider):
         self.down = False
         super().__init__()
         self.programs[PROGRAM] = self._work
+
+    def engine_id(self) -> str:
+        self.world.enter_call("provider", "engine_id", "", self._refuse)
+        return self.host.name
+
+    def last_engine_id(self) -> str:
+        return self.host.name
 
     @contextmanager
     def hooked_call(self, method: str, subject: str) -> Iterator[None]:
@@ -96,9 +128,20 @@ class SimulatedProvider(MemoryProvider):
             self.existence.ranges[ref] = (self.existence.since.pop(ref), self.world.scheduler.time)
         self._stop([work for work in self.works if work.ref == ref])
 
+    def get_files(self, ref: str, root: str, **options: Any) -> Iterator[bytes]:
+        chunks = super().get_files(ref, root, **options)
+        if not self.world.occurs("provider transfer"):
+            return chunks
+        return iter(partial(SlowStream(BytesIO(b"".join(chunks)), self.world.pause_transfer).read, CHUNK_BYTES), b"")
+
+    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
+        slow = self.world.occurs("provider transfer")
+        super().put_files(ref, root, SlowStream(tar, self.world.pause_transfer) if slow else tar)  # type: ignore[arg-type]
+
     def kill(self, ref: str, mark: str) -> None:
         with self.hooked_call("kill", ref):
             self._get(ref)
+            self.world.promises.check_kill(self, mark)
             self._stop([work for work in self.works if work.ref == ref and work.run_id == mark])
 
     def _stop(self, works: Collection[Work]) -> None:
@@ -116,8 +159,10 @@ class SimulatedProvider(MemoryProvider):
         self.world.promises.check_execution(self, ref, run_id, order, seen)
         seconds = min(order["seconds"], call.timeout.total_seconds())
         work = Work(run_id, ref, call.files, scheduler.seconds + seconds, order["write"], order["remove"])
+        work.actor = scheduler.current
         if order["early"]:
             work.apply()
+        work.in_time = order["seconds"] < call.timeout.total_seconds()
         if seconds:
             self.works.append(work)
             scheduler.call_at(work.ends_at, lambda: self._finish(work, order))
@@ -134,7 +179,7 @@ class SimulatedProvider(MemoryProvider):
             return
         self.works.remove(work)
         work.finished = True
-        if not order["early"]:
+        if work.in_time and not order["early"]:
             work.apply()
 
 
@@ -151,6 +196,15 @@ class SimulatedStore(MemoryStore):
         self.world.enter_call("store", method, subject, self._refuse)
         yield
         self.world.leave_call("store", method, subject, self._refuse)
+
+    def upload(self, key: str, source: BinaryIO) -> None:
+        slow = self.world.occurs("store transfer")
+        super().upload(key, SlowStream(source, self.world.pause_transfer) if slow else source)  # type: ignore[arg-type]
+
+    def download(self, key: str, target: BinaryIO, *, start: int = 0, length: int | None = None) -> bool:
+        slow = self.world.occurs("store transfer")
+        sink: Any = SlowStream(target, self.world.pause_transfer) if slow else target
+        return super().download(key, sink, start=start, length=length)
 
     def _refuse(self, message: str) -> Exception:
         return StoreError("memory", "call", message)

@@ -28,6 +28,7 @@ class Promises:
         self.violations: list[str] = []
         self.users: dict[str, str] = {}  # ref -> lease that has executed something in the sandbox
         self.executions: Counter[str] = Counter()
+        self.budgets = False  # an exhausted budget kills commands
 
     def violate(self, promise: int, message: str) -> None:
         self.violations.append(f"promise {promise}: {message}")
@@ -70,6 +71,13 @@ class Promises:
             )  # fmt: skip
             if rows == [("active",)] and ref not in provider.existence.vanished:
                 self.violate(6, f"{ref} is destroyed while run {work.run_id} executes in it and its lease is active")
+
+    def check_kill(self, provider: "SimulatedProvider", mark: str) -> None:
+        """Check that a command is not killed as abandoned while its process is alive and makes progress."""
+        for work in provider.works:
+            actor = work.actor
+            if work.run_id == mark and actor and not (actor.killed or actor.done or actor.stalled) and not self.budgets:
+                self.violate(6, f"run {mark} is killed as abandoned while {actor.name} waits for it")
 
     def check_checkpoint(self, name: str, subject: Any) -> None:
         """Check, when a row was committed, that its lease had not ended by its clock."""

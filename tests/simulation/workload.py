@@ -19,6 +19,7 @@ from leases.models import Lease, LeaseEvent
 from sandboxes import pool as pools
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
+from sandboxes.hosts.bound_provider import compute_host_id
 from sandboxes.models import Pool, Snapshot
 from sandboxes.providers.base import DATA, WORKSPACE, ProviderError
 from sandboxes.runs import Command
@@ -29,7 +30,7 @@ from tests.simulation.ports import PROGRAM
 from tests.simulation.scheduler import Actor
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Process, World
+    from tests.simulation.world import Host, Process, World
 
 ENVIRONMENT_TYPE = "catan"
 MAX_FILES = 4  # of one lease; older ones are removed
@@ -46,6 +47,7 @@ class Seat:
     def __init__(self, agent: str, environment: str) -> None:
         self.agent, self.environment = agent, environment
         self.lease: uuid.UUID | None = None
+        self.host: Host | None = None  # where the last command was executed
         self.busy = 0  # commands in progress
         self.exclusive = False  # an operation that excludes others is in progress
 
@@ -73,9 +75,11 @@ class Workload:
         names = [*self.options.weights]
         getattr(self, f"start_{self.random.choices(names, [*self.options.weights.values()])[0]}")()
 
-    def _spawn(self, kind: str, name: str, act: Callable[[], object], settle: Callable[[], object]) -> None:
+    def _spawn(
+        self, kind: str, name: str, act: Callable[[], object], settle: Callable[[], object], host: "Host | None" = None
+    ) -> None:
         """Run an operation in a process. `settle` is called once: after the operation, or when its process is killed."""
-        processes = [process for process in self.world.processes if f".{kind}" in process.name]
+        processes = [process for process in self.world.processes if f".{kind}" in process.name and host in (None, process.host)]
         if not processes:
             settle()
             return
@@ -131,16 +135,17 @@ class Workload:
 
     def start_exec(self) -> None:
         if seat := self._choose_seat(free=False):
-            self.exec_in(seat)
+            self.exec_in(seat, seat.host if self.random.random() < 0.8 else None)
 
-    def exec_in(self, seat: Seat) -> None:
+    def exec_in(self, seat: Seat, host: "Host | None" = None) -> None:
+        """Run a command for this client, on any host or on this one."""
         seat.busy += 1
         name = f"exec{self.count}"
 
         def settle() -> None:
             seat.busy -= 1
 
-        self._spawn("web", name, lambda: self.exec(seat, name), settle)
+        self._spawn("web", name, lambda: self.exec(seat, name), settle, host)
 
     def exec(self, seat: Seat, name: str) -> None:
         lease = self._acquire(seat)
@@ -149,6 +154,7 @@ class Workload:
         command = Command([PROGRAM, json.dumps(order)], timedelta(seconds=order["timeout"]), run_id=uuid.uuid4())
         run, result = execution.exec_command(lease, command, now=database_time.now())
         if result.exit_code == 0 and not result.timed_out:
+            seat.host = self.world.host
             expected.vanished = False  # the lease went on: the promises of its files hold again
             for path, text in order["write"].items():
                 expected.add(path, text, stored=not run.note)
@@ -308,7 +314,8 @@ class Workload:
                 if not self.world.occurs("task repeated"):
                     OrmQ.objects.filter(pk=row.pk).delete()
 
-            self._spawn("worker", f"task{self.count}", act, lambda: None)
+            queues = {registry_name(host): host for host in self.world.hosts}
+            self._spawn("worker", f"task{self.count}", act, lambda: None, queues.get(row.key))
 
     def start_pass_time(self) -> None:
         self.world.scheduler.run_until(self.world.scheduler.seconds + self.random.choice(self.options.intervals))
@@ -336,6 +343,11 @@ class Workload:
         scheduler.call_at(scheduler.seconds + seconds, lambda: setattr(port, "down", False))
 
 
+def registry_name(host: "Host") -> str:
+    """Return the name of the task queue of a host's worker."""
+    return f"host-{compute_host_id('memory', host.name).hex}"
+
+
 class Options:
     """Sizes and weights of one history."""
 
@@ -357,7 +369,7 @@ class Options:
         self.operations = random.choice((60, 100, 150, 150, 150, 200, 300, 600))
         self.destroy_tries = random.choice((2, 4, 8))
         self.budget_hours = random.choice((None, None, 0.2, 1.0))
-        self.hosts = 1
+        self.hosts = random.choice((1, 1, 2))
         self.drifts = random.random() < 0.3
         self.takeover = random.random() < 0.7  # a restart takes over the claims of the process that died
         self.weights = {"exec": 30, "sweep": 25, "pass_time": 12, "task": 3}

@@ -22,7 +22,7 @@ from sandboxes.providers.memory import provider as memory_provider
 from sandboxes.state import changes, pull, storage_mode
 from sandboxes.storage import memory as memory_store
 from tests.simulation.database import Database, OperationalError
-from tests.simulation.faults import SLOW_SECONDS, Faults
+from tests.simulation.faults import MAX_CHUNK_SECONDS, SLOW_SECONDS, Faults
 from tests.simulation.ports import SimulatedProvider, SimulatedStore
 from tests.simulation.promises import Promises
 from tests.simulation.scheduler import Actor, Scheduler
@@ -67,6 +67,7 @@ class World:
         self.promises = Promises(self)
         self.store = SimulatedStore(self)
         self.hosts = [Host(self, number, drift=self._draw_drift(drifts)) for number in range(1, hosts + 1)]
+        self.main_host = self.hosts[0]
         self.processes: list[Process] = []
         self.started = self.kills = 0
         self.quiet = 0  # depth of blocks without faults and yields
@@ -80,9 +81,14 @@ class World:
 
     @property
     def host(self) -> Host:
-        """Host of the current actor, the first one for the main thread."""
+        """Host of the current actor, or the one that the main thread has entered."""
         actor = self.scheduler.current
-        return actor.context.host if actor and isinstance(actor.context, Process) else self.hosts[0]
+        return actor.context.host if actor and isinstance(actor.context, Process) else self.main_host
+
+    def enter_host(self, host: Host) -> None:
+        """Let the main thread act on this host."""
+        self.main_host = host
+        Process(host, f"{host.name}.main").enter()
 
     # --- processes and actors ---------------------------------------------------------------------------------------
 
@@ -136,7 +142,7 @@ class World:
             assert isinstance(actor.context, Process)
             self.kill(actor.context)
         if self.faults.occurs("pause", self.random):
-            scheduler.sleep(self.random.choice(SLOW_SECONDS))
+            self.stall()
         elif self.faults.occurs("switch", self.random):
             scheduler.pause()
 
@@ -145,7 +151,7 @@ class World:
             return
         self.point(f"{port} {method} {subject}")
         if self.occurs(f"{port} slow"):
-            self.scheduler.sleep(self.random.choice(SLOW_SECONDS))
+            self.stall()
         down = self.store.down if port == "store" else self.host.provider.down
         if (down and self.faults.enabled) or self.occurs(f"{port} before"):
             raise build_error(f"{method} refused")
@@ -154,10 +160,22 @@ class World:
         if self.scheduler.current is None or self.quiet:
             return
         if self.occurs(f"{port} late"):
-            self.scheduler.sleep(self.random.choice(SLOW_SECONDS))
+            self.stall()
         self.point(f"{port} {method} answered")
         if self.occurs(f"{port} after"):
             raise build_error(f"{method}: answer lost")
+
+    def pause_transfer(self) -> None:
+        """Let some seconds pass between two chunks of a transfer, which makes progress all the time."""
+        if self.scheduler.current and not self.scheduler.detached and self.faults.enabled:
+            self.scheduler.sleep(self.random.uniform(1.0, MAX_CHUNK_SECONDS))
+
+    def stall(self) -> None:
+        """Let the current actor do nothing for a long time, as if its machine or its peer had stopped."""
+        seconds = self.random.choice(SLOW_SECONDS)
+        if self.scheduler.current and seconds > MAX_CHUNK_SECONDS:
+            self.scheduler.current.stalled = True
+        self.scheduler.sleep(seconds)
 
     def occurs(self, kind: str) -> bool:
         """Return whether a fault occurs now."""
@@ -181,6 +199,8 @@ class World:
 
     def _require_connection(self) -> None:
         if self.scheduler.seconds < self.host.parted_until and self.faults.enabled:
+            assert self.scheduler.current
+            self.scheduler.current.stalled = True
             self.scheduler.sleep(1.0)
             raise OperationalError("The host is parted from the database.")
         if self.occurs("statement"):

@@ -103,6 +103,18 @@ def test_crash_between_the_database_and_the_marks_is_no_mismatch(monkeypatch: py
     assert sweep("prune") == ""
 
 
+def test_mark_that_another_host_writes_during_the_check_is_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark_as()
+    read_store_mark = installation.read_store_mark
+
+    def mark_elsewhere_and_read() -> installation.Mark | None:
+        installation._write_marks(now=NOW)
+        return read_store_mark()
+
+    monkeypatch.setattr(installation, "read_store_mark", mark_elsewhere_and_read)
+    assert installation.find_mismatch() == ""
+
+
 def test_unreadable_mark_refuses(newer_object) -> None:
     mark_as()
     get_store().set(installation.MARK_NAME, b"not json")

@@ -6,15 +6,16 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from django.db import connection
 
 from billing.errors import BudgetExhausted
 from billing.models import Budget
 from leases import execution, leasing
 from leases.errors import LeaseEnded
 from leases.models import Lease
-from sandboxes import eviction
+from sandboxes import eviction, sweeps
 from sandboxes.db import clock
-from sandboxes.models import Pool, Run, Sandbox
+from sandboxes.models import Pool, Run, Sandbox, Transition
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import create_budget
@@ -75,6 +76,27 @@ def test_budget_spent_while_a_sandbox_starts_runs_nothing(grant, memory) -> None
     assert not Run.objects.exists()
 
 
+def test_run_and_its_sandbox_begin_after_the_checks_before_them(grant, memory, pass_time) -> None:
+    lease, slow = grant(), [MINUTE]
+
+    def execute_slowly(execute, *args):
+        while slow:
+            pass_time(slow.pop())  # the first statement waits for a lock
+        return execute(*args)
+
+    with connection.execute_wrapper(execute_slowly):
+        run_row = run(lease)
+    assert run_row.started_at >= NOW + MINUTE
+    assert min(Transition.objects.values_list("at", flat=True)) >= NOW + MINUTE
+
+
+def test_prewarmed_sandbox_is_ready_after_its_start(pool, memory, pass_time, at_checkpoint) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+    at_checkpoint("reserved", lambda: pass_time(MINUTE))
+    sweeps.warm_pools(now=NOW)
+    assert Transition.objects.get(to="warm").at >= NOW + MINUTE
+
+
 def test_command_longer_than_the_ttl_does_not_outlive_its_lease(grant, memory, pass_time) -> None:
     lease = grant(ttl=MINUTE)
     seen = []
@@ -85,7 +107,8 @@ def test_command_longer_than_the_ttl_does_not_outlive_its_lease(grant, memory, p
 
     with memory.before("exec", look):
         assert run(lease, timeout=10 * MINUTE).outcome == "ok"
-    assert seen == [NOW + 10 * MINUTE + 30 * SECOND]
+    until = NOW + 10 * MINUTE + 30 * SECOND
+    assert until <= seen[0] < until + MINUTE  # renewed at the time after the checks of the lease
 
 
 def test_renewal_for_a_command_stops_at_the_max_ttl(grant, memory) -> None:

@@ -19,9 +19,10 @@ from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Lease, LeaseStatus
 from sandboxes import destruction, pool, runs
-from sandboxes.claims import note_progress, track, track_transfer
+from sandboxes.claims import track, track_transfer
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import (
+    ClaimLost,
     ProviderCallFailed,
     SandboxBusy,
     SandboxError,
@@ -248,7 +249,7 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
                 sandbox.ref, argv, env=request.env, cwd=request.cwd, stdin=request.stdin, timeout=request.timeout,
                 cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id), output=opened.claim.output,
             )  # fmt: skip
-            note_progress()
+            opened.claim.end_command()
             checkpoint("command ended", lease)
             transfer.pack_workspace(provider, sandbox)
     return result
@@ -281,5 +282,5 @@ class _WorkspaceTransfer:
             for chunk in track(chunks):
                 output.write(chunk)
             self.workspace_returned = True
-        except (ProviderError, StoreError) as failed:
+        except (ProviderError, StoreError, ClaimLost) as failed:
             self.note = f"The workspace could not be returned: {failed}"

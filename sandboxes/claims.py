@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 # Longer than the longest silence of a store or an engine that responds in the end: three attempts of 65 seconds each.
 CLAIM_TTL = timedelta(minutes=4)
 RENEWAL_INTERVAL = timedelta(minutes=1)  # between two UPDATEs of the heartbeat for one claim
-HEARTBEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 3.0
 P = TypeVar("P", bound="Progress")
 
 

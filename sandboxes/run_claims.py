@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from django.conf import settings
 
-from sandboxes.claims import Claim
+from sandboxes.claims import Claim, Progress
 from sandboxes.db.clock import Clock
 from sandboxes.errors import ClaimLost
 from sandboxes.models import Run
@@ -34,6 +34,10 @@ class RunClaim(Claim):
             is_exact = abs(deadline - self.deadline) <= DEADLINE_TOLERANCE
             if self.lost or not (is_exact or self._write(deadline)):
                 raise ClaimLost()
+
+    def end_command(self) -> None:
+        """Count the end of the command as progress. A claim that was lost meanwhile is found when the Run is closed."""
+        Progress.note_progress(self)
 
     def beat(self) -> None:
         self.store_output()

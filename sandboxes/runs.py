@@ -17,7 +17,7 @@ from django.db import transaction
 from django.db.models import Q, QuerySet
 
 from sandboxes import eviction, lifecycle, pool
-from sandboxes.claims import hold, note_progress
+from sandboxes.claims import hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
@@ -97,7 +97,7 @@ def exec_in_sandbox(
             mark=str(command.run_id),
             output=opened.claim.output,
         )
-        note_progress()
+        opened.claim.end_command()
         opened.result = result
         opened.note = _warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
     return opened.run, result
@@ -204,13 +204,16 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
                 return SandboxLost()
             return SandboxNotReady("The sandbox is gone, and nothing unsaved was in it. The next use starts it again.")
         note = f"Sandbox lost during the run: {failed}"
+        opened.claim.store_output()
         close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
         eviction.mark_lost(opened.sandbox, str(failed), now=now)
         return SandboxLost(note)
     if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull)):
-        close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), actor=actor)
+        outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.FAILED
+        close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=str(failed), actor=actor)
         return failed
     note = f"{type(failed).__name__}: {failed}"
+    opened.claim.store_output()
     close_run(opened.run, now=now, outcome=RunOutcome.ERROR, note=note, actor=actor)
     if isinstance(failed, ProviderError):
         return ProviderCallFailed(f"The provider failed: {failed}")

@@ -61,6 +61,25 @@ def test_up_refuses_a_second_up_and_finishes_requests_after_sigterm(home: Home) 
     assert home.query_value("SELECT state FROM sandboxes_sandbox") == "waiting"
 
 
+def test_a_run_that_outlasts_the_drain_says_so_and_keeps_its_output(home: Home) -> None:
+    home.env |= {"LEASEHOLD_DRAIN_TIMEOUT": "1s"}
+    up, lease = home.up(), home.acquire_lease()
+    token = json.loads(run_manage(home.path, "create_key", "--agent", "did:plc:ada", "--json").stdout)["key"]
+    with closing(http.client.HTTPConnection("127.0.0.1", home.port, timeout=60)) as connection:
+        body = json.dumps({"argv": ["sh", "-c", "echo begun; sleep 600"], "timeout_seconds": 900})
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        connection.request("POST", f"/api/v1/leases/{lease}/exec", body, headers)
+        wait_until(lambda: home.query_value("SELECT stdout FROM sandboxes_run") == b"begun\n", "the output is stored")
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(60) == 0
+    run_manage(home.path, "sweep", "stalled")
+    assert home.query_value("SELECT outcome FROM sandboxes_run") == "lost"
+    assert home.query_value("SELECT stdout FROM sandboxes_run") == b"begun\n"
+    assert "was restarted or killed" in home.query_value("SELECT note FROM sandboxes_run")
+    deadline_seconds = "SELECT round((julianday(deadline_at) - julianday(started_at)) * 86400) FROM sandboxes_run"
+    assert home.query_value(deadline_seconds) == 930
+
+
 def test_up_is_refused_without_migrations_and_without_isolation(home: Home) -> None:
     refused = run_manage(home.path, "up", DATABASE_URL=f"sqlite:///{home.path / 'empty.sqlite3'}")
     assert (refused.returncode, refused.stderr) == (1, "CommandError: Migrations are not applied: run manage.py migrate.\n")

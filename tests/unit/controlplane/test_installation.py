@@ -111,8 +111,7 @@ def test_crash_before_any_mark_is_written_is_no_mismatch(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(store, "set", write_or_die)
     with pytest.raises(SimulatedCrash):
-        installation.mark_places(now=NOW)
-        installation.mark_places(now=NOW)
+        _ = [installation.mark_places(now=NOW) for _ in range(2)]
     assert installation.find_mismatch() == ""
 
 
@@ -121,6 +120,7 @@ def test_crash_before_any_mark_is_written_is_no_mismatch(monkeypatch: pytest.Mon
 def test_mark_that_another_host_writes_during_the_check_is_no_mismatch(
     monkeypatch: pytest.MonkeyPatch, is_first: bool, reader: str
 ) -> None:
+    installation.get_installation()
     if not is_first:
         mark_as()
     read = getattr(installation, reader)

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.mutation.__main__ import copy_tree, run_process
 
 WORKSPACE, LIFECYCLE, SWEEPS = "sandboxes/state/workspace.py", "sandboxes/lifecycle.py", "sandboxes/sweeps.py"
+REGISTRY = "sandboxes/hosts/registry.py"
 EVICTION, TASKS, EXECUTION = "sandboxes/eviction.py", "leases/tasks.py", "leases/execution.py"
 
 
@@ -43,6 +44,20 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
     # A task that is delivered twice restores twice.
     "restore-delivered-twice": [
         Replacement(TASKS, "str(operation(request_id=request_id).pk)", "str(operation(request_id=None).pk)"),
+    ],
+    # Every worker acts on the sandboxes of every host, and believes the "no such sandbox" of its own engine.
+    "two-hosts": [
+        Replacement(REGISTRY, '    return Q(**{f"{prefix}host__in": find_local_host_ids()})\n', "    return Q()\n"),
+        Replacement(
+            REGISTRY,
+            '        raise Unavailable(f"{_describe_place(sandbox)}, which this process does not reach.")\n',
+            "        return provider\n",
+        ),
+        Replacement(
+            REGISTRY,
+            "        return sandbox.host_id is not None and sandbox.host_id == get_local_host_id(sandbox.provider)\n",
+            "        return True\n",
+        ),
     ],
     # The fence and the budget are checked with the time at which the request began.
     "fence-at-start-of-request": [

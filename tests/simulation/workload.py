@@ -327,7 +327,8 @@ class Workload:
             ref = self.random.choice(names)
             host.provider.vanish(ref)
             if lease := self.world.promises.users.get(ref):
-                self.world.promises.expectations.get(uuid.UUID(lease)).vanished = True
+                expected = self.world.promises.expectations.get(uuid.UUID(lease))
+                expected.vanished = expected.lost_a_sandbox = True
 
     def start_outage(self) -> None:
         """The store, an engine or the connection of one host fails for some time."""

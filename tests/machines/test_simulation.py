@@ -1,0 +1,33 @@
+"""Deterministic simulation: fixed seeds keep all promises, and a seed replays exactly. A search is `make simulate`."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+# About half a minute of CPU. Seeds that once found a fault of the product are in the list.
+SEEDS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+TIMEOUT_SECONDS = 600
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the simulation in a process of its own: it replaces the clock, and needs a fixed order of sets of strings."""
+    own = ("LEASEHOLD_", "DATABASE_URL", "TEST_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    argv = [sys.executable, "-m", "tests.simulation", *arguments]
+    return subprocess.run(argv, env=inherited, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("seeds", [(SEEDS[0], len(SEEDS))])
+def test_promises_hold_in_simulated_histories(seeds: Sequence[int]) -> None:
+    first, count = seeds
+    finished = simulate("--seed", str(first), "--seeds", str(count))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def test_a_seed_replays_the_same_history() -> None:
+    traces = [re.findall(r"trace ([0-9a-f]{16})", simulate("--seed", "7").stdout) for _ in range(2)]
+    assert len(traces[0]) == 1 and traces[0] == traces[1]

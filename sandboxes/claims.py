@@ -190,7 +190,7 @@ def hold(claim: P) -> Iterator[P]:
 def hold_in_flight(claim: Claim) -> Iterator[Claim]:
     """Like `hold`, and end the claim after a connection error of the database in the body.
 
-    The worker has given up then, and nobody else takes the next step before the deadline."""
+    The worker has given up then, and no sweep takes the next step before the deadline."""
     try:
         with hold(claim):
             yield claim

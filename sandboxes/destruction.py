@@ -13,7 +13,7 @@ from django.db import transaction
 from django.db.models import F, Q
 from django.db.models.functions import Greatest
 
-from sandboxes.claims import CLAIM_TTL, Claim, hold
+from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
 from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
 from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
@@ -154,7 +154,7 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     sandbox = Sandbox.objects.get(pk=pk)
     rows = Sandbox.objects.filter(pk=pk, claim=token, state=DESTROYING)
     try:
-        with hold(Claim(rows, deadline=deadline, clock=clock)) as claim:
+        with hold_in_flight(Claim(rows, deadline=deadline, clock=clock)) as claim:
             return _destroy_claimed(sandbox, claim, clock, actor=actor)
     except ClaimLost:
         log.warning("destroy taken over", sandbox=str(pk))

@@ -12,7 +12,7 @@ from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
 from sandboxes import destruction
-from sandboxes.claims import CLAIM_TTL, Claim, hold
+from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
@@ -96,7 +96,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
         return False
     assert sandbox.deadline_at is not None  # by the constraint sandbox_in_flight_has_deadline
     try:
-        with hold(Claim(claimed, deadline=sandbox.deadline_at, clock=clock)) as claim:
+        with hold_in_flight(Claim(claimed, deadline=sandbox.deadline_at, clock=clock)) as claim:
             return _finish_claimed_eviction(sandbox, claim, clock, actor=actor)
     except ClaimLost:
         log.warning("eviction taken over", sandbox=str(pk))

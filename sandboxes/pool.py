@@ -18,7 +18,7 @@ from django.db.models import F, Q, QuerySet
 
 from sandboxes import admission_queue, destruction, eviction, providers
 from sandboxes.admission_queue import Position
-from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold
+from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import slots
@@ -358,7 +358,7 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
     rows = Sandbox.objects.filter(pk=sandbox.pk, claim=sandbox.claim, state=WARMING)
     ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
     try:
-        with hold(Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)) as claim:
+        with hold_in_flight(Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)) as claim:
             provider.create(build_spec(sandbox))
             checkpoint("created", sandbox)
             claim.note_progress()

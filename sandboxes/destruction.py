@@ -199,9 +199,18 @@ def _persist_last_state(sandbox: Sandbox, provider: Provider, claim: Claim, cloc
     with suppress(Missing):
         data_sync.persist_final(sandbox, provider, now=clock(), discard=sandbox.final_persist == FinalPersist.NONE)
     if unsaved:
-        with suppress(Missing):
+        try:
             return workspace.persist_claimed(sandbox, provider, claim, clock=clock)
+        except Missing as missing:
+            _record_lost_state(sandbox, missing, now=clock())
     return True
+
+
+def _record_lost_state(sandbox: Sandbox, missing: Missing, *, now: datetime) -> None:
+    """Record an event if the provider lost unsaved state. A lease that ended before the loss does not end as lost."""
+    assert sandbox.holder
+    detail = f"The sandbox was lost before its last state was stored: {missing}"
+    merge.record_event(sandbox.agent_did, sandbox.holder, DataEvent.Kind.DROPPED, detail=detail[:500], now=now)
 
 
 def retry_destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:

@@ -261,6 +261,9 @@ def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, *,
     The result of the Run stands either way: the sandbox still has the changes, and a sweep stores them later."""
     try:
         data_sync.persist(attached, sandbox, provider, now=now)
+    except Missing as missing:
+        eviction.mark_lost(sandbox, str(missing), now=now)
+        return f"The sandbox was lost after the command, and its changes are not stored: {missing}"
     except (StoreError, ProviderError, DataFull, ClaimLost) as failed:
         data_sync.mark_unsaved(attached, failed, now=now)
         return f"/data is not stored yet: {failed}"

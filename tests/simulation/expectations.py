@@ -22,7 +22,7 @@ class LeaseExpectation:
     data: dict[str, str] = field(default_factory=dict)
     unstored: set[str] = field(default_factory=set)  # paths of `data` whose run had a note: stored nowhere yet
     discarded: bool = False  # an operator has destroyed the state
-    lost_a_sandbox: bool = False  # the engine has lost a sandbox of this lease
+    losses: int = 0  # sandboxes of this lease that the engine has lost
     vanished: bool = False  # the engine has lost the sandbox since the last acknowledged command
     one_shot: bool = False  # the workspace is not stored
 

@@ -94,7 +94,7 @@ def check_stored_state(world: "World") -> None:
     """Promise 8: an acknowledged write is stored, unless its sandbox was lost, and its lease ended for that, or discarded."""
     for pk, expected in world.promises.expectations.leases.items():
         lease = Lease.objects.get(pk=pk)
-        if lease.end_reason == "lost" and not expected.lost_a_sandbox:
+        if lease.end_reason == "lost" and not expected.losses:
             world.promises.violate(8, f"lease {pk} ended as lost, but no engine has lost its sandbox: {lease.end_detail}")
         kept = lease.end_reason != "lost" and not expected.discarded and not expected.vanished
         if kept and lease.status != LeaseStatus.ACTIVE and not expected.one_shot:

@@ -61,6 +61,9 @@ class SlowStream:
     def __init__(self, stream: Any, pause: Callable[[], None]) -> None:
         self.stream, self.pause = stream, pause
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
     def read(self, size: int = -1) -> bytes:
         if size >= 0:
             self.pause()

@@ -150,12 +150,13 @@ class Workload:
     def exec(self, seat: Seat, name: str) -> None:
         lease = self._acquire(seat)
         expected = self.world.promises.expectations.get(lease, seat.agent)
-        order = self._build_order(expected, lease, name)
+        order, losses = self._build_order(expected, lease, name), expected.losses
         command = Command([PROGRAM, json.dumps(order)], timedelta(seconds=order["timeout"]), run_id=uuid.uuid4())
         run, result = execution.exec_command(lease, command, now=database_time.now())
         if result.exit_code == 0 and not result.timed_out:
             seat.host = self.world.host
-            expected.vanished = False  # the lease went on: the promises of its files hold again
+            if expected.losses == losses:
+                expected.vanished = False  # the lease went on: the promises of its files hold again
             for path, text in order["write"].items():
                 expected.add(path, text, stored=not run.note)
 
@@ -328,7 +329,8 @@ class Workload:
             host.provider.vanish(ref)
             if lease := self.world.promises.users.get(ref):
                 expected = self.world.promises.expectations.get(uuid.UUID(lease))
-                expected.vanished = expected.lost_a_sandbox = True
+                expected.vanished = True
+                expected.losses += 1
 
     def start_outage(self) -> None:
         """The store, an engine or the connection of one host fails for some time."""

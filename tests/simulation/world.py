@@ -21,6 +21,7 @@ from sandboxes.db import database_time
 from sandboxes.providers.memory import provider as memory_provider
 from sandboxes.state import changes, pull, storage_mode
 from sandboxes.storage import memory as memory_store
+from tests.simulation import heartbeats
 from tests.simulation.database import Database, OperationalError
 from tests.simulation.faults import MAX_CHUNK_SECONDS, SLOW_SECONDS, Faults
 from tests.simulation.ports import SimulatedProvider, SimulatedStore
@@ -84,6 +85,12 @@ class World:
         """Host of the current actor, or the one that the main thread has entered."""
         actor = self.scheduler.current
         return actor.context.host if actor and isinstance(actor.context, Process) else self.main_host
+
+    @property
+    def current_process(self) -> "Process | None":
+        """Process of the current actor, None in the main thread."""
+        actor = self.scheduler.current
+        return actor.context if actor and isinstance(actor.context, Process) else None
 
     def enter_host(self, host: Host) -> None:
         """Let the main thread act on this host."""
@@ -268,7 +275,9 @@ class World:
         lifecycle.CHECKPOINT_HOOKS.append(self.at_checkpoint)
         self.database.install()
         try:
-            yield
+            with heartbeats.replaced(self):
+                yield
+                scheduler.detach()
         finally:
             scheduler.detach()
             self.database.uninstall()

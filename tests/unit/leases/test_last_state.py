@@ -16,6 +16,7 @@ from sandboxes.errors import SandboxBusy, SnapshotNotFound
 from sandboxes.models import Pool, Sandbox, Snapshot, Transition
 from sandboxes.models.state import DataEvent
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs import Command
 from sandboxes.storage.base import StoreError
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, read, run, write
@@ -118,6 +119,15 @@ def test_a_missing_sandbox_is_destroyed_at_once(grant, memory: MemoryProvider) -
     leasing.release(lease.pk, now=NOW)
     assert sweeps.reclaim(now=NOW).counts == {"destroyed": 1, "leases closed": 1}
     assert not Snapshot.objects.exists()
+    assert [(event.holder, event.kind) for event in DataEvent.objects.all()] == [(lease.pk, "dropped")]
+
+
+def test_a_sandbox_that_is_lost_after_a_command_ends_its_lease_as_lost(grant, memory: MemoryProvider) -> None:
+    lease: Lease = grant()
+    with memory.after("exec", memory.vanish):
+        run = execution.exec_command(lease.pk, Command(["true"], MINUTE), now=NOW)[0]
+    assert "sandbox was lost" in run.note
+    assert sweeps.end_lost_leases(now=NOW) == 1
 
 
 def test_a_one_shot_run_stores_no_workspace(pool, memory) -> None:

@@ -5,7 +5,7 @@ py = .venv/bin/python
 manage = $(py) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run t test bench simulate lint format install image lock schema
+.PHONY: help demo run t test bench chaos simulate lint format install image lock schema
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ test: install ## run all tests on SQLite and PostgreSQL, with a Docker Engine if
 
 bench: install ## run the benchmarks, relative to the raw operation
 	@.ci/services run $(py) -m tests.bench
+
+chaos: install ## run the load with random kills for 20 minutes (root, Docker, PostgreSQL): make chaos ARGS="--minutes 5"
+	@$(py) -m tests.load $(ARGS)
 
 simulate: install ## search seeds of the simulation on all cores until Ctrl-C: make simulate ARGS="--seeds 1000 --seed 1"
 	@$(py) -m tests.simulation --seeds 0 --seed $$(date +%s) --jobs $$(nproc) $(ARGS)

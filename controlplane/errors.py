@@ -61,6 +61,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.SigningKeyExists: 409,
     sandboxes.SigningKeyDecryptionFailed: 503,
     sandboxes.SandboxNotReady: 503,
+    sandboxes.ClaimLost: 503,
     sandboxes.ProviderCallFailed: 503,
     sandboxes.SandboxLost: 410,
     sandboxes.OutcomeUnknown: 409,

@@ -22,6 +22,7 @@ from sandboxes.egress.logs import collection
 from sandboxes.host_heartbeat import record_heartbeats
 from sandboxes.hosts import registry
 from sandboxes.models import Host
+from sandboxes.queue_threads import StillRunning, run_outlasting
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.webhooks import delivery
@@ -106,29 +107,21 @@ DESTRUCTIVE_SWEEPS = frozenset(
 # others concern the whole installation and run once, on any host.
 HOST_SWEEPS = frozenset(
     {
-        HEARTBEAT,
-        "hosts",
-        "mark",
-        "stalled",
-        "reclaim",
-        "persist",
-        "idle",
-        "cold",
-        "warm",
-        "reconcile",
-        "measure",
-        "weigh",
-        "read",
-        "prune",
-        "collect",
+        HEARTBEAT, "hosts", "mark", "stalled", "reclaim", "persist", "idle", "cold", "warm", "reconcile", "measure", "read",
+        "prune", "collect", "budgets",
     }
-)
+)  # fmt: skip
 SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # run by `manage.py sweep`
 
 
 def run(name: str) -> str:
-    """Run one sweep now and return its summary. Every Schedule row names this function."""
-    return str(run_sweep(name, now=database_time.now()))
+    """Run one sweep now and return its summary. Every Schedule row names this function.
+
+    A pass that takes longer than a task goes on in a thread of the worker, and the next pass may begin meanwhile."""
+    try:
+        return run_outlasting(name, lambda: str(run_sweep(name, now=database_time.now())))
+    except StillRunning as running:
+        return str(running)
 
 
 def run_sweep(name: str, *, now: datetime) -> SweepResult:

@@ -374,6 +374,8 @@ STATIC_ROOT = STATE_DIR / "static"
 STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # whitenoise warns if it does not exist
 STATICFILES_DIRS = [BASE_DIR / "templates" / "static"]
 
+# Work that may outlast its task runs in threads (sandboxes/queue_threads.py), which the end of their worker interrupts. Workers
+# are therefore replaced only above a memory limit, not after a number of tasks.
 # A task is delivered at least once. retry > timeout x (queue_limit / workers + 1), because the retry time counts from the
 # fetch of a task, not from its start. catch_up off: after an outage each schedule runs once, not once per missed interval.
 Q_CLUSTER = {
@@ -386,7 +388,8 @@ Q_CLUSTER = {
     "max_attempts": 3,
     "ack_failures": True,
     "catch_up": False,
-    "recycle": 500,
+    "recycle": 0,
+    "max_rss": 1 << 20,  # KiB
     "save_limit": 100,
     "poll": 0.5,
     "label": "Queue",

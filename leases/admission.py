@@ -89,7 +89,8 @@ def acquire_with_place(
             try:
                 return _acquire_now(request, now=clock(), actor=actor, admit=admit)
             except CapacityExhausted:
-                pass
+                if _has_place(request, now=clock()):
+                    raise  # the wake of its cold sandbox needs an egress slot, not a place
             pool = _find_pool(request, now=clock())
             since = admission_queue.enqueue(pool, request.agent_did, request.environment_id, now=clock(), since=since)
             checkpoint("place awaited", request)
@@ -169,6 +170,11 @@ def _may_get_place(request: LeaseRequest, pool: Pool, position: Position, *, now
     if position.ahead:
         return False
     return eviction.find_victim(pool, agent_did=request.agent_did, now=now, spare_unused=True) is not None
+
+
+def _has_place(request: LeaseRequest, *, now: datetime) -> bool:
+    current, elapsed = leasing.find_held_lease(request, now=now)
+    return current is not None and not elapsed and pools.find_by_holder(current.pk) is not None
 
 
 def _find_pool(request: LeaseRequest, *, now: datetime) -> Pool:

@@ -12,6 +12,7 @@ from leases import leasing
 from leases.models import Lease, LeaseStatus
 from sandboxes import eviction, pool, runs
 from sandboxes.db.clock import clock_from
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
 from sandboxes.models import GONE_STATES, Run, Sandbox, TransitionReason
 from sandboxes.providers.base import ProviderError
@@ -74,6 +75,8 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
     budget = min(exhausted, key=budgets.get_grace_deadline)
     clock, sandbox = clock_from(now), pool.find_by_holder(pk)
     if sandbox and sandbox.state != COLD:
+        if not registry.is_local(sandbox):
+            return "sandboxes left to their hosts"  # each host runs this sweep
         if sandbox.lost_at:
             return "sandboxes lost"  # the `reconcile` sweep ends its lease
         if sandbox.state in (WARMING, EVICTING):
@@ -89,7 +92,16 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
         if not eviction.evict(sandbox.pk, now=clock(), code=TransitionReason.BUDGET, actor="sweep"):
             return "sandboxes not stored yet"
         checkpoint("budget stored", sandbox)
-    return "leases ended" if _end_lease(pk, budget, now=clock()) else "lost race"
+    return "leases ended" if _end_lease(pk, _describe_exhaustion(budget, now=now), now=clock()) else "lost race"
+
+
+def _describe_exhaustion(budget: Budget, *, now: datetime) -> str:
+    """Return the budget, and that it would be exceeded if it is not yet."""
+    if budgets.get_spent(budget, now) >= budget.amount:
+        return str(budget)
+    minutes = budgets.get_stop_delay(budget).total_seconds() / 60
+    within = "the next minute" if minutes == 1 else f"the next {minutes:g} minutes"
+    return f"{budget}: would be exceeded within {within}"
 
 
 def _kill_runs(sandbox: Sandbox, *, now: datetime) -> None:
@@ -103,7 +115,7 @@ def _kill_runs(sandbox: Sandbox, *, now: datetime) -> None:
             log.warning("run not killed", run=str(run.pk), error=str(failed))
 
 
-def _end_lease(pk: UUID, budget: Budget, *, now: datetime) -> bool:
+def _end_lease(pk: UUID, detail: str, *, now: datetime) -> bool:
     """End a lease whose sandbox is cold or gone. Return False if the sandbox woke or no budget in scope is exhausted."""
     with transaction.atomic(durable=True):
         # A claim of a sandbox locks the lease's row, too. The sandbox's own row is locked against a wake.
@@ -116,6 +128,6 @@ def _end_lease(pk: UUID, budget: Budget, *, now: datetime) -> bool:
         if any(sandbox.state != COLD for sandbox in sandboxes) or not budgets.find_exhausted_for_lease(pk, now=now):
             return False
         elapsed = leasing.find_elapsed_clock(lease, now)  # an elapsed clock is the earlier reason
-        ended = leasing.end(pk, reason=elapsed or END_REASON, now=now, actor="sweep", detail="" if elapsed else str(budget))
+        ended = leasing.end(pk, reason=elapsed or END_REASON, now=now, actor="sweep", detail="" if elapsed else detail)
         checkpoint("budget ended", pk)
     return ended

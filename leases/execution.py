@@ -10,13 +10,16 @@ from uuid import UUID
 from django.db import transaction
 
 from billing import budgets
+from billing.budgets import SandboxSize
 from leases import leasing
+from leases.errors import LeaseEnded
 from leases.guard import LeaseGuard
 from leases.models import Lease
 from sandboxes import pool as pools
 from sandboxes import runs
+from sandboxes.claims import CLAIM_TTL, Claim, hold
 from sandboxes.db import sql
-from sandboxes.db.clock import clock_from
+from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import log_connection_errors
 from sandboxes.errors import SandboxError, SandboxLost
 from sandboxes.identity import signing
@@ -24,6 +27,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import MintedToken, Pool, Run, Sandbox
 from sandboxes.pool import SandboxRequest
+from sandboxes.providers import get_default_provider_name
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
 from sandboxes.runs import Command
 
@@ -40,6 +44,7 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         "environmentId": lease.environment_id,
         "environmentType": lease.environment_type_id,
     }
+    size = SandboxSize(pool.provider or get_default_provider_name(), pool.memory_mib, pool.millicpus)
     return SandboxRequest(
         holder=lease.pk,
         agent_did=lease.agent_did,
@@ -48,7 +53,7 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
-        guard=LeaseGuard(lease.pk, clock_from(now), check_budget=check_budget),
+        guard=LeaseGuard(lease.pk, clock_from(now), size=size, check_budget=check_budget),
     )
 
 
@@ -103,12 +108,29 @@ def mint_service_token(
     )
 
 
+class _LeaseClaim(Claim):
+    """Renewal of a lease while an operation for it transfers state."""
+
+    def __init__(self, lease: Lease, clock: Clock, *, lasts: timedelta) -> None:
+        ttl = max(lasts + runs.KILL_GRACE, CLAIM_TTL)
+        super().__init__(Lease.objects.none(), deadline=lease.expires_at, clock=clock, ttl=ttl)
+        self._lease = lease
+
+    def _write(self, deadline: datetime, **changes: object) -> bool:
+        try:
+            self.deadline = leasing.renew(self._lease, now=self.clock(), lasts=self.ttl)
+        except LeaseEnded:
+            self.lost = True
+        return not self.lost
+
+
 @contextmanager
 def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta = timedelta(0)) -> Iterator[SandboxRequest]:
     """Yield the sandbox request of an active lease, and renew the lease before and after the body of the `with`.
 
     The first renewal covers an operation of the length `lasts` and the time in which its process is killed, so that the lease
-    does not end by its TTL while the operation goes on. The max TTL limits it.
+    does not end by its TTL while the operation goes on. A transfer of state that makes progress renews the lease, too. The max
+    TTL limits both.
 
     Raises LeaseEnded, also if the lease ended during the body. A sandbox that was lost during the body ends the lease.
     BudgetExhausted is raised when a budget of the lease is spent: if `spends`, before the body; otherwise only when the body
@@ -121,7 +143,8 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
     if now + lasts + runs.KILL_GRACE > lease.expires_at:
         leasing.renew(lease, now=clock(), lasts=lasts + runs.KILL_GRACE)
     try:
-        yield build_sandbox_request(lease, now=clock(), check_budget=not spends)
+        with hold(_LeaseClaim(lease, clock, lasts=lasts)):
+            yield build_sandbox_request(lease, now=clock(), check_budget=not spends)
     except SandboxLost as lost:
         leasing.require_active(pk, now=clock())  # a lost sandbox of an ended lease is reported as LeaseEnded
         with transaction.atomic():

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from billing import budgets
+from billing.budgets import SandboxSize
 from leases import leasing
 from leases.models import Lease
 from sandboxes.db.clock import Clock
@@ -16,6 +17,7 @@ class LeaseGuard:
 
     lease_id: UUID
     clock: Clock
+    size: SandboxSize | None = None  # of the lease's next sandbox
     check_budget: bool = False  # False: the budget was checked before the operation began, and need not be before its run
 
     def fence(self) -> HolderTerms:
@@ -33,6 +35,7 @@ class LeaseGuard:
     def check_affordable(self) -> None:
         leasing.require_active(self.lease_id, now=self.clock())
         budgets.require_budget(self.lease_id, now=self.clock())
+        budgets.require_room(self.lease_id, size=self.size, now=self.clock())
 
     def check_proceed(self) -> None:
         """Raise BudgetExhausted once a spent budget's grace period is over."""

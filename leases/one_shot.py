@@ -19,8 +19,10 @@ from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Lease, LeaseStatus
 from sandboxes import destruction, pool, runs
+from sandboxes.claims import track, track_transfer
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import (
+    ClaimLost,
     ProviderCallFailed,
     SandboxBusy,
     SandboxError,
@@ -198,7 +200,7 @@ def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = 
             if destruction.destroy(sandbox.pk, now=clock(), actor=actor):
                 continue
             sandbox.refresh_from_db()
-            if sandbox.state != SandboxState.DESTROYED and (sandbox.tries or clock() > now + CLEANUP_TIMEOUT):
+            if sandbox.state != SandboxState.DESTROYED and (sandbox.last_error or clock() > now + CLEANUP_TIMEOUT):
                 return False
             time.sleep(pool.POLL_INTERVAL_SECONDS)
         sweeps.mark_destroyed(pk, now=clock(), actor=actor)
@@ -242,10 +244,12 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
             provider, sandbox = opened.provider, opened.sandbox
             transfer.unpack_workspace(provider, sandbox)
             checkpoint("workspace in", lease)
+            opened.claim.begin_command(total_timeout)
             opened.result = result = provider.exec(
                 sandbox.ref, argv, env=request.env, cwd=request.cwd, stdin=request.stdin, timeout=request.timeout,
-                cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id),
+                cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id), output=opened.claim.output,
             )  # fmt: skip
+            opened.claim.end_command()
             checkpoint("command ended", lease)
             transfer.pack_workspace(provider, sandbox)
     return result
@@ -261,7 +265,7 @@ class _WorkspaceTransfer:
         if self.request.workspace is None:
             return
         try:
-            provider.put_files(sandbox.ref, WORKSPACE, self.request.workspace)
+            provider.put_files(sandbox.ref, WORKSPACE, track_transfer(self.request.workspace))
         except Rejected as error:
             raise InvalidRequest("workspace", f"The workspace could not be unpacked: {error}") from error
 
@@ -271,11 +275,12 @@ class _WorkspaceTransfer:
         if output is None:
             return
         try:
-            for chunk in provider.get_files(
+            chunks = provider.get_files(
                 sandbox.ref, WORKSPACE, exclude=directories.EXCLUDED_NAMES,
                 max_bytes=self.request.max_returned_bytes, timeout=WORKSPACE_COPY_TIMEOUT,
-            ):  # fmt: skip
+            )  # fmt: skip
+            for chunk in track(chunks):
                 output.write(chunk)
             self.workspace_returned = True
-        except (ProviderError, StoreError) as failed:
+        except (ProviderError, StoreError, ClaimLost) as failed:
             self.note = f"The workspace could not be returned: {failed}"

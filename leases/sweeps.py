@@ -14,6 +14,7 @@ from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
 from sandboxes import lost_hosts, processes, reconciliation
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import authorization
+from sandboxes.hosts import registry
 from sandboxes.identity import signing
 from sandboxes.models import GONE_STATES, Host, Sandbox, SandboxState, Snapshot
 from sandboxes.state import pruning, workspace
@@ -188,8 +189,10 @@ def find_expired_idempotent_requests(*, now: datetime) -> QuerySet[IdempotentReq
 
 
 def end_all_leases(*, now: datetime, detail: str, actor: str = "") -> int:
-    """End every active lease with the reason "operator". Return how many."""
-    active = Lease.objects.filter(status=LeaseStatus.ACTIVE).values_list("pk", flat=True)
+    """End every active lease with the reason "operator", except those of sandboxes on other hosts. Return how many."""
+    elsewhere = Sandbox.objects.filter(~registry.filter_local(), holder=OuterRef("pk"), host__isnull=False)
+    elsewhere = elsewhere.exclude(state__in=(SandboxState.COLD, *GONE_STATES))
+    active = Lease.objects.filter(~Exists(elsewhere), status=LeaseStatus.ACTIVE).values_list("pk", flat=True)
     return sum(leasing.end(pk, reason="operator", now=now, actor=actor, detail=detail) for pk in list(active))
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
+from typing import Any
 from uuid import UUID
 
 from django.db import IntegrityError, transaction
 from django.db.models import Exists, OuterRef, Q
+from django.utils import timezone
 from django_q.models import OrmQ
+from django_q.tasks import schedule
 
 from leases import execution, snapshots, sweeps
 from leases.errors import LeaseEnded
@@ -18,8 +21,11 @@ from sandboxes import sweeps as sandboxes
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import queues, registry
-from sandboxes.models import Host, Sandbox, SandboxState, Snapshot
+from sandboxes.models import IN_FLIGHT_STATES, Host, Run, Sandbox, SandboxState, Snapshot
+from sandboxes.queue_threads import StillRunning, run_outlasting
+from sandboxes.sweep_log import SweepResult
 
+RESUME_INTERVAL = timedelta(minutes=10)
 MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next scheduled sweep
 
 
@@ -46,7 +52,14 @@ def _find_host(lease_id: UUID) -> Host | None:
 
 
 def reclaim() -> str:
-    return str(sweeps.reclaim(now=database_time.now()))
+    return _run_sweep("reclaim", sweeps.reclaim)
+
+
+def _run_sweep(name: str, sweep: Callable[..., SweepResult]) -> str:
+    try:
+        return run_outlasting(name, lambda: str(sweep(now=database_time.now())))
+    except StillRunning as running:
+        return str(running)
 
 
 def request_sleep(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, guard: Q | None = None) -> bool:
@@ -67,7 +80,7 @@ def enqueue_idle_sweep() -> None:
 
 
 def sweep_idle() -> str:
-    return str(sandboxes.evict_idle(now=database_time.now()))
+    return _run_sweep("idle", sandboxes.evict_idle)
 
 
 def request_wake(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) -> bool:
@@ -85,10 +98,14 @@ def request_wake(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) ->
 
 def wake_sandbox(lease_id: str, actor: str) -> str:
     """Task: wake a lease's sandbox. Idempotent. Return the sandbox's state, or the reason why the lease has ended."""
-    try:
-        return str(execution.ensure_sandbox_ready(UUID(lease_id), now=database_time.now(), actor=actor).state)
-    except LeaseEnded as ended:
-        return str(ended)
+
+    def wake() -> str:
+        try:
+            return str(execution.ensure_sandbox_ready(UUID(lease_id), now=database_time.now(), actor=actor).state)
+        except LeaseEnded as ended:
+            return str(ended)
+
+    return _run_requested(wake, "wake_sandbox", lease_id, actor)
 
 
 def request_snapshot(sandbox: Sandbox, name: str, *, now: datetime, actor: str, reason: str) -> bool:
@@ -118,7 +135,8 @@ def _enqueue_with_event(
 def take_snapshot(lease_id: str, name: str, actor: str, request_id: int) -> str:
     """Task: store a lease's workspace, once for each request event."""
     operation = partial(snapshots.take_snapshot, UUID(lease_id), name=name, now=database_time.now(), actor=actor)
-    return _run_once(operation, lease_id, "snapshot_failed", actor, request_id)
+    run = partial(_run_once, operation, lease_id, "snapshot_failed", actor, request_id)
+    return _run_requested(run, "take_snapshot", lease_id, name, actor, request_id)
 
 
 def restore_snapshot(lease_id: str, snapshot_id: str, actor: str, request_id: int) -> str:
@@ -126,7 +144,35 @@ def restore_snapshot(lease_id: str, snapshot_id: str, actor: str, request_id: in
 
     The queue delivers a task again after its retry time. A second restore would discard what was done since the first."""
     operation = partial(snapshots.restore_snapshot, UUID(lease_id), UUID(snapshot_id), now=database_time.now(), actor=actor)
-    return _run_once(operation, lease_id, "restore_failed", actor, request_id)
+    run = partial(_run_once, operation, lease_id, "restore_failed", actor, request_id)
+    return _run_requested(run, "restore_snapshot", lease_id, snapshot_id, actor, request_id)
+
+
+def _run_requested(run: Callable[[], str], task: str, *arguments: Any) -> str:
+    """Run a task that an operator has requested. If it outlasts its delivery, `resume` looks whether its process has died."""
+    try:
+        return run_outlasting(task, run)
+    except StillRunning as running:
+        _schedule_resume(task, *arguments)
+        return str(running)
+
+
+def _schedule_resume(task: str, *arguments: Any) -> None:
+    next_run = timezone.now() + RESUME_INTERVAL
+    schedule("leases.tasks.resume", task, *arguments, next_run=next_run, cluster=queues.choose_queue())
+
+
+def resume(task: str, lease_id: str, *arguments: Any) -> str:
+    """Task: queue a requested task again whose process may have died. The task does nothing if it has an outcome already.
+
+    While a claim of the lease's sandbox is kept, the task goes on, and this one is repeated after RESUME_INTERVAL."""
+    alive = Q(holder=lease_id, deadline_at__gt=database_time.now())
+    in_flight = Sandbox.objects.filter(alive, state__in=IN_FLIGHT_STATES).exists()
+    if in_flight or Run.objects.filter(alive, kind="file", ended_at__isnull=True, released=False).exists():
+        _schedule_resume(task, lease_id, *arguments)
+        return "still running"
+    queues.enqueue(f"leases.tasks.{task}", lease_id, *arguments, group=task, host=_find_host(UUID(lease_id)))
+    return "queued again"
 
 
 def _run_once(operation: Callable[..., Snapshot], lease_id: str, failure_kind: str, actor: str, request_id: int) -> str:

@@ -14,6 +14,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from leases import admission, execution, leasing
 from leases.errors import TurnInProgress
 from leases.models import Lease, Turn
+from sandboxes.claims import Claim, hold
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import ProviderCallFailed, SandboxError
 from sandboxes.lifecycle import checkpoint
@@ -68,7 +69,8 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     lease = leasing.require_active(pk, now=now)
     environment_type = lease.environment_type
     timeout = environment_type.turn_timeout or settings.TURN_TIMEOUT
-    turn, claimed = _claim_turn(lease, number, now=now, max_duration=settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE)
+    max_duration = settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE
+    turn, claimed = _claim_turn(lease, number, now=now, max_duration=max_duration)
     if not claimed:
         return turn
     checkpoint("turn claimed", turn)
@@ -84,8 +86,10 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
         },
     )  # fmt: skip
 
+    open_turn = Turn.objects.filter(pk=turn.pk, ended_at__isnull=True)
     try:
-        run, _ = execution.exec_command(pk, command, now=clock(), actor=actor)
+        with hold(Claim(open_turn, deadline=turn.deadline_at, clock=clock, ttl=max_duration)):
+            run, _ = execution.exec_command(pk, command, now=clock(), actor=actor)
     except ProviderCallFailed as failed:
         _settle_turn(turn, Run.objects.filter(pk=command.run_id).first(), build_skip_action(str(failed)), now=clock())
         leasing.renew(lease, now=clock())

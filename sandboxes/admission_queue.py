@@ -34,8 +34,11 @@ class Position:
 
     ahead: int  # requests that get a place first
     length: int  # all waiting requests
-    is_queued: bool  # False: the request is not in the queue
-    enqueued_at: datetime | None = None
+    enqueued_at: datetime | None = None  # None: the request is not in the queue
+
+    @property
+    def is_queued(self) -> bool:
+        return self.enqueued_at is not None
 
     @property
     def number(self) -> int:
@@ -87,18 +90,18 @@ def find_position(pool: Pool, agent_did: str, environment_id: str, *, now: datet
     A request that is not in the queue comes last, but an agent below its guarantee comes before those that have none left."""
     waiting = list(pool.admission_requests.filter(expires_at__gt=now).order_by("enqueued_at", "pk"))
     if not waiting:
-        return Position(ahead=0, length=0, is_queued=False)
+        return Position(ahead=0, length=0)
     quotas = _load_quotas(pool, {agent_did, *(request.agent_did for request in waiting)})
     order = _order(waiting, quotas)
-    for ahead, (_, request) in enumerate(order):
-        if (request.agent_did, request.environment_id) == (agent_did, environment_id):
-            return Position(ahead, len(waiting), is_queued=True, enqueued_at=request.enqueued_at)
-    is_queued = any((request.agent_did, request.environment_id) == (agent_did, environment_id) for request in waiting)
-    own_requests = sum(request.agent_did == agent_did for request in waiting)
-    quota = quotas[agent_did]
-    below_guarantee = quota.used + own_requests < quota.guaranteed
-    ahead = sum(is_guaranteed or not below_guarantee for is_guaranteed, _ in order)
-    return Position(ahead, len(waiting), is_queued=is_queued)
+    own = next((each for each in waiting if (each.agent_did, each.environment_id) == (agent_did, environment_id)), None)
+    requests = [request for _, request in order]
+    if own in requests:
+        ahead = requests.index(own)
+    else:
+        own_requests = sum(request.agent_did == agent_did for request in waiting)
+        below_guarantee = quotas[agent_did].used + own_requests < quotas[agent_did].guaranteed
+        ahead = sum(is_guaranteed or not below_guarantee for is_guaranteed, _ in order)
+    return Position(ahead, len(waiting), own.enqueued_at if own else None)
 
 
 def count_waiting(pool: Pool, *, now: datetime) -> int:

@@ -5,7 +5,7 @@ unknown outcomes are retried with backoff, and end in quarantine."""
 
 import uuid
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 
 import structlog
 from django.conf import settings
@@ -13,8 +13,9 @@ from django.db import transaction
 from django.db.models import F, Q
 from django.db.models.functions import Greatest
 
+from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
 from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
-from sandboxes.errors import WorkspaceFull
+from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import DESTROYED, DESTROYING, EDGES, advance, checkpoint
 from sandboxes.models import (
@@ -38,7 +39,6 @@ from sandboxes.usage import readings
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
-DESTROY_CLAIM_TIMEOUT = timedelta(minutes=2)  # a slower destroy is tried a second time by the next sweep
 # Counted in the row of a sandbox, and added to the row of its pool when the place is released.
 SANDBOX_COUNTER_FIELDS = ("warm_hits", "woken_local", "woken_cloud", "woken_fresh", "slept")
 
@@ -141,19 +141,34 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     5. Move the row to `destroyed`, and release its place.
 
     If step 2 or 4 fails or its outcome is unknown, the sandbox keeps its place and the next try waits longer each time. After
-    LEASEHOLD_DESTROY_TRIES tries the row goes to quarantine for an operator. Idempotent."""
+    LEASEHOLD_DESTROY_TRIES tries the row goes to quarantine for an operator. A try is counted when it is claimed, so that a try
+    whose process died counts. The claim is kept while the state is being stored. Idempotent."""
     is_due = Q(deadline_at__lte=now, quarantined_at__isnull=True) & registry.filter_local()
     clock, token = clock_from(now), uuid.uuid4()
+    deadline = now + CLAIM_TTL
     claimed = Sandbox.objects.filter(is_due, pk=pk, state=DESTROYING).update(
-        deadline_at=now + DESTROY_CLAIM_TIMEOUT, claimed_by=settings.INSTANCE, claim=token
+        deadline_at=deadline, claimed_by=settings.INSTANCE, claim=token, tries=F("tries") + 1
     )
     if not claimed:
         return False
     sandbox = Sandbox.objects.get(pk=pk)
+    rows = Sandbox.objects.filter(pk=pk, claim=token, state=DESTROYING)
+    try:
+        with hold_in_flight(Claim(rows, deadline=deadline, clock=clock)) as claim:
+            return _destroy_claimed(sandbox, claim, clock, actor=actor)
+    except ClaimLost:
+        log.warning("destroy taken over", sandbox=str(pk))
+        return False
+
+
+def _destroy_claimed(sandbox: Sandbox, claim: Claim, clock: Clock, *, actor: str) -> bool:
     checkpoint("destroy claimed", sandbox)
+    if sandbox.tries > settings.DESTROY_TRIES:  # no try has reached its end
+        _postpone_destroy(sandbox, "The process that tried to destroy the sandbox died in every try.", clock)
+        return False
     provider = registry.get_sandbox_provider(sandbox)
     try:
-        if not _persist_last_state(sandbox, provider, Q(claim=token, state=DESTROYING), clock):
+        if not _persist_last_state(sandbox, provider, claim, clock):
             return False
         checkpoint("state stored", sandbox)
         readings.record_final_reading(sandbox, provider, now=clock())
@@ -161,35 +176,31 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     except Missing:
         pass  # already gone
     except (ProviderError, StoreError, WorkspaceFull) as failed:
-        _postpone_destroy(sandbox, failed, now=now, clock=clock)
+        _postpone_destroy(sandbox, str(failed), clock)
         return False
-    mounts.detach(pk)
+    mounts.detach(sandbox.pk)
     checkpoint("destroy answered", sandbox)
     confirmed_at = clock()
     with transaction.atomic():
         destroyed = advance(
-            pk, DESTROYING, DESTROYED, now=confirmed_at, code=TransitionReason.CONFIRMED_GONE, actor=actor,
-            destroyed_at=confirmed_at, deadline_at=None, claim=None, last_error="",
+            sandbox.pk, DESTROYING, DESTROYED, now=confirmed_at, code=TransitionReason.CONFIRMED_GONE, actor=actor,
+            destroyed_at=confirmed_at, deadline_at=None, claim=None, tries=sandbox.tries - 1, last_error="",
         )  # fmt: skip
         if destroyed:
             release_place(sandbox)
     return destroyed
 
 
-def _persist_last_state(sandbox: Sandbox, provider: Provider, own_claim: Q, clock: Clock) -> bool:
+def _persist_last_state(sandbox: Sandbox, provider: Provider, claim: Claim, clock: Clock) -> bool:
     """Store the state that a sandbox about to be destroyed has not stored yet. Returns False if the claim was lost.
 
     A missing process leaves nothing to store, but its volumes may still exist."""
     unsaved = sandbox.holder and sandbox.final_persist == FinalPersist.ALL and workspace.has_unsaved_state(sandbox)
-    if unsaved and not Sandbox.objects.filter(own_claim, pk=sandbox.pk).update(deadline_at=clock() + workspace.PERSIST_TIMEOUT):
-        return False
     with suppress(Missing):
         data_sync.persist_final(sandbox, provider, now=clock(), discard=sandbox.final_persist == FinalPersist.NONE)
     if unsaved:
         try:
-            return workspace.persist_claimed(
-                sandbox, provider, own_claim=own_claim, next_step_timeout=DESTROY_CLAIM_TIMEOUT, clock=clock
-            )
+            return workspace.persist_claimed(sandbox, provider, claim, clock=clock)
         except Missing as missing:
             _record_lost_state(sandbox, missing, now=clock())
     return True
@@ -214,21 +225,19 @@ def retry_destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     return bool(resumed)
 
 
-def _postpone_destroy(sandbox: Sandbox, failed: Exception, *, now: datetime, clock: Clock) -> None:
-    tries = sandbox.tries + 1
-    quarantined = tries >= settings.DESTROY_TRIES
+def _postpone_destroy(sandbox: Sandbox, error: str, clock: Clock) -> None:
+    """Record a failed try and the time of the next one, or put the sandbox into quarantine after the last one."""
+    now, tries, quarantined = clock(), sandbox.tries, sandbox.tries >= settings.DESTROY_TRIES
     with transaction.atomic():
         own_claim = Q(pk=sandbox.pk, state=DESTROYING, claim=sandbox.claim)  # a worker that took over goes on
         recorded = Sandbox.objects.filter(own_claim, quarantined_at__isnull=True).update(
-            tries=tries,
-            # A store may take minutes to fail.
-            deadline_at=clock() + compute_backoff(tries),
-            last_error=str(failed)[:2000],
+            deadline_at=now + compute_backoff(tries),
+            last_error=error[:2000],
             quarantined_at=now if quarantined else None,
         )
         if recorded and quarantined:
             _enqueue_quarantine_event(sandbox, tries, now)
-    log.error("destroy failed", sandbox=str(sandbox.pk), tries=tries, quarantined=quarantined, error=str(failed))
+    log.error("destroy failed", sandbox=str(sandbox.pk), tries=tries, quarantined=quarantined, error=error)
 
 
 def _enqueue_quarantine_event(sandbox: Sandbox, tries: int, now: datetime) -> None:

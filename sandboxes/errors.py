@@ -50,6 +50,13 @@ class HostLost(SandboxError):
     retry_after = 60
 
 
+class ClaimLost(SandboxError):
+    """The operation made no progress for too long, and was given up. Nothing of it was recorded. Try again."""
+
+    code = "no_progress"
+    retry_after = 5
+
+
 class CapacityExhausted(SandboxError):
     """All places in the pool are taken and none can be freed now."""
 

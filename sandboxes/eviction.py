@@ -12,8 +12,9 @@ from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
 from sandboxes import destruction
+from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
-from sandboxes.errors import WorkspaceFull
+from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, advance, checkpoint
 from sandboxes.models import (
@@ -31,7 +32,6 @@ from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
-EVICTION_TIMEOUT = workspace.PERSIST_TIMEOUT
 # A client that got its place from the admission queue has this time for its first command. Without it, requests that wait would
 # evict each other's sandboxes before one of them was used.
 FIRST_USE_PERIOD = timedelta(seconds=30)
@@ -63,7 +63,7 @@ def evict(
     for was in (WAITING, WARM):
         if advance(
             pk, was, EVICTING, now=now, code=code, reason=reason, actor=actor, guard=evictable & (guard or Q()),
-            claim=token, claimed_by=settings.INSTANCE, deadline_at=now + EVICTION_TIMEOUT, idle_at=None,
+            claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=1, idle_at=None,
         ):  # fmt: skip
             return finish_eviction(pk, token, now=now, actor=actor)
     return False
@@ -88,16 +88,27 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     2. Destroy the process.
     3. Move the row to `cold`.
 
-    If step 1 fails the sandbox returns to `waiting`. If step 2 fails it stays in `evicting`, and a sweep repeats the step."""
-    clock = clock_from(now)
-    own_claim = Q(claim=token)
-    sandbox = Sandbox.objects.select_related("pool").filter(own_claim, pk=pk, state=EVICTING).first()
+    If step 1 fails the sandbox returns to `waiting`. If step 2 fails it stays in `evicting`, and a sweep repeats the step.
+    The claim is kept while the state is being stored, however long that takes."""
+    clock, claimed = clock_from(now), Sandbox.objects.filter(claim=token, pk=pk, state=EVICTING)
+    sandbox = claimed.select_related("pool").first()
     if sandbox is None:
         return False
-    provider = registry.get_sandbox_provider(sandbox)
+    assert sandbox.deadline_at is not None  # by the constraint sandbox_in_flight_has_deadline
+    try:
+        with hold_in_flight(Claim(claimed, deadline=sandbox.deadline_at, clock=clock)) as claim:
+            return _finish_claimed_eviction(sandbox, claim, clock, actor=actor)
+    except ClaimLost:
+        log.warning("eviction taken over", sandbox=str(pk))
+        return False
+
+
+def _finish_claimed_eviction(sandbox: Sandbox, claim: Claim, clock: Clock, *, actor: str) -> bool:
+    pk, own_claim, provider = sandbox.pk, Q(claim=sandbox.claim), registry.get_sandbox_provider(sandbox)
     checkpoint("eviction claimed", sandbox)
     try:
-        if not _persist_state(sandbox, provider, own_claim, clock):
+        claim.keep()
+        if not _persist_state(sandbox, provider, claim, clock):
             return False
         checkpoint("persisted", sandbox)
     except Missing as missing:
@@ -109,7 +120,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
         advance(
             pk, EVICTING, WAITING, now=clock(), actor=actor, guard=own_claim,
             code=TransitionReason.PERSIST_FAILED, reason=f"state could not be stored: {failed}",
-            claim=None, deadline_at=None, persist_failures=failures,
+            claim=None, deadline_at=None, tries=0, persist_failures=failures,
             last_error=f"State could not be stored: {failed}"[:2000],
             idle_at=clock() + compute_backoff(failures, initial=timedelta(minutes=1)),
         )  # fmt: skip
@@ -119,7 +130,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
         provider.destroy(sandbox.ref)
     except ProviderError as failed:  # the state is stored; the sweep repeats this step
         Sandbox.objects.filter(own_claim, pk=pk, state=EVICTING).update(
-            tries=F("tries") + 1, last_error=str(failed)[:2000], deadline_at=clock() + compute_backoff(sandbox.tries + 1)
+            last_error=str(failed)[:2000], deadline_at=clock() + compute_backoff(sandbox.tries)
         )
         return False
     mounts.detach(pk)
@@ -133,13 +144,12 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     return slept
 
 
-def _persist_state(sandbox: Sandbox, provider: Provider, own_claim: Q, clock: Clock) -> bool:
+def _persist_state(sandbox: Sandbox, provider: Provider, claim: Claim, clock: Clock) -> bool:
     """Store the state of this incarnation, unless nothing in it is unsaved. Returns False if the claim was lost."""
     if not workspace.has_unsaved_state(sandbox):
         return True
     data_sync.persist_final(sandbox, provider, now=clock())
-    own_eviction = own_claim & Q(state=EVICTING)
-    return workspace.persist_claimed(sandbox, provider, own_claim=own_eviction, next_step_timeout=EVICTION_TIMEOUT, clock=clock)
+    return workspace.persist_claimed(sandbox, provider, claim, clock=clock)
 
 
 def record_missing(

@@ -1,13 +1,13 @@
 """Heartbeat sweep: what the worker of a host records about it, and how a host gets its sandboxes and returns after a loss."""
 
 from datetime import datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import structlog
 from django.core.exceptions import ImproperlyConfigured
-from django.db.models import Q
 
-from sandboxes import providers, reconciliation
+from sandboxes import installation, providers, reconciliation
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED
 from sandboxes.models import Host, Pool, Sandbox
@@ -27,13 +27,17 @@ def record_heartbeats(*, now: datetime) -> SweepResult:
     for name in registry.find_provider_names():
         try:
             host = _record(providers.get_provider(name), now=now)
-        except (ProviderError, ImproperlyConfigured) as failed:
+        except ProviderError as failed:
             result.failures.append(f"{name}: {failed}")
+            continue
+        except ImproperlyConfigured:  # a pool's provider that other hosts may have
             continue
         result.note("hosts seen")
         result.note("sandboxes assigned", _assign_sandboxes(host))
         if host.lost_at:
-            _clean_up(host, result)
+            cleaned = installation.run_destructive(partial(_clean_up, host))
+            result.counts |= cleaned.counts
+            result.failures += cleaned.failures
     return result
 
 
@@ -74,16 +78,15 @@ def _has_sandbox(provider: Provider, sandbox: Sandbox) -> bool:
     return True
 
 
-def _clean_up(host: Host, result: SweepResult) -> None:
+def _clean_up(host: Host) -> SweepResult:
     """Destroy what a lost host still runs, then accept the host again.
 
     Its places and egress slots were released when it was declared lost. Until its sandboxes are gone, a new one on it could
     share the socket of a slot with an old one."""
-    remaining = Sandbox.objects.filter(host=host).exclude(state__in=(COLD, DESTROYED))
-    if remaining.exists():
+    result, provider = SweepResult(), providers.get_provider(host.provider)
+    if Sandbox.objects.filter(host=host).exclude(state__in=(COLD, DESTROYED)).exists():
         result.failures.append(f'host "{host}": declared lost, and its sandboxes are still being released')
-        return
-    provider = providers.get_provider(host.provider)
+        return result
     try:
         for pool in Pool.objects.all():
             for leftover in reconciliation.list_sandboxes(pool, host.provider, host.pk):
@@ -92,7 +95,8 @@ def _clean_up(host: Host, result: SweepResult) -> None:
                 result.note("leftovers destroyed")
     except ProviderError as failed:
         result.failures.append(f'host "{host}": {failed}')
-        return
-    if Host.objects.filter(Q(lost_at=host.lost_at), pk=host.pk).update(lost_at=None):
+        return result
+    if Host.objects.filter(pk=host.pk, lost_at=host.lost_at).update(lost_at=None):
         log.warning("lost host returned", host=host.name)
         result.note("hosts returned")
+    return result

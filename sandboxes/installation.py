@@ -49,11 +49,13 @@ def find_mismatch() -> str:
 
     A missing mark in the store is a mismatch, unless this installation was never marked. A missing mark in the state directory
     is not: a new host has none. Raises StoreError if the store does not respond or the state directory cannot be read."""
-    row = get_installation()
+    was_marked = get_installation().generation > 0  # before the marks: another worker may write the first one in between
+    marks = (("store", read_store_mark()), ("state directory", read_directory_mark()))
+    row = get_installation()  # after the marks: another host may increase the generation and write a mark in between
     reasons = []
-    for place, mark in (("store", read_store_mark()), ("state directory", read_directory_mark())):
+    for place, mark in marks:
         if mark is None:
-            if place == "store" and row.generation:
+            if place == "store" and was_marked:
                 reasons.append(f"The {place} has no mark of an installation, but this database has marked one before.")
         elif mark.identity != str(row.identity):
             reasons.append(f"The {place} belongs to another installation: {mark.identity}. This one is {row.identity}.")
@@ -135,10 +137,15 @@ def _parse_mark(content: bytes | None, place: str) -> Mark | None:
 
 
 def _write_marks(*, now: datetime) -> None:
-    """Increase the generation in the database first: a crash in between leaves older marks, which are accepted."""
+    """Increase the generation in the database first: a crash in between leaves older marks, which are accepted.
+
+    Before the first increase the store therefore gets a mark of generation 0."""
+    row = get_installation()
+    if not row.generation:
+        get_store().set(MARK_NAME, _format_mark(row))
     Installation.objects.filter(pk=1).update(generation=F("generation") + 1, marked_at=now)
     row = get_installation()
-    content = json.dumps({"identity": str(row.identity), "generation": row.generation}).encode()
+    content = _format_mark(row)
     get_store().set(MARK_NAME, content)
     path = _get_mark_path()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -148,6 +155,10 @@ def _write_marks(*, now: datetime) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise StoreError("state directory", "write", str(error)) from error
+
+
+def _format_mark(row: Installation) -> bytes:
+    return json.dumps({"identity": str(row.identity), "generation": row.generation}).encode()
 
 
 def _get_mark_path() -> Path:

@@ -11,7 +11,7 @@ from django.db.models import QuerySet
 
 from sandboxes import destruction, eviction
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, advance
-from sandboxes.models import GONE_STATES, Host, Sandbox, TransitionReason
+from sandboxes.models import GONE_STATES, Host, Sandbox, Sweep, TransitionReason
 
 log = structlog.get_logger(__name__)
 
@@ -22,6 +22,7 @@ def declare_lost(host: Host, *, now: datetime, actor: str) -> bool:
     Returns False if it was declared before."""
     declared = Host.objects.filter(pk=host.pk, lost_at__isnull=True).update(lost_at=now)
     if declared:
+        Sweep.objects.filter(host=host).delete()  # they would be late for ever
         log.warning("host declared lost", host=host.name, actor=actor)
     return bool(declared)
 

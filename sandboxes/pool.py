@@ -18,22 +18,25 @@ from django.db.models import F, Q, QuerySet
 
 from sandboxes import admission_queue, destruction, eviction, providers
 from sandboxes.admission_queue import Position
+from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import slots
 from sandboxes.errors import (
     CapacityExhausted,
+    ClaimLost,
     PoolDraining,
     QuotaExceeded,
     SandboxBusy,
+    SandboxError,
     SandboxLost,
     SandboxNotHeld,
     SandboxNotReady,
 )
 from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
 from sandboxes.hosts import registry
-from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
-from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
+from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint, insert_warming
+from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, Transition, TransitionReason
 from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
 from sandboxes.state import disk_space, mounts, workspace
 from sandboxes.state.workspace import StateLost
@@ -345,26 +348,35 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
     2. Unpack the holder's newest snapshot, or write `files` if there is none.
     3. Move the row to `warm`.
 
-    Raises SandboxNotReady if a step failed and SandboxLost if the stored state is gone; in both cases the
-    sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the row was moved to
-    `destroying` meanwhile."""
+    SANDBOX_START_TIMEOUT limits step 1. The claim is kept in step 2 while the snapshot is transferred, however long that takes.
+
+    Raises SandboxNotReady if a step failed or made no progress, and SandboxLost if the stored state is gone; in both cases the
+    sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the lease ended meanwhile."""
     clock = clock_from(now)
     provider = registry.get_sandbox_provider(sandbox)
+    assert sandbox.deadline_at is not None
+    rows = Sandbox.objects.filter(pk=sandbox.pk, claim=sandbox.claim, state=WARMING)
+    ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
     try:
-        provider.create(build_spec(sandbox))
-        checkpoint("created", sandbox)
-        provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
-        source, prepared = _restore_state(sandbox, provider, files, now=clock())
-        checkpoint("prepared", sandbox)
+        with hold_in_flight(Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)) as claim:
+            provider.create(build_spec(sandbox))
+            checkpoint("created", sandbox)
+            claim.note_progress()
+            provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
+            claim.note_progress()
+            source, prepared = _restore_state(sandbox, provider, files, now=clock())
+            checkpoint("prepared", sandbox)
     except StateLost as lost:
         destruction.schedule_destroy(
             sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor
         )
         raise SandboxLost(f"The stored state of this sandbox is gone: {lost}") from lost
-    except (ProviderError, StoreError) as failed:
-        destruction.schedule_destroy(
+    except (ProviderError, StoreError, ClaimLost) as failed:
+        if not destruction.schedule_destroy(
             sandbox.pk, now=clock(), code=TransitionReason.START_FAILED, reason=f"start failed: {failed}", actor=actor
-        )
+        ):
+            _discard(provider, sandbox)
+            raise _build_overtaken_error(sandbox) from failed
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
         raise SandboxNotReady(f"The sandbox could not be started: {failed}") from failed
     own_claim = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)
@@ -379,7 +391,7 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
     ):  # fmt: skip
         # The row left `warming` meanwhile. A destroy may have been confirmed before the provider had created anything.
         _discard(provider, sandbox)
-        raise SandboxNotHeld("The lease ended while its sandbox was being started.")
+        raise _build_overtaken_error(sandbox)
     if woken:
         log.info(
             "wake",
@@ -389,6 +401,14 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
             seconds=round((ready_at - now).total_seconds(), 3),
         )
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
+
+
+def _build_overtaken_error(sandbox: Sandbox) -> SandboxError:
+    """Build the error of a start whose row another process has moved to `destroying`."""
+    moved = Transition.objects.filter(sandbox=sandbox, to=DESTROYING).order_by("pk").last()
+    if moved and moved.code == TransitionReason.START_STALLED:
+        return SandboxNotReady("The start of the sandbox made no progress and was given up. Its stored state is kept.")
+    return SandboxNotHeld("The lease ended while its sandbox was being started.")
 
 
 def _restore_state(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes], *, now: datetime) -> tuple[str, bool]:
@@ -462,10 +482,11 @@ def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandb
     sandbox.incarnation += 1
     sandbox.ref, sandbox.claim, sandbox.slot = sandbox.name, uuid.uuid4(), slot
     sandbox.host = registry.get_placement_host(sandbox.provider, now=now)
+    sandbox.deadline_at = now + settings.SANDBOX_START_TIMEOUT
     claimed = advance(
         sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
         incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
-        deadline_at=now + settings.SANDBOX_START_TIMEOUT, last_used_at=now, persisted=False, slot=slot, slot_since=now,
+        deadline_at=sandbox.deadline_at, last_used_at=now, persisted=False, slot=slot, slot_since=now,
         host=sandbox.host,
     )  # fmt: skip
     return sandbox if claimed else None

@@ -14,13 +14,15 @@ from datetime import datetime, timedelta
 import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 
 from sandboxes import eviction, lifecycle, pool
+from sandboxes.claims import hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
 from sandboxes.errors import (
+    ClaimLost,
     DataFull,
     OutcomeUnknown,
     ProviderCallFailed,
@@ -35,6 +37,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
+from sandboxes.run_claims import KILL_GRACE, RunClaim
 from sandboxes.state import data_sync
 from sandboxes.storage.base import DiskFull, StoreError
 
@@ -42,7 +45,6 @@ log = structlog.get_logger(__name__)
 CLOSE_RETRY_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
 MAX_WRITE_BYTES_PER_SECOND = 1 << 30  # assumed growth of a workspace, to decide whether a run may have exceeded the limit
 MEASURE_INTERVAL_FACTOR = 20  # time between measurements after runs, in durations of one: at most 5 % of the time is measuring
-KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, in which the provider kills the command and reports the timeout
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Operation:
     run: Run
     sandbox: Sandbox
     provider: Provider
+    claim: RunClaim
     result: ExecResult | None = None  # of the command; sets the outcome and the output of the Run
     entered: bool = False  # the body of the operation began
     note: str = ""  # warning for the Run, such as a workspace over its limit
@@ -82,6 +85,7 @@ def exec_in_sandbox(
     clock = clock_from(now)
     with operation(request, command, now=now, actor=actor) as opened:
         require_workspace_space(opened.provider, opened.sandbox, now=now)
+        opened.claim.begin_command(command.timeout)
         result = opened.provider.exec(
             opened.sandbox.ref,
             list(command.argv),
@@ -91,7 +95,9 @@ def exec_in_sandbox(
             timeout=command.timeout,
             cap=settings.EXEC_OUTPUT_CAP,
             mark=str(command.run_id),
+            output=opened.claim.output,
         )
+        opened.claim.end_command()
         opened.result = result
         opened.note = _warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
     return opened.run, result
@@ -106,25 +112,28 @@ def operation(request: pool.SandboxRequest, command: Command, *, now: datetime, 
     3. Run the body.
     4. Persist the changes in /data, and close the Run.
 
+    The Run's claim is kept while /data or files are transferred, however long that takes.
+
     A failure in step 2 or 3 closes the Run and is raised: SandboxLost if the provider has lost the sandbox,
     ProviderCallFailed if the provider did not respond (the Run's outcome shows whether the command may have run),
-    StoreUnavailable if the store did not respond, any other error unchanged. Step 1 raises the errors of
-    `pool.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls before anything else. Step 4 does not fail the
-    operation: the Run's note records unstored changes."""
+    StoreUnavailable if the store did not respond, ClaimLost if a transfer made no progress, any other error unchanged. Step 1
+    raises the errors of `pool.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls before anything else. Step 4
+    does not fail the operation: the Run's note records unstored changes."""
     clock = clock_from(now)
     with LONG_CALLS.admit():
         opened, attached = _open_operation(request, command, clock, actor=actor), None
-        try:
-            attached = _prepare_sandbox(opened, request, command, clock)
-            opened.entered = True
-            yield opened
-        except Exception as failed:
-            error = _fail_operation(opened, failed, now=clock(), actor=actor)
-            if error is failed:
-                raise
-            raise error from failed
-        checkpoint("run answered", opened.run)
-        _record_success(opened, attached, clock, actor=actor)
+        with hold(opened.claim):
+            try:
+                attached = _prepare_sandbox(opened, request, command, clock)
+                opened.entered = True
+                yield opened
+            except Exception as failed:
+                error = _record_failure(opened, failed, clock, actor=actor)
+                if error is failed:
+                    raise
+                raise error from failed
+            checkpoint("run answered", opened.run)
+            _record_success(opened, attached, clock, actor=actor)
 
 
 def _record_success(opened: Operation, attached: Attachment | None, clock: Clock, *, actor: str) -> None:
@@ -146,13 +155,28 @@ def _record_success(opened: Operation, attached: Attachment | None, clock: Clock
         raise OutcomeUnknown(run_id=run_id, exit_code=exit_code) from failed
 
 
+def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor: str) -> Exception:
+    """Like _fail_operation, with retries for CLOSE_RETRY_PERIOD while the database does not respond.
+
+    A Run that stays open ends at its deadline, and until then its client is told to wait."""
+    errors: list[Exception] = []
+
+    def record() -> None:
+        errors.append(_fail_operation(opened, failed, now=clock(), actor=actor))
+
+    until = clock() + CLOSE_RETRY_PERIOD
+    with suppress(RetriesExhausted):
+        retry_connection_errors(record, "run not closed", clock=clock, until=until, run=str(opened.run.pk))
+    return errors[0] if errors else failed
+
+
 def _open_operation(request: pool.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
     while True:
         request.guard.check_proceed()
         sandbox = pool.ensure_running(request, now=clock(), actor=actor)
         run = open_run(sandbox, command, now=clock(), actor=actor)
         if run:
-            return Operation(run, sandbox, registry.get_sandbox_provider(sandbox))
+            return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
         # The sandbox was evicted or destroyed between the two calls above.
 
 
@@ -180,13 +204,16 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
                 return SandboxLost()
             return SandboxNotReady("The sandbox is gone, and nothing unsaved was in it. The next use starts it again.")
         note = f"Sandbox lost during the run: {failed}"
+        opened.claim.store_output()
         close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
         eviction.mark_lost(opened.sandbox, str(failed), now=now)
         return SandboxLost(note)
     if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull)):
-        close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), actor=actor)
+        outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.FAILED
+        close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=str(failed), actor=actor)
         return failed
     note = f"{type(failed).__name__}: {failed}"
+    opened.claim.store_output()
     close_run(opened.run, now=now, outcome=RunOutcome.ERROR, note=note, actor=actor)
     if isinstance(failed, ProviderError):
         return ProviderCallFailed(f"The provider failed: {failed}")
@@ -216,6 +243,7 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
             turn_number=command.turn_number,
             argv=list(command.argv),
             cwd=command.cwd,
+            claim=uuid.uuid4(),
             claimed_by=settings.INSTANCE,
             env_names=sorted(command.env),
             stdin_bytes=len(command.stdin),
@@ -236,7 +264,7 @@ def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, *,
     except Missing as missing:
         eviction.mark_lost(sandbox, str(missing), now=now)
         return f"The sandbox was lost after the command, and its changes are not stored: {missing}"
-    except (StoreError, ProviderError, DataFull) as failed:
+    except (StoreError, ProviderError, DataFull, ClaimLost) as failed:
         data_sync.mark_unsaved(attached, failed, now=now)
         return f"/data is not stored yet: {failed}"
     return ""
@@ -319,11 +347,20 @@ def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) ->
 
 
 def close_abandoned_run(run: Run, *, now: datetime) -> bool:
-    """Close a Run past its deadline as lost. The process that waited for it is dead, so its exit code is unknown.
+    """Close a Run as lost whose waiting process is dead, or has missed the deadline. Its exit code is unknown.
 
-    The command is killed first, because it would otherwise continue in a sandbox whose state is `waiting`. Returns False if the
-    Run was closed before. Raises ProviderError if the kill failed; the Run then stays open for the next try."""
+    The Run is claimed first, so that a process that still waits finds its claim lost. The command is killed next, because it
+    would otherwise continue in a sandbox whose state is `waiting`. Returns False if the Run was closed before, or its deadline
+    was extended. Raises ProviderError if the kill failed; the Run then stays open for the next try."""
+    unchanged = Run.objects.filter(pk=run.pk, claim=run.claim, deadline_at=run.deadline_at, ended_at__isnull=True)
+    if not unchanged.update(claim=uuid.uuid4()):
+        return False
     note = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
+    if run.released:
+        note = (
+            f"The control plane's process that waited for the command ({run.claimed_by}) was restarted or killed. The command "
+            "was killed, and its exit code is unknown. The output is that of the time until then."
+        )
     return interrupt_run(run, note=note, now=now, actor="sweep")
 
 
@@ -339,8 +376,8 @@ def interrupt_run(run: Run, *, note: str, now: datetime, actor: str = "") -> boo
 
 
 def find_overdue(*, now: datetime) -> QuerySet[Run]:
-    """Select open Runs past their deadline."""
-    overdue = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now)
+    """Select open Runs past their deadline, or whose waiting process is known to be dead."""
+    overdue = Run.objects.filter(Q(deadline_at__lt=now) | Q(released=True), ended_at__isnull=True)
     return overdue.select_related("sandbox").order_by("deadline_at")
 
 

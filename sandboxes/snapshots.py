@@ -12,8 +12,10 @@ from django.conf import settings
 from django.db import transaction
 
 from sandboxes import eviction, pool, runs
+from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import SandboxBusy, SandboxLost, SandboxNotHeld, SnapshotNotFound, StoreUnavailable
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Sandbox, SandboxState, TransitionReason
@@ -103,7 +105,7 @@ def restore_snapshot(
     2. Evict the sandbox, if it is alive. Its current state is stored and can be restored later.
     3. Make the copy the newest snapshot of the holder.
 
-    Raises SandboxBusy while something runs in the sandbox, SnapshotNotFound if the holder has no such snapshot, and
+    Raises WrongHost, SandboxBusy while something runs in the sandbox, SnapshotNotFound if the holder has no such snapshot, and
     StoreUnavailable if the current state could not be stored; the sandbox then keeps its state. After a crash at any step, the
     next use finds either the previous state or the restored one."""
     clock, source = clock_from(now), get_snapshot(request.holder, pk)
@@ -116,6 +118,7 @@ def restore_snapshot(
                     checkpoint("restored", restored)
                     return restored
                 continue
+            registry.require_local(sandbox)
             _require_not_running(sandbox)
             if reserved is None:
                 reserved = _copy_snapshot(source, request.holder, SnapshotKind.RESTORED, now=clock())
@@ -157,8 +160,7 @@ def _snapshot_alive(request: SandboxRequest, name: str, *, now: datetime, actor:
     """Store the workspace of an alive sandbox as a snapshot."""
     clock = clock_from(now)
     argv = ["snapshot", name] if name else ["snapshot"]
-    # Same timeout as an eviction, which stores a workspace too.
-    command = Command(argv=argv, timeout=eviction.EVICTION_TIMEOUT, kind="file", needs_data=False)
+    command = Command(argv=argv, timeout=CLAIM_TTL, kind="file", needs_data=False)
     with runs.operation(request, command, now=now, actor=actor) as opened:
         return _store_workspace(opened, name, clock, record=record)
 

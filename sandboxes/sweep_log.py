@@ -11,7 +11,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.models import Host, Sweep
 
 log = structlog.get_logger(__name__)
-# Time limit of one pass of a sweep that waits for providers or stores: a worker sends no heartbeat during a pass.
+# Time after which a pass of a sweep that waits for providers or stores begins no further step.
 PASS_TIME_LIMIT = timedelta(seconds=60)
 MIN_INTERVAL_SHARE = 0.75  # between passes of different hosts: the hosts' schedules are not in phase, and waits shift them
 

@@ -14,6 +14,7 @@ from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
 from sandboxes import admission_queue, destruction, eviction, runs
+from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import capacity, registry
@@ -75,7 +76,7 @@ def claim_idle(was: SandboxState, token: uuid.UUID, *, now: datetime, limit: int
     return advance_many(
         find_idle(now=now).filter(state=was).order_by("idle_at")[:limit],
         was, EVICTING, now=now, code=TransitionReason.IDLE, actor="sweep", claim=token,
-        claimed_by=settings.INSTANCE, deadline_at=now + eviction.EVICTION_TIMEOUT, idle_at=None,
+        claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=1, idle_at=None,
     )  # fmt: skip
 
 
@@ -83,6 +84,8 @@ def _evict_one(pk: uuid.UUID, token: uuid.UUID, result: SweepResult, *, now: dat
     try:
         if eviction.finish_eviction(pk, token, now=now, actor="sweep"):
             result.note("put to sleep")
+        elif not Sandbox.objects.filter(pk=pk).exclude(last_error="").exists():
+            result.note("lost race")  # another sweep took over while the sandboxes before this one were stored
         else:
             result.failures.append(f"{pk}: {Sandbox.objects.values_list('last_error', flat=True).get(pk=pk)}")
     except Exception as failed:  # one sandbox must not block the eviction of the others
@@ -220,7 +223,7 @@ def _resume_eviction(sandbox: Sandbox, result: SweepResult, *, now: datetime) ->
         return
     token = uuid.uuid4()
     claimed = Sandbox.objects.filter(unchanged, pk=sandbox.pk, state=EVICTING).update(
-        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + eviction.EVICTION_TIMEOUT
+        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=F("tries") + 1
     )
     finished = claimed and eviction.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
     result.note("evictions finished" if finished else "evictions postponed" if claimed else "lost race")
@@ -324,5 +327,4 @@ def release_instance(instance: str, *, now: datetime) -> int:
     claimed = Q(claimed_by=instance) | Q(claimed_by__startswith=f"{instance}.")
     not_due = Q(deadline_at__gt=now)
     sandboxes = Sandbox.objects.filter(claimed, not_due, state__in=IN_FLIGHT_STATES).update(deadline_at=now)
-    started = Q(ended_at__isnull=True, started_at__lt=now)  # keeps deadline > start, also after a clock was set back
-    return sandboxes + Run.objects.filter(claimed, not_due, started).update(deadline_at=now)
+    return sandboxes + Run.objects.filter(claimed, ended_at__isnull=True, released=False).update(released=True)

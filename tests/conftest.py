@@ -18,7 +18,7 @@ from django.utils import timezone
 
 from leases import leasing
 from leases.models import Lease
-from sandboxes import lifecycle, providers
+from sandboxes import claims, lifecycle, providers
 from sandboxes.db import clock
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
@@ -101,6 +101,12 @@ def isolate_state_dirs(tmp_path: Path, settings: Any) -> Iterator[None]:
     get_store.cache_clear()
     yield
     get_store.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def heartbeat_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have claims extended by `claims.HEARTBEAT.beat()` only. A thread does not see rows of a test's transaction."""
+    monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 3600.0)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from billing.admin.budget_usage import (
     render_gauge,
     render_reset_time,
 )
-from billing.admin.overshoot import describe_overshoot
+from billing.admin.overshoot import SWEEP_INTERVAL, describe_overshoot
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Budget
 from billing.models.budgets import Period, Scope, Unit
 from sandboxes.admin.base.actions import AdminAction, list_audit_entries
@@ -234,6 +234,7 @@ class BudgetAdmin(ConsoleModelAdmin):
                 alarm=get_level(row, now) == "exhausted",
             ),
             SummaryField("Left", f"{format_amount(left, row)} {get_unit_label(row)}", note=f"of {format_usd(row.amount)}"),
+            *([build_reservation_field(row, now)] if row.hard and row.active else []),
             build_forecast_field(row, now),
             SummaryField(
                 "Period",
@@ -260,6 +261,19 @@ class BudgetAdmin(ConsoleModelAdmin):
             ),
             SummaryField("Open leases", f"{count:,}", note=f"{reserved} reserved for each" if row.hard else ""),
         ]
+
+
+def build_reservation_field(row: Budget, now: datetime) -> SummaryField:
+    """Build the amount reserved for the running sandboxes until they can be stopped."""
+    delay = budgets.get_stop_delay(row)
+    within = "for the next minute" if delay == SWEEP_INTERVAL else f"for the next {format_duration(delay)}"
+    reserved = budgets.compute_reservation(row, now=now)
+    return SummaryField(
+        f"Reserved {within}",
+        f"{format_amount(reserved, row)} {get_unit_label(row)}",
+        note="running sandboxes, with usage that is not metered yet",
+        alarm=budgets.is_over(row, budgets.get_spent(row, now), reserved),
+    )
 
 
 @dataclass(frozen=True)

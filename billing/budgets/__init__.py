@@ -1,27 +1,29 @@
 """Budgets: spending limits in sandbox-hours or USD, their admission control and their updates.
 
-A sweep computes each budget's spending from usage and costs (`update_spending`). Between two sweeps a hard budget is enforced
-in two ways:
+A sweep computes each budget's spending from usage and costs (`update_spending`). A hard budget is enforced in three ways:
 
 1. A grant reserves a minimum (LEASEHOLD_MINIMUM_TIME, LEASEHOLD_MINIMUM_USD) for the new lease and for every active lease in
    scope. The grant holds the budget's row lock, so concurrent acquires never reserve more than is left.
-2. An exhausted budget refuses further work of the leases in scope. While no budget is exhausted, the check is one lookup in
+2. The time of running sandboxes is reserved until they can be stopped (`compute_reservation`). A budget is exhausted, and a
+   start is refused, if spending and reservation together exceed the amount. The warning compares the spending alone.
+3. An exhausted budget refuses further work of the leases in scope. While no budget is exhausted, the check is one lookup in
    an empty partial index.
 
-A hard budget is therefore exceeded by the usage between the moment of actual exhaustion and the end of its leases:
+    reservation = sandboxes x rate x (metering + sweep + grace + sweep)
+    overshoot  <= ended x rate x (metering + sweep) + starts x reservation of one + storing + calls + measured
 
-    overshoot <= leases x rate x (metering + sweep + grace + sweep + storing) + calls
-
-    leases      leases active at the same time in scope; at most (amount - spent) / minimum at the last grant
-    rate        spending of one lease per hour: 1 sandbox-hour, or the USD of its sandbox and its model calls
-    metering    age of the usage when it is summed: 1 minute between two passes of `meter`, plus the duration of one. Items
-                priced by use are read every 5 minutes
-    sweep       1 minute between two passes of `budgets`: once until the budget is marked as exhausted, and again from the end
-                of the grace period until the leases are ended. A waiting sandbox is put to sleep in the first pass, without
-                a grace period
+    sandboxes   running sandboxes of active leases in scope
+    rate        price of one sandbox per hour: 1 sandbox-hour, or the USD of its time, memory, CPU and disk at its limits,
+                without monthly allowances
+    metering    age of the metered usage, normally up to 1 minute plus one pass
+    sweep       1 minute between two passes of `budgets`: until the next pass, and, with a grace period, from its end until the
+                leases are ended
     grace       the budget's grace period, for work that is running
-    storing     time to store the state of one lease's sandbox, for as many sandboxes as are stored one after another
-    calls       cost of the model calls in flight, which is known when a call ends, and of records that arrive late
+    ended       sandboxes of leases that ended since the last metering: no longer reserved, and not spent yet
+    starts      sandboxes started at the same instant, each of which found room for itself
+    storing     time of each sandbox that waits until the state of others is stored
+    calls       model calls, which have no maximum price, until the end of the grace period, and those then in flight
+    measured    CPU and memory priced by use are read every 5 minutes, and may be counted that much later
 
 An account's budget counts the usage billed to the account. If an agent moves, its earlier usage counts for the old account
 and its later usage for the new one. Admission depends on the agent's account today (UTC).
@@ -38,19 +40,31 @@ from billing.budgets.admission import (
     get_minimum_reservation,
     open_tab,
     require_budget,
+    require_room,
 )
 from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
-from billing.budgets.periods import build_marked_filter, get_grace_deadline, get_period_bounds, get_spent, is_exhausted
+from billing.budgets.periods import build_marked_filter, get_grace_deadline, get_period_bounds, get_spent
+from billing.budgets.reservation import (
+    ReservationBasis,
+    SandboxSize,
+    compute_reservation,
+    get_stop_delay,
+    is_exhausted,
+    is_over,
+)
 from billing.budgets.scopes import build_lease_filter, find_open_tabs, find_visible_budgets
 from billing.budgets.spending import find_top_spenders, sum_spending_by_day
 from billing.budgets.updates import save_budget, set_active, update_spending
 
 __all__ = [
     "Disclosure",
+    "ReservationBasis",
+    "SandboxSize",
     "build_lease_filter",
     "build_marked_filter",
     "close_tab",
+    "compute_reservation",
     "find_exhausted",
     "find_exhausted_for_lease",
     "find_open_tabs",
@@ -61,9 +75,12 @@ __all__ = [
     "get_minimum_reservation",
     "get_period_bounds",
     "get_spent",
+    "get_stop_delay",
     "is_exhausted",
+    "is_over",
     "open_tab",
     "require_budget",
+    "require_room",
     "restrict_refusal",
     "save_budget",
     "set_active",

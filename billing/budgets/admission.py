@@ -7,7 +7,8 @@ from uuid import UUID
 from django.conf import settings
 from django.db.models import Q
 
-from billing.budgets.periods import get_grace_deadline, get_period_bounds, get_spent, is_exhausted
+from billing.budgets.periods import get_grace_deadline, get_period_bounds, get_spent
+from billing.budgets.reservation import Applicant, SandboxSize, compute_reservation, get_stop_delay, is_exhausted, is_over
 from billing.budgets.scopes import build_lease_filter, find_open_tabs
 from billing.budgets.spending import to_hours
 from billing.dates import EPOCH
@@ -31,7 +32,11 @@ def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str
         Budget.objects.select_for_update(no_key=True, of=("self",)).filter(lease_filter, active=True, hard=True).order_by("pk")
     )
     active_leases = {budget: find_open_tabs(budget, now=now).count() for budget in hard}
-    full_budgets = {budget: number for budget, number in active_leases.items() if not _has_room(budget, number, now=now)}
+    full_budgets = {
+        budget: number * get_minimum_reservation(budget.unit)
+        for budget, number in active_leases.items()
+        if not _has_room(budget, number, now=now)
+    }
     if full_budgets:
         raise _build_refusal(full_budgets, now=now)
     sql.insert(
@@ -64,7 +69,29 @@ def require_budget(holder: UUID, *, now: datetime, after_grace: bool = False) ->
     if after_grace:
         exhausted = [budget for budget in exhausted if now >= get_grace_deadline(budget)]
     if exhausted:
-        raise _build_refusal(dict.fromkeys(exhausted, 0), now=now)
+        applicant = Applicant(holder)
+        reserved = {budget: compute_reservation(budget, now=now, applicant=applicant) for budget in exhausted}
+        raise _build_refusal(reserved, now=now, starts=True)
+
+
+def require_room(holder: UUID, *, size: SandboxSize | None = None, now: datetime) -> None:
+    """Raise BudgetExhausted if a hard budget cannot pay a start of this lease's sandbox until it could be stopped again.
+
+    `size` is that of a new sandbox, if the lease has none. Without a hard budget this is one query. Two concurrent starts may
+    both find room: the check after the start, and the next pass, count both."""
+    tab = sql.find_first(Tab, "holder = %s", holder) if Budget.objects.filter(active=True, hard=True).exists() else None
+    if tab is None:
+        return
+    lease_filter = build_lease_filter(
+        agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now
+    )
+    applicant, reserved = Applicant(holder, size), {}
+    for budget in Budget.objects.filter(lease_filter, active=True, hard=True).order_by("pk"):
+        amount = compute_reservation(budget, now=now, applicant=applicant)
+        if is_over(budget, get_spent(budget, now), amount):
+            reserved[budget] = amount
+    if reserved:
+        raise _build_refusal(reserved, now=now, starts=True)
 
 
 def find_exhausted_for_lease(holder: UUID, *, now: datetime) -> list[Budget]:
@@ -77,19 +104,19 @@ def find_exhausted_for_lease(holder: UUID, *, now: datetime) -> list[Budget]:
     lease_filter = build_lease_filter(
         agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now
     )
-    return find_exhausted(now=now, condition=lease_filter)
+    return find_exhausted(now=now, condition=lease_filter, applicant=Applicant(holder))
 
 
-def find_exhausted(*, now: datetime, condition: Q | None = None) -> list[Budget]:
-    """Find the exhausted hard budgets that match `condition`.
+def find_exhausted(*, now: datetime, condition: Q | None = None, applicant: Applicant | None = None) -> list[Budget]:
+    """Find the exhausted hard budgets that match `condition`. A sandbox of the applicant counts as if it were running.
 
     A budget whose period has ended or whose amount was raised is not exhausted, even before the next sweep clears its mark."""
     marked = Budget.objects.filter(condition or Q(), exhausted_at__isnull=False, active=True, hard=True).order_by("pk")
-    return [budget for budget in marked if is_exhausted(budget, now)]
+    return [budget for budget in marked if is_exhausted(budget, now, applicant)]
 
 
-def _build_refusal(full_budgets: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
-    """Build the error for budgets without room, each with its number of active leases that hold a reservation.
+def _build_refusal(full_budgets: dict[Budget, Decimal], *, now: datetime, starts: bool = False) -> BudgetExhausted:
+    """Build the error for budgets without room, each with the amount reserved. `starts`: for a start, with its sandbox.
 
     The error names the strictest budget: the one that resets last; among those, the one with the largest fraction spent."""
 
@@ -99,9 +126,15 @@ def _build_refusal(full_budgets: dict[Budget, int], *, now: datetime) -> BudgetE
 
     budget = max(full_budgets, key=strictness)
     spent, ends = get_spent(budget, now), get_period_bounds(budget.period, now)[1]
-    reserved = full_budgets[budget] * get_minimum_reservation(budget.unit)
+    reserved = full_budgets[budget]
     amounts = f"{format_decimal(spent)} spent"
-    if spent < budget.amount and reserved:
+    if spent < budget.amount and starts:
+        minutes = get_stop_delay(budget).total_seconds() / 60
+        amounts += (
+            f", and {format_decimal(round(reserved, 6))} needed until this and other running sandboxes can be stopped "
+            f"({minutes:g} minutes with the grace period)"
+        )
+    elif spent < budget.amount and reserved:
         amounts += f", {format_decimal(round(reserved, 6))} reserved by active leases"
     reset = f"Resets at {ends:%Y-%m-%d %H:%M} UTC." if ends else "It is a lifetime budget (no reset)."
     return BudgetExhausted(

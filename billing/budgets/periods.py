@@ -36,11 +36,6 @@ def build_marked_filter(mark: str, now: datetime) -> Q:
     return in_current_period & Q(active=True)
 
 
-def is_exhausted(budget: Budget, now: datetime) -> bool:
-    """Return whether an update marked the budget as exhausted in its current period and its current amount is still spent."""
-    return budget.exhausted_for == get_period_bounds(budget.period, now)[0] and budget.spent >= budget.amount
-
-
 def get_grace_deadline(budget: Budget) -> datetime:
     """Return the end of an exhausted budget's grace period, until which running work may continue."""
     assert budget.exhausted_at

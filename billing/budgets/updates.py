@@ -9,6 +9,7 @@ from django.db import transaction
 from billing import derivation
 from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.periods import get_period_bounds
+from billing.budgets.reservation import compute_reservation, is_over
 from billing.budgets.spending import sum_spending
 from billing.models import Budget
 from billing.models.budgets import Period
@@ -39,23 +40,28 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
         # No row matches after an operator's change, or after a concurrent update, which may have summed newer costs. The next
         # pass updates the budget then.
         locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **unchanged).first()
-        changes = _apply_thresholds(locked, spent, began, now=now) if locked and not derivation.is_rebuilding() else []
+        changes = []
+        if locked and not derivation.is_rebuilding():
+            locked.spent, locked.spent_at, locked.period_began = spent, now, began
+            changes = _apply_thresholds(locked, compute_reservation(locked, now=now), now=now)
         checkpoint("budget marked", budget)
     checkpoint("budget settled", budget)
     return changes
 
 
-def _apply_thresholds(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> list[str]:
-    """Write the spending and the marks of a locked budget. Enqueue an event for each newly reached threshold."""
+def _apply_thresholds(budget: Budget, reserved: Decimal, *, now: datetime) -> list[str]:
+    """Write the spending and the marks of a locked budget. Enqueue an event for each newly reached threshold.
+
+    The warning compares the spending alone, the exhaustion also what is reserved."""
     changes = []
-    budget.spent, budget.spent_at, budget.period_began = spent, now, began
+    spent, began = budget.spent, budget.period_began
     if spent * 100 < budget.amount * budget.warn_percent:
         budget.warned_for = None
     elif budget.warned_for != began:
         budget.warned_for = began
         _emit_event(budget, EventType.BUDGET_WARNING, now=now)
         changes.append("warned")
-    if spent < budget.amount:
+    if not is_over(budget, spent, reserved):
         if budget.exhausted_at is not None:
             changes.append("reopened")
         budget.exhausted_for = budget.exhausted_at = None

@@ -57,7 +57,7 @@ def _build_ended_by_field(lease: Lease) -> SummaryField:
     name = lease.end_detail or "unknown"
     assert lease.ended_at
     candidates = Budget.objects.filter(_build_lease_filter(lease, lease.ended_at)).order_by("pk")
-    budget = next((each for each in candidates if str(each) == name), None)
+    budget = next((each for each in candidates if name == str(each) or name.startswith(f"{each}: ")), None)
     return SummaryField("Ended by budget", render_admin_link("billing_budget", budget.pk, name) if budget else name)
 
 

@@ -41,10 +41,15 @@ class BudgetSerializer(serializers.Serializer):
     spent = serializers.CharField(
         allow_null=True, help_text="Decimal number in `unit`: known spending in this period; null: not disclosed to this key."
     )
+    reserved = serializers.CharField(
+        allow_null=True,
+        help_text="Decimal number in `unit`: price of the running sandboxes until they could be stopped, usage that is not "
+        "metered yet included. Derived at the time of the request; 0 for a soft budget; null: not disclosed to this key.",
+    )
     spent_at = serializers.DateTimeField(
         allow_null=True, help_text="Time of the last computation of `spent`; null: not computed yet."
     )
-    exhausted = serializers.BooleanField()
+    exhausted = serializers.BooleanField(help_text="true: `amount` is spent, or `spent` and `reserved` together exceed it.")
     runs_out = serializers.DateField(
         allow_null=True,
         help_text="Day (UTC) of exhaustion: observed, or predicted from the average daily spending of the last days; "
@@ -71,12 +76,14 @@ class BudgetListView(ApiView):
         key = self.caller.key
         visible = Budget.objects.all() if key.operator else budgets.find_visible_budgets(self.key_id, key.dids, now=self.now)
         page, next_url = paginate(visible, "created_at", request)
-        return Response({"results": [self._serialize_budget(budget) for budget in page], "next": next_url})
+        basis = budgets.ReservationBasis.load()
+        return Response({"results": [self._serialize_budget(budget, basis) for budget in page], "next": next_url})
 
-    def _serialize_budget(self, budget: Budget) -> dict[str, Any]:
+    def _serialize_budget(self, budget: Budget, basis: budgets.ReservationBasis) -> dict[str, Any]:
         disclosure = budgets.get_disclosure(budget.scope, budget.subject, **self.caller.budget_access)
         spends, amounts = disclosure == Disclosure.SPENDING, disclosure != Disclosure.NOTHING
         spent, resets_at = budgets.get_spent(budget, self.now), budgets.get_period_bounds(budget.period, self.now)[1]
+        reserved = budgets.compute_reservation(budget, now=self.now, basis=basis)
         return {
             "id": budget.pk,
             "scope": budget.scope,
@@ -89,8 +96,9 @@ class BudgetListView(ApiView):
             "grace_seconds": budget.grace.total_seconds(),
             "active": budget.active,
             "spent": format_decimal(spent) if spends else None,
+            "reserved": format_decimal(reserved) if spends else None,
             "spent_at": format_timestamp(budget.spent_at) if budget.spent_at else None,
-            "exhausted": spent >= budget.amount,
+            "exhausted": budgets.is_over(budget, spent, reserved),
             "runs_out": format_day(predict_exhaustion_date(budget, self.now)) if spends else None,
             "resets_at": format_timestamp(resets_at) if resets_at else None,
             "created_at": format_timestamp(budget.created_at),

@@ -25,6 +25,7 @@ from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.errors import InvalidRequest, RangeNotSatisfiable
 from leases.errors import RequestTooLarge as BodyTooLarge
 from sandboxes import files, runs
+from sandboxes.claims import track_transfer
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Sandbox
@@ -250,7 +251,7 @@ class ArchiveView(FileApiView):
                 raise InvalidRequest("body", str(error)) from None
 
             def unpack(provider: Provider, sandbox: Sandbox) -> None:
-                provider.put_files(sandbox.ref, root, tar)
+                provider.put_files(sandbox.ref, root, track_transfer(tar))
 
             return self.change_tree(pk, root, _build_command("unpack", root, root, timeout=ARCHIVE_TIMEOUT), unpack)
 

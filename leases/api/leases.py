@@ -116,7 +116,7 @@ class SandboxStopSerializer(serializers.Serializer):
     )
     reason = serializers.CharField(
         help_text="Code of the transition: idle, capacity, budget, restore, lease_ended, operator, discarded, start_failed, "
-        "start_stalled, state_lost, provider_lost or eviction_stalled."
+        "start_stalled, state_lost, provider_lost, host_lost or eviction_stalled."
     )
     at = serializers.DateTimeField()
     detail = serializers.CharField(help_text="Text of the reason, such as the error of a failed start.")

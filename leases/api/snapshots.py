@@ -18,8 +18,8 @@ from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.leases import AcquireSerializer, LeaseSerializer, build_lease_request, render_lease
 from leases.models import DID_DESCRIPTION, DID_PATTERN, Lease
+from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import format_timestamp
-from sandboxes.eviction import EVICTION_TIMEOUT
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
 from sandboxes.runs import KILL_GRACE
@@ -100,7 +100,7 @@ class SnapshotListView(LeaseApiView):
         def act(run_id: UUID) -> StatusAndBody:
             return 201, serialize_snapshot(snapshots.take_snapshot(pk, name=data["name"], now=self.now, actor=self.actor))
 
-        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + CLAIM_TTL + 2 * KILL_GRACE)
 
 
 class SnapshotRestoreView(LeaseApiView):
@@ -120,7 +120,7 @@ class SnapshotRestoreView(LeaseApiView):
         def act(run_id: UUID) -> StatusAndBody:
             return 200, serialize_snapshot(snapshots.restore_snapshot(pk, data["snapshot_id"], now=self.now, actor=self.actor))
 
-        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + CLAIM_TTL + 2 * KILL_GRACE)
 
 
 class LeaseForkView(LeaseApiView):
@@ -148,7 +148,7 @@ class LeaseForkView(LeaseApiView):
             )  # fmt: skip
             return 201 if is_new else 200, render_lease(granted, now=self.now, is_new=is_new)
 
-        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + CLAIM_TTL + 2 * KILL_GRACE)
 
 
 def apply_fork_defaults(data: Mapping[str, Any], lease: Lease) -> dict[str, Any]:

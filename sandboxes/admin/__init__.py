@@ -4,6 +4,7 @@ from sandboxes.admin import (
     agent_data,
     data_events,
     deliveries,
+    hosts,
     identity,
     llm_calls,
     model_rates,
@@ -19,6 +20,6 @@ from sandboxes.admin import (
 )
 
 __all__ = [
-    "agent_data", "data_events", "deliveries", "identity", "llm_calls", "model_rates", "policies", "pools", "processes",
-    "readings", "runs", "sandboxes", "snapshots", "sweeps", "webhooks",
+    "agent_data", "data_events", "deliveries", "hosts", "identity", "llm_calls", "model_rates", "policies", "pools",
+    "processes", "readings", "runs", "sandboxes", "snapshots", "sweeps", "webhooks",
 ]  # fmt: skip

@@ -267,12 +267,7 @@ def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryF
             note=render_two_lines(render_meter(one.used, one.capacity), f"{one.cold:,} cold" if one.cold else ""),
             href=build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=row.pk),
         ),
-        SummaryField(
-            "Queue",
-            f"{one.queue_length:,}",
-            note="requests that wait for a place" if one.queue_length else "no request waits for a place",
-            alarm=one.queue_length > 0,
-        ),
+        build_queue_field(row, one, now),
         SummaryField(
             "Capacity",
             *describe_capacity(row),
@@ -306,6 +301,13 @@ def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryF
         ),
         SummaryField("Owner label", row.owner, note="label of this pool's sandboxes at the provider"),
     ]
+
+
+def build_queue_field(row: Pool, one: PoolStats, now: datetime) -> SummaryField:
+    """Build the length of the queue for places, with the longest wait."""
+    first = row.admission_requests.filter(expires_at__gt=now).order_by("enqueued_at").first()
+    note = f"requests that wait for a place, longest {format_age(now - first.enqueued_at)}" if first else "no request waits"
+    return SummaryField("Queue", f"{one.queue_length:,}", note=note, alarm=one.queue_length > 0)
 
 
 def describe_capacity(row: Pool) -> tuple[str, str]:

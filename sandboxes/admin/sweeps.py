@@ -16,9 +16,11 @@ from sandboxes.admin.base.formatting import (
     SummaryField,
     decode_output,
     format_duration,
+    render_admin_link,
     render_badge,
     render_time_ago,
     render_timestamp,
+    render_two_lines,
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
@@ -37,14 +39,22 @@ def build_late_filter(now: datetime) -> Q:
 
 @admin.register(Sweep)
 class SweepAdmin(ReadOnlyModelAdmin):
-    list_display = ["name", "health", "succeeded", "period", "lasted", "did", "error"]
-    ordering = ["name"]
+    list_display = ["name", "where", "health", "succeeded", "period", "lasted", "did", "error"]
+    list_select_related = ["host", "started_by"]
+    ordering = ["name", "host"]
     list_tabs = {
         "all": ListTab("All", "No sweeps yet. A sweep appears after its first run: check that the worker is running."),
         "late": ListTab("Late", "No late sweeps: each one succeeded recently.", build_late_filter),
     }
-    fieldsets = build_all_fields_fieldset("name", "every", "started_at", "succeeded_at", "took", "counts")
+    fieldsets = build_all_fields_fieldset("name", "host", "every", "started_at", "succeeded_at", "took", "counts")
     change_form_outer_before_template = "admin/sandboxes/sweep/error.html"
+
+    @display(description="Host")
+    def where(self, row: Sweep) -> SafeString:
+        """The host whose work the sweep does, or the one that last ran a sweep of the installation."""
+        if row.host:
+            return render_admin_link("sandboxes_host", row.host.pk, row.host)
+        return render_two_lines("installation", f"last on {row.started_by}" if row.started_by else "")
 
     @display(description="Health")
     def health(self, row: Sweep) -> SafeString:
@@ -74,6 +84,7 @@ class SweepAdmin(ReadOnlyModelAdmin):
         return {
             "facts": [
                 SummaryField("Health", self.health(row)),
+                SummaryField("Host", self.where(row)),
                 SummaryField(
                     "Last success", self.succeeded(row), note=render_timestamp(row.succeeded_at) if row.succeeded_at else ""
                 ),

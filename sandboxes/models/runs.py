@@ -37,6 +37,8 @@ class Run(models.Model):
     argv = models.JSONField()
     cwd = models.CharField(max_length=4096, default="/workspace")
     claimed_by = models.CharField(max_length=64, blank=True, help_text="Control-plane instance that waits for the result.")
+    claim = models.UUIDField(null=True, editable=False, help_text="Token of the process that waits for the result.")
+    released = models.BooleanField(default=False, editable=False, help_text="The process that waited for the result is dead.")
     env_names = models.JSONField(default=list, help_text="Names only; values may be secret.")
     stdin_bytes = models.PositiveIntegerField(default=0)
     started_at = models.DateTimeField()

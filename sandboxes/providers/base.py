@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, SupportsBytes
 
 WORKSPACE, DATA, SOCKETS_DIRECTORY = "/workspace", "/data", "/run/leasehold"
 USER_PROGRAMS_DIRECTORY = f"{WORKSPACE}/.home/.local/bin"  # last in PATH, after the system's programs
@@ -29,7 +29,8 @@ EGRESS_ENVIRONMENT = {
     "ANTHROPIC_API_KEY": "added-by-the-egress-proxy",
     "RELAY_URL": f"ws://{EGRESS_LOOPBACK_ADDRESS}/relay/",
 }
-GET_FILES_TIMEOUT = timedelta(minutes=9)  # shorter than the deadlines of the operations that store what is read
+GET_FILES_TIMEOUT = timedelta(minutes=9)  # beyond the time that the minimum rate of a stream grants
+StreamContent = bytes | bytearray | SupportsBytes
 MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable that identifies the processes of one exec
 
 
@@ -117,6 +118,22 @@ class ExecResult:
     duration: timedelta = timedelta(0)
 
 
+class OutputView:
+    """Output so far of an exec, which its provider attaches when the command has started. May be read from any thread."""
+
+    def __init__(self) -> None:
+        self._streams: tuple[StreamContent, StreamContent] = (b"", b"")
+
+    def attach(self, stdout: StreamContent, stderr: StreamContent) -> None:
+        """Read from these buffers, which the provider goes on filling, up to the cap of the exec."""
+        self._streams = stdout, stderr
+
+    def read(self) -> tuple[bytes, bytes]:
+        """Return stdout and stderr so far."""
+        stdout, stderr = self._streams
+        return bytes(stdout), bytes(stderr)
+
+
 class FileStat(NamedTuple):
     """Metadata of one entry below /workspace or /data. A tuple saves memory: a manifest has thousands of entries."""
 
@@ -194,13 +211,15 @@ class Provider(ABC):
         timeout: timedelta,
         cap: int = 1 << 20,
         mark: str,
+        output: OutputView | None = None,
     ) -> ExecResult:
         """Run `argv` without a shell and wait for it. Execs may run concurrently.
 
         `mark` is unique for this exec. On timeout every process descended from it is killed, including those that left its
         session, and no process of another exec. Each output stream is cut to its first `cap` bytes. A program that does not
-        exist is a result with exit code 127. Raise Missing if the sandbox stopped, restarted or was removed while the command
-        ran; a command that a signal ends in a running sandbox is a result."""
+        exist is a result with exit code 127. `output` shows the streams while the command runs. Raise Missing if the sandbox
+        stopped, restarted or was removed while the command ran; a command that a signal ends in a running sandbox is a
+        result."""
 
     @abstractmethod
     def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
@@ -291,7 +310,8 @@ class Provider(ABC):
         `only` restricts it to existing entries with exactly these relative paths, without their parents or children.
         `exclude` lists fnmatch patterns, matched against path elements, or against relative paths if they contain a slash. A
         matching entry is omitted with everything below it. Raise TooLarge once the tar exceeds `max_bytes`, in which sparse
-        files have their apparent size, and Unavailable after `timeout`; the limit is never exceeded on the host's disk."""
+        files have their apparent size, and Unavailable if the sandbox takes longer than `timeout` and a second for each MiB;
+        the limit is never exceeded on the host's disk."""
 
     @abstractmethod
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:

@@ -1,4 +1,4 @@
-"""Limits on the bytes and the time of tar streams out of a sandbox.
+"""Limits on the bytes, the time and the rate of tar streams out of a sandbox.
 
 A tar contains every file with its apparent size. A sparse file costs an agent nothing, but a copy of it can fill a disk.
 Therefore a sparse file counts with its apparent size."""
@@ -11,22 +11,31 @@ from typing import IO
 from sandboxes.image import files
 from sandboxes.providers.base import TooLarge, Unavailable
 
+MIN_BYTES_PER_SECOND = 1 << 20
+
 
 def limit_stream(
     chunks: Iterator[bytes], *, max_bytes: int | None, timeout: timedelta, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[bytes]:
-    """Yield `chunks`. Raise TooLarge above `max_bytes` (None: no limit), and Unavailable after `timeout`.
+    """Yield `chunks`. Raise TooLarge above `max_bytes` (None: no limit), and Unavailable if the source is too slow.
 
+    The source may take `timeout` and a second for each MIN_BYTES_PER_SECOND that it has sent, so that a copy of any size passes
+    and a sandbox that sends little cannot occupy a worker. The time that the consumer takes for a chunk does not count.
     The source is closed in every case. A source that blocks needs an idle timeout of its own: the time is checked for each
     chunk."""
-    size, deadline = 0, clock() + timeout.total_seconds()
+    size, waited, source = 0, 0.0, iter(chunks)
     try:
-        for chunk in chunks:
+        while True:
+            asked_at = clock()
+            chunk = next(source, None)
+            waited += clock() - asked_at
+            if chunk is None:
+                return
             size += len(chunk)
             if max_bytes is not None and size > max_bytes:
                 raise TooLarge(describe_excess(max_bytes))
-            if clock() > deadline:
-                raise Unavailable(f"the copy exceeded {timeout.total_seconds():.0f} seconds.")
+            if waited > timeout.total_seconds() + size / MIN_BYTES_PER_SECOND:
+                raise Unavailable(f"the copy is too slow: {size} bytes in {waited:.0f} seconds.")
             yield chunk
     finally:
         if close := getattr(chunks, "close", None):

@@ -11,6 +11,7 @@ from typing import BinaryIO
 from django.conf import settings
 from django.db.models import Count, Exists, OuterRef, Sum
 
+from sandboxes.claims import track_transfer
 from sandboxes.db.clock import Clock
 from sandboxes.errors import DataFull
 from sandboxes.lifecycle import checkpoint
@@ -198,7 +199,7 @@ def upload_tar(data: AgentData, tar: BinaryIO, size: int, to_upload: list[Change
         name = uuid.uuid4()
         key = f"agents/{data.agent_did}/{format_key_timestamp(now)}-{name.hex}.tar"
         source.seek(0)
-        get_store().upload(key, source)
+        get_store().upload(key, track_transfer(source))
         for file in group:
             file.object = DataObject(id=name, data_id=data.pk, key=key, size_bytes=length, at=now)
 

@@ -18,6 +18,7 @@ from django.conf import settings
 from django.db.models import Count, F, Q, QuerySet, Sum
 from django.db.models.functions import Coalesce
 
+from sandboxes.claims import hold, note_progress
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import DataFull, SandboxBusy
 from sandboxes.models import ALIVE_STATES, Sandbox, SandboxState
@@ -46,7 +47,8 @@ def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", now: dateti
     while _needs_pull(attachment := _ensure_attachment(sandbox, now=clock()), sandbox):
         if pull.claim_pull(attachment, now=clock()):
             try:
-                pull.pull(attachment, sandbox, provider, clock)
+                with hold(pull.build_claim(attachment, clock)):
+                    pull.pull(attachment, sandbox, provider, clock)
                 break
             except pull.ObjectMissing:
                 attempts += 1
@@ -120,6 +122,7 @@ def persist(attachment: Attachment, sandbox: Sandbox, provider: Provider, *, now
         return False  # s3fs has written to the bucket already
     clock = clock_from(now)
     for _ in range(MAX_ATTEMPTS):
+        note_progress()
         try:
             return _persist_once(attachment, sandbox, provider, clock, last=last)
         except ConcurrentChange:

@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 from django.conf import settings
 
+from sandboxes.claims import track
 from sandboxes.storage.base import DiskFull
 
 log = structlog.get_logger(__name__)
@@ -49,10 +50,12 @@ def require_state_space(size: int = 0) -> None:
 
 
 def check_while_writing(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield `chunks`, and raise DiskFull as `require_state_space` does: other streams use up the same disk."""
+    """Yield `chunks`, and raise DiskFull as `require_state_space` does: other streams use up the same disk.
+
+    Each chunk counts as progress of the claims held by the caller."""
     unchecked = 0
     require_state_space()
-    for chunk in chunks:
+    for chunk in track(chunks):
         unchecked += len(chunk)
         if unchecked >= CHECK_INTERVAL_BYTES:
             require_state_space()

@@ -5,11 +5,12 @@ import tarfile
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, BinaryIO
 
 from django.db.models import F, Q
 
+from sandboxes.claims import CLAIM_TTL, SelfGuardedClaim, note_progress, track_transfer
 from sandboxes.db.clock import Clock
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox
@@ -22,7 +23,6 @@ from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES, StoreError
 
 MAX_RANGE_REQUESTS = 8  # ranges of one object; above that the whole object costs less than the requests and open files
-PULL_TIMEOUT = timedelta(minutes=5)  # a pull that takes longer is treated as crashed
 
 
 class ObjectMissing(StoreError):
@@ -30,19 +30,30 @@ class ObjectMissing(StoreError):
 
 
 def claim_pull(attachment: Attachment, *, now: datetime) -> bool:
-    """Claim the right to write into the sandbox for 5 minutes. Return whether this call got it."""
+    """Claim the right to write into the sandbox. Return whether this call got it."""
     free = Q(pull_until__isnull=True) | Q(pull_until__lt=now)
+    deadline = now + CLAIM_TTL
     claimed = Attachment.objects.filter(free, pk=attachment.pk, version=attachment.version).update(
-        version=F("version") + 1, pull_until=now + PULL_TIMEOUT
+        version=F("version") + 1, pull_until=deadline
     )
-    attachment.version += bool(claimed)
+    if claimed:
+        attachment.version += 1
+        attachment.pull_until = deadline
     return bool(claimed)
+
+
+def build_claim(attachment: Attachment, clock: Clock) -> SelfGuardedClaim:
+    """Build the claim on a pull that claim_pull has claimed."""
+    assert attachment.pull_until is not None
+    rows = Attachment.objects.filter(pk=attachment.pk)
+    return SelfGuardedClaim(rows, deadline=attachment.pull_until, clock=clock, column="pull_until")
 
 
 def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Clock) -> None:
     """Write the versions that are newer than the sandbox's copies, except paths with unsaved changes in the sandbox.
 
     The excluded versions stay unseen until `persist` has merged the sandbox's changes. Call after claim_pull."""
+    note_progress()
     try:
         revision = AgentData.objects.values_list("revision", flat=True).get(pk=attachment.data_id)
         newer = DataFile.objects.filter(data=attachment.data_id, revision__gt=attachment.revision)
@@ -133,7 +144,7 @@ def _write_to_sandbox(
     if removed:
         provider.remove_files(sandbox.ref, DATA, removed)
     if live:
-        provider.put_files(sandbox.ref, DATA, tar)
+        provider.put_files(sandbox.ref, DATA, track_transfer(tar))
 
 
 def write_tar(rows: list[DataFile], out: BinaryIO, *, now: datetime) -> None:
@@ -178,7 +189,8 @@ def fetch_contents(files: Collection[DataFile], stack: ExitStack, *, now: dateti
 
     def download(index: int) -> None:
         stored, start, length, _ = jobs[index]
-        if length != 0 and not get_store().download(stored.key, spools[index], start=start, length=length):
+        target = track_transfer(spools[index])
+        if length != 0 and not get_store().download(stored.key, target, start=start, length=length):
             raise ObjectMissing(get_store().name, "download", "an object of an agent's data is missing", key=stored.key)
 
     run_parallel(download, range(len(jobs)))

@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, copy_context
 from typing import Any, BinaryIO, cast
 
 from django.conf import settings
@@ -57,5 +58,9 @@ def run_parallel(function: Callable[[Any], Any], jobs: Iterable[Any]) -> list[An
     jobs = list(jobs)
     if len(jobs) < 2:
         return [function(job) for job in jobs]
+
+    def run(context: Context, job: Any) -> Any:
+        return context.run(function, job)  # the thread works for the claims that its caller holds
+
     with ThreadPoolExecutor(min(MAX_PARALLEL_TRANSFERS, len(jobs))) as threads:
-        return list(threads.map(function, jobs))
+        return list(threads.map(run, [copy_context() for _ in jobs], jobs))

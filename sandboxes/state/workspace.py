@@ -20,22 +20,23 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
+from sandboxes.claims import Claim, note_progress, track_transfer
 from sandboxes.db.clock import Clock
 from sandboxes.errors import SnapshotNotFound, WorkspaceFull, WrongHost
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import Run, Sandbox
+from sandboxes.models import Run, Sandbox, SandboxState
 from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind, format_key_timestamp
 from sandboxes.providers.base import DATA, WORKSPACE, Provider, TooLarge
 from sandboxes.state import disk_space
 from sandboxes.storage import get_store
-from sandboxes.storage.base import StoreError
+from sandboxes.storage.base import CHUNK_BYTES, StoreError
 from sandboxes.storage.observed import DeleteRefused
 
 log = structlog.get_logger(__name__)
-PERSIST_TIMEOUT = timedelta(minutes=10)  # for storing one workspace
-RESTORE_TIMEOUT = timedelta(minutes=10)  # a restore that takes longer is treated as crashed
+RESTORE_TIMEOUT = timedelta(minutes=10)  # a restore that takes longer, its eviction excluded, is treated as crashed
 TEMPORARY_PREFIX = ".new-"  # of incomplete local copies; the prune sweep removes those that a crash has left
+SYNC_INTERVAL_BYTES = 256 << 20  # a single sync of all of a large file may be silent for longer than its claim lasts
 MIN_SNAPSHOT_INTERVAL = timedelta(microseconds=1)
 SNAPSHOT_ROOTS = {"workspace": WORKSPACE, "data": DATA}  # older snapshots may have both parts, new ones have `workspace`
 
@@ -81,7 +82,7 @@ def persist(
         files = provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes, max_bytes=max_bytes)
         _write_local_copy(snapshot, disk_space.check_while_writing(files))
         with (local_directory(snapshot) / "workspace").open("rb") as source:
-            get_store().upload(f"{snapshot.key}/workspace", source)
+            get_store().upload(f"{snapshot.key}/workspace", track_transfer(source))
     except TooLarge as error:
         _remove_local_directory(snapshot)
         raise _build_size_error(sandbox, max(provider.size(sandbox.ref, WORKSPACE), max_bytes)) from error
@@ -114,25 +115,22 @@ def has_unsaved_state(sandbox: Sandbox) -> bool:
     return not sandbox.persisted and Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
 
 
-def persist_claimed(sandbox: Sandbox, provider: Provider, *, own_claim: Q, next_step_timeout: timedelta, clock: Clock) -> bool:
+def persist_claimed(sandbox: Sandbox, provider: Provider, claim: Claim, *, clock: Clock) -> bool:
     """Store the files of a sandbox that this worker has claimed, and record the snapshot. Return False if the claim was lost.
 
-    `own_claim` selects the sandbox's row while the claim is held. The Snapshot row becomes the pointer to the state in the
-    transaction that marks the incarnation as persisted, so an incarnation's state is recorded once. The deadline of the claim
-    is then extended by `next_step_timeout`. Raise the errors of `persist`."""
+    The Snapshot row becomes the pointer to the state in the transaction that marks the incarnation as persisted, so an
+    incarnation's state is recorded once. Raise the errors of `persist`, and ClaimLost."""
     size = provider.size(sandbox.ref, WORKSPACE)
     snapshot = persist(sandbox, provider, measured_bytes=size, now=clock())
     checkpoint("objects stored", sandbox)
     sandbox.workspace_bytes = size
-    with transaction.atomic():
-        claimed = Sandbox.objects.filter(own_claim, pk=sandbox.pk).update(
-            workspace_bytes=size, measured_at=clock(), deadline_at=clock() + next_step_timeout, persisted=True
-        )
+    with claim.lock, transaction.atomic():
+        claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True)
         if claimed:
             snapshot.save(force_insert=True)
     if claimed:
         _forget_superseded(snapshot.holder, now=clock())
-    return bool(claimed)
+    return claimed
 
 
 def _forget_superseded(holder: UUID, *, now: datetime) -> None:
@@ -196,7 +194,7 @@ def _unpack(snapshot: Snapshot, ref: str, provider: Provider, *, now: datetime) 
     for part in snapshot.digests:
         with open_snapshot(snapshot, part, now=now) as (tar, source):
             sources.add(source)
-            provider.put_files(ref, SNAPSHOT_ROOTS[part], tar)
+            provider.put_files(ref, SNAPSHOT_ROOTS[part], track_transfer(tar))
     return "cloud" if "cloud" in sources else "local"
 
 
@@ -242,7 +240,10 @@ def forget_older(holder: UUID, *, now: datetime) -> int:
 
 def _is_being_restored(snapshot: Snapshot, now: datetime) -> bool:
     """Return whether a restore of this snapshot is in progress. The snapshot becomes the newest once the sandbox sleeps."""
-    return snapshot.kind == SnapshotKind.RESTORED and snapshot.at > now - RESTORE_TIMEOUT
+    if snapshot.kind != SnapshotKind.RESTORED:
+        return False
+    evicting = Sandbox.objects.filter(holder=snapshot.holder, state=SandboxState.EVICTING)
+    return snapshot.at > now - RESTORE_TIMEOUT or evicting.exists()
 
 
 def forget(snapshot: Snapshot, *, now: datetime) -> bool:
@@ -294,7 +295,7 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
     temporary = Path(name)
     try:
         with open(descriptor, "wb") as target:
-            exists = get_store().download(f"{snapshot.key}/{part}", target)
+            exists = get_store().download(f"{snapshot.key}/{part}", track_transfer(target))
         if not exists or _digest_file(temporary) != digest:
             detail = f"{snapshot.key}/{part} " + ("does not match its digest" if exists else "is missing in the store")
             _record_event(snapshot, DataEvent.Kind.CORRUPT, detail, now=now)
@@ -325,7 +326,7 @@ def _remove_local_directory(snapshot: Snapshot) -> None:
 
 
 def _write_file(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
-    size, digest = 0, hashlib.sha256()
+    size, synced, digest = 0, 0, hashlib.sha256()
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
     try:
         with temporary.open("wb") as out:
@@ -333,6 +334,9 @@ def _write_file(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
                 size += len(chunk)
                 digest.update(chunk)
                 out.write(chunk)
+                if size - synced >= SYNC_INTERVAL_BYTES:
+                    os.fdatasync(out.fileno())
+                    synced = size
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, path)
@@ -342,8 +346,12 @@ def _write_file(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
 
 
 def _digest_file(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
+        while chunk := source.read(CHUNK_BYTES):
+            note_progress()
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _record_event(snapshot: Snapshot, kind: DataEvent.Kind, detail: str, *, now: datetime) -> None:

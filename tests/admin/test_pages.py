@@ -39,9 +39,9 @@ PAGES = [
     "", "fleet/", "leases/lease/", "leases/lease/?slice=history", "leases/turn/", "leases/agent/", "leases/agentkey/",
     "leases/environmenttype/", "sandboxes/sandbox/", "sandboxes/sandbox/?slice=stalled", "sandboxes/run/", "sandboxes/llmcall/",
     "sandboxes/llmcall/?slice=refused&code=no&since=1d&streamed__exact=0", "sandboxes/llmcall/?slice=unpriced",
-    "sandboxes/sandbox/?slice=unstored&lasting=5m", "sandboxes/pool/", "sandboxes/policy/", "sandboxes/quota/",
-    "sandboxes/sweep/", "sandboxes/signingkey/", "sandboxes/mintedtoken/", "sandboxes/webhook/", "sandboxes/event/",
-    "sandboxes/delivery/", "sandboxes/delivery/?slice=all",
+    "sandboxes/sandbox/?slice=unstored&lasting=5m", "sandboxes/pool/", "sandboxes/host/", "sandboxes/policy/",
+    "sandboxes/quota/", "sandboxes/sweep/", "sandboxes/signingkey/", "sandboxes/mintedtoken/", "sandboxes/webhook/",
+    "sandboxes/event/", "sandboxes/delivery/", "sandboxes/delivery/?slice=all",
 ]  # fmt: skip
 
 

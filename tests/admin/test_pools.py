@@ -8,12 +8,13 @@ from django.test import Client
 from django.utils import timezone
 
 from leases.models import Agent, Lease
+from sandboxes import admission_queue, sweeps
 from sandboxes import pool as pools
-from sandboxes import sweeps
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.admin.conftest import ADA, NOW, ensure_sandbox
+from tests.conftest import MINUTE
 from tests.support.console import WHY, fetch, get_fields, list_messages, list_rows, row_url
 
 pytestmark = pytest.mark.django_db
@@ -143,6 +144,15 @@ def test_every_number_of_a_pool_links_to_exactly_its_sandboxes(
         assert viewer.get(part.href).context["cl"].result_count == part.number, part.state
     Pool.objects.filter(pk=pool.pk).update(image="other:2")
     assert get_fields(viewer, row_url(pool))["Unclaimed"].note == "target 1; 1 outdated (image or memory changed)"
+
+
+def test_a_pool_shows_its_queue(viewer: Client, pool: Pool) -> None:
+    assert get_fields(viewer, row_url(pool))["Queue"].note == "no request waits"
+    now = timezone.now()
+    for number in range(2):
+        admission_queue.enqueue(pool, ADA, f"game-{number}", now=now, since=now - MINUTE)
+    queue = get_fields(viewer, row_url(pool))["Queue"]
+    assert (queue.value, queue.alarm, "longest 1" in queue.note) == ("2", True, True)
 
 
 # --- quotas -------------------------------------------------------------------------------------------------------

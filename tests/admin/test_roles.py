@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from decimal import Decimal
+from itertools import product
+from uuid import UUID
 
 import pytest
 from django.contrib import admin
@@ -44,18 +46,19 @@ VIEWS = {
     },
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
-        "agentdata", "dataevent", "datafile", "delivery", "event", "llmcall", "mintedtoken", "modelrate", "policy", "pool",
-        "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
+        "agentdata", "dataevent", "datafile", "delivery", "event", "host", "llmcall", "mintedtoken", "modelrate", "policy",
+        "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
     },
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
 OPERATOR = VIEWER | {
-    "leases.end_lease", "sandboxes.act_on_sandbox", "sandboxes.drain_pool", "sandboxes.read_agent_data",
-    "sandboxes.send_webhook",
+    "leases.end_lease", "sandboxes.act_on_sandbox", "sandboxes.declare_host_lost", "sandboxes.drain_pool",
+    "sandboxes.read_agent_data", "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.change_agentkey", "leases.revoke_key",
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
+    "sandboxes.change_host",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
     "sandboxes.manage_identity", "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
     "billing.add_rate", "billing.change_rate", "billing.add_account", "billing.change_account", "billing.add_membership",
@@ -72,7 +75,7 @@ def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
 
 OPERATOR_ACTIONS = {
     "lease": {"end_lease", "limit_spending"}, "sandbox": {"evict", "take_snapshot", "destroy_now", "discard"}, "cold": {"wake"},
-    "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"},
+    "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
@@ -101,6 +104,7 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
     return {
         "lease": lease, "sandbox": ensure_sandbox(lease), "cold": cold, "broken": broken, "webhook": webhook, "paused": paused,
         "snapshot": snapshots.take_snapshot(lease.pk, now=NOW), "delivery": webhook.deliveries.get(), "pool": lease.pool,
+        "host": ensure_sandbox(lease).host,
         "drained": Pool.objects.create(name="old", draining=True, warm_target=1, warm_paused_until=now + HOUR),
         "key": api_keys.issue_key([ADA], now=NOW)[0], "signing_key": signing.create_key(ADA, now=NOW),
         "budget": create_budget(), "unused": create_budget(active=False), "account": account,
@@ -172,16 +176,15 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
     assert (OrmQ.objects.count(), Lease.objects.count(), Snapshot.objects.count(), Credit.objects.count()) == (0, 3, 1, 1)
 
 
-@pytest.mark.parametrize("pk", ["00000000-0000-0000-0000-000000000000", "no-id", "_5F", "999", "9" * 40, "-1", "%00"])
-def test_an_action_on_a_missing_row_is_not_found(superuser: Client, db: None, pk: str) -> None:
+def test_an_action_on_a_missing_row_is_not_found(superuser: Client) -> None:
     fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2", "overlap": "1h"}
-    for page in admin.site._registry.values():
-        for name in getattr(page, "row_actions", {}):
-            url = f"/admin/{page.model._meta.label_lower.replace('.', '/')}/{pk}/{name}/"
-            assert superuser.get(url).status_code == 200, url  # the dialog opens
-            answer = superuser.post(url, fields)
-            invalid_month = name == "close_month" and answer.status_code == 200 and "HX-Redirect" not in answer.headers
-            assert answer.status_code == 404 or invalid_month, url
+    acts = [(page.model, name) for page in admin.site._registry.values() for name in getattr(page, "row_actions", {})]
+    for (model, name), pk in product(acts, [str(UUID(int=0)), "no-id", "_5F", "999", "9" * 40, "-1", "%00"]):
+        url = f"/admin/{model._meta.label_lower.replace('.', '/')}/{pk}/{name}/"
+        assert superuser.get(url).status_code == 200, url  # the dialog opens
+        answer = superuser.post(url, fields)
+        invalid_month = name == "close_month" and answer.status_code == 200 and "HX-Redirect" not in answer.headers
+        assert answer.status_code == 404 or invalid_month, url
 
 
 def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client, lease: Lease) -> None:

@@ -127,12 +127,11 @@ def test_a_large_directory_is_shown_in_parts_at_constant_cost(viewer: Client, mo
     assert seen == [str(number) for number in range(8)]
 
 
-@pytest.mark.parametrize("path", ["../x", "a/../../b", "a//b", ".", "a/./b", "\0", "a\0b", "x" * 1001])
-@pytest.mark.parametrize("act", ["change", "file", "tar"])
-def test_an_invalid_path_is_not_found(operator: Client, act: str, path: str) -> None:
+def test_an_invalid_path_is_not_found(operator: Client) -> None:
     row = put("a/b")
-    assert operator.get(data_url(row, act, path=path)).status_code == 404
-    assert operator.get(data_url(row, path="a", after=path)).status_code == 404
+    for path in ("../x", "a/../../b", "a//b", ".", "a/./b", "\0", "a\0b", "x" * 1001):
+        urls = [data_url(row, act, path=path) for act in ("change", "file", "tar")] + [data_url(row, path="a", after=path)]
+        assert [operator.get(url).status_code for url in urls] == [404] * 4, path
 
 
 # --- downloads --------------------------------------------------------------------------------------------------------

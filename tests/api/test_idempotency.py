@@ -2,14 +2,18 @@
 
 import uuid
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+from django.db import OperationalError
 from django.db.models import F
 from django.utils import timezone
 
 from leases import api_keys, sweeps
+from leases.api.base import idempotency
 from leases.models import AgentKey, IdempotentRequest, Lease
 from sandboxes import runs
+from sandboxes.db import connection_errors
 from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -35,13 +39,15 @@ def run_path(lease) -> str:
         ("leases", {"environment_id": "game-2"}), ("leases/{id}/renew", None), ("leases/{id}/release", None),
         ("leases/{id}/exec", {"argv": ["echo", "hi"]}), ("leases/{id}/turns", {"turn_number": 1, "state": {}}),
         ("environments/game-1/conditions", {"condition": "game.finished"}), ("environments/game-1/join", {"sleep_after": 60}),
+        ("leases/{id}/processes", {"argv": ["sleep", "300"]}), ("leases/{id}/chat", {"role": "user", "content": "Hello"}),
+        ("leases/{id}/audit", {"action": "file.deleted"}),
     ],
 )  # fmt: skip
 def test_every_post_accepts_an_idempotency_key(ada: ApiClient, lease, acquire_body, path: str, body) -> None:
     url = path.format(**lease)
     body = body and select_fields("POST", url, acquire_body()) | body
     first, again = (ada.post(url, body, idempotency_key="k1") for _ in range(2))
-    assert first.status_code == (201 if path == "leases" else 200)
+    assert first.status_code == (201 if path.endswith(("leases", "processes", "chat", "audit")) else 200)
     assert (again.status_code, again.content, again["Idempotent-Replayed"]) == (first.status_code, first.content, "true")
     assert "Idempotent-Replayed" not in first.headers
 
@@ -162,6 +168,21 @@ def test_exec_with_unknown_outcome_is_not_repeated(ada: ApiClient, run_path: str
     response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
     assert response.json()["run_id"] == str(Run.objects.get().pk)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_key_of_a_failed_exec_is_freed_after_a_failover(ada: ApiClient, run_path: str, memory, monkeypatch) -> None:
+    failures, may_have_started = [OperationalError("the connection is closed")] * 3, idempotency._may_have_started
+
+    def fail(run_id: uuid.UUID) -> bool:
+        if failures:
+            raise failures.pop()
+        return may_have_started(run_id)
+
+    monkeypatch.setattr(idempotency, "_may_have_started", fail)
+    monkeypatch.setattr(connection_errors, "time", SimpleNamespace(sleep=lambda seconds: None))
+    memory.fail("create", Unavailable("no engine"), times=1)
+    assert [ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code for _ in range(2)] == [503, 200]
 
 
 def test_exec_that_never_started_can_be_sent_again(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:

@@ -7,7 +7,7 @@ from django.db import OperationalError
 
 from leases import leasing
 from leases.models import DID_DESCRIPTION
-from sandboxes.models import Run
+from sandboxes.models import Host, Run
 from tests.api.conftest import ApiClient
 
 pytestmark = pytest.mark.django_db
@@ -24,7 +24,7 @@ def debug(request, settings) -> None:
     [
         ("GET", "/api/", 404), ("GET", "/api/v2/leases", 404), ("GET", "/api/v1/leases/", 404), ("POST", "/api/v1/nope", 404),
         ("DELETE", "/api/v1/leases", 405), ("PATCH", "/api/v1/leases", 405), ("OPTIONS", "/api/v1/leases", 405),
-        ("TRACE", "/api/v1/leases", 405), ("GET", "/api/v1/environments/e/join", 405), ("POST", "/api/schema", 405),
+        ("TRACE", "/api/v1/leases", 405), ("PUT", "/api/v1/environments/e/join", 405), ("POST", "/api/schema", 405),
     ],
 )  # fmt: skip
 def test_unknown_urls_and_methods_are_problem_documents(ada: ApiClient, method: str, path: str, status: int) -> None:
@@ -97,3 +97,14 @@ def test_no_log_line_holds_a_secret(ada: ApiClient, lease, caplog, capsys) -> No
     for secret in ("v-e-r-y", "q-u-i-e-t", ada.key, "s" * 43):
         assert secret not in logged
     assert "v-e-r-y" not in str(Run.objects.values("argv", "env_names", "note", "cwd"))
+
+
+def test_a_sandbox_on_another_host_is_a_problem_that_names_the_host(ada: ApiClient, lease, memory) -> None:
+    url = f"leases/{lease['id']}/exec"
+    with memory.on_engine("engine-a"):
+        assert ada.post(url, {"argv": ["true"]}).status_code == 200
+    response = ada.post(url, {"argv": ["true"]})
+    assert (response.status_code, response["Retry-After"]) == (503, "5")
+    problem = response.json()
+    assert (problem["code"], problem["host"]) == ("wrong_host", Host.objects.get(engine_id="engine-a").name)
+    assert Run.objects.count() == 1

@@ -10,7 +10,7 @@ import pytest
 from leases import leasing
 from leases.models import IdempotentRequest, Lease
 from sandboxes import sweeps
-from sandboxes.models import Process, Run, Sandbox
+from sandboxes.models import Run, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider, ProgramResult
 from tests.api.conftest import ApiClient, assert_refused
@@ -91,13 +91,6 @@ def test_the_number_of_processes_is_limited(ada: ApiClient, processes_url: str, 
     assert not IdempotentRequest.objects.exists()
     ada.delete(f"{processes_url}/{process_id}")
     assert ada.post(processes_url, WATCH, idempotency_key="one-more").status_code == 201
-
-
-def test_a_repeated_idempotency_key_starts_one_process(ada: ApiClient, processes_url: str) -> None:
-    first, second = (ada.post(processes_url, WATCH, idempotency_key="k1") for _ in range(2))
-    assert first.json() == second.json()
-    assert second["Idempotent-Replayed"] == "true"
-    assert Process.objects.count() == 1
 
 
 def test_an_interrupted_start_is_not_repeated_and_names_the_process(ada: ApiClient, processes_url: str, crash_at) -> None:

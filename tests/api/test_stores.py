@@ -83,16 +83,6 @@ def test_pages_of_events_follow_each_other(ada: ApiClient, build_url, path: str,
     assert ada.get(new_events).json()["results"] == [new]
 
 
-@pytest.mark.parametrize("path", ["chat", "audit"])
-def test_an_idempotency_key_appends_once(ada: ApiClient, build_url, path: str) -> None:
-    responses = [ada.post(build_url(path), MESSAGE | ENTRY, idempotency_key="k1") for _ in range(3)]
-    assert [response.status_code for response in responses] == [201] * 3
-    assert len({response.content for response in responses}) == 1
-    assert len(ada.get(build_url(path)).json()["results"]) == 1
-    ada.post(build_url(path), MESSAGE | ENTRY, idempotency_key="k2")
-    assert len(ada.get(build_url(path)).json()["results"]) == 2
-
-
 def test_an_event_that_exceeds_the_limit_when_stored_is_refused(ada: ApiClient, build_url) -> None:
     floats = b",".join([b"1e22"] * 52_000)  # Python writes 1e+22
     response = ada.post(build_url("chat"), b'{"role": "user", "content": [' + floats + b"]}")

@@ -13,6 +13,7 @@ from django.db import connection, transaction
 from django.utils import timezone
 
 from sandboxes import eviction, lifecycle, pool, sweeps
+from sandboxes.claims import CLAIM_TTL
 from sandboxes.db import sql
 from sandboxes.models import Pool, Quota, Sandbox
 from tests.bench.measure import BenchCase, interleave, measure_seconds, print_report, refresh_statistics
@@ -136,7 +137,7 @@ def bench_large_sweep() -> None:
     )
 
     def update_raw(number: int) -> None:
-        parameters = [now, uuid.uuid4(), settings.INSTANCE, now + eviction.EVICTION_TIMEOUT, now]
+        parameters = [now, uuid.uuid4(), settings.INSTANCE, now + CLAIM_TTL, now]
         with connection.cursor() as cursor:
             cursor.execute(statement, [sql._adapt_value(value) for value in parameters])
             assert len(cursor.fetchall()) == SWEPT_ROWS

@@ -205,12 +205,12 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "ALLOWED_HOSTS": ("x.example", status_of_host),
     "CSRF_TRUSTED_ORIGINS": ("https://x.example", status_of_origin),
     "LEASEHOLD_STATE_DIR": (
-        "{tmp}/effects", "up::test_up_serves_until_sigterm_refuses_a_second_up_and_leaves_only_the_sandboxes",
+        "{tmp}/effects", "up::test_up_refuses_a_second_up_and_finishes_requests_after_sigterm",
     ),
     "LEASEHOLD_RUNTIME_DIR": ("{tmp}/effects", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_INSTANCE": ("up-x.web.1", claimed_by),
     "DATABASE_URL": (
-        "sqlite:///{tmp}/effects.sqlite3", "kill::test_a_kill_during_fifty_joins_leaks_no_container_and_loses_no_lease",
+        "sqlite:///{tmp}/effects.sqlite3", "kill::test_a_kill_during_concurrent_joins_leaks_no_container_and_loses_no_lease",
     ),
     "SANDBOX_PROVIDER": ("docker", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_ALLOW_UNISOLATED": ("1", "config::test_each_check_finds_its_unusable_settings"),
@@ -231,6 +231,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
         "3", "tests/unit/leases/test_leasing.py::test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined",
     ),
     "LEASEHOLD_ORPHAN_GRACE": ("1h", orphans_after_reconciliation),
+    "LEASEHOLD_HOST_TIMEOUT": (
+        "1h", "tests/unit/sandboxes/test_hosts.py::test_a_silent_host_keeps_its_leases_until_it_is_declared_lost",
+    ),
     "LEASEHOLD_OBSERVE": (
         "1", "tests/unit/controlplane/test_installation.py::test_observe_mode_counts_and_destroys_nothing",
     ),
@@ -291,8 +294,8 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     ),
     "LEASEHOLD_WEB_WORKERS": ("3", web_server_argv),
     "LEASEHOLD_WEB_THREADS": ("5", web_server_argv),
-    "LEASEHOLD_DRAIN_DELAY_SECONDS": ("3", "up::test_request_in_flight_is_finished_after_sigterm"),
-    "LEASEHOLD_DRAIN_TIMEOUT": ("25s", "up::test_request_in_flight_is_finished_after_sigterm"),
+    "LEASEHOLD_DRAIN_DELAY_SECONDS": ("3", "up::test_up_refuses_a_second_up_and_finishes_requests_after_sigterm"),
+    "LEASEHOLD_DRAIN_TIMEOUT": ("25s", "up::test_up_refuses_a_second_up_and_finishes_requests_after_sigterm"),
     "LEASEHOLD_QUEUE_WORKERS": ("3", lambda world: world.settings.Q_CLUSTER["workers"]),
     "LEASEHOLD_LOG_FORMAT": ("json", log_output),
     "LEASEHOLD_LOG_LEVEL": ("ERROR", log_output),

@@ -9,11 +9,21 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes.providers.base import DATA, WORKSPACE, BadPath, Missing, NoSuchFile, Rejected, SandboxSpec, TooLarge
+from sandboxes.providers.base import (
+    DATA,
+    WORKSPACE,
+    BadPath,
+    Missing,
+    NoSuchFile,
+    OutputView,
+    Rejected,
+    SandboxSpec,
+    TooLarge,
+)
 from sandboxes.providers.memory import MemoryProvider
 from tests.conformance.conftest import ProviderBench, unique_name, unique_sleep_seconds
 from tests.support.tars import directory, file, link, other, pack
-from tests.support.waiting import run_with_growing_timeouts
+from tests.support.waiting import run_with_growing_timeouts, wait_until
 
 MIB = 1 << 20
 READY_TIMEOUT = timedelta(seconds=60)  # far below the 300 s that programs sleep in these tests
@@ -26,6 +36,12 @@ def test_created_sandbox_becomes_ready_and_runs_commands(box):
     result = box.run("echo", "hello")
     assert (result.stdout, result.stderr, result.exit_code) == (b"hello\n", b"", 0)
     assert (result.timed_out, result.oom, result.truncated) == (False, False, False)
+
+
+def test_the_engine_keeps_one_identity(bench):
+    identity = bench.provider.engine_id()
+    assert 0 < len(identity) <= 200
+    assert bench.provider.engine_id() == bench.provider.last_engine_id() == identity
 
 
 def test_create_is_idempotent_and_keeps_files(bench):
@@ -316,6 +332,15 @@ def test_other_exec_survives_a_timeout(real_box):
         assert real_box.asleep(nap) != []
         real_box.run("sh", "-c", "echo still here >go")
         assert other.result().stdout == b"still here\n"
+
+
+def test_output_is_visible_while_the_command_runs(real_box):
+    mark, output = unique_name(), OutputView()
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(real_box.run, "sh", "-c", "echo begun; echo also >&2; sleep 60", mark=mark, output=output)
+        wait_until(lambda: output.read() == (b"begun\n", b"also\n"), "the output is visible")
+        assert not running.done()
+        real_box.provider.kill(real_box.ref, mark)
 
 
 def test_kill_by_mark_affects_only_that_exec(real_box):

@@ -26,10 +26,7 @@ from tests.e2e.conftest import HEALTHY, Home
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
-JOIN_COUNT, CONTAINERS_AT_KILL = (
-    50,
-    15,
-)  # with four threads per web process, some joins have completed by then and others repeat
+JOIN_COUNT, CONTAINERS_AT_KILL = 24, 10  # with four threads per web process, some have completed by then and others repeat
 
 
 class Fleet(Home):
@@ -57,10 +54,7 @@ class Fleet(Home):
             return None if (status, response_body.get("code")) == (503, "too_many_runs") else (status, response_body)
 
         try:
-            status, response_body = wait_until(post_unless_too_many, "the join is admitted", within=HEALTHY, every=2.0) or (
-                0,
-                {},
-            )
+            status, response_body = wait_until(post_unless_too_many, "the join is admitted", within=HEALTHY, every=2.0)
         except (OSError, http.client.HTTPException):
             return None
         assert status in (200, 201), response_body
@@ -128,7 +122,7 @@ def fleet(tmp_path: Path, docker_ready: None) -> Iterator[Fleet]:
             database.execute(f"DROP DATABASE {database_name} WITH (FORCE)")
 
 
-def test_a_kill_during_fifty_joins_leaks_no_container_and_loses_no_lease(fleet: Fleet) -> None:
+def test_a_kill_during_concurrent_joins_leaks_no_container_and_loses_no_lease(fleet: Fleet) -> None:
     """At the kill, another lease executes a command."""
     fleet.up()
     busy = fleet.join(JOIN_COUNT)

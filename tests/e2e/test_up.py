@@ -19,7 +19,8 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.e2e
 
 
-def test_up_serves_until_sigterm_refuses_a_second_up_and_leaves_only_the_sandboxes(home: Home) -> None:
+def test_up_refuses_a_second_up_and_finishes_requests_after_sigterm(home: Home) -> None:
+    home.env |= {"LEASEHOLD_DRAIN_DELAY_SECONDS": "3", "LEASEHOLD_DRAIN_TIMEOUT": "25s"}
     first = home.up()
     assert home.get("/livez")[0] == 200
     assert wait_until(lambda: home.get("/readyz")[0] == 200, "the queue has written its heartbeat")
@@ -34,15 +35,7 @@ def test_up_serves_until_sigterm_refuses_a_second_up_and_leaves_only_the_sandbox
     assert f"Cannot listen on 127.0.0.1 port {home.port}" in other.stderr
     assert home.get("/healthz")[0] == 200
 
-    assert run_manage(home.path, "exec", home.acquire_lease(), "--", "true").returncode == 0
-    assert home.stop(signal.SIGTERM) == 0
-    assert home.find_processes() == set()
-    assert home.query_value("SELECT state FROM sandboxes_sandbox") == "waiting"
-
-
-def test_request_in_flight_is_finished_after_sigterm(home: Home) -> None:
-    home.env |= {"LEASEHOLD_DRAIN_DELAY_SECONDS": "3", "LEASEHOLD_DRAIN_TIMEOUT": "25s"}
-    up, lease = home.up(), home.acquire_lease()
+    lease = home.acquire_lease()
     token = json.loads(run_manage(home.path, "create_key", "--agent", "did:plc:ada", "--json").stdout)["key"]
 
     def post_exec() -> tuple[int, Any]:
@@ -56,15 +49,35 @@ def test_request_in_flight_is_finished_after_sigterm(home: Home) -> None:
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(post_exec)
         wait_until(lambda: home.query_value("SELECT outcome FROM sandboxes_run") == "open", "the run is open")
-        up.send_signal(signal.SIGTERM)
+        first.send_signal(signal.SIGTERM)
         home.wait_for_line("not ready; accepting requests for another 3 s")
         status, report = home.get("/readyz")
         assert (status, report["missing"]) == (503, ["This server is shutting down."])
         status, result = answer.result()
     assert (status, result["stdout"]) == (200, "done\n"), result
-    assert up.wait(60) == 0
+    assert first.wait(60) == 0
     assert home.find_processes() == set()
     assert home.query_value("SELECT outcome FROM sandboxes_run") == "ok"
+    assert home.query_value("SELECT state FROM sandboxes_sandbox") == "waiting"
+
+
+def test_a_run_that_outlasts_the_drain_says_so_and_keeps_its_output(home: Home) -> None:
+    home.env |= {"LEASEHOLD_DRAIN_TIMEOUT": "1s"}
+    up, lease = home.up(), home.acquire_lease()
+    token = json.loads(run_manage(home.path, "create_key", "--agent", "did:plc:ada", "--json").stdout)["key"]
+    with closing(http.client.HTTPConnection("127.0.0.1", home.port, timeout=60)) as connection:
+        body = json.dumps({"argv": ["sh", "-c", "echo begun; sleep 600"], "timeout_seconds": 900})
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        connection.request("POST", f"/api/v1/leases/{lease}/exec", body, headers)
+        wait_until(lambda: home.query_value("SELECT stdout FROM sandboxes_run") == b"begun\n", "the output is stored")
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(60) == 0
+    run_manage(home.path, "sweep", "stalled")
+    assert home.query_value("SELECT outcome FROM sandboxes_run") == "lost"
+    assert home.query_value("SELECT stdout FROM sandboxes_run") == b"begun\n"
+    assert "was restarted or killed" in home.query_value("SELECT note FROM sandboxes_run")
+    deadline_seconds = "SELECT round((julianday(deadline_at) - julianday(started_at)) * 86400) FROM sandboxes_run"
+    assert home.query_value(deadline_seconds) == 930
 
 
 def test_up_is_refused_without_migrations_and_without_isolation(home: Home) -> None:
@@ -76,6 +89,7 @@ def test_up_is_refused_without_migrations_and_without_isolation(home: Home) -> N
 
 
 def test_after_sigkill_no_process_survives_and_the_next_start_recovers_the_work(home: Home) -> None:
+    """The next start destroys every sandbox at its end, because it has the option --leave-nothing."""
     first_up, lease = home.up(), home.acquire_lease()
     instance = json.loads((home.path / "state/up.json").read_text())["instance"]
     leftover = subprocess.Popen(  # stands for a web worker that the kernel did not kill with its parent
@@ -87,12 +101,18 @@ def test_after_sigkill_no_process_survives_and_the_next_start_recovers_the_work(
     first_up.kill()
     first_up.wait()
     wait_until(lambda: home.find_processes() <= {leftover.pid}, "web server and queue have ended")
-    home.up()
+    home.up("--leave-nothing")
     assert leftover.wait(timeout=HEALTHY) == -signal.SIGKILL
     assert "previous instance not stopped cleanly: 1 processes killed, 1 claims released" in home.read_log()
     wait_until(lambda: home.query_value("SELECT outcome FROM sandboxes_run") == "lost", "the run is closed")
     assert home.query_value("SELECT state FROM sandboxes_sandbox") == "waiting"
     assert run_manage(home.path, "exec", lease, "--", "true").returncode == 0
+    assert len(list((home.path / "state/process").glob("*/leasehold-*"))) == 1
+    assert home.stop(signal.SIGINT) == 0
+    assert home.read_log().endswith("up: 1 leases ended, 1 sandboxes destroyed, 0 left\n")
+    assert not list((home.path / "state/process").glob("*/leasehold-*"))
+    assert home.query_value("SELECT end_reason || status FROM leases_lease") == "operatordestroyed"
+    assert home.find_processes() == set()
 
 
 def test_killed_and_hanging_children_are_restarted_and_leave_no_process(home: Home) -> None:
@@ -116,15 +136,4 @@ def test_killed_and_hanging_children_are_restarted_and_leave_no_process(home: Ho
     assert not home.wait_for_child("qcluster") & (restarted | before["qcluster"])
     assert up.poll() is None
     assert home.stop(signal.SIGTERM) == 0
-    assert home.find_processes() == set()
-
-
-def test_leave_nothing_destroys_every_sandbox_before_the_end(home: Home) -> None:
-    home.up("--leave-nothing")
-    assert run_manage(home.path, "exec", home.acquire_lease(), "--", "true").returncode == 0
-    assert len(list((home.path / "state/process").glob("*/leasehold-*"))) == 1
-    assert home.stop(signal.SIGINT) == 0
-    assert home.read_log().endswith("up: 1 leases ended, 1 sandboxes destroyed, 0 left\n")
-    assert not list((home.path / "state/process").glob("*/leasehold-*"))
-    assert home.query_value("SELECT end_reason || status FROM leases_lease") == "operatordestroyed"
     assert home.find_processes() == set()

@@ -10,7 +10,7 @@ from tests.load.system import System
 
 QUIET_SECONDS = 600.0
 BILLED_STATES = ("warm", "running", "waiting")
-SETTLED_REASONS = ("released", "budget", "ttl")  # end reasons that the agents cause
+SETTLED_REASONS = ("released", "budget")  # end reasons that the agents cause
 UNSETTLED = {
     "sandboxes not destroyed": "SELECT id, state, tries, last_error FROM sandboxes_sandbox WHERE state <> 'destroyed'",
     "leases not destroyed": "SELECT id, status, end_reason FROM leases_lease WHERE status <> 'destroyed'",
@@ -26,8 +26,6 @@ COUNTERS = {
         ON s.pool_id = q.pool_id AND s.agent_did = q.agent_did AND s.state <> 'destroyed'
         GROUP BY q.id HAVING q.used <> count(s.id)""",
     "sandboxes in quarantine": "SELECT id, last_error FROM sandboxes_sandbox WHERE quarantined_at IS NOT NULL",
-    "requests without an end": """SELECT key FROM leases_idempotentrequest
-        WHERE status_code IS NULL AND deadline_at > now()""",
 }
 
 

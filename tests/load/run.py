@@ -23,7 +23,7 @@ from tests.load.system import System, run_system
 BUDGET_SHARE = 0.2  # of the run's time, as the budget in hours of the first agent
 RAISED_BUDGET_HOURS = 1000
 MAX_LISTED_FAULTS = 10
-BILLED_DIFFERENCE = 0.1  # between billed time and the engine's listings once a second
+BILLED_TOLERANCE = 1.05  # billed time to the time in which containers existed, listed once a second
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,9 @@ def _drive(system: System, plan: Plan, interrupted: threading.Event) -> int:
     observer.stop()
     threads[0].join()
     faults = findings.failures | checks.find_faults(system)
+    billed = checks.read_billed_seconds(system)
+    is_too_much = billed > observer.existing_seconds * BILLED_TOLERANCE
+    faults["time billed without a container"] = [f"{billed:.0f} s"] if is_too_much else []
     faults["supervisor died"] = ["manage.py up ended"] * killer.supervisor_deaths
     _print_figures(system, findings, log, killer, observer, duration, quiet_after)
     return _print_faults(faults)
@@ -116,9 +119,8 @@ def _print_figures(
     _print_counts(dict(system.select("SELECT 'runs ' || outcome, count(*) FROM sandboxes_run GROUP BY 1")))
     _print_counts(dict(system.select("SELECT 'model calls ' || outcome, count(*) FROM sandboxes_llmcall GROUP BY 1")))
     _print_counts(dict(system.select("SELECT 'transitions ' || code, count(*) FROM sandboxes_transition GROUP BY 1")))
-    billed = checks.read_billed_seconds(system)
-    difference = billed / observer.container_seconds - 1 if observer.container_seconds else 0
-    print(f"billed {billed:.0f} s of sandbox time; the engine listed {observer.container_seconds:.0f} s ({difference:+.1%})")
+    billed, running, existing = checks.read_billed_seconds(system), observer.running_seconds, observer.existing_seconds
+    print(f"billed {billed:.0f} s of sandbox time; containers ran for {running:.0f} s and existed for {existing:.0f} s")
 
 
 def _print_counts(counts: Mapping[str, int]) -> None:

@@ -18,6 +18,7 @@ BUDGET_ADMISSION, BUDGET_PERIODS, BUDGET_UPDATES = (
     "billing/budgets/periods.py",
     "billing/budgets/updates.py",
 )
+TEST_HOSTS = "tests/unit/sandboxes/test_hosts.py"
 AUTHORIZATION, REDACTION = "sandboxes/egress/authorization.py", "sandboxes/egress/redaction.py"
 REQUEST_FILTER = "sandboxes/egress/request_filter.py"
 
@@ -246,8 +247,8 @@ MUTANTS = (
     Mutant(
         name="eviction-pointer-moved-without-the-claim",
         path=WORKSPACE,
-        before="claimed = Sandbox.objects.filter(own_claim, pk=sandbox.pk).update(",
-        after="claimed = Sandbox.objects.filter(pk=sandbox.pk).update(",
+        before="claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True)",
+        after="claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True) or True",
         tests=[f"{TEST_STATE_LOSS}::test_overtaken_worker_does_not_store_over_its_successor"],
     ),
     Mutant(
@@ -324,8 +325,8 @@ MUTANTS = (
     Mutant(
         name="leasing-elapsed-lease-still-held",
         path=LEASING,
-        before="if current and not find_elapsed_clock(current, now):",
-        after="if current:",
+        before="if current and not elapsed:\n            return current, False",
+        after="if current:\n            return current, False",
         tests=[f"{TEST_LEASING}::test_an_elapsed_lease_can_be_acquired_again_before_a_sweep"],
     ),
     # --- metering ---
@@ -504,9 +505,35 @@ MUTANTS = (
     Mutant(
         name="authorization-without-lease",
         path=AUTHORIZATION,
-        before="if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE_STATES:",
-        after="if sandbox is None or sandbox.holder is None:",
+        before="sandbox.holder is None or sandbox.state not in ALIVE_STATES or",
+        after="sandbox.holder is None or",
         tests=[f"{TEST_EGRESS}::test_call_from_a_sandbox_without_a_lease_is_refused"],
+    ),
+    Mutant(
+        name="authorization-slot-of-another-host",
+        path=AUTHORIZATION,
+        before="sandbox.state not in ALIVE_STATES or _is_elsewhere(sandbox):",
+        after="sandbox.state not in ALIVE_STATES:",
+        tests=[f"{TEST_HOSTS}::test_the_egress_proxy_of_another_host_does_not_take_a_slot_for_the_sandboxs"],
+    ),
+    Mutant(
+        name="hosts-missing-from-another-engine",
+        path="sandboxes/hosts/bound_provider.py",
+        before="""        except Missing:
+            require_engine(self._provider, self._host_id)
+            raise
+        if name""",
+        after="""        except Missing:
+            raise
+        if name""",
+        tests=[f"{TEST_HOSTS}::test_a_missing_sandbox_counts_only_if_the_engine_is_still_its_own"],
+    ),
+    Mutant(
+        name="hosts-destroy-by-another-engine",
+        path="sandboxes/hosts/bound_provider.py",
+        before='frozenset({"create", "destroy"})',
+        after='frozenset({"create"})',
+        tests=[f"{TEST_HOSTS}::test_a_destroy_that_reached_another_engine_is_not_confirmed"],
     ),
     Mutant(
         name="authorization-concurrency-off-by-one",

@@ -188,14 +188,14 @@ def test_sandbox_that_becomes_ready_during_a_sweep_is_not_surplus(
 ) -> None:
     update_pool(pool, warm_target=2)
     assert pools.start_warm(pool, now=NOW)
-    unclaimed = pools.find_unclaimed
+    unclaimed = pools.find_local_unclaimed
 
     def read_then_start(pool: Pool) -> object:
         rows = unclaimed(pool).filter(pk__in=[*unclaimed(pool).values_list("pk", flat=True)])
         assert pools.start_warm(pool, now=NOW)  # a rival
         return rows
 
-    monkeypatch.setattr(pool_sweeps, "find_unclaimed", read_then_start)
+    monkeypatch.setattr(pool_sweeps, "find_local_unclaimed", read_then_start)
     assert pool_sweeps.find_surplus() == []
 
 

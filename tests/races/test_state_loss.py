@@ -10,13 +10,13 @@ import pytest
 from django.db import OperationalError
 
 from controlplane.errors import build_error_response
-from leases import execution
+from leases import execution, leasing
 from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import LeaseEvent
-from sandboxes import eviction, lifecycle, runs, sweeps
+from sandboxes import destruction, eviction, lifecycle, runs, sweeps
 from sandboxes.db import clock, connection_errors
-from sandboxes.errors import OutcomeUnknown, SandboxNotHeld, SandboxNotReady
+from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
@@ -205,3 +205,34 @@ class TestFailover:
         response = build_error_response(raised.value, "/")
         assert (response.status_code, response.headers.get("Retry-After")) == (409, None)
         assert len([verb for verb, _ in memory.calls if verb == "exec"]) == 1
+
+    def test_run_of_a_failed_operation_is_closed_after_the_failover(self, grant, memory, fail_close) -> None:
+        lease = grant()
+        fail_close(20)
+        memory.fail("exec", Unavailable("no answer"), times=1)
+        with pytest.raises(ProviderCallFailed):
+            sh(lease, "echo done", NOW)
+        assert Run.objects.get().outcome == "error"
+
+    @pytest.mark.parametrize(("end", "swept"), [("eviction", "cold"), ("destruction", "destroyed")])
+    def test_step_that_cannot_be_recorded_is_repeated_by_the_next_sweep(
+        self, grant, memory, monkeypatch: pytest.MonkeyPatch, end: str, swept: str
+    ) -> None:
+        lease = grant()
+        sh(lease, "echo kept >file", NOW)
+        sandbox = get_sandbox(lease)
+
+        def fail(*args: Any, **values: Any) -> bool:
+            raise OperationalError("the connection is closed")
+
+        if end == "destruction":
+            leasing.release(lease.pk, now=NOW)
+        act = {"eviction": eviction.evict, "destruction": destruction.destroy}[end]
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "destroy", lambda ref: patch.setattr(f"sandboxes.{end}.advance", fail))
+            with pytest.raises(OperationalError):
+                act(sandbox.pk, now=NOW)
+        now = NOW + timedelta(seconds=5)
+        assert not (sweeps.recover_stalled(now=now).failures or sweeps.destroy_due(now=now).failures)
+        sandbox.refresh_from_db()
+        assert sandbox.state == swept

@@ -145,9 +145,11 @@ class Command(BaseCommand):
             time.sleep(settings.DRAIN_DELAY_SECONDS)
 
     def _destroy_all_sandboxes(self, processes: Supervisor) -> None:
-        """End every lease and destroy every sandbox, until CLEANUP_TIMEOUT_SECONDS pass or a signal arrives."""
+        """End every lease and destroy every sandbox, except those of other hosts.
+
+        Stops when CLEANUP_TIMEOUT_SECONDS pass or a signal arrives."""
         ended = lease_sweeps.end_all_leases(now=database_time.now(), detail="the control plane was shut down", actor="up")
-        sandboxes_left = Sandbox.objects.exclude(state=SandboxState.DESTROYED)
+        sandboxes_left = Sandbox.objects.filter(registry.filter_local()).exclude(state=SandboxState.DESTROYED)
         count, deadline = sandboxes_left.count(), time.monotonic() + CLEANUP_TIMEOUT_SECONDS
         while True:
             lease_sweeps.reclaim(now=database_time.now())

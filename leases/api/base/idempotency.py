@@ -9,20 +9,22 @@ import hashlib
 import re
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Any
 
 from django.conf import settings
 from django.db import IntegrityError, transaction
+from django.db.models import QuerySet
 from django.http import HttpResponse
 from rest_framework.request import Request
 
 from leases.api.base.renderers import JsonRenderer, encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
-from sandboxes.db.clock import clock_from
-from sandboxes.db.connection_errors import log_connection_errors
+from sandboxes.claims import Claim, hold
+from sandboxes.db.clock import Clock, clock_from
+from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
 from sandboxes.errors import OutcomeUnknown
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Run, RunOutcome
@@ -32,6 +34,7 @@ StatusAndBody = tuple[int, Mapping[str, Any]]
 # Between the end of a run and the storage of its response: time to renew the lease, or to destroy a one-shot sandbox.
 RESPONSE_GRACE_PERIOD = timedelta(minutes=1)
 INTERRUPTED = "The first request with this Idempotency-Key was interrupted and may have had an effect. It is not repeated."
+SETTLE_RETRY_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
 RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
 
 
@@ -60,9 +63,10 @@ def execute_once(
 ) -> HttpResponse:
     """Call `act` and build the response; with an Idempotency-Key, once per key holder.
 
-    After `max_duration` an unfinished `act` counts as abandoned, and a repeated request is executed if the operation is
-    `repeatable`. If it is not, its run ends the wait earlier: at once if the run is lost, else RESPONSE_GRACE_PERIOD after the
-    run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
+    After `max_duration`, without a transfer of state in between, an unfinished `act` counts as abandoned, and a repeated
+    request is executed if the operation is `repeatable`. If it is not, its run ends the wait earlier: at once if the run is
+    lost, else RESPONSE_GRACE_PERIOD after the run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted
+    operation that is not repeatable."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
         return _build_response(*act(uuid.uuid4()))
@@ -77,22 +81,33 @@ def execute_once(
     # After the deadline another process may have taken over with a new started_at. Its row must not be overwritten.
     own_row = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at, status_code=None)
     run_id = _derive_run_id(holder, row)
-    # The client gets the outcome even if the key cannot be settled: the deadline of the key then ends the wait of others.
-    settle_key = partial(log_connection_errors, "idempotency key not settled", key_row=row.pk)
     try:
-        status, data = act(run_id)
+        with hold(Claim(own_row, deadline=row.deadline_at, clock=clock, ttl=max_duration)):
+            status, data = act(run_id)
     except Exception:
-        with settle_key():
-            if repeatable or not _may_have_started(run_id):
-                own_row.delete()
-            else:
-                own_row.update(deadline_at=clock())
+        _settle(row, lambda: _record_failure(own_row, None if repeatable else run_id, now=clock()), clock)
         raise
     checkpoint("acted", row)
     response = _build_response(status, data)
-    with settle_key():
-        own_row.update(status_code=status, body=response.content.decode())
+    _settle(row, lambda: own_row.update(status_code=status, body=response.content.decode()), clock)
     return response
+
+
+def _record_failure(own_row: QuerySet[IdempotentRequest], run_id: uuid.UUID | None, *, now: datetime) -> None:
+    """Free the key of a failed request, or end its wait if the operation must not be repeated and may have started."""
+    if run_id is None or not _may_have_started(run_id):
+        own_row.delete()
+    else:
+        own_row.update(deadline_at=now)
+
+
+def _settle(row: IdempotentRequest, record: Callable[[], object], clock: Clock) -> None:
+    """Record the end of a request, with retries for SETTLE_RETRY_PERIOD while the database does not respond.
+
+    The client gets the outcome even if the key cannot be settled. The deadline of the key then ends the wait of others."""
+    until = clock() + SETTLE_RETRY_PERIOD
+    with suppress(RetriesExhausted):
+        retry_connection_errors(record, "idempotency key not settled", clock=clock, until=until, key_row=row.pk)
 
 
 def _claim_key(
@@ -121,7 +136,7 @@ def _claim_key(
         if not (abandoned and repeatable):
             return row, False
         if same_row.filter(status_code=None, deadline_at=row.deadline_at).update(**columns):
-            row.started_at = now
+            row.started_at, row.deadline_at = now, until
             return row, True
     raise InProgress()
 

@@ -57,4 +57,5 @@ class ProblemSerializer(serializers.Serializer):
         required=False, help_text="With 503 capacity_exhausted: requests that wait for a place in the pool."
     )
     workspace_bytes = serializers.IntegerField(required=False, help_text="With 409 workspace_full.")
+    host = serializers.CharField(required=False, help_text="With 503 wrong_host and host_lost: name of the host.")
     limit_bytes = serializers.IntegerField(required=False, help_text="With 409 workspace_full.")

@@ -145,7 +145,7 @@ def _format_budget(budget: Budget) -> str:
         notes.append(f"grace {budget.grace.total_seconds():g}s")
     if not budget.active:
         notes.append("disabled")
-    elif spent >= budget.amount:
+    elif budgets.is_over(budget, spent, budgets.compute_reservation(budget, now=now)):
         notes.append("EXHAUSTED")
     elif day := predict_exhaustion_date(budget, now):
         notes.append(f"exhausted {'in this hour' if budget.period == Period.HOUR else f'on {day}'} at the current rate")

@@ -14,6 +14,7 @@ from sandboxes.providers.base import (
     WORKSPACE,
     ExecResult,
     Missing,
+    OutputView,
     Provider,
     ProviderError,
     Rejected,
@@ -52,10 +53,11 @@ class ContainerCommandProvider(Provider):
         timeout: timedelta,
         cap: int = 1 << 20,
         mark: str,
+        output: OutputView | None = None,
     ) -> ExecResult:
         for delay in START_RETRY_DELAYS_SECONDS:
             try:
-                return self._exec(ref, argv, env, cwd, stdin, timeout, cap, mark)
+                return self._exec(ref, argv, env, cwd, stdin, timeout, cap, mark, output or OutputView())
             except Conflict as error:  # the container stopped before the exec started: nothing has run yet
                 reason = error
                 time.sleep(delay)
@@ -71,9 +73,11 @@ class ContainerCommandProvider(Provider):
         timeout: timedelta,
         cap: int,
         mark: str,
+        output: OutputView,
     ) -> ExecResult:
         engine, started, since = self._engine, time.monotonic(), time.time()
         out, err = BoundedBuffer(cap), BoundedBuffer(cap)
+        output.attach(out, err)
         with self._running(ref, argv, env, cwd, io.BytesIO(stdin) if stdin else None, mark, engine.exec_gid(mark)) as run:
             oom_kills_before = engine.oom_kills(ref)
             began = time.time()

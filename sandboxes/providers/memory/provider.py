@@ -40,6 +40,7 @@ from sandboxes.providers.base import (
     FileStat,
     Missing,
     NoSuchFile,
+    OutputView,
     ProcessOutput,
     ProcessState,
     Provider,
@@ -204,11 +205,14 @@ class MemoryProvider(HookedCalls, Provider):
         timeout: timedelta,
         cap: int = 1 << 20,
         mark: str,
+        output: OutputView | None = None,
     ) -> ExecResult:
         with self.hooked_call("exec", ref):  # without the lock: execs run concurrently, and a program may block
             sandbox = self._running(ref)
             result = run_program(self.programs, _build_call(sandbox, argv, env, cwd, mark, stdin, timeout))
             timed_out = result.took >= timeout
+            if output:
+                output.attach(result.stdout[:cap], result.stderr[:cap])
             if not timed_out and (self._sandboxes.get(ref) is not sandbox or not sandbox.running):
                 raise Missing(f"{ref} was stopped or removed while the command ran.")
             return ExecResult(

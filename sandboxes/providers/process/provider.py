@@ -49,6 +49,7 @@ from sandboxes.providers.base import (
     FileStat,
     Missing,
     NoSuchFile,
+    OutputView,
     ProviderSandbox,
     Rejected,
     ResourceUsage,
@@ -178,6 +179,7 @@ class ProcessProvider(BackgroundProcessProvider):
         timeout: timedelta,
         cap: int = 1 << 20,
         mark: str,
+        output: OutputView | None = None,
     ) -> ExecResult:
         directory, started = self._open(ref), time.monotonic()
         if not argv or not cwd.startswith("/"):
@@ -188,7 +190,7 @@ class ProcessProvider(BackgroundProcessProvider):
         except ValueError as error:  # NUL in a string, "=" in a variable's name
             raise Rejected(f"The command cannot be executed: {error}") from None
         except OSError as error:
-            self._open(ref)  # raises if the sandbox was destroyed meanwhile
+            self._require_not_destroyed(ref)
             if error.errno in EXHAUSTION_ERRNOS:
                 raise Unavailable(f"No process can be started: {error.strerror}") from error
             is_missing = isinstance(error, FileNotFoundError) and error.filename != directory.inside(cwd)
@@ -196,15 +198,17 @@ class ProcessProvider(BackgroundProcessProvider):
 
         with child:
             try:
-                self._open(ref)  # `destroy` may have searched for processes just before this one started
+                self._require_not_destroyed(ref)  # `destroy` may have searched for processes just before this one started
                 communication = ChildCommunication(child, stdin, cap)
+                if output:
+                    output.attach(communication.out.content, communication.err.content)
                 communication.run(started + timeout.total_seconds(), partial(_kill_run, mark))
             finally:
                 if child.poll() is None:
                     _kill_run(mark)
         exit_code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-        if exit_code > 128 and not communication.timed_out and not self.inspect(ref).running:
-            raise Missing(f"{ref} was destroyed while the command ran.")
+        if exit_code > 128 and not communication.timed_out:
+            self._require_not_destroyed(ref)
         return ExecResult(
             exit_code=137 if communication.timed_out else exit_code,  # the child may have exited just before the kill
             stdout=bytes(communication.out.content),
@@ -213,6 +217,11 @@ class ProcessProvider(BackgroundProcessProvider):
             truncated=communication.out.truncated or communication.err.truncated,
             duration=timedelta(seconds=time.monotonic() - started),
         )
+
+    def _require_not_destroyed(self, ref: str) -> None:
+        """Raise Missing if a sandbox that was running is destroyed, or is being destroyed."""
+        if not self.inspect(ref).running:
+            raise Missing(f"{ref} was destroyed while the command ran.")
 
     def kill(self, ref: str, mark: str) -> None:
         self.inspect(ref)
@@ -355,7 +364,7 @@ class ProcessProvider(BackgroundProcessProvider):
             except tarfile.TarError as error:
                 raise Rejected(f"Invalid tar: {error}") from None
             except FileNotFoundError:
-                self._open(ref)  # raises if the sandbox was destroyed meanwhile
+                self._require_not_destroyed(ref)
                 raise NoSuchFile("The file does not exist.") from None
 
 

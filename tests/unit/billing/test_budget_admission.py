@@ -129,8 +129,8 @@ def test_query_counts_without_budgets(used_lease: AnyCallable, grant: AnyCallabl
 def exhausted_lease(used_lease: AnyCallable) -> Lease:
     """A lease with an open run, within the grace period of its exhausted budget."""
     lease: Lease = used_lease()
-    create_budget(1, grace=HOUR, scope="agent", subject=ADA)
     start_run(lease)
+    create_budget(1, grace=HOUR, scope="agent", subject=ADA)
     assert run_billing_sweeps(NOW)["sandboxes in grace period"] == 1
     return lease
 
@@ -182,23 +182,24 @@ def test_file_access_is_refused_after_the_grace_period(exhausted_lease: Lease, a
 
 def test_raised_budget_reopens_at_once(exhausted_lease: Lease) -> None:
     budget = Budget.objects.get()
-    budget.amount = Decimal(2)
+    budget.amount = Decimal(3)
     budgets.save_budget(budget, now=NOW)
     assert (budget.exhausted_at, budget.exhausted_for, budget.spent) == (None, None, 1)
     run_command(exhausted_lease)
     assert list_budget_events() == ["exhausted", "warning"]
-    assert run_billing_sweeps(NOW + HOUR)["budgets exhausted"] == 1  # a new event, because the amount changed
+    assert run_billing_sweeps(NOW + 2 * HOUR)["budgets exhausted"] == 1  # a new event, because the amount changed
     assert list_budget_events() == ["exhausted", "warning"] * 2
 
 
 def test_budget_raised_in_the_database_reopens_before_the_next_sweep(exhausted_lease: Lease) -> None:
-    Budget.objects.update(amount=2)
+    Budget.objects.update(amount=3)
     run_command(exhausted_lease)
     assert run_billing_sweeps(NOW) == {"budgets reopened": 1}
 
 
 def test_corrected_usage_reopens_a_budget(exhausted_lease: Lease) -> None:
     UsageRecord.objects.all().delete()
+    Budget.objects.update(grace=30 * MINUTE)  # fits into the amount
     budget = Budget.objects.get()
     assert budgets.update_spending(budget.pk, now=NOW) == ["reopened"]
     run_command(exhausted_lease)

@@ -252,7 +252,7 @@ def test_cold_and_warming_time_is_not_counted(grant: AnyCallable, memory: Any) -
 def test_warning_and_exhaustion_are_sent_once_per_period(grant: AnyCallable, memory: Any) -> None:
     lease = grant(now=NOW, ttl=23 * HOUR, sleep_after=DAY)
     run_command(lease)
-    budget = create_budget(1, grace=5 * DAY)
+    budget = create_budget(1, hard=False)
     start_run(lease, timeout=9 * DAY)
     marks = {}
     for minute in range(0, 70, 6):

@@ -97,11 +97,11 @@ def test_overshoot_stays_within_the_documented_bound(pool: Pool, stopped_clock: 
     overshoots: list[timedelta] = []
 
     @hypothesis.settings(
-        max_examples=10, deadline=None, suppress_health_check=list(HealthCheck),
+        max_examples=6, deadline=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     )  # fmt: skip
-    @example([], 11, 181, 11, 10)  # worst case: each step runs one second before the state that it would act on
-    @given(histories, st.integers(2, 6), st.integers(0, 240), st.integers(0, 59), st.integers(0, 59))
+    @example([], 40, 181, 11, 10)  # worst case: each step runs one second before the state that it would act on
+    @given(histories, st.integers(5, 40), st.integers(0, 240), st.integers(0, 59), st.integers(0, 59))
     def check(actions: list[tuple[int, str, int]], amount: int, grace: int, meters_at: int, sweeps_at: int) -> None:
         now = NOW + len(overshoots) * 3 * HOUR  # each history begins after the previous one, because watermarks do not go back
         history = History(pool, now, amount * MINUTE, grace * SECOND, meters_at, sweeps_at)
@@ -115,10 +115,10 @@ def test_overshoot_stays_within_the_documented_bound(pool: Pool, stopped_clock: 
         overshoots.append(used - allowed)
         history.close()
         metering_, sweep = SWEEP_INTERVAL, SWEEP_INTERVAL
-        assert used <= allowed + history.max_leases * (metering_ + sweep + grace * SECOND + sweep)
-        ended = Lease.objects.filter(agent_did__startswith=history.did(0)[:-1], end_reason="budget")
-        assert not ended.exists() or used >= allowed - SECOND
+        ended = Lease.objects.filter(agent_did__startswith=history.did(0)[:-1])
+        assert used <= allowed + ended.filter(end_reason="released").count() * (metering_ + sweep)
+        reserved = history.max_leases * (metering_ + sweep + grace * SECOND + sweep)
+        assert not ended.filter(end_reason="budget").exists() or used >= allowed - reserved - history.max_leases * sweep
 
     check()
-    # the bound is tight up to one second per step
-    assert overshoots[0] == AGENTS * (3 * SWEEP_INTERVAL + 181 * SECOND - 3 * SECOND)
+    assert -AGENTS * SWEEP_INTERVAL < overshoots[0] <= timedelta(0)  # less than a pass of each sandbox is left

@@ -168,7 +168,7 @@ PRICES = st.decimals(0, 99, places=12).filter(lambda usd: len(usd.normalize().as
 FREE = st.sampled_from([Decimal(0), Decimal(10)]) | st.decimals(0, 60, places=6)
 
 
-@hypothesis.settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@hypothesis.settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     spans=SPANS, changes=st.lists(st.tuples(st.integers(0, 70 * MICROS), st.tuples(PRICES, FREE)), max_size=3),
     first=st.tuples(PRICES, FREE), moved=MOVES,

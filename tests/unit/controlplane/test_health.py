@@ -7,9 +7,11 @@ import pytest
 from django.utils import timezone
 
 from controlplane import health, schedules
+from sandboxes import admission_queue
 from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Host, Pool, Sandbox, Sweep
 from sandboxes.providers.base import Rejected
+from sandboxes.state import disk_space
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run, update_pool
 
@@ -42,13 +44,20 @@ def test_a_healthy_system_has_no_warnings(client, sandbox) -> None:
     assert report["warming"] == {}
 
 
-def test_low_disk_is_warned_about_without_its_path(client, settings) -> None:
-    free = client.get("/healthz").json()["disk_free_bytes"]
+def test_low_disk_is_warned_about_without_its_path(client, settings, monkeypatch) -> None:
+    free = disk_space.measure_free_space()
+    monkeypatch.setattr(disk_space, "measure_free_space", lambda: free)  # other processes write between two requests
+    assert client.get("/healthz").json()["disk_free_bytes"] == free
     assert {"state", "store"} <= free.keys() and min(free.values()) > 0
     settings.MIN_FREE_DISK = 1 << 60
     assert len(warnings(client)) == len(free)
     assert re.fullmatch(r"The state disk has \d+ MiB free, less than LEASEHOLD_MIN_FREE_DISK: .*", warnings(client)[0])
     assert str(settings.STATE_DIR) not in str(warnings(client))
+
+
+def test_queue_for_places_is_warned_about(client, pool) -> None:
+    admission_queue.enqueue(pool, "did:plc:ada", "game-1", now=timezone.now())
+    assert warnings(client) == [f'Pool "{pool}" is full. Requests that wait for a place: 1.']
 
 
 def test_failed_starts_are_warned_about_without_the_error(client, pool, memory) -> None:

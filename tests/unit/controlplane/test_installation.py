@@ -19,7 +19,7 @@ from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.observed import DestroyRefused
 from sandboxes.storage import get_store
 from sandboxes.storage.observed import DeleteRefused
-from tests.conftest import MINUTE, NOW
+from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.support.leases import run, write
 
 pytestmark = pytest.mark.django_db
@@ -97,10 +97,40 @@ def test_other_copy_is_refused_once_this_one_is_confirmed(capsys, pool, memory, 
     assert "later state" in sweep("reconcile")
 
 
-def test_crash_between_the_database_and_the_marks_is_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    mark_as()
-    Installation.objects.update(generation=50)
-    assert sweep("prune") == ""
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_crash_before_any_mark_is_written_is_no_mismatch(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
+    """The first two writes are those of the first marking."""
+    store, written = get_store(), [0] * writes
+    write = store.set
+
+    def write_or_die(key: str, value: bytes) -> None:
+        if not written:
+            die()
+        written.pop()
+        write(key, value)
+
+    monkeypatch.setattr(store, "set", write_or_die)
+    with pytest.raises(SimulatedCrash):
+        _ = [installation.mark_places(now=NOW) for _ in range(2)]
+    assert installation.find_mismatch() == ""
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("reader", ["read_store_mark", "read_directory_mark"])
+def test_mark_that_another_host_writes_during_the_check_is_no_mismatch(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool, reader: str
+) -> None:
+    installation.get_installation()
+    if not is_first:
+        mark_as()
+    read = getattr(installation, reader)
+
+    def mark_elsewhere_and_read() -> installation.Mark | None:
+        installation._write_marks(now=NOW)
+        return read()
+
+    monkeypatch.setattr(installation, reader, mark_elsewhere_and_read)
+    assert installation.find_mismatch() == ""
 
 
 def test_unreadable_mark_refuses(newer_object) -> None:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane import metrics, schedules
 from leases import leasing
+from sandboxes import admission_queue
 from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Sandbox, Sweep
 from sandboxes.providers.base import Rejected, Unavailable
@@ -74,7 +75,7 @@ def test_free_space_is_a_gauge_by_directory(scrape) -> None:
     assert scrape("disk_free_bytes", directory="store") > 0
 
 
-def test_sandboxes_capacity_and_leases_are_gauges(scrape, grant) -> None:
+def test_sandboxes_capacity_and_leases_are_gauges(scrape, grant, pool) -> None:
     used = timezone.now() - HOUR
     run(grant(now=used), now=used)
     run(grant(environment="e2"))
@@ -83,6 +84,8 @@ def test_sandboxes_capacity_and_leases_are_gauges(scrape, grant) -> None:
     assert scrape("sandboxes", state="cold") == 0
     assert scrape("sandboxes", state="destroyed") is None
     assert (scrape("pool_capacity"), scrape("pool_used")) == (100, 2)
+    admission_queue.enqueue(pool, "did:plc:eve", "e3", now=timezone.now())
+    assert scrape("admission_queue_length") == 1
     assert 3600 <= scrape("oldest_waiting_seconds") < 3700
     assert (scrape("leases", status="active"), scrape("leases", status="expired")) == (1, 1)
     assert scrape("leases", status="destroyed") is None

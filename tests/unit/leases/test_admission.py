@@ -20,7 +20,7 @@ from sandboxes.long_calls import WAITING_CALLS, get_shutdown_path
 from sandboxes.models import AdmissionRequest, Pool, Quota, Sandbox
 from tests.conftest import NOW
 from tests.support.billing import start_run
-from tests.support.leases import run, update_pool
+from tests.support.leases import evict, run, update_pool
 
 pytestmark = pytest.mark.django_db
 SECOND = timedelta(seconds=1)
@@ -180,6 +180,17 @@ def test_call_beyond_the_limit_of_the_process_keeps_a_position_and_does_not_wait
         another.submit(waiting_call.__exit__, None, None, None).result()
     WAITING_CALLS.set_maximum(None)
     assert (timeline.now, AdmissionRequest.objects.count()) == (NOW, 1)
+
+
+def test_wake_without_an_egress_slot_is_not_queued_for_a_place(grant, pool: Pool, join, settings) -> None:
+    settings.EGRESS_SLOTS = 1
+    cold, running = grant("did:plc:bob", "game"), grant("did:plc:busy")
+    run(cold)
+    evict(cold)
+    start_run(running)
+    with pytest.raises(CapacityExhausted, match="egress slots"):
+        join("did:plc:bob", wait=30)
+    assert not AdmissionRequest.objects.exists()
 
 
 def test_process_that_shuts_down_ends_the_wait(busy: Lease, join) -> None:

@@ -143,7 +143,7 @@ def test_an_unconfirmed_destroy_is_reported_and_finished_by_the_sweep(make_reque
     assert (result.outcome, result.stdout, result.cleaned_up) == (OneShotOutcome.OK, b"kept\n", False)
     assert Pool.objects.get(pk=pool.pk).used == 1
     memory.reset()
-    sweeps.reclaim(now=NOW + 3 * MINUTE)
+    sweeps.reclaim(now=NOW + 5 * MINUTE)
     assert_nothing_is_left(pool, memory)
 
 

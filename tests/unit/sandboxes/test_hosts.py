@@ -124,9 +124,12 @@ def test_room_is_made_on_the_own_host_or_from_cold_sandboxes(
         run(grant("did:plc:bob"))
 
 
-def test_a_silent_host_keeps_its_leases_until_it_is_declared_lost(lease: Lease, memory: MemoryProvider, pool: Pool) -> None:
+def test_a_silent_host_keeps_its_leases_until_it_is_declared_lost(
+    lease: Lease, memory: MemoryProvider, pool: Pool, settings: Any
+) -> None:
+    settings.HOST_TIMEOUT = timedelta(minutes=20)
     host = get_sandbox(lease).host
-    assert host
+    assert host and registry.get_state(host, now=NOW + timedelta(minutes=19)) == "live"
     later = NOW + timedelta(minutes=30)
     with memory.on_engine(B):
         host_heartbeat.record_heartbeats(now=later)

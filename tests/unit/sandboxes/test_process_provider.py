@@ -102,10 +102,14 @@ def test_leftover_of_an_interrupted_create_or_destroy_is_listed_and_can_be_compl
     assert provider.list("me") == []
 
 
-def test_exec_started_during_destroy_leaves_no_process(provider, ref, run, monkeypatch) -> None:
+@pytest.mark.parametrize("finished", [True, False])
+def test_exec_started_during_destroy_leaves_no_process(provider, ref, run, monkeypatch, finished) -> None:
     def destroyed_meanwhile(argv, cwd, env):
         child = start_process(argv, cwd, env)
-        provider.destroy(ref)
+        if finished:
+            provider.destroy(ref)
+        else:
+            (provider.root / "me" / ref / METADATA_FILE).unlink()  # the first step of a destroy
         return child
 
     monkeypatch.setattr(f"{PROVIDER}.start_process", destroyed_meanwhile)
@@ -290,3 +294,9 @@ def test_read_only_directories_are_destroyed(provider, ref, run, tmp_path) -> No
     provider.destroy(ref)
     assert not (provider.root / "me" / ref).exists()
     assert outside.stat().st_mode & 0o777 == 0o500
+
+
+def test_two_state_directories_of_one_machine_are_two_engines(provider: ProcessProvider, tmp_path) -> None:
+    again, other = ProcessProvider(tmp_path / "process"), ProcessProvider(tmp_path / "other")
+    assert provider.engine_id() == again.engine_id() != other.engine_id()
+    assert provider.list("me") == []

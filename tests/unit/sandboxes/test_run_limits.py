@@ -10,7 +10,7 @@ from leases import execution
 from leases.models import Lease
 from sandboxes import files, long_calls, runs
 from sandboxes.errors import TooManyLongCalls, TooManyRuns
-from sandboxes.long_calls import LONG_CALLS
+from sandboxes.long_calls import LONG_CALLS, LongCallLimit
 from sandboxes.models import Run, RunOutcome, Sandbox
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.runs import Command
@@ -92,6 +92,11 @@ def test_files_of_a_cold_sandbox_are_read_while_the_process_is_at_its_limit(gran
     assert (content, source) == (b"kept\n", "snapshot")
 
 
-@pytest.mark.parametrize(("threads", "maximum"), [(2, 1), (3, 2), (4, 3), (16, 12), (32, 24)])
-def test_a_quarter_of_the_threads_is_left_for_short_calls(threads: int, maximum: int) -> None:
-    assert long_calls.compute_maximum(threads) == maximum
+@pytest.mark.parametrize(("threads", "maximum", "waiting"), [(2, 1, 1), (3, 2, 1), (4, 3, 1), (16, 12, 6), (32, 24, 12)])
+def test_a_quarter_of_the_threads_is_left_for_short_calls_and_half_of_the_others_may_wait_for_places(
+    threads: int, maximum: int, waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LONG_CALLS", "WAITING_CALLS"):
+        monkeypatch.setattr(long_calls, name, LongCallLimit())
+    long_calls.set_limits(threads)
+    assert (long_calls.LONG_CALLS.maximum, long_calls.WAITING_CALLS.maximum) == (maximum, waiting)

@@ -3,6 +3,7 @@
 import io
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tests.support.leases import evict, get_sandbox, read, update_pool, write
 
 pytestmark = pytest.mark.django_db
 MIB = 1 << 20
+CHUNK = bytes(MIB)
 HOUR = timedelta(hours=1)
 REASON = "workspace holds 20 MiB, the limit is 1 MiB"
 
@@ -114,20 +116,27 @@ def test_archive_of_a_too_large_directory_is_refused(lease, pool, memory, settin
         assert len(out.getvalue()) < 18 * MIB
 
 
-def test_slow_stream_is_ended_at_its_time_limit_and_closed() -> None:
-    seconds, closed = iter(range(0, 1000, 50)), []
+@pytest.mark.parametrize(("chunk_seconds", "ended_after"), [(50.0, 7), (4.0, 120), (0.9, None)])
+def test_stream_below_the_minimum_rate_is_ended_and_closed_while_one_of_any_size_passes(
+    chunk_seconds: float, ended_after: int | None
+) -> None:
+    """Chunks of 1 MiB. The consumer takes ten minutes for each, which does not count."""
+    elapsed, closed, chunks = [0.0], [], 0
 
-    def trickle() -> Iterator[bytes]:
+    def send() -> Iterator[bytes]:
         try:
-            while True:
-                yield b"x"
+            for _ in range(50_000):  # 50 GB
+                elapsed.append(elapsed[-1] + chunk_seconds)
+                yield CHUNK
         finally:
             closed.append(True)
 
-    stream = limit_stream(trickle(), max_bytes=None, timeout=timedelta(minutes=2), clock=lambda: next(seconds))
-    with pytest.raises(Unavailable, match="120 seconds"):
-        b"".join(stream)
-    assert closed == [True]
+    stream = limit_stream(send(), max_bytes=None, timeout=timedelta(minutes=6), clock=lambda: elapsed[-1])
+    with pytest.raises(Unavailable, match="too slow") if ended_after else nullcontext():
+        for _ in stream:
+            elapsed.append(elapsed[-1] + 600)
+            chunks += 1
+    assert (chunks, closed) == (ended_after or 50_000, [True])
 
 
 def test_returned_workspace_of_a_one_shot_run_is_limited_in_bytes(pool, memory) -> None:

@@ -1,0 +1,134 @@
+"""Reservation of a hard budget: the price of its sandboxes until they can be stopped. Derived when needed, never stored.
+
+The spending is known up to the last metering. A sandbox goes on until the next pass of the sweep `budgets`, then for the grace
+period, and until the pass that ends its lease. A budget is exhausted as soon as its spending and this time do not fit into its
+amount. CPU and memory priced by use are reserved at the limits of the sandbox, and monthly allowances are not applied. Model
+calls have no maximum price and are not reserved."""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from uuid import UUID
+
+from django.db.models import Count, Q
+
+from billing import pricing
+from billing.budgets.periods import get_period_bounds, get_spent
+from billing.budgets.scopes import find_open_tabs
+from billing.instance_types import find_instance_type, get_disk_mb
+from billing.intervals import MICROSECOND
+from billing.models import Budget, Rate, Watermark
+from billing.models.budgets import Period, Unit
+from billing.totals import BILLABLE_STATES
+from sandboxes.models import GONE_STATES, Sandbox, SandboxState
+
+PASS_INTERVAL = timedelta(minutes=1)  # of the sweeps `meter` and `budgets`
+HOUR = timedelta(hours=1)
+RESERVING_STATES = (SandboxState.WARMING, *BILLABLE_STATES)
+
+
+@dataclass(frozen=True)
+class SandboxSize:
+    """Provider and limits of a sandbox, which determine its price."""
+
+    provider: str
+    memory_mib: int
+    millicpus: int
+
+
+@dataclass(frozen=True)
+class Applicant:
+    """Lease that wants to start or wake its sandbox, and the size of a new one."""
+
+    holder: UUID
+    size: SandboxSize | None = None
+
+
+@dataclass(frozen=True)
+class ReservationBasis:
+    """Rates, and the times up to which usage and costs are derived. Shared by the reservations of several budgets."""
+
+    rates: list[Rate]
+    marks: dict[str, datetime]
+
+    @classmethod
+    def load(cls) -> "ReservationBasis":
+        return cls([*Rate.objects.all()], dict(Watermark.objects.filter(name__in=("time", "costs")).values_list("name", "at")))
+
+
+def get_stop_delay(budget: Budget) -> timedelta:
+    """Return the longest time from now until a sandbox in scope is stopped, if the budget is exhausted in the next pass."""
+    return PASS_INTERVAL + (budget.grace + PASS_INTERVAL if budget.grace else timedelta(0))
+
+
+def compute_reservation(
+    budget: Budget, *, now: datetime, applicant: Applicant | None = None, basis: ReservationBasis | None = None
+) -> Decimal:
+    """Return the amount reserved for the running sandboxes in a budget's scope, in its unit. 0 for a soft budget.
+
+    The sandbox of the applicant counts as if it were running. Takes one query for any number of sandboxes, one more for
+    an applicant, and the two of the basis if it is not given."""
+    if not budget.hard or not budget.active:
+        return Decimal(0)
+    sizes = _count_sandboxes(budget, now=now, applicant=applicant)
+    if not sizes:
+        return Decimal(0)
+    basis = basis or ReservationBasis.load()
+    began, ends = get_period_bounds(budget.period, now)
+    until = min(now + get_stop_delay(budget), ends or now + get_stop_delay(budget))
+    duration = until - max(_find_summed_until(budget, basis, now=now), began)
+    hours = Fraction(duration // MICROSECOND, HOUR // MICROSECOND)
+    if budget.unit == Unit.HOURS:
+        return pricing.round_half_up(hours * sum(sizes.values()))
+    price = sum((number * _price_hour(size, basis.rates, now) for size, number in sizes.items()), Fraction(0))
+    return pricing.round_half_up(hours * price)
+
+
+def is_over(budget: Budget, spent: Decimal, reserved: Decimal) -> bool:
+    """Return whether the amount is spent, or would be exceeded before the sandboxes in scope are stopped."""
+    return spent >= budget.amount or spent + reserved > budget.amount
+
+
+def is_exhausted(budget: Budget, now: datetime, applicant: Applicant | None = None) -> bool:
+    """Return whether an update marked the budget as exhausted in its current period, and the budget still has no room."""
+    if budget.exhausted_for != get_period_bounds(budget.period, now)[0]:
+        return False
+    spent = get_spent(budget, now)
+    return spent >= budget.amount or is_over(budget, spent, compute_reservation(budget, now=now, applicant=applicant))
+
+
+def _count_sandboxes(budget: Budget, *, now: datetime, applicant: Applicant | None) -> dict[SandboxSize, int]:
+    """Count the sandboxes of active leases in scope that spend, or may spend soon, by size."""
+    held = Sandbox.objects.filter(holder__in=find_open_tabs(budget, now=now).values("holder"))
+    condition = Q(state__in=RESERVING_STATES)
+    if applicant:
+        condition |= Q(holder=applicant.holder) & ~Q(state__in=GONE_STATES)
+    rows = held.filter(condition).order_by().values_list("provider", "memory_mib", "millicpus").annotate(number=Count("pk"))
+    sizes = {SandboxSize(*size): number for *size, number in rows}
+    if applicant and applicant.size and not held.filter(holder=applicant.holder).exclude(state__in=GONE_STATES).exists():
+        sizes[applicant.size] = sizes.get(applicant.size, 0) + 1
+    return sizes
+
+
+def _find_summed_until(budget: Budget, basis: ReservationBasis, *, now: datetime) -> datetime:
+    """Return the time up to which the usage of running sandboxes is part of the recorded spending."""
+    names = ["time", "costs"] if budget.unit == Unit.USD and budget.period != Period.HOUR else ["time"]
+    metered = min((basis.marks.get(name, now) for name in names), default=now)
+    # Usage that was metered after the last sum is not part of the spending either.
+    summed = now if budget.spent_at is None or budget.spent_at >= now else budget.spent_at - PASS_INTERVAL
+    return min(metered, summed, now)
+
+
+def _price_hour(size: SandboxSize, rates: list[Rate], at: datetime) -> Fraction:
+    """Return the USD of one hour of a sandbox at its limits."""
+    kind = find_instance_type(size.provider, size.memory_mib, size.millicpus)
+    quantities = pricing.compute_allocated_quantities(
+        pricing.MICROSECONDS_PER_HOUR,
+        memory_mib=size.memory_mib,
+        millicpus=size.millicpus,
+        disk_mb=get_disk_mb(size.provider, kind),
+    )
+    found = {item: pricing.find_rate(rates, size.provider, kind, item, at) for item in quantities}
+    costs = (pricing.compute_cost(item, quantities[item], rate.usd) for item, rate in found.items() if rate)
+    return sum(costs, Fraction(0))

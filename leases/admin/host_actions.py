@@ -1,0 +1,32 @@
+"""Actions on hosts, which end the leases of their sandboxes."""
+
+from django.utils import timezone
+
+from leases.sweeps import declare_host_lost
+from sandboxes.admin.base.actions import AdminAction
+from sandboxes.admin.hosts import HostAdmin
+from sandboxes.hosts import registry
+from sandboxes.models import Host
+
+
+def _is_unreachable(host: Host) -> bool:
+    return registry.get_state(host, now=timezone.now()) == "unreachable"
+
+
+DECLARE_LOST_ACTION = AdminAction(
+    title="Declare lost",
+    warning=(
+        "The leases of this host's sandboxes end as lost, and everything that is not stored is given up. Their places are "
+        "released without confirmation by the engine. Stop the host first, or make sure that it does not come back. If it "
+        "does, its worker destroys what still runs on it."
+    ),
+    done="declared lost",
+    refusal_reason="it has a recent heartbeat, or was declared lost before",
+    legal=_is_unreachable,
+    verb=lambda host, actor, why, now: _is_unreachable(host) and declare_host_lost(host, now=now, actor=actor),
+    icon="cloud_off",
+    permissions=("sandboxes.declare_host_lost",),
+    danger=True,
+)
+
+HostAdmin.add_actions({"declare_lost": DECLARE_LOST_ACTION})

@@ -1,0 +1,110 @@
+"""Console pages of hosts."""
+
+from datetime import datetime
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import Count, Q
+from django.http import HttpRequest
+from django.utils import timezone
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+
+from sandboxes.admin.base.actions import list_audit_entries
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
+    SummaryField,
+    build_changelist_url,
+    render_badge,
+    render_time_ago,
+    render_timestamp,
+    render_two_lines,
+)
+from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.hosts import registry
+from sandboxes.models import Host, SandboxState
+
+MAX_AUDIT_ROWS = 12
+BADGES = {"live": "ok", "unreachable": "late", "lost": "failing"}
+WITH_PROCESS = ~Q(sandboxes__state__in=(SandboxState.COLD, SandboxState.DESTROYED))
+
+
+def build_unreachable_filter(now: datetime) -> Q:
+    return Q(lost_at__isnull=True) & ~Q(pk__in=registry.find_live_hosts(now=now).values("pk"))
+
+
+@admin.register(Host)
+class HostAdmin(ConsoleModelAdmin):
+    list_display = ["name", "state", "heartbeat", "load", "memory", "engine", "release"]
+    ordering = ["name"]
+    list_tabs = {
+        "all": ListTab("All", "No hosts yet. A host appears when its worker runs for the first time: manage.py up."),
+        "unreachable": ListTab("Unreachable", "Each host has a recent heartbeat.", build_unreachable_filter),
+        "lost": ListTab("Lost", "No host is declared lost.", lambda now: Q(lost_at__isnull=False)),
+    }
+    fieldsets = [(None, {"fields": ["name"]})]
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def annotate_rows(self, rows: list[Host]) -> None:
+        counted = Host.objects.filter(pk__in=[row.pk for row in rows]).annotate(number=Count("sandboxes", filter=WITH_PROCESS))
+        numbers = dict(counted.values_list("pk", "number"))
+        for row in rows:
+            row.number = numbers[row.pk]  # type: ignore[attr-defined]
+
+    @display(description="State")
+    def state(self, row: Host) -> SafeString:
+        return render_state(row, timezone.now())
+
+    @display(description="Last heartbeat")
+    def heartbeat(self, row: Host) -> SafeString | str:
+        return render_time_ago(row.heartbeat_at)
+
+    @display(description="Sandboxes")
+    def load(self, row: Host) -> str:
+        return f"{row.number:,}"  # type: ignore[attr-defined]
+
+    @display(description="Memory")
+    def memory(self, row: Host) -> str:
+        return f"{row.memory_mib:,} MiB" if row.memory_mib else "–"
+
+    @display(description="Provider and engine")
+    def engine(self, row: Host) -> SafeString:
+        return render_two_lines(row.provider, row.engine_id)
+
+    @display(description="Version")
+    def release(self, row: Host) -> str:
+        return row.version or "–"
+
+    def get_page_context(self, request: HttpRequest, row: Host) -> dict[str, Any]:
+        now = timezone.now()
+        state = registry.get_state(row, now=now)
+        notes = {
+            "unreachable": "its sandboxes and their leases wait for it",
+            "lost": "its places are released; it starts no sandboxes until it is cleaned up",
+        }
+        self.annotate_rows([row])
+        return {
+            "facts": [
+                SummaryField("State", render_state(row, now), note=notes.get(state, ""), alarm=state != "live"),
+                SummaryField(
+                    "Last heartbeat", self.heartbeat(row), note=render_timestamp(row.heartbeat_at) if row.heartbeat_at else ""
+                ),
+                SummaryField(
+                    "Sandboxes",
+                    self.load(row),
+                    note="with a process",
+                    href=build_changelist_url("sandboxes_sandbox", slice="live", host__exact=row.pk),
+                ),
+                SummaryField("Memory", self.memory(row), note="of the engine's machine"),
+                SummaryField("Provider", row.provider, note=row.engine_id),
+                SummaryField("Version", self.release(row), note=f"queue {row.queue}"),
+            ],
+            "audit": list_audit_entries(row, MAX_AUDIT_ROWS),
+        }
+
+
+def render_state(row: Host, now: datetime) -> SafeString:
+    state = registry.get_state(row, now=now)
+    return render_badge(BADGES[state], state)

@@ -1,0 +1,105 @@
+"""Threads of a queue worker, for work that may outlast its task.
+
+The queue kills a worker whose task exceeds the queue's timeout, and delivers a task again after its retry time. A sweep that
+stores a large workspace takes longer than both. Such work runs in a thread of the worker. Its task waits for TASK_WAIT and then
+ends: the worker is free for other tasks, and the thread goes on under its claims. If the process dies, a sweep takes over at
+the deadlines of these claims.
+
+Threads that hang without progress occupy the places of their name. Once all are occupied the process ends, and the queue
+replaces it."""
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import structlog
+from django.db import connections
+
+from sandboxes.claims import Progress, hold
+
+log = structlog.get_logger(__name__)
+TASK_WAIT = timedelta(seconds=60)  # shorter than the queue's timeout
+MAX_THREADS_PER_NAME = 4
+HANG_TIMEOUT = timedelta(minutes=30)  # without progress; longer than every timeout of a store's or an engine's client
+T = TypeVar("T")
+
+
+class StillRunning(Exception):
+    """The work goes on in a thread after the end of its task."""
+
+
+class WorkThread(Progress, Generic[T]):
+    """One call of a function in a thread of its own."""
+
+    def __init__(self, name: str, work: Callable[[], T], *, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self.name, self._work, self._clock = name, work, clock
+        self._seen_steps, self._seen_at = 0, clock()
+        self.ended = threading.Event()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def get_result(self) -> T:
+        """Return the result of an ended call, or raise its exception."""
+        if self._error:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set unless there was an error
+
+    def is_hung(self) -> bool:
+        """Return whether there was no progress for HANG_TIMEOUT."""
+        if self.steps != self._seen_steps:
+            self._seen_steps, self._seen_at = self.steps, self._clock()
+        return self._clock() - self._seen_at > HANG_TIMEOUT.total_seconds()
+
+    def _run(self) -> None:
+        try:
+            with hold(self):
+                self._result = self._work()
+        except BaseException as error:  # raised again in the task, if that still waits
+            self._error = error
+            log.exception("queued work failed", work=self.name)
+        finally:
+            connections.close_all()
+            self.ended.set()
+
+
+class WorkThreads:
+    """Threads of this process."""
+
+    def __init__(self, *, wait: timedelta = TASK_WAIT, clock: Callable[[], float] = time.monotonic) -> None:
+        self.wait, self._clock = wait, clock
+        self._threads: list[WorkThread[Any]] = []
+
+    def run(self, name: str, work: Callable[[], T]) -> T:
+        """Call `work` in a thread and return its result. Raises StillRunning if it has not ended after TASK_WAIT, or if
+        MAX_THREADS_PER_NAME calls of this name are running already; then `work` is not called."""
+        self._threads = [thread for thread in self._threads if not thread.ended.is_set()]
+        running = [thread for thread in self._threads if thread.name == name]
+        if len(running) >= MAX_THREADS_PER_NAME:
+            hung = [thread for thread in running if thread.is_hung()]
+            if hung == running:
+                log.critical("worker hangs", work=name, threads=len(running))
+                self.end_process()
+            raise StillRunning(f"{len(running)} earlier passes are still running")
+        thread = WorkThread(name, work, clock=self._clock)
+        self._threads.append(thread)
+        if not thread.ended.wait(self.wait.total_seconds()):
+            raise StillRunning("still running; goes on in the background")
+        return thread.get_result()
+
+    def end_process(self) -> None:
+        """End the process at once. A thread that hangs cannot be ended otherwise."""
+        os._exit(1)
+
+
+THREADS = WorkThreads()
+
+
+def run_outlasting(name: str, work: Callable[[], T]) -> T:
+    """Call `work` as WorkThreads.run does in a worker of the queue, and directly in every other process."""
+    return THREADS.run(name, work) if multiprocessing.parent_process() else work()

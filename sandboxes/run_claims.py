@@ -1,0 +1,55 @@
+"""Claim on an open Run, and storage of its command's output while the command runs.
+
+Before and after the command the claim is kept by progress, as /data may take long to pull and to store. While the command runs,
+the deadline is the command's own: its timeout and KILL_GRACE."""
+
+from datetime import timedelta
+
+from django.conf import settings
+
+from sandboxes.claims import Claim, Progress
+from sandboxes.db.clock import Clock
+from sandboxes.errors import ClaimLost
+from sandboxes.models import Run
+from sandboxes.providers.base import OutputView
+
+KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, in which the provider kills the command and reports the timeout
+DEADLINE_TOLERANCE = timedelta(seconds=5)  # a deadline that is as much too early is not corrected: KILL_GRACE covers it
+
+
+class RunClaim(Claim):
+    """Claim of the process that waits for a Run's result."""
+
+    def __init__(self, run: Run, clock: Clock) -> None:
+        open_run = Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True)
+        super().__init__(open_run, deadline=run.deadline_at, clock=clock)
+        self.output = OutputView()
+        self._stored_bytes = 0
+
+    def begin_command(self, timeout: timedelta) -> None:
+        """Set the deadline to that of a command that starts now, unless it differs little. Raises ClaimLost."""
+        with self.lock:
+            deadline = self.clock() + timeout + KILL_GRACE
+            self.forget_progress()
+            is_exact = abs(deadline - self.deadline) <= DEADLINE_TOLERANCE
+            if self.lost or not (is_exact or self._write(deadline)):
+                raise ClaimLost()
+
+    def end_command(self) -> None:
+        """Count the end of the command as progress. A claim that was lost meanwhile is found when the Run is closed."""
+        Progress.note_progress(self)
+
+    def beat(self) -> None:
+        self.store_output()
+        super().beat()
+
+    def store_output(self) -> None:
+        """Store the output so far in the open Run, if there is more than at the last call."""
+        stdout, stderr = self.output.read()
+        if len(stdout) + len(stderr) == self._stored_bytes:
+            return
+        max_bytes = settings.RUN_OUTPUT_KEPT
+        self._get_rows().update(
+            stdout=stdout[:max_bytes], stderr=stderr[:max_bytes], stdout_bytes=len(stdout), stderr_bytes=len(stderr)
+        )
+        self._stored_bytes = len(stdout) + len(stderr)

@@ -1,0 +1,71 @@
+"""Passes of a sweep that outlast their task of the queue."""
+
+from datetime import timedelta
+from multiprocessing import Value
+from queue import SimpleQueue
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from django_q.worker import worker
+
+from controlplane import schedules
+from sandboxes import claims, queue_threads
+from sandboxes.models import Sweep
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.queue_threads import HANG_TIMEOUT, MAX_THREADS_PER_NAME, StillRunning, WorkThreads
+from sandboxes.sweep_log import SweepResult
+from tests.support.waiting import wait_until
+
+QUEUE_TIMEOUT_SECONDS = 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_pass_that_outlasts_the_timeout_of_the_queue_is_completed(
+    monkeypatch: pytest.MonkeyPatch, memory: MemoryProvider
+) -> None:
+    tasks: SimpleQueue[Any] = SimpleQueue()
+    results: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    released = Event()
+
+    def store(*, now: object) -> SweepResult:
+        released.wait(30)
+        return SweepResult({"stored": 1})
+
+    monkeypatch.setitem(schedules.SCHEDULE, "persist", schedules.ScheduledSweep(1, "test", store))
+    monkeypatch.setattr(queue_threads.multiprocessing, "parent_process", lambda: object())  # as in a worker of the queue
+    monkeypatch.setattr(queue_threads, "THREADS", WorkThreads(wait=timedelta(0)))
+    tasks.put({"id": "1", "name": "one", "func": "controlplane.schedules.run", "args": ("persist",), "kwargs": {}})
+    tasks.put("STOP")
+    worker(tasks, results, Value("f", -1), timeout=QUEUE_TIMEOUT_SECONDS)  # type: ignore[arg-type]  # only get and put are used
+    result = results.get(timeout=30)
+    assert (result["success"], result["result"]) == (True, "still running; goes on in the background")
+    released.set()
+    ended = Sweep.objects.filter(name="persist", succeeded_at__isnull=False)
+    wait_until(lambda: [*ended.values_list("counts", flat=True)] == [{"stored": 1}], "the pass has ended")
+
+
+def test_the_process_ends_once_all_threads_of_a_name_hang_and_not_while_one_makes_progress() -> None:
+    now, released, ended = SimpleNamespace(seconds=0.0), Event(), []
+    threads = WorkThreads(wait=timedelta(0), clock=lambda: now.seconds)
+    threads.end_process = lambda: ended.append(now.seconds)  # type: ignore[method-assign]
+    progress = SimpleQueue[None]()
+
+    def work() -> None:
+        claims.note_progress()
+        progress.put(None)
+        released.wait(30)
+
+    for _ in range(MAX_THREADS_PER_NAME):
+        with pytest.raises(StillRunning):
+            threads.run("idle", work)
+        progress.get(timeout=30)
+    for seconds in (0.0, HANG_TIMEOUT.total_seconds() + 1):
+        assert not ended
+        now.seconds = seconds
+        with pytest.raises(StillRunning, match="4 earlier passes"):
+            threads.run("idle", work)
+    assert ended == [now.seconds]
+    assert progress.empty()
+    released.set()

@@ -59,6 +59,14 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
             "        return True\n",
         ),
     ],
+    # Deadlines of work in progress are not extended.
+    "fixed-deadlines": [
+        Replacement(
+            "sandboxes/claims.py",
+            "            if self.clock() + self.ttl >= self.deadline + RENEWAL_INTERVAL:\n                self.keep()\n",
+            "",
+        ),
+    ],
     # The fence and the budget are checked with the time at which the request began.
     "fence-at-start-of-request": [
         Replacement(EXECUTION, "guard=LeaseGuard(lease.pk, clock_from(now),", "guard=LeaseGuard(lease.pk, lambda: now,"),
@@ -73,7 +81,7 @@ def run_mutant(changes: Sequence[Replacement], *, seed: int, seeds: int, jobs: i
         copy_tree(tree)
         for change in changes:
             path = tree / change.path
-            source = path.read_text()
+            source = path.read_text() if path.is_file() else ""
             if source.count(change.before) != 1:
                 print(f"{change.path} does not have this text once: {change.before!r}")
                 return 2

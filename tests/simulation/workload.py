@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 ENVIRONMENT_TYPE = "catan"
 MAX_FILES = 4  # of one lease; older ones are removed
 # What the product may answer while faults occur. Any other exception is a finding.
-REFUSALS = (SandboxError, LeaseError, BudgetExhausted, OperationalError, Lease.DoesNotExist)
+REFUSALS = (SandboxError, LeaseError, BudgetExhausted, OperationalError, StoreError, Lease.DoesNotExist)
 # What a task or a sweep may raise as well: the queue records the error, and the next pass tries again.
-TASK_FAILURES = (*REFUSALS, StoreError, ProviderError)
+TASK_FAILURES = (*REFUSALS, ProviderError)
 SWEEP_WEIGHTS = {"idle": 8, "stalled": 4, "reclaim": 4, "expire": 3, "reconcile": 2, "cold": 2, "prune": 2}
 
 

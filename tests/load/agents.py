@@ -140,7 +140,9 @@ class Agent:
         self.findings.count("model calls" if _has_succeeded(answer) else "model calls failed")
 
     def snapshot(self) -> None:
-        self._require_known(self.client.post("snapshot", f"/leases/{self.lease}/snapshots"))
+        answer = self.client.post("snapshot", f"/leases/{self.lease}/snapshots")
+        if answer.code != "no_snapshot" or self.workspace.acknowledged:
+            self._require_known(answer)
 
     def fork(self) -> None:
         """Fork the lease, verify the copy, write to it and release it. The agent goes on with the first lease."""

@@ -1,12 +1,12 @@
-"""Heartbeats of claims and the locks of claims, as actors in place of real threads."""
+"""Heartbeats of claims, the locks of claims and work of the queue, as actors in place of real threads."""
 
-import sys
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from django.db import Error as DatabaseError
 
+from sandboxes import claims, queue_threads
 from sandboxes.errors import SandboxError
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tests.simulation.world import Process, World
 
 HEARTBEAT_SECONDS = 5.0
-MODULE = "sandboxes.claims"
 
 
 class ProcessHeartbeats:
@@ -65,15 +64,12 @@ class CooperativeLock:
 
 @contextmanager
 def replaced(world: "World") -> "Iterator[None]":
-    """Replace threads and locks of the product's claims, if it has claims."""
-    module: Any = sys.modules.get(MODULE)
-    if module is None:
-        yield
-        return
-    saved = module.HEARTBEAT, module.threading
-    module.HEARTBEAT = ProcessHeartbeats(world)
-    module.threading = SimpleNamespace(RLock=lambda: CooperativeLock(world))
+    """Replace threads and locks of the product's claims, and run the queue's work in the actor of its task."""
+    saved = claims.HEARTBEAT, claims.threading, queue_threads.multiprocessing
+    claims.HEARTBEAT = cast(Any, ProcessHeartbeats(world))
+    claims.threading = cast(Any, SimpleNamespace(RLock=lambda: CooperativeLock(world)))
+    queue_threads.multiprocessing = cast(Any, SimpleNamespace(parent_process=lambda: None))  # also in a process of a search
     try:
         yield
     finally:
-        module.HEARTBEAT, module.threading = saved
+        claims.HEARTBEAT, claims.threading, queue_threads.multiprocessing = saved

@@ -20,7 +20,7 @@ from sandboxes import pool as pools
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.hosts.bound_provider import compute_host_id
-from sandboxes.models import Pool, Snapshot
+from sandboxes.models import Pool, Sandbox, Snapshot
 from sandboxes.providers.base import DATA, WORKSPACE, ProviderError
 from sandboxes.runs import Command
 from sandboxes.state import workspace
@@ -327,10 +327,10 @@ class Workload:
         if names := [*host.provider._sandboxes]:
             ref = self.random.choice(names)
             host.provider.vanish(ref)
-            if lease := self.world.promises.users.get(ref):
-                expected = self.world.promises.expectations.get(uuid.UUID(lease))
-                expected.vanished = True
+            holder = Sandbox.objects.values_list("holder", flat=True).get(pk=uuid.UUID(ref.split("-")[1]))
+            if holder and (expected := self.world.promises.expectations.leases.get(holder)):
                 expected.losses += 1
+                expected.vanished |= ref in self.world.promises.users  # else no command has changed anything in the sandbox
 
     def start_outage(self) -> None:
         """The store, an engine or the connection of one host fails for some time."""

@@ -18,6 +18,7 @@ from leases import sweeps as leases
 from sandboxes import installation
 from sandboxes import sweeps as sandboxes
 from sandboxes.db import database_time
+from sandboxes.db.clock import clock_from
 from sandboxes.egress.logs import collection
 from sandboxes.host_heartbeat import record_heartbeats
 from sandboxes.hosts import registry
@@ -127,13 +128,14 @@ def run(name: str) -> str:
 def run_sweep(name: str, *, now: datetime) -> SweepResult:
     """Run one pass of a sweep and record its outcome in its Sweep row, which health and metrics read."""
     scheduled = SCHEDULE[name]
+    clock = clock_from(now)  # the sweep begins after checks that may wait for the database or the store
 
     def run_pass() -> SweepResult:
         if name not in DESTRUCTIVE_SWEEPS:
-            return scheduled.sweep(now=now)
+            return scheduled.sweep(now=clock())
         if settings.OBSERVE:
-            return dry_run.count_actions(name, now=now)
-        return installation.run_destructive(lambda: scheduled.sweep(now=now))
+            return dry_run.count_actions(name, now=clock())
+        return installation.run_destructive(lambda: scheduled.sweep(now=clock()))
 
     host = registry.find_worker_host(now=now)
     return run_recorded(

@@ -1,7 +1,9 @@
 """Schedule rows of the queue against the table in controlplane/schedules.py."""
 
 import ast
-from datetime import timedelta
+from dataclasses import replace
+from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from django.utils.module_loading import import_string
@@ -9,10 +11,13 @@ from django_q.models import OrmQ, Schedule
 
 from billing.admin import overshoot
 from controlplane import schedules
+from sandboxes import installation
+from sandboxes.db import clock
 from sandboxes.hosts import registry
 from sandboxes.models import Host, Sweep
+from sandboxes.sweep_log import SweepResult
 from tests.commands.manage import call
-from tests.conftest import NOW
+from tests.conftest import MINUTE, NOW
 
 pytestmark = pytest.mark.django_db
 
@@ -100,3 +105,21 @@ def test_enqueue_all_sweeps_queues_one_pass_of_each() -> None:
 def test_the_documented_overshoot_bound_uses_these_intervals() -> None:
     assert schedules.get_interval("meter") == schedules.get_interval("budgets") == overshoot.SWEEP_INTERVAL
     assert schedules.get_interval("read") == overshoot.READING_INTERVAL
+
+
+def test_a_sweep_begins_after_the_check_of_the_installation(monkeypatch: pytest.MonkeyPatch, memory) -> None:
+    elapsed, seen = [0.0], []
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: elapsed[0]))
+
+    def check_slowly() -> str:
+        elapsed[0] = 60.0
+        return ""
+
+    def record(*, now: datetime) -> SweepResult:
+        seen.append(now)
+        return SweepResult()
+
+    monkeypatch.setattr(installation, "find_mismatch", check_slowly)
+    monkeypatch.setitem(schedules.SCHEDULE, "idle", replace(schedules.SCHEDULE["idle"], sweep=record))
+    schedules.run_sweep("idle", now=NOW)
+    assert seen == [NOW + MINUTE]

@@ -45,12 +45,14 @@ class DatabaseThreads:
             if time.monotonic() - getattr(self._checks, "at", 0.0) > CONNECTION_CHECK_INTERVAL_SECONDS:
                 close_old_connections()
                 self._checks.at = time.monotonic()
+            before = connection.connection
             try:
                 return function(*args, **kwargs)
             except (OperationalError, InterfaceError):
                 close_old_connections()
-                if connection.connection is not None:  # still connected: the error has another cause
-                    raise
+                # The end of a transaction on a lost connection may have opened the next one already.
+                if connection.connection is not None and before in (None, connection.connection):
+                    raise  # the connection was not lost: the error has another cause
                 return function(*args, **kwargs)
 
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._executor, run_in_thread))

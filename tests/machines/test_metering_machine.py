@@ -26,6 +26,7 @@ from sandboxes import sweeps as pool_sweeps
 from sandboxes.db import clock as db_clock
 from sandboxes.models import Pool, Sandbox, Transition
 from sandboxes.providers.base import Unavailable
+from sandboxes.providers.memory.provider import DEFAULT_ENGINE_ID
 from sandboxes.usage import readings
 from tests.conftest import SimulatedCrash
 from tests.machines.test_pool_machine import ROW_INDEX, PoolMachine
@@ -93,7 +94,8 @@ class MeteredMachine(PoolMachine):
         super().begin()
         Pool.objects.exclude(pk=self.pool.pk).delete()  # otherwise each reconciliation asks the Docker Engine
         self.began = self.simulated_time.at
-        self.memory._sandboxes = self.observed = ObservedSandboxes(self.clock)
+        self.observed = ObservedSandboxes(self.clock)
+        self.memory._engines[DEFAULT_ENGINE_ID] = self.observed
         self.counted = True
 
     def check_invariants(self, *args: object) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from decimal import Decimal
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from django.db import OperationalError, connection
+from django.db import OperationalError, connection, transaction
 
 from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType, Lease
 from sandboxes import pool as pools
 from sandboxes.db import sql as rows
 from sandboxes.egress import authorization
+from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Policy, Pool, Run, Sandbox
 from sandboxes.runs import Command
@@ -182,6 +184,31 @@ def test_dropped_database_connection_is_replaced(upstream: FakeUpstream, socket_
     upstream.answer = answer  # drops the connections before the call is settled and the next one recorded
     assert [post(socket_path, COMPLETION_REQUEST)[0] for _ in range(10)] == [200] * 10
     assert [*LlmCall.objects.values_list("outcome", flat=True)] == ["ok"] * 11
+
+
+def test_connection_that_is_lost_in_a_transaction_is_replaced(transactional_db: None, loop: EventLoopThread) -> None:
+    if connection.vendor != "postgresql":
+        pytest.skip("SQLite has no connections to drop.")
+    attempts = []
+
+    def query(lost: bool) -> int:
+        attempts.append(lost)
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+            if lost and len(attempts) == 2:
+                connection.connection.close()  # the rollback fails, too, and Django connects again
+            cursor.execute("SELECT 1")
+            return int(cursor.fetchone()[0])
+
+    async def query_twice() -> list[int]:
+        database = DatabaseThreads()
+        database._executor = ThreadPoolExecutor(1)  # both in one thread, with one connection
+        results = [await database.run(query, False), await database.run(query, True)]
+        await database.run(lambda: connection.close())
+        await database.close()
+        return results
+
+    assert loop.run(query_twice()) == [1, 1] and attempts == [False, True, True]
 
 
 def drop_others(ours: int) -> None:

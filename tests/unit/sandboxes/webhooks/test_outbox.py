@@ -68,7 +68,7 @@ def test_the_end_of_a_lease_is_one_event(grant) -> None:
     }  # fmt: skip
 
 
-def test_each_quarantine_of_a_sandbox_is_an_event(grant, memory, settings) -> None:
+def test_each_quarantine_of_a_sandbox_is_an_event(grant, memory, settings, stopped_clock) -> None:
     settings.DESTROY_TRIES = 2
     hook("sandbox.quarantined")
     lease = grant()

@@ -29,15 +29,17 @@ COUNTERS = {
 }
 
 
-def wait_until_quiet(system: System) -> float:
-    """Run the sweeps until nothing is left to do, for at most QUIET_SECONDS. Return the seconds it took."""
-    started_at = time.monotonic()
+def wait_until_quiet(system: System) -> tuple[float, list[str]]:
+    """Run the sweeps until nothing is left to do, for at most QUIET_SECONDS. Return the seconds it took, and the last failures.
+
+    A sweep may fail while the engine recovers from a kill."""
+    started_at, failures = time.monotonic(), list[str]()
     while time.monotonic() < started_at + QUIET_SECONDS:
-        system.manage("sweep")
-        if not any(system.select(query) for query in UNSETTLED.values()) and not list_remnants(system):
+        failures = system.sweep()
+        if not failures and not any(system.select(query) for query in UNSETTLED.values()) and not list_remnants(system):
             break
         time.sleep(2)
-    return time.monotonic() - started_at
+    return time.monotonic() - started_at, failures
 
 
 def list_remnants(system: System) -> list[str]:

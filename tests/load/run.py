@@ -83,10 +83,10 @@ def _drive(system: System, plan: Plan, interrupted: threading.Event) -> int:
     duration = time.monotonic() - began
     for thread in threads[1:]:
         thread.join()
-    quiet_after = checks.wait_until_quiet(system)
+    quiet_after, sweep_failures = checks.wait_until_quiet(system)
     observer.stop()
     threads[0].join()
-    faults = findings.failures | checks.find_faults(system)
+    faults = findings.failures | checks.find_faults(system) | {"sweeps that fail at the end": sweep_failures}
     billed = checks.read_billed_seconds(system)
     is_too_much = billed > observer.existing_seconds * BILLED_TOLERANCE
     faults["time billed without a container"] = [f"{billed:.0f} s"] if is_too_much else []

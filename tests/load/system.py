@@ -88,6 +88,11 @@ class System:
         assert process.returncode == 0, process.stdout + process.stderr
         return process.stdout
 
+    def sweep(self) -> list[str]:
+        """Run all sweeps once. Return the lines that report a failure."""
+        process = run_manage(self.home.path, "sweep", **self.home.env)
+        return [line for line in (process.stdout + process.stderr).splitlines() if process.returncode and "failed" in line]
+
     def select(self, query: str) -> list[tuple[Any, ...]]:
         with psycopg.connect(self.postgres.url, connect_timeout=5) as connection:
             return connection.execute(query).fetchall()

@@ -194,6 +194,7 @@ def use_leases(world: World, workload: Workload) -> None:
     """Use every active lease once more: its files must be there. Then sweep, and use it again after a sleep."""
     for _ in range(2):
         sweep_all(world, RECOVERY_SWEEPS, minutes=16)
+        workload.read_answers()
         for seat in workload.seats:
             if seat.lease and Lease.objects.filter(pk=seat.lease, status=LeaseStatus.ACTIVE).exists():
                 for host in world.hosts:  # only one of them reaches the sandbox

@@ -71,9 +71,13 @@ class Workload:
 
     def step(self) -> None:
         """Start one operation, if fewer than the maximum are in progress."""
-        self.unanswered = [check for check in self.unanswered if not check()]
+        self.read_answers()
         names = [*self.options.weights]
         getattr(self, f"start_{self.random.choices(names, [*self.options.weights.values()])[0]}")()
+
+    def read_answers(self) -> None:
+        """Have the clients of queued requests read the outcomes that are known by now."""
+        self.unanswered = [check for check in self.unanswered if not check()]
 
     def _spawn(
         self, kind: str, name: str, act: Callable[[], object], settle: Callable[[], object], host: "Host | None" = None

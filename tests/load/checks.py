@@ -54,7 +54,8 @@ def find_faults(system: System) -> dict[str, list[str]]:
     """Return the faults of each check. An empty list is a success."""
     faults = {name: [str(row) for row in system.select(query)] for name, query in (UNSETTLED | COUNTERS).items()}
     faults["containers and volumes leaked"] = list_remnants(system)
-    reasons = system.select(f"SELECT id, end_reason, end_detail FROM leases_lease WHERE end_reason NOT IN {SETTLED_REASONS}")
+    columns = "id, agent_did, environment_id, leased_at, last_activity_at, end_reason, end_detail"
+    reasons = system.select(f"SELECT {columns} FROM leases_lease WHERE end_reason NOT IN {SETTLED_REASONS}")
     faults["leases ended without a cause"] = [str(row) for row in reasons]
     faults["bill derived again differs"] = compare_bills(system)
     return faults

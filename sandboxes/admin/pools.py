@@ -16,7 +16,6 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes import pool
 from sandboxes import pool_stats as stats
 from sandboxes.admin import tabs
 from sandboxes.admin.base.actions import AdminAction, list_audit_entries
@@ -39,6 +38,7 @@ from sandboxes.admin.base.registry import build_agent_field, get_reference
 from sandboxes.formatting import pluralize
 from sandboxes.hosts import capacity
 from sandboxes.models import Pool, Quota, SandboxState
+from sandboxes.pool import allocation
 from sandboxes.pool_stats import PoolStats
 
 MAX_PANEL_ROWS = 12  # quotas on a pool's page, largest use first
@@ -49,7 +49,7 @@ DRAIN_ACTION = AdminAction(
     done="draining",
     refusal_reason="already draining",
     legal=lambda row: not row.draining,
-    verb=lambda row, actor, reason, now: pool.set_draining(row, draining=True, actor=actor),
+    verb=lambda row, actor, reason, now: allocation.set_draining(row, draining=True, actor=actor),
     icon="pause",
     permissions=("sandboxes.drain_pool",),
 )
@@ -59,7 +59,7 @@ RESUME_ACTION = AdminAction(
     done="resumed",
     refusal_reason="not draining",
     legal=lambda row: row.draining,
-    verb=lambda row, actor, reason, now: pool.set_draining(row, draining=False, actor=actor),
+    verb=lambda row, actor, reason, now: allocation.set_draining(row, draining=False, actor=actor),
     permissions=("sandboxes.drain_pool",),
 )
 CLOSE_CIRCUIT_ACTION = AdminAction(
@@ -68,7 +68,7 @@ CLOSE_CIRCUIT_ACTION = AdminAction(
     done="warming up again",
     refusal_reason="its circuit is closed",
     legal=lambda row: is_circuit_open(row, timezone.now()),
-    verb=lambda row, actor, reason, now: pool.resume_warming(row, now=now, actor=actor),
+    verb=lambda row, actor, reason, now: allocation.resume_warming(row, now=now, actor=actor),
     icon="replay",
     permissions=("sandboxes.drain_pool",),
 )

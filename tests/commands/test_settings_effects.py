@@ -23,12 +23,12 @@ from controlplane.management.commands.up import build_granian_argv
 from leases import leasing, sweeps, turns
 from leases.models import Lease
 from sandboxes import storage
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.egress import nginx_config
 from sandboxes.hosts import capacity
 from sandboxes.models import Pool, Run
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.sweeps import passes
 from tests.commands.manage import load_settings
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, run, write
@@ -99,7 +99,7 @@ def expired_cold_sandboxes(world: World) -> int:
     lease = world.lease()
     write(lease)
     evict(lease)
-    return sandbox_sweeps.find_expired_cold(now=NOW + 10 * MINUTE).filter(holder=lease.pk).count()
+    return passes.find_expired_cold(now=NOW + 10 * MINUTE).filter(holder=lease.pk).count()
 
 
 def orphans_after_reconciliation(world: World) -> int:

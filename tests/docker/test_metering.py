@@ -14,7 +14,7 @@ from leases import execution, leasing, sweeps
 from sandboxes import eviction
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.docker.engine import Engine
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]

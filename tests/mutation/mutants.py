@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Sources.
-POOL, LIFECYCLE, RUNS = "sandboxes/pool.py", "sandboxes/lifecycle.py", "sandboxes/runs.py"
+POOL, LIFECYCLE, RUNS = "sandboxes/pool/allocation.py", "sandboxes/lifecycle.py", "sandboxes/runs/operations.py"
 EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
-ADMISSION_QUEUE = "sandboxes/admission_queue.py"
+ADMISSION_QUEUE = "sandboxes/pool/admission_queue.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
 LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
 METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
@@ -232,7 +232,7 @@ MUTANTS = (
     ),
     Mutant(
         name="eviction-unsaved-state-destroyed-as-stalled",
-        path="sandboxes/sweeps.py",
+        path="sandboxes/sweeps/passes.py",
         before="if sandbox.tries >= settings.DESTROY_TRIES and not workspace.has_unsaved_state(sandbox):",
         after="if sandbox.persist_failures >= settings.DESTROY_TRIES:",
         tests=[f"{TEST_STATE_LOSS}::test_a_sandbox_whose_state_is_not_stored_is_never_destroyed_as_stalled"],

@@ -2,7 +2,7 @@
 
 Callers pass a holder (the key of a lease) and never call a provider directly. Each function claims with a guarded UPDATE, calls
 the provider outside any transaction, and records the outcome. An interrupted step leaves a row with a deadline, after
-which a sweep in sandboxes.sweeps takes the next step."""
+which a sweep in sandboxes.sweeps.passes takes the next step."""
 
 import time
 import uuid
@@ -16,8 +16,7 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import F, Q, QuerySet
 
-from sandboxes import admission_queue, destruction, eviction, providers
-from sandboxes.admission_queue import Position
+from sandboxes import destruction, eviction, providers
 from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
@@ -37,6 +36,8 @@ from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, Transition, TransitionReason
+from sandboxes.pool import admission_queue
+from sandboxes.pool.admission_queue import Position
 from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
 from sandboxes.state import disk_space, mounts, workspace
 from sandboxes.state.workspace import StateLost
@@ -175,7 +176,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
 def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Take a place in the pool: insert a row in `warming`. If no place or egress slot is free, evict another sandbox first.
 
-    A place that waiting requests are entitled to (sandboxes.admission_queue) is not taken, and none is evicted for it.
+    A place that waiting requests are entitled to (sandboxes.pool.admission_queue) is not taken, and none is evicted for it.
     Returns None if the holder has a sandbox already. Raises CapacityExhausted, QuotaExceeded, PoolDraining or DiskFull."""
     disk_space.require_free_space("start a sandbox")
     clock = clock_from(now)

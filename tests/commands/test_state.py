@@ -23,7 +23,7 @@ from sandboxes.state import data_editing, data_tree
 from sandboxes.storage import get_store
 from tests.commands.manage import call
 from tests.conftest import MINUTE, NOW, SimulatedCrash
-from tests.support.tars import file, pack
+from tests.support.storage.tars import file, pack
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"

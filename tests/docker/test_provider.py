@@ -28,7 +28,7 @@ from sandboxes.runs.operations import Command
 from sandboxes.sweeps import reconciliation
 from tests.conftest import DOCKER_IMAGE, MINUTE, NOW
 from tests.docker.test_sealed import Cell
-from tests.support.tars import file, pack
+from tests.support.storage.tars import file, pack
 from tests.support.waiting import run_with_growing_timeouts, wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("docker_ready")]

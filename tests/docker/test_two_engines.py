@@ -17,8 +17,8 @@ from sandboxes.models import Pool, Sandbox, SandboxState
 from sandboxes.providers.base import Unavailable
 from sandboxes.sweeps import heartbeat
 from tests.conftest import DOCKER_IMAGE, MINUTE
-from tests.support.engines import private_engine
 from tests.support.leases import evict, get_sandbox, read, run, write
+from tests.support.servers.engines import private_engine
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 OnEngine = Callable[[str], Any]

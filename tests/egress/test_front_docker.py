@@ -19,7 +19,7 @@ from sandboxes.management.commands import egress
 from sandboxes.models import Sweep
 from sandboxes.providers.docker.engine import Engine
 from sandboxes.sweeps import reconciliation
-from tests.support.egress import EventLoopThread, post
+from tests.support.servers.egress import EventLoopThread, post
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]

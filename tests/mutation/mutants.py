@@ -30,7 +30,11 @@ TEST_CRASHES, TEST_RACES = "tests/races/test_crashes.py", "tests/races/test_race
 TEST_METERING, TEST_USE = "tests/unit/billing/test_metering.py", "tests/unit/billing/test_use.py"
 TEST_PRICING, TEST_RATES = "tests/unit/billing/test_pricing.py", "tests/unit/billing/test_rates.py"
 TEST_BUDGETS, TEST_ADMISSION = "tests/unit/billing/test_budgets.py", "tests/unit/billing/test_budget_admission.py"
-TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = "tests/api/test_keys.py", "tests/api/test_leases.py", "tests/admin/test_calls.py"
+TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = (
+    "tests/api/test_keys.py",
+    "tests/api/leases/test_leases.py",
+    "tests/admin/test_calls.py",
+)
 TEST_ALLOW_LISTS, TEST_API_KEYS = "tests/unit/leases/test_allow_lists.py", "tests/unit/leases/test_api_keys.py"
 TEST_IDEMPOTENCY, TEST_QUEUE = "tests/api/test_idempotency.py", "tests/unit/leases/test_admission.py"
 TEST_EGRESS, TEST_REDACTION = (

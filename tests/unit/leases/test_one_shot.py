@@ -20,7 +20,7 @@ from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.races.test_crashes import LATER, sweep
 from tests.support.leases import update_pool
-from tests.support.tars import file, pack
+from tests.support.storage.tars import file, pack
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"

@@ -26,8 +26,8 @@ from sandboxes.models import LlmCall, Policy, Pool, Run, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW, run_in_threads
-from tests.support import egress
-from tests.support.egress import (
+from tests.support.servers import egress
+from tests.support.servers.egress import (
     CHAT_PATH,
     COMPLETION_REQUEST,
     COMPLETION_RESPONSE,

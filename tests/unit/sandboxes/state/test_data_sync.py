@@ -19,7 +19,7 @@ from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
-from tests.support.state import LATER, assert_nothing_left, sandbox_of, sh
+from tests.support.storage.state import LATER, assert_nothing_left, sandbox_of, sh
 
 pytestmark = pytest.mark.django_db
 

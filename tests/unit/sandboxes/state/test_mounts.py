@@ -30,8 +30,8 @@ from sandboxes.state.s3fs import SandboxMount
 from sandboxes.storage import get_store
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, run_in_threads, skip_or_fail
-from tests.support.services import require_s3
-from tests.support.state import sandbox_of, sh
+from tests.support.servers.services import require_s3
+from tests.support.storage.state import sandbox_of, sh
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]

@@ -26,9 +26,9 @@ from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
-from tests.support.disks import small_disk
-from tests.support.services import require_s3
-from tests.support.state import LATER, assert_nothing_left, run_sh, sandbox_of, sh
+from tests.support.servers.services import require_s3
+from tests.support.storage.disks import small_disk
+from tests.support.storage.state import LATER, assert_nothing_left, run_sh, sandbox_of, sh
 
 pytestmark = pytest.mark.django_db
 

@@ -17,7 +17,7 @@ from sandboxes.providers.memory import File, MemoryProvider
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
 from tests.api.conftest import ApiClient, assert_refused
-from tests.support.tars import file, other, pack
+from tests.support.storage.tars import file, other, pack
 
 pytestmark = pytest.mark.django_db
 

@@ -28,7 +28,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Readings", "speed", "sandboxes.reading"),
         ("Model calls", "forum", "sandboxes.llmcall"),
         ("Model rates", "sell", "sandboxes.modelrate"),
-        ("Pools", "database", "sandboxes.pool.allocation"),
+        ("Pools", "database", "sandboxes.pool"),
         ("Hosts", "dns", "sandboxes.host"),
         ("Policies", "policy", "sandboxes.policy"),
         ("Quotas", "pie_chart", "sandboxes.quota"),

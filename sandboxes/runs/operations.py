@@ -36,7 +36,7 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
-from sandboxes.pool import allocation
+from sandboxes.pool import allocation, starts
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
 from sandboxes.runs.claims import KILL_GRACE, RunClaim
 from sandboxes.state import data_sync
@@ -186,7 +186,7 @@ def _prepare_sandbox(
 ) -> Attachment | None:
     sandbox, provider = opened.sandbox, opened.provider
     if not sandbox.prepared:
-        allocation.put_files(sandbox, provider, request.files)
+        starts.put_files(sandbox, provider, request.files)
         Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
     if not command.needs_data:
         return None

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Sources.
-POOL, LIFECYCLE, RUNS = "sandboxes/pool/allocation.py", "sandboxes/lifecycle.py", "sandboxes/runs/operations.py"
+POOL, STARTS = "sandboxes/pool/allocation.py", "sandboxes/pool/starts.py"
+LIFECYCLE, RUNS = "sandboxes/lifecycle.py", "sandboxes/runs/operations.py"
 EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
 ADMISSION_QUEUE = "sandboxes/pool/admission_queue.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
 LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
 METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
-BUDGET_ADMISSION, BUDGET_PERIODS, BUDGET_UPDATES = (
+BUDGET_ADMISSION, BUDGET_RESERVATION, BUDGET_UPDATES = (
     "billing/budgets/admission.py",
-    "billing/budgets/periods.py",
+    "billing/budgets/reservation.py",
     "billing/budgets/updates.py",
 )
 TEST_HOSTS = "tests/unit/sandboxes/test_hosts.py"
@@ -128,9 +129,9 @@ MUTANTS = (
     ),
     Mutant(
         name="pool-late-create-not-discarded",
-        path=POOL,
-        before='        _discard(provider, sandbox)\n        raise SandboxNotHeld("The lease ended',
-        after='        raise SandboxNotHeld("The lease ended',
+        path=STARTS,
+        before="        _discard(provider, sandbox)\n        raise _build_overtaken_error(sandbox)\n",
+        after="        raise _build_overtaken_error(sandbox)\n",
         tests=[f"{TEST_CRASHES}::test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing"],
     ),
     # --- lifecycle ---
@@ -257,7 +258,7 @@ MUTANTS = (
     ),
     Mutant(
         name="pool-ready-without-the-claim",
-        path=POOL,
+        path=STARTS,
         before="own_claim = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)",
         after="own_claim = Q(incarnation=sandbox.incarnation)",
         tests=[f"{TEST_STATE_LOSS}::test_start_whose_claim_was_taken_over_does_not_make_the_sandbox_ready"],
@@ -293,8 +294,8 @@ MUTANTS = (
     Mutant(
         name="destruction-quarantine-off-by-one",
         path=DESTRUCTION,
-        before="quarantined = tries >= settings.DESTROY_TRIES",
-        after="quarantined = tries > settings.DESTROY_TRIES",
+        before="sandbox.tries, sandbox.tries >= settings.DESTROY_TRIES",
+        after="sandbox.tries, sandbox.tries > settings.DESTROY_TRIES",
         tests=[f"{TEST_LEASING}::test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined"],
     ),
     # --- leasing ---
@@ -408,9 +409,13 @@ MUTANTS = (
     ),
     Mutant(
         name="budgets-spent-in-an-earlier-period",
-        path=BUDGET_PERIODS,
-        before="return budget.exhausted_for == get_period_bounds(budget.period, now)[0] and budget.spent >= budget.amount",
-        after="return budget.spent >= budget.amount",
+        path=BUDGET_RESERVATION,
+        before=(
+            "    if budget.exhausted_for != get_period_bounds(budget.period, now)[0]:\n"
+            "        return False\n"
+            "    spent = get_spent(budget, now)\n"
+        ),
+        after="    spent = budget.spent\n",
         tests=[f"{TEST_BUDGETS}::test_daily_budget_resets_at_midnight_before_the_next_sweep"],
     ),
     Mutant(

@@ -10,7 +10,7 @@ from leases.models import Lease
 from sandboxes import eviction, processes
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, TooManyProcesses
 from sandboxes.models import Pool, Process, Run, Sandbox
-from sandboxes.pool import allocation
+from sandboxes.pool import starts
 from sandboxes.processes import MAX_PROCESSES, START_TIMEOUT, ProcessSpec
 from sandboxes.providers.base import ProcessOutput, Unavailable
 from sandboxes.providers.memory import File, MemoryProvider, ProgramResult
@@ -163,7 +163,7 @@ def test_process_ends_with_a_lost_sandbox(process, grant, memory) -> None:
 
 def test_process_is_gone_as_soon_as_its_sandbox_was_restarted(lease, process, memory) -> None:
     memory.stop(process.sandbox.ref)
-    memory.create(allocation.build_spec(process.sandbox))
+    memory.create(starts.build_spec(process.sandbox))
     processes.refresh_by_holder(lease.pk, now=NOW)
     assert (reload(process).state, reload(process).note) == ("gone", "The sandbox was restarted.")
 

@@ -12,7 +12,7 @@ from leases import execution, leasing
 from leases.models import Lease
 from sandboxes import destruction, eviction
 from sandboxes.models import Pool, Reading, Sandbox
-from sandboxes.pool import allocation
+from sandboxes.pool import starts
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
@@ -93,7 +93,7 @@ def test_a_restarted_counter_is_counted_from_zero(box: Sandbox, memory: MemoryPr
     read(box, memory, after=MINUTE)
     memory.stop(box.ref)
     assert read(box, memory, after=2 * MINUTE) is None, "it does not run"
-    memory.create(allocation.build_spec(Sandbox.objects.select_related("pool").get(pk=box.pk)))
+    memory.create(starts.build_spec(Sandbox.objects.select_related("pool").get(pk=box.pk)))
     memory.use(box.ref, cpu_micros=2 * SECOND)
     read(box, memory, after=3 * MINUTE)
     assert cpu(box) == [5 * SECOND, 2 * SECOND]

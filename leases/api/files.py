@@ -30,16 +30,8 @@ from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Sandbox
 from sandboxes.providers import tar_validation
-from sandboxes.providers.base import (
-    DATA,
-    WORKSPACE,
-    FileStat,
-    Provider,
-    Rejected,
-    TooLarge,
-    check_directory_path,
-    split_sandbox_path,
-)
+from sandboxes.providers.arguments import check_directory_path, split_sandbox_path
+from sandboxes.providers.base import DATA, WORKSPACE, FileStat, Provider, Rejected, TooLarge
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from sandboxes.state.file_tree import FileTree

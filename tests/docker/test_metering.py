@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from billing.metering import STATES_WITHOUT_PROCESS, meter_usage
+from billing.alive_time import STATES_WITHOUT_PROCESS
+from billing.metering import meter_usage
 from billing.models import UsageKind, UsageRecord
 from leases import execution, leasing, sweeps
 from sandboxes import eviction

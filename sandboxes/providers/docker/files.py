@@ -17,6 +17,15 @@ from typing import BinaryIO, TypeVar, cast
 
 from sandboxes.image import files
 from sandboxes.providers import tar_validation
+from sandboxes.providers.arguments import (
+    check_directory_path,
+    check_patterns,
+    check_range,
+    check_relative_path,
+    check_root,
+    check_slug,
+    split_sandbox_path,
+)
 from sandboxes.providers.base import (
     DATA,
     GET_FILES_TIMEOUT,
@@ -27,13 +36,6 @@ from sandboxes.providers.base import (
     ProviderError,
     TooLarge,
     Unavailable,
-    check_directory_path,
-    check_patterns,
-    check_range,
-    check_relative_path,
-    check_root,
-    check_slug,
-    split_sandbox_path,
 )
 from sandboxes.providers.docker import host_files
 from sandboxes.providers.docker.commands import AGENT_UID, PYTHON_COMMAND, ContainerCommandProvider

@@ -12,7 +12,7 @@ import pytest
 from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
-from billing import metering
+from billing import alive_time, metering
 from billing.intervals import StateInterval, build_intervals, split_by_day
 from billing.metering import meter_usage
 from billing.models import CostRecord, UsageKind, UsageRecord
@@ -172,7 +172,7 @@ def test_sandbox_destroyed_after_a_clock_jump_is_not_alive(grant: AnyCallable, m
     run_true(lease, now=NOON + HOUR)
     leasing.release(lease.pk, now=NOON)
     sweeps.reclaim(now=NOON)
-    assert metering.get_alive_time(lease.pk, now=NOON + 9 * HOUR) < MINUTE
+    assert alive_time.get_alive_time(lease.pk, now=NOON + 9 * HOUR) < MINUTE
     assert compute_time_alive(Sandbox.objects.get(), NOON + 9 * HOUR) < MINUTE
 
 

@@ -39,7 +39,8 @@ from sandboxes.providers.base import (
 )
 from sandboxes.providers.docker import host_files
 from sandboxes.providers.docker.commands import AGENT_UID, PYTHON_COMMAND, ContainerCommandProvider
-from sandboxes.providers.docker.engine import BoundedBuffer, shares_kernel
+from sandboxes.providers.docker.engine import shares_kernel
+from sandboxes.providers.docker.exec_stream import BoundedBuffer
 from sandboxes.providers.streams import BoundedWriter, limit_stream
 
 IDLE_TIMEOUT_SECONDS = 60.0  # without progress of a file transfer

@@ -33,7 +33,7 @@ from billing.admin.budget_usage import (
     render_gauge,
     render_reset_time,
 )
-from billing.admin.overshoot import SWEEP_INTERVAL, describe_overshoot
+from billing.admin.overshoot import describe_overshoot
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Budget
 from billing.models.budgets import Period, Scope, Unit
 from sandboxes.admin.base.actions import AdminAction, list_audit_entries
@@ -266,7 +266,7 @@ class BudgetAdmin(ConsoleModelAdmin):
 def build_reservation_field(row: Budget, now: datetime) -> SummaryField:
     """Build the amount reserved for the running sandboxes until they can be stopped."""
     delay = budgets.get_stop_delay(row)
-    within = "for the next minute" if delay == SWEEP_INTERVAL else f"for the next {format_duration(delay)}"
+    within = "for the next minute" if delay == budgets.SWEEP_INTERVAL else f"for the next {format_duration(delay)}"
     reserved = budgets.compute_reservation(row, now=now)
     return SummaryField(
         f"Reserved {within}",

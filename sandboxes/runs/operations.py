@@ -323,7 +323,7 @@ def _warn_if_workspace_full(provider: Provider, sandbox: Sandbox, *, now: dateti
     """Measure the workspace after a run that may have exceeded its limit. Returns "", or a warning that the limit is exceeded.
 
     There is no measurement while the workspace, growing by MAX_WRITE_BYTES_PER_SECOND since the last one, is below its limit,
-    nor within MEASURE_INTERVAL_FACTOR durations of the last one. If it fails, the sweep `measure_workspaces` repeats it."""
+    nor within MEASURE_INTERVAL_FACTOR durations of the last one. The sweep `measure_workspaces` repeats a failed one."""
     limit = sandbox.pool.workspace_limit_mib << 20
     elapsed = (now - (sandbox.measured_at or sandbox.created_at)).total_seconds()
     may_exceed = (sandbox.workspace_bytes or 0) + elapsed * MAX_WRITE_BYTES_PER_SECOND > limit

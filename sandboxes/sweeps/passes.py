@@ -1,8 +1,8 @@
 """Scheduled passes over sandboxes and pools.
 
 Each sweep takes the time as an argument and returns a SweepResult. A sweep that calls providers handles the sandboxes of the
-hosts that this process reaches. A sweep is safe to repeat, and to run concurrently with
-itself and with any other. The outcome "lost race" means that another process moved the row first."""
+hosts that this process reaches. A sweep is safe to repeat, and to run concurrently with itself and with any other. The outcome
+"lost race" means that another process moved the row first."""
 
 import uuid
 from datetime import datetime, timedelta
@@ -124,7 +124,7 @@ def find_expired_cold(*, now: datetime) -> QuerySet[Sandbox]:
 
 
 def find_leftover_local_copies() -> QuerySet[Snapshot]:
-    """Select snapshots with files in this state directory whose sandbox is destroyed. Those of other hosts are theirs."""
+    """Select snapshots with files in this state directory whose sandbox is destroyed. Each host finds its own."""
     own = Q(host__isnull=True) | Q(host__in=registry.find_local_host_ids())
     return Snapshot.objects.filter(own, local=True, forgotten_at__isnull=True, sandbox__state=DESTROYED).order_by("at")
 
@@ -245,7 +245,7 @@ def find_overdue_evictions(*, now: datetime) -> QuerySet[Sandbox]:
 def recount(*, now: datetime) -> SweepResult:
     """Set the counters of pools and quotas to the counts of rows. Each difference is a bug and reported as a failure.
 
-    Automatic capacities follow the setting and the engine's memory, which no event reports."""
+    Also updates automatic capacities, because no event reports a change of the setting or of an engine's memory."""
     result = SweepResult()
     if changed := capacity.update_automatic_capacities(now=now):
         result.note("capacities changed", changed)
@@ -322,7 +322,7 @@ def release_instance(instance: str, *, now: datetime) -> int:
     """Make the work of a dead instance of the control plane due now, so that the next sweep takes over.
 
     `instance` is a value of LEASEHOLD_INSTANCE, or the common part of several values before a dot. Returns the number of rows.
-    Call this function only if no process of the instance is alive. It only saves time: otherwise the rows wait for their
+    Call this function only if no process of the instance is alive. Without this call the rows wait for their
     deadlines. Raises ValueError for an empty instance."""
     if not instance:
         raise ValueError("An instance is required: rows without one may belong to any process.")

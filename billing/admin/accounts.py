@@ -98,7 +98,7 @@ CLOSE_MONTH_ACTION = AdminAction(
 
 @admin.register(Account)
 class AccountAdmin(ConsoleModelAdmin):
-    list_display = ["who", "members", "month", "balance", "closed"]
+    list_display = ["account_label", "members", "month", "balance", "closed"]
     search_fields = ["name__startswith", "title__startswith"]
     search_help_text = "Name or title (prefix)"
     ordering = ["name"]
@@ -127,7 +127,7 @@ class AccountAdmin(ConsoleModelAdmin):
             row.last = last.get(row.pk)  # type: ignore[attr-defined]
 
     @display(description="Account")
-    def who(self, row: Account) -> SafeString | str:
+    def account_label(self, row: Account) -> SafeString | str:
         return render_two_lines(row.name, row.title) if row.title else row.name
 
     @display(description="Members")

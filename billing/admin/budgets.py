@@ -128,7 +128,7 @@ def render_subjects(rows: Collection[Budget]) -> Mapping[int, Any]:
 @admin.register(Budget)
 class BudgetAdmin(ConsoleModelAdmin):
     form = BudgetForm
-    list_display = ["what", "subject_label", "spending", "reset_time", "strictness", "condition"]
+    list_display = ["budget_label", "subject_label", "spending", "reset_time", "strictness", "condition"]
     list_filter = [
         ("scope", ChoicesRadioFilter), ("unit", ChoicesRadioFilter), ("period", ChoicesRadioFilter), "hard",
     ]  # fmt: skip
@@ -169,7 +169,7 @@ class BudgetAdmin(ConsoleModelAdmin):
             row.subject_link = subjects.get(row.pk, row.subject)  # type: ignore[attr-defined]
 
     @display(description="Budget")
-    def what(self, row: Budget) -> SafeString:
+    def budget_label(self, row: Budget) -> SafeString:
         period = "lifetime" if row.period == Period.EVER else f"per {row.period}"
         return render_two_lines(f"{format_usd(row.amount)} {get_unit_label(row)}", period)
 

@@ -125,7 +125,7 @@ DELETE_RATE_ACTION = AdminAction(
 @admin.register(Rate)
 class RateAdmin(ConsoleModelAdmin):
     form = RateForm
-    list_display = ["what", "price", "free", "since", "condition"]
+    list_display = ["item_label", "price", "free", "since", "condition"]
     search_fields = ["provider__startswith"]
     search_help_text = "Provider (prefix)"
     ordering = ["provider", "item", "instance_type", "-valid_from"]
@@ -162,7 +162,7 @@ class RateAdmin(ConsoleModelAdmin):
         return {"valid_from": start_of_day(tomorrow), **super().get_changeform_initial_data(request)}
 
     @display(description="Provider and item")
-    def what(self, row: Rate) -> SafeString:
+    def item_label(self, row: Rate) -> SafeString:
         return render_two_lines(f"{row.provider} {row.instance_type}".strip(), ITEM_LABELS[BillableItem(row.item)])
 
     @display(description="Price")

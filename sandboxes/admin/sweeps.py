@@ -39,7 +39,7 @@ def build_late_filter(now: datetime) -> Q:
 
 @admin.register(Sweep)
 class SweepAdmin(ReadOnlyModelAdmin):
-    list_display = ["name", "where", "health", "succeeded", "period", "lasted", "did", "error"]
+    list_display = ["name", "host_label", "health", "succeeded", "period", "lasted", "result", "error"]
     list_select_related = ["host", "started_by"]
     ordering = ["name", "host"]
     list_tabs = {
@@ -50,7 +50,7 @@ class SweepAdmin(ReadOnlyModelAdmin):
     change_form_outer_before_template = "admin/sandboxes/sweep/error.html"
 
     @display(description="Host")
-    def where(self, row: Sweep) -> SafeString:
+    def host_label(self, row: Sweep) -> SafeString:
         """The host whose work the sweep does, or the one that last ran a sweep of the installation."""
         if row.host:
             return render_admin_link("sandboxes_host", row.host.pk, row.host)
@@ -73,7 +73,7 @@ class SweepAdmin(ReadOnlyModelAdmin):
         return format_duration(row.took) if row.took is not None else "–"
 
     @display(description="Result")
-    def did(self, row: Sweep) -> str:
+    def result(self, row: Sweep) -> str:
         return ", ".join(f"{number} {label}" for label, number in row.counts.items()) or "nothing to do"
 
     @display(description="Error")

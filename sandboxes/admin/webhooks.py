@@ -141,7 +141,7 @@ class AddWebhookForm(WebhookForm):
 @admin.register(Webhook)
 class WebhookAdmin(ConsoleModelAdmin):
     form = WebhookForm
-    list_display = ["where", "subscriptions", "state", "last", "pending_count"]
+    list_display = ["webhook_label", "subscriptions", "state", "last", "pending_count"]
     search_fields = ["url__contains", "description__contains"]
     search_help_text = "Part of the URL or of the description"
     ordering = ["-created_at", "-pk"]
@@ -191,7 +191,7 @@ class WebhookAdmin(ConsoleModelAdmin):
             row.pending = counts.get(row.pk, 0)  # type: ignore[attr-defined]
 
     @display(description="Webhook")
-    def where(self, row: Webhook) -> SafeString | str:
+    def webhook_label(self, row: Webhook) -> SafeString | str:
         return render_two_lines(truncate_text(row.url), row.description) if row.description else truncate_text(row.url)
 
     @display(description="Events")
@@ -242,7 +242,7 @@ class WebhookAdmin(ConsoleModelAdmin):
                 ),
                 SummaryField("Added", render_time_ago(row.created_at), note=f"by {row.created_by}" if row.created_by else ""),
             ],
-            "deliveries": build_delivery_rows(latest[:MAX_PANEL_ROWS], name=lambda one: one.event.kind),
+            "deliveries": build_delivery_rows(latest[:MAX_PANEL_ROWS], name=lambda delivery: delivery.event.kind),
             "more": all_url if len(latest) > MAX_PANEL_ROWS else "",
             "empty_text": "No deliveries yet. One is recorded for each event that matches the subscription.",
             "audit": list_audit_entries(row, MAX_PANEL_ROWS),

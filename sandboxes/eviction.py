@@ -253,12 +253,12 @@ def _destroy_unheld(victim: Sandbox, *, now: datetime, reason: str, actor: str) 
     """Destroy a pre-warmed sandbox, unless it was claimed meanwhile."""
     clock, unused = clock_from(now), Q(state=WARM, holder__isnull=True)
     with transaction.atomic():
-        taken = destruction.schedule_destroy(
+        scheduled = destruction.schedule_destroy(
             victim.pk, now=now, code=TransitionReason.CAPACITY, reason=reason, actor=actor, guard=unused
         )
-        if taken:
+        if scheduled:
             Pool.objects.filter(pk=victim.pool_id).update(evicted_warm=F("evicted_warm") + 1)
-    if taken:
+    if scheduled:
         log.info("evict", sandbox=str(victim.pk), tier="warm", agent="")
         destruction.destroy(victim.pk, now=clock(), actor=actor)
 

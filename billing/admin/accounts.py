@@ -63,12 +63,12 @@ class CloseMonthForm(ReasonForm):
         field.help_text = "Months are closed in order, oldest first." if months else "No month is open."
 
 
-def _grant_credit(account: Account, actor: str, why: str, now: datetime, usd: Decimal) -> bool:
-    statements.grant_credit(account, usd, now=now, actor=actor, reason=why)
+def _grant_credit(account: Account, actor: str, reason: str, now: datetime, usd: Decimal) -> bool:
+    statements.grant_credit(account, usd, now=now, actor=actor, reason=reason)
     return True
 
 
-def _close_month(account: Account, actor: str, why: str, now: datetime, month: date) -> bool:
+def _close_month(account: Account, actor: str, reason: str, now: datetime, month: date) -> bool:
     return statements.close_month(account, month, now=now, actor=actor)[1]
 
 

@@ -91,7 +91,7 @@ def build_in_force_filter(now: datetime) -> Q:
     return Q(valid_from__lte=now) & ~Q(_exists_newer_rate(valid_from__lte=now))
 
 
-def _delete_rate(rate: Rate, actor: str, why: str, now: datetime) -> bool:
+def _delete_rate(rate: Rate, actor: str, reason: str, now: datetime) -> bool:
     """Delete a fresh copy of the row, so that `rate` keeps its id for the log entry."""
     try:
         get_object_or_404(Rate, pk=rate.pk).delete()

@@ -41,8 +41,8 @@ from sandboxes.models import Run, RunOutcome, Sandbox
 ENDING_SOON_WINDOW = timedelta(minutes=5)
 
 
-def _end_lease(lease: Lease, actor: str, why: str, now: datetime) -> bool:
-    return leasing.end(lease.pk, reason="operator", now=now, actor=actor, detail=why)
+def _end_lease(lease: Lease, actor: str, reason: str, now: datetime) -> bool:
+    return leasing.end(lease.pk, reason="operator", now=now, actor=actor, detail=reason)
 
 
 END_LEASE_ACTION = AdminAction(

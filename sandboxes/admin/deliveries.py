@@ -42,7 +42,7 @@ REDELIVER_ACTION = AdminAction(
     done="queued for redelivery",
     refusal_reason="already pending, or the webhook was removed",
     legal=lambda row: row.due_at is None and row.webhook.removed_at is None,
-    verb=lambda row, actor, why, now: delivery.redeliver(row.pk, now=now, actor=actor),
+    verb=lambda row, actor, reason, now: delivery.redeliver(row.pk, now=now, actor=actor),
     icon="send",
     permissions=("sandboxes.send_webhook",),
     enqueue=outbox.enqueue_delivery_task,

@@ -39,7 +39,7 @@ MAX_AUDIT_ENTRIES = 12
 DID_KEY_PREFIX = "did:key:"
 
 
-def _rotate_key(key: SigningKey, actor: str, why: str, now: datetime) -> bool:
+def _rotate_key(key: SigningKey, actor: str, reason: str, now: datetime) -> bool:
     return signing.replace_key(key, now=now, actor=actor) is not None
 
 
@@ -69,7 +69,7 @@ REVOKE_KEY_ACTION = AdminAction(
     done="revoked",
     refusal_reason="no longer active",
     legal=lambda key: key.is_active,
-    verb=lambda key, actor, why, now: signing.revoke_key(key, now=now, actor=actor),
+    verb=lambda key, actor, reason, now: signing.revoke_key(key, now=now, actor=actor),
     icon="key_off",
     permissions=("sandboxes.manage_identity",),
     danger=True,

@@ -51,7 +51,7 @@ class SweepAdmin(ReadOnlyModelAdmin):
 
     @display(description="Host")
     def host_label(self, row: Sweep) -> SafeString:
-        """The host whose work the sweep does, or the one that last ran a sweep of the installation."""
+        """Return the host whose work the sweep does, or the host that last ran a sweep of the installation."""
         if row.host:
             return render_admin_link("sandboxes_host", row.host.pk, row.host)
         return render_two_lines("installation", f"last on {row.started_by}" if row.started_by else "")
@@ -84,14 +84,14 @@ class SweepAdmin(ReadOnlyModelAdmin):
         return {
             "facts": [
                 SummaryField("Health", self.health(row)),
-                SummaryField("Host", self.where(row)),
+                SummaryField("Host", self.host_label(row)),
                 SummaryField(
                     "Last success", self.succeeded(row), note=render_timestamp(row.succeeded_at) if row.succeeded_at else ""
                 ),
                 SummaryField("Last start", render_time_ago(row.started_at)),
                 SummaryField("Interval", self.period(row)),
                 SummaryField("Duration", self.lasted(row)),
-                SummaryField("Result", self.did(row), note="of the last successful run"),
+                SummaryField("Result", self.result(row), note="of the last successful run"),
             ],
             "last_error": decode_output(row.last_error.encode()),
         }

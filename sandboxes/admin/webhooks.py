@@ -32,12 +32,12 @@ from sandboxes.webhooks import delivery, outbox, subscriptions
 MAX_PANEL_ROWS = 12
 
 
-def _send_test(row: Webhook, actor: str, why: str, now: datetime) -> bool:
+def _send_test(row: Webhook, actor: str, reason: str, now: datetime) -> bool:
     delivery.send_test_event(row, now=now, actor=actor)
     return True
 
 
-def _rotate_secret(row: Webhook, actor: str, why: str, now: datetime) -> bool:
+def _rotate_secret(row: Webhook, actor: str, reason: str, now: datetime) -> bool:
     row.new_secret = subscriptions.rotate_secret(row, now=now, actor=actor)  # type: ignore[attr-defined]
     return row.new_secret is not None  # type: ignore[attr-defined]
 
@@ -65,7 +65,7 @@ PAUSE_ACTION = AdminAction(
     done="paused",
     refusal_reason="not active",
     legal=lambda row: row.state == "active",
-    verb=lambda row, actor, why, now: subscriptions.pause_webhook(row.pk, actor=actor),
+    verb=lambda row, actor, reason, now: subscriptions.pause_webhook(row.pk, actor=actor),
     icon="pause",
     permissions=("sandboxes.send_webhook",),
     button="Pause",
@@ -76,7 +76,7 @@ RESUME_ACTION = AdminAction(
     done="resumed",
     refusal_reason="neither paused nor disabled",
     legal=lambda row: row.state in ("paused", "disabled"),
-    verb=lambda row, actor, why, now: subscriptions.resume_webhook(row.pk, now=now, actor=actor),
+    verb=lambda row, actor, reason, now: subscriptions.resume_webhook(row.pk, now=now, actor=actor),
     enqueue=outbox.enqueue_delivery_task,
     permissions=("sandboxes.send_webhook",),
     button="Resume",
@@ -98,7 +98,7 @@ REMOVE_ACTION = AdminAction(
     done="removed",
     refusal_reason="already removed",
     legal=lambda row: row.removed_at is None,
-    verb=lambda row, actor, why, now: subscriptions.remove_webhook(row.pk, now=now, actor=actor),
+    verb=lambda row, actor, reason, now: subscriptions.remove_webhook(row.pk, now=now, actor=actor),
     icon="delete",
     permissions=("sandboxes.manage_webhook",),
     danger=True,

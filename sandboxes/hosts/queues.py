@@ -29,14 +29,14 @@ def choose_queue() -> str:
 
     This host's queue if its heartbeat is recent, else the queue of the host with the newest heartbeat."""
     try:
-        own = registry.get_queue_name()
+        own_queue = registry.get_queue_name()
     except (ProviderError, ImproperlyConfigured) as error:  # the engine has never responded here
         log.warning("queue of this host not known", error=str(error))
-        own = ""
+        own_queue = ""
     live = registry.find_live_hosts(now=database_time.now())
     reachable = [*live.exclude(queue="").values_list("queue", flat=True)]
-    if own in reachable or not reachable:
-        return own or _find_last_queue()
+    if own_queue in reachable or not reachable:
+        return own_queue or _find_last_queue()
     return reachable[0]
 
 

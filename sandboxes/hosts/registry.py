@@ -47,8 +47,8 @@ def get_local_host(provider_name: str, *, now: datetime) -> Host:
 
     Raise the errors of get_local_host_id."""
     host_id = get_local_host_id(provider_name)
-    found = Host.objects.filter(pk=host_id).first()
-    return found or _register(providers.get_provider(provider_name), now=now)
+    host = Host.objects.filter(pk=host_id).first()
+    return host or _register(providers.get_provider(provider_name), now=now)
 
 
 def get_placement_host(provider_name: str, *, now: datetime) -> Host:

@@ -51,10 +51,10 @@ def enqueue(pool: Pool, agent_did: str, environment_id: str, *, now: datetime, s
 
     A request that has expired waits from `now` again, unless its client passes the earlier time as `since`. Raise
     TooManyAdmissionRequests at the limit of the agent."""
-    own = _find_requests(agent_did, environment_id).filter(pool=pool)
+    own_requests = _find_requests(agent_did, environment_id).filter(pool=pool)
     expires_at = now + ABANDONED_AFTER
-    if own.filter(expires_at__gt=now).update(expires_at=expires_at):
-        return since or own.values_list("enqueued_at", flat=True).first() or now
+    if own_requests.filter(expires_at__gt=now).update(expires_at=expires_at):
+        return since or own_requests.values_list("enqueued_at", flat=True).first() or now
     if pool.admission_requests.filter(agent_did=agent_did, expires_at__gt=now).count() >= MAX_REQUESTS_PER_AGENT:
         raise TooManyAdmissionRequests(limit=MAX_REQUESTS_PER_AGENT)
     request = AdmissionRequest(

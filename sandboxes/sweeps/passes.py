@@ -87,7 +87,7 @@ def _evict_one(pk: uuid.UUID, token: uuid.UUID, result: SweepResult, *, now: dat
         if eviction.finish_eviction(pk, token, now=now, actor="sweep"):
             result.note("put to sleep")
         elif not Sandbox.objects.filter(pk=pk).exclude(last_error="").exists():
-            result.note("lost race")  # another sweep took over while the sandboxes before this one were stored
+            result.note("lost race")  # another sweep took over while earlier sandboxes were stored
         else:
             result.failures.append(f"{pk}: {Sandbox.objects.values_list('last_error', flat=True).get(pk=pk)}")
     except Exception as failed:  # one sandbox must not block the eviction of the others
@@ -125,8 +125,8 @@ def find_expired_cold(*, now: datetime) -> QuerySet[Sandbox]:
 
 def find_leftover_local_copies() -> QuerySet[Snapshot]:
     """Select snapshots with files in this state directory whose sandbox is destroyed. Each host finds its own."""
-    own = Q(host__isnull=True) | Q(host__in=registry.find_local_host_ids())
-    return Snapshot.objects.filter(own, local=True, forgotten_at__isnull=True, sandbox__state=DESTROYED).order_by("at")
+    is_local = Q(host__isnull=True) | Q(host__in=registry.find_local_host_ids())
+    return Snapshot.objects.filter(is_local, local=True, forgotten_at__isnull=True, sandbox__state=DESTROYED).order_by("at")
 
 
 def warm_pools(*, now: datetime) -> SweepResult:

@@ -92,8 +92,8 @@ def _filter_orphans(
 ) -> list[ProviderSandbox]:
     # Read after the listing: a row is inserted before its sandbox is created, so each listed sandbox's row is visible here.
     # A row without a host may belong to this host.
-    own = Q(host=host_id) | Q(host__isnull=True)
-    rows = Sandbox.objects.filter(own, pool=pool).exclude(state__in=(DESTROYED, COLD))
+    on_this_host = Q(host=host_id) | Q(host__isnull=True)
+    rows = Sandbox.objects.filter(on_this_host, pool=pool).exclude(state__in=(DESTROYED, COLD))
     known_names = {sandbox.name for sandbox in rows}
     return [entry for entry in listed if entry.name not in known_names and entry.created_at <= now - grace]
 

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from datetime import datetime
 from uuid import UUID
 
+import structlog
+
 from leases import execution, leasing
 from leases.errors import Conflict
 from leases.leasing import LeaseRequest
@@ -11,10 +13,13 @@ from leases.models import Lease, LeaseEvent, LeaseStatus
 from sandboxes import snapshots
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
+from sandboxes.db.connection_errors import log_connection_errors
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
 from sandboxes.state import workspace
+from sandboxes.storage.base import StoreError
 
+log = structlog.get_logger(__name__)
 FORKED_EVENT = "forked"  # event kind, recorded on both leases
 
 
@@ -60,8 +65,8 @@ def fork(
     try:
         granted, is_new = leasing.acquire(request, now=now, actor=actor, admit=copy_workspace)
     finally:
-        if source and temporary:  # delete the temporary snapshot; a granted fork has its own copy
-            workspace.forget(source, now=clock())
+        if source and temporary:  # a granted fork has its own copy
+            _forget_temporary(source, now=clock())
     if not is_new:
         _require_forked_from(granted, lease, snapshot)
     return granted, is_new
@@ -74,6 +79,17 @@ def _find_or_take_source(lease: Lease, *, now: datetime, actor: str) -> tuple[Sn
     clock = clock_from(now)
     with execution.use_lease(lease.pk, now=now) as request:
         return snapshots.capture_current(request, now=clock(), actor=actor)
+
+
+def _forget_temporary(source: Snapshot, *, now: datetime) -> None:
+    """Delete the snapshot that was taken for a fork. A failure is logged: the client must learn the id of the granted lease.
+
+    The sweep `prune` deletes objects that remain in the store, and later snapshots displace one that is not yet forgotten."""
+    try:
+        with log_connection_errors("temporary snapshot not deleted", snapshot=str(source.pk)):
+            workspace.forget(source, now=now)
+    except StoreError as failed:
+        log.warning("temporary snapshot not deleted", snapshot=str(source.pk), error=str(failed))
 
 
 def _require_forked_from(current: Lease, lease: Lease, snapshot: UUID | None) -> None:

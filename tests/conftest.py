@@ -13,13 +13,13 @@ from typing import Any
 
 import hypothesis
 import pytest
-from django.db import connections
+from django.db import OperationalError, connections
 from django.utils import timezone
 
 from leases import leasing
 from leases.models import Lease
 from sandboxes import claims, lifecycle, providers
-from sandboxes.db import clock
+from sandboxes.db import clock, connection_errors
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
@@ -183,6 +183,30 @@ def memory_store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop the monotonic clock of the verbs, so that durations are exact."""
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+@pytest.fixture
+def failover(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
+    """Lose the database connection in the first calls of a function: failover(runs, "close_run", times=20). Return the calls.
+
+    Time passes only by the pauses between retries. The test needs real transactions."""
+    paused = [0.0]
+    monkeypatch.setattr(connection_errors, "time", SimpleNamespace(sleep=paused.append))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: sum(paused)))
+
+    def lose_connection(owner: object, name: str, times: int = 3) -> list[object]:
+        function, calls = getattr(owner, name), list[object]()
+
+        def fail(*args: Any, **options: Any) -> Any:
+            calls.append(args)
+            if len(calls) <= times:
+                raise OperationalError("the connection is closed")
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, fail)
+        return calls
+
+    return lose_connection
 
 
 @pytest.fixture(scope="session")

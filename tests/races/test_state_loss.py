@@ -1,8 +1,6 @@
 """Failures, crashes and overtaken workers. A change that a run has acknowledged survives every one of them."""
 
-from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +13,6 @@ from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import LeaseEvent
 from sandboxes import destruction, eviction, lifecycle, runs, sweeps
-from sandboxes.db import clock, connection_errors
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
@@ -166,38 +163,16 @@ class TestFailover:
 
     pytestmark = pytest.mark.django_db(transaction=True)
 
-    @pytest.fixture
-    def fail_close(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
-        """Make the next `times` attempts to close a Run fail. Time passes only by the pauses between the attempts."""
-
-        def prepare(times: int) -> list[str]:
-            attempts: list[str] = []
-            close_run, paused = runs.close_run, [0.0]
-
-            def fail(run: Run, **values: Any) -> bool:
-                attempts.append(str(run.pk))
-                if len(attempts) <= times:
-                    raise OperationalError("the connection is closed")
-                return close_run(run, **values)
-
-            pause = SimpleNamespace(sleep=lambda seconds: paused.append(seconds))
-            monkeypatch.setattr(runs, "close_run", fail)
-            monkeypatch.setattr(connection_errors, "time", pause)
-            monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: sum(paused)))
-            return attempts
-
-        return prepare
-
-    def test_result_in_hand_is_recorded_after_the_failover(self, grant, memory, fail_close) -> None:
+    def test_result_in_hand_is_recorded_after_the_failover(self, grant, memory, failover) -> None:
         lease = grant()
-        attempts = fail_close(20)
+        attempts = failover(runs, "close_run", 20)
         assert sh(lease, "echo done", NOW) == b"done\n"
         assert len(attempts) == 21
         assert Run.objects.get().outcome == "ok"
 
-    def test_result_that_cannot_be_recorded_does_not_invite_a_repetition(self, grant, memory, fail_close) -> None:
+    def test_result_that_cannot_be_recorded_does_not_invite_a_repetition(self, grant, memory, failover) -> None:
         lease = grant()
-        fail_close(1000)
+        failover(runs, "close_run", 1000)
         with pytest.raises(OutcomeUnknown) as raised:
             sh(lease, "echo done", NOW)
         run = Run.objects.get()
@@ -206,9 +181,9 @@ class TestFailover:
         assert (response.status_code, response.headers.get("Retry-After")) == (409, None)
         assert len([verb for verb, _ in memory.calls if verb == "exec"]) == 1
 
-    def test_run_of_a_failed_operation_is_closed_after_the_failover(self, grant, memory, fail_close) -> None:
+    def test_run_of_a_failed_operation_is_closed_after_the_failover(self, grant, memory, failover) -> None:
         lease = grant()
-        fail_close(20)
+        failover(runs, "close_run", 20)
         memory.fail("exec", Unavailable("no answer"), times=1)
         with pytest.raises(ProviderCallFailed):
             sh(lease, "echo done", NOW)

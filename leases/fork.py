@@ -49,6 +49,8 @@ def fork(
         leasing.find_type_and_pool(request)  # refuse before the source's sandbox is woken
         source, temporary = _find_or_take_source(lease, now=clock(), actor=actor)
 
+    granted_at = clock()  # the source's workspace may have taken long to store
+
     def copy_workspace() -> None:
         if source is None:
             raise Conflict("The earlier fork has just ended. Try again.", field="environment_id")
@@ -56,14 +58,14 @@ def fork(
             agent_did=request.agent_did, environment_id=request.environment_id, status=LeaseStatus.ACTIVE
         )
         # Lock order: lease before snapshot, as in a restore.
-        _record_event(lease, f"into lease {granted.pk} of {granted}", now=now, actor=actor)
-        workspace.copy_snapshot(source, holder=granted.pk, kind=SnapshotKind.FORKED, now=now)
+        _record_event(lease, f"into lease {granted.pk} of {granted}", now=granted_at, actor=actor)
+        workspace.copy_snapshot(source, holder=granted.pk, kind=SnapshotKind.FORKED, now=granted_at)
         Lease.objects.filter(pk=granted.pk).update(forked_from=lease)
-        _record_event(granted, f"from lease {lease.pk}, snapshot {source.pk}", now=now, actor=actor)
+        _record_event(granted, f"from lease {lease.pk}, snapshot {source.pk}", now=granted_at, actor=actor)
         admit()
 
     try:
-        granted, is_new = leasing.acquire(request, now=now, actor=actor, admit=copy_workspace)
+        granted, is_new = leasing.acquire(request, now=granted_at, actor=actor, admit=copy_workspace)
     finally:
         if source and temporary:  # a granted fork has its own copy
             _forget_temporary(source, now=clock())

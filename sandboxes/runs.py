@@ -84,7 +84,7 @@ def exec_in_sandbox(
     WorkspaceFull and the errors of `operation`."""
     clock = clock_from(now)
     with operation(request, command, now=now, actor=actor) as opened:
-        require_workspace_space(opened.provider, opened.sandbox, now=now)
+        require_workspace_space(opened.provider, opened.sandbox, now=clock())
         opened.claim.begin_command(command.timeout)
         result = opened.provider.exec(
             opened.sandbox.ref,
@@ -340,9 +340,8 @@ def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) ->
     """Measure /workspace, and store the size in the sandbox's row. Returns bytes. Raises the errors of Provider.size."""
     started = time.monotonic()
     size = provider.size(sandbox.ref, WORKSPACE)
-    Sandbox.objects.filter(pk=sandbox.pk).update(
-        workspace_bytes=size, measured_at=now, measure_seconds=time.monotonic() - started
-    )
+    sandbox.workspace_bytes, sandbox.measured_at, sandbox.measure_seconds = size, now, time.monotonic() - started
+    Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=size, measured_at=now, measure_seconds=sandbox.measure_seconds)
     return size
 
 

@@ -214,7 +214,8 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
         return failed
     note = f"{type(failed).__name__}: {failed}"
     opened.claim.store_output()
-    close_run(opened.run, now=now, outcome=RunOutcome.ERROR, note=note, actor=actor)
+    outcome = RunOutcome.ERROR if opened.entered else RunOutcome.FAILED
+    close_run(opened.run, now=now, outcome=outcome, note=note, actor=actor)
     if isinstance(failed, ProviderError):
         return ProviderCallFailed(f"The provider failed: {failed}")
     if isinstance(failed, StoreError):

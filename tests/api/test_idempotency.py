@@ -197,6 +197,8 @@ def test_exec_that_never_started_can_be_sent_again(ada: ApiClient, run_path: str
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
     memory.fail("exec", Rejected("no"), times=1)
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 400
+    memory.fail("manifest", Unavailable("no answer"), times=1)  # while /data is attached
+    assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
 
 

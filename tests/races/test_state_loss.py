@@ -15,7 +15,7 @@ from leases.models import LeaseEvent
 from sandboxes import destruction, eviction, lifecycle, runs, sweeps
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Quota, Run, Sandbox, Snapshot
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
 from sandboxes.runs import Command
 from sandboxes.storage.base import StoreError
@@ -99,6 +99,26 @@ def test_missing_sandbox_with_nothing_unsaved_is_woken_from_its_stored_state(gra
     assert get_sandbox(lease).state == "cold"
     assert sh(lease, "cat f", NOW + 2 * MINUTE) == b"stored\n"
     assert get_sandbox(lease).incarnation == ready.incarnation + 1
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "raised"),
+    [("exec", Rejected("no"), Rejected), ("put_files", Unavailable("no answer"), ProviderCallFailed)],
+)
+def test_missing_sandbox_in_which_no_command_was_executed_is_woken_from_its_stored_state(
+    grant, memory_store, memory, method: str, error: Exception, raised: type[Exception]
+) -> None:
+    lease = grant()
+    sh(lease, "echo stored >f", NOW)
+    assert eviction.evict(get_sandbox(lease).pk, now=NOW)
+    execution.ensure_sandbox_ready(lease.pk, now=NOW + MINUTE)
+    memory.fail(method, error, times=1)
+    with pytest.raises(raised):
+        sh(lease, "echo changed >f", NOW + MINUTE)
+    memory.vanish(get_sandbox(lease).ref)
+    execution.ensure_sandbox_ready(grant("did:plc:other").pk, now=NOW + HOUR)  # an empty listing would not be trusted
+    assert lease_sweeps.reconcile(now=NOW + HOUR, grace=MINUTE).counts["found cold"] == 1
+    assert sh(lease, "cat f", NOW + HOUR) == b"stored\n"
 
 
 @pytest.mark.parametrize("end", ["vanish", "stop"])

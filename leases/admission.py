@@ -1,8 +1,8 @@
 """Admission of leases to a pool: grant the lease in the transaction that takes its place, if need be after a wait in the queue.
 
 Before that transaction nothing but the row in the queue exists. A client that goes away while it waits therefore holds neither
-a lease nor a place nor a budget's reservation. Its row expires within sandboxes.admission_queue.ABANDONED_AFTER. A call that
-fails after that transaction ends the lease that it granted: no client has learned the lease's id."""
+a lease nor a place nor a budget's reservation. Its row expires within sandboxes.pool.admission_queue.ABANDONED_AFTER. A call
+that fails after that transaction ends the lease that it granted: no client has learned the lease's id."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +19,7 @@ from leases.execution import LeaseClaim
 from leases.guard import LeaseGuard
 from leases.leasing import LeaseRequest
 from leases.models import Lease
-from sandboxes import admission_queue, eviction
-from sandboxes import pool as pools
-from sandboxes.admission_queue import ABANDONED_AFTER, RETRY_AFTER_SECONDS, Position
+from sandboxes import eviction
 from sandboxes.claims import FAILOVER_PERIOD, hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
@@ -31,7 +29,9 @@ from sandboxes.guard import HolderTerms
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import WAITING_CALLS, is_shutting_down
 from sandboxes.models import Pool, Run
-from sandboxes.runs import KILL_GRACE
+from sandboxes.pool import admission_queue, allocation
+from sandboxes.pool.admission_queue import ABANDONED_AFTER, RETRY_AFTER_SECONDS, Position
+from sandboxes.runs.claims import KILL_GRACE
 
 # Between two reads of the queue by one waiting request. A place is held for minutes, so a second is short, and a web process
 # with its few waiting requests reads some rows a second.
@@ -149,7 +149,7 @@ def _grant_with_place(request: LeaseRequest, clock: Clock, *, actor: str, admit:
     )
     sandbox_request = replace(execution.build_sandbox_request(lease, now=clock()), guard=guard)
     with end_on_error(lease.pk, clock=clock, actor=actor), hold(LeaseClaim(lease, clock)):
-        pools.ensure_running(sandbox_request, now=clock(), actor=actor)
+        allocation.ensure_running(sandbox_request, now=clock(), actor=actor)
         return Lease.objects.get(pk=lease.pk)
 
 
@@ -215,7 +215,7 @@ def _may_get_place(request: LeaseRequest, pool: Pool, position: Position, *, now
 
 def _has_place(request: LeaseRequest, *, now: datetime) -> bool:
     current, elapsed = leasing.find_held_lease(request, now=now)
-    return current is not None and not elapsed and pools.find_by_holder(current.pk) is not None
+    return current is not None and not elapsed and allocation.find_by_holder(current.pk) is not None
 
 
 def _find_pool(request: LeaseRequest, *, now: datetime) -> Pool:

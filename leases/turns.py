@@ -21,8 +21,8 @@ from sandboxes.errors import ProviderCallFailed, SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, RunOutcome
-from sandboxes.pool import find_by_holder
-from sandboxes.runs import KILL_GRACE, Command
+from sandboxes.pool.allocation import find_by_holder
+from sandboxes.runs.operations import KILL_GRACE, Command
 
 log = structlog.get_logger(__name__)
 MAX_SKIP_REASON_CHARS = 500

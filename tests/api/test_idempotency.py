@@ -10,11 +10,13 @@ from django.utils import timezone
 from leases import api_keys, sweeps
 from leases.api.base import idempotency
 from leases.models import AgentKey, IdempotentRequest, Lease
-from sandboxes import runs
-from sandboxes import sweeps as pool_sweeps
 from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs import operations
+from sandboxes.state import data_sync
+from sandboxes.storage.base import StoreError
+from sandboxes.sweeps import passes
 from tests.api.conftest import ApiClient, select_fields
 
 pytestmark = pytest.mark.django_db
@@ -117,7 +119,7 @@ def test_a_join_whose_answer_was_lost_returns_the_only_lease_when_it_is_repeated
         ada.post("environments/game-1/join", join_body(), idempotency_key="k1")
     assert ada.post("environments/game-1/join", join_body(), idempotency_key="k1").json()["code"] == "idempotency_in_progress"
     advance_time(timedelta(minutes=10))
-    pool_sweeps.recover_stalled(now=timezone.now() + timedelta(minutes=10))
+    passes.recover_stalled(now=timezone.now() + timedelta(minutes=10))
     again = ada.post("environments/game-1/join", join_body(), idempotency_key="k1")
     active = ada.get("leases?status=active").json()["results"]
     assert (again.status_code, [lease["id"] for lease in active]) == (
@@ -150,7 +152,7 @@ def test_exec_whose_run_is_lost_is_answered_before_its_deadline(ada: ApiClient, 
         ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").json()["code"] == "idempotency_in_progress"
     run = Run.objects.get()
-    runs.close_run(run, now=run.started_at + timedelta(seconds=11), outcome=RunOutcome.LOST)
+    operations.close_run(run, now=run.started_at + timedelta(seconds=11), outcome=RunOutcome.LOST)
     response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
     problem = response.json()
@@ -197,8 +199,16 @@ def test_exec_that_never_started_can_be_sent_again(ada: ApiClient, run_path: str
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
     memory.fail("exec", Rejected("no"), times=1)
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 400
-    memory.fail("manifest", Unavailable("no answer"), times=1)  # while /data is attached
-    assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
+    assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
+
+
+def test_exec_whose_data_was_not_attached_can_be_sent_again(ada: ApiClient, run_path: str, monkeypatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise StoreError("memory", "download", "timed out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data_sync, "attach", fail)
+        assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
 
 

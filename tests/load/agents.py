@@ -19,6 +19,8 @@ REFUSED_PAUSE_SECONDS = 10.0
 COMMAND_TIMEOUT_SECONDS = 20
 NAP_SECONDS = (12.0, 45.0)
 PAUSE_SECONDS = (0.0, 0.6)
+# A sandbox in which a run is open gets no newer /data. A run whose web process was killed is open for up to two minutes.
+DATA_DELAY_SECONDS, DATA_POLL_SECONDS = 150.0, 2.0
 SLOW_WRITE_SHARE, SLOW_WRITE_SECONDS = 0.4, (1.0, 10.0)
 WORKSPACE_LOG, SEPARATOR = "/workspace/log", "----"
 CALL_MODEL = """
@@ -103,15 +105,30 @@ class Agent:
     def read(self) -> None:
         """Compare /workspace and all files of the agent in /data with the ledgers."""
         self.findings.count("reads")
+        until = time.monotonic() + DATA_DELAY_SECONDS
+        while (files := self._read_files()) and self._is_data_outdated(files) and time.monotonic() < until:
+            self.findings.count("reads of /data repeated")
+            time.sleep(DATA_POLL_SECONDS)
+        if files is None:
+            return
+        self.findings.compare(f"{self.name} {self.lease} /workspace", self.workspace, files[WORKSPACE_LOG])
+        for name, ledger in self.data.items():
+            self.findings.compare(f"{self.name} {self.lease} /data/{name}", ledger, files.get(f"/data/{name}", ""))
+
+    def _read_files(self) -> dict[str, str] | None:
+        """Return the contents of the log in /workspace and of the files in /data by path, or None without an answer."""
         script = f"cat {WORKSPACE_LOG} 2>/dev/null; for file in /data/*.log; do echo {SEPARATOR} $file; cat $file; done; true"
         answer = self._exec("read", script)
         if not _has_succeeded(answer):
-            return
-        workspace, *files = answer.body["stdout"].split(SEPARATOR)
-        self.findings.compare(f"{self.name} {self.lease} /workspace", self.workspace, workspace)
-        contents = {name.removeprefix("/data/"): text for name, _, text in (file.strip().partition("\n") for file in files)}
-        for name, ledger in self.data.items():
-            self.findings.compare(f"{self.name} {self.lease} /data/{name}", ledger, contents.get(name, ""))
+            return None
+        workspace, *sections = answer.body["stdout"].split(SEPARATOR)
+        contents = {name: text for name, _, text in (section.strip().partition("\n") for section in sections)}
+        return {WORKSPACE_LOG: workspace, **contents}
+
+    def _is_data_outdated(self, files: dict[str, str]) -> bool:
+        """Return whether lines are missing that other sandboxes of the agent have written to /data."""
+        others = {name: ledger for name, ledger in self.data.items() if name != f"{self.lease}.log"}
+        return any(ledger.acknowledged - {*files.get(f"/data/{name}", "").split()} for name, ledger in others.items())
 
     def nap(self) -> None:
         """Leave the sandbox unused, so that it may be evicted. Then read a file, which wakes nothing."""
@@ -157,6 +174,11 @@ class Agent:
             if self.lease == source:
                 raise
             self.ended[self.lease] = str(ended)
+        except BudgetExhausted:
+            if self.lease != source:
+                with suppress(LeaseEnded):
+                    self._release(self.lease)
+            raise
         finally:
             self.lease, self.workspace = source, ledger
 

@@ -15,12 +15,12 @@ from sandboxes.errors import SandboxNotReady
 from sandboxes.models import Pool, Run, Sandbox, Snapshot, Transition
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResult
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.state.file_tree import FileTree, Unreadable
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.support.leases import evict, read, run, write
-from tests.support.slow_work import SlowStore, VirtualTime
+from tests.support.storage.slow_work import SlowStore, VirtualTime
 
 pytestmark = pytest.mark.django_db
 HOUR = timedelta(hours=1)

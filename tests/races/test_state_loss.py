@@ -12,13 +12,15 @@ from leases import execution, leasing
 from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import LeaseEvent
-from sandboxes import destruction, eviction, lifecycle, runs, sweeps
+from sandboxes import destruction, eviction, lifecycle
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from sandboxes.storage.base import StoreError
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.leases import run
 
@@ -67,12 +69,12 @@ def test_a_sandbox_whose_state_is_not_stored_is_never_destroyed_as_stalled(grant
     with memory_store.fail("upload", DISK_FULL):
         for _ in range(9):
             now += HOUR
-            assert sweeps.evict_idle(now=now).failures
+            assert passes.evict_idle(now=now).failures
     assert get_sandbox(lease).persist_failures == 9
 
     at_checkpoint("eviction claimed")
     with pytest.raises(SimulatedCrash):
-        sweeps.evict_idle(now=now + HOUR)
+        passes.evict_idle(now=now + HOUR)
     lease_sweeps.recover_stalled(now=now + 2 * HOUR)
     assert sh(lease, "cat f", now + 2 * HOUR) == b"precious\n"
 
@@ -81,7 +83,7 @@ def test_a_run_resets_the_count_of_failed_stores(grant, memory_store) -> None:
     lease = grant()
     sh(lease, "echo 1 >f", NOW)
     with memory_store.fail("upload", DISK_FULL):
-        sweeps.evict_idle(now=NOW + HOUR)
+        passes.evict_idle(now=NOW + HOUR)
     assert get_sandbox(lease).persist_failures == 1
     sh(lease, "true", NOW + HOUR)
     assert get_sandbox(lease).persist_failures == 0
@@ -185,14 +187,14 @@ class TestFailover:
 
     def test_result_in_hand_is_recorded_after_the_failover(self, grant, memory, failover) -> None:
         lease = grant()
-        attempts = failover(runs, "close_run", 20)
+        attempts = failover(operations, "close_run", 20)
         assert sh(lease, "echo done", NOW) == b"done\n"
         assert len(attempts) == 21
         assert Run.objects.get().outcome == "ok"
 
     def test_result_that_cannot_be_recorded_does_not_invite_a_repetition(self, grant, memory, failover) -> None:
         lease = grant()
-        failover(runs, "close_run", 1000)
+        failover(operations, "close_run", 1000)
         with pytest.raises(OutcomeUnknown) as raised:
             sh(lease, "echo done", NOW)
         run = Run.objects.get()
@@ -203,7 +205,7 @@ class TestFailover:
 
     def test_run_of_a_failed_operation_is_closed_after_the_failover(self, grant, memory, failover) -> None:
         lease = grant()
-        failover(runs, "close_run", 20)
+        failover(operations, "close_run", 20)
         memory.fail("exec", Unavailable("no answer"), times=1)
         with pytest.raises(ProviderCallFailed):
             sh(lease, "echo done", NOW)
@@ -228,6 +230,6 @@ class TestFailover:
             with pytest.raises(OperationalError):
                 act(sandbox.pk, now=NOW)
         now = NOW + timedelta(seconds=5)
-        assert not (sweeps.recover_stalled(now=now).failures or sweeps.destroy_due(now=now).failures)
+        assert not (passes.recover_stalled(now=now).failures or passes.destroy_due(now=now).failures)
         sandbox.refresh_from_db()
         assert sandbox.state == swept

@@ -9,11 +9,11 @@ from billing.errors import BudgetExhausted
 from leases import leasing, sweeps, turns
 from leases.leasing import LeaseRequest
 from leases.models import Lease, LeaseEvent
-from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import CapacityExhausted, ProviderCallFailed, QuotaExceeded, SandboxNotReady
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import create_budget, start_run
 from tests.support.leases import run, update_pool
@@ -74,7 +74,7 @@ def test_join_that_fails_after_the_grant_ends_its_lease(
 ) -> None:
     if warm:
         update_pool(pool, warm_target=1)
-        pool_sweeps.warm_pools(now=NOW)
+        passes.warm_pools(now=NOW)
     memory.fail(method, Unavailable("no engine"), times=1)
     with pytest.raises(error):
         join(wait=wait)
@@ -97,7 +97,7 @@ def test_join_that_fails_keeps_a_lease_that_it_did_not_grant(join, grant, memory
 
 def test_join_that_fails_keeps_a_lease_that_another_call_uses(join, pool: Pool, at_checkpoint) -> None:
     update_pool(pool, warm_target=1)
-    pool_sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
 
     def use() -> None:
         run(Lease.objects.get(agent_did=BOB))

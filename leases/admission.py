@@ -20,7 +20,7 @@ from leases.guard import LeaseGuard
 from leases.leasing import LeaseRequest
 from leases.models import Lease
 from sandboxes import eviction
-from sandboxes.claims import FAILOVER_PERIOD, hold
+from sandboxes.claims import hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
@@ -164,11 +164,10 @@ def end_on_error(pk: UUID, *, clock: Clock, actor: str = "") -> Iterator[None]:
     except _LeaseHeld:
         raise
     except Exception as failed:
-        detail, until = str(failed), clock() + FAILOVER_PERIOD
+        detail = str(failed)
         with suppress(RetriesExhausted):
             retry_connection_errors(
-                lambda: _end_unused(pk, detail, now=clock(), actor=actor), "lease not ended", clock=clock, until=until,
-                lease=str(pk),
+                lambda: _end_unused(pk, detail, now=clock(), actor=actor), "lease not ended", clock=clock, lease=str(pk),
             )  # fmt: skip
         raise
 

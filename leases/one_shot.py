@@ -19,7 +19,7 @@ from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Lease, LeaseStatus
 from sandboxes import destruction
-from sandboxes.claims import FAILOVER_PERIOD, track, track_transfer
+from sandboxes.claims import track, track_transfer
 from sandboxes.db.clock import clock_from
 from sandboxes.db.connection_errors import retry_connection_errors
 from sandboxes.errors import (
@@ -191,8 +191,8 @@ def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = 
     """End the lease of a run and destroy its sandbox. Return True once the provider has confirmed the destruction.
 
     Return False after CLEANUP_TIMEOUT or a provider error; the sweeps then retry. Waits for a sweep that is already
-    destroying the sandbox. Never raises, so that the result of the command is not lost. The end of the lease is retried for
-    FAILOVER_PERIOD while the database does not respond; the lease also ends by its clock."""
+    destroying the sandbox. Never raises, so that the result of the command is not lost. The end of the lease is retried
+    while the database does not respond; the lease also ends by its clock."""
     clock = clock_from(now)
 
     def end_lease() -> None:
@@ -201,7 +201,7 @@ def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = 
             leasing.end(pk, reason=elapsed or reason, now=now, actor=actor, detail=detail[:400])
 
     try:
-        retry_connection_errors(end_lease, "lease not ended", clock=clock, until=now + FAILOVER_PERIOD, lease=str(pk))
+        retry_connection_errors(end_lease, "lease not ended", clock=clock, lease=str(pk))
         checkpoint("run released", pk)
         remaining = Sandbox.objects.filter(holder=pk).exclude(state=SandboxState.DESTROYED)
         while sandbox := remaining.first():

@@ -43,7 +43,6 @@ from sandboxes.state import data_sync
 from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
-CLOSE_RETRY_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
 MAX_WRITE_BYTES_PER_SECOND = 1 << 30  # assumed growth of a workspace, to decide whether a run may have exceeded the limit
 MEASURE_INTERVAL_FACTOR = 20  # time between measurements after runs, in durations of one: at most 5 % of the time is measuring
 
@@ -138,9 +137,10 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
 
 
 def _record_success(opened: Operation, attached: Attachment | None, clock: Clock, *, actor: str) -> None:
-    """Persist /data and close the Run, with retries for CLOSE_RETRY_PERIOD while the database does not respond.
+    """Persist /data and close the Run, with retries while the database does not respond.
 
-    An error of the database would make the client repeat an operation that has run. Raises OutcomeUnknown after the period."""
+    An error of the database would make the client repeat an operation that has run. Raises OutcomeUnknown if the database does
+    not respond within FAILOVER_PERIOD."""
     outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.OK
 
     def record() -> None:
@@ -148,27 +148,25 @@ def _record_success(opened: Operation, attached: Attachment | None, clock: Clock
         note = " ".join(filter(None, [opened.note, unsaved]))
         close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, actor=actor)
 
-    run_id, until = str(opened.run.pk), clock() + CLOSE_RETRY_PERIOD
+    run_id = str(opened.run.pk)
     try:
-        retry_connection_errors(record, "run not closed", clock=clock, until=until, run=run_id)
+        retry_connection_errors(record, "run not closed", clock=clock, run=run_id)
     except RetriesExhausted as failed:
         exit_code = opened.result.exit_code if opened.result else None
         raise OutcomeUnknown(run_id=run_id, exit_code=exit_code) from failed
 
 
 def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor: str) -> Exception:
-    """Like _fail_operation, with retries for CLOSE_RETRY_PERIOD while the database does not respond.
+    """Like _fail_operation, with retries while the database does not respond.
 
     A Run that stays open ends at its deadline, and until then its client is told to wait."""
-    errors: list[Exception] = []
-
-    def record() -> None:
-        errors.append(_fail_operation(opened, failed, now=clock(), actor=actor))
-
-    until = clock() + CLOSE_RETRY_PERIOD
-    with suppress(RetriesExhausted):
-        retry_connection_errors(record, "run not closed", clock=clock, until=until, run=str(opened.run.pk))
-    return errors[0] if errors else failed
+    try:
+        return retry_connection_errors(
+            lambda: _fail_operation(opened, failed, now=clock(), actor=actor), "run not closed", clock=clock,
+            run=str(opened.run.pk),
+        )  # fmt: skip
+    except RetriesExhausted:
+        return failed
 
 
 def _open_operation(request: allocation.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:

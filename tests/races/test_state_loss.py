@@ -15,6 +15,7 @@ from leases.models import LeaseEvent
 from sandboxes import destruction, eviction, lifecycle
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Quota, Run, Sandbox, Snapshot
+from sandboxes.pool import starts
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
 from sandboxes.runs import operations
@@ -210,6 +211,24 @@ class TestFailover:
         with pytest.raises(ProviderCallFailed):
             sh(lease, "echo done", NOW)
         assert Run.objects.get().outcome == "error"
+
+    @pytest.mark.parametrize("cold", [False, True])
+    @pytest.mark.parametrize("step", ["_restore_state", "_mark_ready"])
+    def test_start_that_cannot_be_recorded_is_given_up_by_the_next_sweep(
+        self, grant, pool, memory, failover, step: str, cold: bool
+    ) -> None:
+        lease = grant()
+        if cold:
+            sh(lease, "echo kept >file", NOW)
+            assert eviction.evict(get_sandbox(lease).pk, now=NOW)
+        failover(starts, step, times=1)
+        with pytest.raises(OperationalError):
+            sh(lease, "true", NOW)
+        now = NOW + timedelta(seconds=5)
+        assert passes.recover_stalled(now=now).counts["stalled starts destroyed"] == 1
+        assert not passes.destroy_due(now=now).failures
+        assert sh(lease, "cat file" if cold else "echo kept", now) == b"kept\n"
+        assert (Quota.objects.get().used, len(memory.list(str(pool.owner)))) == (1, 1)
 
     @pytest.mark.parametrize(("end", "swept"), [("eviction", "cold"), ("destruction", "destroyed")])
     def test_step_that_cannot_be_recorded_is_repeated_by_the_next_sweep(

@@ -48,7 +48,11 @@ def run_recorded(
     `every` is the scheduled interval, `host` the host whose work the sweep does (None: the installation's), and `started_by`
     the host of this process. An installation's sweep that another host has started within the interval is skipped. An
     exception is recorded and raised again."""
-    row, _ = Sweep.objects.get_or_create(name=name, host=host, defaults={"every": every})
+    row, created = Sweep.objects.get_or_create(name=name, host=host, defaults={"every": every})
+    if (
+        created and host
+    ):  # a row from before the engine's first response, or of a version without hosts, would stay late forever
+        Sweep.objects.filter(name=name, host__isnull=True).delete()
     clock = clock_from(now)
     if not _claim_pass(row, now=now, every=every, started_by=started_by):
         return SweepResult({"left to another host": 1})

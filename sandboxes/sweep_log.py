@@ -49,9 +49,7 @@ def run_recorded(
     the host of this process. An installation's sweep that another host has started within the interval is skipped. An
     exception is recorded and raised again."""
     row, created = Sweep.objects.get_or_create(name=name, host=host, defaults={"every": every})
-    if (
-        created and host
-    ):  # a row from before the engine's first response, or of a version without hosts, would stay late forever
+    if created and host:  # of a version without hosts, or from before the engine first responded
         Sweep.objects.filter(name=name, host__isnull=True).delete()
     clock = clock_from(now)
     if not _claim_pass(row, now=now, every=every, started_by=started_by):

@@ -16,7 +16,7 @@ def _is_unreachable(host: Host) -> bool:
 DECLARE_LOST_ACTION = AdminAction(
     title="Declare lost",
     warning=(
-        "The leases of this host's sandboxes end as lost, and everything that is not stored is given up. Their places are "
+        "The leases of this host's sandboxes end as lost, and state that is not stored is discarded. Their places are "
         "released without confirmation by the engine. Stop the host first, or make sure that it does not come back. If it "
         "does, its worker destroys what still runs on it."
     ),

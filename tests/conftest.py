@@ -14,7 +14,9 @@ from typing import Any
 import hypothesis
 import pytest
 from django.db import connections
+from django.test import TransactionTestCase
 from django.utils import timezone
+from pytest_django import DjangoDbBlocker
 
 from leases import leasing
 from leases.models import Lease
@@ -24,7 +26,7 @@ from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
 from sandboxes.storage.memory import MemoryStore
-from tests.support.database import restore_template, save_template
+from tests.support.database import MigratedRows, restore_template, save_template
 from tests.support.receiver import WebhookReceiver, run_receiver
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -50,14 +52,9 @@ def die(*args: object) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use the database, and restore migrated rows after tests with real transactions.
-
-    Threads see committed rows only, so such tests use transaction=True, which empties all tables afterwards."""
+    """Mark tests that use the database."""
     for item in items:
-        mark = item.get_closest_marker("django_db")
-        if mark and mark.kwargs.get("transaction"):
-            mark.kwargs["serialized_rollback"] = True
-        if mark or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
+        if item.get_closest_marker("django_db") or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("database")
 
 
@@ -75,9 +72,15 @@ def django_db_keepdb(django_db_keepdb: bool) -> bool:
 
 
 @pytest.fixture(scope="session")
-def django_db_setup(django_db_setup: None, django_db_keepdb: bool) -> None:
+def django_db_setup(django_db_setup: None, django_db_keepdb: bool, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
+    """Restore the migrated rows after tests with real transactions (transaction=True), whose rows threads can see."""
     if not django_db_keepdb:
         save_template()
+    with pytest.MonkeyPatch.context() as patch:
+        with django_db_blocker.unblock():
+            rows = MigratedRows()
+        patch.setattr(TransactionTestCase, "_fixture_teardown", lambda self: rows.restore())
+        yield
 
 
 @pytest.fixture(autouse=True)

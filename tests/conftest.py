@@ -1,5 +1,6 @@
 """Fixtures of the test suite: a fixed time, a pool on the memory provider, leases, simulated crashes and threads."""
 
+import gc
 import os
 import threading
 import uuid
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("django_db") or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("database")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported modules from garbage collection, which would traverse them in an eighth of the run's CPU time."""
+    gc.collect()
+    gc.freeze()
 
 
 def skip_or_fail(reason: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, BinaryIO
 
+from docker.errors import APIError
+
 from sandboxes.image import reap
 from sandboxes.providers.base import (
     MARK_VARIABLE,
@@ -20,6 +22,7 @@ from sandboxes.providers.base import (
     Rejected,
     Unavailable,
 )
+from sandboxes.providers.docker import replacement
 from sandboxes.providers.docker.engine import BoundedBuffer, Conflict, Engine, EngineExec, translate_errors
 
 AGENT_UID = 10001  # user id of the agent's commands, as in image/Dockerfile
@@ -144,16 +147,30 @@ class ContainerCommandProvider(Provider):
                 return str(self._engine.call("POST", f"/containers/{ref}/exec", body)["Id"])
             except Conflict:
                 self._ensure_running(ref)
+            except Missing:
+                if not replacement.complete_replacement(self._engine, ref):
+                    raise
         raise Unavailable(f"The container {ref} does not stay running")
 
     def _ensure_running(self, ref: str) -> None:
         client = self._engine.client
-        with contextlib.suppress(Conflict), translate_errors():  # another thread may be doing the same
-            state = client.inspect_container(ref)["State"]
-            if state["Paused"]:
+        with contextlib.suppress(Conflict, Missing), translate_errors():  # another thread may be doing the same
+            inspected = client.inspect_container(ref)
+            if inspected["State"]["Paused"]:
                 client.unpause(ref)
-            elif not state["Running"]:
-                client.start(ref)
+            elif not inspected["State"]["Running"]:
+                self._start(ref, inspected["Id"])
+
+    def _start(self, ref: str, container: str) -> None:
+        """Start the container with this id. Start a replacement if the engine has a stale task of this id."""
+        client = self._engine.client
+        try:
+            client.start(container)  # no effect if it is running
+        except APIError as error:
+            if not replacement.is_stale_task(error):
+                raise
+            replacement.replace_container(self._engine, ref, container)
+            client.start(ref)
 
     def _kill(self, run: EngineExec) -> None:
         """Kill every process of an exec.

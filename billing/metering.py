@@ -20,9 +20,8 @@ from billing.models import Meter, UsageKind, UsageRecord, Watermark
 from billing.money_sums import limit_usd, nanos_to_decimal, sum_exact
 from sandboxes.egress.amounts import MAX_TOKENS, MAX_USD, REFUSED_CODES
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, SandboxState, Snapshot, Transition
+from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, Transition
 
-STATES_WITHOUT_PROCESS = (SandboxState.COLD, SandboxState.DESTROYED)
 # Rows per batch. SQLite limits the number of values in a statement.
 SANDBOX_BATCH_SIZE = 400
 CALL_BATCH_SIZE = INSERT_BATCH_SIZE = 500
@@ -31,36 +30,6 @@ BatchFunction = Callable[[Any, datetime], tuple[Any, int]]
 SANDBOX_COLUMNS = ("id", "agent_did", "environment_id", "provider", "memory_mib", "millicpus", "measured")
 WATERMARK_NAMES = ("time", "use", "runs", "snapshots", "data", "tokens")
 STORE_PROVIDER = "store"  # provider of usage records about agents' data, which is kept in no sandbox
-
-
-def get_alive_time(holder: UUID, *, now: datetime) -> timedelta:
-    """Return the total time up to `now` for which a lease's sandboxes had a process.
-
-    Counted from the request of a start until the provider confirmed the end: the time that a provider may charge for."""
-    return get_alive_times([holder], now=now)[holder]
-
-
-def get_alive_times(holders: Iterable[UUID], *, now: datetime) -> dict[UUID, timedelta]:
-    """Return `get_alive_time` of many leases, in one query. Leases that never had a sandbox have zero."""
-    total: dict[UUID, timedelta] = defaultdict(timedelta)
-    since: dict[UUID, tuple[UUID, datetime]] = {}  # sandbox -> (holder, start of the current process)
-    latest: dict[UUID, datetime] = {}
-    rows = Transition.objects.filter(holder__in=list(holders)).order_by("pk").values_list("sandbox", "holder", "to", "at")
-    for sandbox, holder, to, at in rows:
-        if holder is None:
-            continue
-        at = latest[sandbox] = max(at, latest.get(sandbox, at))  # the clock may have jumped back, as in build_intervals
-        if to not in STATES_WITHOUT_PROCESS:
-            since.setdefault(sandbox, (holder, at))
-        elif sandbox in since:
-            owner, began = since.pop(sandbox)
-            total[owner] += at - began
-    for owner, began in since.values():
-        total[owner] += max(now - began, timedelta(0))
-    return total
-
-
-# --- usage records ----------------------------------------------------------------------------------------------------
 
 
 def meter_usage(*, now: datetime) -> Counter[str]:

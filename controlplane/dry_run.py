@@ -12,14 +12,14 @@ from billing.models import Budget, Unpriced
 from leases import budget_enforcement, turns
 from leases import sweeps as leases
 from leases.models import Lease
-from sandboxes import reconciliation, runs
-from sandboxes import sweeps as sandboxes
 from sandboxes.egress import authorization, model_pricing
 from sandboxes.egress.logs import access_log
 from sandboxes.models import ModelRate, Pool, Sandbox
 from sandboxes.providers.base import ProviderSandbox
+from sandboxes.runs import operations
 from sandboxes.state import data_sync, pruning
 from sandboxes.sweep_log import SweepResult
+from sandboxes.sweeps import passes, reconciliation
 from sandboxes.webhooks import delivery, outbox
 
 MAX_LISTED = 200  # rows that --dry-run lists per query
@@ -44,9 +44,9 @@ def _iter_orphans(now: datetime) -> Iterable[ProviderSandbox]:
 DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "expire": {"end lease": lambda now: leases.find_elapsed_leases(now=now)[:MAX_LISTED]},
     "stalled": {
-        "close run": lambda now: runs.find_abandoned(now=now)[:MAX_LISTED],
-        "destroy overdue sandbox": lambda now: sandboxes.find_overdue_starts(now=now)[:MAX_LISTED],
-        "finish eviction of sandbox": lambda now: sandboxes.find_overdue_evictions(now=now)[:MAX_LISTED],
+        "close run": lambda now: operations.find_abandoned(now=now)[:MAX_LISTED],
+        "destroy overdue sandbox": lambda now: passes.find_overdue_starts(now=now)[:MAX_LISTED],
+        "finish eviction of sandbox": lambda now: passes.find_overdue_evictions(now=now)[:MAX_LISTED],
         "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
         "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
         "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
@@ -55,24 +55,24 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "mark": {},
     "persist": {"store data of sandbox": lambda now: pruning.find_unsaved()[:MAX_LISTED]},
     "reclaim": {
-        "destroy sandbox": lambda now: sandboxes.find_due_for_destroy(now=now)[:MAX_LISTED],
+        "destroy sandbox": lambda now: passes.find_due_for_destroy(now=now)[:MAX_LISTED],
         "close lease": lambda now: leases.find_leases_to_close()[:MAX_LISTED],
     },
-    "idle": {"put sandbox to sleep": lambda now: sandboxes.find_idle(now=now)[:MAX_LISTED]},
+    "idle": {"put sandbox to sleep": lambda now: passes.find_idle(now=now)[:MAX_LISTED]},
     "cold": {
-        "destroy cold sandbox": lambda now: sandboxes.find_expired_cold(now=now)[:MAX_LISTED],
-        "delete local copy": lambda now: sandboxes.find_leftover_local_copies()[:MAX_LISTED],
+        "destroy cold sandbox": lambda now: passes.find_expired_cold(now=now)[:MAX_LISTED],
+        "delete local copy": lambda now: passes.find_leftover_local_copies()[:MAX_LISTED],
         "delete snapshot": lambda now: leases.find_expired_snapshots(now=now)[:MAX_LISTED],
     },
     "warm": {
-        "destroy surplus sandbox": lambda now: Sandbox.objects.filter(pk__in=sandboxes.find_surplus()),
-        "start sandbox in pool": lambda now: sandboxes.find_pools_below_target(now=now),
+        "destroy surplus sandbox": lambda now: Sandbox.objects.filter(pk__in=passes.find_surplus()),
+        "start sandbox in pool": lambda now: passes.find_pools_below_target(now=now),
     },
     "reconcile": {"destroy orphan": _iter_orphans, "end lease as lost": lambda now: leases.find_lost_leases()},
     "recount": {"recount pool": lambda now: Pool.objects.order_by("pk")},
-    "measure": {"measure workspace of sandbox": lambda now: sandboxes.find_unmeasured()[:MAX_LISTED]},
+    "measure": {"measure workspace of sandbox": lambda now: passes.find_unmeasured()[:MAX_LISTED]},
     "weigh": {"measure data": lambda now: pruning.find_mounted().order_by("pk")[:MAX_LISTED]},
-    "read": {"read sandbox": lambda now: sandboxes.find_readable()[:MAX_LISTED]},
+    "read": {"read sandbox": lambda now: passes.find_readable()[:MAX_LISTED]},
     "prune": {
         "delete outdated object": lambda now: data_sync.find_outdated_objects()[:MAX_LISTED],
         "delete unreferenced object": _iter_unreferenced_keys,

@@ -25,7 +25,7 @@ from django_q.models import OrmQ
 
 from billing import budgets
 from controlplane import schedules
-from sandboxes import installation, long_calls, pool_stats, providers
+from sandboxes import long_calls, pool_stats, providers
 from sandboxes.admin import tabs
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
@@ -33,7 +33,8 @@ from sandboxes.hosts import registry
 from sandboxes.models import Sweep
 from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.state import disk_space
-from sandboxes.sweeps import COUNTERS_CORRECTED
+from sandboxes.sweeps import installation
+from sandboxes.sweeps.passes import COUNTERS_CORRECTED
 
 log = structlog.get_logger(__name__)
 PROBE_CACHE_SECONDS = 5.0  # maximum age of a reused provider status

@@ -26,7 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from leases.models import Lease, LeaseStatus
-from sandboxes import installation, pool_stats
+from sandboxes import pool_stats
 from sandboxes.db import database_time
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import EDGES, START_REASONS
@@ -34,6 +34,7 @@ from sandboxes.models import Host, Sweep
 from sandboxes.models.transition_reasons import RUN_REASONS
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 from sandboxes.state import disk_space
+from sandboxes.sweeps import installation
 
 LOOPBACK_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 PROXY_HEADERS = ("HTTP_FORWARDED", "HTTP_X_FORWARDED_", "HTTP_X_REAL_IP", "HTTP_VIA")  # prefixes of WSGI variables

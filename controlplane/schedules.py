@@ -15,17 +15,16 @@ from billing.models import CostRecord
 from controlplane import dry_run
 from leases import budget_enforcement
 from leases import sweeps as leases
-from sandboxes import installation
-from sandboxes import sweeps as sandboxes
 from sandboxes.db import database_time
 from sandboxes.db.clock import clock_from
 from sandboxes.egress.logs import collection
-from sandboxes.host_heartbeat import record_heartbeats
 from sandboxes.hosts import registry
 from sandboxes.models import Host
 from sandboxes.queue_threads import StillRunning, run_outlasting
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
+from sandboxes.sweeps import installation, passes
+from sandboxes.sweeps.heartbeat import record_heartbeats
 from sandboxes.webhooks import delivery
 
 TASK_PREFIX = f"{__name__}."  # Schedule rows of other functions are left alone
@@ -85,14 +84,14 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "stalled":   ScheduledSweep(1,  "recover overdue sandboxes, runs, turns, model calls",  leases.recover_stalled),
     "reclaim":   ScheduledSweep(1,  "destroy the sandboxes of ended leases",                leases.reclaim),
     "persist":   ScheduledSweep(1,  "store /data changes that only a sandbox has",          pruning.persist_unsaved),
-    "idle":      ScheduledSweep(1,  "put idle sandboxes to sleep",                          sandboxes.evict_idle),
+    "idle":      ScheduledSweep(1,  "put idle sandboxes to sleep",                          passes.evict_idle),
     "cold":      ScheduledSweep(5,  "destroy cold sandboxes past their TTL, old snapshots", leases.destroy_cold),
-    "warm":      ScheduledSweep(1,  "start sandboxes up to each pool's warm target",        sandboxes.warm_pools),
+    "warm":      ScheduledSweep(1,  "start sandboxes up to each pool's warm target",        passes.warm_pools),
     "reconcile": ScheduledSweep(5,  "find orphaned and lost sandboxes at the providers",    reconcile),
-    "recount":   ScheduledSweep(5,  "recompute pool and quota counters, report drift",      sandboxes.recount),
+    "recount":   ScheduledSweep(5,  "recompute pool and quota counters, report drift",      passes.recount),
     "measure":   ScheduledSweep(10, "measure workspaces, warn leases over their limit",     leases.measure_workspaces),
     "weigh":     ScheduledSweep(60, "measure the size of mounted /data",                    pruning.measure_mounted),
-    "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          sandboxes.record_readings),
+    "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          passes.record_readings),
     "prune":     ScheduledSweep(60, "delete unreferenced objects and expired records",      leases.prune),
     "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                collection.collect_call_logs),
     "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),

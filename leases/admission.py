@@ -1,7 +1,7 @@
 """Admission of leases to a full pool: wait in the queue, then grant the lease in the transaction that takes its place.
 
 Before that transaction nothing but the row in the queue exists. A client that goes away while it waits therefore holds neither
-a lease nor a place nor a budget's reservation. Its row expires within sandboxes.admission_queue.ABANDONED_AFTER."""
+a lease nor a place nor a budget's reservation. Its row expires within sandboxes.pool.admission_queue.ABANDONED_AFTER."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +17,7 @@ from leases.errors import Conflict
 from leases.guard import LeaseGuard
 from leases.leasing import LeaseRequest
 from leases.models import Lease
-from sandboxes import admission_queue, eviction
-from sandboxes import pool as pools
-from sandboxes.admission_queue import ABANDONED_AFTER, RETRY_AFTER_SECONDS, Position
+from sandboxes import eviction
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import CapacityExhausted, TooManyLongCalls
@@ -27,6 +25,8 @@ from sandboxes.guard import HolderTerms
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import WAITING_CALLS, is_shutting_down
 from sandboxes.models import Pool
+from sandboxes.pool import admission_queue, allocation
+from sandboxes.pool.admission_queue import ABANDONED_AFTER, RETRY_AFTER_SECONDS, Position
 
 # Between two reads of the queue by one waiting request. A place is held for minutes, so a second is short, and a web process
 # with its few waiting requests reads some rows a second.
@@ -129,7 +129,7 @@ def _acquire_now(request: LeaseRequest, *, now: datetime, actor: str, admit: Cal
         lease = leasing.build_lease(new, now=clock())
         guard = _GrantingGuard(lease.pk, clock, request=new, actor=actor, admit=admit)
         try:
-            pools.ensure_running(
+            allocation.ensure_running(
                 replace(execution.build_sandbox_request(lease, now=now), guard=guard), now=clock(), actor=actor
             )
             return Lease.objects.get(pk=lease.pk), True
@@ -174,7 +174,7 @@ def _may_get_place(request: LeaseRequest, pool: Pool, position: Position, *, now
 
 def _has_place(request: LeaseRequest, *, now: datetime) -> bool:
     current, elapsed = leasing.find_held_lease(request, now=now)
-    return current is not None and not elapsed and pools.find_by_holder(current.pk) is not None
+    return current is not None and not elapsed and allocation.find_by_holder(current.pk) is not None
 
 
 def _find_pool(request: LeaseRequest, *, now: datetime) -> Pool:

@@ -10,12 +10,14 @@ from billing import budgets
 from billing.models import Budget
 from leases import leasing
 from leases.models import Lease, LeaseStatus
-from sandboxes import eviction, pool, runs
+from sandboxes import eviction
 from sandboxes.db.clock import clock_from
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
 from sandboxes.models import GONE_STATES, Run, Sandbox, TransitionReason
+from sandboxes.pool import allocation
 from sandboxes.providers.base import ProviderError
+from sandboxes.runs import operations
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
@@ -73,7 +75,7 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
     if not exhausted:
         return "lost race"
     budget = min(exhausted, key=budgets.get_grace_deadline)
-    clock, sandbox = clock_from(now), pool.find_by_holder(pk)
+    clock, sandbox = clock_from(now), allocation.find_by_holder(pk)
     if sandbox and sandbox.state != COLD:
         if not registry.is_local(sandbox):
             return "sandboxes left to their hosts"  # each host runs this sweep
@@ -108,7 +110,7 @@ def _kill_runs(sandbox: Sandbox, *, now: datetime) -> None:
     """Kill the open runs of a sandbox and close their rows. A waiting caller receives the error of an ended lease."""
     for run in Run.objects.filter(sandbox=sandbox, ended_at__isnull=True).select_related("sandbox"):
         try:
-            runs.interrupt_run(
+            operations.interrupt_run(
                 run, note="Killed: a budget of the lease is exhausted and its grace period is over.", now=now, actor="sweep"
             )
         except ProviderError as failed:  # the sandbox stays running and the next pass retries

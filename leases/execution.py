@@ -15,8 +15,6 @@ from leases import leasing
 from leases.errors import LeaseEnded
 from leases.guard import LeaseGuard
 from leases.models import Lease
-from sandboxes import pool as pools
-from sandboxes import runs
 from sandboxes.claims import CLAIM_TTL, Claim, hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
@@ -26,10 +24,12 @@ from sandboxes.identity import signing
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import MintedToken, Pool, Run, Sandbox
-from sandboxes.pool import SandboxRequest
+from sandboxes.pool import allocation
+from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.providers import get_default_provider_name
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") 
     Raise LeaseEnded if the lease has ended, also if it ended while the command ran."""
     clock = clock_from(now)
     with use_lease(pk, now=now, spends=True, lasts=command.timeout) as request:
-        return runs.exec_in_sandbox(request, command, now=clock(), actor=actor)
+        return operations.exec_in_sandbox(request, command, now=clock(), actor=actor)
 
 
 def call_in_sandbox(
@@ -73,7 +73,7 @@ def call_in_sandbox(
     clock = clock_from(now)
     with (
         use_lease(pk, now=now, spends=command.kind != "file", lasts=command.timeout) as request,
-        runs.operation(request, command, now=clock(), actor=actor) as opened,
+        operations.operation(request, command, now=clock(), actor=actor) as opened,
     ):
         result = operation(opened.provider, opened.sandbox)
         opened.result = result if isinstance(result, ExecResult) else None
@@ -84,7 +84,7 @@ def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox
     """Start or wake the sandbox of a lease and return it, ready to run commands. Idempotent."""
     clock = clock_from(now)
     with LONG_CALLS.admit(), use_lease(pk, now=now, spends=True) as request:
-        return pools.ensure_running(request, now=clock(), actor=actor)
+        return allocation.ensure_running(request, now=clock(), actor=actor)
 
 
 def mint_service_token(
@@ -112,7 +112,7 @@ class _LeaseClaim(Claim):
     """Renewal of a lease while an operation for it transfers state."""
 
     def __init__(self, lease: Lease, clock: Clock, *, lasts: timedelta) -> None:
-        ttl = max(lasts + runs.KILL_GRACE, CLAIM_TTL)
+        ttl = max(lasts + operations.KILL_GRACE, CLAIM_TTL)
         super().__init__(Lease.objects.none(), deadline=lease.expires_at, clock=clock, ttl=ttl)
         self._lease = lease
 
@@ -140,8 +140,8 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
     lease = leasing.require_active(pk, now=now)
     if spends:
         budgets.require_budget(pk, now=now)
-    if now + lasts + runs.KILL_GRACE > lease.expires_at:
-        leasing.renew(lease, now=clock(), lasts=lasts + runs.KILL_GRACE)
+    if now + lasts + operations.KILL_GRACE > lease.expires_at:
+        leasing.renew(lease, now=clock(), lasts=lasts + operations.KILL_GRACE)
     try:
         with hold(_LeaseClaim(lease, clock, lasts=lasts)):
             yield build_sandbox_request(lease, now=clock(), check_budget=not spends)

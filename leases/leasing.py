@@ -14,11 +14,12 @@ from billing import budgets
 from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded, NotAllowed
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
-from sandboxes import destruction, pool, stop_reasons
+from sandboxes import destruction, stop_reasons
 from sandboxes.db import durations, sql
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Pool
 from sandboxes.models.webhooks import EventType
+from sandboxes.pool import allocation
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
@@ -292,7 +293,7 @@ def set_spend_limit(pk: UUID, limit: Decimal | None, *, now: datetime, actor: st
         LeaseEvent.objects.create(
             lease=lease, at=now, kind="spend_limit", actor=actor, reason=f"{change}: {detail}" if detail else change
         )
-        pool.set_llm_limit(pk, limit)
+        allocation.set_llm_limit(pk, limit)
     return True
 
 

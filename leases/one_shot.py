@@ -18,7 +18,7 @@ from leases import execution, leasing, sweeps
 from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Lease, LeaseStatus
-from sandboxes import destruction, pool, runs
+from sandboxes import destruction
 from sandboxes.claims import track, track_transfer
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import (
@@ -33,8 +33,10 @@ from sandboxes.errors import (
 )
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import FinalPersist, Run, RunOutcome, Sandbox, SandboxState
+from sandboxes.pool import allocation
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError, Rejected
-from sandboxes.runs import KILL_GRACE, Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import KILL_GRACE, Command
 from sandboxes.state import directories
 from sandboxes.storage.base import DiskFull, StoreError
 
@@ -202,7 +204,7 @@ def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = 
             sandbox.refresh_from_db()
             if sandbox.state != SandboxState.DESTROYED and (sandbox.last_error or clock() > now + CLEANUP_TIMEOUT):
                 return False
-            time.sleep(pool.POLL_INTERVAL_SECONDS)
+            time.sleep(allocation.POLL_INTERVAL_SECONDS)
         sweeps.mark_destroyed(pk, now=clock(), actor=actor)
         return Lease.objects.filter(pk=pk, status=LeaseStatus.DESTROYED).exists()
     except Exception:
@@ -240,7 +242,7 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
         bare_request = replace(
             sandbox_request, files={}, skill="", memory_mib=request.memory_mib, final_persist=FinalPersist.DATA
         )
-        with runs.operation(bare_request, command, now=clock(), actor=actor) as opened:
+        with operations.operation(bare_request, command, now=clock(), actor=actor) as opened:
             provider, sandbox = opened.provider, opened.sandbox
             transfer.unpack_workspace(provider, sandbox)
             checkpoint("workspace in", lease)

@@ -11,8 +11,7 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
-from sandboxes import lost_hosts, processes, reconciliation
-from sandboxes import sweeps as sandboxes
+from sandboxes import processes
 from sandboxes.egress import authorization
 from sandboxes.hosts import registry
 from sandboxes.identity import signing
@@ -20,6 +19,7 @@ from sandboxes.models import GONE_STATES, Host, Sandbox, SandboxState, Snapshot
 from sandboxes.state import pruning, workspace
 from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import SweepResult
+from sandboxes.sweeps import lost_hosts, passes, reconciliation
 from sandboxes.webhooks import outbox
 
 WORKSPACE_OVER_LIMIT_EVENT = "workspace_over_limit"  # LeaseEvent.kind
@@ -89,7 +89,7 @@ def find_lost_leases() -> QuerySet[Lease]:
 
 def reclaim(*, now: datetime, limit: int = 200) -> SweepResult:
     """Destroy sandboxes that are due, then mark ended leases without a sandbox as destroyed."""
-    result = sandboxes.destroy_due(now=now, limit=limit)
+    result = passes.destroy_due(now=now, limit=limit)
     for pk in find_leases_to_close().values_list("pk", flat=True)[: limit * 5]:
         result.note("leases closed", mark_destroyed(pk, now=now, actor="sweep"))
     return result
@@ -112,7 +112,7 @@ def find_leases_to_close() -> QuerySet[Lease]:
 
 def destroy_cold(*, now: datetime, limit: int = 500) -> SweepResult:
     """Destroy cold sandboxes past their TTL, and delete snapshots of leases that ended before the retention period."""
-    result = sandboxes.expire_cold(now=now, limit=limit)
+    result = passes.expire_cold(now=now, limit=limit)
     for snapshot in find_expired_snapshots(now=now)[:limit]:
         workspace.forget(snapshot, now=now)
         result.note("stored copies removed")
@@ -129,7 +129,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     """Recover work whose process died: transitions, runs, turns and model calls past their deadline.
 
     Also closes the rows of ended processes and deletes expired idempotent responses."""
-    result = sandboxes.recover_stalled(now=now, limit=limit)
+    result = passes.recover_stalled(now=now, limit=limit)
     closed = processes.close_ended(now=now)
     for item, count in closed.counts.items():
         result.note(item, count)
@@ -146,7 +146,7 @@ def measure_workspaces(*, now: datetime) -> SweepResult:
 
     The next exec in such a sandbox is refused. The warning is repeated once a day. Cold sandboxes are included,
     since eviction also measures the workspace."""
-    result = sandboxes.measure_workspaces(now=now)
+    result = passes.measure_workspaces(now=now)
     for sandbox in find_oversized_sandboxes():
         assert sandbox.holder
         with transaction.atomic():
@@ -177,8 +177,8 @@ def _format_oversize_reason(sandbox: Sandbox) -> str:
 def release_instance(instance: str, *, now: datetime) -> int:
     """Make the work of a dead instance due now, unfinished requests with an Idempotency-Key included.
 
-    Return the number of rows. The conditions and errors of `sandboxes.sweeps.release_instance` apply."""
-    released = sandboxes.release_instance(instance, now=now)
+    Return the number of rows. The conditions and errors of `sandboxes.sweeps.passes.release_instance` apply."""
+    released = passes.release_instance(instance, now=now)
     claimed = Q(claimed_by=instance) | Q(claimed_by__startswith=f"{instance}.")
     return released + IdempotentRequest.objects.filter(claimed, status_code=None, deadline_at__gt=now).update(deadline_at=now)
 

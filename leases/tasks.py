@@ -16,14 +16,15 @@ from django_q.tasks import schedule
 from leases import execution, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, LeaseStatus
-from sandboxes import eviction, pool
-from sandboxes import sweeps as sandboxes
+from sandboxes import eviction
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import queues, registry
 from sandboxes.models import IN_FLIGHT_STATES, Host, Run, Sandbox, SandboxState, Snapshot
+from sandboxes.pool import allocation
 from sandboxes.queue_threads import StillRunning, run_outlasting
 from sandboxes.sweep_log import SweepResult
+from sandboxes.sweeps import passes
 
 RESUME_INTERVAL = timedelta(minutes=10)
 MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next scheduled sweep
@@ -44,7 +45,7 @@ def _find_hosts_with_work(*states: SandboxState) -> list[Host | None]:
 
 def _find_host(lease_id: UUID) -> Host | None:
     """Return the host whose worker acts on a lease's sandbox. None: any host, if its sandbox is cold and its host silent."""
-    sandbox = pool.find_by_holder(lease_id)
+    sandbox = allocation.find_by_holder(lease_id)
     if sandbox is None or sandbox.host is None:
         return None
     is_bound = sandbox.state != SandboxState.COLD
@@ -80,7 +81,7 @@ def enqueue_idle_sweep() -> None:
 
 
 def sweep_idle() -> str:
-    return _run_sweep("idle", sandboxes.evict_idle)
+    return _run_sweep("idle", passes.evict_idle)
 
 
 def request_wake(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) -> bool:

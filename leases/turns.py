@@ -20,7 +20,7 @@ from sandboxes.errors import ProviderCallFailed, SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, RunOutcome
-from sandboxes.runs import KILL_GRACE, Command
+from sandboxes.runs.operations import KILL_GRACE, Command
 
 log = structlog.get_logger(__name__)
 MAX_SKIP_REASON_CHARS = 500

@@ -8,12 +8,13 @@ from typing import TypeVar
 import structlog
 from django.conf import settings
 
-from sandboxes import runs, snapshots
+from sandboxes import snapshots
 from sandboxes.errors import StoreUnavailable
 from sandboxes.models import ALIVE_STATES
-from sandboxes.pool import SandboxRequest
+from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.providers.base import WORKSPACE
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from sandboxes.state import file_tree, workspace
 from sandboxes.state.file_tree import FileTree, LiveFiles, Unreadable
 from sandboxes.storage.base import StoreError
@@ -40,7 +41,7 @@ def read_files(
             log.info("woken to read files", agent=request.agent_did, holder=str(request.holder), reason=str(unreadable))
         except StoreError as failed:
             raise StoreUnavailable(f"The stored copy cannot be read: {failed}") from failed
-    with runs.operation(request, command, now=now, actor=actor) as opened:
+    with operations.operation(request, command, now=now, actor=actor) as opened:
         limit = request.pool.workspace_limit_mib << 20 if root == WORKSPACE else settings.DATA_MOST_BYTES
         max_tar_bytes = workspace.compute_max_tar_bytes(limit)
         return act(LiveFiles(opened.provider, opened.sandbox.ref, root, max_tar_bytes=max_tar_bytes)), SOURCE_SANDBOX

@@ -8,10 +8,10 @@ from typing import Any
 from django.conf import settings
 from django.db.models import Case, Count, F, Min, Q, Sum, Value, When
 
-from sandboxes import runs
 from sandboxes.db import sql
 from sandboxes.destruction import SANDBOX_COUNTER_FIELDS
 from sandboxes.models import GONE_STATES, IN_FLIGHT_STATES, Pool, Quota, Sandbox, SandboxState
+from sandboxes.runs import operations
 
 LIVE_STATES = [state for state in SandboxState if state != SandboxState.DESTROYED]
 RECENT_PERIOD = timedelta(minutes=10)  # longer than usual scrape intervals, so that no transition is missed between two scrapes
@@ -112,7 +112,7 @@ def build_stalled_filter(now: datetime) -> Q:
     """Build the filter of sandboxes that are in flight or running, and past their deadline by more than STALLED_AFTER."""
     overdue = now - STALLED_AFTER
     in_flight = Q(state__in=IN_FLIGHT_STATES, deadline_at__lt=overdue, quarantined_at__isnull=True)
-    return in_flight | Q(state=SandboxState.RUNNING, pk__in=runs.find_overdue(now=overdue).order_by().values("sandbox"))
+    return in_flight | Q(state=SandboxState.RUNNING, pk__in=operations.find_overdue(now=overdue).order_by().values("sandbox"))
 
 
 def _build_pool_stats(

@@ -13,7 +13,6 @@ from datetime import datetime, timedelta
 from django.db import transaction
 from django.db.models import QuerySet
 
-from sandboxes import runs
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, SandboxNotHeld, TooManyProcesses
 from sandboxes.hosts import registry
@@ -21,14 +20,15 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import ALIVE_STATES, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.models.processes import Process, ProcessStatus
-from sandboxes.pool import SandboxRequest
+from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, Missing, ProcessOutput, ProcessState, Provider, ProviderError, Rejected
 from sandboxes.providers.launcher import LAUNCH_TIMEOUT
-from sandboxes.runs import Command, Operation
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command, Operation
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 MAX_PROCESSES = 16  # running in one sandbox at once
-START_TIMEOUT = LAUNCH_TIMEOUT + runs.KILL_GRACE
+START_TIMEOUT = LAUNCH_TIMEOUT + operations.KILL_GRACE
 LOG_CHUNK_BYTES = 1 << 18  # read of a log at once
 MAX_CHUNKS_AFTER_DEADLINE = 8  # searched by wait_for_log once its time is over, so that a short wait covers existing output
 POLL_DELAYS_SECONDS = (0.05, 0.1, 0.2, 0.4)  # between reads of a log; the last one repeats
@@ -53,8 +53,8 @@ def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, 
     the errors of runs.exec_in_sandbox."""
     clock = clock_from(now)
     command = Command(spec.argv, START_TIMEOUT, spec.env, spec.cwd, kind="process", run_id=spec.process_id)
-    with runs.operation(request, command, now=now, actor=actor) as opened:
-        runs.require_workspace_space(opened.provider, opened.sandbox, now=clock())
+    with operations.operation(request, command, now=now, actor=actor) as opened:
+        operations.require_workspace_space(opened.provider, opened.sandbox, now=clock())
         process = _insert_process(opened.sandbox, spec, now=clock())
         checkpoint("process inserted", process)
         _launch(process, spec, opened, clock)

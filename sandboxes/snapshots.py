@@ -11,7 +11,7 @@ from uuid import UUID
 from django.conf import settings
 from django.db import transaction
 
-from sandboxes import eviction, pool, runs
+from sandboxes import eviction
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import SandboxBusy, SandboxLost, SandboxNotHeld, SnapshotNotFound, StoreUnavailable
@@ -20,8 +20,10 @@ from sandboxes.lifecycle import COLD, EVICTING, RUNNING, checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Sandbox, SandboxState, TransitionReason
 from sandboxes.models.state import Snapshot, SnapshotKind
-from sandboxes.pool import SandboxRequest
-from sandboxes.runs import Command, Operation
+from sandboxes.pool import allocation
+from sandboxes.pool.allocation import SandboxRequest
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command, Operation
 from sandboxes.state import workspace
 
 MAX_ATTEMPTS = 5  # if other processes wake or evict the sandbox between two steps
@@ -138,15 +140,15 @@ def wait_until_settled(holder: UUID, *, now: datetime) -> Sandbox | None:
     """Wait until the holder's sandbox is alive or cold, and return it. Returns None if the holder has none.
 
     Raises SandboxLost, SandboxBusy if the sandbox is still in flight after SANDBOX_START_TIMEOUT, and TooManyLongCalls."""
-    if _is_settled(sandbox := pool.find_by_holder(holder)):
+    if _is_settled(sandbox := allocation.find_by_holder(holder)):
         return sandbox
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
     with LONG_CALLS.admit():
-        while not _is_settled(sandbox := pool.find_by_holder(holder)):
+        while not _is_settled(sandbox := allocation.find_by_holder(holder)):
             if clock() > deadline:
                 raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
-            time.sleep(pool.POLL_INTERVAL_SECONDS)
+            time.sleep(allocation.POLL_INTERVAL_SECONDS)
     return sandbox
 
 
@@ -161,7 +163,7 @@ def _snapshot_alive(request: SandboxRequest, name: str, *, now: datetime, actor:
     clock = clock_from(now)
     argv = ["snapshot", name] if name else ["snapshot"]
     command = Command(argv=argv, timeout=CLAIM_TTL, kind="file", needs_data=False)
-    with runs.operation(request, command, now=now, actor=actor) as opened:
+    with operations.operation(request, command, now=now, actor=actor) as opened:
         return _store_workspace(opened, name, clock, record=record)
 
 

@@ -25,7 +25,7 @@ from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
 from sandboxes.storage.memory import MemoryStore
 from tests.support.database import restore_template, save_template
-from tests.support.receiver import WebhookReceiver, run_receiver
+from tests.support.servers.receiver import WebhookReceiver, run_receiver
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)

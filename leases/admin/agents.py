@@ -18,7 +18,7 @@ from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, render_admin_link, render_time_ago
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.identity import build_signing_key_field
-from sandboxes.admin.pools import build_add_quota_url, build_quota_row
+from sandboxes.admin.quotas import build_add_quota_url, build_quota_row
 from sandboxes.formatting import format_bytes, pluralize
 from sandboxes.models import AgentData, Quota, Sandbox, SandboxState
 

@@ -20,7 +20,7 @@ from leases.api.leases import ACQUIRE_SERIALIZER, LeaseSerializer, NewLeaseSeria
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import enqueue_reclaim
 from sandboxes.db import database_time
-from sandboxes.runs import KILL_GRACE
+from sandboxes.runs.operations import KILL_GRACE
 
 MAX_NAMED_AGENTS = 100  # in one posted condition
 

@@ -24,23 +24,16 @@ from leases.api.base.parsers import StreamParser
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.errors import InvalidRequest, RangeNotSatisfiable
 from leases.errors import RequestTooLarge as BodyTooLarge
-from sandboxes import files, runs
+from sandboxes import files
 from sandboxes.claims import track_transfer
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Sandbox
 from sandboxes.providers import tar_validation
-from sandboxes.providers.base import (
-    DATA,
-    WORKSPACE,
-    FileStat,
-    Provider,
-    Rejected,
-    TooLarge,
-    check_directory_path,
-    split_sandbox_path,
-)
-from sandboxes.runs import Command
+from sandboxes.providers.arguments import check_directory_path, split_sandbox_path
+from sandboxes.providers.base import DATA, WORKSPACE, FileStat, Provider, Rejected, TooLarge
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from sandboxes.state.file_tree import FileTree
 from sandboxes.state.spool import open_spool
 from sandboxes.storage.base import StoreError
@@ -92,7 +85,7 @@ class FileApiView(LeaseApiView):
 
         def check_space_and_act(provider: Provider, sandbox: Sandbox) -> None:
             if command.argv[0] in ("write", "unpack"):
-                runs.require_workspace_space(provider, sandbox, now=self.now)
+                operations.require_workspace_space(provider, sandbox, now=self.now)
             act(provider, sandbox)
 
         execution.call_in_sandbox(pk, command, check_space_and_act, now=self.now, actor=self.actor)

@@ -11,7 +11,7 @@ from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.response import Response
 
-from billing import metering
+from billing import alive_time
 from leases import leasing
 from leases.api.base import schema
 from leases.api.base.authentication import Caller
@@ -199,7 +199,7 @@ class LeaseView(LeaseApiView):
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Return a lease with its sandbox, awake time and LLM usage."""
-        alive = metering.get_alive_time(pk, now=self.now).total_seconds()
+        alive = alive_time.get_alive_time(pk, now=self.now).total_seconds()
         usage = serialize_lease_calls(self.lease, calculate_totals(LlmCall.objects.filter(holder=pk)))
         detail = {"sandbox_ended": render_last_stop(pk), "seconds_alive": alive, "llm": usage}
         return Response(render_lease(self.lease, now=self.now) | detail)

@@ -29,7 +29,7 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Process, ProcessStatus
 from sandboxes.processes import START_TIMEOUT, ProcessSpec
 from sandboxes.providers.base import ProcessOutput
-from sandboxes.runs import KILL_GRACE
+from sandboxes.runs.operations import KILL_GRACE
 
 MAX_NEW_PROCESS_BODY_BYTES = 1 << 20
 DEFAULT_LOG_BYTES, MAX_LOG_BYTES = 1 << 16, 1 << 20

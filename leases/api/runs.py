@@ -32,7 +32,7 @@ from sandboxes.db.clock import format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import RUN_KINDS, Run, RunOutcome
 from sandboxes.providers.base import WORKSPACE, ExecResult
-from sandboxes.runs import KILL_GRACE, Command
+from sandboxes.runs.operations import KILL_GRACE, Command
 
 MAX_EXEC_BODY_BYTES = 16 << 20  # mostly stdin
 

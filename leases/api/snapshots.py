@@ -22,7 +22,7 @@ from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
-from sandboxes.runs import KILL_GRACE
+from sandboxes.runs.operations import KILL_GRACE
 from sandboxes.state import workspace
 
 

@@ -11,6 +11,7 @@ from sandboxes.admin import (
     policies,
     pools,
     processes,
+    quotas,
     readings,
     runs,
     sandboxes,
@@ -21,5 +22,5 @@ from sandboxes.admin import (
 
 __all__ = [
     "agent_data", "data_events", "deliveries", "hosts", "identity", "llm_calls", "model_rates", "policies", "pools",
-    "processes", "readings", "runs", "sandboxes", "snapshots", "sweeps", "webhooks",
+    "processes", "quotas", "readings", "runs", "sandboxes", "snapshots", "sweeps", "webhooks",
 ]  # fmt: skip

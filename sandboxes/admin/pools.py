@@ -1,22 +1,19 @@
-"""Console pages of pools and quotas."""
+"""Console pages of pools."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from django import forms
 from django.conf import settings
 from django.contrib import admin
-from django.db.models import Count, F, Q
+from django.db.models import Count, Q
 from django.http import HttpRequest
-from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes import pool
 from sandboxes import pool_stats as stats
 from sandboxes.admin import tabs
 from sandboxes.admin.base.actions import AdminAction, list_audit_entries
@@ -27,7 +24,6 @@ from sandboxes.admin.base.formatting import (
     decode_output,
     format_age,
     format_counts,
-    render_admin_link,
     render_badge,
     render_meter,
     render_timestamp,
@@ -35,10 +31,11 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
-from sandboxes.admin.base.registry import build_agent_field, get_reference
+from sandboxes.admin.quotas import build_add_quota_url, build_quota_row
 from sandboxes.formatting import pluralize
 from sandboxes.hosts import capacity
-from sandboxes.models import Pool, Quota, SandboxState
+from sandboxes.models import Pool, SandboxState
+from sandboxes.pool import allocation
 from sandboxes.pool_stats import PoolStats
 
 MAX_PANEL_ROWS = 12  # quotas on a pool's page, largest use first
@@ -49,7 +46,7 @@ DRAIN_ACTION = AdminAction(
     done="draining",
     refusal_reason="already draining",
     legal=lambda row: not row.draining,
-    verb=lambda row, actor, reason, now: pool.set_draining(row, draining=True, actor=actor),
+    verb=lambda row, actor, reason, now: allocation.set_draining(row, draining=True, actor=actor),
     icon="pause",
     permissions=("sandboxes.drain_pool",),
 )
@@ -59,7 +56,7 @@ RESUME_ACTION = AdminAction(
     done="resumed",
     refusal_reason="not draining",
     legal=lambda row: row.draining,
-    verb=lambda row, actor, reason, now: pool.set_draining(row, draining=False, actor=actor),
+    verb=lambda row, actor, reason, now: allocation.set_draining(row, draining=False, actor=actor),
     permissions=("sandboxes.drain_pool",),
 )
 CLOSE_CIRCUIT_ACTION = AdminAction(
@@ -68,7 +65,7 @@ CLOSE_CIRCUIT_ACTION = AdminAction(
     done="warming up again",
     refusal_reason="its circuit is closed",
     legal=lambda row: is_circuit_open(row, timezone.now()),
-    verb=lambda row, actor, reason, now: pool.resume_warming(row, now=now, actor=actor),
+    verb=lambda row, actor, reason, now: allocation.resume_warming(row, now=now, actor=actor),
     icon="replay",
     permissions=("sandboxes.drain_pool",),
 )
@@ -154,9 +151,6 @@ def build_pool_usage(one: PoolStats, now: datetime) -> PoolUsage:
     if one.warm_paused_until and is_circuit_open(one, now):
         notes.append(render_badge("paused", f"circuit open for {format_age(one.warm_paused_until - now)}"))
     return PoolUsage(one, build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=one.pk), parts, notes)
-
-
-# --- pools ------------------------------------------------------------------------------------------------------------
 
 
 @admin.register(Pool)
@@ -329,106 +323,3 @@ def build_circuit_field(row: Pool, now: datetime) -> SummaryField:
         left = render_timestamp(row.warm_paused_until, f"open for {format_age(row.warm_paused_until - now)}")
         return SummaryField("Circuit", left, note=f"after {failed}: {truncate_text(row.warm_error)}", alarm=True)
     return SummaryField("Circuit", "closed", note=f"{failed} in a row" if row.warm_failures else "no failed starts")
-
-
-# --- quotas -----------------------------------------------------------------------------------------------------------
-
-
-class QuotaForm(forms.ModelForm):
-    """Limit and guarantee of one agent in one pool."""
-
-    def clean_agent_did(self) -> str:
-        return get_reference("agent").clean(self.cleaned_data["agent_did"])
-
-    def clean(self) -> dict[str, Any] | None:
-        cleaned = super().clean() or {}
-        most, guaranteed = cleaned.get("most"), cleaned.get("guaranteed")
-        if most is not None and guaranteed is not None and guaranteed > most:
-            self.add_error("guaranteed", f"The guarantee cannot exceed the limit of {most:,}.")
-        return cleaned
-
-
-@admin.register(Quota)
-class QuotaAdmin(ConsoleModelAdmin):
-    form = QuotaForm
-    list_display = ["agent_did", "pool", "filled", "limit", "guaranteed_places"]
-    list_filter = ["pool"]
-    list_select_related = ["pool"]
-    search_fields = ["agent_did__startswith"]
-    search_help_text = "Agent (prefix)"
-    ordering = ["pool_id", "agent_did"]
-    list_tabs = {
-        "all": ListTab(
-            "All", "No quotas yet. One appears when an agent first uses a pool. Add one to set a limit or a guarantee."
-        ),
-        "set": ListTab(
-            "Limited or guaranteed",
-            "No limits or guarantees. Add a quota to set one.",
-            lambda now: Q(most__isnull=False) | Q(guaranteed__gt=0),
-        ),
-        "full": ListTab("At the limit", "No agent is at its limit.", lambda now: Q(used__gte=F("most"))),
-    }
-    fields = ["pool", "agent_did", "most", "guaranteed"]
-    labels = {"most": "Limit", "guaranteed": "Guaranteed"}
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Quota | None = None) -> list[str]:
-        return ["pool", "agent_did"] if obj else []
-
-    @display(description="Used")
-    def filled(self, row: Quota) -> SafeString | str:
-        return render_quota_usage(row)
-
-    @display(description="Limit")
-    def limit(self, row: Quota) -> str:
-        return "no limit" if row.most is None else f"{row.most:,}"
-
-    @display(description="Guaranteed")
-    def guaranteed_places(self, row: Quota) -> str:
-        return f"{row.guaranteed:,}" if row.guaranteed else "–"
-
-    def get_page_context(self, request: HttpRequest, row: Quota) -> dict[str, Any]:
-        spare = max(row.guaranteed - row.used, 0)
-        return {
-            "facts": [
-                build_agent_field(row.agent_did),
-                SummaryField("Pool", render_admin_link("sandboxes_pool", row.pool_id, row.pool)),
-                SummaryField(
-                    "Used",
-                    f"{row.used:,}",
-                    note="no limit" if row.most is None else f"of {row.most:,}",
-                    href=build_changelist_url(
-                        "sandboxes_sandbox", slice="live", agent_did=row.agent_did, pool__id__exact=row.pool_id
-                    ),
-                    alarm=row.most is not None and row.used >= row.most,
-                ),
-                SummaryField(
-                    "Guaranteed",
-                    f"{row.guaranteed:,}",
-                    note="places that are not reclaimed for other agents" if row.guaranteed else "no guarantee",
-                ),
-                *([SummaryField("Unused guarantee", f"{spare:,}")] if spare else []),
-            ]
-        }  # fmt: skip
-
-
-def render_quota_usage(quota: Quota) -> SafeString | str:
-    """Render the used places, with a meter if there is a limit."""
-    if quota.most is None:
-        return f"{quota.used:,}"
-    return render_two_lines(render_meter(quota.used, quota.most), f"{quota.used:,} of {quota.most:,}")
-
-
-def build_quota_row(quota: Quota, subject: Any) -> tuple[SafeString, SafeString | str, str]:
-    """Build a row of the quota table on a pool's or an agent's page."""
-    return (
-        render_admin_link("sandboxes_quota", quota.pk, subject),
-        render_quota_usage(quota) if quota.most is not None else f"{quota.used:,}, no limit",
-        f"{quota.guaranteed:,}" if quota.guaranteed else "–",
-    )
-
-
-def build_add_quota_url(request: HttpRequest, **initial: Any) -> str:
-    """Build the URL of the add form with known values filled in. Empty without the permission to add."""
-    if not request.user.has_perm("sandboxes.add_quota"):
-        return ""
-    return reverse("admin:sandboxes_quota_add", query=initial)

@@ -6,7 +6,8 @@ Directories are opened one component at a time, relative to their parent and wit
 concurrently can make a call fail, but cannot redirect it. For the same reason modes and times are never changed by path.
 Files and directories whose owner has no permissions on them are opened nevertheless, so that state is always saved: permissions
 are granted temporarily, and the mode is restored.
-Standard library only, in one file: this runs inside sandboxes, and is imported by providers on the host."""
+One file with the standard library only: sandboxes execute it by its path as an isolated Python (-I -S), which imports no module
+beside it. Providers on the host import the same file."""
 
 import contextlib
 import errno

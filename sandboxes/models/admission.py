@@ -1,4 +1,4 @@
-"""Admission queue of a pool: columns and constraints. The verbs are in sandboxes.admission_queue."""
+"""Admission queue of a pool: columns and constraints. The verbs are in sandboxes.pool.admission_queue."""
 
 from django.db import models
 

@@ -1,4 +1,4 @@
-"""Identity of this installation. The verbs are in sandboxes.installation."""
+"""Identity of this installation. The verbs are in sandboxes.sweeps.installation."""
 
 import uuid
 

@@ -1,5 +1,5 @@
 """Sandboxes, their states and transitions: columns, constraints and indexes. The verbs are in sandboxes.lifecycle and
-sandboxes.pool. No row is deleted by the control plane."""
+sandboxes.pool.allocation. No row is deleted by the control plane."""
 
 import uuid
 from datetime import timedelta

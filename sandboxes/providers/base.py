@@ -8,8 +8,6 @@ One conformance suite checks every provider.
 - A verb fails with Unavailable (retry the same step later), Rejected (the request is wrong; do not retry) or Missing (no such
   sandbox; success for `destroy`). A command that fails, is killed or times out is a result, not an error."""
 
-import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -347,64 +345,6 @@ class Provider(ABC):
 
         Returns `path` unchanged, except in providers without a separate file system."""
         return path
-
-
-def split_sandbox_path(path: str) -> tuple[str, tuple[str, ...]]:
-    """Split an absolute sandbox path into its root (/workspace or /data) and parts, without I/O. Raise BadPath."""
-    parts = path.split("/")
-    if len(parts) < 3 or parts[0] or "/" + parts[1] not in (WORKSPACE, DATA):
-        raise BadPath(f"A path must lie under {WORKSPACE} or {DATA}.")
-    if any(part in ("", ".", "..") for part in parts[2:]) or "\0" in path:
-        raise BadPath("A path must not contain empty parts, '.', '..' or NUL.")
-    try:
-        is_too_long = len(os.fsencode(path)) > 4000 or any(len(os.fsencode(part)) > 255 for part in parts)
-    except UnicodeEncodeError:
-        raise BadPath("A path must be valid Unicode, or bytes decoded by os.fsdecode.") from None
-    if is_too_long:
-        raise BadPath("A path must not exceed 4000 bytes, or 255 bytes between slashes.")
-    return "/" + parts[1], tuple(parts[2:])
-
-
-def check_root(path: str) -> str:
-    """Return `path` if it is /workspace or /data. Raise BadPath."""
-    if path not in (WORKSPACE, DATA):
-        raise BadPath(f"The root must be {WORKSPACE} or {DATA}.")
-    return path
-
-
-def check_relative_path(root: str, path: str) -> str:
-    """Return `path` if it is a valid path relative to `root` and not empty. Raise BadPath."""
-    split_sandbox_path(f"{check_root(root)}/{path}")
-    return path
-
-
-def check_directory_path(root: str, under: str) -> str:
-    """Return `under` if it is a valid path relative to `root`, or "" for the root itself. Raise BadPath."""
-    return check_relative_path(root, under) if under else check_root(root) and under
-
-
-def check_range(start: int, length: int) -> None:
-    """Raise Rejected if the offset or the length is negative."""
-    if start < 0 or length < 0:
-        raise Rejected("The offset and the length of a byte range must not be negative.")
-
-
-def check_patterns(exclude: Sequence[str]) -> Sequence[str]:
-    """Return the patterns if they are valid text without NUL. Raise Rejected."""
-    for pattern in exclude:
-        try:
-            if b"\0" in os.fsencode(pattern):
-                raise Rejected("A pattern must not contain NUL.")
-        except UnicodeEncodeError:
-            raise Rejected("A pattern must be valid Unicode.") from None
-    return exclude
-
-
-def check_slug(kind: str) -> str:
-    """Return `kind` if it is a slug. Raise Rejected."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", kind):
-        raise Rejected("The kind of an environment must be 1 to 100 characters of a-z, A-Z, 0-9, - and _.")
-    return kind
 
 
 def truncate_labels(labels: Iterable[tuple[str, str]]) -> dict[str, str]:

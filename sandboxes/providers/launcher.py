@@ -9,16 +9,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from sandboxes.providers.base import (
-    WORKSPACE,
-    ExecResult,
-    ProcessOutput,
-    ProcessState,
-    Provider,
-    Rejected,
-    Unavailable,
-    check_range,
-)
+from sandboxes.providers.arguments import check_range
+from sandboxes.providers.base import WORKSPACE, ExecResult, ProcessOutput, ProcessState, Provider, Rejected, Unavailable
 
 LAUNCH_TIMEOUT = timedelta(seconds=30)  # of one launcher command
 PYTHON_COMMAND = ("python3", "-I", "-S")

@@ -7,7 +7,8 @@ import re
 import tarfile
 from typing import BinaryIO
 
-from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge, split_sandbox_path
+from sandboxes.providers.arguments import split_sandbox_path
+from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge
 
 MAX_MEMBERS = 100_000
 BLOCK_BYTES = tarfile.BLOCKSIZE

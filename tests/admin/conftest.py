@@ -12,9 +12,9 @@ from django.utils import timezone
 
 from leases import execution
 from leases.models import Lease
-from sandboxes import pool
 from sandboxes.models import Run, Sandbox
-from sandboxes.runs import Command
+from sandboxes.pool import allocation
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE
 
 NOW = timezone.now() - timedelta(minutes=10)  # pages read the real clock, so rows are made relative to it
@@ -79,7 +79,7 @@ def lease(grant: Callable[..., Lease]) -> Lease:
 
 def ensure_sandbox(lease: Lease) -> Sandbox:
     """The lease's sandbox, started if it has none."""
-    return pool.find_by_holder(lease.pk) or execution.ensure_sandbox_ready(lease.pk, now=lease.leased_at)
+    return allocation.find_by_holder(lease.pk) or execution.ensure_sandbox_ready(lease.pk, now=lease.leased_at)
 
 
 def get_state(sandbox: Sandbox) -> str:

@@ -24,15 +24,17 @@ from billing.dates import start_of_day
 from billing.models import Account, Membership
 from leases import api_keys, budget_enforcement, execution, fork, leasing, snapshots, sweeps, turns
 from leases.models import Agent, AgentKey, EnvironmentType, Lease
-from sandboxes import eviction, pool, processes, providers, runs
-from sandboxes import sweeps as sandbox_sweeps
+from sandboxes import eviction, processes, providers
 from sandboxes.identity import signing
 from sandboxes.models import ModelRate, Policy, Pool, Quota, Sandbox, SandboxState, Sweep, Webhook
+from sandboxes.pool import allocation
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import File, Link, MemoryProvider, ProgramCall, ProgramResult
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from sandboxes.state import data_editing
+from sandboxes.sweeps import passes
 from sandboxes.webhooks import delivery, outbox, subscriptions
 from sandboxes.webhooks.http_post import PostResult
 from tests.support.billing import (
@@ -143,10 +145,10 @@ def _seed_game(memory: MemoryProvider, now: datetime) -> None:
 def _seed_sandbox_states(memory: MemoryProvider, now: datetime) -> None:
     """Create running, starting, stalled, expiring, ended, cold, woken and evicting sandboxes."""
     busy = _acquire_used_lease(GRACE, "training-run", now - HOUR)
-    runs.open_run(get_sandbox(busy), Command(argv=["make", "all"], timeout=10 * MINUTE), now=now - MINUTE)
+    operations.open_run(get_sandbox(busy), Command(argv=["make", "all"], timeout=10 * MINUTE), now=now - MINUTE)
     for environment, since in (("starting", MINUTE), ("stalled-start", HOUR)):
         lease = _acquire_lease(ALAN, environment, now - since)
-        pool.reserve_place(execution.build_sandbox_request(lease, now=now), now=now - since)
+        allocation.reserve_place(execution.build_sandbox_request(lease, now=now), now=now - since)
     for environment, minutes in (("ending-soon", 57), ("overdue", 62)):
         _acquire_used_lease("did:plc:hurry", environment, now - minutes * MINUTE, ttl=HOUR)
     gone = _acquire_used_lease(ADA, "catan-round-1", now - 20 * HOUR)
@@ -159,7 +161,7 @@ def _seed_sandbox_states(memory: MemoryProvider, now: datetime) -> None:
         eviction.evict(get_sandbox(lease).pk, now=now - 2 * HOUR, reason="idle", actor="sweep")
     execution.ensure_sandbox_ready(woken.pk, now=now - 3 * MINUTE, actor=ACTOR)
     Sandbox.objects.filter(pk=get_sandbox(falling).pk).update(idle_at=now - 9 * HOUR)
-    sandbox_sweeps.claim_idle(SandboxState.WAITING, uuid.uuid4(), now=now - MINUTE / 3, limit=1)
+    passes.claim_idle(SandboxState.WAITING, uuid.uuid4(), now=now - MINUTE / 3, limit=1)
 
 
 def _seed_failures(memory: MemoryProvider, now: datetime) -> None:
@@ -202,16 +204,16 @@ def _seed_pools(memory: MemoryProvider, now: datetime) -> None:
     """Create pools that start nothing, are full or drain, a pre-warmed sandbox, and quotas."""
     Pool.objects.create(name="gpu", provider="memory", capacity=8, image="registry.example.com/gpu:12.4", warm_target=2)
     with memory.fail("create", Unavailable('engine answered 404: manifest for "gpu:12.4" not found')):
-        sandbox_sweeps.warm_pools(now=now - MINUTE)
+        passes.warm_pools(now=now - MINUTE)
     Pool.objects.filter(name="demo").update(warm_target=2)
     demo = Pool.objects.get(name="demo")
-    pool.start_warm(demo, now=now - 20 * MINUTE)
+    allocation.start_warm(demo, now=now - 20 * MINUTE)
     for agent, most, guaranteed in ((ADA, 8, 2), (GRACE, None, 1), ("did:plc:hoarder", 1, 0)):
         Quota.objects.update_or_create(pool=demo, agent_did=agent, defaults={"most": most, "guaranteed": guaranteed})
     for name in ("small", "old-rack"):
         Pool.objects.create(name=name, provider="memory", capacity=1)
         _acquire_used_lease("did:plc:resident", "still-here", now - 20 * MINUTE, pool=name)
-    pool.set_draining(Pool.objects.get(name="old-rack"), draining=True, actor="operator")
+    allocation.set_draining(Pool.objects.get(name="old-rack"), draining=True, actor="operator")
     operator = User.objects.get(username="operator")
     LogEntry.objects.log_actions(operator.pk, [demo], CHANGE, "Drain: its rack is moved on Thursday")  # type: ignore[arg-type]
 

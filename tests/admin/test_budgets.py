@@ -20,7 +20,7 @@ from controlplane import schedules
 from leases import api_keys, budget_enforcement, execution, leasing
 from leases.models import Agent, Lease
 from sandboxes.models import Event
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.admin.conftest import ADA
 from tests.conftest import MINUTE
 from tests.support.billing import create_budget, create_llm_call, create_time_usage

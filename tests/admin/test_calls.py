@@ -16,10 +16,10 @@ from django.utils.html import conditional_escape
 
 from leases import execution, leasing
 from leases.models import Agent, Lease
-from sandboxes import pool
 from sandboxes.admin.base.formatting import SummaryField
 from sandboxes.egress import authorization
 from sandboxes.models import LlmCall, ModelRate, Sandbox
+from sandboxes.pool import allocation
 from tests.admin.conftest import NOW, ensure_sandbox
 from tests.conftest import MINUTE
 from tests.support.billing import HOUR
@@ -191,7 +191,7 @@ def set_limit(client: Client, lease: Lease, limit: str) -> Any:
 
 
 def limits(lease: Lease) -> tuple[Decimal | None, Decimal | None]:
-    sandbox = pool.find_by_holder(lease.pk)
+    sandbox = allocation.find_by_holder(lease.pk)
     assert sandbox
     return Lease.objects.get(pk=lease.pk).llm_limit, sandbox.llm_limit
 
@@ -256,10 +256,10 @@ def test_a_later_sandbox_gets_the_present_limit_of_its_lease(
     lease.pool.warm_target = warm_target
     lease.pool.save(update_fields=["warm_target"])
     if warm_target:
-        pool.start_warm(lease.pool, now=NOW)
+        allocation.start_warm(lease.pool, now=NOW)
     want = execution.build_sandbox_request(lease, now=NOW)  # a request that began before the limit was set
     set_limit(operator, lease, "5")
-    assert pool.ensure_running(want, now=NOW).llm_limit == 5
+    assert allocation.ensure_running(want, now=NOW).llm_limit == 5
     assert limits(lease) == (5, 5)
 
 

@@ -15,14 +15,15 @@ from leases import execution, leasing, sweeps, turns
 from leases.admin.leases import LeaseAdmin
 from leases.admin.timeline import PAGE_SIZE, load_timeline
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Turn
-from sandboxes import processes, runs
+from sandboxes import processes
 from sandboxes.admin.base.changelist import CappedPaginator
 from sandboxes.admin.sandboxes import SandboxAdmin, compute_time_alive
 from sandboxes.identity import signing
 from sandboxes.models import AgentData, DataEvent, DataFile, LlmCall, Policy, Pool, Process, Quota, Sandbox, Snapshot, Sweep
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResult
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from sandboxes.state import data_editing
 from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
@@ -168,7 +169,7 @@ def test_stalled_is_in_flight_or_running_past_the_deadline(lease: Lease, grant: 
     Sandbox.objects.filter(pk=starting.pk).update(state="warming", deadline_at=NOW)
     stalled = Sandbox.objects.filter(SandboxAdmin.list_tabs["stalled"].get_filter(NOW + 3 * MINUTE))
     assert set(stalled) == {starting}
-    runs.open_run(waiting, Command(argv=["sleep"], timeout=timedelta(seconds=1)), now=NOW)
+    operations.open_run(waiting, Command(argv=["sleep"], timeout=timedelta(seconds=1)), now=NOW)
     assert set(stalled.all()) == {starting, waiting}
 
 

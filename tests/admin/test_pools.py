@@ -8,11 +8,11 @@ from django.test import Client
 from django.utils import timezone
 
 from leases.models import Agent, Lease
-from sandboxes import admission_queue, sweeps
-from sandboxes import pool as pools
 from sandboxes.models import Pool, Quota, Sandbox
+from sandboxes.pool import admission_queue, allocation
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.sweeps import passes
 from tests.admin.conftest import ADA, NOW, ensure_sandbox
 from tests.conftest import MINUTE
 from tests.support.console import WHY, fetch, get_fields, list_messages, list_rows, row_url
@@ -88,7 +88,7 @@ def broken(pool: Pool, memory: MemoryProvider) -> Pool:
     """Pool whose circuit is open after three failed starts in a row."""
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
     with memory.fail("create", Unavailable("no such image")):
-        sweeps.warm_pools(now=timezone.now())
+        passes.warm_pools(now=timezone.now())
     assert has(pool, warm_failures=3)
     return pool
 
@@ -97,10 +97,10 @@ def test_an_open_circuit_says_why_and_an_operator_closes_it(operator: Client, br
     shown = fetch(operator, row_url(broken))
     assert "no such image" in shown
     assert "open for" in shown
-    assert sweeps.warm_pools(now=timezone.now()).failures
+    assert passes.warm_pools(now=timezone.now()).failures
     assert list_messages(operator.post(row_url(broken, "warm_again"), WHY)) == ["1 pool warming up again."]
     assert has(broken, warm_failures=0, warm_paused_until__isnull=True, warm_error__contains="no such image")
-    assert sweeps.warm_pools(now=timezone.now()).counts == {"warmed up": 2}
+    assert passes.warm_pools(now=timezone.now()).counts == {"warmed up": 2}
     assert has(broken, warm_error="")
     assert "Close circuit…" not in offered(operator, broken)
     assert list_messages(operator.post(row_url(broken, "warm_again"), WHY)) == ["Nothing changed: its circuit is closed."]
@@ -131,7 +131,7 @@ def test_every_number_of_a_pool_links_to_exactly_its_sandboxes(
     Sandbox.objects.filter(pk=boxes[3].pk).update(state="destroying", deadline_at=now, quarantined_at=now)
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     pool.refresh_from_db()
-    pools.start_warm(pool, now=now)
+    allocation.start_warm(pool, now=now)
     context = viewer.get(row_url(pool)).context
     numbers = {fact.label: (str(fact.value), fact.href) for fact in context["facts"] if fact.href}
     assert {label: value for label, (value, _) in numbers.items()} == {

@@ -12,10 +12,10 @@ from django_q.models import OrmQ
 from leases import execution, leasing, tasks
 from leases.models import Lease
 from sandboxes import eviction
-from sandboxes import pool as pools
 from sandboxes.models import Pool, Sandbox
+from sandboxes.pool import allocation
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from tests.admin.conftest import NOW, ensure_sandbox, get_state, list_events, run
 from tests.conftest import MINUTE
@@ -200,7 +200,7 @@ def test_each_tab_and_each_age_filter_lists_its_own_rows(viewer: Client, grant: 
     Sandbox.objects.filter(pk=boxes["unstored"].pk).update(state="waiting", last_error="store down", state_since=timezone.now())
     pool.warm_target = 1
     pool.save(update_fields=["warm_target"])
-    assert pools.start_warm(pool, now=timezone.now() - 10 * MINUTE)
+    assert allocation.start_warm(pool, now=timezone.now() - 10 * MINUTE)
     tabs = {name: {name} for name in ("cold", "evicting", "lost", "unstored")}
     tabs |= {"waiting": {"waiting", "unstored"}, "unclaimed": {""}}
     assert {name: listed(viewer, f"slice={name}") for name in tabs} == tabs

@@ -27,7 +27,7 @@ from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import File, Link, MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import data_editing, data_tree, workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES

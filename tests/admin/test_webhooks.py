@@ -16,7 +16,7 @@ from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import NOW
 from tests.conftest import MINUTE
 from tests.support.console import MARKUP, WHY, fetch, list_messages, list_rows, row_url, submit_bulk
-from tests.support.receiver import WebhookReceiver, verify_signature
+from tests.support.servers.receiver import WebhookReceiver, verify_signature
 
 pytestmark = pytest.mark.django_db
 HOOKS, EVENTS, DELIVERIES = "/admin/sandboxes/webhook/", "/admin/sandboxes/event/", "/admin/sandboxes/delivery/"

@@ -12,11 +12,11 @@ from django.utils import timezone
 from leases import api_keys, sweeps
 from leases.api.base import idempotency
 from leases.models import AgentKey, IdempotentRequest, Lease
-from sandboxes import runs
 from sandboxes.db import connection_errors
 from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs import operations
 from tests.api.conftest import ApiClient, select_fields
 
 pytestmark = pytest.mark.django_db
@@ -135,7 +135,7 @@ def test_exec_whose_run_is_lost_is_answered_before_its_deadline(ada: ApiClient, 
         ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").json()["code"] == "idempotency_in_progress"
     run = Run.objects.get()
-    runs.close_run(run, now=run.started_at + timedelta(seconds=11), outcome=RunOutcome.LOST)
+    operations.close_run(run, now=run.started_at + timedelta(seconds=11), outcome=RunOutcome.LOST)
     response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
     problem = response.json()

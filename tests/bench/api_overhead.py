@@ -16,7 +16,7 @@ from django.utils import timezone
 from leases import api_keys, execution, leasing
 from leases.models import Lease
 from sandboxes.db import sql
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.bench.measure import BenchCase, get_own_pids, interleave, print_report
 
 RENEWALS = int(os.environ.get("BENCH_CALLS", "2000"))  # per round

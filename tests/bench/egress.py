@@ -38,7 +38,7 @@ from sandboxes.providers.docker.engine import Engine
 from tests.bench.cases import adapt_datetime, list_database_pids, open_driver
 from tests.bench.measure import BenchCase, Timing, interleave, list_process_tree, print_report, read_cpu_seconds
 from tests.bench.server import REPO_DIR, call_engine
-from tests.support.ports import find_free_ports
+from tests.support.servers.ports import find_free_ports
 
 CALL_COUNT = int(os.environ.get("BENCH_MODEL_CALLS", "300"))
 START_COUNT = int(os.environ.get("BENCH_STARTS", "12"))

@@ -9,8 +9,9 @@ from datetime import timedelta
 from django.utils import timezone
 
 from leases import api_keys
-from sandboxes import destruction, eviction, pool, providers
+from sandboxes import destruction, eviction, providers
 from sandboxes.models import Pool, Sandbox, TransitionReason
+from sandboxes.pool import allocation
 from tests.bench.measure import BenchCase, interleave, list_process_tree, print_report
 from tests.bench.server import ApiClient, destroy_raw_container, exec_raw, run_control_plane, start_raw_container
 
@@ -78,7 +79,7 @@ def bench_claims(port: int) -> None:
         assert api.post(f"/environments/{run}-{number}/join", request)["is_new"]
 
     def warm_one(number: int) -> None:
-        assert pool.start_warm(warmed, now=timezone.now())
+        assert allocation.start_warm(warmed, now=timezone.now())
 
     def destroy(number: int) -> None:
         sandbox = Sandbox.objects.get(pool=warmed, environment_id=f"{run}-{number}")

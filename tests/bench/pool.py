@@ -12,10 +12,12 @@ from django.conf import settings
 from django.db import connection, transaction
 from django.utils import timezone
 
-from sandboxes import eviction, lifecycle, pool, sweeps
+from sandboxes import eviction, lifecycle
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db import sql
 from sandboxes.models import Pool, Quota, Sandbox
+from sandboxes.pool import allocation
+from sandboxes.sweeps import passes
 from tests.bench.measure import BenchCase, interleave, measure_seconds, print_report, refresh_statistics
 
 ROW_COUNTS = [int(size) for size in os.environ.get("BENCH_ROWS", "1000,10000,100000").split(",")]
@@ -47,8 +49,8 @@ def measure_decisions(size: int) -> dict[str, float]:
     Quota.objects.get_or_create(pool=bench_pool, agent_did="did:plc:guaranteed", defaults={"guaranteed": 5})
     refresh_statistics()
 
-    def build_request() -> pool.SandboxRequest:
-        return pool.SandboxRequest(uuid.uuid4(), "did:plc:bench", "e", bench_pool, timedelta(minutes=30))
+    def build_request() -> allocation.SandboxRequest:
+        return allocation.SandboxRequest(uuid.uuid4(), "did:plc:bench", "e", bench_pool, timedelta(minutes=30))
 
     waiting = list(Sandbox.objects.filter(pool=bench_pool, state="waiting").values_list("pk", "holder")[: ROUND_COUNT + 3])
 
@@ -60,7 +62,7 @@ def measure_decisions(size: int) -> dict[str, float]:
             lifecycle.finish_run(pk, 1, idle_after=timedelta(hours=2), now=now)
 
     def claim(number: int) -> None:
-        assert pool.claim_warm(build_request(), now=now)
+        assert allocation.claim_warm(build_request(), now=now)
 
     def evict_cold(number: int) -> None:
         assert eviction.free_place(bench_pool, agent_did="did:plc:bench", now=now)
@@ -70,7 +72,7 @@ def measure_decisions(size: int) -> dict[str, float]:
         Sandbox.objects.filter(pk__in=list(pks)).update(idle_at=now)
 
     def sweep(number: int) -> None:
-        assert sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=10 * IDLE_PER_SWEEP) == IDLE_PER_SWEEP
+        assert passes.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=10 * IDLE_PER_SWEEP) == IDLE_PER_SWEEP
 
     def reset(number: int) -> None:
         Sandbox.objects.filter(pool=bench_pool, state="evicting").update(
@@ -143,7 +145,7 @@ def bench_large_sweep() -> None:
             assert len(cursor.fetchall()) == SWEPT_ROWS
 
     def claim_all(number: int) -> None:
-        assert sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=SWEPT_ROWS) == SWEPT_ROWS
+        assert passes.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=SWEPT_ROWS) == SWEPT_ROWS
 
     raw_case = BenchCase("one raw UPDATE … RETURNING", update_raw, before=make_due)
     cases = [raw_case, BenchCase("claim_idle, with each Transition", claim_all, before=make_due)]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.ports import find_free_ports
+from tests.support.servers.ports import find_free_ports
 from tests.support.waiting import wait_until
 
 REPO_DIR = Path(__file__).resolve().parents[2]

@@ -20,11 +20,12 @@ from django.utils import timezone
 
 from leases import execution, leasing
 from leases.models import Lease
-from sandboxes import eviction, pool, providers
+from sandboxes import eviction, providers
 from sandboxes.models import Pool
+from sandboxes.pool import allocation
 from sandboxes.providers.base import DATA, WORKSPACE
 from sandboxes.providers.memory import File, MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import data_sync, workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.s3 import S3Store
@@ -159,7 +160,7 @@ def bench_sleeps(kind: str) -> None:
     provider, raw_name = providers.get_provider(kind), f"lh-bench-{uuid.uuid4().hex[:12]}"
     with hold_lease(kind) as lease:
         run_script(lease, FILL_SCRIPT, WORKSPACE, WORKSPACE_MB)
-        sandbox = pool.find_by_holder(lease.pk)
+        sandbox = allocation.find_by_holder(lease.pk)
         assert sandbox
         packed, raw_directory = settings.STATE_DIR / "raw.tar.gz", settings.STATE_DIR / "raw"
 

@@ -8,8 +8,8 @@ from leases import execution, sweeps
 from leases.models import Lease
 from sandboxes import claims
 from sandboxes.models import Run, Sandbox
-from sandboxes.runs import KILL_GRACE, Command
-from sandboxes.sweeps import release_instance
+from sandboxes.runs.operations import KILL_GRACE, Command
+from sandboxes.sweeps.passes import release_instance
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 
 pytestmark = pytest.mark.django_db

@@ -11,11 +11,11 @@ from django_q.models import OrmQ, Schedule
 
 from billing.admin import overshoot
 from controlplane import schedules
-from sandboxes import installation
 from sandboxes.db import clock
 from sandboxes.hosts import registry
 from sandboxes.models import Host, Sweep
 from sandboxes.sweep_log import SweepResult
+from sandboxes.sweeps import installation
 from tests.commands.manage import call
 from tests.conftest import MINUTE, NOW
 

@@ -23,12 +23,12 @@ from controlplane.management.commands.up import build_granian_argv
 from leases import leasing, sweeps, turns
 from leases.models import Lease
 from sandboxes import storage
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.egress import nginx_config
 from sandboxes.hosts import capacity
 from sandboxes.models import Pool, Run
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.sweeps import passes
 from tests.commands.manage import load_settings
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, run, write
@@ -99,7 +99,7 @@ def expired_cold_sandboxes(world: World) -> int:
     lease = world.lease()
     write(lease)
     evict(lease)
-    return sandbox_sweeps.find_expired_cold(now=NOW + 10 * MINUTE).filter(holder=lease.pk).count()
+    return passes.find_expired_cold(now=NOW + 10 * MINUTE).filter(holder=lease.pk).count()
 
 
 def orphans_after_reconciliation(world: World) -> int:
@@ -223,7 +223,7 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "SANDBOX_SLEEP_AFTER": ("9m", sleep_after),
     "LEASEHOLD_MAX_SANDBOXES": ("77", capacity_of_default_pool),
     "LEASEHOLD_MAX_SANDBOXES_PER_AGENT": (
-        "2", "tests/api/test_pool.py::test_an_agents_key_sees_capacity_and_its_own_quota_only",
+        "2", "tests/api/sandbox/test_pool.py::test_an_agents_key_sees_capacity_and_its_own_quota_only",
     ),
     "LEASEHOLD_IDLE_TIMEOUT": ("40m", sleep_after),
     "LEASEHOLD_COLD_TTL": ("1m", expired_cold_sandboxes),
@@ -247,7 +247,7 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     ),
     "LEASEHOLD_KEEP_STATE": ("10m", expired_snapshots),
     "STORAGE_BACKEND": ("s3", "store::test_the_settings_select_the_store"),
-    "STORAGE_MODE": ("journaled", "tests/api/test_stores.py::test_a_failing_store_is_unavailable"),
+    "STORAGE_MODE": ("journaled", "tests/api/leases/test_stores.py::test_a_failing_store_is_unavailable"),
     "STORAGE_SYNC": ("0", "store::test_sync_is_refused_on_backends_without_files"),
     "LEASEHOLD_STORAGE_DIR": ("{tmp}/effects", storage_directory),
     "LEASEHOLD_STORAGE_PREFIX": ("ours/", "store::test_the_settings_select_the_store"),
@@ -286,8 +286,8 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
         "MTExMTExMTExMTExMTExMTExMTExMTExMTExMTExMTE=",
         "keys::test_encryption_keys_can_be_replaced_without_losing_a_signing_key",
     ),
-    "LEASEHOLD_CREATES_PER_MINUTE": ("2", "tests/api/test_leases.py::test_only_new_leases_count_against_the_rate_limit"),
-    "LEASEHOLD_MAX_JOIN_WAIT": ("30s", "tests/api/test_join_queue.py::test_wait_seconds_outside_its_range_is_refused"),
+    "LEASEHOLD_CREATES_PER_MINUTE": ("2", "tests/api/leases/test_leases.py::test_only_new_leases_count_against_the_rate_limit"),
+    "LEASEHOLD_MAX_JOIN_WAIT": ("30s", "tests/api/leases/test_join_queue.py::test_wait_seconds_outside_its_range_is_refused"),
     "LEASEHOLD_IDEMPOTENCY_TTL": ("1h", "tests/api/test_idempotency.py::test_a_stored_response_expires"),
     "LEASEHOLD_METRICS_TOKEN": (
         "0123456789abcdef", "tests/unit/controlplane/test_metrics.py::test_a_wrong_token_is_refused_even_from_loopback",

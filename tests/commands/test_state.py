@@ -16,14 +16,14 @@ from django.test.utils import CaptureQueriesContext
 from leases import execution, snapshots
 from leases.models import Lease
 from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject
-from sandboxes.pool import find_by_holder
+from sandboxes.pool.allocation import find_by_holder
 from sandboxes.providers.memory import File
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import data_editing, data_tree
 from sandboxes.storage import get_store
 from tests.commands.manage import call
 from tests.conftest import MINUTE, NOW, SimulatedCrash
-from tests.support.tars import file, pack
+from tests.support.storage.tars import file, pack
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"

@@ -18,7 +18,7 @@ from leases.models import Lease
 from sandboxes.models import Pool, Run, Sandbox, Sweep
 from sandboxes.providers.base import SandboxSpec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.commands.manage import call
 from tests.conftest import MINUTE
 

@@ -5,7 +5,7 @@ from django.core.management import CommandError
 
 from sandboxes.models import Webhook
 from tests.commands.manage import call
-from tests.support.receiver import WebhookReceiver, verify_signature
+from tests.support.servers.receiver import WebhookReceiver, verify_signature
 
 pytestmark = pytest.mark.django_db
 

@@ -18,7 +18,7 @@ from sandboxes.providers.base import DATA, WORKSPACE, ExecResult, FileStat, Prov
 from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.providers.process import ProcessProvider
 from tests.conftest import DOCKER_IMAGE
-from tests.support.tars import TarMember, pack
+from tests.support.storage.tars import TarMember, pack
 
 MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
 BY_EXEC = "docker by exec"  # without access to the container's files from the host

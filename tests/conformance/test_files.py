@@ -13,7 +13,7 @@ from sandboxes.providers.base import DATA, WORKSPACE, BadPath, NoSuchFile, Rejec
 from sandboxes.providers.docker.files import MAX_HOST_FILES, _parse_listing
 from sandboxes.providers.docker.provider import DockerProvider
 from tests.conformance.conftest import BY_EXEC, make_box_fixture
-from tests.support.tars import directory, file, link, pack
+from tests.support.storage.tars import directory, file, link, pack
 
 ODD = [
     "-rf", "with space", "ünïcode 漢字 🎲", "--", "two\nlines", "tab\there", 'it\'s "quoted" $HOME `id` \\', "*", ".hidden",

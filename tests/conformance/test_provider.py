@@ -22,7 +22,7 @@ from sandboxes.providers.base import (
 )
 from sandboxes.providers.memory import MemoryProvider
 from tests.conformance.conftest import ProviderBench, unique_name, unique_sleep_seconds
-from tests.support.tars import directory, file, link, other, pack
+from tests.support.storage.tars import directory, file, link, other, pack
 from tests.support.waiting import run_with_growing_timeouts, wait_until
 
 MIB = 1 << 20

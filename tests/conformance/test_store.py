@@ -25,8 +25,8 @@ from sandboxes.storage.filesystem import FilesystemStore
 from sandboxes.storage.memory import MemoryStore
 from sandboxes.storage.s3 import S3Store
 from tests.conftest import run_in_threads
-from tests.support.services import require_environment, require_s3
-from tests.support.stores import KEY_METHODS, METHODS
+from tests.support.servers.services import require_environment, require_s3
+from tests.support.storage.stores import KEY_METHODS, METHODS
 
 MIB = 1 << 20
 PLAIN_KEYS = [

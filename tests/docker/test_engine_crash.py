@@ -22,8 +22,8 @@ from sandboxes.providers.docker import replacement
 from sandboxes.providers.docker.engine import Conflict
 from sandboxes.providers.docker.provider import DockerProvider
 from tests.conftest import DOCKER_IMAGE, MINUTE, SimulatedCrash, die
-from tests.support.engines import PrivateEngine, private_engine
 from tests.support.leases import get_sandbox, read, write
+from tests.support.servers.engines import PrivateEngine, private_engine
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("docker_ready")]
@@ -150,9 +150,10 @@ def test_replacement_interrupted_by_a_crash_is_completed_by_the_next_call(
             remaining -= 1
             return call(*arguments) if remaining >= 0 else die()
 
-        with monkeypatch.context() as crash, pytest.raises(SimulatedCrash):
+        with monkeypatch.context() as crash:
             crash.setattr(engine, "call", call_until_crash)
-            replacement.replace_container(engine, ref, container)
+            with pytest.raises(SimulatedCrash):
+                replacement.replace_container(engine, ref, container)
         match next_call:
             case "inspect":
                 assert provider.inspect(ref).name == ref

@@ -11,7 +11,7 @@ from leases.errors import LeaseEnded
 from leases.models import LeaseEvent
 from sandboxes.errors import WorkspaceFull
 from sandboxes.models import Pool, Run
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE
 from tests.support.leases import get_sandbox, run, update_pool
 

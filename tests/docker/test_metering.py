@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from billing.metering import STATES_WITHOUT_PROCESS, meter_usage
+from billing.alive_time import STATES_WITHOUT_PROCESS
+from billing.metering import meter_usage
 from billing.models import UsageKind, UsageRecord
 from leases import execution, leasing, sweeps
 from sandboxes import eviction
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.docker.engine import Engine
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]

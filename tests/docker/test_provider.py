@@ -19,16 +19,16 @@ from django.core.management import CommandError, call_command
 from docker import APIClient
 
 from leases import execution, leasing
-from sandboxes import reconciliation
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import ExecResult, Missing, Rejected, ResourceUsage, SandboxSpec, Unavailable
 from sandboxes.providers.docker import engine
 from sandboxes.providers.docker.engine import Cgroup, Engine
 from sandboxes.providers.docker.provider import DockerProvider, is_daemon_available
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
+from sandboxes.sweeps import reconciliation
 from tests.conftest import DOCKER_IMAGE, MINUTE, NOW
 from tests.docker.test_sealed import Cell
-from tests.support.tars import file, pack
+from tests.support.storage.tars import file, pack
 from tests.support.waiting import run_with_growing_timeouts, wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("docker_ready")]

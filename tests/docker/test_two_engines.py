@@ -10,14 +10,15 @@ from django.utils import timezone
 
 from leases import leasing, sweeps
 from leases.models import Lease, LeaseStatus
-from sandboxes import host_heartbeat, providers
+from sandboxes import providers
 from sandboxes.errors import WrongHost
 from sandboxes.hosts import registry
 from sandboxes.models import Pool, Sandbox, SandboxState
 from sandboxes.providers.base import Unavailable
+from sandboxes.sweeps import heartbeat
 from tests.conftest import DOCKER_IMAGE, MINUTE
-from tests.support.engines import private_engine
 from tests.support.leases import evict, get_sandbox, read, run, write
+from tests.support.servers.engines import private_engine
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 OnEngine = Callable[[str], Any]
@@ -56,7 +57,7 @@ def lease(docker_pool: Pool, grant: Callable[..., Lease], settings: Any) -> Leas
 
 def sweep_all() -> None:
     now = timezone.now() + MINUTE
-    host_heartbeat.record_heartbeats(now=now)
+    heartbeat.record_heartbeats(now=now)
     for sweep in (sweeps.recover_stalled, sweeps.reclaim, sweeps.destroy_cold):
         assert not sweep(now=now).failures
     assert not sweeps.reconcile(now=now, grace=MINUTE).failures

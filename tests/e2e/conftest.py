@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.commands.manage import MANAGE, build_environment, get_runtime_dir, run_manage
-from tests.support import ports
+from tests.support.servers import ports
 from tests.support.waiting import wait_until
 
 HEALTHY = 120.0  # seconds that a start can take on a busy machine

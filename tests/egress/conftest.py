@@ -17,7 +17,7 @@ from sandboxes.providers.docker.engine import Engine
 from tests.conftest import NOW
 from tests.egress.relay import AUD, LXM, RelaySwitch
 from tests.egress.stack import UPSTREAM_API_KEY, EgressStack, LeasedSandbox
-from tests.support.egress import EventLoopThread, FakeUpstream
+from tests.support.servers.egress import EventLoopThread, FakeUpstream
 
 SLOT_COUNT = 8
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import WSMsgType, web
 
-from tests.support.egress import EventLoopThread, serve_http
+from tests.support.servers.egress import EventLoopThread, serve_http
 
 AUD, LXM = "did:web:relay.example", "com.atproto.sync.subscribeRepos"
 

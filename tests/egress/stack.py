@@ -24,9 +24,9 @@ from sandboxes.egress.nginx import NginxProxy, get_server_socket_path
 from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Sandbox
 from sandboxes.providers.base import ExecResult
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.conftest import NOW
-from tests.support.egress import EventLoopThread, FakeUpstream
+from tests.support.servers.egress import EventLoopThread, FakeUpstream
 from tests.support.waiting import wait_until
 
 UPSTREAM_API_KEY = "sk-only-out-here"

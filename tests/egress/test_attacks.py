@@ -25,7 +25,7 @@ from tests.conftest import MINUTE
 from tests.egress.relay import AUD, RelaySwitch
 from tests.egress.stack import UPSTREAM_API_KEY, EgressStack, LeasedSandbox, run_in_thread
 from tests.support import tokens
-from tests.support.egress import CHAT_PATH, post
+from tests.support.servers.egress import CHAT_PATH, post
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]

@@ -27,7 +27,7 @@ from tests.egress.stack import (
     run_in_thread,
     run_python_in_sandbox,
 )
-from tests.support.egress import CHAT_PATH, COMPLETION_RESPONSE
+from tests.support.servers.egress import CHAT_PATH, COMPLETION_RESPONSE
 from tests.support.waiting import wait_until
 from tests.unit.sandboxes.egress.test_egress_server import PIECE, TOKENS, events, streaming
 

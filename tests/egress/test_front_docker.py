@@ -11,7 +11,6 @@ import pytest
 from django.conf import settings
 from django.test import override_settings
 
-from sandboxes import reconciliation
 from sandboxes.egress import slots
 from sandboxes.egress.logs import collection
 from sandboxes.egress.nginx import DIRECTORY_LABEL, NginxProxy, get_server_socket_path, is_open
@@ -19,7 +18,8 @@ from sandboxes.egress.server import EgressServer
 from sandboxes.management.commands import egress
 from sandboxes.models import Sweep
 from sandboxes.providers.docker.engine import Engine
-from tests.support.egress import EventLoopThread, post
+from sandboxes.sweeps import reconciliation
+from tests.support.servers.egress import EventLoopThread, post
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]

@@ -29,9 +29,9 @@ from sandboxes.models import LlmCall, Run, Sandbox
 from tests.conftest import MINUTE, NOW
 from tests.egress.stack import CLIENT_SCRIPT, EgressStack, LeasedSandbox, run_egress_command, run_in_thread
 from tests.egress.test_egress_docker import docker, pid_of
-from tests.support import ports
-from tests.support.egress import EventLoopThread, FakeUpstream
-from tests.support.models import ANSWER_CHUNKS, TOKEN_COUNTS
+from tests.support.servers import ports
+from tests.support.servers.egress import EventLoopThread, FakeUpstream
+from tests.support.servers.models import ANSWER_CHUNKS, TOKEN_COUNTS
 from tests.support.waiting import wait_until
 from tests.unit.sandboxes.egress.test_litellm_callback import CHAT, MESSAGES, WHOLE, LiteLLM, litellm
 

@@ -26,8 +26,8 @@ from tests.api.conftest import ApiClient
 from tests.egress.relay import RelaySwitch
 from tests.egress.stack import CLIENT_SCRIPT, EgressStack, run_egress_command
 from tests.egress.test_attacks import EXCHANGE, INNER, upgrade
-from tests.support.egress import COMPLETION_RESPONSE
 from tests.support.secrets import list_encodings, list_key_encodings
+from tests.support.servers.egress import COMPLETION_RESPONSE
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]

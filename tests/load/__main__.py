@@ -29,7 +29,7 @@ def main() -> int:
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
     django.setup()
     from tests.load.run import Plan, run_load  # the models need configured settings
-    from tests.support.engines import find_obstacle
+    from tests.support.servers.engines import find_obstacle
 
     if obstacle := find_obstacle():
         sys.exit(f"The load cannot run here: {obstacle}.")

@@ -174,6 +174,11 @@ class Agent:
             if self.lease == source:
                 raise
             self.ended[self.lease] = str(ended)
+        except BudgetExhausted:
+            if self.lease != source:
+                with suppress(LeaseEnded):
+                    self._release(self.lease)
+            raise
         finally:
             self.lease, self.workspace = source, ledger
 

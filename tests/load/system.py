@@ -18,8 +18,8 @@ import psycopg
 
 from tests.commands.manage import MANAGE, get_runtime_dir, run_manage
 from tests.e2e.conftest import HEALTHY, Home
-from tests.support.engines import PrivateEngine, private_engine
-from tests.support.ports import find_free_ports
+from tests.support.servers.engines import PrivateEngine, private_engine
+from tests.support.servers.ports import find_free_ports
 from tests.support.waiting import wait_until
 
 PLACES = 6  # of the pool: fewer than agents, so that sandboxes are evicted for each other

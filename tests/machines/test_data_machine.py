@@ -25,18 +25,18 @@ from leases import execution, leasing, sweeps
 from leases.errors import LeaseError
 from leases.models import EnvironmentType
 from sandboxes import lifecycle, providers
-from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import SandboxError
 from sandboxes.models import ALIVE_STATES, Pool, Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject
 from sandboxes.providers.base import DATA
 from sandboxes.providers.memory import Entry, File, Files, Folder, Link, MemoryProvider, ProgramCall, ProgramResult
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import data_sync, pruning
 from sandboxes.state.merge import CONFLICTS_DIRECTORY
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
@@ -136,7 +136,7 @@ class DataMachine(RuleBasedStateMachine):
     @rule(minutes=st.sampled_from([6, 11, 61]), fault=FAULT)
     def evict_idle_sandboxes(self, minutes: int, fault: Fault) -> None:
         self.now += timedelta(minutes=minutes)
-        self.attempt(lambda: pool_sweeps.evict_idle(now=self.now), fault)
+        self.attempt(lambda: passes.evict_idle(now=self.now), fault)
 
     @rule(environment=ENVIRONMENT, edits=EDITS, fault=FAULT)
     def end_lease(self, environment: str, edits: list[Edit], fault: Fault) -> None:

@@ -21,12 +21,13 @@ from pytest_django import Settings
 
 from billing import metering
 from billing.models import Meter, UsageKind, UsageRecord
-from sandboxes import lifecycle, pool
-from sandboxes import sweeps as pool_sweeps
+from sandboxes import lifecycle
 from sandboxes.db import clock as db_clock
 from sandboxes.models import Pool, Sandbox, Transition
+from sandboxes.pool import allocation
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory.provider import DEFAULT_ENGINE_ID
+from sandboxes.sweeps import passes
 from sandboxes.usage import readings
 from tests.conftest import SimulatedCrash
 from tests.machines.test_pool_machine import ROW_INDEX, PoolMachine
@@ -119,7 +120,7 @@ class MeteredMachine(PoolMachine):
 
     @rule()
     def read(self) -> None:
-        self.attempt(lambda: pool_sweeps.record_readings(now=self.now))
+        self.attempt(lambda: passes.record_readings(now=self.now))
 
     @rule()
     def fail_stats(self) -> None:
@@ -219,7 +220,7 @@ def overlap(some: list[TimeRange], others: list[TimeRange]) -> timedelta:
 @pytest.fixture
 def simulated_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedTime]:
     simulated_time = SimulatedTime()
-    for module in (db_clock, pool):
+    for module in (db_clock, allocation):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=simulated_time.monotonic, sleep=simulated_time.sleep))
     MeteredMachine.simulated_time = simulated_time
     return simulated_time

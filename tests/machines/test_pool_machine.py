@@ -20,13 +20,13 @@ from pytest_django import Settings
 from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType, Lease
 from sandboxes import lifecycle, processes, providers
-from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import SandboxError
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Pool, Process, Quota, Run, Sandbox, Snapshot, Transition
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
+from sandboxes.sweeps import passes
 from tests.conftest import NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
@@ -42,10 +42,10 @@ VERBS = ["create", "wait_ready", "exec", "destroy", "get_files", "put_files", "l
 
 RECONCILE = partial(sweeps.reconcile, grace=timedelta(0))
 SWEEPS = {
-    "idle": [pool_sweeps.evict_idle],
-    "cold": [pool_sweeps.expire_cold],
+    "idle": [passes.evict_idle],
+    "cold": [passes.expire_cold],
     "reconcile": [RECONCILE],
-    "rest": [sweeps.expire_due_leases, sweeps.recover_stalled, sweeps.reclaim, pool_sweeps.warm_pools],
+    "rest": [sweeps.expire_due_leases, sweeps.recover_stalled, sweeps.reclaim, passes.warm_pools],
 }
 
 
@@ -230,7 +230,7 @@ class PoolMachine(RuleBasedStateMachine):
         rows = {s.name for s in Sandbox.objects.filter(pool=self.pool).exclude(state__in=("cold", "destroyed"))}
         listed = {sandbox.spec.name for sandbox in self.peek()}
         assert listed == rows or not listed  # an empty listing proves nothing about the rows
-        assert pool_sweeps.recount(now=self.now).failures == []
+        assert passes.recount(now=self.now).failures == []
         assert not Run.objects.filter(sandbox__pool=self.pool, ended_at__isnull=True).exists()
         if listed == rows:
             running_marks = {

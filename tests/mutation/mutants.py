@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Sources.
-POOL, LIFECYCLE, RUNS = "sandboxes/pool.py", "sandboxes/lifecycle.py", "sandboxes/runs.py"
+POOL, STARTS = "sandboxes/pool/allocation.py", "sandboxes/pool/starts.py"
+LIFECYCLE, RUNS = "sandboxes/lifecycle.py", "sandboxes/runs/operations.py"
 EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
-ADMISSION_QUEUE = "sandboxes/admission_queue.py"
+ADMISSION_QUEUE = "sandboxes/pool/admission_queue.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
 LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
 METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
-BUDGET_ADMISSION, BUDGET_PERIODS, BUDGET_UPDATES = (
+BUDGET_ADMISSION, BUDGET_RESERVATION, BUDGET_UPDATES = (
     "billing/budgets/admission.py",
-    "billing/budgets/periods.py",
+    "billing/budgets/reservation.py",
     "billing/budgets/updates.py",
 )
 TEST_HOSTS = "tests/unit/sandboxes/test_hosts.py"
@@ -30,7 +31,11 @@ TEST_CRASHES, TEST_RACES = "tests/races/test_crashes.py", "tests/races/test_race
 TEST_METERING, TEST_USE = "tests/unit/billing/test_metering.py", "tests/unit/billing/test_use.py"
 TEST_PRICING, TEST_RATES = "tests/unit/billing/test_pricing.py", "tests/unit/billing/test_rates.py"
 TEST_BUDGETS, TEST_ADMISSION = "tests/unit/billing/test_budgets.py", "tests/unit/billing/test_budget_admission.py"
-TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = "tests/api/test_keys.py", "tests/api/test_leases.py", "tests/admin/test_calls.py"
+TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = (
+    "tests/api/test_keys.py",
+    "tests/api/leases/test_leases.py",
+    "tests/admin/test_calls.py",
+)
 TEST_ALLOW_LISTS, TEST_API_KEYS = "tests/unit/leases/test_allow_lists.py", "tests/unit/leases/test_api_keys.py"
 TEST_IDEMPOTENCY, TEST_QUEUE = "tests/api/test_idempotency.py", "tests/unit/leases/test_admission.py"
 TEST_EGRESS, TEST_REDACTION = (
@@ -124,9 +129,9 @@ MUTANTS = (
     ),
     Mutant(
         name="pool-late-create-not-discarded",
-        path=POOL,
-        before='        _discard(provider, sandbox)\n        raise SandboxNotHeld("The lease ended',
-        after='        raise SandboxNotHeld("The lease ended',
+        path=STARTS,
+        before="        _discard(provider, sandbox)\n        raise _build_overtaken_error(sandbox)\n",
+        after="        raise _build_overtaken_error(sandbox)\n",
         tests=[f"{TEST_CRASHES}::test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing"],
     ),
     # --- lifecycle ---
@@ -232,7 +237,7 @@ MUTANTS = (
     ),
     Mutant(
         name="eviction-unsaved-state-destroyed-as-stalled",
-        path="sandboxes/sweeps.py",
+        path="sandboxes/sweeps/passes.py",
         before="if sandbox.tries >= settings.DESTROY_TRIES and not workspace.has_unsaved_state(sandbox):",
         after="if sandbox.persist_failures >= settings.DESTROY_TRIES:",
         tests=[f"{TEST_STATE_LOSS}::test_a_sandbox_whose_state_is_not_stored_is_never_destroyed_as_stalled"],
@@ -253,7 +258,7 @@ MUTANTS = (
     ),
     Mutant(
         name="pool-ready-without-the-claim",
-        path=POOL,
+        path=STARTS,
         before="own_claim = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)",
         after="own_claim = Q(incarnation=sandbox.incarnation)",
         tests=[f"{TEST_STATE_LOSS}::test_start_whose_claim_was_taken_over_does_not_make_the_sandbox_ready"],
@@ -289,8 +294,8 @@ MUTANTS = (
     Mutant(
         name="destruction-quarantine-off-by-one",
         path=DESTRUCTION,
-        before="quarantined = tries >= settings.DESTROY_TRIES",
-        after="quarantined = tries > settings.DESTROY_TRIES",
+        before="sandbox.tries, sandbox.tries >= settings.DESTROY_TRIES",
+        after="sandbox.tries, sandbox.tries > settings.DESTROY_TRIES",
         tests=[f"{TEST_LEASING}::test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined"],
     ),
     # --- leasing ---
@@ -404,9 +409,13 @@ MUTANTS = (
     ),
     Mutant(
         name="budgets-spent-in-an-earlier-period",
-        path=BUDGET_PERIODS,
-        before="return budget.exhausted_for == get_period_bounds(budget.period, now)[0] and budget.spent >= budget.amount",
-        after="return budget.spent >= budget.amount",
+        path=BUDGET_RESERVATION,
+        before=(
+            "    if budget.exhausted_for != get_period_bounds(budget.period, now)[0]:\n"
+            "        return False\n"
+            "    spent = get_spent(budget, now)\n"
+        ),
+        after="    spent = budget.spent\n",
         tests=[f"{TEST_BUDGETS}::test_daily_budget_resets_at_midnight_before_the_next_sweep"],
     ),
     Mutant(

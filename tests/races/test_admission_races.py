@@ -9,9 +9,9 @@ from django.db import connection
 from leases import admission, leasing, sweeps
 from leases.leasing import LeaseRequest
 from leases.models import Lease
-from sandboxes import admission_queue
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import AdmissionRequest, Pool, Quota
+from sandboxes.pool import admission_queue
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.billing import start_run
 from tests.support.leases import update_pool

@@ -16,9 +16,9 @@ from billing.models import Budget, Tab
 from leases import budget_enforcement, execution, leasing
 from leases.errors import LeaseEnded
 from leases.models import Lease
-from sandboxes import pool as pools
 from sandboxes.guard import OPEN_GUARD
 from sandboxes.models import Event, Pool, Run, Sandbox
+from sandboxes.pool import allocation
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.billing import HOUR, create_budget, get_lease_end, run_command
 from tests.support.waiting import wait_until_blocked
@@ -135,7 +135,7 @@ def test_lease_whose_sandbox_wakes_before_its_end_is_not_ended_during_a_run(
     """A run that passed the budget check before the budget was spent wakes the sandbox late."""
     create_budget("0.9")
     request = replace(execution.build_sandbox_request(used_lease, now=NOW), guard=OPEN_GUARD)  # the checks have passed
-    at_checkpoint("budget stored", lambda: pools.ensure_running(request, now=NOW))
+    at_checkpoint("budget stored", lambda: allocation.ensure_running(request, now=NOW))
     assert budget_enforcement.enforce_budgets(now=NOW).counts["lost race"] == 1
     assert (get_lease_end(used_lease)[0], Sandbox.objects.get().state) == ("active", "warm")
     assert budget_enforcement.enforce_budgets(now=NOW + MINUTE).counts["leases ended"] == 1

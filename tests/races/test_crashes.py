@@ -6,10 +6,10 @@ import pytest
 
 from leases import fork, leasing, sweeps
 from leases.models import Lease
-from sandboxes import sweeps as pool_sweeps
 from sandboxes.models import GONE_STATES, Pool, Run, Sandbox, Snapshot
 from sandboxes.providers.base import SandboxSpec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.support.leases import read, run, update_pool, write
 
@@ -47,7 +47,7 @@ def test_crash_at_any_step_of_an_eviction_converges_and_loses_no_file(step: str,
     lease: Lease = grant()
     write(lease)
     with crash_at(step):
-        pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
+        passes.evict_idle(now=NOW + 10 * MINUTE)
     assert Sandbox.objects.get().state == "evicting"
     sweep(LATER)
     assert Sandbox.objects.get().state == "cold"
@@ -60,7 +60,7 @@ def test_crash_at_any_step_of_an_eviction_converges_and_loses_no_file(step: str,
 def test_crash_at_any_step_of_a_wake_converges_and_loses_no_file(step: str, grant, pool, memory, crash_at) -> None:
     lease: Lease = grant()
     write(lease)
-    pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
+    passes.evict_idle(now=NOW + 10 * MINUTE)
     with crash_at(step):
         read(lease, now=NOW + 11 * MINUTE)
     sweep(LATER)
@@ -72,10 +72,10 @@ def test_crash_at_any_step_of_a_wake_converges_and_loses_no_file(step: str, gran
 def test_crash_at_any_step_of_a_warm_start_converges(step: str, pool, memory, crash_at) -> None:
     update_pool(pool, warm_target=1)
     with crash_at(step):
-        pool_sweeps.warm_pools(now=NOW)
+        passes.warm_pools(now=NOW)
     sweep(LATER)
     assert_converged(pool, memory)
-    assert pool_sweeps.warm_pools(now=LATER).counts == {"warmed up": 1}
+    assert passes.warm_pools(now=LATER).counts == {"warmed up": 1}
 
 
 @pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone", "reserved", "created"])

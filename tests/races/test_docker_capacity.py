@@ -9,13 +9,13 @@ import pytest
 
 from leases import execution, leasing, sweeps
 from leases.models import Lease
-from sandboxes import providers, reconciliation
-from sandboxes import sweeps as pool_sweeps
+from sandboxes import providers
 from sandboxes.errors import CapacityExhausted
 from sandboxes.lifecycle import CHECKPOINT_HOOKS
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.base import ProviderSandbox
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
+from sandboxes.sweeps import passes, reconciliation
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.waiting import wait_until
 
@@ -60,7 +60,7 @@ class CapacityScenario:
         result = reconciliation.reconcile(now=NOW + timedelta(days=3650), grace=MINUTE)  # later than the engine's clock
         assert set(result.counts) <= {"kept"}
         assert result.failures == []
-        assert pool_sweeps.recount(now=NOW).failures == []
+        assert passes.recount(now=NOW).failures == []
         for lease in self.leases:
             leasing.release(lease.pk, now=NOW)
         while sweeps.reclaim(now=NOW).counts.get("destroyed"):

@@ -13,7 +13,7 @@ from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResul
 from sandboxes.state import workspace
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.support.leases import evict, read, run, write
-from tests.support.slow_work import SlowStore, VirtualTime
+from tests.support.storage.slow_work import SlowStore, VirtualTime
 
 pytestmark = pytest.mark.django_db
 HOUR = timedelta(hours=1)

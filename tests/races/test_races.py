@@ -15,13 +15,14 @@ from django.db import OperationalError, connection, connections, transaction
 from leases import conditions, execution, leasing, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
-from sandboxes import eviction, runs
-from sandboxes import pool as pools
-from sandboxes import sweeps as pool_sweeps
+from sandboxes import eviction
 from sandboxes.errors import CapacityExhausted, TooManyRuns
 from sandboxes.models import Pool, Run, RunOutcome, Sandbox
+from sandboxes.pool import allocation
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import evict, read, run, update_pool, write
 from tests.support.waiting import wait_until, wait_until_blocked
@@ -144,7 +145,7 @@ def test_run_during_an_eviction_waits_and_wakes_the_sandbox(used_lease, at_check
 
 def test_sixteen_concurrent_claims_get_four_different_warm_sandboxes(pool: Pool, grant) -> None:
     update_pool(pool, warm_target=4)
-    assert pool_sweeps.warm_pools(now=NOW).counts == {"warmed up": 4}
+    assert passes.warm_pools(now=NOW).counts == {"warmed up": 4}
     leases = [grant(agent=f"did:plc:a{i}") for i in range(16)]
     with run_in_threads(16) as together:
         together(lambda i: run(leases[i]))
@@ -156,7 +157,7 @@ def test_eight_concurrent_warm_sweeps_start_only_the_target(pool: Pool, memory: 
     settings.EGRESS_SLOTS = 5  # few, so that concurrent choices of the same slot would be frequent
     update_pool(pool, warm_target=3)
     with run_in_threads(8) as together:
-        together(lambda i: pool_sweeps.warm_pools(now=NOW))
+        together(lambda i: passes.warm_pools(now=NOW))
     assert len(memory.list(str(pool.owner))) == 3
 
 
@@ -167,7 +168,9 @@ def test_concurrent_runs_never_exceed_the_limits_of_a_lease_and_of_its_agent(gra
     sandboxes = [execution.ensure_sandbox_ready(grant(environment=name).pk, now=NOW) for name in environments]
     command = Command(argv=["sleep"], timeout=MINUTE)
     with run_in_threads(16) as together:
-        results = together(lambda i: runs.open_run(sandboxes[i % len(sandboxes)], replace(command, run_id=uuid4()), now=NOW))
+        results = together(
+            lambda i: operations.open_run(sandboxes[i % len(sandboxes)], replace(command, run_id=uuid4()), now=NOW)
+        )
     assert Counter(type(result) for result in results) == {Run: 5, TooManyRuns: 11}
     assert Run.objects.count() == sum(Sandbox.objects.values_list("open_runs", flat=True)) == 5
 
@@ -187,16 +190,16 @@ def test_sandbox_that_becomes_ready_during_a_sweep_is_not_surplus(
     pool: Pool, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update_pool(pool, warm_target=2)
-    assert pools.start_warm(pool, now=NOW)
-    unclaimed = pools.find_local_unclaimed
+    assert allocation.start_warm(pool, now=NOW)
+    unclaimed = allocation.find_local_unclaimed
 
     def read_then_start(pool: Pool) -> object:
         rows = unclaimed(pool).filter(pk__in=[*unclaimed(pool).values_list("pk", flat=True)])
-        assert pools.start_warm(pool, now=NOW)  # a rival
+        assert allocation.start_warm(pool, now=NOW)  # a rival
         return rows
 
-    monkeypatch.setattr(pool_sweeps, "find_local_unclaimed", read_then_start)
-    assert pool_sweeps.find_surplus() == []
+    monkeypatch.setattr(passes, "find_local_unclaimed", read_then_start)
+    assert passes.find_surplus() == []
 
 
 def test_release_during_a_wake_leaves_no_sandbox(used_lease, pool: Pool, memory: MemoryProvider, at_checkpoint) -> None:
@@ -234,9 +237,9 @@ def test_release_during_a_run_closes_it_and_refuses_the_late_result(lease, at_ch
 
 def test_end_of_a_run_and_release_of_its_lease_do_not_deadlock(lease) -> None:
     sandbox = execution.ensure_sandbox_ready(lease.pk, now=NOW)
-    opened = runs.open_run(sandbox, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    opened = operations.open_run(sandbox, Command(argv=["true"], timeout=MINUTE), now=NOW)
     closed: list[object] = []
-    rival = make_rival(closed, lambda: runs.close_run(opened, now=NOW, outcome=RunOutcome.OK))
+    rival = make_rival(closed, lambda: operations.close_run(opened, now=NOW, outcome=RunOutcome.OK))
     with start_before('UPDATE "sandboxes_run"', rival):
         leasing.release(lease.pk, now=NOW)
     assert closed == [False]

@@ -14,14 +14,16 @@ from leases import execution, leasing
 from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import LeaseEvent
-from sandboxes import destruction, eviction, lifecycle, runs, sweeps
+from sandboxes import destruction, eviction, lifecycle
 from sandboxes.db import clock, connection_errors
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from sandboxes.storage.base import StoreError
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.leases import run
 
@@ -70,12 +72,12 @@ def test_a_sandbox_whose_state_is_not_stored_is_never_destroyed_as_stalled(grant
     with memory_store.fail("upload", DISK_FULL):
         for _ in range(9):
             now += HOUR
-            assert sweeps.evict_idle(now=now).failures
+            assert passes.evict_idle(now=now).failures
     assert get_sandbox(lease).persist_failures == 9
 
     at_checkpoint("eviction claimed")
     with pytest.raises(SimulatedCrash):
-        sweeps.evict_idle(now=now + HOUR)
+        passes.evict_idle(now=now + HOUR)
     lease_sweeps.recover_stalled(now=now + 2 * HOUR)
     assert sh(lease, "cat f", now + 2 * HOUR) == b"precious\n"
 
@@ -84,7 +86,7 @@ def test_a_run_resets_the_count_of_failed_stores(grant, memory_store) -> None:
     lease = grant()
     sh(lease, "echo 1 >f", NOW)
     with memory_store.fail("upload", DISK_FULL):
-        sweeps.evict_idle(now=NOW + HOUR)
+        passes.evict_idle(now=NOW + HOUR)
     assert get_sandbox(lease).persist_failures == 1
     sh(lease, "true", NOW + HOUR)
     assert get_sandbox(lease).persist_failures == 0
@@ -172,7 +174,7 @@ class TestFailover:
 
         def prepare(times: int) -> list[str]:
             attempts: list[str] = []
-            close_run, paused = runs.close_run, [0.0]
+            close_run, paused = operations.close_run, [0.0]
 
             def fail(run: Run, **values: Any) -> bool:
                 attempts.append(str(run.pk))
@@ -181,7 +183,7 @@ class TestFailover:
                 return close_run(run, **values)
 
             pause = SimpleNamespace(sleep=lambda seconds: paused.append(seconds))
-            monkeypatch.setattr(runs, "close_run", fail)
+            monkeypatch.setattr(operations, "close_run", fail)
             monkeypatch.setattr(connection_errors, "time", pause)
             monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: sum(paused)))
             return attempts
@@ -233,6 +235,6 @@ class TestFailover:
             with pytest.raises(OperationalError):
                 act(sandbox.pk, now=NOW)
         now = NOW + timedelta(seconds=5)
-        assert not (sweeps.recover_stalled(now=now).failures or sweeps.destroy_due(now=now).failures)
+        assert not (passes.recover_stalled(now=now).failures or passes.destroy_due(now=now).failures)
         sandbox.refresh_from_db()
         assert sandbox.state == swept

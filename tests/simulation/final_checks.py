@@ -15,11 +15,11 @@ from django.conf import settings
 from billing import derivation
 from billing.models import CostRecord, UsageKind, UsageRecord
 from leases.models import IdempotentRequest, Lease, LeaseStatus, Turn
-from sandboxes import sweeps
 from sandboxes.models import DataObject, Pool, Quota, Run, Sandbox, Snapshot
 from sandboxes.models.state import DataFile
 from sandboxes.providers.base import DATA
 from sandboxes.state import workspace
+from sandboxes.sweeps import passes
 from tests.simulation.expectations import read_snapshot
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def check_capacity(world: "World") -> None:
         for quota in Quota.objects.filter(pool=pool):
             if owners[quota.agent_did] != quota.used:
                 world.promises.violate(7, f"{quota} counts {quota.used} sandboxes, and has {owners[quota.agent_did]} rows")
-    for failure in sweeps.recount(now=world.scheduler.time).failures:
+    for failure in passes.recount(now=world.scheduler.time).failures:
         world.promises.violate(7, failure)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.mutation.__main__ import copy_tree, run_process
 
-WORKSPACE, LIFECYCLE, SWEEPS = "sandboxes/state/workspace.py", "sandboxes/lifecycle.py", "sandboxes/sweeps.py"
+WORKSPACE, LIFECYCLE, SWEEPS = "sandboxes/state/workspace.py", "sandboxes/lifecycle.py", "sandboxes/sweeps/passes.py"
 REGISTRY = "sandboxes/hosts/registry.py"
 EVICTION, TASKS, EXECUTION = "sandboxes/eviction.py", "leases/tasks.py", "leases/execution.py"
 

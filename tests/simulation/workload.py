@@ -16,13 +16,13 @@ from controlplane import schedules
 from leases import conditions, execution, fork, leasing, snapshots, tasks
 from leases.errors import LeaseError
 from leases.models import Lease, LeaseEvent
-from sandboxes import pool as pools
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.hosts.bound_provider import compute_host_id
 from sandboxes.models import Pool, Sandbox, Snapshot
+from sandboxes.pool import allocation
 from sandboxes.providers.base import DATA, WORKSPACE, ProviderError
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.storage.base import StoreError
 from tests.simulation.expectations import LeaseExpectation, read_snapshot
@@ -291,7 +291,7 @@ class Workload:
         choice = self.random.choice(("end", "discard", "drain", "resume", "resume"))
         if choice in ("drain", "resume"):
             pool = Pool.objects.get(name=self.options.pool)
-            self._spawn("web", name, lambda: pools.set_draining(pool, draining=choice == "drain"), lambda: None)
+            self._spawn("web", name, lambda: allocation.set_draining(pool, draining=choice == "drain"), lambda: None)
         elif lease and choice == "end":
             self._spawn("web", name, lambda: leasing.end(lease, reason="operator", now=database_time.now()), lambda: None)
         elif lease:

@@ -28,9 +28,9 @@ from billing.models import (
 )
 from leases import budget_enforcement, execution
 from leases.models import Lease
-from sandboxes import runs
 from sandboxes.models import Event, LlmCall, Pool, Reading, Run, Sandbox
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 
 ADA, BOB = "did:plc:ada", "did:plc:bob"
@@ -219,7 +219,7 @@ def run_command(lease: Lease, *argv: str, now: datetime = NOW) -> bytes:
 def start_run(lease: Lease, *, now: datetime = NOW, timeout: timedelta = 10 * HOUR) -> Run:
     """Open a run that does not end by itself."""
     sandbox = execution.ensure_sandbox_ready(lease.pk, now=now)
-    run = runs.open_run(sandbox, Command(argv=["sleep"], timeout=timeout), now=now)
+    run = operations.open_run(sandbox, Command(argv=["sleep"], timeout=timeout), now=now)
     assert run
     return run
 

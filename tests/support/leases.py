@@ -6,10 +6,10 @@ from typing import Any
 from leases import execution
 from leases.models import Lease
 from sandboxes import eviction
-from sandboxes import pool as pools
 from sandboxes.models import Pool, Sandbox
+from sandboxes.pool import allocation
 from sandboxes.providers.base import ExecResult
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 
 
@@ -32,7 +32,7 @@ def read(lease: Lease, *, now: datetime = NOW) -> str:
 
 
 def get_sandbox(lease: Lease) -> Sandbox:
-    sandbox = pools.find_by_holder(lease.pk)
+    sandbox = allocation.find_by_holder(lease.pk)
     assert sandbox
     return sandbox
 

@@ -7,10 +7,10 @@ from django.core.management.base import BaseCommand, CommandError
 
 from leases import sweeps as leases
 from leases.management.base import report_errors
-from sandboxes import lost_hosts
 from sandboxes.db import database_time
 from sandboxes.hosts import registry
 from sandboxes.models import Host
+from sandboxes.sweeps import lost_hosts
 
 
 class Command(BaseCommand):

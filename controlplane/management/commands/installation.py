@@ -8,8 +8,8 @@ from django.core.management.base import BaseCommand, CommandError
 
 from controlplane import dry_run
 from leases.management.base import report_errors
-from sandboxes import installation
 from sandboxes.db import database_time
+from sandboxes.sweeps import installation
 
 DELETING_SWEEPS = ("reconcile", "prune")  # what these would delete is unknown to this database
 

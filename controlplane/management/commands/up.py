@@ -21,12 +21,13 @@ from controlplane import health, schedules, supervisor
 from controlplane.supervisor import Child, Supervisor
 from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
-from sandboxes import host_heartbeat, providers
+from sandboxes import providers
 from sandboxes.db import database_time
 from sandboxes.egress import nginx
 from sandboxes.hosts import capacity, registry
 from sandboxes.models import Sandbox, SandboxState, Sweep
 from sandboxes.providers.base import Provider, ProviderError
+from sandboxes.sweeps import heartbeat
 
 HEARTBEAT_CHECK_SECONDS = 2.0  # interval between queries of the heartbeat
 CLEANUP_TIMEOUT_SECONDS = 60.0  # for --leave-nothing to destroy all sandboxes
@@ -127,7 +128,7 @@ class Command(BaseCommand):
 
     def _register_host(self, *, no_worker: bool) -> None:
         """Record this host, and write the schedules of its worker. Without its engine the worker waits, and so does this."""
-        for failure in host_heartbeat.record_heartbeats(now=database_time.now()).failures:
+        for failure in heartbeat.record_heartbeats(now=database_time.now()).failures:
             self.print_line(f"host not recorded: {failure}")
         try:
             schedules.sync_schedules(now=timezone.now())

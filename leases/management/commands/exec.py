@@ -10,7 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from leases import execution
 from leases.management.base import parse_duration, parse_lease_id, report_errors
 from sandboxes.db import database_time
-from sandboxes.runs import Command as Run
+from sandboxes.runs.operations import Command as Run
 
 EXIT_TIMED_OUT = 124  # as timeout(1)
 

@@ -23,7 +23,8 @@ from sandboxes.providers.base import (
     Unavailable,
 )
 from sandboxes.providers.docker import replacement
-from sandboxes.providers.docker.engine import BoundedBuffer, Conflict, Engine, EngineExec, translate_errors
+from sandboxes.providers.docker.engine import Conflict, Engine, translate_errors
+from sandboxes.providers.docker.exec_stream import BoundedBuffer, EngineExec
 
 AGENT_UID = 10001  # user id of the agent's commands, as in image/Dockerfile
 PYTHON_COMMAND = ("python3", "-I", "-S")

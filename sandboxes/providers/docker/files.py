@@ -17,6 +17,15 @@ from typing import BinaryIO, TypeVar, cast
 
 from sandboxes.image import files
 from sandboxes.providers import tar_validation
+from sandboxes.providers.arguments import (
+    check_directory_path,
+    check_patterns,
+    check_range,
+    check_relative_path,
+    check_root,
+    check_slug,
+    split_sandbox_path,
+)
 from sandboxes.providers.base import (
     DATA,
     GET_FILES_TIMEOUT,
@@ -27,17 +36,11 @@ from sandboxes.providers.base import (
     ProviderError,
     TooLarge,
     Unavailable,
-    check_directory_path,
-    check_patterns,
-    check_range,
-    check_relative_path,
-    check_root,
-    check_slug,
-    split_sandbox_path,
 )
 from sandboxes.providers.docker import host_files
 from sandboxes.providers.docker.commands import AGENT_UID, PYTHON_COMMAND, ContainerCommandProvider
-from sandboxes.providers.docker.engine import BoundedBuffer, shares_kernel
+from sandboxes.providers.docker.engine import shares_kernel
+from sandboxes.providers.docker.exec_stream import BoundedBuffer
 from sandboxes.providers.streams import BoundedWriter, limit_stream
 
 IDLE_TIMEOUT_SECONDS = 60.0  # without progress of a file transfer

@@ -1,8 +1,9 @@
 """Replacement of a container that the engine can no longer start.
 
-An engine that is killed while it starts a container can leave a task behind. The next engine knows the container as stopped and
-refuses every start, because containerd has a task with the container's id. A new container has a new id. The replacement has the
-same name, settings and volumes, and therefore the same /workspace and /data. All other directories are lost, as by an eviction.
+An engine that is killed while it starts a container can leave a task in containerd. The next engine knows the container as
+stopped, and each start fails because of the task, which has the container's id. A new container has a new id. The replacement has
+the same name, settings and volumes, and therefore the same /workspace and /data. All other directories are lost, as by an
+eviction.
 
 A crash at any step is repaired by the next call. The replacement exists before the old container is removed, so the volumes are
 never without a container."""
@@ -59,6 +60,7 @@ def replace_container(engine: Engine, ref: str, container: str) -> None:
     with suppress(Missing):
         engine.call("DELETE", f"/containers/{container}")
     kill_leftover_processes(container)
+    engine.cgroups.pop(ref, None)
     try:
         engine.call("POST", f"/containers/{get_replacement_name(ref)}/rename?name={ref}")
     except Missing:  # renamed by a concurrent replacement
@@ -66,7 +68,7 @@ def replace_container(engine: Engine, ref: str, container: str) -> None:
     except Conflict:  # a concurrent replacement was first, and this one was created after it
         remove_replacement(engine, ref)
         return
-    log.warning("container replaced, because its engine could not start it", name=ref, container=container)
+    log.warning("container replaced", name=ref, container=container, reason="stale task of a killed engine")
 
 
 def complete_replacement(engine: Engine, ref: str) -> bool:
@@ -84,7 +86,7 @@ def remove_replacement(engine: Engine, ref: str) -> None:
 
 
 def kill_leftover_processes(container: str) -> None:
-    """Kill the processes of a removed container, of which its engine did not know. Otherwise they run until the host restarts.
+    """Kill the processes of a removed container that were unknown to its engine. The engine leaves them running.
 
     Requires root in the host's pid namespace; no effect otherwise."""
     if os.geteuid() != 0:

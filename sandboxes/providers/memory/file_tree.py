@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from sandboxes.providers.base import BadPath, FileStat, NoSuchFile, split_sandbox_path
+from sandboxes.providers.arguments import split_sandbox_path
+from sandboxes.providers.base import BadPath, FileStat, NoSuchFile
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,14 @@ from typing import BinaryIO
 
 from sandboxes.fault_injection import HookedCalls
 from sandboxes.image.files import build_exclude_filter, list_path_prefixes
+from sandboxes.providers.arguments import (
+    check_directory_path,
+    check_patterns,
+    check_range,
+    check_relative_path,
+    check_root,
+    check_slug,
+)
 from sandboxes.providers.base import (
     DATA,
     GET_FILES_TIMEOUT,
@@ -50,12 +58,6 @@ from sandboxes.providers.base import (
     SandboxSpec,
     TooLarge,
     Unavailable,
-    check_directory_path,
-    check_patterns,
-    check_range,
-    check_relative_path,
-    check_root,
-    check_slug,
 )
 from sandboxes.providers.memory.file_tree import (
     File,

@@ -18,7 +18,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import tarfile
 import tempfile
@@ -26,23 +25,26 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO, cast
-from urllib.parse import quote
 
 from django.conf import settings
 
 from sandboxes.image import files, reap
+from sandboxes.providers.arguments import (
+    check_directory_path,
+    check_patterns,
+    check_range,
+    check_relative_path,
+    check_root,
+    check_slug,
+    split_sandbox_path,
+)
 from sandboxes.providers.base import (
     DATA,
     GET_FILES_TIMEOUT,
-    LLM_SOCKET,
-    MARK_VARIABLE,
-    SOCKETS_DIRECTORY,
-    USER_PROGRAMS_DIRECTORY,
     WORKSPACE,
     BadPath,
     ExecResult,
@@ -56,62 +58,27 @@ from sandboxes.providers.base import (
     SandboxSpec,
     TooLarge,
     Unavailable,
-    check_directory_path,
-    check_patterns,
-    check_range,
-    check_relative_path,
-    check_root,
-    check_slug,
-    split_sandbox_path,
 )
 from sandboxes.providers.launcher import BackgroundProcessProvider
 from sandboxes.providers.process.child import ChildCommunication, start_process
+from sandboxes.providers.process.directories import (
+    IMAGE_DIRECTORY,
+    METADATA_FILE,
+    SANDBOX_VARIABLE,
+    SandboxDirectory,
+    encode_owner,
+    inspect_directory,
+    list_directory,
+    remove_tree,
+    translate_disk_errors,
+)
 from sandboxes.providers.streams import BoundedWriter, describe_excess, limit_stream
 
-IMAGE_DIRECTORY = Path(files.__file__).resolve().parent  # /opt/leasehold in the Docker image
 NAME_PATTERN = re.compile(r"[a-z0-9-]{1,63}")
-METADATA_FILE = "sandbox.json"
 ENGINE_ID_FILE = "engine-id"  # beside the root directory
 MACHINE_ID_PATH = Path("/etc/machine-id")
-SANDBOX_VARIABLE = "LEASEHOLD_SANDBOX"  # environment variable by which `destroy` finds processes
-DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 FILES_TIMEOUT_SECONDS = 60.0  # of a manifest, or of clearing a directory
 EXHAUSTION_ERRNOS = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
-
-
-@dataclass(frozen=True)
-class SandboxDirectory:
-    """Directory of one sandbox, and the host directory of its sockets."""
-
-    path: Path
-    sockets: str = ""
-
-    def inside(self, path: str) -> str:
-        """Translate a sandbox path to a host path. Return other strings unchanged."""
-        host_directories = {
-            WORKSPACE: str(self.path / "workspace"),
-            DATA: str(self.path / "data"),
-            SOCKETS_DIRECTORY: self.sockets,
-            "/opt/leasehold": str(IMAGE_DIRECTORY),
-        }
-        for directory, host_directory in host_directories.items():
-            if host_directory and (path == directory or path.startswith(directory + "/")):
-                return host_directory + path[len(directory) :]
-        return path
-
-    def environment(self, variables: Mapping[str, str], mark: str) -> dict[str, str]:
-        """Build a command's environment. Nothing is inherited from this process, whose environment contains secrets."""
-        return {
-            "PATH": f"{DEFAULT_PATH}:{self.inside(USER_PROGRAMS_DIRECTORY)}",
-            "HOME": self.inside(f"{WORKSPACE}/.home"),
-            "LANG": "C.UTF-8",
-            **({"LLM_SOCKET": self.inside(LLM_SOCKET)} if self.sockets else {}),
-            **variables,
-            "LEASEHOLD_WORKSPACE": self.inside(WORKSPACE),
-            "LEASEHOLD_DATA": self.inside(DATA),
-            SANDBOX_VARIABLE: self.path.name,
-            MARK_VARIABLE: mark,
-        }
 
 
 class ProcessProvider(BackgroundProcessProvider):
@@ -149,9 +116,9 @@ class ProcessProvider(BackgroundProcessProvider):
             raise Rejected("The name of a sandbox must be 1 to 63 characters of a-z, 0-9 and -.")
         sockets = str(spec.sockets.resolve()) if spec.sockets else ""
         metadata = json.dumps({"created_at": datetime.now(UTC).isoformat(), "sockets": sockets})
-        with _translate_disk_errors():
+        with translate_disk_errors():
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = self.root / _owner_directory_name(spec.owner) / spec.name
+            path = self.root / encode_owner(spec.owner) / spec.name
             if self._find(spec.name) not in (None, path):
                 raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
             if (path / METADATA_FILE).exists():
@@ -228,18 +195,18 @@ class ProcessProvider(BackgroundProcessProvider):
         _kill_run(mark)
 
     def destroy(self, ref: str) -> None:
-        with _translate_disk_errors():
+        with translate_disk_errors():
             path = self._find(ref)
             if path is None:
                 return
             (path / METADATA_FILE).unlink(missing_ok=True)  # prevents further execs
             _kill_by_environment(f"{SANDBOX_VARIABLE}={ref}")
-            _remove_tree(path)
+            remove_tree(path)
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        with _translate_disk_errors():
+        with translate_disk_errors():
             path = self._find(ref)
-            sandbox = _inspect_directory(path) if path else None
+            sandbox = inspect_directory(path) if path else None
         if sandbox is None:
             raise Missing(f"There is no sandbox {ref}.")
         return sandbox
@@ -249,12 +216,8 @@ class ProcessProvider(BackgroundProcessProvider):
         return None
 
     def list(self, owner: str) -> list[ProviderSandbox]:
-        with _translate_disk_errors():
-            return [
-                sandbox
-                for path in _list_directory(self.root / _owner_directory_name(owner))
-                if (sandbox := _inspect_directory(path))
-            ]
+        with translate_disk_errors():
+            return [sandbox for path in list_directory(self.root / encode_owner(owner)) if (sandbox := inspect_directory(path))]
 
     def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
         root, parts = split_sandbox_path(path)
@@ -336,11 +299,11 @@ class ProcessProvider(BackgroundProcessProvider):
         """Return the directory of this sandbox under any owner, even if only leftovers exist."""
         if not NAME_PATTERN.fullmatch(ref):
             return None
-        return next((path for owner in _list_directory(self.root) for path in _list_directory(owner) if path.name == ref), None)
+        return next((path for owner in list_directory(self.root) for path in list_directory(owner) if path.name == ref), None)
 
     def _open(self, ref: str) -> SandboxDirectory:
         """Return the running sandbox. Raise Missing, or Unavailable while it is being created or destroyed."""
-        with _translate_disk_errors():
+        with translate_disk_errors():
             path = self._find(ref)
             if path is None:
                 raise Missing(f"There is no sandbox {ref}.")
@@ -354,7 +317,7 @@ class ProcessProvider(BackgroundProcessProvider):
         """Yield the host directory of /workspace or /data. Translate errors of image/files.py into the provider port's."""
         check_root(root)
         directory = self._open(ref)
-        with _translate_disk_errors():
+        with translate_disk_errors():
             try:
                 yield directory.inside(root)
             except files.BadPath as error:
@@ -376,17 +339,6 @@ def _read_chunks(source: IO[bytes]) -> Iterator[bytes]:
             yield chunk
 
 
-def _inspect_directory(path: Path) -> ProviderSandbox | None:
-    """Return the sandbox in this directory, or None if it was removed meanwhile."""
-    with suppress(FileNotFoundError):
-        created_at = datetime.fromisoformat(json.loads((path / METADATA_FILE).read_bytes())["created_at"])
-        return ProviderSandbox(ref=path.name, name=path.name, running=True, created_at=created_at)
-    with suppress(FileNotFoundError):
-        modified_at = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-        return ProviderSandbox(ref=path.name, name=path.name, running=False, created_at=modified_at)
-    return None
-
-
 def _create_engine_id(path: Path) -> None:
     """Write a new id, unless another process is first: a link, unlike a rename, does not replace."""
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
@@ -397,18 +349,6 @@ def _create_engine_id(path: Path) -> None:
         pass
     finally:
         temporary.unlink()
-
-
-def _list_directory(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except FileNotFoundError:  # no sandbox was ever created here
-        return []
-
-
-def _owner_directory_name(owner: str) -> str:
-    """Encode an owner label as a file name."""
-    return quote(owner, safe="").replace(".", "%2E")
 
 
 def _kill_run(mark: str) -> None:
@@ -436,25 +376,3 @@ def _read_environment(pid: str) -> list[bytes]:
         return reap.read_environment(int(pid)).split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # exited, or owned by another user
         return []
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a directory tree, including directories that programs have made read-only."""
-    for directory, subdirectories, _ in os.walk(path):
-        for name in subdirectories:
-            with suppress(FileNotFoundError):
-                if not os.path.islink(os.path.join(directory, name)):
-                    os.chmod(os.path.join(directory, name), 0o700)
-    with suppress(FileNotFoundError):  # removed concurrently
-        shutil.rmtree(path)
-    if path.exists():
-        raise Unavailable(f"{path.name} is not completely removed yet.")
-
-
-@contextmanager
-def _translate_disk_errors() -> Iterator[None]:
-    """Translate OSError to Unavailable: the operation may succeed later, with free space or corrected permissions."""
-    try:
-        yield
-    except OSError as error:
-        raise Unavailable(f"{error.strerror}: {error.filename}") from error

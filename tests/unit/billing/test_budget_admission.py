@@ -14,9 +14,10 @@ from billing import budgets, costs, derivation, metering
 from billing.models import Budget, Tab, UsageRecord
 from leases import execution, leasing, turns
 from leases.models import Lease
-from sandboxes import eviction, runs
+from sandboxes import eviction
 from sandboxes.models import Run, Sandbox
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import (
     ADA,
@@ -155,7 +156,7 @@ def test_files_are_writable_while_a_run_is_open_but_wake_no_sandbox(exhausted_le
         exhausted_lease.pk, file, lambda provider, sandbox: provider.write_file(sandbox.ref, "/workspace/g", b"1"), now=NOW
     )
     sandbox = Sandbox.objects.get()
-    runs.close_run(Run.objects.get(ended_at=None), now=NOW, outcome=runs.RunOutcome.OK)
+    operations.close_run(Run.objects.get(ended_at=None), now=NOW, outcome=operations.RunOutcome.OK)
     eviction.evict(sandbox.pk, now=NOW, reason="idle")
     with expect_refusal():
         execution.call_in_sandbox(exhausted_lease.pk, file, lambda provider, sandbox: None, now=NOW)

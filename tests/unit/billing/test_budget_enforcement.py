@@ -16,12 +16,13 @@ from leases import fork as lease_fork
 from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
-from sandboxes import eviction, runs
+from sandboxes import eviction
 from sandboxes.db import clock as work_clock
 from sandboxes.egress import authorization
 from sandboxes.models import LlmCall, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import (
     ADA,
@@ -168,7 +169,7 @@ def test_run_that_ends_within_the_grace_period_keeps_its_result(used_lease: AnyC
     create_budget(1)
     run = start_run(lease)
     run_billing_sweeps(NOW)
-    runs.close_run(run, now=NOW + MINUTE, outcome=runs.RunOutcome.OK)
+    operations.close_run(run, now=NOW + MINUTE, outcome=operations.RunOutcome.OK)
     assert run_billing_sweeps(NOW + MINUTE) == {"leases ended": 1}
     assert (get_lease_end(lease)[1], Run.objects.get(pk=run.pk).outcome) == ("budget", "ok")
 

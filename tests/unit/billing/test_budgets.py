@@ -11,8 +11,8 @@ from django.core.exceptions import ValidationError
 from billing import budgets, costs, metering
 from billing.models import Account, Budget, Membership
 from leases import budget_enforcement, leasing
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Event
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import (
     ADA,
@@ -240,7 +240,7 @@ def test_usd_budget_counts_costs_exactly(grant: AnyCallable) -> None:
 def test_cold_and_warming_time_is_not_counted(grant: AnyCallable, memory: Any) -> None:
     lease = grant(now=NOW - 3 * HOUR, ttl=20 * HOUR, sleep_after=HOUR)
     run_command(lease, now=NOW - 3 * HOUR)
-    sandbox_sweeps.evict_idle(now=NOW - 2 * HOUR)
+    passes.evict_idle(now=NOW - 2 * HOUR)
     budget = create_budget(9)
     run_billing_sweeps(NOW)
     assert get_rounded_spending(budget) == 1

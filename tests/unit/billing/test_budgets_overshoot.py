@@ -16,8 +16,8 @@ from billing.models import Account, Budget, Membership, Tab, UsageRecord
 from leases import budget_enforcement, leasing, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
-from sandboxes import runs
 from sandboxes.models import Pool, Run, RunOutcome
+from sandboxes.runs import operations
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import HOUR, create_budget, run_command, start_run
 
@@ -70,7 +70,7 @@ class History:
                 start_run(lease, now=self.now, timeout=20 * HOUR)
             elif lease and action == "finish":
                 for run in Run.objects.filter(holder=lease.pk, ended_at=None).select_related("sandbox"):
-                    runs.close_run(run, now=self.now, outcome=RunOutcome.OK)
+                    operations.close_run(run, now=self.now, outcome=RunOutcome.OK)
             elif lease:
                 leasing.release(lease.pk, now=self.now)
         except (BudgetExhausted, LeaseEnded):

@@ -12,7 +12,7 @@ import pytest
 from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
-from billing import metering
+from billing import alive_time, metering
 from billing.intervals import StateInterval, build_intervals, split_by_day
 from billing.metering import meter_usage
 from billing.models import CostRecord, UsageKind, UsageRecord
@@ -22,14 +22,14 @@ from leases import execution, fork, leasing, snapshots, sweeps
 from leases.leasing import LeaseRequest
 from leases.models import Lease
 from sandboxes import lifecycle
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.admin.sandboxes import compute_time_alive
 from sandboxes.egress import model_pricing
 from sandboxes.egress.logs import upstream_records
 from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
 from sandboxes.providers.base import Unavailable
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.billing import HOUR, create_llm_call
 
@@ -65,7 +65,7 @@ def cold_lease(grant: AnyCallable) -> Lease:
     """A lease whose sandbox ran from NOON on and is stored in a snapshot an hour later."""
     lease: Lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     run_true(lease, now=NOON)
-    sandbox_sweeps.evict_idle(now=NOON + HOUR)
+    passes.evict_idle(now=NOON + HOUR)
     return lease
 
 
@@ -118,7 +118,7 @@ def test_intervals_are_split_at_utc_midnight(began: datetime, ended: datetime, d
 def test_lease_time_is_recorded_by_state_and_day(grant: AnyCallable, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     run_true(lease, now=NOON)
-    sandbox_sweeps.evict_idle(now=NOON + HOUR)
+    passes.evict_idle(now=NOON + HOUR)
     meter_usage(now=NOON + 2 * HOUR)
     assert sum_seconds(holder=lease.pk) == {"waiting": 3600, "cold": 3600}
     run_true(lease, now=NOON + 3 * HOUR)
@@ -138,7 +138,7 @@ def test_lease_time_is_recorded_by_state_and_day(grant: AnyCallable, memory: Any
 
 def test_time_without_a_lease_has_no_agent(grant: AnyCallable, pool: Any, memory: Any) -> None:
     type(pool).objects.filter(pk=pool.pk).update(warm_target=1)
-    sandbox_sweeps.warm_pools(now=NOON)
+    passes.warm_pools(now=NOON)
     lease = grant(now=NOON + HOUR, ttl=9 * HOUR)
     execution.ensure_sandbox_ready(lease.pk, now=NOON + HOUR)
     meter_usage(now=NOON + 2 * HOUR)
@@ -172,7 +172,7 @@ def test_sandbox_destroyed_after_a_clock_jump_is_not_alive(grant: AnyCallable, m
     run_true(lease, now=NOON + HOUR)
     leasing.release(lease.pk, now=NOON)
     sweeps.reclaim(now=NOON)
-    assert metering.get_alive_time(lease.pk, now=NOON + 9 * HOUR) < MINUTE
+    assert alive_time.get_alive_time(lease.pk, now=NOON + 9 * HOUR) < MINUTE
     assert compute_time_alive(Sandbox.objects.get(), NOON + 9 * HOUR) < MINUTE
 
 

@@ -14,9 +14,9 @@ from billing import costs, metering, statements
 from billing.models import Account, CostRecord, Credit, Membership, Statement, StatementLine, Watermark
 from billing.statements import MonthNotClosable
 from leases import execution, snapshots
-from sandboxes import sweeps
 from sandboxes.models import DataSize, LlmCall
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
+from sandboxes.sweeps import passes
 from tests.conftest import run_in_threads
 from tests.support.billing import (
     ADA,
@@ -168,7 +168,7 @@ def test_month_with_unmetered_facts_does_not_close(grant: Callable[..., Any]) ->
     create_rate("time", "1", provider="memory", since="2026-01-01")
     lease = grant(now=now)
     execution.exec_command(lease.pk, Command(["true"], timedelta(seconds=5)), now=now)
-    sweeps.record_readings(now=now + timedelta(minutes=5))
+    passes.record_readings(now=now + timedelta(minutes=5))
     snapshots.take_snapshot(lease.pk, name="", now=now, actor="eve")
     DataSize.objects.create(agent_did=lease.agent_did, size_bytes=10**9, at=now)
     LlmCall.objects.create(

@@ -19,10 +19,10 @@ from billing.metering import meter_usage
 from billing.models import CostRecord, Rate, UsageKind, UsageRecord
 from leases import execution, leasing
 from leases.models import Lease
-from sandboxes import sweeps
 from sandboxes.models import Reading, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
+from sandboxes.sweeps import passes as sweeps
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import (
     ADA,

@@ -7,11 +7,11 @@ import pytest
 from django.utils import timezone
 
 from controlplane import health, schedules
-from sandboxes import admission_queue
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Host, Pool, Sandbox, Sweep
+from sandboxes.pool import admission_queue
 from sandboxes.providers.base import Rejected
 from sandboxes.state import disk_space
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run, update_pool
 
@@ -63,7 +63,7 @@ def test_queue_for_places_is_warned_about(client, pool) -> None:
 def test_failed_starts_are_warned_about_without_the_error(client, pool, memory) -> None:
     update_pool(pool, warm_target=2)
     with memory.fail("create", Rejected("secret registry"), times=99):
-        sandbox_sweeps.warm_pools(now=timezone.now())
+        passes.warm_pools(now=timezone.now())
     until = Pool.objects.get(pk=pool.pk).warm_paused_until
     assert warnings(client) == [f'Pool "{pool}" starts no warm sandboxes until {until:%H:%M:%S} UTC, after failed starts.']
     warming = client.get("/healthz").json()["warming"][pool.name]

@@ -11,7 +11,6 @@ from django.utils import timezone
 from controlplane import health, schedules
 from leases import leasing
 from leases.one_shot import OneShotRequest, run_once
-from sandboxes import installation
 from sandboxes.models import Installation, Pool, Sandbox, Sweep
 from sandboxes.models.state import format_key_timestamp
 from sandboxes.providers import get_provider
@@ -19,6 +18,7 @@ from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.observed import DestroyRefused
 from sandboxes.storage import get_store
 from sandboxes.storage.observed import DeleteRefused
+from sandboxes.sweeps import installation
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.support.leases import run, write
 

@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane import metrics, schedules
 from leases import leasing
-from sandboxes import admission_queue
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Sandbox, Sweep
+from sandboxes.pool import admission_queue
 from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run, update_pool
 
@@ -93,11 +93,11 @@ def test_sandboxes_capacity_and_leases_are_gauges(scrape, grant, pool) -> None:
 
 def test_wakes_sleeps_evictions_and_claims_are_counters(scrape, grant, pool) -> None:
     update_pool(pool, capacity=1, warm_target=1)
-    sandbox_sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
     lease = grant()
     run(lease)
     run(lease)
-    sandbox_sweeps.evict_idle(now=NOW + HOUR)
+    passes.evict_idle(now=NOW + HOUR)
     run(lease, now=NOW + HOUR)
     run(grant(agent="did:plc:b"), now=NOW + HOUR)
     assert scrape("prewarmed_claims_total") == 1
@@ -115,13 +115,13 @@ def test_recent_transitions_are_counted_by_reason_without_those_of_runs(scrape, 
     leasing.release(old.pk, now=now - 11 * MINUTE)
     run(idle, now=now)
     run(unstored, now=now)
-    sandbox_sweeps.evict_idle(now=now - MINUTE)
+    passes.evict_idle(now=now - MINUTE)
     Sandbox.objects.filter(holder=idle.pk).update(idle_at=now)
-    sandbox_sweeps.evict_idle(now=now)
+    passes.evict_idle(now=now)
     leasing.release(idle.pk, now=now)
     Sandbox.objects.filter(holder=unstored.pk).update(idle_at=now)
     with memory.fail("size", Unavailable("disk"), times=99):
-        sandbox_sweeps.evict_idle(now=now)
+        passes.evict_idle(now=now)
     recent = {
         (to, reason): scrape("recent_transitions", to=to, reason=reason)
         for to, reason in (
@@ -136,7 +136,7 @@ def test_failed_starts_sweep_age_and_queue_depth_are_gauges(scrape, pool, memory
     update_pool(pool, warm_target=3)
     assert (scrape("warm_target"), scrape("warm_ready"), scrape("warm_circuit_open")) == (3, 0, 0)
     with memory.fail("create", Rejected("no such image"), times=99):
-        sandbox_sweeps.warm_pools(now=timezone.now())
+        passes.warm_pools(now=timezone.now())
     assert scrape("warm_circuit_open") == 1
     Sweep.objects.create(name="idle", succeeded_at=timezone.now() - HOUR)
     Sweep.objects.create(name="cold")
@@ -150,7 +150,7 @@ def test_no_agent_and_no_error_is_exposed(client, grant, pool, memory) -> None:
     run(grant())
     update_pool(pool, warm_target=1)
     with memory.fail("create", Rejected("secret path"), times=99):
-        sandbox_sweeps.warm_pools(now=NOW)
+        passes.warm_pools(now=NOW)
     text = client.get("/metrics").content.decode()
     assert pool.name in text
     assert "did:" not in text and "secret" not in text

@@ -12,12 +12,12 @@ from billing.models import Tab
 from leases import admission, execution, leasing, sweeps
 from leases.leasing import LeaseRequest
 from leases.models import Lease
-from sandboxes import admission_queue, pool_stats
-from sandboxes import pool as pools
-from sandboxes import sweeps as pool_sweeps
+from sandboxes import pool_stats
 from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded, TooManyAdmissionRequests
 from sandboxes.long_calls import WAITING_CALLS, get_shutdown_path
 from sandboxes.models import AdmissionRequest, Pool, Quota, Sandbox
+from sandboxes.pool import admission_queue, allocation
+from sandboxes.sweeps import passes
 from tests.conftest import NOW
 from tests.support.billing import start_run
 from tests.support.leases import evict, run, update_pool
@@ -103,7 +103,7 @@ def test_join_with_a_wait_gets_the_place_that_a_lease_frees(busy: Lease, join, p
     timeline = Timeline().at(3, lambda: end(busy, timeline.now))
     lease, is_new = join("did:plc:bob", wait=30, timeline=timeline)
     assert (is_new, lease.leased_at >= timeline.now, timeline.now) == (True, True, NOW + 3 * SECOND)
-    assert pools.find_by_holder(lease.pk).state == "warm"
+    assert allocation.find_by_holder(lease.pk).state == "warm"
     assert not AdmissionRequest.objects.exists()
 
 
@@ -111,7 +111,7 @@ def test_join_with_a_wait_gets_a_place_that_becomes_evictable(busy: Lease, join)
     idle = {"state": "waiting", "open_runs": 0, "persisted": True}
     timeline = Timeline().at(2, lambda: Sandbox.objects.filter(holder=busy.pk).update(**idle))
     lease, _ = join("did:plc:bob", wait=30, timeline=timeline)
-    assert pools.find_by_holder(lease.pk) and pools.find_by_holder(busy.pk) is None
+    assert allocation.find_by_holder(lease.pk) and allocation.find_by_holder(busy.pk) is None
 
 
 def test_wait_without_a_place_ends_with_the_position_and_holds_nothing(busy: Lease, join, pool: Pool) -> None:
@@ -164,7 +164,7 @@ def test_request_that_is_refused_for_another_reason_leaves_the_queue(busy: Lease
     Quota.objects.create(pool=pool, agent_did="did:plc:bob", most=0)
     with pytest.raises(QuotaExceeded):
         join("did:plc:bob", wait=30)
-    timeline = Timeline().at(2, lambda: pools.set_draining(pool, draining=True))
+    timeline = Timeline().at(2, lambda: allocation.set_draining(pool, draining=True))
     with pytest.raises(PoolDraining):
         join("did:plc:eve", wait=30, timeline=timeline)
     assert not AdmissionRequest.objects.exists()
@@ -250,7 +250,7 @@ def test_free_place_goes_to_those_who_wait(busy: Lease, grant, poll, join, pool:
     assert error.value.extra == {"position": 2, "queue_length": 1}
     assert poll("did:plc:eve", 1) == (2, 2)
     update_pool(pool, warm_target=1)
-    assert pools.start_warm(pool, now=NOW + SECOND) is None
+    assert allocation.start_warm(pool, now=NOW + SECOND) is None
     update_pool(pool, capacity=3)  # more than wait
     assert run(newcomer).exit_code == 0
     assert join("did:plc:bob", timeline=Timeline(NOW + 2 * SECOND))[1]
@@ -258,7 +258,7 @@ def test_free_place_goes_to_those_who_wait(busy: Lease, grant, poll, join, pool:
 
 def test_prewarmed_sandbox_is_not_claimed_before_those_who_wait(pool: Pool, grant, join) -> None:
     update_pool(pool, capacity=1, warm_target=1)
-    pool_sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
     admission_queue.enqueue(pool, "did:plc:bob", "game", now=NOW)
     with pytest.raises(CapacityExhausted):
         run(grant("did:plc:new"))
@@ -295,7 +295,7 @@ def test_crash_while_waiting_leaves_nothing_and_delays_others_for_seconds(busy: 
     end(busy)
     assert poll("did:plc:eve", 14) == (2, 2)
     assert join("did:plc:eve", timeline=Timeline(NOW + 16 * SECOND))[1]
-    assert pool_sweeps.recover_stalled(now=NOW + 16 * SECOND).counts == {"abandoned requests for a place deleted": 1}
+    assert passes.recover_stalled(now=NOW + 16 * SECOND).counts == {"abandoned requests for a place deleted": 1}
 
 
 def test_waiting_requests_of_an_agent_are_limited(busy: Lease, pool: Pool, join, monkeypatch: pytest.MonkeyPatch) -> None:

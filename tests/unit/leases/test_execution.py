@@ -13,10 +13,11 @@ from billing.models import Budget
 from leases import execution, leasing
 from leases.errors import LeaseEnded
 from leases.models import Lease
-from sandboxes import eviction, sweeps
+from sandboxes import eviction
 from sandboxes.db import clock
 from sandboxes.models import Pool, Run, Sandbox, Transition
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import create_budget
 
@@ -93,7 +94,7 @@ def test_run_and_its_sandbox_begin_after_the_checks_before_them(grant, memory, p
 def test_prewarmed_sandbox_is_ready_after_its_start(pool, memory, pass_time, at_checkpoint) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     at_checkpoint("reserved", lambda: pass_time(MINUTE))
-    sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
     assert Transition.objects.get(to="warm").at >= NOW + MINUTE
 
 

@@ -11,13 +11,13 @@ from leases import conditions, execution, leasing, one_shot, sweeps
 from leases import fork as forking
 from leases.leasing import LeaseRequest
 from leases.models import Lease
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.errors import SandboxBusy, SnapshotNotFound
 from sandboxes.models import Pool, Sandbox, Snapshot, Transition
 from sandboxes.models.state import DataEvent
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.storage.base import StoreError
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, read, run, write
 
@@ -138,9 +138,9 @@ def test_a_one_shot_run_stores_no_workspace(pool, memory) -> None:
 
 def test_a_surplus_warm_sandbox_stores_nothing(pool: Pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
-    sandbox_sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
     Pool.objects.filter(pk=pool.pk).update(warm_target=0)
-    sandbox_sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
     sweeps.reclaim(now=NOW)
     assert Sandbox.objects.get().state == "destroyed"
     assert not Snapshot.objects.exists()

@@ -12,7 +12,7 @@ from sandboxes import destruction, eviction
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run
 

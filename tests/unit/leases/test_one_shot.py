@@ -12,15 +12,15 @@ from leases import leasing, one_shot, sweeps
 from leases.errors import Conflict, InvalidRequest, RateLimited
 from leases.models import Lease
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded
 from sandboxes.models import Pool, Quota, Run, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.races.test_crashes import LATER, sweep
 from tests.support.leases import update_pool
-from tests.support.tars import file, pack
+from tests.support.storage.tars import file, pack
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"
@@ -268,7 +268,7 @@ def test_the_memory_limit_is_the_requested_limit_or_the_limit_of_the_pool(make_r
 
 def test_only_a_run_with_the_pools_memory_claims_a_warm_sandbox(make_request, pool, memory) -> None:
     update_pool(pool, warm_target=1)
-    sandbox_sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
     warm_id = Sandbox.objects.get().pk
     run_once(make_request(memory_mib=pool.memory_mib * 2), now=NOW)
     assert Sandbox.objects.get(pk=warm_id).state == "warm"

@@ -9,10 +9,10 @@ from django_q.models import OrmQ, Schedule
 
 from leases import execution, snapshots, tasks
 from leases.models import LeaseEvent
-from sandboxes import sweeps
 from sandboxes.models import Run, Sandbox, Snapshot
 from sandboxes.queue_threads import StillRunning
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
@@ -74,7 +74,7 @@ def test_a_requested_snapshot_whose_process_died_after_its_task_is_taken_by_a_la
         assert deliver() == "still running"
     assert resume() == "still running"  # the claim of the run is not over
     Run.objects.filter(kind="file").update(released=True)
-    sweeps.recover_stalled(now=timezone.now())
+    passes.recover_stalled(now=timezone.now())
     OrmQ.objects.all().delete()  # the first task has ended
     assert resume() == "queued again"
     assert deliver() == str(Snapshot.objects.get().pk)

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from sandboxes import providers, sweeps
+from sandboxes import providers
 from sandboxes.hosts import capacity
 from sandboxes.models import Pool
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.sweeps import passes
 from tests.conftest import NOW
 
 pytestmark = pytest.mark.django_db
@@ -79,7 +80,7 @@ def test_capacity_stays_while_the_engine_does_not_respond(default_pool: Pool, en
 
 def test_recount_sweep_updates_the_capacity(default_pool: Pool, engine_memory) -> None:
     engine_memory(8192)
-    assert sweeps.recount(now=NOW).failures == []
+    assert passes.recount(now=NOW).failures == []
     default_pool.refresh_from_db()
     assert default_pool.capacity == 12
 

@@ -10,7 +10,7 @@ from leases import leasing, tasks
 from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseStatus
-from sandboxes import eviction, host_heartbeat, lost_hosts, stop_reasons, sweeps
+from sandboxes import eviction, stop_reasons
 from sandboxes.egress import authorization
 from sandboxes.errors import CapacityExhausted, HostLost, ProviderCallFailed, WrongHost
 from sandboxes.hosts import registry
@@ -18,6 +18,8 @@ from sandboxes.models import Pool, Sandbox, SandboxState
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
 from sandboxes.sweep_log import SweepResult, run_recorded
+from sandboxes.sweeps import heartbeat, lost_hosts
+from sandboxes.sweeps import passes as sweeps
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
 
@@ -132,7 +134,7 @@ def test_a_silent_host_keeps_its_leases_until_it_is_declared_lost(
     assert host and registry.get_state(host, now=NOW + timedelta(minutes=19)) == "live"
     later = NOW + timedelta(minutes=30)
     with memory.on_engine(B):
-        host_heartbeat.record_heartbeats(now=later)
+        heartbeat.record_heartbeats(now=later)
         sweep_all(now=later)
         assert (registry.get_state(host, now=later), lease_status(lease)) == ("unreachable", LeaseStatus.ACTIVE)
         assert lease_sweeps.declare_host_lost(host, now=later, actor="ops")
@@ -151,7 +153,7 @@ def test_a_lost_host_that_returns_is_cleaned_up_before_it_starts_sandboxes(
         with pytest.raises(HostLost):
             run(grant("did:plc:bob"))
         assert len(memory.list(str(pool.owner))) == 1
-        assert host_heartbeat.record_heartbeats(now=LATER).counts == {
+        assert heartbeat.record_heartbeats(now=LATER).counts == {
             "hosts seen": 1, "leftovers destroyed": 1, "hosts returned": 1,
         }  # fmt: skip
         assert memory.list(str(pool.owner)) == []
@@ -172,11 +174,11 @@ def test_sandboxes_of_earlier_versions_are_assigned_to_the_host_that_has_them(le
     Sandbox.objects.update(host=None)
     with memory.on_engine(B):
         registry.get_local_host("memory", now=NOW)
-        assert "sandboxes assigned" not in host_heartbeat.record_heartbeats(now=NOW).counts
+        assert "sandboxes assigned" not in heartbeat.record_heartbeats(now=NOW).counts
         with pytest.raises(WrongHost):
             run(lease)
     with memory.on_engine(A):
-        assert host_heartbeat.record_heartbeats(now=NOW).counts["sandboxes assigned"] == 1
+        assert heartbeat.record_heartbeats(now=NOW).counts["sandboxes assigned"] == 1
         assert (read(lease), get_sandbox(lease).host) == ("kept", host)
 
 

@@ -8,15 +8,15 @@ from leases import execution, leasing, sweeps
 from leases.errors import LeaseEnded
 from leases.models import EnvironmentType, Lease
 from sandboxes import eviction
-from sandboxes import pool as pools
-from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded, SandboxNotReady, WorkspaceFull
 from sandboxes.models import DataEvent, Pool, Quota, Run, Sandbox, Snapshot
+from sandboxes.pool import allocation
 from sandboxes.providers.base import Rejected, SandboxSpec, Unavailable
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
 
@@ -34,7 +34,7 @@ def lease(grant) -> Lease:
 @pytest.fixture
 def asleep(lease) -> Lease:
     """A lease whose sandbox was evicted an hour later."""
-    assert pool_sweeps.evict_idle(now=NOW + HOUR).counts == {"put to sleep": 1}
+    assert passes.evict_idle(now=NOW + HOUR).counts == {"put to sleep": 1}
     return lease
 
 
@@ -42,7 +42,7 @@ def sleep_hourly(lease: Lease, *hours: int) -> None:
     """At each of these hours write its number, then evict the sandbox."""
     for hour in hours:
         write(lease, str(hour), now=NOW + hour * HOUR)
-        pool_sweeps.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
+        passes.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
 
 
 # --- eviction and wake ---------------------------------------------------------------------------------------------------
@@ -51,8 +51,8 @@ def sleep_hourly(lease: Lease, *hours: int) -> None:
 def test_idle_sandbox_is_evicted_and_the_next_use_wakes_it_with_its_files(grant, pool, memory) -> None:
     lease = grant(sleep_after=7 * MINUTE)
     sandbox = write(lease)
-    assert pool_sweeps.evict_idle(now=NOW + 6 * MINUTE).counts == {}
-    assert pool_sweeps.evict_idle(now=NOW + 8 * MINUTE).counts == {"put to sleep": 1}
+    assert passes.evict_idle(now=NOW + 6 * MINUTE).counts == {}
+    assert passes.evict_idle(now=NOW + 8 * MINUTE).counts == {"put to sleep": 1}
     sandbox.refresh_from_db()
     assert (sandbox.state, memory.list(str(pool.owner))) == ("cold", [])
     assert read(lease, now=NOW + 9 * MINUTE) == "kept"
@@ -75,19 +75,19 @@ def test_sleep_after_is_the_environment_types_else_of_the_settings(lease, grant,
 def test_unused_sandbox_is_evicted_without_a_snapshot_and_wakes_fresh(grant) -> None:
     lease = grant()
     execution.ensure_sandbox_ready(lease.pk, now=NOW)
-    assert pool_sweeps.evict_idle(now=NOW + HOUR).counts == {"put to sleep": 1}
+    assert passes.evict_idle(now=NOW + HOUR).counts == {"put to sleep": 1}
     assert not Snapshot.objects.exists()
     assert write(lease, now=NOW + HOUR).source == "fresh"
 
 
 def test_sandbox_whose_state_cannot_be_stored_stays_alive_with_the_error(lease, memory) -> None:
     with memory.fail("get_files", Unavailable("the disk is full")):
-        assert pool_sweeps.evict_idle(now=NOW + HOUR).failures
+        assert passes.evict_idle(now=NOW + HOUR).failures
     sandbox = Sandbox.objects.get()
     assert sandbox.state == "waiting" and "the disk is full" in sandbox.last_error
     assert "could not be stored" in sandbox.transitions.first().reason
-    assert pool_sweeps.evict_idle(now=NOW + HOUR + timedelta(seconds=30)).counts == {}  # not before its next try
-    assert pool_sweeps.evict_idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
+    assert passes.evict_idle(now=NOW + HOUR + timedelta(seconds=30)).counts == {}  # not before its next try
+    assert passes.evict_idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
     assert read(lease, now=NOW + 2 * HOUR) == "kept"
 
 
@@ -96,16 +96,16 @@ def test_store_failure_destroys_nothing(lease, memory, monkeypatch) -> None:
         raise StoreError("filesystem", "upload", "bucket away")
 
     monkeypatch.setattr(get_store(), "upload", broken)
-    pool_sweeps.evict_idle(now=NOW + HOUR)
+    passes.evict_idle(now=NOW + HOUR)
     assert [verb for verb, _ in memory.calls].count("destroy") == 0
     assert Sandbox.objects.get().state == "waiting" and not Snapshot.objects.exists()
 
 
 def test_failed_destroy_after_storing_is_repeated_without_storing_twice(lease, pool, memory) -> None:
     with memory.fail("destroy", Unavailable("later")):
-        pool_sweeps.evict_idle(now=NOW + HOUR)
+        passes.evict_idle(now=NOW + HOUR)
     assert (get_sandbox(lease).state, get_sandbox(lease).slept) == ("evicting", 0)
-    pool_sweeps.recover_stalled(now=NOW + HOUR + MINUTE)
+    passes.recover_stalled(now=NOW + HOUR + MINUTE)
     assert (get_sandbox(lease).state, get_sandbox(lease).slept) == ("cold", 1)
     assert Snapshot.objects.count() == 1 and memory.list(str(pool.owner)) == []
     assert read(lease, now=NOW + 2 * HOUR) == "kept"
@@ -166,8 +166,8 @@ def test_unreadable_newest_copy_falls_back_to_the_one_before_with_events(lease, 
 
 
 def test_cold_ttl_releases_place_and_local_files_and_the_stored_copy_wakes(asleep, pool) -> None:
-    assert pool_sweeps.expire_cold(now=NOW + 2 * HOUR).counts == {}
-    assert pool_sweeps.expire_cold(now=NOW + 4 * HOUR).counts == {"cold dropped": 1, "local copies removed": 1}
+    assert passes.expire_cold(now=NOW + 2 * HOUR).counts == {}
+    assert passes.expire_cold(now=NOW + 4 * HOUR).counts == {"cold dropped": 1, "local copies removed": 1}
     assert Pool.objects.get(pk=pool.pk).used == 0
     assert not workspace.local_directory(Snapshot.objects.get()).exists()
     assert read(asleep, now=NOW + 5 * HOUR) == "kept"
@@ -215,7 +215,7 @@ def test_least_recently_used_sandbox_of_a_tier_is_evicted(grant, pool) -> None:
     old, new = grant(agent="did:plc:old"), grant(agent="did:plc:new")
     for minute, lease in enumerate((new, old, new, grant(agent="did:plc:third"))):
         run(lease, now=NOW + minute * MINUTE)
-    assert pools.find_by_holder(old.pk) is None and pools.find_by_holder(new.pk)
+    assert allocation.find_by_holder(old.pk) is None and allocation.find_by_holder(new.pk)
 
 
 def test_sandbox_used_after_a_failed_eviction_is_a_candidate_again(lease, pool, memory) -> None:
@@ -246,7 +246,7 @@ def test_sandbox_that_cannot_be_stored_does_not_block_other_evictions(lease, gra
 
     with memory.before("get_files", refuse):
         run(grant(agent="did:plc:third"), now=NOW + 2 * MINUTE)
-    assert pools.find_by_holder(lease.pk) and pools.find_by_holder(other.pk) is None
+    assert allocation.find_by_holder(lease.pk) and allocation.find_by_holder(other.pk) is None
 
 
 def test_refusal_of_a_full_pool_states_a_remedy(grant, pool, memory) -> None:
@@ -290,7 +290,7 @@ def test_guarantee_protects_against_other_agents(grant, pool, guaranteed: int, e
     else:
         with pytest.raises(CapacityExhausted):
             run(guest, now=NOW + 2 * MINUTE)
-    assert [bool(pools.find_by_holder(lease.pk)) for lease in leases] == [not evicted, True]
+    assert [bool(allocation.find_by_holder(lease.pk)) for lease in leases] == [not evicted, True]
     assert set(Sandbox.objects.exclude(state="destroyed").values_list("state", flat=True)) == {"waiting"}
     assert Quota.objects.get(agent_did="did:plc:ada").used == 2 - evicted
 
@@ -310,7 +310,7 @@ def test_agent_may_evict_its_own_sandbox_within_its_guarantee(lease, grant, pool
     update_pool(pool, capacity=1)
     Quota.objects.filter(agent_did="did:plc:ada").update(guaranteed=1)
     run(grant(environment="e2"), now=NOW + MINUTE)
-    assert pools.find_by_holder(lease.pk) is None
+    assert allocation.find_by_holder(lease.pk) is None
 
 
 # --- pre-warming ------------------------------------------------------------------------------------------------------
@@ -318,57 +318,57 @@ def test_agent_may_evict_its_own_sandbox_within_its_guarantee(lease, grant, pool
 
 def test_claim_takes_a_prewarmed_sandbox_and_writes_its_own_files(grant, pool, memory) -> None:
     update_pool(pool, warm_target=2)
-    assert pool_sweeps.warm_pools(now=NOW).counts == {"warmed up": 2}
+    assert passes.warm_pools(now=NOW).counts == {"warmed up": 2}
     lease = grant()
     run(lease, "cat", "config.json", env={"SECRET": "s"})
     assert get_sandbox(lease).agent_did == "did:plc:ada" and get_sandbox(lease).idle_at
     assert b"did:plc:ada" in bytes(Run.objects.get().stdout)
     assert [verb for verb, _ in memory.calls].count("create") == 2
-    assert pool_sweeps.warm_pools(now=NOW).counts == {"warmed up": 1}
+    assert passes.warm_pools(now=NOW).counts == {"warmed up": 1}
 
 
 def test_holder_with_stored_state_gets_no_prewarmed_sandbox(asleep, pool) -> None:
-    pool_sweeps.expire_cold(now=NOW + 4 * HOUR)
+    passes.expire_cold(now=NOW + 4 * HOUR)
     update_pool(pool, warm_target=1)
-    pool_sweeps.warm_pools(now=NOW + 4 * HOUR)
+    passes.warm_pools(now=NOW + 4 * HOUR)
     assert read(asleep, now=NOW + 5 * HOUR) == "kept"
 
 
 def test_circuit_breaker_opens_after_three_failed_starts(pool, memory) -> None:
     update_pool(pool, warm_target=1)
     with memory.fail("create", Rejected("no such image"), times=99):
-        result = pool_sweeps.warm_pools(now=NOW)
+        result = passes.warm_pools(now=NOW)
         assert len(result.failures) == 4 and "paused until" in result.failures[-1]
         calls = len(memory.calls)
-        pool_sweeps.warm_pools(now=NOW + timedelta(seconds=30))
+        passes.warm_pools(now=NOW + timedelta(seconds=30))
         assert len(memory.calls) == calls
     sweeps.reclaim(now=NOW + HOUR)
-    assert pool_sweeps.warm_pools(now=NOW + HOUR).counts == {"warmed up": 1}
+    assert passes.warm_pools(now=NOW + HOUR).counts == {"warmed up": 1}
     pool.refresh_from_db()
     assert (pool.warm_failures, pool.warm_paused_until, pool.used) == (0, None, 1)
 
 
 def test_surplus_sandboxes_are_destroyed(pool) -> None:
     update_pool(pool, warm_target=3)
-    pool_sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
     update_pool(pool, warm_target=1)
-    assert pool_sweeps.warm_pools(now=NOW).counts == {"surplus destroyed": 2}
+    assert passes.warm_pools(now=NOW).counts == {"surplus destroyed": 2}
     update_pool(pool, image="newer:1")
-    assert pool_sweeps.warm_pools(now=NOW).counts == {"surplus destroyed": 1, "warmed up": 1}
+    assert passes.warm_pools(now=NOW).counts == {"surplus destroyed": 1, "warmed up": 1}
 
 
 def test_draining_pool_grants_no_prewarmed_sandbox_and_destroys_it(grant, pool) -> None:
     update_pool(pool, warm_target=1)
-    pool_sweeps.warm_pools(now=NOW)
-    pools.set_draining(pool, draining=True)
+    passes.warm_pools(now=NOW)
+    allocation.set_draining(pool, draining=True)
     with pytest.raises(PoolDraining):
         run(grant())
-    assert pool_sweeps.warm_pools(now=NOW).counts == {"surplus destroyed": 1}
+    assert passes.warm_pools(now=NOW).counts == {"surplus destroyed": 1}
 
 
 def test_prewarmed_sandbox_is_destroyed_for_capacity(grant, pool) -> None:
     update_pool(pool, capacity=1, warm_target=1)
-    pool_sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
     update_pool(pool, warm_target=0)
     run(grant())
     assert Pool.objects.get(pk=pool.pk).used == 1
@@ -408,7 +408,7 @@ def test_empty_listing_changes_nothing(lease, memory) -> None:
 def test_failed_listing_changes_nothing(lease, memory) -> None:
     with memory.fail("list", Unavailable("timeout")):
         assert sweeps.reconcile(now=NOW, grace=2 * MINUTE).failures
-    assert pools.find_by_holder(lease.pk)
+    assert allocation.find_by_holder(lease.pk)
 
 
 def test_sandbox_of_an_earlier_incarnation_is_destroyed_as_an_orphan(lease, pool, memory) -> None:
@@ -427,16 +427,16 @@ def test_sandbox_of_an_earlier_incarnation_is_destroyed_as_an_orphan(lease, pool
 def test_drifted_counters_are_corrected_and_reported(lease, pool) -> None:
     update_pool(pool, used=7)
     Quota.objects.filter(pool=pool).update(used=5)
-    result = pool_sweeps.recount(now=NOW)
+    result = passes.recount(now=NOW)
     assert len(result.failures) == 2 and "counter was 7, but it has 1 rows" in result.failures[0]
-    assert pool_sweeps.recount(now=NOW).failures == []
+    assert passes.recount(now=NOW).failures == []
     assert Pool.objects.get(pk=pool.pk).used == Quota.objects.get(pool=pool).used == 1
 
 
 def test_workspace_over_its_limit_refuses_execs_until_files_are_deleted(lease, pool) -> None:
     update_pool(pool, workspace_limit_mib=1)
     run(lease, "sh", "-c", "head -c 3000000 /dev/zero >big")
-    assert pool_sweeps.measure_workspaces(now=NOW + MINUTE).counts == {"over the limit": 1}
+    assert passes.measure_workspaces(now=NOW + MINUTE).counts == {"over the limit": 1}
     with pytest.raises(WorkspaceFull):
         run(lease, now=NOW + MINUTE)
     remove = Command(argv=["delete", "big"], timeout=MINUTE, kind="file")
@@ -479,9 +479,9 @@ def test_failed_measurement_does_not_fail_the_run(lease, memory) -> None:
 
 def test_draining_pool_refuses_new_sandboxes_and_existing_leases_go_on(asleep, grant, pool) -> None:
     newcomer = grant(agent="did:plc:new")
-    assert pools.set_draining(pool, draining=True)
+    assert allocation.set_draining(pool, draining=True)
     with pytest.raises(PoolDraining):
         run(newcomer, now=NOW + HOUR)
     assert read(asleep, now=NOW + HOUR) == "kept"
-    assert pools.set_draining(pool, draining=False)
+    assert allocation.set_draining(pool, draining=False)
     run(newcomer, now=NOW + HOUR)

@@ -7,9 +7,9 @@ from django.db import connection
 
 from leases import execution, leasing, sweeps
 from sandboxes import pool_stats
-from sandboxes import sweeps as pool_sweeps
 from sandboxes.models import Pool, Sandbox, Transition
 from sandboxes.providers.base import Rejected
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, run, update_pool
 
@@ -55,7 +55,7 @@ def test_counters_are_the_same_before_and_after_the_sandbox_is_destroyed(grant, 
     lease = grant(ttl=24 * HOUR)
     run(lease)
     run(lease)
-    pool_sweeps.evict_idle(now=NOW + HOUR)
+    passes.evict_idle(now=NOW + HOUR)
     run(lease, now=NOW + HOUR)
     expected = {"warm_hits": 1, "woken_local": 1, "slept": 1}
     assert counters(pool) == expected
@@ -68,8 +68,8 @@ def test_counters_are_the_same_before_and_after_the_sandbox_is_destroyed(grant, 
 def test_wake_after_the_place_was_released_counts_as_cloud(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     run(lease)
-    pool_sweeps.evict_idle(now=NOW + HOUR)
-    pool_sweeps.expire_cold(now=NOW + 4 * HOUR)
+    passes.evict_idle(now=NOW + HOUR)
+    passes.expire_cold(now=NOW + 4 * HOUR)
     run(lease, now=NOW + 4 * HOUR)
     assert counters(pool) == {"woken_cloud": 1, "slept": 1}
     assert stats_of(pool).woken == 1
@@ -79,7 +79,7 @@ def test_first_start_is_no_wake_and_a_wake_without_stored_state_is_fresh(grant, 
     lease = grant()
     execution.ensure_sandbox_ready(lease.pk, now=NOW)
     assert counters(pool) == {}
-    pool_sweeps.evict_idle(now=NOW + HOUR)
+    passes.evict_idle(now=NOW + HOUR)
     execution.ensure_sandbox_ready(lease.pk, now=NOW + HOUR)
     assert counters(pool) == {"woken_fresh": 1, "slept": 1}
 
@@ -96,7 +96,7 @@ def test_counters_survive_a_place_counter_that_drifted_to_zero(grant, pool) -> N
 
 def test_prewarmed_sandboxes_are_ready_until_claimed(grant, pool) -> None:
     update_pool(pool, warm_target=2)
-    pool_sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
     assert (stats_of(pool).warm_target, stats_of(pool).warm_ready, stats_of(pool).warm) == (2, 2, 2)
     run(grant())
     assert (stats_of(pool).warm_ready, counters(pool)) == (1, {"claimed_warm": 1})
@@ -107,7 +107,7 @@ def test_prewarmed_sandboxes_are_ready_until_claimed(grant, pool) -> None:
 def test_open_circuit_breaker_has_its_end_and_its_error(pool, memory) -> None:
     update_pool(pool, warm_target=1)
     with memory.fail("create", Rejected("no such image"), times=99):
-        pool_sweeps.warm_pools(now=NOW)
+        passes.warm_pools(now=NOW)
     stats = stats_of(pool)
     assert stats.warm_paused_until and stats.warm_paused_until > NOW and "no such image" in stats.warm_error
     assert stats_of(pool, stats.warm_paused_until).warm_paused_until is None

@@ -14,7 +14,8 @@ import pytest
 from sandboxes.image import files, reap
 from sandboxes.providers.base import ExecResult, Missing, Rejected, SandboxSpec, Unavailable
 from sandboxes.providers.process.child import start_process
-from sandboxes.providers.process.provider import METADATA_FILE, ProcessProvider
+from sandboxes.providers.process.directories import METADATA_FILE
+from sandboxes.providers.process.provider import ProcessProvider
 from tests.support.waiting import wait_until
 
 PROVIDER = "sandboxes.providers.process.provider"

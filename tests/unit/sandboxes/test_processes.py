@@ -8,13 +8,13 @@ from leases import execution, leasing, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction, processes
-from sandboxes import pool as pools
-from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, TooManyProcesses
 from sandboxes.models import Pool, Process, Run, Sandbox
+from sandboxes.pool import starts
 from sandboxes.processes import MAX_PROCESSES, START_TIMEOUT, ProcessSpec
 from sandboxes.providers.base import ProcessOutput, Unavailable
 from sandboxes.providers.memory import File, MemoryProvider, ProgramResult
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run, update_pool
 from tests.support.waiting import wait_until
@@ -120,7 +120,7 @@ def test_kill_just_after_the_process_has_begun_succeeds(lease, memory, at_checkp
 
 
 def test_process_does_not_prevent_eviction_and_ends_with_it(lease, process) -> None:
-    pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
+    passes.evict_idle(now=NOW + 10 * MINUTE)
     ended = reload(process)
     assert ended.sandbox.state == "cold"
     assert (ended.state, ended.exit_code, ended.note) == ("gone", None, "Sandbox evicted: stored")
@@ -138,7 +138,7 @@ def test_process_survives_a_failed_eviction(process, memory) -> None:
         raise Unavailable("no tar today")
 
     with memory.before("get_files", try_to_kill):
-        pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
+        passes.evict_idle(now=NOW + 10 * MINUTE)
     assert (reload(process).state, reload(process).sandbox.state) == ("running", "waiting")
     assert runs_in(memory, process)
 
@@ -163,7 +163,7 @@ def test_process_ends_with_a_lost_sandbox(process, grant, memory) -> None:
 
 def test_process_is_gone_as_soon_as_its_sandbox_was_restarted(lease, process, memory) -> None:
     memory.stop(process.sandbox.ref)
-    memory.create(pools.build_spec(process.sandbox))
+    memory.create(starts.build_spec(process.sandbox))
     processes.refresh_by_holder(lease.pk, now=NOW)
     assert (reload(process).state, reload(process).note) == ("gone", "The sandbox was restarted.")
 
@@ -291,5 +291,5 @@ def test_files_of_a_process_survive_eviction(lease, memory) -> None:
 
     memory.programs["write"] = write
     start(lease, ProcessSpec(["write"]))
-    pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
+    passes.evict_idle(now=NOW + 10 * MINUTE)
     assert run(lease, "cat", "seen", now=NOW + 11 * MINUTE).stdout == b"1"

@@ -8,12 +8,13 @@ from django.db import connection
 
 from leases import execution
 from leases.models import Lease
-from sandboxes import files, long_calls, runs
+from sandboxes import files, long_calls
 from sandboxes.errors import TooManyLongCalls, TooManyRuns
 from sandboxes.long_calls import LONG_CALLS, LongCallLimit
 from sandboxes.models import Run, RunOutcome, Sandbox
 from sandboxes.providers.base import WORKSPACE
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import start_run
 from tests.support.leases import evict, get_sandbox, run, write
@@ -43,7 +44,7 @@ def test_run_above_the_limit_of_its_lease_is_refused_until_one_ends(grant, setti
         run(lease)
     assert (Run.objects.count(), get_sandbox(lease).open_runs) == (2, 2)
     assert run(other).exit_code == 0
-    runs.close_run(opened[0], now=NOW, outcome=RunOutcome.OK)
+    operations.close_run(opened[0], now=NOW, outcome=RunOutcome.OK)
     assert run(lease).exit_code == 0
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from leases.models import Lease
-from sandboxes import pool as pools
 from sandboxes.egress import authorization, slots
 from sandboxes.egress.authorization import CallRefused
 from sandboxes.errors import CapacityExhausted, QuotaExceeded
 from sandboxes.models import Pool, Quota, Sandbox
+from sandboxes.pool import allocation
 from tests.conftest import NOW
 from tests.support.billing import start_run
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
@@ -57,7 +57,7 @@ def test_wake_without_a_free_slot_evicts_a_sandbox(lease: Lease, grant) -> None:
 def test_without_a_free_slot_an_unclaimed_sandbox_is_destroyed(grant, pool: Pool, settings) -> None:
     settings.EGRESS_SLOTS = 1
     update_pool(pool, warm_target=1)
-    assert pools.start_warm(pool, now=NOW)
+    assert allocation.start_warm(pool, now=NOW)
     update_pool(pool, memory_mib=pool.memory_mib * 2)  # the unclaimed sandbox does not fit
     run(grant())
     assert list_slots() == {"": ("destroyed", 0), "game-1": ("waiting", 0)}
@@ -88,7 +88,7 @@ def test_refused_quota_evicts_nobody_for_a_slot(lease: Lease, grant, pool: Pool)
 
 def test_prewarming_evicts_nobody_for_a_slot(lease: Lease, pool: Pool) -> None:
     update_pool(pool, warm_target=1)
-    assert pools.start_warm(pool, now=NOW) is None
+    assert allocation.start_warm(pool, now=NOW) is None
     assert get_sandbox(lease).state == "waiting"
 
 

@@ -9,16 +9,17 @@ import pytest
 from leases import leasing, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent
-from sandboxes import eviction, runs
+from sandboxes import eviction
 from sandboxes import snapshots as sandbox_snapshots
-from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import SandboxBusy, SnapshotNotFound, StoreUnavailable
 from sandboxes.models import Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import evict, get_sandbox, read, write
 
@@ -98,7 +99,7 @@ def test_eviction_snapshots_do_not_displace_requested_ones(lease: Lease) -> None
     taken = snapshots.take_snapshot(lease.pk, name="before the raid", now=NOW)
     for hour in range(1, 5):
         write(lease, str(hour), now=NOW + hour * timedelta(minutes=20))
-        pool_sweeps.evict_idle(now=NOW + hour * timedelta(minutes=20) + 10 * MINUTE)
+        passes.evict_idle(now=NOW + hour * timedelta(minutes=20) + 10 * MINUTE)
     assert [snapshot.kind for snapshot in workspace.find_by_holder(lease.pk)] == ["sleep", "sleep", "asked"]
     assert workspace.find_by_holder(lease.pk).last() == taken
 
@@ -184,7 +185,7 @@ def test_restore_during_a_run_is_refused(lease: Lease, taken: Snapshot, memory: 
 
 def test_run_that_begins_before_the_eviction_prevents_the_restore(lease: Lease, taken: Snapshot, at_checkpoint) -> None:
     run = Command(argv=["true"], timeout=MINUTE)
-    at_checkpoint("restore reserved", lambda: runs.open_run(get_sandbox(lease), run, now=NOW))
+    at_checkpoint("restore reserved", lambda: operations.open_run(get_sandbox(lease), run, now=NOW))
     with pytest.raises(SandboxBusy, match="A run is open"):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
     assert retained(lease) == [("asked", "one")]
@@ -275,6 +276,6 @@ def test_concurrent_restore_and_runs_lose_nothing(lease: Lease, taken: Snapshot)
         answers = together(act)
     assert all(isinstance(answer, Sandbox | Snapshot | SandboxBusy) for answer in answers), answers
     assert read(lease, now=NOW + MINUTE) in ("one", "use-1", "use-2", "use-3")
-    pool_sweeps.evict_idle(now=LATER)
+    passes.evict_idle(now=LATER)
     assert Sandbox.objects.get(holder=lease.pk).state == "cold"
     assert not any(row.forgotten_at for row in workspace.find_by_holder(lease.pk))

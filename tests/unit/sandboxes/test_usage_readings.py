@@ -10,11 +10,13 @@ from django.utils import timezone
 
 from leases import execution, leasing
 from leases.models import Lease
-from sandboxes import destruction, eviction, pool, sweeps
+from sandboxes import destruction, eviction
 from sandboxes.models import Pool, Reading, Sandbox
+from sandboxes.pool import starts
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
+from sandboxes.sweeps import passes
 from sandboxes.usage import readings
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import get_sandbox, run, update_pool
@@ -91,7 +93,7 @@ def test_a_restarted_counter_is_counted_from_zero(box: Sandbox, memory: MemoryPr
     read(box, memory, after=MINUTE)
     memory.stop(box.ref)
     assert read(box, memory, after=2 * MINUTE) is None, "it does not run"
-    memory.create(pool.build_spec(Sandbox.objects.select_related("pool").get(pk=box.pk)))
+    memory.create(starts.build_spec(Sandbox.objects.select_related("pool").get(pk=box.pk)))
     memory.use(box.ref, cpu_micros=2 * SECOND)
     read(box, memory, after=3 * MINUTE)
     assert cpu(box) == [5 * SECOND, 2 * SECOND]
@@ -100,7 +102,7 @@ def test_a_restarted_counter_is_counted_from_zero(box: Sandbox, memory: MemoryPr
 @pytest.mark.parametrize("is_read", [True, False])
 def test_use_before_the_claim_belongs_to_no_lease(is_read: bool, pool: Pool, grant, memory: MemoryProvider) -> None:
     update_pool(pool, warm_target=1)
-    sweeps.warm_pools(now=NOW)
+    passes.warm_pools(now=NOW)
     box, hour = Sandbox.objects.get(), timedelta(hours=1)
     memory.use(box.ref, cpu_micros=SECOND, memory_bytes=10 * MIB)
     if is_read:
@@ -158,7 +160,7 @@ def test_a_crash_after_the_usage_call_loses_nothing(box: Sandbox, memory: Memory
     leasing.release(box.holder, now=NOW + MINUTE)
     with crash_at("use asked"):
         destruction.destroy(box.pk, now=NOW + MINUTE)
-    sweeps.destroy_due(now=NOW + timedelta(hours=1))
+    passes.destroy_due(now=NOW + timedelta(hours=1))
     assert (Sandbox.objects.get(pk=box.pk).state, cpu(box)) == ("destroyed", [5])
 
 
@@ -172,11 +174,11 @@ def test_the_sweep_reads_live_sandboxes_and_continues_after_a_failure(grant, box
     other = grant(environment="other", ttl=timedelta(hours=9))
     run(other, now=NOW + MINUTE)
     with memory.fail("stats", Unavailable("no answer"), times=1):  # the most recently used sandbox is read first
-        result = sweeps.record_readings(now=NOW + 5 * MINUTE)
+        result = passes.record_readings(now=NOW + 5 * MINUTE)
     assert (result.counts, len(result.failures)) == ({"read": 1}, 1)
-    assert sweeps.record_readings(now=NOW + 10 * MINUTE).counts == {"read": 1}
+    assert passes.record_readings(now=NOW + 10 * MINUTE).counts == {"read": 1}
     memory.vanish(box.ref)
-    assert sweeps.record_readings(now=NOW + 15 * MINUTE).counts == {"gone": 1}
+    assert passes.record_readings(now=NOW + 15 * MINUTE).counts == {"gone": 1}
 
 
 # --- with Docker ------------------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ def test_the_cpu_of_a_container_is_read_over_its_whole_life(docker_pool: Pool) -
         assert execution.exec_command(lease.pk, Command(argv=argv, timeout=MINUTE), now=timezone.now())[1].exit_code == 0
 
     use(0.7)
-    assert sweeps.record_readings(now=timezone.now()).counts["read"] >= 1
+    assert passes.record_readings(now=timezone.now()).counts["read"] >= 1
     use(1.3)
     box = Sandbox.objects.get(holder=lease.pk)
     assert eviction.evict(box.pk, now=timezone.now(), reason="test")

@@ -13,7 +13,7 @@ from leases import execution
 from leases.models import Lease
 from sandboxes.egress.logs import access_log, tail
 from sandboxes.models import LlmCall, Sandbox
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.unit.sandboxes.egress.test_upstream_records import append, settle
 

@@ -18,16 +18,16 @@ from django.db import OperationalError, connection, transaction
 
 from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType, Lease
-from sandboxes import pool as pools
 from sandboxes.db import sql as rows
 from sandboxes.egress import authorization
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Policy, Pool, Run, Sandbox
-from sandboxes.runs import Command
+from sandboxes.pool import allocation
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW, run_in_threads
-from tests.support import egress
-from tests.support.egress import (
+from tests.support.servers import egress
+from tests.support.servers.egress import (
     CHAT_PATH,
     COMPLETION_REQUEST,
     COMPLETION_RESPONSE,
@@ -400,7 +400,7 @@ def test_calls_of_a_pre_warmed_sandbox_are_refused_until_it_is_claimed(
     upstream: FakeUpstream, pool: Pool, grant, loop: EventLoopThread
 ) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
-    box = pools.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
+    box = allocation.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
     assert box is not None and box.slot is not None
     with run_server(loop, slot=box.slot, server=EgressServer(now=lambda: NOW)) as path:
         status, reply = post(path, COMPLETION_REQUEST)

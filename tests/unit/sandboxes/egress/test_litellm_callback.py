@@ -19,7 +19,7 @@ from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.logs import upstream_records as records
 from sandboxes.models import LlmCall, ModelRate
 from tests.conftest import MINUTE, NOW, skip_or_fail
-from tests.support.models import ANSWER_CHUNKS, TOKEN_COUNTS
+from tests.support.servers.models import ANSWER_CHUNKS, TOKEN_COUNTS
 from tests.support.waiting import wait_until
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"

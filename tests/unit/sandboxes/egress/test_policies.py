@@ -12,10 +12,10 @@ from django.db.models import ProtectedError
 from leases import execution
 from leases.models import EnvironmentType, Lease
 from sandboxes import eviction
-from sandboxes import pool as pools
 from sandboxes.egress.request_filter import is_allowed
 from sandboxes.models import Policy, Pool, Sandbox
 from sandboxes.models.policies import MAX_BODY_KIB, SEALED_POLICY_NAME
+from sandboxes.pool import allocation, starts
 from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
@@ -40,7 +40,7 @@ def grant_with(grant: Callable[..., Lease]) -> Callable[..., Lease]:
 def warmed_up(pool: Pool, now: datetime) -> Sandbox:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     pool.refresh_from_db()
-    sandbox = pools.start_warm(pool, now=now)
+    sandbox = allocation.start_warm(pool, now=now)
     assert sandbox
     return sandbox
 
@@ -136,9 +136,9 @@ def test_pre_warmed_sandbox_is_not_claimed_for_a_writable_root(
     ready = warmed_up(pool, now)
     sandbox = execution.ensure_sandbox_ready(grant_with(loosened).pk, now=now)
     assert sandbox.pk != ready.pk
-    assert pools.build_spec(sandbox).writable_root
+    assert starts.build_spec(sandbox).writable_root
     ready.refresh_from_db()
-    assert (ready.holder, ready.policy, pools.build_spec(ready).writable_root) == (None, None, False)
+    assert (ready.holder, ready.policy, starts.build_spec(ready).writable_root) == (None, None, False)
 
 
 def test_edited_policy_applies_to_the_container_from_the_next_wake(
@@ -146,9 +146,9 @@ def test_edited_policy_applies_to_the_container_from_the_next_wake(
 ) -> None:
     lease = grant_with(loosened, ttl=timedelta(hours=4))
     first = execution.ensure_sandbox_ready(lease.pk, now=now)
-    assert pools.build_spec(first).writable_root
+    assert starts.build_spec(first).writable_root
     Policy.objects.filter(pk=loosened.pk).update(writable_root=False)
     assert eviction.evict(first.pk, now=now, reason="test")
     second = execution.ensure_sandbox_ready(lease.pk, now=now + MINUTE)
     assert (second.pk, second.incarnation) == (first.pk, 2)
-    assert not pools.build_spec(second).writable_root
+    assert not starts.build_spec(second).writable_root

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sandboxes.egress.token_usage import TokenUsage
-from tests.support.models import TOKEN_COUNTS, ChatCompletionsApi, MessagesApi
+from tests.support.servers.models import TOKEN_COUNTS, ChatCompletionsApi, MessagesApi
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ports
+from tests.support.servers import ports
 from tests.support.waiting import wait_until
 
 BRIDGE = Path(__file__).resolve().parents[4] / "sandboxes" / "image" / "bridge.py"

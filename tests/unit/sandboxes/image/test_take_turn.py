@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.loopback import Responder, ScriptedServer, respond, run_scripted_server
+from tests.support.servers.loopback import Responder, ScriptedServer, respond, run_scripted_server
 
 SCRIPT = Path(__file__).resolve().parents[4] / "sandboxes" / "image" / "take_turn.py"
 BUSY = respond(429, Retry_After="0")

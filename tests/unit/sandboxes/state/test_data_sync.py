@@ -8,18 +8,18 @@ import pytest
 
 from leases import execution, leasing
 from leases.models import Lease
-from sandboxes import sweeps
 from sandboxes.errors import DataFull, SandboxBusy, StoreUnavailable
 from sandboxes.models import Attachment
 from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject, DataSize
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import Entry, File, Folder, Link, MemoryProvider
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import data_sync, pruning
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
-from tests.support.state import LATER, assert_nothing_left, sandbox_of, sh
+from tests.support.storage.state import LATER, assert_nothing_left, sandbox_of, sh
 
 pytestmark = pytest.mark.django_db
 
@@ -71,7 +71,7 @@ def test_files_follow_the_agent_into_other_sandboxes(one: Lease, two: Lease, gra
     assert read(two, "memory/note.md") == "hello"
     leasing.release(one.pk, now=NOW)
     leasing.release(two.pk, now=NOW)
-    sweeps.destroy_due(now=NOW + MINUTE)
+    passes.destroy_due(now=NOW + MINUTE)
     assert read(grant(environment="other"), "memory/note.md") == "hello"
 
 
@@ -234,13 +234,13 @@ def test_failed_scan_prevents_eviction_but_not_destroy_of_saved_data(one: Lease,
     sh(one, "true")
     edit(one, memory, {"late": "late"})
     with memory.fail("manifest", Unavailable("busy")):
-        assert sweeps.evict_idle(now=NOW + 10 * MINUTE).failures
+        assert passes.evict_idle(now=NOW + 10 * MINUTE).failures
     assert sandbox_of(one).state == "waiting"
-    assert sweeps.evict_idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
+    assert passes.evict_idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
     assert read(two, "late", now=NOW + 21 * MINUTE) == "late"
     leasing.release(two.pk, now=NOW + 22 * MINUTE)
     with memory.fail("manifest", Unavailable("busy")):
-        assert sweeps.destroy_due(now=NOW + 23 * MINUTE).counts == {"destroyed": 1}
+        assert passes.destroy_due(now=NOW + 23 * MINUTE).counts == {"destroyed": 1}
 
 
 @pytest.mark.parametrize("names", [["note"], ["note", "more"]], ids=["one object", "two objects"])
@@ -291,7 +291,7 @@ def test_data_above_the_limit_does_not_prevent_destroy(one: Lease, memory: Memor
     edit(one, memory, {"large": File(b"x" * 200_000)})
     sh(one, "true")
     leasing.release(one.pk, now=NOW)
-    assert sweeps.destroy_due(now=NOW + MINUTE).counts == {"destroyed": 1}
+    assert passes.destroy_due(now=NOW + MINUTE).counts == {"destroyed": 1}
     assert DataEvent.objects.filter(kind="dropped").exists()
 
 
@@ -346,7 +346,7 @@ def test_crash_during_persist_loses_no_data_and_leaves_no_objects(step: str, one
     at_checkpoint(step)
     with pytest.raises(SimulatedCrash):
         write(one, "note", "new")
-    sweeps.recover_stalled(now=LATER)
+    passes.recover_stalled(now=LATER)
     assert read(two, "note", now=LATER) == ("new" if step == "data recorded" else "old")
     assert read(one, "note", now=LATER) == "new"
     assert read(two, "note", now=LATER) == "new"
@@ -362,7 +362,7 @@ def test_crash_during_pull_is_repaired_by_the_next_use(step: str, one: Lease, tw
     with pytest.raises(SimulatedCrash):
         read(two, "note")
     edit(two, memory, {"note": "half wri"})  # a partial write
-    sweeps.recover_stalled(now=LATER)
+    passes.recover_stalled(now=LATER)
     assert read(two, "note", now=LATER) == "good"
     assert read(one, "note", now=LATER) == "good"
     assert not DataEvent.objects.exists()
@@ -381,13 +381,13 @@ def test_crash_while_a_sandbox_ends_keeps_the_data(
     at_checkpoint(step)
     if sweep == "evict":
         with pytest.raises(SimulatedCrash):
-            sweeps.evict_idle(now=NOW + 10 * MINUTE)
-        sweeps.recover_stalled(now=LATER)
+            passes.evict_idle(now=NOW + 10 * MINUTE)
+        passes.recover_stalled(now=LATER)
     else:
         leasing.release(one.pk, now=NOW)
         with pytest.raises(SimulatedCrash):
-            sweeps.destroy_due(now=NOW + MINUTE)
-        sweeps.destroy_due(now=LATER)
+            passes.destroy_due(now=NOW + MINUTE)
+        passes.destroy_due(now=LATER)
     assert sandbox_of(one).state == ("cold" if sweep == "evict" else "destroyed")
     assert read(two, "late", now=LATER) == "late"
     if sweep == "evict":

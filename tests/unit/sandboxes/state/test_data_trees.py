@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from leases import execution, leasing
 from leases.models import EnvironmentType, Lease
 from sandboxes import eviction, providers
-from sandboxes import pool as pools
 from sandboxes.models import Pool
+from sandboxes.pool import allocation
 from sandboxes.providers.base import DATA, WORKSPACE
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from tests.conftest import DOCKER_IMAGE, MINUTE, NOW
 
 pytestmark = pytest.mark.django_db
@@ -172,7 +172,7 @@ class SandboxWorld:
         return lines
 
     def sleep(self, environment: str) -> None:
-        sandbox = pools.find_by_holder(self.lease(environment).pk)
+        sandbox = allocation.find_by_holder(self.lease(environment).pk)
         assert sandbox
         self.minutes += 1
         assert eviction.evict(sandbox.pk, now=NOW + self.minutes * MINUTE / 100, reason="test")

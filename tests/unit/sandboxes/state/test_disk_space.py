@@ -11,11 +11,11 @@ import pytest
 
 from leases import one_shot, snapshots
 from leases.models import Lease
-from sandboxes import sweeps
 from sandboxes.models import Run, Sandbox, Snapshot
 from sandboxes.state import disk_space
 from sandboxes.state.spool import open_spool
 from sandboxes.storage.base import DiskFull
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
 
@@ -51,7 +51,7 @@ def test_low_disk_starts_no_new_sandbox(lease: Lease, grant, pool) -> None:
     with pytest.raises(DiskFull, match="MiB are free"):
         run(grant(environment="another"))
     update_pool(pool, warm_target=2)
-    assert sweeps.warm_pools(now=NOW).failures == []
+    assert passes.warm_pools(now=NOW).failures == []
     with pytest.raises(DiskFull):
         one_shot.run_once(one_shot.OneShotRequest("did:plc:ada", ["true"], MINUTE, pool=pool.name), now=NOW)
     pool.refresh_from_db()
@@ -74,14 +74,14 @@ def test_low_disk_refuses_spools_of_requests_only() -> None:
 
 @pytest.mark.usefixtures("full_disk")
 def test_full_disk_keeps_the_sandbox_until_its_state_can_be_stored(lease: Lease, settings) -> None:
-    assert sweeps.evict_idle(now=NOW + HOUR).failures
+    assert passes.evict_idle(now=NOW + HOUR).failures
     sandbox = get_sandbox(lease)
     assert sandbox.state == "waiting" and "MiB are free" in sandbox.last_error and not Snapshot.objects.exists()
     with pytest.raises(DiskFull):
         snapshots.take_snapshot(lease.pk, now=NOW + HOUR)
     assert Run.objects.latest("started_at").outcome == "failed"
     settings.MIN_FREE_DISK = 0
-    assert sweeps.evict_idle(now=NOW + 3 * HOUR).counts == {"put to sleep": 1}
+    assert passes.evict_idle(now=NOW + 3 * HOUR).counts == {"put to sleep": 1}
 
 
 def test_stream_is_ended_when_the_disk_fills_meanwhile(settings) -> None:

@@ -18,19 +18,20 @@ from django.core.checks import run_checks
 
 from leases import leasing
 from leases.models import Lease
-from sandboxes import destruction, eviction, providers, sweeps
-from sandboxes import pool as pools
+from sandboxes import destruction, eviction, providers
 from sandboxes.errors import SandboxBusy, StoreUnavailable
 from sandboxes.models import Pool, Sandbox, TransitionReason
 from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
+from sandboxes.pool import allocation
 from sandboxes.providers.base import DATA, Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.state import mount_points, mounts, pruning, s3fs, storage_mode
 from sandboxes.state.s3fs import SandboxMount
 from sandboxes.storage import get_store
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, run_in_threads, skip_or_fail
-from tests.support.services import require_s3
-from tests.support.state import sandbox_of, sh
+from tests.support.servers.services import require_s3
+from tests.support.storage.state import sandbox_of, sh
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
@@ -161,7 +162,7 @@ def destroy(lease: Lease, *, discard: bool = False) -> None:
         leasing.discard(lease.pk, now=NOW)
     else:
         leasing.release(lease.pk, now=NOW)
-    result = sweeps.destroy_due(now=NOW + MINUTE)
+    result = passes.destroy_due(now=NOW + MINUTE)
     assert result.counts == {"destroyed": 1}, result
 
 
@@ -358,13 +359,13 @@ def test_synced_data_works_in_a_sandbox_with_a_mount_directory(one: Lease) -> No
 def test_mounted_agent_claims_only_warm_sandboxes_with_a_mount_directory(pool: Pool, settings: Any, grant: Any) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     settings.DATA_KEEPING = "sync"
-    without = pools.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
+    without = allocation.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
     settings.DATA_KEEPING = "mount"
     first = grant(environment="game-1")
     assert sh(first, f"echo hello >{DATA}/note") == ""
     assert without and sandbox_of(first).pk != without.pk
     destruction.schedule_destroy(without.pk, now=NOW, code=TransitionReason.OPERATOR)
-    ready = pools.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
+    ready = allocation.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
     second = grant(environment="game-2")
     assert sh(second, f"cat {DATA}/note") == "hello"
     assert ready and sandbox_of(second).pk == ready.pk

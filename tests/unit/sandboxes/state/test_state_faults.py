@@ -16,7 +16,6 @@ from pytest_django import Settings
 from leases import leasing, snapshots, sweeps, turns
 from leases.models import EnvironmentType, Lease, Turn
 from sandboxes import providers
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.errors import SandboxError, SandboxNotReady, StoreUnavailable
 from sandboxes.models import Attachment, Pool, Run, Snapshot
 from sandboxes.providers.base import DATA, WORKSPACE
@@ -25,10 +24,11 @@ from sandboxes.state import pruning, workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
-from tests.support.disks import small_disk
-from tests.support.services import require_s3
-from tests.support.state import LATER, assert_nothing_left, run_sh, sandbox_of, sh
+from tests.support.servers.services import require_s3
+from tests.support.storage.disks import small_disk
+from tests.support.storage.state import LATER, assert_nothing_left, run_sh, sandbox_of, sh
 
 pytestmark = pytest.mark.django_db
 
@@ -144,12 +144,12 @@ def test_sandbox_that_cannot_be_stored_is_evicted_later(one: Lease, broken: Faul
     sh(one, "true")
     broken.down("upload")
     sh(one, f"echo hello >{place}/note; head -c 50000 /dev/zero >{place}/large")  # a spool of this size is a file
-    assert sandbox_sweeps.evict_idle(now=NOW + 10 * MINUTE).failures
+    assert passes.evict_idle(now=NOW + 10 * MINUTE).failures
     assert sandbox_of(one).state == "waiting" and "could not be stored" in sandbox_of(one).last_error
     assert memory.files(sandbox_of(one).ref)[f"{place}/note"].content == b"hello\n"
     assert not Snapshot.objects.exists()
     broken.up()
-    assert sandbox_sweeps.evict_idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
+    assert passes.evict_idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
     assert memory.list(str(sandbox_of(one).pool.owner)) == []
     assert sh(one, f"cat {place}/note", now=NOW + 21 * MINUTE) == "hello"
     assert_nothing_left()
@@ -157,14 +157,14 @@ def test_sandbox_that_cannot_be_stored_is_evicted_later(one: Lease, broken: Faul
 
 def test_wake_fails_while_the_store_fails_and_succeeds_later(one: Lease, unread: FaultSwitch) -> None:
     sh(one, "echo hello >note; head -c 50000 /dev/zero >large")
-    sandbox_sweeps.evict_idle(now=NOW + 10 * MINUTE)
+    passes.evict_idle(now=NOW + 10 * MINUTE)
     snapshot = workspace.find_latest(one.pk)
     assert snapshot
     workspace.forget_local(snapshot)
     unread.down("download")
     with pytest.raises(SandboxNotReady, match=unread.reason):
         sh(one, "cat note", now=NOW + 11 * MINUTE)
-    sandbox_sweeps.destroy_due(now=NOW + 12 * MINUTE)
+    passes.destroy_due(now=NOW + 12 * MINUTE)
     assert workspace.find_latest(one.pk) == snapshot
     unread.up()
     assert sh(one, "cat note", now=NOW + 13 * MINUTE) == "hello"
@@ -215,7 +215,7 @@ def test_state_round_trip_on_a_real_s3_server(settings: Settings) -> None:
         one, two = lease("game-1"), lease("game-2")
         digest = sh(one, "head -c 20000000 /dev/urandom >large; echo 'spoken of' >'od\u00e9 n\u00e4me'; sha256sum <large")
         sh(one, 'cp large "$0"', f"{DATA}/large")  # the process provider maps paths that are arguments
-        assert sandbox_sweeps.evict_idle(now=NOW + 10 * MINUTE).counts == {"put to sleep": 1}
+        assert passes.evict_idle(now=NOW + 10 * MINUTE).counts == {"put to sleep": 1}
         snapshot = workspace.find_latest(one.pk)
         assert snapshot and get_store().has(f"{snapshot.key}/workspace")
         workspace.forget_local(snapshot)

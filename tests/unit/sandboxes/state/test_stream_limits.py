@@ -11,18 +11,19 @@ import pytest
 
 from leases import one_shot, snapshots
 from leases.models import Lease
-from sandboxes import files, sweeps
+from sandboxes import files
 from sandboxes.errors import WorkspaceFull
 from sandboxes.lifecycle import WAITING
 from sandboxes.models import Pool, Snapshot
-from sandboxes.pool import SandboxRequest
+from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.providers.base import DATA, WORKSPACE, TooLarge, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.providers.streams import limit_stream
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import pruning, workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, get_sandbox, read, update_pool, write
 
@@ -53,12 +54,12 @@ def list_state_files(root: Path) -> list[str]:
 def test_eviction_of_a_too_large_workspace_keeps_the_sandbox_and_says_why(lease, memory, settings, excludes) -> None:
     fill(memory, lease)
     type(get_sandbox(lease)).objects.update(excludes=excludes)
-    assert sweeps.evict_idle(now=NOW + HOUR).failures
+    assert passes.evict_idle(now=NOW + HOUR).failures
     sandbox = get_sandbox(lease)
     assert (sandbox.state, sandbox.lost_at) == (WAITING, None) and REASON in sandbox.last_error
     assert not Snapshot.objects.exists() and list_state_files(settings.STATE_DIR) == []
     memory.remove_file(sandbox.ref, f"{WORKSPACE}/big")
-    assert sweeps.evict_idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
+    assert passes.evict_idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
     assert read(lease, now=NOW + HOUR + 3 * MINUTE) == "kept"
 
 
@@ -89,7 +90,7 @@ def test_failed_snapshot_leaves_nothing_in_the_state_directory(lease, memory, se
         monkeypatch.setattr(get_store(), "upload", fail)
     else:
         monkeypatch.setattr(memory, "get_files", break_off)
-    assert sweeps.evict_idle(now=NOW + HOUR).failures
+    assert passes.evict_idle(now=NOW + HOUR).failures
     assert list_state_files(settings.STATE_DIR) == [] and not Snapshot.objects.exists()
 
 

@@ -9,7 +9,7 @@ import pytest
 from sandboxes.storage.base import KeyValueStore
 from sandboxes.storage.filesystem import FilesystemStore
 from sandboxes.storage.memory import MemoryStore
-from tests.support.loopback import ScriptedServer, run_scripted_server
+from tests.support.servers.loopback import ScriptedServer, run_scripted_server
 
 
 @pytest.fixture

@@ -12,8 +12,15 @@ import pytest
 
 from sandboxes.storage.base import StoreError, StoreRefused
 from sandboxes.storage.cloudflare_kv import MAX_ATTEMPTS, RETRY_DEADLINE_SECONDS, CloudflareKVStore
-from tests.support.loopback import Responder, ScriptedServer, drop_connection, respond, run_scripted_server, stall_response
-from tests.support.stores import KEY_METHODS
+from tests.support.servers.loopback import (
+    Responder,
+    ScriptedServer,
+    drop_connection,
+    respond,
+    run_scripted_server,
+    stall_response,
+)
+from tests.support.storage.stores import KEY_METHODS
 
 TOKEN = "a-token-that-nobody-may-see"
 NOW = 1_795_262_400.0  # Sat, 21 Nov 2026 12:00:00 GMT

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from sandboxes.storage import filesystem
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.filesystem import FilesystemStore
-from tests.support.disks import small_disk
-from tests.support.stores import METHODS
+from tests.support.storage.disks import small_disk
+from tests.support.storage.stores import METHODS
 
 MIB = 1 << 20
 HOUR = timedelta(hours=1)

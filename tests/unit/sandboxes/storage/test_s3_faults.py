@@ -13,7 +13,7 @@ from urllib3 import HTTPResponse
 
 from sandboxes.storage.base import Entry, StoreError
 from sandboxes.storage.s3 import PART_BYTES, S3Store
-from tests.support.loopback import (
+from tests.support.servers.loopback import (
     Handler,
     Responder,
     ScriptedServer,
@@ -22,7 +22,7 @@ from tests.support.loopback import (
     stall_after_body,
     stall_response,
 )
-from tests.support.stores import METHODS
+from tests.support.storage.stores import METHODS
 
 SECRET = "a-secret-access-key"
 SESSION = Session()

@@ -19,7 +19,7 @@ from cryptography.x509.oid import NameOID
 from sandboxes.webhooks import http_post
 from sandboxes.webhooks.addresses import get_refusal_reason
 from sandboxes.webhooks.http_post import PostResult
-from tests.support.receiver import WebhookReceiver, never_respond, run_receiver, stream_endlessly, trickle_headers
+from tests.support.servers.receiver import WebhookReceiver, never_respond, run_receiver, stream_endlessly, trickle_headers
 
 
 def post(url: str, timeout: float = 30.0, internal: bool = True) -> PostResult:

@@ -23,7 +23,7 @@ from sandboxes.models import Delivery, Event, Webhook
 from sandboxes.webhooks import delivery as delivering
 from sandboxes.webhooks import outbox, subscriptions
 from tests.conftest import MINUTE, NOW, run_in_threads
-from tests.support.receiver import WebhookReceiver, run_receiver, verify_signature
+from tests.support.servers.receiver import WebhookReceiver, run_receiver, verify_signature
 
 pytestmark = pytest.mark.django_db
 DAY = timedelta(days=1)

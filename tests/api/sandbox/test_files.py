@@ -11,13 +11,13 @@ from django.utils import timezone
 
 from leases.models import Lease
 from sandboxes import eviction
-from sandboxes import pool as pools
 from sandboxes.models import DataObject, Run, Sandbox
+from sandboxes.pool import allocation
 from sandboxes.providers.memory import File, MemoryProvider
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
 from tests.api.conftest import ApiClient, assert_refused
-from tests.support.tars import file, other, pack
+from tests.support.storage.tars import file, other, pack
 
 pytestmark = pytest.mark.django_db
 
@@ -41,7 +41,7 @@ def filled_url(ada: ApiClient, lease_url: str) -> str:
 @pytest.fixture
 def evict(lease) -> Callable[[], None]:
     def evict_sandbox() -> None:
-        sandbox = pools.find_by_holder(uuid.UUID(lease["id"]))
+        sandbox = allocation.find_by_holder(uuid.UUID(lease["id"]))
         assert sandbox
         assert eviction.evict(sandbox.pk, now=timezone.now(), reason="test")
 

@@ -6,7 +6,7 @@ from leases import execution
 from leases.models import Lease
 from sandboxes.models import Run, Sandbox, Snapshot
 from sandboxes.models.state import DataFile, DataObject
-from sandboxes.runs import Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import pruning
 from sandboxes.storage import get_store
 from tests.conftest import NOW

@@ -14,7 +14,7 @@ from leases.models import IdempotentRequest, Lease
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.base import Unavailable
 from tests.api.conftest import ADA, BOB, ApiClient, assert_refused
-from tests.support.tars import other, pack
+from tests.support.storage.tars import other, pack
 from tests.unit.leases.test_one_shot import assert_nothing_is_left, pack_tar, unpack_tar
 
 pytestmark = pytest.mark.django_db

@@ -1,6 +1,6 @@
 """Fake model provider: OpenAI's chat completions, responses and embeddings, and Anthropic's messages, whole and streamed.
 
-    python -m tests.support.models PORT
+    python -m tests.support.servers.models PORT
 
 It is LiteLLM's upstream in the tests. The model's name selects the behaviour: `slow` pauses after each piece of the answer,
 `slowest` pauses long enough for crash tests, `failing` answers 500."""

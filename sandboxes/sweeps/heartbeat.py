@@ -7,12 +7,13 @@ from importlib.metadata import PackageNotFoundError, version
 import structlog
 from django.core.exceptions import ImproperlyConfigured
 
-from sandboxes import installation, providers, reconciliation
+from sandboxes import providers
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED
 from sandboxes.models import Host, Pool, Sandbox
 from sandboxes.providers.base import Missing, Provider, ProviderError
 from sandboxes.sweep_log import SweepResult
+from sandboxes.sweeps import installation, reconciliation
 
 log = structlog.get_logger(__name__)
 

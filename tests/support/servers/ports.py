@@ -1,4 +1,4 @@
-"""Free TCP ports for servers to be started: `python -m tests.support.ports COUNT`."""
+"""Free TCP ports for servers to be started: `python -m tests.support.servers.ports COUNT`."""
 
 import random
 import socket

@@ -1,8 +1,8 @@
-"""Allocation of sandboxes from pools: claim, start, wake. See also sandboxes.eviction and sandboxes.destruction.
+"""Allocation of sandboxes from pools: claims of pre-warmed sandboxes, places, quotas. Starts are in sandboxes.pool.starts.
 
 Callers pass a holder (the key of a lease) and never call a provider directly. Each function claims with a guarded UPDATE, calls
 the provider outside any transaction, and records the outcome. An interrupted step leaves a row with a deadline, after
-which a sweep in sandboxes.sweeps takes the next step."""
+which a sweep in sandboxes.sweeps.passes takes the next step."""
 
 import time
 import uuid
@@ -16,35 +16,28 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import F, Q, QuerySet
 
-from sandboxes import admission_queue, destruction, eviction, providers
-from sandboxes.admission_queue import Position
-from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
+from sandboxes import eviction, providers
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import slots
 from sandboxes.errors import (
     CapacityExhausted,
-    ClaimLost,
     PoolDraining,
     QuotaExceeded,
     SandboxBusy,
-    SandboxError,
     SandboxLost,
-    SandboxNotHeld,
-    SandboxNotReady,
 )
 from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
 from sandboxes.hosts import registry
-from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint, insert_warming
-from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, Transition, TransitionReason
-from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
+from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
+from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
+from sandboxes.pool import admission_queue
+from sandboxes.pool.admission_queue import Position
+from sandboxes.pool.starts import MAX_EVICTION_ATTEMPTS, start_reserved, wake
 from sandboxes.state import disk_space, mounts, workspace
-from sandboxes.state.workspace import StateLost
-from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
 POLL_INTERVAL_SECONDS = 0.05  # between two reads of a row whose state another process is changing
-MAX_EVICTION_ATTEMPTS = 8  # per request, before CapacityExhausted
 
 
 @dataclass(frozen=True)
@@ -175,7 +168,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
 def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Take a place in the pool: insert a row in `warming`. If no place or egress slot is free, evict another sandbox first.
 
-    A place that waiting requests are entitled to (sandboxes.admission_queue) is not taken, and none is evicted for it.
+    A place that waiting requests are entitled to (sandboxes.pool.admission_queue) is not taken, and none is evicted for it.
     Returns None if the holder has a sandbox already. Raises CapacityExhausted, QuotaExceeded, PoolDraining or DiskFull."""
     disk_space.require_free_space("start a sandbox")
     clock = clock_from(now)
@@ -339,157 +332,6 @@ def _take_quota(request: SandboxRequest) -> None:
 def _refuse_if_draining(pool: Pool) -> None:
     if Pool.objects.filter(pk=pool.pk, draining=True).exists():
         raise PoolDraining(f'The pool "{pool}" accepts no new sandboxes: an operator is draining it.')
-
-
-def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[str, bytes]) -> Sandbox:
-    """Start the sandbox of a row in `warming`. Returns the row in `warm`.
-
-    1. Create the sandbox, and wait until it runs commands.
-    2. Unpack the holder's newest snapshot, or write `files` if there is none.
-    3. Move the row to `warm`.
-
-    SANDBOX_START_TIMEOUT limits step 1. The claim is kept in step 2 while the snapshot is transferred, however long that takes.
-
-    Raises SandboxNotReady if a step failed or made no progress, and SandboxLost if the stored state is gone; in both cases the
-    sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the lease ended meanwhile."""
-    clock = clock_from(now)
-    provider = registry.get_sandbox_provider(sandbox)
-    assert sandbox.deadline_at is not None
-    rows = Sandbox.objects.filter(pk=sandbox.pk, claim=sandbox.claim, state=WARMING)
-    ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
-    try:
-        with hold_in_flight(Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)) as claim:
-            provider.create(build_spec(sandbox))
-            checkpoint("created", sandbox)
-            claim.note_progress()
-            provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
-            claim.note_progress()
-            source, prepared = _restore_state(sandbox, provider, files, now=clock())
-            checkpoint("prepared", sandbox)
-    except StateLost as lost:
-        destruction.schedule_destroy(
-            sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor
-        )
-        raise SandboxLost(f"The stored state of this sandbox is gone: {lost}") from lost
-    except (ProviderError, StoreError, ClaimLost) as failed:
-        if not destruction.schedule_destroy(
-            sandbox.pk, now=clock(), code=TransitionReason.START_FAILED, reason=f"start failed: {failed}", actor=actor
-        ):
-            _discard(provider, sandbox)
-            raise _build_overtaken_error(sandbox) from failed
-        log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
-        raise SandboxNotReady(f"The sandbox could not be started: {failed}") from failed
-    own_claim = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)
-    ready_at = clock()
-    woken = sandbox.incarnation > 1 or source != "fresh"
-    counters = {f"woken_{source}": F(f"woken_{source}") + 1} if woken else {}
-    if not advance(
-        sandbox.pk, WARMING, WARM, now=ready_at, actor=actor, guard=own_claim,
-        code=TransitionReason.READY, reason=f"ready, state: {source}" if woken else "",
-        claim=None, deadline_at=None, tries=0, last_error="", source=source, prepared=prepared,
-        idle_at=ready_at + sandbox.idle_after if sandbox.holder else None, **counters,
-    ):  # fmt: skip
-        # The row left `warming` meanwhile. A destroy may have been confirmed before the provider had created anything.
-        _discard(provider, sandbox)
-        raise _build_overtaken_error(sandbox)
-    if woken:
-        log.info(
-            "wake",
-            sandbox=str(sandbox.pk),
-            source=source,
-            agent=sandbox.agent_did,
-            seconds=round((ready_at - now).total_seconds(), 3),
-        )
-    return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
-
-
-def _build_overtaken_error(sandbox: Sandbox) -> SandboxError:
-    """Build the error of a start whose row another process has moved to `destroying`."""
-    moved = Transition.objects.filter(sandbox=sandbox, to=DESTROYING).order_by("pk").last()
-    if moved and moved.code == TransitionReason.START_STALLED:
-        return SandboxNotReady("The start of the sandbox made no progress and was given up. Its stored state is kept.")
-    return SandboxNotHeld("The lease ended while its sandbox was being started.")
-
-
-def _restore_state(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes], *, now: datetime) -> tuple[str, bool]:
-    """Unpack the holder's newest snapshot, or write `files` if there is none.
-
-    Returns the source of the state ("local", "cloud" or "fresh"), and whether the holder's first files are in the sandbox."""
-    snapshot = workspace.find_latest(sandbox.holder) if sandbox.holder else None
-    if snapshot:
-        source, hydrated = workspace.hydrate(snapshot, sandbox.ref, provider, now=now)
-        return source, workspace.is_own(hydrated)
-    put_files(sandbox, provider, files)
-    return "fresh", bool(files)
-
-
-def put_files(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes]) -> None:
-    """Write a holder's first files into its sandbox. Idempotent."""
-    for path, content in files.items():
-        provider.write_file(sandbox.ref, path, content)
-
-
-def _discard(provider: Provider, sandbox: Sandbox) -> None:
-    try:
-        provider.destroy(sandbox.ref)
-    except ProviderError as failed:  # no row names the sandbox, so reconcile destroys it as an orphan
-        log.warning("late sandbox left to reconcile", sandbox=str(sandbox.pk), error=str(failed))
-
-
-def build_spec(sandbox: Sandbox) -> SandboxSpec:
-    """Build the provider's spec of a sandbox. Creates the socket and /data directories that the spec mounts."""
-    return SandboxSpec(
-        name=sandbox.name,
-        owner=str(sandbox.pool.owner),
-        image=sandbox.image,
-        labels={"agent": sandbox.agent_did, "environment": sandbox.environment_id, "sandbox": str(sandbox.pk)},
-        memory_mib=sandbox.memory_mib,
-        millicpus=sandbox.millicpus,
-        pids=sandbox.pids,
-        sockets=slots.ensure_slot_directory(sandbox.slot) if sandbox.slot is not None else None,
-        data=mounts.prepare_mount_directory(sandbox),
-        writable_root=sandbox.rules.writable_root,
-    )
-
-
-def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
-    """Start the next incarnation of a cold sandbox with its stored state, after evicting another one if no egress slot is free.
-
-    Returns None if another process moved the row first. Raises CapacityExhausted if no slot can be freed, and what
-    start_reserved raises."""
-    clock = clock_from(now)
-    for _ in range(MAX_EVICTION_ATTEMPTS):
-        slot = slots.choose_free_slot()
-        if slot is None:
-            if not eviction.free_slot(agent_did=sandbox.agent_did, now=clock(), actor=actor):
-                break
-            continue
-        try:
-            claimed = _claim_wake(sandbox.pk, slot, now=clock(), actor=actor)
-        except IntegrityError:
-            continue  # sandbox_one_live_per_slot: another sandbox took the slot
-        if claimed is None:
-            return None
-        checkpoint("wake claimed", claimed)
-        return start_reserved(claimed, now=clock(), actor=actor, files={})
-    raise slots.build_exhausted_error()
-
-
-def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandbox | None:
-    """Move a cold sandbox to `warming` with this slot. Returns its row, or None if another process moved the row first."""
-    sandbox = Sandbox.objects.select_related("pool", "policy").get(pk=pk)
-    unchanged = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
-    sandbox.incarnation += 1
-    sandbox.ref, sandbox.claim, sandbox.slot = sandbox.name, uuid.uuid4(), slot
-    sandbox.host = registry.get_placement_host(sandbox.provider, now=now)
-    sandbox.deadline_at = now + settings.SANDBOX_START_TIMEOUT
-    claimed = advance(
-        sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
-        incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
-        deadline_at=sandbox.deadline_at, last_used_at=now, persisted=False, slot=slot, slot_since=now,
-        host=sandbox.host,
-    )  # fmt: skip
-    return sandbox if claimed else None
 
 
 def set_llm_limit(holder: uuid.UUID, limit: Decimal | None) -> None:

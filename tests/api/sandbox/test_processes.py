@@ -9,10 +9,10 @@ import pytest
 
 from leases import leasing
 from leases.models import IdempotentRequest, Lease
-from sandboxes import sweeps
 from sandboxes.models import Run, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider, ProgramResult
+from sandboxes.sweeps import passes
 from tests.api.conftest import ApiClient, assert_refused
 from tests.conftest import MINUTE
 
@@ -115,7 +115,7 @@ def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, processe
 
 def test_a_process_is_gone_after_sleep_and_after_the_lease(ada: ApiClient, processes_url: str, lease, now) -> None:
     process_url = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}"
-    sweeps.evict_idle(now=Sandbox.objects.get().idle_at + MINUTE)
+    passes.evict_idle(now=Sandbox.objects.get().idle_at + MINUTE)
     response = ada.get(f"{process_url}/logs")
     assert (response.status_code, response.json()["code"]) == (404, "output_gone")
     assert ada.delete(process_url).json()["state"] == "gone"

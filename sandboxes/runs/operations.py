@@ -16,7 +16,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
-from sandboxes import eviction, lifecycle, pool
+from sandboxes import eviction, lifecycle
 from sandboxes.claims import hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
@@ -36,8 +36,9 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
+from sandboxes.pool import allocation, starts
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
-from sandboxes.run_claims import KILL_GRACE, RunClaim
+from sandboxes.runs.claims import KILL_GRACE, RunClaim
 from sandboxes.state import data_sync
 from sandboxes.storage.base import DiskFull, StoreError
 
@@ -76,7 +77,7 @@ class Operation:
 
 
 def exec_in_sandbox(
-    request: pool.SandboxRequest, command: Command, *, now: datetime, actor: str = ""
+    request: allocation.SandboxRequest, command: Command, *, now: datetime, actor: str = ""
 ) -> tuple[Run, ExecResult]:
     """Execute a command in the holder's sandbox, which is started or woken first. Blocks until the command has ended.
 
@@ -104,7 +105,7 @@ def exec_in_sandbox(
 
 
 @contextmanager
-def operation(request: pool.SandboxRequest, command: Command, *, now: datetime, actor: str = "") -> Iterator[Operation]:
+def operation(request: allocation.SandboxRequest, command: Command, *, now: datetime, actor: str = "") -> Iterator[Operation]:
     """Open a Run in the holder's sandbox for the body of the `with`. The sandbox is not evicted meanwhile.
 
     1. Start or wake the sandbox, and open the Run.
@@ -170,20 +171,22 @@ def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor
     return errors[0] if errors else failed
 
 
-def _open_operation(request: pool.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
+def _open_operation(request: allocation.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
     while True:
         request.guard.check_proceed()
-        sandbox = pool.ensure_running(request, now=clock(), actor=actor)
+        sandbox = allocation.ensure_running(request, now=clock(), actor=actor)
         run = open_run(sandbox, command, now=clock(), actor=actor)
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
         # The sandbox was evicted or destroyed between the two calls above.
 
 
-def _prepare_sandbox(opened: Operation, request: pool.SandboxRequest, command: Command, clock: Clock) -> Attachment | None:
+def _prepare_sandbox(
+    opened: Operation, request: allocation.SandboxRequest, command: Command, clock: Clock
+) -> Attachment | None:
     sandbox, provider = opened.sandbox, opened.provider
     if not sandbox.prepared:
-        pool.put_files(sandbox, provider, request.files)
+        starts.put_files(sandbox, provider, request.files)
         Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
     if not command.needs_data:
         return None

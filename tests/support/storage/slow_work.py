@@ -10,10 +10,11 @@ from typing import BinaryIO
 import pytest
 
 from leases import sweeps as lease_sweeps
-from sandboxes import claims, sweeps
+from sandboxes import claims
 from sandboxes.db import clock
 from sandboxes.storage.memory import MemoryStore
 from sandboxes.sweep_log import SweepResult
+from sandboxes.sweeps import passes as sweeps
 from tests.conftest import NOW
 
 PIECE_BYTES = 512  # a tar has at least 20 pieces

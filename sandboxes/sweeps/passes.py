@@ -13,15 +13,17 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import admission_queue, destruction, eviction, runs
+from sandboxes import destruction, eviction
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import capacity, registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance_many
 from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
-from sandboxes.pool import find_local_unclaimed, start_warm
+from sandboxes.pool import admission_queue
+from sandboxes.pool.allocation import find_local_unclaimed, start_warm
 from sandboxes.providers.base import Missing, ProviderError
+from sandboxes.runs import operations
 from sandboxes.state import workspace
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 from sandboxes.usage import readings
@@ -195,9 +197,9 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     2. Schedule the destruction of a sandbox that did not become ready.
     3. Continue an eviction at the step where it stopped."""
     result = SweepResult()
-    for run in runs.find_abandoned(now=now)[:limit]:
+    for run in operations.find_abandoned(now=now)[:limit]:
         try:
-            result.note("runs closed" if runs.close_abandoned_run(run, now=now) else "lost race")
+            result.note("runs closed" if operations.close_abandoned_run(run, now=now) else "lost race")
         except ProviderError as failed:
             result.failures.append(f"run {run.pk}: {failed}")
     for sandbox in find_overdue_starts(now=now)[:limit]:
@@ -277,7 +279,7 @@ def measure_workspaces(*, now: datetime, limit: int = 50) -> SweepResult:
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            size = runs.measure_workspace(registry.get_sandbox_provider(sandbox), sandbox, now=clock())
+            size = operations.measure_workspace(registry.get_sandbox_provider(sandbox), sandbox, now=clock())
         except Missing:
             result.note("gone")  # reconcile handles missing sandboxes
         except ProviderError as failed:

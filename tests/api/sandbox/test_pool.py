@@ -8,10 +8,10 @@ from django.utils import timezone
 
 from leases import sweeps
 from sandboxes import eviction
-from sandboxes import pool as pools
-from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Pool, Quota
+from sandboxes.pool import allocation
 from sandboxes.providers.base import Rejected
+from sandboxes.sweeps import passes
 from tests.api.conftest import ADA, BOB, ApiClient
 from tests.support.leases import update_pool
 
@@ -51,7 +51,7 @@ def test_an_agents_key_sees_capacity_and_its_own_quota_only(ada: ApiClient, bob:
 def test_an_operators_key_sees_all_statistics_and_totals(operator: ApiClient, ada: ApiClient, used_lease, pool: Pool) -> None:
     url = f"leases/{used_lease['id']}/exec"
     ada.post(url, TRUE)
-    eviction.evict(pools.find_by_holder(UUID(used_lease["id"])).pk, now=timezone.now(), reason="test")
+    eviction.evict(allocation.find_by_holder(UUID(used_lease["id"])).pk, now=timezone.now(), reason="test")
     ada.post(url, TRUE)
     stats = get_pool(operator, pool)
     assert {name: number for name, number in stats.items() if number not in (0, None, "", [], False)} == {
@@ -79,7 +79,7 @@ def test_quotas_are_filtered_by_agent(operator: ApiClient, issue, bob: ApiClient
 def test_paused_prewarming_is_shown_to_operators(operator: ApiClient, ada: ApiClient, pool: Pool, memory) -> None:
     update_pool(pool, warm_target=1)
     with memory.fail("create", Rejected("no such image"), times=99):
-        sandbox_sweeps.warm_pools(now=timezone.now())
+        passes.warm_pools(now=timezone.now())
     stats = get_pool(operator, pool)
     assert stats["warm_paused_until"] and "no such image" in stats["warm_error"]
     assert "warm_error" not in get_pool(ada, pool)
@@ -125,7 +125,7 @@ def test_a_workspace_over_its_limit_refuses_exec_with_its_size(ada: ApiClient, u
     url = f"leases/{used_lease['id']}"
     update_pool(pool, workspace_limit_mib=1)
     assert ada.post(f"{url}/exec", {"argv": ["sh", "-c", "head -c 3000000 /dev/zero >big"]}).status_code == 200
-    assert sandbox_sweeps.measure_workspaces(now=timezone.now()).counts == {"over the limit": 1}
+    assert passes.measure_workspaces(now=timezone.now()).counts == {"over the limit": 1}
     response = ada.post(f"{url}/exec", TRUE)
     problem = response.json()
     assert (response.status_code, problem["code"], problem["limit_bytes"]) == (409, "workspace_full", 1 << 20)

@@ -1,0 +1,157 @@
+"""Streaming of an exec's stdin and output over one connection to a Docker Engine."""
+
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from sandboxes.providers.base import Missing, Unavailable
+from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, Engine
+
+CHUNK_BYTES = 1 << 18
+
+
+class EngineExec:
+    """Running exec. Transfers stdin and output over one connection, in one loop with a deadline (monotonic seconds)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        connection: socket.socket,
+        ref: str,
+        exec_id: str,
+        stdin: BinaryIO | None,
+        mark: str,
+        gid: int | None = None,
+    ) -> None:
+        self.ref, self.mark, self.gid = ref, mark, gid
+        self.deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
+        self.idle_timeout: float | None = None  # seconds; if set, any progress moves the deadline to this far ahead
+        self.first_chunk = b""  # of output: the engine's message, if the program could not be started
+        self._engine, self._connection, self._exec_id, self._stdin = engine, connection, exec_id, stdin
+        self._unsent = memoryview(b"")
+        self._read = bytearray()
+        self._open = False  # the engine has upgraded the connection; stdin sent earlier would be lost
+        body = '{"Detach":false,"Tty":false}'
+        head = (
+            f"POST /v{engine.client.api_version}/exec/{exec_id}/start HTTP/1.1\r\nHost: docker\r\n"
+            "Content-Type: application/json\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        try:
+            connection.sendall((head + body).encode())
+        except OSError as error:
+            raise Unavailable(f"Docker is unavailable: {error}") from error
+        connection.setblocking(False)
+
+    def frames(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (1 for stdout or 2 for stderr, chunk) until the connection ends.
+
+        Raise TimeoutError at the deadline. May be called again afterwards."""
+        poll = select.poll()  # select() is limited to descriptors below 1024
+        while True:
+            sending = self._open and self._stdin is not None
+            poll.register(self._connection, select.POLLIN | (select.POLLOUT if sending else 0))
+            remaining = self.deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            ready = poll.poll(remaining * 1000)
+            if ready and self.idle_timeout:
+                self.deadline = time.monotonic() + self.idle_timeout
+            for _, event in ready:
+                if event & ~select.POLLOUT:
+                    if not self._receive():
+                        return
+                    yield from self._parse_frames()
+                if event & select.POLLOUT:
+                    self._send()
+
+    def collect(self, out: "BoundedBuffer", err: "BoundedBuffer") -> None:
+        """Read both streams to their end into size-limited buffers. Raise TimeoutError at the deadline."""
+        for stream, chunk in self.frames():
+            (err if stream == 2 else out).add(chunk)
+
+    def wait(self) -> tuple[int, bool]:
+        """Wait for the exit. Return (exit code, whether the program was started). Raise TimeoutError at the deadline."""
+        pause = 0.002
+        while (state := self._inspect())["Running"]:  # the streams may end before the process
+            if time.monotonic() > self.deadline:
+                raise TimeoutError
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        code = state["ExitCode"]
+        return (137, True) if code is None else (code, bool(state["Pid"]))
+
+    def is_alive(self) -> bool:
+        """Return whether the engine reports the exec as running."""
+        return bool(self._inspect()["Running"])
+
+    def _inspect(self) -> dict[str, Any]:
+        try:
+            return dict(self._engine.call("GET", f"/exec/{self._exec_id}/json"))
+        except Missing:  # the container has stopped, or is gone
+            self._engine.call("GET", f"/containers/{self.ref}/json")
+            return {"Running": False, "ExitCode": None}
+
+    def _receive(self) -> bool:
+        try:
+            received = self._connection.recv(CHUNK_BYTES)
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            return False
+        self._read += received
+        if not self._open and b"\r\n\r\n" in self._read:
+            self._accept_upgrade(*self._read.split(b"\r\n\r\n", 1))
+        return bool(received)
+
+    def _accept_upgrade(self, head: bytearray, rest: bytearray) -> None:
+        status = int(head.split(maxsplit=2)[1])
+        if status not in (101, 200):  # 404, 409 or 500: the container has stopped or was removed
+            raise Conflict(rest.decode(errors="replace").strip())
+        self._open, self._read = True, rest
+
+    def _parse_frames(self) -> Iterator[tuple[int, bytes]]:
+        offset = 0
+        while self._open and len(self._read) - offset >= 8:
+            stream, length = struct.unpack_from(">BxxxI", self._read, offset)
+            if len(self._read) - offset - 8 < length:
+                break  # incomplete frame; the engine's frames have at most 32 KiB
+            chunk = bytes(self._read[offset + 8 : offset + 8 + length])
+            self.first_chunk = self.first_chunk or chunk
+            yield stream, chunk
+            offset += 8 + length
+        del self._read[:offset]
+
+    def _send(self) -> None:
+        assert self._stdin is not None
+        if not self._unsent:
+            self._unsent = memoryview(self._stdin.read(CHUNK_BYTES))
+        try:
+            if self._unsent:
+                self._unsent = self._unsent[self._connection.send(self._unsent) :]
+                return
+            self._connection.shutdown(socket.SHUT_WR)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            pass  # the program closed its stdin without reading everything
+        self._stdin = None
+
+
+class BoundedBuffer:
+    """Buffer for the first `cap` bytes of a stream. `truncated` is set if there were more."""
+
+    def __init__(self, cap: int, content: bytes = b"") -> None:
+        self._content, self._cap, self.truncated = bytearray(), cap, False
+        self.add(content)
+
+    def add(self, chunk: bytes) -> None:
+        room = self._cap - len(self._content)
+        self._content += chunk[:room]
+        self.truncated |= len(chunk) > room
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._content)

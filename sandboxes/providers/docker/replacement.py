@@ -1,8 +1,8 @@
 """Replacement of a container that the engine can no longer start.
 
 An engine that is killed while it starts a container can leave a task in containerd. The next engine knows the container as
-stopped, and each start fails because of the task, which has the container's id. A new container has a new id. The replacement has
-the same name, settings and volumes, and therefore the same /workspace and /data. All other directories are lost, as by an
+stopped, and each start fails because of the task, which has the container's id. A new container has a new id. The replacement
+has the same name, settings and volumes, and therefore the same /workspace and /data. All other directories are lost, as by an
 eviction.
 
 A crash at any step is repaired by the next call. The replacement exists before the old container is removed, so the volumes are

@@ -4,9 +4,11 @@ import os
 import shlex
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,13 +16,16 @@ from uuid import uuid4
 import pytest
 from django.utils import timezone
 
+from leases import execution, sweeps
 from leases.models import Lease
 from sandboxes import providers
-from sandboxes.models import Pool
+from sandboxes.errors import ProviderCallFailed
+from sandboxes.models import Pool, Run
 from sandboxes.providers.base import ExecResult, Missing, SandboxSpec
 from sandboxes.providers.docker import replacement
 from sandboxes.providers.docker.engine import Conflict
 from sandboxes.providers.docker.provider import DockerProvider
+from sandboxes.runs.operations import Command
 from tests.conftest import DOCKER_IMAGE, MINUTE, SimulatedCrash, die
 from tests.support.leases import get_sandbox, read, write
 from tests.support.servers.engines import PrivateEngine, private_engine
@@ -47,7 +52,7 @@ def stoppable_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Priva
     program.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-        with private_engine(directory / "data", images=(DOCKER_IMAGE,)) as engine:
+        with private_engine(directory / "data", live_restore=True, images=(DOCKER_IMAGE,)) as engine:
             yield engine
 
 
@@ -117,6 +122,40 @@ def test_destroy_kills_the_processes_that_the_killed_engine_started(
     wait_until(lambda: list_container_processes(container), "process 1 runs")
     provider.destroy(ref)
     wait_until(lambda: not list_container_processes(container), "process 1 has ended")
+
+
+@pytest.mark.django_db
+def test_command_that_survives_its_engine_keeps_the_sandbox_running_until_it_is_killed(
+    grant: Any, pool_on_engine: Pool, stoppable_engine: PrivateEngine, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.SANDBOX_PROVIDER = "docker"
+    monkeypatch.setattr(DockerProvider, "_kill_by_mark_on_host", lambda *arguments: False)  # as without root
+    now = timezone.now()
+    lease: Lease = grant(pool=pool_on_engine.name, now=now)
+    ref = execution.ensure_sandbox_ready(lease.pk, now=now).ref
+    container = DockerProvider()._engine.client.inspect_container(ref)["Id"]
+    is_sleeping = partial(_runs_program, container, "sleep")
+
+    def kill_engine() -> None:
+        wait_until(is_sleeping, "the command runs")
+        stoppable_engine.kill()
+
+    killer = threading.Thread(target=kill_engine)
+    killer.start()
+    with pytest.raises(ProviderCallFailed):
+        execution.exec_command(lease.pk, Command(["sleep", "300"], MINUTE), now=now)
+    killer.join()
+    assert is_sleeping()
+    assert (get_sandbox(lease).state, Run.objects.get().ended_at) == ("running", None)
+    stoppable_engine.start()
+    assert sweeps.recover_stalled(now=now + MINUTE / 2).counts["runs closed"] == 1
+    assert not is_sleeping()
+    assert (get_sandbox(lease).state, Run.objects.get().outcome) == ("waiting", "lost")
+    assert "The provider stopped responding" in Run.objects.get().note
+
+
+def _runs_program(container: str, program: str) -> bool:
+    return any(Path(f"/proc/{pid}/comm").read_text().strip() == program for pid in list_container_processes(container))
 
 
 @contextmanager

@@ -193,7 +193,10 @@ class ContainerCommandProvider(Provider):
         return "/tmp/.leasehold"  # noqa: S108 - inside the container
 
     def kill(self, ref: str, mark: str) -> None:
-        if self.inspect(ref).running and not self._kill_by_mark(ref, mark, self._engine.exec_gid(mark)):
+        gid = self._engine.exec_gid(mark)
+        if self._kill_by_mark_on_host(ref, mark, gid):  # does not need the engine
+            return
+        if self.inspect(ref).running and not self._kill_by_mark_in_container(ref, mark, gid):
             raise Unavailable(f"The processes of exec {mark} in {ref} could not be killed")
 
     def _kill_by_mark(self, ref: str, mark: str, gid: int | None) -> bool:

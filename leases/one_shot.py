@@ -54,7 +54,7 @@ class OneShotOutcome(StrEnum):
     FAILED = "failed"  # the command exited with a code other than 0
     TIMEOUT = "timeout"
     OOM_KILLED = "oom_killed"
-    CONTAINER_FAILED = "container_failed"  # the sandbox could not be started, did not answer, or was lost
+    CONTAINER_FAILED = "container_failed"  # the sandbox could not be started, did not respond, or was lost
     INTERNAL = "internal"  # any other failure of the control plane
 
 

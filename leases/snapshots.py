@@ -11,9 +11,10 @@ from sandboxes.models import Snapshot
 
 
 def take_snapshot(pk: UUID, *, name: str = "", now: datetime, actor: str = "", request_id: int | None = None) -> Snapshot:
-    """Store the current workspace of a lease, also of a sleeping one. Raise LeaseEnded, SnapshotNotFound or SandboxBusy.
+    """Store the current workspace of a lease, also while its sandbox is cold.
 
-    `request_id` is the LeaseEvent of a queued request. Raise IntegrityError, without effect, if the request has an outcome."""
+    `request_id` is the LeaseEvent of a queued request. Raise LeaseEnded, SnapshotNotFound or SandboxBusy; IntegrityError,
+    without effect, if the request has an outcome."""
 
     def record(taken: Snapshot) -> None:
         _record_event(pk, now, "snapshot", actor, f"{taken.pk} {taken.name}", request_id)

@@ -72,6 +72,7 @@ class Operation:
     claim: RunClaim
     result: ExecResult | None = None  # of the command; sets the outcome and the output of the Run
     entered: bool = False  # the body of the operation began
+    executing: bool = False  # the provider was asked to execute the command, and has not answered
     note: str = ""  # warning for the Run, such as a workspace over its limit
 
 
@@ -86,6 +87,7 @@ def exec_in_sandbox(
     with operation(request, command, now=now, actor=actor) as opened:
         require_workspace_space(opened.provider, opened.sandbox, now=clock())
         opened.claim.begin_command(command.timeout)
+        opened.executing = True
         result = opened.provider.exec(
             opened.sandbox.ref,
             list(command.argv),
@@ -97,6 +99,7 @@ def exec_in_sandbox(
             mark=str(command.run_id),
             output=opened.claim.output,
         )
+        opened.executing = False
         opened.claim.end_command()
         opened.result = result
         opened.note = _warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
@@ -215,13 +218,32 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
         return failed
     note = f"{type(failed).__name__}: {failed}"
     opened.claim.store_output()
-    outcome = RunOutcome.ERROR if opened.entered else RunOutcome.FAILED
-    close_run(opened.run, now=now, outcome=outcome, note=note, actor=actor)
+    if opened.executing and isinstance(failed, ProviderError) and not _kill_command(opened):
+        _abandon_run(opened.run, note)
+    else:
+        outcome = RunOutcome.ERROR if opened.entered else RunOutcome.FAILED
+        close_run(opened.run, now=now, outcome=outcome, note=note, actor=actor)
     if isinstance(failed, ProviderError):
         return ProviderCallFailed(f"The provider failed: {failed}")
     if isinstance(failed, StoreError):
         return StoreUnavailable(f"The store did not respond, so nothing was run: {failed}")
     return failed
+
+
+def _kill_command(opened: Operation) -> bool:
+    """Kill the command of a provider that stopped responding. Return False if the command may still run."""
+    try:
+        opened.provider.kill(opened.sandbox.ref, str(opened.run.pk))
+    except Missing:
+        return True
+    except ProviderError:
+        return False
+    return True
+
+
+def _abandon_run(run: Run, note: str) -> None:
+    """Leave the Run open for `close_abandoned_run`, so that the sandbox stays `running` until its command is killed."""
+    Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True).update(released=True, note=note[:500])
 
 
 def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
@@ -357,7 +379,9 @@ def close_abandoned_run(run: Run, *, now: datetime) -> bool:
     if not unchanged.update(claim=uuid.uuid4()):
         return False
     note = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
-    if run.released:
+    if run.note:
+        note = f"The provider stopped responding, and the exit code is unknown. {run.note}"[:500]
+    elif run.released:
         note = (
             f"The control plane's process that waited for the command ({run.claimed_by}) was restarted or killed. The command "
             "was killed, and its exit code is unknown. The output is that of the time until then."

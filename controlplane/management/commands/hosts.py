@@ -42,7 +42,7 @@ class Command(BaseCommand):
             memory = f"{host.memory_mib:,} MiB" if host.memory_mib else "memory not known"
             sandboxes = lost_hosts.find_sandboxes(host).count()
             state = registry.get_state(host, now=now)
-            engine = f"{host.provider} {host.engine_id}"
+            engine = f"{host.provider} engine {host.engine_id}"
             self.stdout.write(f"{host.name}: {state}, last heartbeat {seen}, {sandboxes} sandboxes, {memory}, {engine}")
 
     def _declare_lost(self, host: Host, *, dry_run: bool) -> None:

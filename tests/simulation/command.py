@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--mutant", choices=[*MUTANTS], help="put a known fault back in a copy of the tree, and search it")
     options = parser.parse_args()
     if options.mutant:
-        return run_mutant(MUTANTS[options.mutant], seed=options.seed, seeds=options.seeds, jobs=options.jobs)
+        return run_mutant(options.mutant, seed=options.seed, seeds=options.seeds, jobs=options.jobs)
     return search(options)
 
 

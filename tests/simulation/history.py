@@ -18,6 +18,7 @@ from sandboxes import destruction
 from sandboxes.models import Pool, Quota, Sandbox, Transition
 from tests.simulation import final_checks
 from tests.simulation.faults import draw_faults
+from tests.simulation.ports import PROGRAM
 from tests.simulation.scheduler import EPOCH
 from tests.simulation.workload import ENVIRONMENT_TYPE, Options, Workload
 from tests.simulation.world import Process, World
@@ -101,7 +102,8 @@ def set_up(world: World, options: Options) -> None:
     if options.guaranteed:
         Quota.objects.create(pool=pool, agent_did=options.agents[0], guaranteed=options.guaranteed)
     EnvironmentType.objects.update_or_create(
-        name=ENVIRONMENT_TYPE, defaults={"expiry_conditions": ["game.finished"], "max_ttl": timedelta(days=30)}
+        name=ENVIRONMENT_TYPE,
+        defaults={"expiry_conditions": ["game.finished"], "max_ttl": timedelta(days=30), "turn_argv": [PROGRAM]},
     )
     Rate.objects.create(provider="memory", item="time", usd="0.37", valid_from=EPOCH + timedelta(hours=30))
     world.promises.budgets = options.budget_hours is not None
@@ -200,6 +202,7 @@ def use_leases(world: World, workload: Workload) -> None:
                 for host in world.hosts:  # only one of them reaches the sandbox
                     workload.exec_in(seat, host)
                     finish_actors(world)
+    workload.http.check_answered()
 
 
 def sweep_all(world: World, names: Sequence[str], *, minutes: float) -> None:

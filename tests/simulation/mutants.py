@@ -94,7 +94,7 @@ def apply_replacements(name: str, changes: Sequence[Replacement], tree: Path) ->
         path.write_text(mutated)
 
 
-def run_mutant(name: str, *, seed: int, seeds: int, jobs: int) -> int:
+def run_mutant(name: str, *, seed: int, seeds: int, jobs: int, length: int = 0) -> int:
     """Search the seeds in a mutated copy of the tree. Return 0 if a seed fails, 1 if none does, 2 if the mutant is refused."""
     with tempfile.TemporaryDirectory(prefix="lh-simulation-") as temporary:
         tree = Path(temporary)
@@ -104,7 +104,7 @@ def run_mutant(name: str, *, seed: int, seeds: int, jobs: int) -> int:
         except MutantRefused as refused:
             print(refused)
             return 2
-        numbers = ["--seed", str(seed), "--seeds", str(seeds), "--jobs", str(jobs)]
+        numbers = ["--seed", str(seed), "--seeds", str(seeds), "--jobs", str(jobs), "--length", str(length)]
         with run_process([sys.executable, "-m", "tests.simulation", "--stop", *numbers], tree) as search:
             assert search.stdout
             for line in search.stdout:

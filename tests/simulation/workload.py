@@ -5,7 +5,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 from django.db import OperationalError
@@ -27,20 +26,20 @@ from sandboxes.state import workspace
 from sandboxes.storage.base import StoreError
 from tests.simulation.expectations import LeaseExpectation, read_snapshot
 from tests.simulation.http_clients import HttpClients
+from tests.simulation.options import ENVIRONMENT_TYPE
 from tests.simulation.ports import PROGRAM
 from tests.simulation.scheduler import Actor
 
 if TYPE_CHECKING:
+    from tests.simulation.options import Options
     from tests.simulation.world import Host, Process, World
 
-ENVIRONMENT_TYPE = "catan"
 MAX_FILES = 4  # of one lease; older ones are removed
 # What the product may answer while faults occur. Any other exception is a finding.
 REFUSALS = (SandboxError, LeaseError, BudgetExhausted, OperationalError, StoreError, Lease.DoesNotExist)
 # What a task or a sweep may raise as well: the queue records the error, and the next pass tries again.
 TASK_FAILURES = (*REFUSALS, ProviderError)
 HTTP_WEIGHTS = {"exec": 10, "join": 3, "put": 3, "get": 3, "turn": 3, "process": 1, "one_shot": 2, "release": 1, "fork": 1}
-SWEEP_WEIGHTS = {"idle": 8, "stalled": 4, "reclaim": 4, "expire": 3, "reconcile": 2, "cold": 2, "prune": 2}
 
 
 class Seat:
@@ -334,7 +333,7 @@ class Workload:
 
     def start_sweep(self) -> None:
         names = schedules.SWEEP_NAMES
-        name = self.random.choices(names, [SWEEP_WEIGHTS.get(name, 1) for name in names])[0]
+        name = self.random.choices(names, [self.options.sweep_weights.get(name, 1) for name in names])[0]
         self.spawn("worker", f"sweep-{name}{self.count}", lambda: schedules.run(name), lambda: None)
 
     def start_task(self) -> None:
@@ -385,34 +384,3 @@ class Workload:
 def registry_name(host: "Host") -> str:
     """Return the name of the task queue of a host's worker."""
     return f"host-{compute_host_id('memory', host.name).hex}"
-
-
-class Options:
-    """Sizes and weights of one history."""
-
-    def __init__(self, random: Random) -> None:
-        self.pool, self.environment_type = "simulated", ENVIRONMENT_TYPE
-        self.agents = [f"did:plc:{name}" for name in "abcd"[: random.randint(1, 4)]]
-        self.environments = random.choice((1, 1, 2))
-        seats = len(self.agents) * self.environments
-        self.capacity = random.choice((1, 2, 3, max(1, seats - 1), seats, seats + 2))
-        self.slots = random.choice((1, 2, 4, 40))
-        self.warm_target = random.choice((0, 0, 0, 1))
-        self.guaranteed = random.choice((0, 0, 1))
-        self.ttl = timedelta(seconds=random.choice((90, 600, 3600, 4 * 3600, 12 * 3600)))
-        self.sleep_after = timedelta(seconds=random.choice((5, 60, 300, 1800)))
-        self.data_share = random.choice((0.0, 0.3, 1.0))
-        self.seconds = random.choice(((0.0,), (0.0, 1.0, 10.0), (0.0, 20.0, 200.0), (0.0, 0.0, 5.0, 700.0)))
-        self.intervals = random.choice(((1.0, 10.0, 70.0), (61.0, 301.0), (70.0, 400.0, 1900.0), (5.0, 61.0, 700.0, 8000.0)))
-        self.concurrency = random.choice((1, 2, 3, 6))
-        self.operations = random.choice((60, 100, 150, 150, 150, 200, 300, 600))
-        self.destroy_tries = random.choice((2, 4, 8))
-        self.budget_hours = random.choice((None, None, 0.2, 1.0))
-        self.hosts = random.choice((1, 1, 2))
-        self.drifts = random.random() < 0.3
-        self.takeover = random.random() < 0.7  # a restart takes over the claims of the process that died
-        self.weights = {"exec": 30, "sweep": 25, "pass_time": 12, "task": 3}
-        for name, weight in {"release": 2, "condition": 1, "snapshot": 3, "restore": 3, "fork": 2, "operator": 1,
-                             "vanish": 1, "outage": 1, "http": 30}.items():  # fmt: skip
-            if random.random() < 0.5:
-                self.weights[name] = weight

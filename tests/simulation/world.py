@@ -226,6 +226,8 @@ class World:
 
     def after_commit(self, outcome: str) -> None:
         actor = self.scheduler.current
+        if actor:
+            actor.committed_at = self.scheduler.seconds
         if actor and outcome.startswith("die"):
             if self.scheduler.detached:
                 self.scheduler.pause()

@@ -1,0 +1,138 @@
+"""Wire protocol between the control plane and the agent in a sandbox (sandboxes/image/agent.py).
+
+The agent opens the connection. A frame is a request id and the sizes of head and body (three big-endian 32-bit integers), a
+JSON object and raw bytes. The agent's first frame has the id 0 and states the protocol, its version and `boot`, an id that a
+restart of the agent changes. From then on the control plane sends requests, and the agent sends exactly one response to each.
+
+| verb | fields of the request | response |
+|---|---|---|
+| ping | | boot |
+| exec | run, boot, timeout, wait (s), cap (bytes per stream), command_bytes; body: command as JSON, stdin | state of the run |
+| wait | run, wait (s) | state of the run |
+| read | run, stream, offset, wait (s) | state of the run; body: output from `offset`, at most 64 KiB |
+| ack | run | |
+| kill | run | state of the run, once all of its processes are gone |
+| list | | body: exit codes of the retained runs as JSON |
+
+A state is `running`, `ended`, `busy` (nothing was started), `acknowledged` or `unknown`. `stdout` and `stderr` of a running or
+ended run are pairs of bytes retained and bytes dropped after them. The control plane requests output by offset, so a slow
+reader delays no other request and no window is needed. Nothing that the agent sends is trusted: any violation ends the
+connection."""
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+VERSION = 1
+PROTOCOL = "leasehold-agent"
+HEADER = struct.Struct(">III")
+MAX_HEAD_BYTES = 4 << 10
+MAX_BODY_BYTES = 64 << 10
+MAX_REQUEST_HEAD_BYTES = 8 << 10  # as in image/agent.py
+MAX_REQUEST_BODY_BYTES = 4 << 20  # as in image/agent.py: command and stdin
+MAX_BOOT_CHARACTERS = 64
+STATES = ("running", "ended", "busy", "acknowledged", "unknown")
+
+
+class ProtocolError(Exception):
+    """The agent violated the protocol. Its connection is closed."""
+
+
+class Frame(NamedTuple):
+    """One message."""
+
+    request_id: int
+    head: dict[str, Any]
+    body: bytes
+
+
+class RunState(NamedTuple):
+    """State of a run as reported by the agent, checked for types and ranges only."""
+
+    state: str
+    exit_code: int | None = None
+    timed_out: bool = False
+    retained: tuple[int, int] = (0, 0)  # bytes of stdout and stderr
+    dropped: tuple[int, int] = (0, 0)  # bytes of stdout and stderr after the retained ones
+    inline: bool = False  # the body of the response has stdout and stderr in full
+
+
+def encode_frame(request_id: int, head: Mapping[str, Any], body: bytes = b"") -> bytes:
+    """Encode one request. Raise ValueError above the limits of the agent."""
+    content = json.dumps(head, separators=(",", ":")).encode()
+    if len(content) > MAX_REQUEST_HEAD_BYTES or len(body) > MAX_REQUEST_BODY_BYTES:
+        raise ValueError(f"The request has {len(content)} + {len(body)} bytes.")
+    return HEADER.pack(request_id, len(content), len(body)) + content + body
+
+
+class FrameReader:
+    """Parser of the byte stream of an agent. Holds at most one incomplete frame and the last chunk."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, chunk: bytes) -> list[Frame]:
+        """Return the frames completed by `chunk`. Raise ProtocolError."""
+        self._buffer += chunk
+        frames, offset = [], 0
+        while len(self._buffer) - offset >= HEADER.size:
+            request_id, head_size, body_size = HEADER.unpack_from(self._buffer, offset)
+            if head_size > MAX_HEAD_BYTES or body_size > MAX_BODY_BYTES:
+                raise ProtocolError(f"frame of {head_size} + {body_size} bytes")
+            body_start = offset + HEADER.size + head_size
+            if len(self._buffer) < body_start + body_size:
+                break
+            head = _parse_head(bytes(self._buffer[offset + HEADER.size : body_start]))
+            offset = body_start + body_size
+            frames.append(Frame(request_id, head, bytes(self._buffer[body_start:offset])))
+        del self._buffer[:offset]
+        return frames
+
+
+def parse_hello(frame: Frame) -> str:
+    """Return the agent's boot id from its first frame. Raise ProtocolError."""
+    head = frame.head
+    boot = head.get("boot")
+    if frame.request_id != 0 or head.get("protocol") != PROTOCOL or head.get("version") != VERSION:
+        raise ProtocolError("no greeting of a supported version")
+    if not isinstance(boot, str) or not 16 <= len(boot) <= MAX_BOOT_CHARACTERS:
+        raise ProtocolError("invalid boot id")
+    return boot
+
+
+def parse_state(run_id: str, frame: Frame) -> RunState:
+    """Return the state of a run from a response. Raise ProtocolError if it is about another run, or invalid."""
+    head = frame.head
+    if head.get("run") != run_id:
+        raise ProtocolError("response about another run")
+    state = head.get("state")
+    if state not in STATES:
+        raise ProtocolError("invalid state")
+    if state not in ("running", "ended"):
+        return RunState(state)
+    code, timed_out, inline = head.get("exit_code"), head.get("timed_out"), head.get("inline", False)
+    if type(timed_out) is not bool or type(inline) is not bool:
+        raise ProtocolError("invalid flags")
+    if (code is None) != (state == "running") or not (code is None or (type(code) is int and 0 <= code <= 255)):
+        raise ProtocolError("invalid exit code")
+    (stdout, stdout_dropped), (stderr, stderr_dropped) = _parse_sizes(head.get("stdout")), _parse_sizes(head.get("stderr"))
+    if inline and (state != "ended" or len(frame.body) != stdout + stderr):
+        raise ProtocolError("invalid output")
+    return RunState(state, code, timed_out, (stdout, stderr), (stdout_dropped, stderr_dropped), inline)
+
+
+def _parse_sizes(value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and 0 <= size < 1 << 53 for size in value):
+        raise ProtocolError("invalid sizes")
+    return value[0], value[1]
+
+
+def _parse_head(content: bytes) -> dict[str, Any]:
+    try:
+        head = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("head is no JSON") from error
+    if not isinstance(head, dict):
+        raise ProtocolError("head is no object")
+    return head

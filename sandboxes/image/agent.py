@@ -1,0 +1,554 @@
+"""Sandbox agent: runs commands for the control plane over one outgoing connection. Process 1 of a sandbox.
+
+    agent.py SOCKET
+
+The agent connects to SOCKET and answers requests; sandboxes/agent/protocol.py describes frames and verbs. A run is started at
+most once per id, and its result is retained until it is acknowledged, so a control plane that lost its connection repeats the
+request and receives the stored result.
+Each run has a shim: a forked child that is a subreaper. Every process of the run stays below its shim, including daemons with a
+session and an environment of their own, and is killed through it. One single-threaded loop: a fork bomb cannot starve it.
+Standard library only; executed by its path as an isolated Python (-I -S)."""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+
+VERSION = 1
+HEADER = struct.Struct(">III")  # request id, bytes of the JSON head, bytes of the body
+MAX_HEAD_BYTES = 8 << 10
+MAX_REQUEST_BODY_BYTES = 4 << 20
+MAX_CHUNK_BYTES = 64 << 10  # of output in one response
+MAX_UNSENT_BYTES = 1 << 20  # no further request is read while more is unsent
+MAX_RUNS = 256  # retained, running or ended
+MAX_RETAINED_BYTES = 32 << 20  # of output, over all runs; output beyond is dropped and counted
+MAX_TOMBSTONES = 65536  # ids of acknowledged runs, which are never started again
+MAX_WAIT_SECONDS = 60.0
+KILL_STEP_SECONDS = 0.005
+RECONNECT_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+KILLED_EXIT_CODE = 137
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+_libc = ctypes.CDLL(None)
+
+
+class InvalidRequest(Exception):
+    """The request is malformed."""
+
+
+class Shim:
+    """Forked child that waits for one command, runs it and adopts its orphans."""
+
+    def __init__(self):
+        stdin, self.stdin = os.pipe()
+        (reader_1, stdout), (reader_2, stderr) = os.pipe(), os.pipe()
+        self.outputs = {1: reader_1, 2: reader_2}  # open ones by stream
+        self.control, control = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _serve_shim(control.fileno(), (stdin, stdout, stderr))
+            finally:
+                os._exit(0)
+        for fd in (stdin, stdout, stderr):
+            os.close(fd)
+        control.close()
+        for fd in (self.stdin, *self.outputs.values()):
+            os.set_blocking(fd, False)
+
+    def start(self, command):
+        """Pass the command to the shim. A shim that was killed reports an end without exit status."""
+        with contextlib.suppress(OSError):
+            self.control.sendall(struct.pack(">I", len(command)) + command)
+        self.control.setblocking(False)
+
+    def close(self):
+        """Close the descriptors of a shim that has run nothing."""
+        for fd in (self.stdin, *self.outputs.values()):
+            os.close(fd)
+        self.control.close()
+
+
+def _serve_shim(control, streams):
+    """Run one command in the shim. Report "exit code, error message" and end when no descendant is left."""
+    os.closerange(3, min(kept := sorted({control, *streams})))
+    for low, high in zip(kept, [*kept[1:], 1 << 16], strict=True):
+        os.closerange(low + 1, high)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    length = struct.unpack(">I", _read_exactly(control, 4))[0]
+    command = json.loads(_read_exactly(control, length))
+    code, message, child = _spawn(command, streams)
+    for fd in streams:
+        os.close(fd)
+    while child:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            code, child = code if code >= 0 else 128 - code, 0
+    os.write(control, json.dumps([code, message]).encode())
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _spawn(command, streams):
+    """Start the program. Return (exit code, message, pid); the pid is 0 if the program cannot be started."""
+    argv, env = command["argv"], {**os.environ, **command["env"]}
+    os.environ["PATH"] = env.get("PATH", os.defpath)  # posix_spawnp looks the program up in the caller's PATH
+    try:
+        os.chdir(command["cwd"])
+    except OSError as error:
+        return 126, f"chdir {command['cwd']}: {error.strerror}\n", 0
+    actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(streams)]
+    defaults = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ]
+    try:
+        child = os.posix_spawnp(argv[0], argv, env, file_actions=actions, setsid=True, setsigmask=[], setsigdef=defaults)
+    except FileNotFoundError as error:
+        return 127, f"exec {argv[0]}: {error.strerror}\n", 0
+    except OSError as error:
+        return 126, f"exec {argv[0]}: {error.strerror}\n", 0
+    return 0, "", child
+
+
+def _read_exactly(fd, length):
+    content = bytearray()
+    while len(content) < length:
+        chunk = os.read(fd, length - len(content))
+        if not chunk:
+            os._exit(0)  # the agent ended or does not need this shim
+        content += chunk
+    return bytes(content)
+
+
+class Run:
+    """One command: its shim, retained output and result."""
+
+    def __init__(self, shim, deadline, cap, stdin):
+        self.shim, self.deadline, self.cap = shim, deadline, cap
+        self.unsent = memoryview(stdin)
+        self.output = {1: bytearray(), 2: bytearray()}
+        self.dropped = {1: 0, 2: 0}  # bytes per stream after the retained ones
+        self.exit_code = None
+        self.timed_out = self.killing = self.shim_gone = self.shim_lost = False
+        self.stopped = {}  # pid -> pidfd, during a kill
+
+    def describe(self):
+        state = "running" if self.exit_code is None else "ended"
+        sizes = {"stdout": [len(self.output[1]), self.dropped[1]], "stderr": [len(self.output[2]), self.dropped[2]]}
+        return {"state": state, "exit_code": self.exit_code, "timed_out": self.timed_out, **sizes}
+
+
+class Agent:
+    """Connection to the control plane, and the runs of this sandbox."""
+
+    def __init__(self, path):
+        self.path, self.boot = path, os.urandom(16).hex()
+        self.runs, self.tombstones, self.retained_bytes = {}, {}, 0
+        self.connection, self.received, self.unsent = None, bytearray(), bytearray()
+        self.attempts, self.next_attempt = 0, 0.0
+        self.waits = []  # [deadline, run id, request id, predicate, answer]
+        self.handlers = {}  # fd -> function(events)
+        self.epoll = select.epoll()
+        self.spare = None
+        wakeup, signals = os.pipe()
+        for fd in (wakeup, signals):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # commands of the same user could send these
+        self.watch(wakeup, select.EPOLLIN, lambda _: self.reap(wakeup))
+
+    def watch(self, fd, events, handler):
+        if fd in self.handlers:
+            self.epoll.modify(fd, events)
+        else:
+            self.epoll.register(fd, events)
+        self.handlers[fd] = handler
+
+    def unwatch(self, fd):
+        if self.handlers.pop(fd, None):
+            self.epoll.unregister(fd)
+
+    def serve(self):
+        """Answer requests until the process is killed."""
+        while True:
+            now = time.monotonic()
+            if self.connection is None and now >= self.next_attempt:
+                self.connect()
+            self.check_deadlines(now)
+            ready = self.epoll.poll(self.pause(now))
+            for fd, events in ready:
+                if handler := self.handlers.get(fd):
+                    handler(events)
+            if not ready and self.spare is None and self.connection:
+                self.spare = Shim()  # forked while idle: a fork takes longer than the start of a small program
+
+    def pause(self, now):
+        times = [run.deadline for run in self.runs.values() if run.exit_code is None] + [wait[0] for wait in self.waits]
+        if self.connection is None:
+            times.append(self.next_attempt)
+        if any(run.killing for run in self.runs.values()):
+            times.append(now + KILL_STEP_SECONDS)
+        if self.spare is None and self.connection:
+            times.append(now)
+        return max(min(times) - now, 0) if times else -1
+
+    # Connection
+
+    def connect(self):
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(self.path)
+        except OSError:
+            connection.close()
+            delay = RECONNECT_SECONDS[min(self.attempts, len(RECONNECT_SECONDS) - 1)]
+            self.attempts, self.next_attempt = self.attempts + 1, time.monotonic() + delay
+            return
+        connection.setblocking(False)
+        self.connection, self.attempts = connection, 0
+        self.watch(connection.fileno(), select.EPOLLIN, self.transfer)
+        self.respond(0, {"protocol": "leasehold-agent", "version": VERSION, "boot": self.boot})
+
+    def disconnect(self):
+        self.unwatch(self.connection.fileno())
+        self.connection.close()
+        self.connection, self.received, self.unsent, self.waits = None, bytearray(), bytearray(), []
+        self.next_attempt = time.monotonic() + RECONNECT_SECONDS[0]
+
+    def transfer(self, events):
+        try:
+            if events & select.EPOLLOUT:
+                self.flush()
+            if events & ~select.EPOLLOUT:
+                chunk = self.connection.recv(1 << 18)
+                if not chunk:
+                    raise ConnectionError
+                self.received += chunk
+            self.parse()
+        except BlockingIOError:
+            pass
+        except (OSError, InvalidRequest, ValueError):
+            self.disconnect()
+
+    def parse(self):
+        while self.connection and len(self.unsent) < MAX_UNSENT_BYTES and len(self.received) >= HEADER.size:
+            request_id, head_size, body_size = HEADER.unpack_from(self.received)
+            if head_size > MAX_HEAD_BYTES or body_size > MAX_REQUEST_BODY_BYTES:
+                raise InvalidRequest
+            end = HEADER.size + head_size + body_size
+            if len(self.received) < end:
+                break
+            head = json.loads(bytes(self.received[HEADER.size : HEADER.size + head_size]))
+            body = bytes(self.received[HEADER.size + head_size : end])
+            del self.received[:end]
+            self.dispatch(request_id, head, body)
+
+    def respond(self, request_id, head, body=b""):
+        content = json.dumps(head, separators=(",", ":")).encode()
+        self.unsent += HEADER.pack(request_id, len(content), len(body)) + content + body
+        self.flush()
+
+    def flush(self):
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                del self.unsent[: self.connection.send(self.unsent)]
+        reading = select.EPOLLIN if len(self.unsent) < MAX_UNSENT_BYTES else 0
+        self.watch(self.connection.fileno(), reading | (select.EPOLLOUT if self.unsent else 0), self.transfer)
+
+    # Verbs
+
+    def dispatch(self, request_id, head, body):
+        verbs = {"ping": self.ping, "exec": self.exec, "wait": self.wait, "read": self.read, "ack": self.ack,
+                 "kill": self.kill, "list": self.list_runs}  # fmt: skip
+        if not isinstance(head, dict) or head.get("verb") not in verbs or not isinstance(head.get("run", ""), str):
+            raise InvalidRequest
+        verbs[head["verb"]](request_id, head, body)
+
+    def ping(self, request_id, head, body):
+        self.respond(request_id, {"boot": self.boot})
+
+    def list_runs(self, request_id, head, body):
+        runs = {run_id: run.exit_code for run_id, run in self.runs.items()}
+        content = json.dumps(runs).encode()
+        self.respond(request_id, {"boot": self.boot}, content)
+
+    def exec(self, request_id, head, body):
+        """Start a run, unless its id is known. A request for another boot of the agent starts nothing."""
+        run_id = head["run"]
+        if head["boot"] != self.boot:
+            self.respond(request_id, {"run": run_id, "state": "unknown"})
+            return
+        if run_id in self.tombstones:
+            self.respond(request_id, {"run": run_id, "state": "acknowledged"})
+            return
+        if run_id not in self.runs:
+            if len(self.runs) >= MAX_RUNS:
+                self.respond(request_id, {"run": run_id, "state": "busy"})
+                return
+            self.start(run_id, head, body)
+        self.wait(request_id, head, body)
+
+    def start(self, run_id, head, body):
+        command = body[: head["command_bytes"]]
+        try:
+            shim, self.spare = self.spare or Shim(), None
+        except OSError:  # no process can be forked
+            self.runs[run_id] = run = Run(None, 0.0, 0, b"")
+            run.output[2] += b"fork: Resource temporarily unavailable\n"
+            run.exit_code, run.shim_gone = 126, True
+            return
+        run = Run(shim, time.monotonic() + head["timeout"], head["cap"], body[head["command_bytes"] :])
+        self.runs[run_id] = run
+        shim.start(command)
+        for stream, fd in shim.outputs.items():
+            self.watch(fd, select.EPOLLIN, lambda _, stream=stream: self.read_output(run, stream))
+        self.watch(shim.control.fileno(), select.EPOLLIN, lambda _: self.read_status(run_id, run))
+        self.feed(run)
+
+    def wait(self, request_id, head, body):
+        run = self.find(request_id, head)
+        if run is None:
+            return
+        deadline = time.monotonic() + min(float(head["wait"]), MAX_WAIT_SECONDS)
+        self.answer_later(deadline, head["run"], request_id, lambda: run.exit_code is not None, lambda: self.summary(run))
+
+    def summary(self, run):
+        """State with the output of a short run, so that one request is enough for it."""
+        state, sizes = run.describe(), (len(run.output[1]), len(run.output[2]))
+        if run.exit_code is None or sum(sizes) > MAX_CHUNK_BYTES:
+            return state, b""
+        return state | {"inline": True}, bytes(run.output[1] + run.output[2])
+
+    def read(self, request_id, head, body):
+        """Return output from a byte offset, at once if there is some, else when there is or the run ends."""
+        run = self.find(request_id, head)
+        if run is None:
+            return
+        stream, offset = {"stdout": 1, "stderr": 2}[head["stream"]], head["offset"]
+        deadline = time.monotonic() + min(float(head["wait"]), MAX_WAIT_SECONDS)
+
+        def answer():
+            return run.describe(), bytes(run.output[stream][offset : offset + MAX_CHUNK_BYTES])
+
+        self.answer_later(
+            deadline, head["run"], request_id, lambda: len(run.output[stream]) > offset or run.exit_code is not None, answer
+        )
+
+    def ack(self, request_id, head, body):
+        """Drop the result of an ended run. Its id stays known. Idempotent."""
+        run = self.runs.get(head["run"])
+        if run is not None and run.exit_code is not None:
+            self.retained_bytes -= len(run.output[1]) + len(run.output[2])
+            run.output, run.cap = {1: bytearray(), 2: bytearray()}, 0
+            self.tombstones[head["run"]] = None
+            if run.shim_gone:
+                del self.runs[head["run"]]
+            if len(self.tombstones) > MAX_TOMBSTONES:
+                del self.tombstones[next(iter(self.tombstones))]
+        self.respond(request_id, {"run": head["run"]})
+
+    def kill(self, request_id, head, body):
+        """Kill all processes of a run, and answer when they are gone. Idempotent."""
+        run = self.runs.get(head["run"])
+        if run is None:
+            self.respond(request_id, {"run": head["run"], "state": "unknown"})
+            return
+        run.killing = not run.shim_gone
+        deadline = time.monotonic() + MAX_WAIT_SECONDS
+        self.answer_later(deadline, head["run"], request_id, lambda: not run.killing, lambda: (run.describe(), b""))
+
+    def find(self, request_id, head):
+        run = None if head["run"] in self.tombstones else self.runs.get(head["run"])
+        if run is None:
+            state = "acknowledged" if head["run"] in self.tombstones else "unknown"
+            self.respond(request_id, {"run": head["run"], "state": state})
+        return run
+
+    def answer_later(self, deadline, run_id, request_id, is_ready, answer):
+        self.waits.append((deadline, run_id, request_id, is_ready, answer))
+        self.answer_waits(time.monotonic())
+
+    def answer_waits(self, now):
+        waits, self.waits = self.waits, []
+        for wait in waits:
+            deadline, run_id, request_id, is_ready, answer = wait
+            if self.connection is None:
+                return
+            if not is_ready() and now < deadline:
+                self.waits.append(wait)
+                continue
+            head, body = answer()
+            try:
+                self.respond(request_id, {"run": run_id, **head}, body)
+            except OSError:
+                self.disconnect()
+
+    # Runs
+
+    def read_output(self, run, stream):
+        """Retain available output. Return False if there is none."""
+        fd = run.shim.outputs.get(stream)  # a closed descriptor's number may belong to another run already
+        if fd is None:
+            return False
+        try:
+            chunk = os.read(fd, MAX_CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self.unwatch(fd)
+            os.close(run.shim.outputs.pop(stream))
+            return False
+        room = max(min(run.cap - len(run.output[stream]), MAX_RETAINED_BYTES - self.retained_bytes), 0)
+        if run.dropped[stream] or run.exit_code is not None:
+            room = 0  # retained output has no gap; after the end it does not change
+        run.output[stream] += chunk[:room]
+        self.retained_bytes += len(chunk[:room])
+        run.dropped[stream] += len(chunk) - len(chunk[:room]) if run.exit_code is None else 0
+        self.answer_waits(time.monotonic())
+        return True
+
+    def feed(self, run):
+        fd = run.shim.stdin
+        try:
+            while run.unsent:
+                run.unsent = run.unsent[os.write(fd, run.unsent) :]
+        except BlockingIOError:
+            self.watch(fd, select.EPOLLOUT, lambda _: self.feed(run))
+            return
+        except OSError:
+            pass  # the program closed its stdin
+        run.unsent = memoryview(b"")
+        self.unwatch(fd)
+        os.close(fd)
+
+    def read_status(self, run_id, run):
+        """Record the exit code from the shim, and the shim's own end."""
+        try:
+            content = run.shim.control.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            content = b""
+        if content:
+            code, message = json.loads(content)
+            self.end(run, code, message)
+            return
+        self.unwatch(run.shim.control.fileno())
+        run.shim.control.close()
+        run.shim_gone = True
+        if run.exit_code is None:  # the shim was killed; process 1 has adopted its processes
+            run.shim_lost = run.killing = True
+            self.end(run, KILLED_EXIT_CODE, "")
+        else:
+            self.finish_kill(run)
+        if run_id in self.tombstones:
+            self.runs.pop(run_id, None)
+
+    def end(self, run, code, message):
+        for stream in (1, 2):
+            while self.read_output(run, stream):  # output written before the exit
+                pass
+        run.output[2] += message.encode(errors="replace")
+        self.retained_bytes += len(message)
+        run.exit_code = KILLED_EXIT_CODE if run.timed_out else code
+        self.answer_waits(time.monotonic())
+
+    def reap(self, wakeup):
+        with contextlib.suppress(BlockingIOError):
+            os.read(wakeup, 4096)
+        with contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                if self.spare and pid == self.spare.pid:
+                    self.spare.close()
+                    self.spare = None
+
+    def check_deadlines(self, now):
+        for run in self.runs.values():
+            if run.exit_code is None and not run.timed_out and now >= run.deadline:
+                run.timed_out = run.killing = True
+                run.deadline = now + MAX_WAIT_SECONDS
+            if run.killing:
+                self.kill_step(run)
+        if self.waits:
+            self.answer_waits(now)
+
+    def kill_step(self, run):
+        """Stop all processes of a run, or kill them if all are stopped: a stopped process cannot fork."""
+        parents = _list_processes()
+        roots = self.list_strays(parents) if run.shim_lost else {run.shim.pid}
+        members = _list_descendants(parents, roots) - ({run.shim.pid} if not run.shim_lost else set())
+        fresh = members - run.stopped.keys()
+        for pid in fresh:
+            with contextlib.suppress(OSError):
+                fd = os.pidfd_open(pid)
+                if _list_processes((pid,)).get(pid) == parents[pid]:
+                    signal.pidfd_send_signal(fd, signal.SIGSTOP)
+                    run.stopped[pid] = fd
+                else:
+                    os.close(fd)
+        if fresh:
+            return
+        if not run.shim_lost:  # a command may have stopped its shim
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(run.shim.pid, signal.SIGCONT)
+        for fd in run.stopped.values():
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            os.close(fd)
+        run.stopped = {}
+        if not members and (run.shim_lost or run.shim_gone):
+            self.finish_kill(run)
+
+    def finish_kill(self, run):
+        for fd in run.stopped.values():
+            os.close(fd)
+        run.stopped, run.killing = {}, False
+        self.answer_waits(time.monotonic())
+
+    def list_strays(self, parents):
+        """List children of the agent that are not shims: processes whose shim was killed."""
+        shims = {run.shim.pid for run in self.runs.values() if run.shim and not run.shim_gone}
+        shims |= {self.spare.pid} if self.spare else set()
+        return {pid for pid, (parent, _) in parents.items() if parent == os.getpid() and pid not in shims}
+
+
+def _list_processes(pids=None):
+    """Return pid -> (parent, start time) of all processes that are not zombies."""
+    found = {}
+    for pid in pids or [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state, parent, *rest = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if state not in (b"Z", b"X"):
+            found[pid] = int(parent), rest[17]
+    return found
+
+
+def _list_descendants(parents, roots):
+    """Return the roots and all processes below them. A zombie's children have been adopted already."""
+    members = set(roots) & parents.keys()
+    while more := {pid for pid, (parent, _) in parents.items() if parent in members} - members:
+        members |= more
+    return members
+
+
+def main(path):
+    _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory and descriptors are hidden from commands of the same user
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # no effect in process 1
+    Agent(path).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

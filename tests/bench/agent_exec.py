@@ -1,0 +1,95 @@
+"""Latency of an exec through the agent in a sandbox, without HTTP and database.
+
+python -m tests.bench.agent_exec [IMAGE]    IMAGE: run the agent as process 1 of a container (mounted, not rebuilt)"""
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+from tests.support.sandbox_agent import AGENT, Gateway, make_run, start_agent
+
+ROUNDS = 500
+
+
+def measure(name: str, call: Callable[[], object]) -> None:
+    durations = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        call()
+        durations.append((time.perf_counter() - began) * 1000)
+    durations.sort()
+    print(f"{name:32} p50 {durations[ROUNDS // 2]:7.2f} ms   p95 {durations[int(ROUNDS * 0.95)]:7.2f} ms", flush=True)
+
+
+def read_memory(pid: str) -> str:
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        fields = {line.split(":")[0]: int(line.split()[1]) for line in file if line.startswith(("Rss", "Pss:"))}
+    return f"RSS {fields['Rss'] / 1024:.1f} MiB, PSS {fields['Pss'] / 1024:.1f} MiB"
+
+
+def measure_agent(gateway: Gateway, pid: str) -> None:
+    gateway.session()
+    time.sleep(0.5)
+    print(f"idle agent: {read_memory(pid)}")
+    for child in list_children(pid):
+        print(f"spare shim: {read_memory(child)}")
+    client, ids = gateway.client, itertools.count()
+
+    def run(*argv: str, cap: int = 1 << 20) -> None:
+        run_id = str(next(ids))
+        assert client.run(make_run(run_id, *argv, cap=cap)).exit_code == 0
+        client.acknowledge(run_id)
+
+    measure("ping", lambda: gateway.session().request({"verb": "ping"}, timeout=5))
+    measure("exec true and acknowledge", lambda: run("true"))
+    measure("exec with 1 MB of output", lambda: run("head", "-c", "1000000", "/dev/zero"))
+    began, threads = time.perf_counter(), [threading.Thread(target=lambda: [run("true") for _ in range(100)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(f"8 at once: {800 / (time.perf_counter() - began):.0f} execs/s; afterwards {read_memory(pid)}")
+
+
+def list_children(pid: str) -> list[str]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
+def run_in_container(gateway: Gateway, image: str) -> None:
+    name = f"leasehold-agent-bench-{uuid.uuid4().hex[:8]}"
+    directory = gateway.directory.name
+    subprocess.run(["chmod", "755", directory], check=True)
+    command = ["docker", "run", "-d", "--rm", "--name", name, "--network", "none", "--cap-drop", "ALL", "--read-only"]
+    command += ["--security-opt", "no-new-privileges", "-u", "10001:10001", "-v", f"{directory}:/run/leasehold:ro"]
+    command += ["-v", f"{AGENT}:/opt/leasehold/agent.py:ro", "--entrypoint", "python3", image, "-I", "-S"]
+    command += ["/opt/leasehold/agent.py", "/run/leasehold/agent.sock"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    try:
+        inspected = subprocess.run(
+            ["docker", "inspect", "-f", "{{.State.Pid}}", name], check=True, capture_output=True, text=True
+        )
+        measure_agent(gateway, inspected.stdout.strip())
+    finally:
+        subprocess.run(["docker", "rm", "-f", name], check=True, stdout=subprocess.DEVNULL)
+
+
+def main() -> None:
+    gateway = Gateway()
+    if sys.argv[1:]:
+        run_in_container(gateway, sys.argv[1])
+    else:
+        agent = start_agent(gateway.path)
+        try:
+            measure_agent(gateway, str(agent.pid))
+        finally:
+            agent.kill()
+    gateway.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,13 @@
 """Sandbox agent: runs commands for the control plane over one outgoing connection. Process 1 of a sandbox.
 
-    agent.py SOCKET
+    agent.py SOCKET SHIM
 
 The agent connects to SOCKET and answers requests; sandboxes/agent/protocol.py describes frames and verbs. A run is started at
 most once per id, and its result is retained until it is acknowledged, so a control plane that lost its connection repeats the
 request and receives the stored result.
-Each run has a shim: a forked child that is a subreaper. Every process of the run stays below its shim, including daemons with a
-session and an environment of their own, and is killed through it. One single-threaded loop: a fork bomb cannot starve it.
+Each run has a process of the program SHIM (shim.c), which is a subreaper. Every process of the run stays below its shim,
+including daemons with a session and an environment of their own, and is killed through it. One single-threaded loop without
+children of its own: a fork bomb cannot starve it.
 Standard library only; executed by its path as an isolated Python (-I -S)."""
 
 import contextlib
@@ -42,91 +43,28 @@ class InvalidRequest(Exception):
 
 
 class Shim:
-    """Forked child that waits for one command, runs it and adopts its orphans."""
+    """Process of shim.c: parent of one command and of the processes that the command leaves behind."""
 
-    def __init__(self):
+    def __init__(self, path, command):
+        """Start the command. Raise OSError, KeyError, TypeError or ValueError for an invalid command, with nothing started."""
+        argv, env = [path, command["cwd"], *command["argv"]], {**os.environ, **command["env"]}
         stdin, self.stdin = os.pipe()
         (reader_1, stdout), (reader_2, stderr) = os.pipe(), os.pipe()
         self.outputs = {1: reader_1, 2: reader_2}  # open ones by stream
-        self.control, control = socket.socketpair()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                _serve_shim(control.fileno(), (stdin, stdout, stderr))
-            finally:
-                os._exit(0)
-        for fd in (stdin, stdout, stderr):
-            os.close(fd)
-        control.close()
-        for fd in (self.stdin, *self.outputs.values()):
+        self.control, control = os.pipe()
+        ends = (stdin, stdout, stderr, control)
+        try:
+            actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(ends)]
+            self.pid = os.posix_spawn(path, argv, env, file_actions=actions)
+        except BaseException:
+            for fd in (self.stdin, reader_1, reader_2, self.control):
+                os.close(fd)
+            raise
+        finally:
+            for fd in ends:
+                os.close(fd)
+        for fd in (self.stdin, reader_1, reader_2, self.control):
             os.set_blocking(fd, False)
-
-    def start(self, command):
-        """Pass the command to the shim. A shim that was killed reports an end without exit status."""
-        with contextlib.suppress(OSError):
-            self.control.sendall(struct.pack(">I", len(command)) + command)
-        self.control.setblocking(False)
-
-    def close(self):
-        """Close the descriptors of a shim that has run nothing."""
-        for fd in (self.stdin, *self.outputs.values()):
-            os.close(fd)
-        self.control.close()
-
-
-def _serve_shim(control, streams):
-    """Run one command in the shim. Report "exit code, error message" and end when no descendant is left."""
-    os.closerange(3, min(kept := sorted({control, *streams})))
-    for low, high in zip(kept, [*kept[1:], 1 << 16], strict=True):
-        os.closerange(low + 1, high)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    length = struct.unpack(">I", _read_exactly(control, 4))[0]
-    command = json.loads(_read_exactly(control, length))
-    code, message, child = _spawn(command, streams)
-    for fd in streams:
-        os.close(fd)
-    while child:
-        pid, status = os.wait()
-        if pid == child:
-            code = os.waitstatus_to_exitcode(status)
-            code, child = code if code >= 0 else 128 - code, 0
-    os.write(control, json.dumps([code, message]).encode())
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
-
-
-def _spawn(command, streams):
-    """Start the program. Return (exit code, message, pid); the pid is 0 if the program cannot be started."""
-    argv, env = command["argv"], {**os.environ, **command["env"]}
-    os.environ["PATH"] = env.get("PATH", os.defpath)  # posix_spawnp looks the program up in the caller's PATH
-    try:
-        os.chdir(command["cwd"])
-    except OSError as error:
-        return 126, f"chdir {command['cwd']}: {error.strerror}\n", 0
-    actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(streams)]
-    defaults = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ]
-    try:
-        child = os.posix_spawnp(argv[0], argv, env, file_actions=actions, setsid=True, setsigmask=[], setsigdef=defaults)
-    except FileNotFoundError as error:
-        return 127, f"exec {argv[0]}: {error.strerror}\n", 0
-    except OSError as error:
-        return 126, f"exec {argv[0]}: {error.strerror}\n", 0
-    return 0, "", child
-
-
-def _read_exactly(fd, length):
-    content = bytearray()
-    while len(content) < length:
-        chunk = os.read(fd, length - len(content))
-        if not chunk:
-            os._exit(0)  # the agent ended or does not need this shim
-        content += chunk
-    return bytes(content)
 
 
 class Run:
@@ -150,15 +88,14 @@ class Run:
 class Agent:
     """Connection to the control plane, and the runs of this sandbox."""
 
-    def __init__(self, path):
-        self.path, self.boot = path, os.urandom(16).hex()
+    def __init__(self, path, shim_path):
+        self.path, self.shim_path, self.boot = path, shim_path, os.urandom(16).hex()
         self.runs, self.tombstones, self.retained_bytes = {}, {}, 0
         self.connection, self.received, self.unsent = None, bytearray(), bytearray()
         self.attempts, self.next_attempt = 0, 0.0
         self.waits = []  # [deadline, run id, request id, predicate, answer]
         self.handlers = {}  # fd -> function(events)
         self.epoll = select.epoll()
-        self.spare = None
         wakeup, signals = os.pipe()
         for fd in (wakeup, signals):
             os.set_blocking(fd, False)
@@ -190,8 +127,6 @@ class Agent:
             for fd, events in ready:
                 if handler := self.handlers.get(fd):
                     handler(events)
-            if not ready and self.spare is None and self.connection:
-                self.spare = Shim()  # forked while idle: a fork takes longer than the start of a small program
 
     def pause(self, now):
         times = [run.deadline for run in self.runs.values() if run.exit_code is None] + [wait[0] for wait in self.waits]
@@ -199,8 +134,6 @@ class Agent:
             times.append(self.next_attempt)
         if any(run.killing for run in self.runs.values()):
             times.append(now + KILL_STEP_SECONDS)
-        if self.spare is None and self.connection:
-            times.append(now)
         return max(min(times) - now, 0) if times else -1
 
     # Connection
@@ -237,7 +170,7 @@ class Agent:
             self.parse()
         except BlockingIOError:
             pass
-        except (OSError, InvalidRequest, ValueError):
+        except (OSError, InvalidRequest, ValueError, KeyError, TypeError):
             self.disconnect()
 
     def parse(self):
@@ -299,20 +232,19 @@ class Agent:
         self.wait(request_id, head, body)
 
     def start(self, run_id, head, body):
-        command = body[: head["command_bytes"]]
+        size = head["command_bytes"]
         try:
-            shim, self.spare = self.spare or Shim(), None
-        except OSError:  # no process can be forked
+            shim = Shim(self.shim_path, json.loads(body[:size]))
+        except OSError as error:  # too many processes or descriptors, or the command is too long
             self.runs[run_id] = run = Run(None, 0.0, 0, b"")
-            run.output[2] += b"fork: Resource temporarily unavailable\n"
+            run.output[2] += f"{error.strerror}\n".encode()
             run.exit_code, run.shim_gone = 126, True
             return
-        run = Run(shim, time.monotonic() + head["timeout"], head["cap"], body[head["command_bytes"] :])
+        run = Run(shim, time.monotonic() + head["timeout"], head["cap"], body[size:])
         self.runs[run_id] = run
-        shim.start(command)
         for stream, fd in shim.outputs.items():
             self.watch(fd, select.EPOLLIN, lambda _, stream=stream: self.read_output(run, stream))
-        self.watch(shim.control.fileno(), select.EPOLLIN, lambda _: self.read_status(run_id, run))
+        self.watch(shim.control, select.EPOLLIN, lambda _: self.read_status(run_id, run))
         self.feed(run)
 
     def wait(self, request_id, head, body):
@@ -434,21 +366,19 @@ class Agent:
     def read_status(self, run_id, run):
         """Record the exit code from the shim, and the shim's own end."""
         try:
-            content = run.shim.control.recv(1 << 16)
+            content = os.read(run.shim.control, 4096)
         except BlockingIOError:
             return
-        except OSError:
-            content = b""
         if content:
-            code, message = json.loads(content)
-            self.end(run, code, message)
+            code, _, message = content.partition(b" ")
+            self.end(run, int(code), message)
             return
-        self.unwatch(run.shim.control.fileno())
-        run.shim.control.close()
+        self.unwatch(run.shim.control)
+        os.close(run.shim.control)
         run.shim_gone = True
         if run.exit_code is None:  # the shim was killed; process 1 has adopted its processes
             run.shim_lost = run.killing = True
-            self.end(run, KILLED_EXIT_CODE, "")
+            self.end(run, KILLED_EXIT_CODE, b"")
         else:
             self.finish_kill(run)
         if run_id in self.tombstones:
@@ -458,7 +388,7 @@ class Agent:
         for stream in (1, 2):
             while self.read_output(run, stream):  # output written before the exit
                 pass
-        run.output[2] += message.encode(errors="replace")
+        run.output[2] += message
         self.retained_bytes += len(message)
         run.exit_code = KILLED_EXIT_CODE if run.timed_out else code
         self.answer_waits(time.monotonic())
@@ -468,9 +398,9 @@ class Agent:
             os.read(wakeup, 4096)
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                if self.spare and pid == self.spare.pid:
-                    self.spare.close()
-                    self.spare = None
+                for run in self.runs.values():
+                    if run.shim and run.shim.pid == pid:
+                        run.shim.pid = 0  # the number may be reused
 
     def check_deadlines(self, now):
         for run in self.runs.values():
@@ -500,7 +430,8 @@ class Agent:
             return
         if not run.shim_lost:  # a command may have stopped its shim
             with contextlib.suppress(ProcessLookupError):
-                os.kill(run.shim.pid, signal.SIGCONT)
+                if run.shim.pid:
+                    os.kill(run.shim.pid, signal.SIGCONT)
         for fd in run.stopped.values():
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
@@ -518,7 +449,6 @@ class Agent:
     def list_strays(self, parents):
         """List children of the agent that are not shims: processes whose shim was killed."""
         shims = {run.shim.pid for run in self.runs.values() if run.shim and not run.shim_gone}
-        shims |= {self.spare.pid} if self.spare else set()
         return {pid for pid, (parent, _) in parents.items() if parent == os.getpid() and pid not in shims}
 
 
@@ -544,11 +474,11 @@ def _list_descendants(parents, roots):
     return members
 
 
-def main(path):
+def main(path, shim_path):
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory and descriptors are hidden from commands of the same user
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # no effect in process 1
-    Agent(path).serve()
+    Agent(path, shim_path).serve()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

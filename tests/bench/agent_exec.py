@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 
-from tests.support.sandbox_agent import AGENT, Gateway, make_run, start_agent
+from tests.support.sandbox_agent import AGENT, Gateway, build_shim, make_run, start_agent
 
 ROUNDS = 500
 
@@ -35,8 +35,6 @@ def measure_agent(gateway: Gateway, pid: str) -> None:
     gateway.session()
     time.sleep(0.5)
     print(f"idle agent: {read_memory(pid)}")
-    for child in list_children(pid):
-        print(f"spare shim: {read_memory(child)}")
     client, ids = gateway.client, itertools.count()
 
     def run(*argv: str, cap: int = 1 << 20) -> None:
@@ -55,19 +53,24 @@ def measure_agent(gateway: Gateway, pid: str) -> None:
     print(f"8 at once: {800 / (time.perf_counter() - began):.0f} execs/s; afterwards {read_memory(pid)}")
 
 
-def list_children(pid: str) -> list[str]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return file.read().split()
-
-
 def run_in_container(gateway: Gateway, image: str) -> None:
     name = f"leasehold-agent-bench-{uuid.uuid4().hex[:8]}"
     directory = gateway.directory.name
     subprocess.run(["chmod", "755", directory], check=True)
     command = ["docker", "run", "-d", "--rm", "--name", name, "--network", "none", "--cap-drop", "ALL", "--read-only"]
     command += ["--security-opt", "no-new-privileges", "-u", "10001:10001", "-v", f"{directory}:/run/leasehold:ro"]
-    command += ["-v", f"{AGENT}:/opt/leasehold/agent.py:ro", "--entrypoint", "python3", image, "-I", "-S"]
-    command += ["/opt/leasehold/agent.py", "/run/leasehold/agent.sock"]
+    command += [
+        "-v",
+        f"{AGENT}:/opt/leasehold/agent.py:ro",
+        "-v",
+        f"{build_shim()}:/opt/leasehold/shim:ro",
+        "--entrypoint",
+        "python3",
+        image,
+        "-I",
+        "-S",
+    ]
+    command += ["/opt/leasehold/agent.py", "/run/leasehold/agent.sock", "/opt/leasehold/shim"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     try:
         inspected = subprocess.run(

@@ -1,11 +1,14 @@
 """The sandbox agent as a process, and its listening socket on the control plane's side."""
 
+import atexit
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+from functools import cache
 from pathlib import Path
 
 from sandboxes.agent.protocol import HEADER
@@ -13,6 +16,7 @@ from sandboxes.agent.runs import AgentClient, AgentRun
 from sandboxes.agent.session import AgentSession, SessionRegistry
 
 AGENT = Path(__file__).resolve().parents[2] / "sandboxes" / "image" / "agent.py"
+SHIM_SOURCE = AGENT.with_name("shim.c")
 SANDBOX = "sandbox"
 
 
@@ -62,8 +66,18 @@ class Gateway:
         self.directory.cleanup()
 
 
+@cache
+def build_shim() -> str:
+    """Compile shim.c as the image does. Return the program's path."""
+    path = f"{tempfile.mkdtemp(dir='/tmp')}/shim"
+    atexit.register(shutil.rmtree, Path(path).parent, ignore_errors=True)
+    subprocess.run(["cc", "-Os", "-static", "-Wall", "-Wextra", "-Werror", "-o", path, SHIM_SOURCE], check=True)
+    Path(path).parent.chmod(0o755)
+    return path
+
+
 def start_agent(path: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-I", "-S", AGENT, path], start_new_session=True)
+    return subprocess.Popen([sys.executable, "-I", "-S", AGENT, path, build_shim()], start_new_session=True)
 
 
 def make_run(run_id: str, *argv: str, timeout: float = 30.0, stdin: bytes = b"", cap: int = 1 << 20, **env: str) -> AgentRun:

@@ -1,0 +1,57 @@
+/* Parent of one command in a sandbox: shim CWD PROGRAM [ARGUMENT...]
+
+   The shim is a subreaper: every process that the command leaves behind becomes its child, whatever session or environment the
+   process has, so the agent can find and kill it. The shim writes "CODE MESSAGE" to descriptor 3 when the command has ended or
+   cannot be started, and ends when no descendant is left. Compiled and static, because it exists once for each running command. */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { REPORT_FD = 3, NOT_EXECUTABLE = 126, NOT_FOUND = 127 };
+
+static void report(int code, const char *call, const char *path, int error) {
+    char text[512];
+    int length = error ? snprintf(text, sizeof text, "%d %s %.300s: %s\n", code, call, path, strerror(error))
+                       : snprintf(text, sizeof text, "%d ", code);
+    if (write(REPORT_FD, text, (size_t)length) < 0) _exit(1);
+}
+
+int main(int count, char **words) {
+    static const int ignored[] = {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGPIPE};
+    volatile int error = 0; /* written by the child of vfork */
+    int status;
+    pid_t command, pid;
+    sigset_t none;
+
+    if (count < 3) return 2;
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    for (size_t i = 0; i < sizeof ignored / sizeof *ignored; i++) signal(ignored[i], SIG_IGN);
+    if (chdir(words[1])) {
+        report(NOT_EXECUTABLE, "chdir", words[1], errno);
+        return 0;
+    }
+    sigemptyset(&none);
+    command = vfork();
+    if (command == 0) {
+        for (size_t i = 0; i < sizeof ignored / sizeof *ignored; i++) signal(ignored[i], SIG_DFL);
+        sigprocmask(SIG_SETMASK, &none, NULL);
+        setsid();
+        close(REPORT_FD);
+        execvp(words[2], words + 2);
+        error = errno;
+        _exit(NOT_FOUND);
+    }
+    if (command < 0) error = errno;
+    for (int fd = 0; fd < REPORT_FD; fd++) close(fd);
+    if (error) report(error == ENOENT ? NOT_FOUND : NOT_EXECUTABLE, "exec", words[2], error);
+    while ((pid = wait(&status)) > 0 || errno == EINTR)
+        if (pid == command && !error) report(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), "", "", 0);
+    return 0;
+}

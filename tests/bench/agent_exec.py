@@ -7,10 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 
-from tests.support.sandbox_agent import AGENT, Gateway, build_shim, make_run, start_agent
+from tests.support.sandbox_agent import Gateway, make_run, start_agent, start_container
 
 ROUNDS = 500
 
@@ -54,24 +53,7 @@ def measure_agent(gateway: Gateway, pid: str) -> None:
 
 
 def run_in_container(gateway: Gateway, image: str) -> None:
-    name = f"leasehold-agent-bench-{uuid.uuid4().hex[:8]}"
-    directory = gateway.directory.name
-    subprocess.run(["chmod", "755", directory], check=True)
-    command = ["docker", "run", "-d", "--rm", "--name", name, "--network", "none", "--cap-drop", "ALL", "--read-only"]
-    command += ["--security-opt", "no-new-privileges", "-u", "10001:10001", "-v", f"{directory}:/run/leasehold:ro"]
-    command += [
-        "-v",
-        f"{AGENT}:/opt/leasehold/agent.py:ro",
-        "-v",
-        f"{build_shim()}:/opt/leasehold/shim:ro",
-        "--entrypoint",
-        "python3",
-        image,
-        "-I",
-        "-S",
-    ]
-    command += ["/opt/leasehold/agent.py", "/run/leasehold/agent.sock", "/opt/leasehold/shim"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    name = start_container(gateway, image)
     try:
         inspected = subprocess.run(
             ["docker", "inspect", "-f", "{{.State.Pid}}", name], check=True, capture_output=True, text=True

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import uuid
 from functools import cache
 from pathlib import Path
 
@@ -78,6 +79,19 @@ def build_shim() -> str:
 
 def start_agent(path: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-I", "-S", AGENT, path, build_shim()], start_new_session=True)
+
+
+def start_container(gateway: Gateway, image: str) -> str:
+    """Start a container with the agent as process 1. Return its name."""
+    name, directory = f"leasehold-agent-test-{uuid.uuid4().hex[:8]}", gateway.directory.name
+    os.chmod(directory, 0o755)
+    command = ["docker", "run", "-d", "--name", name, "--network", "none", "--cap-drop", "ALL", "--read-only"]
+    command += ["--security-opt", "no-new-privileges", "-u", "10001:10001", "-v", f"{directory}:/run/leasehold:ro"]
+    command += ["-v", f"{AGENT}:/opt/leasehold/agent.py:ro", "-v", f"{build_shim()}:/opt/leasehold/shim:ro"]
+    command += ["--entrypoint", "python3", image, "-I", "-S", "/opt/leasehold/agent.py"]
+    command += ["/run/leasehold/agent.sock", "/opt/leasehold/shim"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return name
 
 
 def make_run(run_id: str, *argv: str, timeout: float = 30.0, stdin: bytes = b"", cap: int = 1 << 20, **env: str) -> AgentRun:

@@ -1,0 +1,91 @@
+"""The agent as process 1 of a container: commands of the same user cannot end, trace or imitate it."""
+
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import DOCKER_IMAGE
+from tests.support.sandbox_agent import Gateway, make_run, start_container
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.docker
+TRACE = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+PTRACE_ATTACH = 16
+print(libc.ptrace(PTRACE_ATTACH, 1, 0, 0))
+for name in ("environ", "mem", "fd", "maps", "task/1/mem"):
+    try:
+        os.listdir("/proc/1/fd") if name == "fd" else open(f"/proc/1/{name}", "rb").read(1)
+        print(name, "is readable")
+    except PermissionError:
+        pass
+"""
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.closerange(0, 100)
+        os.execve("/bin/sleep", ["sleep", "1000"], {})
+    os._exit(0)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway()
+    name = start_container(gateway, DOCKER_IMAGE)
+    gateway.session()
+    yield gateway
+    subprocess.run(["docker", "rm", "-f", name], check=True, stdout=subprocess.DEVNULL)
+    gateway.close()
+
+
+@pytest.fixture(autouse=True)
+def _agent_survives(gateway: Gateway) -> Iterator[None]:
+    boot = gateway.session().boot
+    yield
+    assert gateway.client.run(make_run(f"after-{id(boot)}", "echo", "alive")).stdout == b"alive\n"
+    assert gateway.session().boot == boot
+
+
+@pytest.mark.parametrize("signal", ["KILL", "STOP", "TERM", "INT", "SEGV", "USR1", "CHLD"])
+def test_signals_do_not_affect_the_agent(gateway, signal):
+    assert gateway.client.run(make_run(f"signal-{signal}", "sh", "-c", f"kill -{signal} 1; echo sent")).stdout == b"sent\n"
+
+
+def test_killing_every_visible_process_ends_this_run_only(gateway):
+    assert gateway.client.run(make_run("kill-all", "sh", "-c", "kill -9 -1")).exit_code == 137
+
+
+def test_agent_cannot_be_traced_or_read(gateway):
+    assert gateway.client.run(make_run("trace", "python3", "-c", TRACE)).stdout == b"-1\n"
+
+
+def test_run_cannot_read_another_runs_channel(gateway):
+    """The shims hold the channels of results."""
+    script = "for shim in $(pgrep -P 1); do ls /proc/$shim/fd; cat /proc/$shim/environ; done 2>/dev/null; pgrep -cP 1"
+    assert gateway.client.run(make_run("channels", "sh", "-c", script)).stdout == b"1\n"
+
+
+def test_command_descriptors_are_its_streams_only(gateway):
+    result = gateway.client.run(make_run("descriptors", "python3", "-c", "import os; print(os.listdir('/proc/self/fd'))"))
+    assert result.stdout == b"['0', '1', '2', '3']\n"  # 3 is the listing's own
+
+
+def test_kill_reaches_daemons_with_a_cleared_environment(gateway):
+    caller = threading.Thread(target=lambda: gateway.client.run(make_run("daemon", "python3", "-c", DAEMON)))
+    caller.start()
+    count = iter(range(1000))
+
+    def is_daemon_running() -> bool:
+        return gateway.client.run(make_run(f"look-{next(count)}", "pgrep", "-x", "sleep")).exit_code == 0
+
+    wait_until(is_daemon_running, "the daemon has started")
+    gateway.client.kill("daemon")
+    assert not is_daemon_running()
+    caller.join(20)

@@ -71,6 +71,7 @@ def test_repeated_request_starts_nothing(gateway, tmp_path):
     gateway.client.acknowledge("r1")
     with pytest.raises(OutcomeUnknown):
         gateway.client.run(run)
+    wait_until(lambda: gateway.session().request({"verb": "list"}, timeout=5).body == b"{}", "no shim is left")
     assert (tmp_path / "starts").read_text() == "x\n"
 
 

@@ -1,4 +1,4 @@
-"""The agent as process 1 of a container: commands of the same user cannot end, trace or imitate it."""
+"""The agent as process 1 of a container: commands of the same user cannot end, trace or read it."""
 
 import subprocess
 import threading

@@ -193,11 +193,16 @@ class HttpClients:
         copied = {**self.expectations.get(source.lease).workspace}
         ends = [source.hold(exclusive=True), target.hold(exclusive=True)]
 
-        def forked(lease: dict[str, Any]) -> None:
-            self.expectations.get(uuid.UUID(lease["id"]), target.agent).workspace |= copied
+        def forked(response: HttpResponse) -> None:
+            if response.status_code < HTTPStatus.BAD_REQUEST:
+                self.expectations.get(uuid.UUID(read_json(response)["id"]), target.agent).workspace |= copied
 
-        body = self._describe_lease(target) | {"environment_id": target.environment}
-        self._post(name, f"/leases/{source.lease}/fork", body, forked, lambda: [end() for end in ends])
+        body = json.dumps(self._describe_lease(target) | {"environment_id": target.environment}).encode()
+        end_both = lambda: [end() for end in ends]  # noqa: E731
+        # An ended lease that has written nothing may have no stored state.
+        self.send(
+            ClientRequest(name, "POST", f"/leases/{source.lease}/fork", body, forked, end_both, missing_allowed=not copied)
+        )
 
     def _describe_lease(self, seat: "Seat") -> dict[str, Any]:
         options = self.workload.options

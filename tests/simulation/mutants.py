@@ -51,7 +51,7 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
         Replacement(REGISTRY, '    return Q(**{f"{prefix}host__in": find_local_host_ids()})\n', "    return Q()\n"),
         Replacement(
             REGISTRY,
-            '        raise Unavailable(f"{_describe_place(sandbox)}, which this process does not reach.")\n',
+            '        raise Unavailable(f"{_describe_location(sandbox)}, which this process does not reach.")\n',
             "        return provider\n",
         ),
         Replacement(

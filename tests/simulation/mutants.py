@@ -32,14 +32,16 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
         ),
         Replacement(LIFECYCLE, '"persisted = FALSE, persist_failures = 0 "', '"persist_failures = 0 "'),
     ],
-    # One counter for failed stores and failed destroys, which neither a new eviction nor a use resets.
+    # One counter for failed stores and failed destroys, which neither a new eviction nor a use resets. A sandbox that is given
+    # up is destroyed without a last attempt to store its state.
     "unstored-sandbox-given-up": [
         Replacement(EVICTION, "tries=1, idle_at=None,", "idle_at=None,"),
         Replacement(EVICTION, "tries=0, persist_failures=failures,", "tries=F('tries') + 1, persist_failures=failures,"),
         Replacement(
             SWEEPS,
             "if sandbox.tries >= settings.DESTROY_TRIES and not workspace.has_unsaved_state(sandbox):",
-            "if sandbox.tries >= settings.DESTROY_TRIES:",
+            "if sandbox.tries >= settings.DESTROY_TRIES and "
+            'Sandbox.objects.filter(unchanged, pk=sandbox.pk).update(final_persist="none"):',
         ),
     ],
     # A task that is delivered twice restores twice.

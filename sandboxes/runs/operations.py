@@ -166,7 +166,7 @@ def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor
             run=str(opened.run.pk),
         )  # fmt: skip
     except RetriesExhausted:
-        return failed
+        return _translate_error(failed)
 
 
 def _open_operation(request: allocation.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
@@ -220,6 +220,13 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
     else:
         outcome = RunOutcome.ERROR if opened.entered else RunOutcome.FAILED
         close_run(opened.run, now=now, outcome=outcome, note=note, actor=actor)
+    return _translate_error(failed)
+
+
+def _translate_error(failed: Exception) -> Exception:
+    """Return the error that a client gets for a failed call of the provider or the store, or another error unchanged."""
+    if isinstance(failed, (NoSuchFile, Rejected)):
+        return failed
     if isinstance(failed, ProviderError):
         return ProviderCallFailed(f"The provider failed: {failed}")
     if isinstance(failed, StoreError):

@@ -16,7 +16,7 @@ from sandboxes import destruction, eviction, lifecycle
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Pool, Quota, Run, Sandbox, Snapshot
 from sandboxes.pool import starts
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.base import Missing, Rejected, Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
@@ -233,6 +233,17 @@ class TestFailover:
         with pytest.raises(ProviderCallFailed):
             sh(lease, "echo done", NOW)
         assert Run.objects.get().outcome == "error"
+
+    @pytest.mark.parametrize("cause", [Unavailable("no answer"), Missing("removed while the command ran")])
+    def test_a_failure_that_cannot_be_recorded_is_answered_as_a_failure_of_the_provider(
+        self, grant, memory, failover, cause: Exception
+    ) -> None:
+        lease = grant()
+        failover(operations, "close_run", 1000)
+        memory.fail("exec", cause, times=1)
+        with pytest.raises(ProviderCallFailed, match=str(cause)):
+            sh(lease, "true", NOW)
+        assert Run.objects.get().outcome == "open"
 
     @pytest.mark.parametrize("cold", [False, True])
     @pytest.mark.parametrize("step", ["_restore_state", "_mark_ready"])

@@ -194,7 +194,7 @@ class HttpClients:
         ends = [source.hold(exclusive=True), target.hold(exclusive=True)]
 
         def forked(response: HttpResponse) -> None:
-            if response.status_code < HTTPStatus.BAD_REQUEST:
+            if response.status_code == HTTPStatus.CREATED:  # else the lease of an earlier fork
                 self.expectations.get(uuid.UUID(read_json(response)["id"]), target.agent).workspace |= copied
 
         body = json.dumps(self._describe_lease(target) | {"environment_id": target.environment}).encode()

@@ -36,6 +36,7 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
     # up is destroyed without a last attempt to store its state.
     "unstored-sandbox-given-up": [
         Replacement(EVICTION, "tries=1, idle_at=None,", "idle_at=None,"),
+        Replacement(SWEEPS, "tries=1, idle_at=None,", "idle_at=None,"),
         Replacement(EVICTION, "tries=0, persist_failures=failures,", "tries=F('tries') + 1, persist_failures=failures,"),
         Replacement(
             SWEEPS,

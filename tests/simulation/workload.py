@@ -365,7 +365,8 @@ class Workload:
             holder = Sandbox.objects.values_list("holder", flat=True).get(pk=uuid.UUID(ref.split("-")[1]))
             if holder and (expected := self.world.promises.expectations.leases.get(holder)):
                 expected.losses += 1
-                expected.vanished |= ref in self.world.promises.users  # else no command has changed anything in the sandbox
+                # Else nothing was changed in the sandbox: a client may also have written files without a command.
+                expected.vanished |= ref in self.world.promises.users or bool(expected.workspace)
 
     def start_outage(self) -> None:
         """The store, an engine or the connection of one host fails for some time."""

@@ -173,10 +173,12 @@ def _open_operation(request: allocation.SandboxRequest, command: Command, clock:
     while True:
         request.guard.check_proceed()
         sandbox = allocation.ensure_running(request, now=clock(), actor=actor)
-        run = open_run(sandbox, command, now=clock(), actor=actor)
+        checkpoint("sandbox ready", sandbox)
+        run = open_run(sandbox, command, now=clock(), actor=actor, permission=request.guard.build_condition())
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
-        # The sandbox was evicted or destroyed between the two calls above.
+        # Since the calls above the sandbox was evicted or destroyed, or the holder has ended.
+        request.guard.check_active()
 
 
 def _prepare_sandbox(
@@ -250,15 +252,17 @@ def _abandon_run(run: Run, note: str) -> None:
     Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True).update(released=True, note=note[:500])
 
 
-def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
+def open_run(
+    sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "", permission: sql.Condition = sql.ALWAYS
+) -> Run | None:
     """Open a Run and count it in the sandbox, in one transaction.
 
-    Returns None if the sandbox is no longer alive, or no longer held by the same holder. Raises TooManyRuns at the limits of
-    open Runs, which are therefore never exceeded by concurrent calls."""
-    assert sandbox.holder is not None  # ensured by pool.ensure_running
+    Returns None if the sandbox is no longer alive or no longer held by the same holder, or if `permission` does not hold.
+    Raises TooManyRuns at the limits of open Runs, which are therefore never exceeded by concurrent calls."""
+    assert sandbox.holder is not None  # ensured by allocation.ensure_running
     with transaction.atomic(durable=True):
         sql.lock_key(f"runs of {sandbox.agent_did}")
-        previous_state = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor)
+        previous_state = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor, permission=permission)
         if previous_state is None:
             return None
         run = Run(

@@ -6,13 +6,22 @@ from typing import Any
 
 from django.apps import AppConfig
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Warning, register
+from django.contrib.admin.checks import check_admin_app
+from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.urls import get_resolver
 
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.state import mounts
 
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL
 MAX_SOCKET_NAME_BYTES = len("/egress/s/16383/llm.sock")  # longest socket path, relative to RUNTIME_DIR
+
+
+@register(Tags.admin)
+def check_admin_pages(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Check the admin pages once urls.py has loaded them. Django's own check may run before."""
+    get_resolver().url_patterns  # noqa: B018 - loads the URL configuration
+    return check_admin_app(app_configs)
 
 
 @register()

@@ -364,7 +364,7 @@ DRAIN_TIMEOUT = env.duration(
     "LEASEHOLD_DRAIN_TIMEOUT", "30s", help="time that a stopping web server has to finish its requests, execs included"
 )
 QUEUE_WORKERS = env.integer(
-    "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="queue worker processes (django-q2)"
+    "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="queue worker threads (django-q2)"
 )
 LOG_FORMAT = env.choice("LEASEHOLD_LOG_FORMAT", "text", ["text", "json"], help="log format")
 LOG_LEVEL = env.choice("LEASEHOLD_LOG_LEVEL", "INFO", ["DEBUG", "INFO", "WARNING", "ERROR"], help="minimum log level")
@@ -393,7 +393,6 @@ Q_CLUSTER = {
     "save_limit": 100,
     "poll": 0.5,
     "label": "Queue",
-    "ALT_CLUSTERS": {},  # django-q2 requires the key where Q_CLUSTER_NAME is set: each host's worker has a queue of its own
 }
 
 LOGGING = logs.build_logging(LOG_FORMAT, LOG_LEVEL)

@@ -1,14 +1,13 @@
 """Threads of a queue worker, for work that may outlast its task.
 
-The queue kills a worker whose task exceeds the queue's timeout, and delivers a task again after its retry time. A sweep that
-stores a large workspace takes longer than both. Such work runs in a thread of the worker. Its task waits for TASK_WAIT and then
+The queue's worker ends if a task exceeds the queue's timeout, and a task is delivered again after its retry time. A sweep that
+stores a large workspace takes longer than both. Such work runs in a thread of its own. Its task waits for TASK_WAIT and then
 ends: the worker is free for other tasks, and the thread goes on under its claims. If the process dies, a sweep takes over at
 the deadlines of these claims.
 
-Threads that hang without progress occupy the places of their name. Once all are occupied the process ends, and the queue
+Threads that hang without progress occupy the places of their name. Once all are occupied the process ends, and its supervisor
 replaces it."""
 
-import multiprocessing
 import os
 import threading
 import time
@@ -98,8 +97,18 @@ class WorkThreads:
 
 
 THREADS = WorkThreads()
+_current_thread = threading.local()
+
+
+def mark_worker_thread() -> None:
+    """Mark the calling thread as one that executes tasks of the queue."""
+    _current_thread.is_worker = True
+
+
+def is_worker_thread() -> bool:
+    return getattr(_current_thread, "is_worker", False)
 
 
 def run_outlasting(name: str, work: Callable[[], T]) -> T:
-    """Call `work` as WorkThreads.run does in a worker of the queue, and directly in every other process."""
-    return THREADS.run(name, work) if multiprocessing.parent_process() else work()
+    """Call `work` as WorkThreads.run does in a thread that executes tasks of the queue, and directly in every other thread."""
+    return THREADS.run(name, work) if is_worker_thread() else work()

@@ -1,7 +1,7 @@
 """Footprint of an idle `manage.py up`: processes, memory, time until it is ready.
 
-Sizes are the sums of /proc/<pid>/smaps_rollup over all processes of the control plane. PSS divides a shared page by the number of
-processes that map it; RSS counts the page in each. They are read after REQUEST_COUNT requests and TASK_COUNT queued tasks."""
+Sizes are the sums of /proc/<pid>/smaps_rollup over all processes of the control plane. PSS divides a shared page by the number
+of processes that map it; RSS counts the page in each. They are read after REQUEST_COUNT requests and TASK_COUNT tasks."""
 
 import os
 import signal

@@ -20,7 +20,7 @@ from tests.support.servers import ports
 from tests.support.waiting import wait_until
 
 HEALTHY = 120.0  # seconds that a start can take on a busy machine
-PROCESS_COUNTS = {"granian": 2, "qcluster": 5}  # processes per child, with one worker
+PROCESS_COUNTS = {"granian": 2, "qcluster": 1}  # processes per child
 
 
 class Home:

@@ -17,7 +17,7 @@ from django.db import Error as DatabaseError
 from django.db import connections
 from django.utils import timezone
 
-from controlplane import health, schedules, supervisor
+from controlplane import checks, health, schedules, supervisor
 from controlplane.supervisor import Child, Supervisor
 from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
@@ -36,6 +36,7 @@ EGRESS_TIMEOUT_SECONDS = 45.0  # after this "ready" is printed without egress
 
 
 class Command(BaseCommand):
+    requires_system_checks = (checks.CONFIGURATION,)
     help = "Run web server, queue and egress proxy until Ctrl-C or SIGTERM. Sandboxes are kept unless --leave-nothing."
 
     def add_arguments(self, parser: ArgumentParser) -> None:

@@ -30,6 +30,7 @@ HEARTBEAT_INTERVAL = timedelta(minutes=1)
 
 
 class Command(BaseCommand):
+    requires_system_checks = ("configuration",)
     help = (
         "Forward model calls and relay connections of sandboxes until Ctrl-C or SIGTERM. Removes the proxy container at exit."
     )

@@ -1,9 +1,9 @@
 """manage.py up: run and supervise the web server, the queue and the egress proxy."""
 
+import gc
 import http.client
 import os
 import socket
-import sys
 import time
 import uuid
 from argparse import ArgumentParser
@@ -12,18 +12,20 @@ from datetime import timedelta
 from typing import Any
 
 from django.conf import settings
+from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as DatabaseError
 from django.db import connections
 from django.utils import timezone
 
-from controlplane import checks, health, schedules, supervisor
+from controlplane import checks, health, schedules, supervisor, webserver
 from controlplane.supervisor import Child, Supervisor
+from controlplane.worker import cluster  # noqa: F401
 from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
 from sandboxes import providers
 from sandboxes.db import database_time
-from sandboxes.egress import nginx
+from sandboxes.egress import nginx, server  # noqa: F401 - the imports of the children, which share their memory
 from sandboxes.hosts import capacity, registry
 from sandboxes.models import Sandbox, SandboxState, Sweep
 from sandboxes.providers.base import Provider, ProviderError
@@ -104,14 +106,13 @@ class Command(BaseCommand):
         self, run_instance: str, host: str, port: int, provider: Provider, *, no_worker: bool, heartbeat_timeout: timedelta
     ) -> Supervisor:
         """Run the egress proxy, the web server and the queue until a signal arrives, then stop them."""
-        env = {"SANDBOX_PROVIDER": provider.name}  # `auto` is resolved once, so that all processes agree
-        drain_seconds = settings.DRAIN_TIMEOUT.total_seconds()
-        web = Child("web", build_granian_argv(host, port), settings.BASE_DIR, env, drain_seconds=drain_seconds)
-        egress = Child("egress", [sys.executable, str(settings.BASE_DIR / "manage.py"), "egress"], settings.BASE_DIR, env)
-        queue = Child("queue", build_qcluster_argv(), settings.BASE_DIR, env, find_problem=HeartbeatCheck(heartbeat_timeout))
+        settings.SANDBOX_PROVIDER = provider.name  # `auto` is resolved once, so that all processes agree
+        web = build_web_children(host, port)
+        egress = Child("egress", in_child(lambda: call_command("egress")))
+        queue = Child("queue", in_child(lambda: call_command("qcluster")), HeartbeatCheck(heartbeat_timeout))
         processes = Supervisor(
             run_instance,
-            [egress, web] if no_worker else [egress, web, queue],
+            [egress, *web] if no_worker else [egress, *web, queue],
             print_line=self.print_line,
             release_instance=self._release_instance,
         )
@@ -120,11 +121,13 @@ class Command(BaseCommand):
         health.set_draining(False)
         self._register_host(no_worker=no_worker)
         connections.close_all()
+        gc.collect()
+        gc.freeze()  # a collection in a child would write to the pages that it shares with this process
         url = f"http://{bracket_ipv6(to_client_host(host))}:{port}"
         self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
         if not provider.isolated:
             self.print_line(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")
-        processes.run(each_tick=ReadinessAnnouncer(web, to_client_host(host), port, self.print_line), drain=self._drain)
+        processes.run(each_tick=ReadinessAnnouncer(web[0], to_client_host(host), port, self.print_line), drain=self._drain)
         return processes
 
     def _register_host(self, *, no_worker: bool) -> None:
@@ -198,7 +201,7 @@ class ReadinessAnnouncer:
         self.announced = ""
 
     def __call__(self) -> None:
-        if not self.web.process or self.announced == self.web.instance or not self._healthy():
+        if not self.web.pid or self.announced == self.web.instance or not self._healthy():
             return
         is_open = nginx.is_open()
         if is_open or self.web.age > EGRESS_TIMEOUT_SECONDS:
@@ -216,19 +219,23 @@ class ReadinessAnnouncer:
             connection.close()
 
 
-def build_granian_argv(host: str, port: int) -> list[str]:
-    """Build the web server's command line. With a backpressure below the default, idle connections block others."""
-    return [
-        sys.executable, "-m", "granian", "controlplane.wsgi:application",
-        "--interface", "wsgi", "--host", host, "--port", str(port), "--http", "1", "--no-ws",
-        "--workers", str(settings.WEB_WORKERS), "--blocking-threads", str(settings.WEB_THREADS),
-        "--blocking-threads-idle-timeout", "600",  # a database connection ends with its thread
-        "--respawn-failed-workers", "--log-level", "error",
-    ]  # fmt: skip
+def build_web_children(host: str, port: int) -> list[Child]:
+    """Return one child per web server process: web, web1, web2, ..."""
+    drain_seconds, serve = settings.DRAIN_TIMEOUT.total_seconds(), in_child(lambda: webserver.serve(host, port))
+    return [Child(f"web{number or ''}", serve, drain_seconds=drain_seconds) for number in range(settings.WEB_WORKERS)]
 
 
-def build_qcluster_argv() -> list[str]:
-    return [sys.executable, str(settings.BASE_DIR / "manage.py"), "qcluster"]
+def in_child(serve: Callable[[], object]) -> Callable[[], None]:
+    """Return the work of a forked child: `serve` under the child's instance. A CommandError ends it with a message."""
+
+    def work() -> None:
+        settings.INSTANCE = os.environ[supervisor.INSTANCE_VARIABLE]
+        try:
+            serve()
+        except CommandError as error:
+            raise SystemExit(f"CommandError: {error}") from None
+
+    return work
 
 
 def require_free_port(host: str, port: int) -> None:

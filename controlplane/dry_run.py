@@ -1,4 +1,4 @@
-"""Queries behind `manage.py sweep --dry-run` and observe mode: what each sweep would do now, without changes."""
+"""Queries behind `manage.py sweep --dry-run` and observe mode: pending actions of each sweep, without changes."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -99,14 +99,14 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
 
 
 def iter_actions(name: str, *, now: datetime) -> Iterable[tuple[str, Any]]:
-    """Yield (action, object) for what a sweep would do now, at most MAX_LISTED of each action."""
+    """Yield (action, object) for each pending action of a sweep, at most MAX_LISTED of each action."""
     for action, find_due in DRY_RUN_QUERIES[name].items():
         for item in find_due(now):
             yield action, item
 
 
 def count_actions(name: str, *, now: datetime) -> SweepResult:
-    """Return the counts of what a sweep would do now, and change nothing."""
+    """Count the pending actions of a sweep without executing them."""
     result = SweepResult()
     for action, _ in iter_actions(name, now=now):
         result.note(f"observed: would {action}")

@@ -63,7 +63,7 @@ def readyz(request: HttpRequest) -> JsonResponse:
 
 
 def check_health(*, now: datetime) -> dict[str, Any]:
-    """Build the health report. `missing` lists what prevents leases from being served, `warnings` what needs an operator."""
+    """Build the health report. `missing` has the conditions that prevent leases, `warnings` those that need an operator."""
     try:
         if find_unapplied_migrations():
             return _build_report(database=True, migrated=False, missing=["Migrations are not applied: run manage.py migrate."])

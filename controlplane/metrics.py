@@ -113,8 +113,8 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 
 def _has_token(request: HttpRequest) -> bool:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and constant_time_compare(given.strip(), settings.METRICS_TOKEN)
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and constant_time_compare(token.strip(), settings.METRICS_TOKEN)
 
 
 def _is_direct_local_request(request: HttpRequest) -> bool:

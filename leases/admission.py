@@ -1,37 +1,43 @@
-"""Admission of leases to a full pool: wait in the queue, then grant the lease in the transaction that takes its place.
+"""Admission of leases to a pool: grant the lease in the transaction that takes its place, if need be after a wait in the queue.
 
 Before that transaction nothing but the row in the queue exists. A client that goes away while it waits therefore holds neither
-a lease nor a place nor a budget's reservation. Its row expires within sandboxes.pool.admission_queue.ABANDONED_AFTER."""
+a lease nor a place nor a budget's reservation. Its row expires within sandboxes.pool.admission_queue.ABANDONED_AFTER. A call
+that fails after that transaction ends the lease that it granted: no client has learned the lease's id."""
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from uuid import uuid4
+from uuid import UUID, uuid4
 
-from django.db import IntegrityError
+from django.db import IntegrityError, transaction
 
 from leases import execution, leasing
 from leases.errors import Conflict
+from leases.execution import LeaseClaim
 from leases.guard import LeaseGuard
 from leases.leasing import LeaseRequest
 from leases.models import Lease
 from sandboxes import eviction
+from sandboxes.claims import hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
 from sandboxes.errors import CapacityExhausted, TooManyLongCalls
 from sandboxes.guard import HolderTerms
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import WAITING_CALLS, is_shutting_down
-from sandboxes.models import Pool
+from sandboxes.models import Pool, Run
 from sandboxes.pool import admission_queue, allocation
 from sandboxes.pool.admission_queue import ABANDONED_AFTER, RETRY_AFTER_SECONDS, Position
+from sandboxes.runs.claims import KILL_GRACE
 
 # Between two reads of the queue by one waiting request. A place is held for minutes, so a second is short, and a web process
 # with its few waiting requests reads some rows a second.
 POLL_INTERVAL_SECONDS = 1.0
 RENEW_INTERVAL = ABANDONED_AFTER / 3
+JOIN_ARGV = ["join"]  # of the operation with which a join writes the first files into a pre-warmed sandbox
 
 Sleep = Callable[[float], object]
 
@@ -56,20 +62,23 @@ class _GrantingGuard(LeaseGuard):
         if current and not elapsed:
             raise _LeaseHeld
         try:
-            leasing.grant(self.request, elapsed=current, now=now, actor=self.actor, admit=self.admit)
+            lease = leasing.grant(self.request, elapsed=current, now=now, actor=self.actor, admit=self.admit)
         except IntegrityError:
             raise _LeaseHeld from None
+        super().check_affordable()
+        if now + KILL_GRACE > lease.expires_at:  # a start may take longer than a short TTL
+            leasing.renew(lease, now=now, lasts=KILL_GRACE)
         return super().fence()
 
     def check_affordable(self) -> None:
-        if sql.find_first(Lease, "id = %s", self.lease_id):  # else the grant checks the budgets
+        if sql.find_first(Lease, "id = %s", self.lease_id):  # else `fence` checks the budgets
             super().check_affordable()
 
 
 def acquire_with_place(
     request: LeaseRequest,
     *,
-    wait: timedelta,
+    wait: timedelta | None,
     now: datetime,
     actor: str = "",
     admit: Callable[[], object] = bool,
@@ -80,16 +89,17 @@ def acquire_with_place(
 
     A call that gets no place within `wait` raises CapacityExhausted with `position` and `queue_length`. Its position is kept
     for ABANDONED_AFTER, so that a repeated call goes on from there; with a `wait` of 0 a client can poll. A process in which
-    too many calls wait, or that is shutting down, answers at once, as if `wait` had passed. Other errors are those of
-    `leasing.acquire` and `execution.ensure_sandbox_ready`, and remove the request from the queue."""
+    too many calls wait, or that is shutting down, answers at once, as if `wait` had passed. With a `wait` of None the call
+    takes no position. Other errors are those of `leasing.acquire` and `execution.ensure_sandbox_ready`, and remove the request
+    from the queue. A call that raises an error leaves no lease that it granted."""
     clock = clock or clock_from(now)
-    until, since = now + wait, None
+    until, since = now + (wait or timedelta(0)), None
     with _leave_queue_on_error(request):
         while True:
             try:
                 return _acquire_now(request, now=clock(), actor=actor, admit=admit)
             except CapacityExhausted:
-                if _has_place(request, now=clock()):
+                if wait is None or _has_place(request, now=clock()):
                     raise  # the wake of its cold sandbox needs an egress slot, not a place
             pool = _find_pool(request, now=clock())
             since = admission_queue.enqueue(pool, request.agent_did, request.environment_id, now=clock(), since=since)
@@ -125,17 +135,47 @@ def _acquire_now(request: LeaseRequest, *, now: datetime, actor: str, admit: Cal
         if current and not elapsed:
             execution.ensure_sandbox_ready(current.pk, now=clock(), actor=actor)
             return current, False
-        new = replace(request, id=request.id or uuid4())
-        lease = leasing.build_lease(new, now=clock())
-        guard = _GrantingGuard(lease.pk, clock, request=new, actor=actor, admit=admit)
         try:
-            allocation.ensure_running(
-                replace(execution.build_sandbox_request(lease, now=now), guard=guard), now=clock(), actor=actor
-            )
-            return Lease.objects.get(pk=lease.pk), True
+            return _grant_with_place(replace(request, id=request.id or uuid4()), clock, actor=actor, admit=admit), True
         except _LeaseHeld:
             continue
     raise Conflict(leasing.CONCURRENT_ACQUIRES)
+
+
+def _grant_with_place(request: LeaseRequest, clock: Clock, *, actor: str, admit: Callable[[], object]) -> Lease:
+    lease = leasing.build_lease(request, now=clock())
+    guard = _GrantingGuard(
+        lease.pk, clock, size=execution.get_sandbox_size(lease.pool), request=request, actor=actor, admit=admit
+    )
+    sandbox_request = replace(execution.build_sandbox_request(lease, now=clock()), guard=guard)
+    with end_on_error(lease.pk, clock=clock, actor=actor), hold(LeaseClaim(lease, clock)):
+        allocation.ensure_running(sandbox_request, now=clock(), actor=actor)
+        return Lease.objects.get(pk=lease.pk)
+
+
+@contextmanager
+def end_on_error(pk: UUID, *, clock: Clock, actor: str = "") -> Iterator[None]:
+    """End the lease that this call has granted if the body of the `with` raises: its client does not learn the lease's id.
+
+    A lease in which another call has opened a run meanwhile goes on. Retried while the database does not respond; if it does
+    not respond in time, or this process dies, a repeated join returns the lease, else its TTL ends it."""
+    try:
+        yield
+    except _LeaseHeld:
+        raise
+    except Exception as failed:
+        detail = str(failed)
+        with suppress(RetriesExhausted):
+            retry_connection_errors(
+                lambda: _end_unused(pk, detail, now=clock(), actor=actor), "lease not ended", clock=clock, lease=str(pk),
+            )  # fmt: skip
+        raise
+
+
+def _end_unused(pk: UUID, detail: str, *, now: datetime, actor: str) -> None:
+    if not Run.objects.filter(holder=pk).exclude(argv=JOIN_ARGV).exists():
+        with transaction.atomic(durable=True):
+            leasing.end(pk, reason="failed", now=now, actor=actor, detail=detail)
 
 
 def _wait_for_turn(request: LeaseRequest, pool: Pool, since: datetime, *, until: datetime, clock: Clock, sleep: Sleep) -> bool:

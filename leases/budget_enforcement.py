@@ -98,7 +98,7 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
 
 
 def _describe_exhaustion(budget: Budget, *, now: datetime) -> str:
-    """Return the budget, and that it would be exceeded if it is not yet."""
+    """Describe the budget, and the time within which it would be exceeded if its amount is not spent yet."""
     if budgets.get_spent(budget, now) >= budget.amount:
         return str(budget)
     minutes = budgets.get_stop_delay(budget).total_seconds() / 60

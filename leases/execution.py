@@ -44,7 +44,6 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         "environmentId": lease.environment_id,
         "environmentType": lease.environment_type_id,
     }
-    size = SandboxSize(pool.provider or get_default_provider_name(), pool.memory_mib, pool.millicpus)
     return SandboxRequest(
         holder=lease.pk,
         agent_did=lease.agent_did,
@@ -53,8 +52,13 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
-        guard=LeaseGuard(lease.pk, clock_from(now), size=size, check_budget=check_budget),
+        guard=LeaseGuard(lease.pk, clock_from(now), size=get_sandbox_size(pool), check_budget=check_budget),
     )
+
+
+def get_sandbox_size(pool: Pool) -> SandboxSize:
+    """Return the size of a new sandbox in a pool, for its price."""
+    return SandboxSize(pool.provider or get_default_provider_name(), pool.memory_mib, pool.millicpus)
 
 
 def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
@@ -108,10 +112,10 @@ def mint_service_token(
     )
 
 
-class _LeaseClaim(Claim):
-    """Renewal of a lease while an operation for it transfers state."""
+class LeaseClaim(Claim):
+    """Renewal of a lease while an operation for it transfers state. The operation itself may grant the lease."""
 
-    def __init__(self, lease: Lease, clock: Clock, *, lasts: timedelta) -> None:
+    def __init__(self, lease: Lease, clock: Clock, *, lasts: timedelta = timedelta(0)) -> None:
         ttl = max(lasts + operations.KILL_GRACE, CLAIM_TTL)
         super().__init__(Lease.objects.none(), deadline=lease.expires_at, clock=clock, ttl=ttl)
         self._lease = lease
@@ -121,6 +125,8 @@ class _LeaseClaim(Claim):
             self.deadline = leasing.renew(self._lease, now=self.clock(), lasts=self.ttl)
         except LeaseEnded:
             self.lost = True
+        except Lease.DoesNotExist:
+            pass  # not granted yet
         return not self.lost
 
 
@@ -143,7 +149,7 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
     if now + lasts + operations.KILL_GRACE > lease.expires_at:
         leasing.renew(lease, now=clock(), lasts=lasts + operations.KILL_GRACE)
     try:
-        with hold(_LeaseClaim(lease, clock, lasts=lasts)):
+        with hold(LeaseClaim(lease, clock, lasts=lasts)):
             yield build_sandbox_request(lease, now=clock(), check_budget=not spends)
     except SandboxLost as lost:
         leasing.require_active(pk, now=clock())  # a lost sandbox of an ended lease is reported as LeaseEnded

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from datetime import datetime
 from uuid import UUID
 
+import structlog
+
 from leases import execution, leasing
 from leases.errors import Conflict
 from leases.leasing import LeaseRequest
@@ -11,10 +13,13 @@ from leases.models import Lease, LeaseEvent, LeaseStatus
 from sandboxes import snapshots
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
+from sandboxes.db.connection_errors import log_connection_errors
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
 from sandboxes.state import workspace
+from sandboxes.storage.base import StoreError
 
+log = structlog.get_logger(__name__)
 FORKED_EVENT = "forked"  # event kind, recorded on both leases
 
 
@@ -44,6 +49,8 @@ def fork(
         leasing.find_type_and_pool(request)  # refuse before the source's sandbox is woken
         source, temporary = _find_or_take_source(lease, now=clock(), actor=actor)
 
+    granted_at = clock()  # the source's workspace may have taken long to store
+
     def copy_workspace() -> None:
         if source is None:
             raise Conflict("The earlier fork has just ended. Try again.", field="environment_id")
@@ -51,17 +58,17 @@ def fork(
             agent_did=request.agent_did, environment_id=request.environment_id, status=LeaseStatus.ACTIVE
         )
         # Lock order: lease before snapshot, as in a restore.
-        _record_event(lease, f"into lease {granted.pk} of {granted}", now=now, actor=actor)
-        workspace.copy_snapshot(source, holder=granted.pk, kind=SnapshotKind.FORKED, now=now)
+        _record_event(lease, f"into lease {granted.pk} of {granted}", now=granted_at, actor=actor)
+        workspace.copy_snapshot(source, holder=granted.pk, kind=SnapshotKind.FORKED, now=granted_at)
         Lease.objects.filter(pk=granted.pk).update(forked_from=lease)
-        _record_event(granted, f"from lease {lease.pk}, snapshot {source.pk}", now=now, actor=actor)
+        _record_event(granted, f"from lease {lease.pk}, snapshot {source.pk}", now=granted_at, actor=actor)
         admit()
 
     try:
-        granted, is_new = leasing.acquire(request, now=now, actor=actor, admit=copy_workspace)
+        granted, is_new = leasing.acquire(request, now=granted_at, actor=actor, admit=copy_workspace)
     finally:
-        if source and temporary:  # delete the temporary snapshot; a granted fork has its own copy
-            workspace.forget(source, now=clock())
+        if source and temporary:  # a granted fork has its own copy
+            _forget_temporary(source, now=clock())
     if not is_new:
         _require_forked_from(granted, lease, snapshot)
     return granted, is_new
@@ -74,6 +81,17 @@ def _find_or_take_source(lease: Lease, *, now: datetime, actor: str) -> tuple[Sn
     clock = clock_from(now)
     with execution.use_lease(lease.pk, now=now) as request:
         return snapshots.capture_current(request, now=clock(), actor=actor)
+
+
+def _forget_temporary(source: Snapshot, *, now: datetime) -> None:
+    """Delete the snapshot that was taken for a fork. A failure is logged: the client must learn the id of the granted lease.
+
+    The sweep `prune` deletes objects that remain in the store, and later snapshots displace one that is not yet forgotten."""
+    try:
+        with log_connection_errors("temporary snapshot not deleted", snapshot=str(source.pk)):
+            workspace.forget(source, now=now)
+    except StoreError as failed:
+        log.warning("temporary snapshot not deleted", snapshot=str(source.pk), error=str(failed))
 
 
 def _require_forked_from(current: Lease, lease: Lease, snapshot: UUID | None) -> None:

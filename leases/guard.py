@@ -13,7 +13,7 @@ from sandboxes.guard import HolderTerms
 
 @dataclass(frozen=True)
 class LeaseGuard:
-    """sandboxes.guard.Guard for one lease. Raises LeaseEnded and BudgetExhausted, evaluated at the time of each check."""
+    """sandboxes.guard.Guard for one lease. Each check reads the clock, and raises LeaseEnded or BudgetExhausted."""
 
     lease_id: UUID
     clock: Clock
@@ -29,8 +29,10 @@ class LeaseGuard:
         leases = Lease.objects.select_for_update(no_key=True, of=("self",)).select_related("environment_type__policy")
         lease = leases.get(pk=self.lease_id)
         leasing.require_active(self.lease_id, now=self.clock())
-        kind = lease.environment_type
-        return HolderTerms(excludes=kind.snapshot_excludes, llm_limit=lease.llm_limit, policy=kind.policy)
+        environment_type = lease.environment_type
+        return HolderTerms(
+            excludes=environment_type.snapshot_excludes, llm_limit=lease.llm_limit, policy=environment_type.policy
+        )
 
     def check_affordable(self) -> None:
         leasing.require_active(self.lease_id, now=self.clock())

@@ -213,17 +213,16 @@ def apply_elapsed_clock(lease: Lease, now: datetime) -> Lease:
 
 
 def renew(lease: Lease, *, now: datetime, lasts: timedelta = timedelta(0)) -> datetime:
-    """Extend a lease to `ttl` or `lasts` from now, whichever is longer, at most to max_expires_at. Return the new end. Raise
-    LeaseEnded.
+    """Extend a lease to `ttl` or `lasts` from now, whichever is longer, at most to max_expires_at. Return the new end.
 
-    One guarded UPDATE: a renewal that arrives late cannot shorten a later one."""
+    Raise LeaseEnded if the lease has ended. One guarded UPDATE: a renewal that arrives late cannot shorten a later one."""
     until = compute_expires_at(renewed_at=now, ttl=max(lease.ttl, lasts), max_expires_at=lease.max_expires_at)
     renewed = sql.update(Lease, RENEW_SQL, until, to_epoch_minute(until), now, lease.pk, now, now, until)
     return until if renewed else require_active(lease.pk, now=now).expires_at
 
 
 def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:
-    """End a lease at its agent's request and return it. Idempotent: an ended lease is returned unchanged."""
+    """End a lease at its agent's request and return the lease. Idempotent: an ended lease is returned unchanged."""
     # An elapsed lease keeps its clock as the end reason. It cannot be renewed any more, so reading before the UPDATE is safe.
     elapsed = find_elapsed_clock(Lease.objects.get(pk=pk), now)
     with transaction.atomic(durable=True):

@@ -21,6 +21,7 @@ from leases.models import Lease, LeaseStatus
 from sandboxes import destruction
 from sandboxes.claims import track, track_transfer
 from sandboxes.db.clock import clock_from
+from sandboxes.db.connection_errors import retry_connection_errors
 from sandboxes.errors import (
     ClaimLost,
     ProviderCallFailed,
@@ -54,7 +55,7 @@ class OneShotOutcome(StrEnum):
     FAILED = "failed"  # the command exited with a code other than 0
     TIMEOUT = "timeout"
     OOM_KILLED = "oom_killed"
-    CONTAINER_FAILED = "container_failed"  # the sandbox could not be started, did not answer, or was lost
+    CONTAINER_FAILED = "container_failed"  # the sandbox could not be started, did not respond, or was lost
     INTERNAL = "internal"  # any other failure of the control plane
 
 
@@ -190,12 +191,17 @@ def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = 
     """End the lease of a run and destroy its sandbox. Return True once the provider has confirmed the destruction.
 
     Return False after CLEANUP_TIMEOUT or a provider error; the sweeps then retry. Waits for a sweep that is already
-    destroying the sandbox. Never raises, so that the result of the command is not lost: the lease also ends by its clock."""
+    destroying the sandbox. Never raises, so that the result of the command is not lost. The end of the lease is retried
+    while the database does not respond; the lease also ends by its clock."""
     clock = clock_from(now)
-    try:
+
+    def end_lease() -> None:
         elapsed = leasing.find_elapsed_clock(Lease.objects.get(pk=pk), now)
         with transaction.atomic(durable=True):
             leasing.end(pk, reason=elapsed or reason, now=now, actor=actor, detail=detail[:400])
+
+    try:
+        retry_connection_errors(end_lease, "lease not ended", clock=clock, lease=str(pk))
         checkpoint("run released", pk)
         remaining = Sandbox.objects.filter(holder=pk).exclude(state=SandboxState.DESTROYED)
         while sandbox := remaining.first():

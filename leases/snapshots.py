@@ -11,14 +11,15 @@ from sandboxes.models import Snapshot
 
 
 def take_snapshot(pk: UUID, *, name: str = "", now: datetime, actor: str = "", request_id: int | None = None) -> Snapshot:
-    """Store the current workspace of a lease, also of a sleeping one. Raise LeaseEnded, SnapshotNotFound or SandboxBusy.
+    """Store the current workspace of a lease, also while its sandbox is cold.
 
-    `request_id` is the LeaseEvent of a queued request. Raise IntegrityError, without effect, if the request has an outcome."""
+    `request_id` is the LeaseEvent of a queued request. Raise LeaseEnded, SnapshotNotFound or SandboxBusy; IntegrityError,
+    without effect, if the request has an outcome."""
+    clock = clock_from(now)
 
     def record(taken: Snapshot) -> None:
-        _record_event(pk, now, "snapshot", actor, f"{taken.pk} {taken.name}", request_id)
+        _record_event(pk, clock(), "snapshot", actor, f"{taken.pk} {taken.name}", request_id)
 
-    clock = clock_from(now)
     with execution.use_lease(pk, now=now) as request:
         return snapshots.take_snapshot(request, name=name, now=clock(), actor=actor, record=record)
 
@@ -27,11 +28,11 @@ def restore_snapshot(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = ""
     """Make a snapshot the content of the workspace from its next use on.
 
     Raise LeaseEnded, SnapshotNotFound, or SandboxBusy while a run is open. `request_id` as in take_snapshot."""
+    clock = clock_from(now)
 
     def record(restored: Snapshot) -> None:
-        _record_event(pk, now, "restored", actor, f"from snapshot {snapshot} {restored.name}", request_id)
+        _record_event(pk, clock(), "restored", actor, f"from snapshot {snapshot} {restored.name}", request_id)
 
-    clock = clock_from(now)
     with execution.use_lease(pk, now=now) as request:
         return snapshots.restore_snapshot(request, snapshot, now=clock(), actor=actor, record=record)
 

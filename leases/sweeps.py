@@ -63,9 +63,9 @@ def end_lost_leases(*, now: datetime) -> int:
 
 
 def declare_host_lost(host: Host, *, now: datetime, actor: str) -> bool:
-    """Declare a host lost: end the leases of its sandboxes as lost, and release their places. Return False if it was before.
+    """Declare a host lost: end the leases of its sandboxes as lost, and release their places.
 
-    After a crash in between, the `stalled` sweep of any host continues."""
+    Return False if the host was already lost. After a crash in between, the `stalled` sweep of any host continues."""
     declared = lost_hosts.declare_lost(host, now=now, actor=actor)
     if declared:
         release_lost_hosts(now=now, actor=actor)

@@ -38,13 +38,15 @@ def enqueue_reclaim() -> None:
 
 
 def _find_hosts_with_work(*states: SandboxState) -> list[Host | None]:
-    """Return the hosts of sandboxes in these states that are not silent, or [None], any host, if there are none."""
+    """Return the reachable hosts with sandboxes in these states, or [None], which means any host, if there are none."""
     hosts = Host.objects.filter(Exists(Sandbox.objects.filter(host=OuterRef("pk"), state__in=states)))
     return [host for host in hosts if not registry.is_silent(host, now=database_time.now())] or [None]
 
 
 def _find_host(lease_id: UUID) -> Host | None:
-    """Return the host whose worker acts on a lease's sandbox. None: any host, if its sandbox is cold and its host silent."""
+    """Return the host whose worker acts on a lease's sandbox.
+
+    None means any host: the lease has no sandbox, or a cold one of an unreachable host."""
     sandbox = allocation.find_by_holder(lease_id)
     if sandbox is None or sandbox.host is None:
         return None
@@ -143,14 +145,14 @@ def take_snapshot(lease_id: str, name: str, actor: str, request_id: int) -> str:
 def restore_snapshot(lease_id: str, snapshot_id: str, actor: str, request_id: int) -> str:
     """Task: restore a snapshot into a lease's workspace, once for each request event.
 
-    The queue delivers a task again after its retry time. A second restore would discard what was done since the first."""
+    The queue delivers a task again after its retry time. A second restore would discard the work done after the first."""
     operation = partial(snapshots.restore_snapshot, UUID(lease_id), UUID(snapshot_id), now=database_time.now(), actor=actor)
     run = partial(_run_once, operation, lease_id, "restore_failed", actor, request_id)
     return _run_requested(run, "restore_snapshot", lease_id, snapshot_id, actor, request_id)
 
 
 def _run_requested(run: Callable[[], str], task: str, *arguments: Any) -> str:
-    """Run a task that an operator has requested. If it outlasts its delivery, `resume` looks whether its process has died."""
+    """Run a task that an operator has requested. If it outlasts its delivery, `resume` checks whether its process has died."""
     try:
         return run_outlasting(task, run)
     except StillRunning as running:
@@ -166,7 +168,8 @@ def _schedule_resume(task: str, *arguments: Any) -> None:
 def resume(task: str, lease_id: str, *arguments: Any) -> str:
     """Task: queue a requested task again whose process may have died. The task does nothing if it has an outcome already.
 
-    While a claim of the lease's sandbox is kept, the task goes on, and this one is repeated after RESUME_INTERVAL."""
+    While a claim of the lease's sandbox is extended, the requested task is alive. This check is then repeated after
+    RESUME_INTERVAL."""
     alive = Q(holder=lease_id, deadline_at__gt=database_time.now())
     in_flight = Sandbox.objects.filter(alive, state__in=IN_FLIGHT_STATES).exists()
     if in_flight or Run.objects.filter(alive, kind="file", ended_at__isnull=True, released=False).exists():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -20,6 +21,7 @@ from sandboxes.errors import ProviderCallFailed, SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, RunOutcome
+from sandboxes.pool.allocation import find_by_holder
 from sandboxes.runs.operations import KILL_GRACE, Command
 
 log = structlog.get_logger(__name__)
@@ -40,20 +42,17 @@ def join_environment(
 ) -> tuple[Lease, bool]:
     """Acquire a lease and start its sandbox, with /workspace/config.json in place. Idempotent.
 
-    With `wait`, a request to a full pool takes its position in the queue and waits that long (admission.acquire_with_place).
-    Without, the lease is granted first, and a full pool raises CapacityExhausted at once.
-    Return the lease and whether this call granted it."""
+    The lease is granted with its place, after up to `wait` in the queue of a full pool (admission.acquire_with_place). A join
+    that raises an error leaves no lease that it granted. Return the lease and whether this call granted it."""
     clock = clock_from(now)
-    with LONG_CALLS.admit():  # before the grant: a refused call leaves no lease
-        if wait is None:
-            lease, is_new = leasing.acquire(request, now=now, actor=actor, admit=admit)
-        else:
-            lease, is_new = admission.acquire_with_place(request, wait=wait, now=now, actor=actor, admit=admit)
-        sandbox = execution.ensure_sandbox_ready(lease.pk, now=clock(), actor=actor)
-        if not sandbox.prepared:  # a pre-warmed sandbox gets its files with its first operation
-            no_op = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")
-            execution.call_in_sandbox(lease.pk, no_op, lambda provider, sandbox: None, now=clock(), actor=actor)
-    return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
+    with LONG_CALLS.admit():
+        lease, is_new = admission.acquire_with_place(request, wait=wait, now=now, actor=actor, admit=admit)
+        with admission.end_on_error(lease.pk, clock=clock, actor=actor) if is_new else nullcontext():
+            sandbox = find_by_holder(lease.pk)
+            if sandbox is None or not sandbox.prepared:  # a pre-warmed sandbox gets its files with its first operation
+                no_op = Command(argv=admission.JOIN_ARGV, timeout=settings.EXEC_TIMEOUT, kind="file")
+                execution.call_in_sandbox(lease.pk, no_op, lambda provider, sandbox: None, now=clock(), actor=actor)
+            return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
 
 
 def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime, actor: str = "") -> Turn:

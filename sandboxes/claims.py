@@ -27,7 +27,6 @@ log = structlog.get_logger(__name__)
 CLAIM_TTL = timedelta(minutes=4)
 RENEWAL_INTERVAL = timedelta(minutes=1)  # between two UPDATEs of the heartbeat for one claim
 HEARTBEAT_SECONDS = 3.0
-FAILOVER_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
 P = TypeVar("P", bound="Progress")
 
 
@@ -71,11 +70,10 @@ class Claim(Progress):
 
     def end(self) -> None:
         """End the claim now, so that a sweep takes the next step. Retried while the database does not respond."""
-        until = self.clock() + FAILOVER_PERIOD
         with suppress(RetriesExhausted):
             retry_connection_errors(
                 lambda: self._get_rows().update(**{self._column: self.clock()}),
-                "claim not ended", clock=self.clock, until=until, claim=str(self),
+                "claim not ended", clock=self.clock, claim=str(self),
             )  # fmt: skip
 
     def _write(self, deadline: datetime, **changes: Any) -> bool:

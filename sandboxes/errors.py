@@ -107,7 +107,7 @@ class TooManyRuns(SandboxError):
 class TooManyLongCalls(SandboxError):
     """The web process has reached its limit of calls that wait for sandboxes. Nothing was run. Try again in a few seconds."""
 
-    code = "too_many_runs"
+    code = "server_busy"
     retry_after = 5
 
 

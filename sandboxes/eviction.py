@@ -22,6 +22,7 @@ from sandboxes.models import (
     Pool,
     Quota,
     Run,
+    RunOutcome,
     Sandbox,
     TransitionReason,
     processes,
@@ -170,6 +171,8 @@ def record_missing(
     runs = Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation)
     if unstarted_run:
         runs = runs.exclude(pk=unstarted_run)
+    # A command that failed without an exit code was not executed. A file operation may have changed files before it failed.
+    runs = runs.exclude(kind__in=("exec", "turn"), outcome=RunOutcome.FAILED, exit_code=None)
     if sandbox.persisted or not runs.exists():
         unused = ~Exists(runs.filter(sandbox=OuterRef("pk"))) | Q(persisted=True)
         with transaction.atomic():

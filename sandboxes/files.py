@@ -9,6 +9,7 @@ import structlog
 from django.conf import settings
 
 from sandboxes import snapshots
+from sandboxes.db.clock import clock_from
 from sandboxes.errors import StoreUnavailable
 from sandboxes.models import ALIVE_STATES
 from sandboxes.pool.allocation import SandboxRequest
@@ -32,16 +33,17 @@ def read_files(
     An alive sandbox is read in a Run of `command`. The files of a cold one are read from the stored copy. If the stored copy is
     not readable, or /data is mounted instead of stored, the sandbox is woken and `act` is called again in it. Raises
     StoreUnavailable and the errors of runs.operation."""
+    clock = clock_from(now)
     sandbox = snapshots.wait_until_settled(request.holder, now=now)
     if not (sandbox and sandbox.state in ALIVE_STATES):
         try:
-            with _open_stored_files(request, root, now=now) as files:
+            with _open_stored_files(request, root, now=clock()) as files:
                 return act(files), SOURCE_SNAPSHOT
         except Unreadable as unreadable:
             log.info("woken to read files", agent=request.agent_did, holder=str(request.holder), reason=str(unreadable))
         except StoreError as failed:
             raise StoreUnavailable(f"The stored copy cannot be read: {failed}") from failed
-    with operations.operation(request, command, now=now, actor=actor) as opened:
+    with operations.operation(request, command, now=clock(), actor=actor) as opened:
         limit = request.pool.workspace_limit_mib << 20 if root == WORKSPACE else settings.DATA_MOST_BYTES
         max_tar_bytes = workspace.compute_max_tar_bytes(limit)
         return act(LiveFiles(opened.provider, opened.sandbox.ref, root, max_tar_bytes=max_tar_bytes)), SOURCE_SANDBOX

@@ -48,7 +48,9 @@ def run_recorded(
     `every` is the scheduled interval, `host` the host whose work the sweep does (None: the installation's), and `started_by`
     the host of this process. An installation's sweep that another host has started within the interval is skipped. An
     exception is recorded and raised again."""
-    row, _ = Sweep.objects.get_or_create(name=name, host=host, defaults={"every": every})
+    row, created = Sweep.objects.get_or_create(name=name, host=host, defaults={"every": every})
+    if created and host:  # of a version without hosts, or from before the engine first responded
+        Sweep.objects.filter(name=name, host__isnull=True).delete()
     clock = clock_from(now)
     if not _claim_pass(row, now=now, every=every, started_by=started_by):
         return SweepResult({"left to another host": 1})

@@ -1,5 +1,6 @@
 """Fixtures of the test suite: a fixed time, a pool on the memory provider, leases, simulated crashes and threads."""
 
+import gc
 import os
 import threading
 import uuid
@@ -13,18 +14,20 @@ from typing import Any
 
 import hypothesis
 import pytest
-from django.db import connections
+from django.db import OperationalError, connections
+from django.test import TransactionTestCase
 from django.utils import timezone
+from pytest_django import DjangoDbBlocker
 
 from leases import leasing
 from leases.models import Lease
 from sandboxes import claims, lifecycle, providers
-from sandboxes.db import clock
+from sandboxes.db import clock, connection_errors
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
 from sandboxes.storage.memory import MemoryStore
-from tests.support.database import restore_template, save_template
+from tests.support.database import MigratedRows, restore_template, save_template
 from tests.support.servers.receiver import WebhookReceiver, run_receiver
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -50,15 +53,16 @@ def die(*args: object) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use the database, and restore migrated rows after tests with real transactions.
-
-    Threads see committed rows only, so such tests use transaction=True, which empties all tables afterwards."""
+    """Mark tests that use the database."""
     for item in items:
-        mark = item.get_closest_marker("django_db")
-        if mark and mark.kwargs.get("transaction"):
-            mark.kwargs["serialized_rollback"] = True
-        if mark or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
+        if item.get_closest_marker("django_db") or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("database")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported modules from garbage collection, which would traverse them in an eighth of the run's CPU time."""
+    gc.collect()
+    gc.freeze()
 
 
 def skip_or_fail(reason: str) -> None:
@@ -75,9 +79,15 @@ def django_db_keepdb(django_db_keepdb: bool) -> bool:
 
 
 @pytest.fixture(scope="session")
-def django_db_setup(django_db_setup: None, django_db_keepdb: bool) -> None:
+def django_db_setup(django_db_setup: None, django_db_keepdb: bool, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
+    """Restore the migrated rows after tests with real transactions (transaction=True), whose rows threads can see."""
     if not django_db_keepdb:
         save_template()
+    with pytest.MonkeyPatch.context() as patch:
+        with django_db_blocker.unblock():
+            rows = MigratedRows()
+        patch.setattr(TransactionTestCase, "_fixture_teardown", lambda self: rows.restore())
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +193,30 @@ def memory_store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop the monotonic clock of the verbs, so that durations are exact."""
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+@pytest.fixture
+def failover(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
+    """Lose the database connection in the first calls of a function: failover(runs, "close_run", times=20). Return the calls.
+
+    Time passes only by the pauses between retries. The test needs real transactions."""
+    paused = [0.0]
+    monkeypatch.setattr(connection_errors, "time", SimpleNamespace(sleep=paused.append))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: sum(paused)))
+
+    def lose_connection(owner: object, name: str, times: int = 3) -> list[object]:
+        function, calls = getattr(owner, name), list[object]()
+
+        def fail(*args: Any, **options: Any) -> Any:
+            calls.append(args)
+            if len(calls) <= times:
+                raise OperationalError("the connection is closed")
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, fail)
+        return calls
+
+    return lose_connection
 
 
 @pytest.fixture(scope="session")

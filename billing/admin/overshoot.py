@@ -1,4 +1,4 @@
-"""Explanation of how far a budget may be overspent."""
+"""Explanation of the possible overshoot of a budget."""
 
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -31,9 +31,9 @@ def describe_overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
     )
     if budget.unit == Unit.USD:
         sentences.append(
-            f"Model calls are not reserved: those within {format_duration(delay)} and those in progress add to this. CPU and "
-            f"memory priced by measured use are read every {format_duration(READING_INTERVAL)}, which adds up to that much of "
-            "their cost."
+            f"Model calls are not reserved: calls within {format_duration(delay)} and calls in progress add to the overshoot. "
+            f"CPU and memory priced by measured use are read every {format_duration(READING_INTERVAL)}, so up to that much of "
+            "their cost is added."
         )
     room = _count_lease_headroom(budget, now)
     if room > count:

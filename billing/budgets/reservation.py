@@ -39,7 +39,7 @@ class SandboxSize:
 
 @dataclass(frozen=True)
 class Applicant:
-    """Lease that wants to start or wake its sandbox, and the size of a new one."""
+    """Lease whose sandbox is about to be started or woken, and the size of a new sandbox."""
 
     holder: UUID
     size: SandboxSize | None = None
@@ -122,13 +122,13 @@ def _find_summed_until(budget: Budget, basis: ReservationBasis, *, now: datetime
 
 def _price_hour(size: SandboxSize, rates: list[Rate], at: datetime) -> Fraction:
     """Return the USD of one hour of a sandbox at its limits."""
-    kind = find_instance_type(size.provider, size.memory_mib, size.millicpus)
+    instance_type = find_instance_type(size.provider, size.memory_mib, size.millicpus)
     quantities = pricing.compute_allocated_quantities(
         pricing.MICROSECONDS_PER_HOUR,
         memory_mib=size.memory_mib,
         millicpus=size.millicpus,
-        disk_mb=get_disk_mb(size.provider, kind),
+        disk_mb=get_disk_mb(size.provider, instance_type),
     )
-    found = {item: pricing.find_rate(rates, size.provider, kind, item, at) for item in quantities}
-    costs = (pricing.compute_cost(item, quantities[item], rate.usd) for item, rate in found.items() if rate)
+    item_rates = {item: pricing.find_rate(rates, size.provider, instance_type, item, at) for item in quantities}
+    costs = (pricing.compute_cost(item, quantities[item], rate.usd) for item, rate in item_rates.items() if rate)
     return sum(costs, Fraction(0))

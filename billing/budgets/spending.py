@@ -77,8 +77,8 @@ def find_top_spenders(budget: Budget, *, now: datetime, limit: int) -> list[tupl
     open_tabs = find_open_tabs(budget, now=now)
     if budget.period == Period.HOUR and ends:
         open_holders = {*open_tabs.values_list("holder", flat=True)}
-        found = [(holder, usd) for holder, usd in _sum_hour(budget, began, ends).items() if holder in open_holders]
-        largest = sorted(found, key=lambda row: (-row[1], str(row[0])))[:limit]
+        amounts = [(holder, usd) for holder, usd in _sum_hour(budget, began, ends).items() if holder in open_holders]
+        largest = sorted(amounts, key=lambda row: (-row[1], str(row[0])))[:limit]
         spent = {holder: round_half_up(amount) for holder, amount in largest if holder}
     elif budget.unit == Unit.USD:
         costs = _find_cost_records(budget, began, ends).filter(holder__in=open_tabs.values("holder")).order_by()

@@ -52,7 +52,7 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
 def _apply_thresholds(budget: Budget, reserved: Decimal, *, now: datetime) -> list[str]:
     """Write the spending and the marks of a locked budget. Enqueue an event for each newly reached threshold.
 
-    The warning compares the spending alone, the exhaustion also what is reserved."""
+    The warning compares the spending alone; the exhaustion includes the reservation."""
     changes = []
     spent, began = budget.spent, budget.period_began
     if spent * 100 < budget.amount * budget.warn_percent:

@@ -13,6 +13,7 @@ from unfold.decorators import display
 from billing.admin.formatting import build_total_cost_field
 from billing.admin.members import build_account_field
 from leases.admin import budgets, spending
+from leases.admin.api_keys import render_key_state
 from leases.models import Agent, AgentKey, Lease, LeaseStatus
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, render_admin_link, render_time_ago
@@ -55,8 +56,9 @@ class AgentAdmin(ConsoleModelAdmin):
         leases = Lease.objects.filter(agent_did=row.did)
         active, latest = leases.filter(status=LeaseStatus.ACTIVE).count(), leases.order_by("-leased_at").first()
         live = Sandbox.objects.filter(agent_did=row.did).exclude(state=SandboxState.DESTROYED).count()
+        now = timezone.now()
         return {
-            "notices": budgets.build_agent_notices(request, row.did, timezone.now()),
+            "notices": budgets.build_agent_notices(request, row.did, now),
             "facts": [
                 SummaryField(
                     "Active leases", active, href=build_changelist_url("leases_lease", slice="active", agent_did=row.did)
@@ -78,7 +80,11 @@ class AgentAdmin(ConsoleModelAdmin):
                 SummaryField("Last used", render_time_ago(latest.last_activity_at) if latest else "never"),
                 SummaryField("First seen", render_time_ago(row.created_at)),
             ],
-            "keys": [key for key in AgentKey.objects.filter(dids__icontains=row.did) if row.did in key.dids],
+            "keys": [
+                (key, render_key_state(key, now))
+                for key in AgentKey.objects.filter(dids__icontains=row.did)
+                if row.did in key.dids
+            ],
             "may_view_keys": request.user.has_perm("leases.view_agentkey"),
             **self.build_quota_context(request, row),
         }

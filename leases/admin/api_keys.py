@@ -133,6 +133,12 @@ def build_valid_filter(now: datetime) -> Q:
     return Q(revoked_at__isnull=True) & (Q(expires_at__isnull=True) | Q(expires_at__gt=now))
 
 
+def render_key_state(row: AgentKey, now: datetime) -> SafeString:
+    if row.revoked_at:
+        return render_badge("expired", "revoked")
+    return render_badge("expired") if api_keys.is_expired(row, now) else render_badge("ok", "valid")
+
+
 @admin.register(AgentKey)
 class AgentKeyAdmin(ConsoleModelAdmin):
     form = AgentKeyForm
@@ -174,9 +180,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
 
     @display(description="State")
     def state(self, row: AgentKey) -> SafeString:
-        if row.revoked_at:
-            return render_badge("expired", "revoked")
-        return render_badge("expired") if api_keys.is_expired(row, timezone.now()) else render_badge("ok", "valid")
+        return render_key_state(row, timezone.now())
 
     @display(description="Last used")
     def last_used(self, row: AgentKey) -> SafeString | str:

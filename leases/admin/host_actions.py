@@ -16,9 +16,9 @@ def _is_unreachable(host: Host) -> bool:
 DECLARE_LOST_ACTION = AdminAction(
     title="Declare lost",
     warning=(
-        "The leases of this host's sandboxes end as lost, and everything that is not stored is given up. Their places are "
-        "released without confirmation by the engine. Stop the host first, or make sure that it does not come back. If it "
-        "does, its worker destroys what still runs on it."
+        "The leases of this host's sandboxes end as lost, and their unsaved state is lost. Their places are released without "
+        "confirmation by the engine. Stop the host first, or make sure that it does not return. If the host returns, its "
+        "worker destroys the sandboxes that still run there."
     ),
     done="declared lost",
     refusal_reason="it has a recent heartbeat, or was declared lost before",

@@ -38,10 +38,10 @@ class AgentsField(serializers.Field):
     """A DID or a list of different DIDs, always returned as a list."""
 
     def to_internal_value(self, data: Any) -> list[str]:
-        named = data if isinstance(data, list) else [data]
-        if not 1 <= len(named) <= MAX_NAMED_AGENTS:
+        values = data if isinstance(data, list) else [data]
+        if not 1 <= len(values) <= MAX_NAMED_AGENTS:
             raise serializers.ValidationError(f"Must be a DID, or a list of 1 to {MAX_NAMED_AGENTS} DIDs.")
-        dids = [DID_FIELD.run_validation(each) for each in named]
+        dids = [DID_FIELD.run_validation(value) for value in values]
         if len(set(dids)) < len(dids):
             raise serializers.ValidationError("Must not contain a DID twice.")
         return dids
@@ -62,14 +62,14 @@ class JoinSerializer(NewLeaseSerializer):
         required=False,
         allow_null=True,
         help_text="If the pool is full, wait this long for a place, at most LEASEHOLD_MAX_JOIN_WAIT (1 minute). "
-        "If none gets free, the answer is 503 `capacity_exhausted` with `position` and `queue_length`; the position is kept "
-        "for a request that is repeated within 15 seconds. 0: take a position and answer at once. Absent: do not wait.",
+        "If no place becomes free, the answer is 503 `capacity_exhausted` with `position` and `queue_length`; the position is "
+        "kept for a request that is repeated within 15 seconds. 0: take a position and answer at once. Absent: do not wait.",
     )
 
     def validate_wait_seconds(self, value: int | None) -> int | None:
-        most = int(settings.MAX_JOIN_WAIT.total_seconds())
-        if value is not None and value > most:
-            raise serializers.ValidationError(f"Ensure this value is less than or equal to {most}.")
+        maximum = int(settings.MAX_JOIN_WAIT.total_seconds())
+        if value is not None and value > maximum:
+            raise serializers.ValidationError(f"Ensure this value is less than or equal to {maximum}.")
         return value
 
 
@@ -102,8 +102,8 @@ class EnvironmentJoinView(ApiView):
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
         """Acquire a lease like `POST /leases`, start its sandbox and write /workspace/config.json.
 
-        The response is sent once the sandbox is ready. With `wait_seconds`, the lease is granted together with its place: a
-        request that gets none leaves no lease."""
+        The response is sent once the sandbox is ready. The lease is granted together with its place. A request that is
+        answered with an error leaves no new lease."""
         data = self.validate_body(JOIN_SERIALIZER)
         data["environment_id"] = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
         self.caller.require(data["agent_did"])
@@ -122,7 +122,7 @@ class EnvironmentJoinView(ApiView):
         return self.execute_once(act, max_duration=max_duration)
 
     def admit_after_wait(self) -> None:
-        """Count the new lease. Raises AuthenticationFailed if the key was revoked or has expired while the request waited."""
+        """Count the new lease. Raise AuthenticationFailed if the key was revoked or has expired while the request waited."""
         if not api_keys.is_usable(self.caller.pk, now=database_time.now()):
             raise AuthenticationFailed("The API key was revoked or has expired.")
         self.consume_creation_token()

@@ -27,7 +27,7 @@ from leases.errors import RequestTooLarge as BodyTooLarge
 from sandboxes import files
 from sandboxes.claims import track_transfer
 from sandboxes.db import database_time
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import clock_from, format_timestamp
 from sandboxes.models import Sandbox
 from sandboxes.providers import tar_validation
 from sandboxes.providers.arguments import check_directory_path, split_sandbox_path
@@ -74,18 +74,19 @@ class FileListingSerializer(serializers.Serializer):
 class FileApiView(LeaseApiView):
     def read_tree(self, pk: UUID, root: str, command: Command, act: Callable[[FileTree], T]) -> tuple[T, dict[str, str]]:
         """Return the result of `act` on the file tree, and the headers of the response."""
-
+        clock = clock_from(self.now)
         with execution.use_lease(pk, now=self.now) as sandbox_request:
-            result, source = files.read_files(sandbox_request, root, command, act, now=self.now, actor=self.actor)
+            result, source = files.read_files(sandbox_request, root, command, act, now=clock(), actor=self.actor)
         return result, {SOURCE_HEADER_NAME: source, "X-Content-Type-Options": "nosniff"}
 
     def change_tree(self, pk: UUID, root: str, command: Command, act: Callable[[Provider, Sandbox], None]) -> HttpResponse:
         """Call `act` in the sandbox, which is started or woken first. Called after the body was read."""
         self.now = database_time.now()
+        clock = clock_from(self.now)
 
         def check_space_and_act(provider: Provider, sandbox: Sandbox) -> None:
             if command.argv[0] in ("write", "unpack"):
-                operations.require_workspace_space(provider, sandbox, now=self.now)
+                operations.require_workspace_space(provider, sandbox, now=clock())
             act(provider, sandbox)
 
         execution.call_in_sandbox(pk, command, check_space_and_act, now=self.now, actor=self.actor)

@@ -127,7 +127,7 @@ class ProcessListView(ProcessApiView):
             try:
                 with LONG_CALLS.admit():  # one call: after the start, the wait is not refused
                     with execution.use_lease(pk, now=self.now, spends=True) as sandbox_request:
-                        process = processes.start_process(sandbox_request, spec, now=self.now, actor=self.actor)
+                        process = processes.start_process(sandbox_request, spec, now=clock(), actor=self.actor)
                     found = processes.wait_for_log(process, text, within=wait, now=clock()) if text else None
             except ProviderCallFailed as error:
                 error.extra["run_id"] = str(run_id)  # the process has the same id
@@ -159,9 +159,9 @@ class ProcessView(ProcessApiView):
     )
     def delete(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
         """Kill a process and its descendants with SIGKILL. Idempotent: the exit code of an ended process stays."""
-        process = self.get_process(process_id)
+        process, clock = self.get_process(process_id), clock_from(self.now)
         with execution.use_lease(pk, now=self.now):
-            killed = processes.kill_process(process, now=self.now)
+            killed = processes.kill_process(process, now=clock())
         return Response(serialize_process(killed))
 
 
@@ -186,8 +186,9 @@ class ProcessLogView(ProcessApiView):
         if len(text) > MAX_WAIT_TEXT_CHARS:
             raise InvalidRequest("wait_for", f"Must have at most {MAX_WAIT_TEXT_CHARS} characters.")
 
+        clock = clock_from(self.now)
         with execution.use_lease(pk, now=self.now):
-            found = processes.wait_for_log(process, text, start=start, within=wait, now=self.now) if text else None
+            found = processes.wait_for_log(process, text, start=start, within=wait, now=clock()) if text else None
             log = processes.read_log(process, start=start, length=length)
         return Response(serialize_process_log(log, found, encoding))
 

@@ -17,7 +17,6 @@ from sandboxes.admin.base.formatting import (
     build_changelist_url,
     render_badge,
     render_time_ago,
-    render_timestamp,
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
@@ -43,6 +42,7 @@ class HostAdmin(ConsoleModelAdmin):
         "lost": ListTab("Lost", "No host is declared lost.", lambda now: Q(lost_at__isnull=False)),
     }
     fieldsets = [(None, {"fields": ["name"]})]
+    change_form_outer_before_template = "admin/sandboxes/host/actions.html"
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
@@ -89,7 +89,9 @@ class HostAdmin(ConsoleModelAdmin):
             "facts": [
                 SummaryField("State", render_state(row, now), note=notes.get(state, ""), alarm=state != "live"),
                 SummaryField(
-                    "Last heartbeat", self.heartbeat(row), note=render_timestamp(row.heartbeat_at) if row.heartbeat_at else ""
+                    "Last heartbeat",
+                    self.heartbeat(row),
+                    note=f"{row.heartbeat_at:%Y-%m-%d %H:%M:%S} UTC" if row.heartbeat_at else "",
                 ),
                 SummaryField(
                     "Sandboxes",
@@ -98,8 +100,9 @@ class HostAdmin(ConsoleModelAdmin):
                     href=build_changelist_url("sandboxes_sandbox", slice="live", host__exact=row.pk),
                 ),
                 SummaryField("Memory", self.memory(row), note="of the engine's machine"),
-                SummaryField("Provider", row.provider, note=row.engine_id),
-                SummaryField("Version", self.release(row), note=f"queue {row.queue}"),
+                SummaryField("Provider", row.provider, note=f"engine {row.engine_id}"),
+                SummaryField("Version", self.release(row), note="of the worker"),
+                SummaryField("Task queue", row.queue or "–"),
             ],
             "audit": list_audit_entries(row, MAX_AUDIT_ROWS),
         }

@@ -321,5 +321,5 @@ def build_circuit_field(row: Pool, now: datetime) -> SummaryField:
     failed = pluralize(row.warm_failures, "failed start", "failed starts")
     if row.warm_paused_until and is_circuit_open(row, now):
         left = render_timestamp(row.warm_paused_until, f"open for {format_age(row.warm_paused_until - now)}")
-        return SummaryField("Circuit", left, note=f"after {failed}: {truncate_text(row.warm_error)}", alarm=True)
-    return SummaryField("Circuit", "closed", note=f"{failed} in a row" if row.warm_failures else "no failed starts")
+        return SummaryField("Circuit breaker", left, note=f"after {failed}: {truncate_text(row.warm_error)}", alarm=True)
+    return SummaryField("Circuit breaker", "closed", note=f"{failed} in a row" if row.warm_failures else "no failed starts")

@@ -41,7 +41,8 @@ from sandboxes.admin.runs import format_run_duration, render_run_outcome
 from sandboxes.admin.snapshots import SNAPSHOT_KIND_LABELS, SnapshotAdmin, describe_snapshot_location, find_snapshots
 from sandboxes.admin.tabs import SANDBOX_TABS
 from sandboxes.formatting import format_bytes, pluralize
-from sandboxes.models import ALIVE_STATES, GONE_STATES, Sandbox, SandboxState, Snapshot, Transition
+from sandboxes.hosts import registry
+from sandboxes.models import ALIVE_STATES, GONE_STATES, Host, Sandbox, SandboxState, Snapshot, Transition
 from sandboxes.models.state import Attachment, SnapshotKind
 
 MAX_PANEL_ROWS = 25  # newest entries of each table on a sandbox's page
@@ -177,6 +178,7 @@ class SandboxAdmin(ReadOnlyModelAdmin):
                 build_holder_field(row.holder) if row.holder else SummaryField("Lease", "none", note="unclaimed"),
                 build_agent_field(row.agent_did),
                 SummaryField("Pool", render_admin_link("sandboxes_pool", row.pool_id, row.pool), note=row.provider + isolation),
+                *([build_host_field(row.host)] if row.host else []),
                 build_policy_field(row.policy),
                 SummaryField("Last used", render_time_ago(row.last_used_at), note=format_eviction_time(row)),
                 build_workspace_field(row),
@@ -245,6 +247,11 @@ class SandboxAdmin(ReadOnlyModelAdmin):
                 if each.forgotten_at is None
             ],
         }
+
+
+def build_host_field(host: Host) -> SummaryField:
+    state = registry.get_state(host, now=timezone.now())
+    return SummaryField("Host", render_admin_link("sandboxes_host", host.pk, host), note=state, alarm=state != "live")
 
 
 def is_lost(row: Sandbox) -> bool:

@@ -5,7 +5,8 @@ Inside a transaction the errors are raised: the caller's transaction is lost, an
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import timedelta
+from typing import TypeVar
 
 import structlog
 from django.db import InterfaceError, OperationalError, connection
@@ -15,10 +16,12 @@ from sandboxes.db.clock import Clock
 log = structlog.get_logger(__name__)
 CONNECTION_ERRORS = (OperationalError, InterfaceError)
 RETRY_SECONDS = 0.5
+FAILOVER_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
+T = TypeVar("T")
 
 
 class RetriesExhausted(Exception):
-    """The database did not respond until the end of the retries. The last error is the cause."""
+    """The database did not respond within FAILOVER_PERIOD. The last error is the cause."""
 
 
 @contextmanager
@@ -30,14 +33,14 @@ def log_connection_errors(message: str, **context: object) -> Iterator[None]:
         _log_or_raise(failed, message, context)
 
 
-def retry_connection_errors(
-    record: Callable[[], object], message: str, *, clock: Clock, until: datetime, **context: object
-) -> None:
-    """Call `record`, again after each connection error, which is logged as `message`. Raises RetriesExhausted after `until`."""
+def retry_connection_errors(record: Callable[[], T], message: str, *, clock: Clock, **context: object) -> T:
+    """Call `record` and return its result. Call it again after each connection error, which is logged as `message`.
+
+    Raises RetriesExhausted after FAILOVER_PERIOD. A call that succeeded without an answer is repeated, too."""
+    until = clock() + FAILOVER_PERIOD
     while True:
         try:
-            record()
-            return
+            return record()
         except CONNECTION_ERRORS as failed:
             _log_or_raise(failed, message, context)
             if clock() >= until:

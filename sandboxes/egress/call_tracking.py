@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import structlog
 from django.db import Error as DatabaseError
-from django.db import InterfaceError, OperationalError, close_old_connections, connection
+from django.db import close_old_connections, connection
 
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.egress import authorization
 from sandboxes.egress.authorization import CallerIdentity, CallResult
 from sandboxes.egress.responses import ClientDisconnected
@@ -48,7 +49,7 @@ class DatabaseThreads:
             before = connection.connection
             try:
                 return function(*args, **kwargs)
-            except (OperationalError, InterfaceError):
+            except CONNECTION_ERRORS:
                 close_old_connections()
                 # The end of a transaction on a lost connection may have opened the next one already.
                 if connection.connection is not None and before in (None, connection.connection):

@@ -54,6 +54,7 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
             claim.note_progress()
             source, prepared = _restore_state(sandbox, provider, files, now=clock())
             checkpoint("prepared", sandbox)
+            is_ready = _mark_ready(sandbox, source, prepared=prepared, now=clock(), actor=actor)
     except StateLost as lost:
         destruction.schedule_destroy(
             sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor
@@ -67,28 +68,30 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
             raise _build_overtaken_error(sandbox) from failed
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
         raise SandboxNotReady(f"The sandbox could not be started: {failed}") from failed
-    own_claim = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)
-    ready_at = clock()
-    woken = sandbox.incarnation > 1 or source != "fresh"
-    counters = {f"woken_{source}": F(f"woken_{source}") + 1} if woken else {}
-    if not advance(
-        sandbox.pk, WARMING, WARM, now=ready_at, actor=actor, guard=own_claim,
-        code=TransitionReason.READY, reason=f"ready, state: {source}" if woken else "",
-        claim=None, deadline_at=None, tries=0, last_error="", source=source, prepared=prepared,
-        idle_at=ready_at + sandbox.idle_after if sandbox.holder else None, **counters,
-    ):  # fmt: skip
+    if not is_ready:
         # The row left `warming` meanwhile. A destroy may have been confirmed before the provider had created anything.
         _discard(provider, sandbox)
         raise _build_overtaken_error(sandbox)
-    if woken:
-        log.info(
-            "wake",
-            sandbox=str(sandbox.pk),
-            source=source,
-            agent=sandbox.agent_did,
-            seconds=round((ready_at - now).total_seconds(), 3),
-        )
+    if _has_stored_state(sandbox, source):
+        seconds = round((clock() - now).total_seconds(), 3)
+        log.info("wake", sandbox=str(sandbox.pk), source=source, agent=sandbox.agent_did, seconds=seconds)
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
+
+
+def _mark_ready(sandbox: Sandbox, source: str, *, prepared: bool, now: datetime, actor: str) -> bool:
+    """Move the row to `warm`. Returns False if another process moved the row first."""
+    is_wake = _has_stored_state(sandbox, source)
+    counters = {f"woken_{source}": F(f"woken_{source}") + 1} if is_wake else {}
+    return advance(
+        sandbox.pk, WARMING, WARM, now=now, actor=actor, guard=Q(claim=sandbox.claim, incarnation=sandbox.incarnation),
+        code=TransitionReason.READY, reason=f"ready, state: {source}" if is_wake else "",
+        claim=None, deadline_at=None, tries=0, last_error="", source=source, prepared=prepared,
+        idle_at=now + sandbox.idle_after if sandbox.holder else None, **counters,
+    )  # fmt: skip
+
+
+def _has_stored_state(sandbox: Sandbox, source: str) -> bool:
+    return sandbox.incarnation > 1 or source != "fresh"
 
 
 def _build_overtaken_error(sandbox: Sandbox) -> SandboxError:

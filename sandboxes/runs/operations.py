@@ -43,7 +43,6 @@ from sandboxes.state import data_sync
 from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
-CLOSE_RETRY_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
 MAX_WRITE_BYTES_PER_SECOND = 1 << 30  # assumed growth of a workspace, to decide whether a run may have exceeded the limit
 MEASURE_INTERVAL_FACTOR = 20  # time between measurements after runs, in durations of one: at most 5 % of the time is measuring
 
@@ -73,6 +72,7 @@ class Operation:
     claim: RunClaim
     result: ExecResult | None = None  # of the command; sets the outcome and the output of the Run
     entered: bool = False  # the body of the operation began
+    executing: bool = False  # the provider was asked to execute the command, and has not answered
     note: str = ""  # warning for the Run, such as a workspace over its limit
 
 
@@ -85,8 +85,9 @@ def exec_in_sandbox(
     WorkspaceFull and the errors of `operation`."""
     clock = clock_from(now)
     with operation(request, command, now=now, actor=actor) as opened:
-        require_workspace_space(opened.provider, opened.sandbox, now=now)
+        require_workspace_space(opened.provider, opened.sandbox, now=clock())
         opened.claim.begin_command(command.timeout)
+        opened.executing = True
         result = opened.provider.exec(
             opened.sandbox.ref,
             list(command.argv),
@@ -98,6 +99,7 @@ def exec_in_sandbox(
             mark=str(command.run_id),
             output=opened.claim.output,
         )
+        opened.executing = False
         opened.claim.end_command()
         opened.result = result
         opened.note = _warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
@@ -138,9 +140,10 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
 
 
 def _record_success(opened: Operation, attached: Attachment | None, clock: Clock, *, actor: str) -> None:
-    """Persist /data and close the Run, with retries for CLOSE_RETRY_PERIOD while the database does not respond.
+    """Persist /data and close the Run, with retries while the database does not respond.
 
-    An error of the database would make the client repeat an operation that has run. Raises OutcomeUnknown after the period."""
+    An error of the database would make the client repeat an operation that has run. Raises OutcomeUnknown if the database does
+    not respond within FAILOVER_PERIOD."""
     outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.OK
 
     def record() -> None:
@@ -148,27 +151,25 @@ def _record_success(opened: Operation, attached: Attachment | None, clock: Clock
         note = " ".join(filter(None, [opened.note, unsaved]))
         close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, actor=actor)
 
-    run_id, until = str(opened.run.pk), clock() + CLOSE_RETRY_PERIOD
+    run_id = str(opened.run.pk)
     try:
-        retry_connection_errors(record, "run not closed", clock=clock, until=until, run=run_id)
+        retry_connection_errors(record, "run not closed", clock=clock, run=run_id)
     except RetriesExhausted as failed:
         exit_code = opened.result.exit_code if opened.result else None
         raise OutcomeUnknown(run_id=run_id, exit_code=exit_code) from failed
 
 
 def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor: str) -> Exception:
-    """Like _fail_operation, with retries for CLOSE_RETRY_PERIOD while the database does not respond.
+    """Like _fail_operation, with retries while the database does not respond.
 
     A Run that stays open ends at its deadline, and until then its client is told to wait."""
-    errors: list[Exception] = []
-
-    def record() -> None:
-        errors.append(_fail_operation(opened, failed, now=clock(), actor=actor))
-
-    until = clock() + CLOSE_RETRY_PERIOD
-    with suppress(RetriesExhausted):
-        retry_connection_errors(record, "run not closed", clock=clock, until=until, run=str(opened.run.pk))
-    return errors[0] if errors else failed
+    try:
+        return retry_connection_errors(
+            lambda: _fail_operation(opened, failed, now=clock(), actor=actor), "run not closed", clock=clock,
+            run=str(opened.run.pk),
+        )  # fmt: skip
+    except RetriesExhausted:
+        return failed
 
 
 def _open_operation(request: allocation.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
@@ -217,12 +218,32 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
         return failed
     note = f"{type(failed).__name__}: {failed}"
     opened.claim.store_output()
-    close_run(opened.run, now=now, outcome=RunOutcome.ERROR, note=note, actor=actor)
+    if opened.executing and isinstance(failed, ProviderError) and not _kill_command(opened):
+        _abandon_run(opened.run, note)
+    else:
+        outcome = RunOutcome.ERROR if opened.entered else RunOutcome.FAILED
+        close_run(opened.run, now=now, outcome=outcome, note=note, actor=actor)
     if isinstance(failed, ProviderError):
         return ProviderCallFailed(f"The provider failed: {failed}")
     if isinstance(failed, StoreError):
         return StoreUnavailable(f"The store did not respond, so nothing was run: {failed}")
     return failed
+
+
+def _kill_command(opened: Operation) -> bool:
+    """Kill the command of a provider that stopped responding. Return False if the command may still run."""
+    try:
+        opened.provider.kill(opened.sandbox.ref, str(opened.run.pk))
+    except Missing:
+        return True
+    except ProviderError:
+        return False
+    return True
+
+
+def _abandon_run(run: Run, note: str) -> None:
+    """Leave the Run open for `close_abandoned_run`, so that the sandbox stays `running` until its command is killed."""
+    Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True).update(released=True, note=note[:500])
 
 
 def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
@@ -343,9 +364,8 @@ def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) ->
     """Measure /workspace, and store the size in the sandbox's row. Returns bytes. Raises the errors of Provider.size."""
     started = time.monotonic()
     size = provider.size(sandbox.ref, WORKSPACE)
-    Sandbox.objects.filter(pk=sandbox.pk).update(
-        workspace_bytes=size, measured_at=now, measure_seconds=time.monotonic() - started
-    )
+    sandbox.workspace_bytes, sandbox.measured_at, sandbox.measure_seconds = size, now, time.monotonic() - started
+    Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=size, measured_at=now, measure_seconds=sandbox.measure_seconds)
     return size
 
 
@@ -359,7 +379,9 @@ def close_abandoned_run(run: Run, *, now: datetime) -> bool:
     if not unchanged.update(claim=uuid.uuid4()):
         return False
     note = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
-    if run.released:
+    if run.note:
+        note = f"The provider stopped responding, and the exit code is unknown. {run.note}"[:500]
+    elif run.released:
         note = (
             f"The control plane's process that waited for the command ({run.claimed_by}) was restarted or killed. The command "
             "was killed, and its exit code is unknown. The output is that of the time until then."

@@ -12,7 +12,7 @@ from django.test import Client
 from django.utils import timezone
 
 from leases import api_keys, execution, leasing, sweeps
-from leases.models import AgentKey, EnvironmentType, Lease
+from leases.models import Agent, AgentKey, EnvironmentType, Lease
 from sandboxes import destruction
 from sandboxes.errors import SandboxBusy
 from sandboxes.models import Policy, Pool, Sandbox, Transition, TransitionReason
@@ -212,6 +212,7 @@ def test_an_expired_key_is_shown_as_expired(administrator: Client) -> None:
     assert row_url(row, "rotate") not in fetch(administrator, row_url(row))
     assert row not in list_rows(administrator, "/admin/leases/agentkey/")
     assert row in list_rows(administrator, "/admin/leases/agentkey/?slice=history")
+    assert ">expired<" in fetch(administrator, row_url(Agent.objects.get(did=ADA)))
 
 
 def test_a_rotated_key_is_shown_once_and_logged(administrator: Client) -> None:

@@ -2,21 +2,21 @@
 
 import uuid
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
-from django.db import OperationalError
 from django.db.models import F
 from django.utils import timezone
 
 from leases import api_keys, sweeps
 from leases.api.base import idempotency
 from leases.models import AgentKey, IdempotentRequest, Lease
-from sandboxes.db import connection_errors
 from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import operations
+from sandboxes.state import data_sync
+from sandboxes.storage.base import StoreError
+from sandboxes.sweeps import passes
 from tests.api.conftest import ApiClient, select_fields
 
 pytestmark = pytest.mark.django_db
@@ -111,6 +111,23 @@ def test_a_repeatable_request_of_a_dead_process_is_taken_over(ada: ApiClient, ac
     assert ada.post("leases", acquire_body(), idempotency_key="k1")["Idempotent-Replayed"] == "true"
 
 
+@pytest.mark.parametrize("step", ["key claimed", "reserved", "created", "prepared", "acted"])
+def test_a_join_whose_answer_was_lost_returns_the_only_lease_when_it_is_repeated(
+    ada: ApiClient, join_body, memory, crash_at, step: str
+) -> None:
+    with crash_at(step):
+        ada.post("environments/game-1/join", join_body(), idempotency_key="k1")
+    assert ada.post("environments/game-1/join", join_body(), idempotency_key="k1").json()["code"] == "idempotency_in_progress"
+    advance_time(timedelta(minutes=10))
+    passes.recover_stalled(now=timezone.now() + timedelta(minutes=10))
+    again = ada.post("environments/game-1/join", join_body(), idempotency_key="k1")
+    active = ada.get("leases?status=active").json()["results"]
+    assert (again.status_code, [lease["id"] for lease in active]) == (
+        201 if step == "key claimed" else 200,
+        [again.json()["id"]],
+    )
+
+
 @pytest.mark.parametrize("step", ["key claimed", "run opened", "run answered", "acted"])
 def test_exec_of_a_dead_process_is_never_repeated(ada: ApiClient, run_path: str, crash_at, step: str) -> None:
     with crash_at(step):
@@ -171,16 +188,8 @@ def test_exec_with_unknown_outcome_is_not_repeated(ada: ApiClient, run_path: str
 
 
 @pytest.mark.django_db(transaction=True)
-def test_key_of_a_failed_exec_is_freed_after_a_failover(ada: ApiClient, run_path: str, memory, monkeypatch) -> None:
-    failures, may_have_started = [OperationalError("the connection is closed")] * 3, idempotency._may_have_started
-
-    def fail(run_id: uuid.UUID) -> bool:
-        if failures:
-            raise failures.pop()
-        return may_have_started(run_id)
-
-    monkeypatch.setattr(idempotency, "_may_have_started", fail)
-    monkeypatch.setattr(connection_errors, "time", SimpleNamespace(sleep=lambda seconds: None))
+def test_key_of_a_failed_exec_is_freed_after_a_failover(ada: ApiClient, run_path: str, memory, failover) -> None:
+    failover(idempotency, "_may_have_started")
     memory.fail("create", Unavailable("no engine"), times=1)
     assert [ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code for _ in range(2)] == [503, 200]
 
@@ -190,6 +199,16 @@ def test_exec_that_never_started_can_be_sent_again(ada: ApiClient, run_path: str
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
     memory.fail("exec", Rejected("no"), times=1)
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 400
+    assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
+
+
+def test_exec_whose_data_was_not_attached_can_be_sent_again(ada: ApiClient, run_path: str, monkeypatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise StoreError("memory", "download", "timed out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data_sync, "attach", fail)
+        assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
 
 

@@ -32,7 +32,7 @@ def silence(host: Host) -> None:
 
 def test_hosts_are_listed_with_state_sandboxes_and_engine(host: Host) -> None:
     assert call("hosts").startswith("alpha: live, last heartbeat 20")
-    assert "1 sandboxes, 4,096 MiB, memory engine-a" in call("hosts")
+    assert "1 sandboxes, 4,096 MiB, memory engine engine-a" in call("hosts")
     silence(host)
     assert call("hosts").startswith("alpha: unreachable")
 

@@ -51,7 +51,7 @@ class Fleet(Home):
 
         def post_unless_too_many() -> tuple[int, dict[str, Any]] | None:
             status, response_body = self.post(f"/environments/e{number}/join", body)
-            return None if (status, response_body.get("code")) == (503, "too_many_runs") else (status, response_body)
+            return None if (status, response_body.get("code")) == (503, "server_busy") else (status, response_body)
 
         try:
             status, response_body = wait_until(post_unless_too_many, "the join is admitted", within=HEALTHY, every=2.0)

@@ -61,7 +61,7 @@ def test_short_calls_are_answered_while_commands_hang_and_a_further_command_is_r
 
     hang = {"argv": ["sleep", "3600"], "timeout_seconds": 3600}
     status, answer = call(home, key, "POST", f"/api/v1/leases/{last}/exec", hang, timeout=SHORT_SECONDS)
-    assert (status, answer["code"], int(answer["retry-after"]) > 0) == (503, "too_many_runs", True)
+    assert (status, answer["code"], int(answer["retry-after"]) > 0) == (503, "server_busy", True)
     for method, path in [
         ("POST", f"/api/v1/leases/{last}/renew"), ("POST", f"/api/v1/leases/{hanging[0]}/renew"),
         ("GET", "/healthz"), ("GET", f"/api/v1/leases/{last}"),

@@ -259,8 +259,8 @@ MUTANTS = (
     Mutant(
         name="pool-ready-without-the-claim",
         path=STARTS,
-        before="own_claim = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)",
-        after="own_claim = Q(incarnation=sandbox.incarnation)",
+        before="guard=Q(claim=sandbox.claim, incarnation=sandbox.incarnation)",
+        after="guard=Q(incarnation=sandbox.incarnation)",
         tests=[f"{TEST_STATE_LOSS}::test_start_whose_claim_was_taken_over_does_not_make_the_sandbox_ready"],
     ),
     Mutant(

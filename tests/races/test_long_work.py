@@ -1,16 +1,23 @@
 """Work that takes hours on a slow store while other workers sweep. It ends only if it makes no progress."""
 
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
+from uuid import UUID
 
 import pytest
 
-from leases.models import Lease
-from sandboxes import claims, destruction, eviction
+from leases import execution, fork, leasing, one_shot, snapshots
+from leases.leasing import LeaseRequest
+from leases.models import Lease, LeaseEvent
+from leases.one_shot import OneShotRequest
+from sandboxes import claims, destruction, eviction, files
 from sandboxes.errors import SandboxNotReady
-from sandboxes.models import Run, Sandbox, Snapshot, Transition
+from sandboxes.models import Pool, Run, Sandbox, Snapshot, Transition
+from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResult
+from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
+from sandboxes.state.file_tree import FileTree, Unreadable
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.support.leases import evict, read, run, write
 from tests.support.storage.slow_work import SlowStore, VirtualTime
@@ -153,3 +160,109 @@ def test_a_destroy_whose_process_dies_in_every_try_ends_in_quarantine(
     sandbox.refresh_from_db()
     assert sandbox.quarantined_at and "died in every try" in sandbox.last_error
     assert Sandbox.objects.filter(pk=sandbox.pk, state="destroying").exists()
+
+
+# --- time after slow work ----------------------------------------------------------------------------------------------
+
+
+def test_a_fork_of_a_workspace_that_takes_an_hour_to_store_is_granted_when_it_is_stored(
+    grant: Callable[..., Lease], pool: Pool, store: SlowStore, time: VirtualTime
+) -> None:
+    lease = grant(ttl=HOUR / 2)
+    write(lease, "large")
+    store.pace = time.advance
+    request = LeaseRequest(lease.agent_did, "fork", "catan", pool=pool.name, ttl=HOUR / 2)
+    forked, is_new = fork.fork(lease, request, now=NOW)
+    assert time.elapsed > HOUR
+    assert (is_new, forked.leased_at, forked.expires_at) == (True, time.now, time.now + HOUR / 2)
+    own, temporary = Snapshot.objects.get(holder=forked.pk), Snapshot.objects.get(holder=lease.pk)
+    assert (own.at, temporary.forgotten_at) == (time.now, time.now)
+    assert {event.at for event in LeaseEvent.objects.filter(kind="forked")} == {time.now}
+
+
+def test_a_snapshot_and_a_restore_that_take_hours_are_on_the_timeline_at_their_end(
+    grant: Callable[..., Lease], store: SlowStore, time: VirtualTime
+) -> None:
+    lease = grant(ttl=HOUR / 2)
+    write(lease, "large")
+    store.pace = time.advance
+    taken = snapshots.take_snapshot(lease.pk, now=NOW)
+    taken_at = time.now
+    restored = snapshots.restore_snapshot(lease.pk, taken.pk, now=time.now)
+    assert (time.now > taken_at > NOW + HOUR, restored.at) == (True, time.now)
+    assert [*LeaseEvent.objects.filter(kind__in=["snapshot", "restored"]).order_by("pk").values_list("at", flat=True)] == [
+        taken_at, time.now,
+    ]  # fmt: skip
+
+
+def test_a_one_shot_run_ends_when_its_command_has_ended(pool: Pool, memory: MemoryProvider, time: VirtualTime) -> None:
+    def work(call: ProgramCall) -> ProgramResult:
+        time.advance(HOUR)
+        return ProgramResult(stdout=b"done")
+
+    memory.programs["work"] = work
+    result = one_shot.run_once(OneShotRequest("did:plc:ada", ["work"], 2 * HOUR, pool=pool.name), now=NOW)
+    lease = Lease.objects.get(pk=result.lease_id)
+    assert (result.outcome, lease.ended_at, lease.leased_at) == ("ok", NOW + HOUR, NOW)
+    assert Transition.objects.get(to="destroyed").at == NOW + HOUR
+
+
+@pytest.mark.parametrize("verb", ["snapshot", "restore", "fork", "one-shot run"])
+def test_work_after_a_slow_check_begins_when_the_check_has_ended(
+    verb: str, grant: Callable[..., Lease], pool: Pool, time: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, require_active = grant(), leasing.require_active
+    write(lease)
+    taken = snapshots.take_snapshot(lease.pk, now=NOW)
+
+    def check_slowly(pk: UUID, *, now: datetime) -> Lease:
+        time.elapsed = time.elapsed or MINUTE
+        return require_active(pk, now=now)
+
+    monkeypatch.setattr(leasing, "require_active", check_slowly)
+    request = LeaseRequest(lease.agent_did, "fork", "catan", pool=pool.name)
+    act: dict[str, Callable[[], object]] = {
+        "snapshot": lambda: snapshots.take_snapshot(lease.pk, now=NOW),
+        "restore": lambda: snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW),
+        "fork": lambda: fork.fork(lease, request, now=NOW),
+        "one-shot run": lambda: one_shot.run_once(OneShotRequest("did:plc:bob", ["true"], MINUTE, pool=pool.name), now=NOW),
+    }
+    last = Transition.objects.order_by("pk").last()
+    assert last
+    act[verb]()
+    assert {*Transition.objects.filter(pk__gt=last.pk).values_list("at", flat=True)} == {NOW + MINUTE}
+
+
+def test_files_whose_stored_copy_is_found_unreadable_late_are_read_after_a_wake(
+    grant: Callable[..., Lease], time: VirtualTime
+) -> None:
+    lease = grant(ttl=HOUR)
+    write(lease)
+    evict(lease)
+
+    def list_names(tree: FileTree) -> list[str]:
+        if time.elapsed:
+            return [*tree.list_entries("", deep=False, limit=10)]
+        time.advance(HOUR / 4)
+        raise Unreadable("unsupported members")
+
+    command = Command(argv=["list"], timeout=MINUTE, kind="file", needs_data=False)
+    with execution.use_lease(lease.pk, now=NOW) as request:
+        names, source = files.read_files(request, WORKSPACE, command, list_names, now=NOW)
+    assert ("f" in names, source) == (True, files.SOURCE_SANDBOX)
+    woken = Transition.objects.filter(code="woken").get()
+    assert (woken.at, Run.objects.get(argv=["list"]).started_at) == (time.now, time.now)
+
+
+def test_a_workspace_measured_after_a_slow_wake_is_measured_then(
+    grant: Callable[..., Lease], store: SlowStore, time: VirtualTime, memory: MemoryProvider
+) -> None:
+    lease = grant(ttl=HOUR / 2)
+    write(lease)
+    evict(lease)
+    workspace.forget_local(Snapshot.objects.get())
+    Sandbox.objects.update(workspace_bytes=1 << 40)
+    store.pace, memory.calls[:] = time.advance, []
+    read(lease)
+    assert Sandbox.objects.get().measured_at == time.now > NOW + HOUR
+    assert [verb for verb, _ in memory.calls].count("size") == 1  # not again after the command, as if an hour had passed

@@ -1,8 +1,6 @@
 """Failures, crashes and overtaken workers. A change that a run has acknowledged survives every one of them."""
 
-from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -15,10 +13,10 @@ from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import LeaseEvent
 from sandboxes import destruction, eviction, lifecycle
-from sandboxes.db import clock, connection_errors
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Quota, Run, Sandbox, Snapshot
-from sandboxes.providers.base import Unavailable
+from sandboxes.pool import starts
+from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
@@ -106,6 +104,26 @@ def test_missing_sandbox_with_nothing_unsaved_is_woken_from_its_stored_state(gra
     assert get_sandbox(lease).incarnation == ready.incarnation + 1
 
 
+@pytest.mark.parametrize(
+    ("method", "error", "raised"),
+    [("exec", Rejected("no"), Rejected), ("put_files", Unavailable("no answer"), ProviderCallFailed)],
+)
+def test_missing_sandbox_in_which_no_command_was_executed_is_woken_from_its_stored_state(
+    grant, memory_store, memory, method: str, error: Exception, raised: type[Exception]
+) -> None:
+    lease = grant()
+    sh(lease, "echo stored >f", NOW)
+    assert eviction.evict(get_sandbox(lease).pk, now=NOW)
+    execution.ensure_sandbox_ready(lease.pk, now=NOW + MINUTE)
+    memory.fail(method, error, times=1)
+    with pytest.raises(raised):
+        sh(lease, "echo changed >f", NOW + MINUTE)
+    memory.vanish(get_sandbox(lease).ref)
+    execution.ensure_sandbox_ready(grant("did:plc:other").pk, now=NOW + HOUR)  # an empty listing would not be trusted
+    assert lease_sweeps.reconcile(now=NOW + HOUR, grace=MINUTE).counts["found cold"] == 1
+    assert sh(lease, "cat f", NOW + HOUR) == b"stored\n"
+
+
 @pytest.mark.parametrize("end", ["vanish", "stop"])
 def test_sandbox_that_ends_during_a_command_ends_the_lease_as_lost(grant, memory_store, memory, end: str) -> None:
     def lose(call: ProgramCall) -> ProgramResult:
@@ -168,38 +186,16 @@ class TestFailover:
 
     pytestmark = pytest.mark.django_db(transaction=True)
 
-    @pytest.fixture
-    def fail_close(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
-        """Make the next `times` attempts to close a Run fail. Time passes only by the pauses between the attempts."""
-
-        def prepare(times: int) -> list[str]:
-            attempts: list[str] = []
-            close_run, paused = operations.close_run, [0.0]
-
-            def fail(run: Run, **values: Any) -> bool:
-                attempts.append(str(run.pk))
-                if len(attempts) <= times:
-                    raise OperationalError("the connection is closed")
-                return close_run(run, **values)
-
-            pause = SimpleNamespace(sleep=lambda seconds: paused.append(seconds))
-            monkeypatch.setattr(operations, "close_run", fail)
-            monkeypatch.setattr(connection_errors, "time", pause)
-            monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: sum(paused)))
-            return attempts
-
-        return prepare
-
-    def test_result_in_hand_is_recorded_after_the_failover(self, grant, memory, fail_close) -> None:
+    def test_result_in_hand_is_recorded_after_the_failover(self, grant, memory, failover) -> None:
         lease = grant()
-        attempts = fail_close(20)
+        attempts = failover(operations, "close_run", 20)
         assert sh(lease, "echo done", NOW) == b"done\n"
         assert len(attempts) == 21
         assert Run.objects.get().outcome == "ok"
 
-    def test_result_that_cannot_be_recorded_does_not_invite_a_repetition(self, grant, memory, fail_close) -> None:
+    def test_result_that_cannot_be_recorded_does_not_invite_a_repetition(self, grant, memory, failover) -> None:
         lease = grant()
-        fail_close(1000)
+        failover(operations, "close_run", 1000)
         with pytest.raises(OutcomeUnknown) as raised:
             sh(lease, "echo done", NOW)
         run = Run.objects.get()
@@ -208,13 +204,31 @@ class TestFailover:
         assert (response.status_code, response.headers.get("Retry-After")) == (409, None)
         assert len([verb for verb, _ in memory.calls if verb == "exec"]) == 1
 
-    def test_run_of_a_failed_operation_is_closed_after_the_failover(self, grant, memory, fail_close) -> None:
+    def test_run_of_a_failed_operation_is_closed_after_the_failover(self, grant, memory, failover) -> None:
         lease = grant()
-        fail_close(20)
+        failover(operations, "close_run", 20)
         memory.fail("exec", Unavailable("no answer"), times=1)
         with pytest.raises(ProviderCallFailed):
             sh(lease, "echo done", NOW)
         assert Run.objects.get().outcome == "error"
+
+    @pytest.mark.parametrize("cold", [False, True])
+    @pytest.mark.parametrize("step", ["_restore_state", "_mark_ready"])
+    def test_start_that_cannot_be_recorded_is_given_up_by_the_next_sweep(
+        self, grant, pool, memory, failover, step: str, cold: bool
+    ) -> None:
+        lease = grant()
+        if cold:
+            sh(lease, "echo kept >file", NOW)
+            assert eviction.evict(get_sandbox(lease).pk, now=NOW)
+        failover(starts, step, times=1)
+        with pytest.raises(OperationalError):
+            sh(lease, "true", NOW)
+        now = NOW + timedelta(seconds=5)
+        assert passes.recover_stalled(now=now).counts["stalled starts destroyed"] == 1
+        assert not passes.destroy_due(now=now).failures
+        assert sh(lease, "cat file" if cold else "echo kept", now) == b"kept\n"
+        assert (Quota.objects.get().used, len(memory.list(str(pool.owner)))) == (1, 1)
 
     @pytest.mark.parametrize(("end", "swept"), [("eviction", "cold"), ("destruction", "destroyed")])
     def test_step_that_cannot_be_recorded_is_repeated_by_the_next_sweep(

@@ -1,4 +1,6 @@
-"""Migrated SQLite template: the first run of a set of migrations creates the file, later runs copy it."""
+"""Test database: a migrated SQLite template, and the migrated rows after tests with real transactions.
+
+The first run of a set of migrations creates the template, later runs copy it."""
 
 import hashlib
 import os
@@ -10,9 +12,12 @@ from pathlib import Path
 import django
 from django.apps import apps
 from django.conf import settings
+from django.db import connection, transaction
+from django.db.backends.utils import CursorWrapper
 
 CACHE = Path(os.environ.get("LEASEHOLD_CACHE") or Path.home() / ".cache" / "leasehold")
 SCHEMA_SOURCES = ("migrations/*.py", "models.py", "models/**/*.py")  # of an app; migrations import from the models
+COPY_PREFIX = "migrated_"  # of tables with copies of the rows that migrations insert
 
 
 def template_path() -> Path | None:
@@ -51,3 +56,32 @@ def save_template() -> None:
     ):
         source.backup(copy)
     partial.rename(template)
+
+
+class MigratedRows:
+    """Rows inserted by migrations, copied into tables named COPY_PREFIX + table."""
+
+    def __init__(self) -> None:
+        self.tables = connection.introspection.django_table_names(only_existing=True)
+        self.columns: dict[str, str] = {}  # of each copied table
+        with transaction.atomic(), connection.cursor() as cursor:
+            for table in self._find_filled(cursor):
+                cursor.execute(f"DROP TABLE IF EXISTS {COPY_PREFIX}{table}")
+                cursor.execute(f"CREATE TABLE {COPY_PREFIX}{table} AS SELECT * FROM {table}")
+                cursor.execute(f"SELECT * FROM {table} LIMIT 0")
+                self.columns[table] = ", ".join(connection.ops.quote_name(column[0]) for column in cursor.description)
+
+    def restore(self) -> None:
+        """Reset all tables to their migrated rows.
+
+        Few tables have rows after a test. Django's flush truncates all tables and saves the migrated rows one by one."""
+        with transaction.atomic(), connection.cursor() as cursor:  # foreign keys are checked at the end
+            for table in self._find_filled(cursor):
+                cursor.execute(f"DELETE FROM {table}")
+            for table, columns in self.columns.items():
+                cursor.execute(f"INSERT INTO {table} ({columns}) SELECT {columns} FROM {COPY_PREFIX}{table}")
+
+    def _find_filled(self, cursor: CursorWrapper) -> list[str]:
+        """Return the tables that have rows, by one query."""
+        cursor.execute(" UNION ALL ".join(f"SELECT '{table}' WHERE EXISTS (SELECT 1 FROM {table})" for table in self.tables))
+        return [table for (table,) in cursor.fetchall()]

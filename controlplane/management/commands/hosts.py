@@ -42,20 +42,20 @@ class Command(BaseCommand):
             memory = f"{host.memory_mib:,} MiB" if host.memory_mib else "memory not known"
             sandboxes = lost_hosts.find_sandboxes(host).count()
             state = registry.get_state(host, now=now)
-            engine = f"{host.provider} {host.engine_id}"
+            engine = f"{host.provider} engine {host.engine_id}"
             self.stdout.write(f"{host.name}: {state}, last heartbeat {seen}, {sandboxes} sandboxes, {memory}, {engine}")
 
     def _declare_lost(self, host: Host, *, dry_run: bool) -> None:
         now = database_time.now()
-        doomed = [*lost_hosts.find_sandboxes(host)]
-        for sandbox in doomed:
+        sandboxes = [*lost_hosts.find_sandboxes(host)]
+        for sandbox in sandboxes:
             self.stdout.write(f"{'would release' if dry_run else 'releasing'} {sandbox.pk} {sandbox.state} {sandbox}")
         state = registry.get_state(host, now=now)
         if dry_run:
-            self.stdout.write(f"{host.name}: {state}, {len(doomed)} sandboxes. Nothing was changed.")
+            self.stdout.write(f"{host.name}: {state}, {len(sandboxes)} sandboxes. Nothing was changed.")
             return
         if state == "live":
             raise CommandError(f"{host.name} has a recent heartbeat. Stop its worker first, or end its leases instead.")
         leases.declare_host_lost(host, now=now, actor="command line")
         remaining = lost_hosts.find_sandboxes(host).count()
-        self.stdout.write(f"{host.name}: declared lost, {len(doomed) - remaining} sandboxes released, {remaining} remain")
+        self.stdout.write(f"{host.name}: declared lost, {len(sandboxes) - remaining} sandboxes released, {remaining} remain")

@@ -11,7 +11,7 @@ from leases.management.base import report_errors
 from sandboxes.db import database_time
 from sandboxes.sweeps import installation
 
-DELETING_SWEEPS = ("reconcile", "prune")  # what these would delete is unknown to this database
+DELETING_SWEEPS = ("reconcile", "prune")  # delete containers and objects that have no row in this database
 
 
 class Command(BaseCommand):
@@ -44,12 +44,12 @@ class Command(BaseCommand):
             return
         self.stdout.write(mismatch)
         now = database_time.now()
-        doomed = [
+        deletions = [
             f"would {action} {getattr(item, 'pk', None) or item.name}"
             for name in DELETING_SWEEPS
             for action, item in dry_run.iter_actions(name, now=now)
         ]
-        self.stdout.write("\n".join(doomed) or "The next sweeps would delete nothing.")
+        self.stdout.write("\n".join(deletions) or "The next sweeps would delete nothing.")
         if not yes:
             raise CommandError("Nothing was changed. Repeat the command with --yes to accept this.")
         row = installation.confirm(now=now, actor="command line")

@@ -131,7 +131,7 @@ class Command(BaseCommand):
         return processes
 
     def _register_host(self, *, no_worker: bool) -> None:
-        """Record this host, and write the schedules of its worker. Without its engine the worker waits, and so does this."""
+        """Record this host, and write the schedules of its worker. Without its engine no schedules are written."""
         for failure in heartbeat.record_heartbeats(now=database_time.now()).failures:
             self.print_line(f"host not recorded: {failure}")
         try:

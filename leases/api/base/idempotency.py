@@ -34,7 +34,6 @@ StatusAndBody = tuple[int, Mapping[str, Any]]
 # Between the end of a run and the storage of its response: time to renew the lease, or to destroy a one-shot sandbox.
 RESPONSE_GRACE_PERIOD = timedelta(minutes=1)
 INTERRUPTED = "The first request with this Idempotency-Key was interrupted and may have had an effect. It is not repeated."
-SETTLE_RETRY_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
 RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
 
 
@@ -64,8 +63,8 @@ def execute_once(
     """Call `act` and build the response; with an Idempotency-Key, once per key holder.
 
     After `max_duration`, without a transfer of state in between, an unfinished `act` counts as abandoned, and a repeated
-    request is executed if the operation is `repeatable`. If it is not, its run ends the wait earlier: at once if the run is
-    lost, else RESPONSE_GRACE_PERIOD after the run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted
+    request is executed if the operation is `repeatable`. Otherwise its run ends the wait earlier: at once if the run
+    is lost, else RESPONSE_GRACE_PERIOD after the run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted
     operation that is not repeatable."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
@@ -102,12 +101,12 @@ def _record_failure(own_row: QuerySet[IdempotentRequest], run_id: uuid.UUID | No
 
 
 def _settle(row: IdempotentRequest, record: Callable[[], object], clock: Clock) -> None:
-    """Record the end of a request, with retries for SETTLE_RETRY_PERIOD while the database does not respond.
+    """Record the end of a request, with retries while the database does not respond.
 
-    The client gets the outcome even if the key cannot be settled. The deadline of the key then ends the wait of others."""
-    until = clock() + SETTLE_RETRY_PERIOD
+    The client gets the outcome even if the key cannot be settled. The deadline of the key then ends the wait of repeated
+    requests."""
     with suppress(RetriesExhausted):
-        retry_connection_errors(record, "idempotency key not settled", clock=clock, until=until, key_row=row.pk)
+        retry_connection_errors(record, "idempotency key not settled", clock=clock, key_row=row.pk)
 
 
 def _claim_key(

@@ -124,8 +124,8 @@ class ApiView(APIView):
     def execute_once(self, act: idempotency.RequestHandler, **options: Any) -> HttpResponse:
         """Read the body, call `act` and return its response; once if the request has an Idempotency-Key.
 
-        Options and errors are those of `idempotency.execute_once`. A body without meaning is also read: the server would close
-        the connection of a request with an unread body."""
+        Options and errors are those of `idempotency.execute_once`. The body of a request that takes none is also read: the
+        server would close the connection otherwise."""
         self.read_body()
         return idempotency.execute_once(self.request, self.caller.key, act, body=self.request.raw_body, now=self.now, **options)
 

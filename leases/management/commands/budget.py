@@ -34,8 +34,8 @@ class Command(BaseCommand):
         add.add_argument("period", choices=Period.values, help="calendar period, in UTC; ever: no reset")
         scope = add.add_mutually_exclusive_group(required=True)
         scope.add_argument("--all", action="store_true", help="the whole installation")
-        scope.add_argument("--agent", metavar="DID", help="agent, also one that has not joined yet: a warning is printed then")
-        scope.add_argument("--key", metavar="PREFIX", help="prefix of an existing API key, as shown in the admin")
+        scope.add_argument("--agent", metavar="DID", help="agent; one that has not joined yet is accepted with a warning")
+        scope.add_argument("--key", metavar="PREFIX", help="prefix of an existing API key, as shown in the console")
         scope.add_argument("--type", metavar="NAME", help="existing environment type, such as catan")
         scope.add_argument("--account", metavar="NAME", help="existing account")
         change = actions.add_parser("set", help="change a budget; raising it takes effect at once")
@@ -49,7 +49,7 @@ class Command(BaseCommand):
             subparser.add_argument("--soft", action="store_const", const="soft", dest="kind", help="only warn, never refuse")
             subparser.add_argument("--warn", type=int, metavar="PERCENT", help="warning threshold; default: 80")
             subparser.add_argument(
-                "--grace", help='time running work has left once the budget is exhausted: "5m", or 0; default: 5m'
+                "--grace", help='grace period of running work once the budget is exhausted: "5m", or 0; default: 5m'
             )
         remove = actions.add_parser("remove", help="delete a budget")
         remove.add_argument("id", type=int)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, BinaryIO
 
+from docker.errors import APIError
+
 from sandboxes.image import reap
 from sandboxes.providers.base import (
     MARK_VARIABLE,
@@ -20,6 +22,7 @@ from sandboxes.providers.base import (
     Rejected,
     Unavailable,
 )
+from sandboxes.providers.docker import replacement
 from sandboxes.providers.docker.engine import Conflict, Engine, translate_errors
 from sandboxes.providers.docker.exec_stream import BoundedBuffer, EngineExec
 
@@ -145,16 +148,30 @@ class ContainerCommandProvider(Provider):
                 return str(self._engine.call("POST", f"/containers/{ref}/exec", body)["Id"])
             except Conflict:
                 self._ensure_running(ref)
+            except Missing:
+                if not replacement.complete_replacement(self._engine, ref):
+                    raise
         raise Unavailable(f"The container {ref} does not stay running")
 
     def _ensure_running(self, ref: str) -> None:
         client = self._engine.client
-        with contextlib.suppress(Conflict), translate_errors():  # another thread may be doing the same
-            state = client.inspect_container(ref)["State"]
-            if state["Paused"]:
+        with contextlib.suppress(Conflict, Missing), translate_errors():  # another thread may be doing the same
+            inspected = client.inspect_container(ref)
+            if inspected["State"]["Paused"]:
                 client.unpause(ref)
-            elif not state["Running"]:
-                client.start(ref)
+            elif not inspected["State"]["Running"]:
+                self._start(ref, inspected["Id"])
+
+    def _start(self, ref: str, container: str) -> None:
+        """Start the container with this id. Start a replacement if the engine has a stale task of this id."""
+        client = self._engine.client
+        try:
+            client.start(container)  # no effect if it is running
+        except APIError as error:
+            if not replacement.is_stale_task(error):
+                raise
+            replacement.replace_container(self._engine, ref, container)
+            client.start(ref)
 
     def _kill(self, run: EngineExec) -> None:
         """Kill every process of an exec.
@@ -176,7 +193,10 @@ class ContainerCommandProvider(Provider):
         return "/tmp/.leasehold"  # noqa: S108 - inside the container
 
     def kill(self, ref: str, mark: str) -> None:
-        if self.inspect(ref).running and not self._kill_by_mark(ref, mark, self._engine.exec_gid(mark)):
+        gid = self._engine.exec_gid(mark)
+        if self._kill_by_mark_on_host(ref, mark, gid):  # does not need the engine
+            return
+        if self.inspect(ref).running and not self._kill_by_mark_in_container(ref, mark, gid):
             raise Unavailable(f"The processes of exec {mark} in {ref} could not be killed")
 
     def _kill_by_mark(self, ref: str, mark: str, gid: int | None) -> bool:

@@ -70,6 +70,13 @@ class Cgroup(NamedTuple):
     cpu: Path  # nanoseconds (version 1), or a line "usage_usec N" (version 2)
     memory: Path  # bytes; memory.stat is in the same directory
 
+    def has_processes(self) -> bool:
+        """Return whether a process runs in it. False after the container has stopped or was replaced."""
+        try:
+            return bool(self.processes.read_text())
+        except OSError:
+            return False
+
     def usage(self) -> ResourceUsage:
         """Read the current usage. Raise OSError if the container has stopped."""
         cpu, stat = self.cpu.read_text(), _parse_numbers(self.memory.with_name("memory.stat").read_text())
@@ -152,11 +159,13 @@ class Engine:
     def cgroup(self, ref: str) -> Cgroup | None:
         """Return the container's cgroup, or None if it is not visible, as on another host.
 
-        Unlike the pid of process 1, the cgroup stays the same when the container is restarted."""
-        if ref not in self.cgroups:
+        Unlike the pid of process 1, the cgroup stays the same when the container is restarted, but not when it is replaced."""
+        cached = self.cgroups.get(ref)
+        if ref not in self.cgroups or (cached and not cached.has_processes()):
             with translate_errors():
                 inspected = self.client.inspect_container(ref)
             if not inspected["State"]["Pid"]:
+                self.cgroups.pop(ref, None)
                 return None
             if not shares_kernel(inspected):
                 self.cgroups[ref] = None
@@ -164,7 +173,7 @@ class Engine:
             if len(self.cgroups) > 10_000:
                 self.cgroups.clear()
             self.cgroups[ref] = _find_cgroup(inspected["State"]["Pid"], inspected["Id"])
-        return self.cgroups[ref]
+        return self.cgroups.get(ref)
 
     def usage(self, ref: str) -> ResourceUsage | None:
         """Return the container's resource usage, or None if it does not run.

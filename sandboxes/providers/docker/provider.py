@@ -31,7 +31,7 @@ from sandboxes.providers.base import (
     SandboxSpec,
     Unavailable,
 )
-from sandboxes.providers.docker import seccomp
+from sandboxes.providers.docker import replacement, seccomp
 from sandboxes.providers.docker.commands import AGENT_UID
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, translate_errors
 from sandboxes.providers.docker.files import ContainerFilesProvider
@@ -88,7 +88,7 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
             with translate_errors():
                 if self._create_container(spec) or self._is_own_container(spec):
                     self._check_volume_owner(spec)
-                    client.start(spec.name)  # no effect if it is running
+                    self._start(spec.name, client.inspect_container(spec.name)["Id"])
                     return spec.name
             time.sleep(0.05)
         raise Unavailable(f"The container name {spec.name} is in use, but no such container appears.")
@@ -196,11 +196,10 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
             return False
 
     def destroy(self, ref: str) -> None:
-        client, deadline = self._engine.client, time.monotonic() + REMOVAL_TIMEOUT_SECONDS
+        deadline = time.monotonic() + REMOVAL_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             try:
-                with translate_errors():
-                    client.remove_container(ref, force=True, v=True)
+                self._remove_container(ref)
                 continue
             except Missing:  # repeated until confirmed: the engine may answer 204 during another removal
                 self._engine.cgroups.pop(ref, None)
@@ -211,6 +210,15 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
                 pass
             time.sleep(0.05)
         raise Unavailable(f"{ref} is still being removed")
+
+    def _remove_container(self, ref: str) -> None:
+        """Remove the container with all of its processes. Raise Missing if it does not exist."""
+        engine = self._engine
+        replacement.remove_replacement(engine, ref)
+        inspected = engine.call("GET", f"/containers/{ref}/json")
+        engine.call("DELETE", f"/containers/{ref}?force=true&v=true")
+        if not inspected["State"]["Running"]:
+            replacement.kill_leftover_processes(inspected["Id"])
 
     def _remove_volumes(self, ref: str) -> bool:
         """Remove the volumes of a removed container. Return False if one is still in use."""
@@ -226,8 +234,12 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
         return True
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        with translate_errors():
-            inspected = self._engine.client.inspect_container(ref)
+        try:
+            inspected = self._engine.call("GET", f"/containers/{ref}/json")
+        except Missing:
+            if not replacement.complete_replacement(self._engine, ref):
+                raise
+            inspected = self._engine.call("GET", f"/containers/{ref}/json")
         return ProviderSandbox(
             ref=inspected["Name"].lstrip("/"),
             name=inspected["Name"].lstrip("/"),

@@ -167,11 +167,12 @@ def test_join_starts_the_sandbox_once(ada: ApiClient, join_body, memory: MemoryP
     assert (again.status_code, again.json()) == (200, shown | {"is_new": False} | times)
 
 
-def test_a_failed_start_keeps_the_lease(ada: ApiClient, join_body, memory: MemoryProvider) -> None:
+def test_a_join_whose_start_failed_is_repeated_with_a_new_lease(ada: ApiClient, join_body, memory: MemoryProvider) -> None:
     memory.fail("create", Unavailable("no engine"), times=1)
-    refused = ada.post("environments/game-1/join", join_body())
+    refused = ada.post("environments/game-1/join", join_body(), idempotency_key="k1")
     assert (refused.status_code, refused.json()["code"]) == (503, "sandbox_not_ready")
-    assert ada.post("environments/game-1/join", join_body()).json()["is_new"] is False
+    assert not ada.get("leases?status=active").json()["results"]
+    assert ada.post("environments/game-1/join", join_body(), idempotency_key="k1").status_code == 201
 
 
 def test_a_condition_ends_the_leases_of_the_keys_own_agents(ada: ApiClient, operator: ApiClient, acquire_body) -> None:

@@ -15,7 +15,9 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction
 from sandboxes.db import clock
+from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import Pool, Run, Sandbox, Transition
+from sandboxes.providers.base import Unavailable
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
@@ -117,3 +119,17 @@ def test_renewal_for_a_command_stops_at_the_max_ttl(grant, memory) -> None:
     run(lease, timeout=10 * MINUTE)
     lease.refresh_from_db()
     assert lease.expires_at == NOW + 5 * MINUTE
+
+
+def test_run_whose_command_cannot_be_killed_stays_open_until_it_is(grant, memory) -> None:
+    lease = grant()
+    memory.fail("exec", Unavailable("no answer"), times=1)
+    memory.fail("kill", Unavailable("no answer"), times=2)
+    with pytest.raises(ProviderCallFailed):
+        run(lease)
+    assert not eviction.evict(Sandbox.objects.get().pk, now=NOW)
+    assert passes.recover_stalled(now=NOW).failures
+    assert (Sandbox.objects.get().state, Run.objects.get().ended_at) == ("running", None)
+    assert passes.recover_stalled(now=NOW).counts == {"runs closed": 1}
+    assert (Sandbox.objects.get().state, Run.objects.get().outcome) == ("waiting", "lost")
+    assert "The provider stopped responding" in Run.objects.get().note

@@ -3,10 +3,10 @@
 import json
 import threading
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 
 from leases import execution, leasing, snapshots
 from leases import fork as forking
@@ -19,6 +19,7 @@ from sandboxes.models.state import SnapshotKind
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
+from sandboxes.storage.base import StoreError
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import evict, read, run, write
 from tests.support.waiting import wait_until_blocked
@@ -118,6 +119,19 @@ def test_a_fork_neither_removes_nor_leaves_a_snapshot_of_its_origin(lease: Lease
     for n in range(3):
         forking.fork(lease, make_request(f"fork-{n}"), now=NOW + 3 * MINUTE)
     assert {*workspace.find_by_holder(lease.pk)} == {*taken}
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("error", [StoreError("s3", "remove", "timed out"), OperationalError("the connection is closed")])
+def test_a_granted_fork_is_returned_although_its_temporary_snapshot_cannot_be_deleted(
+    lease: Lease, make_request, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(snapshot: Snapshot, *, now: datetime) -> bool:
+        raise error
+
+    monkeypatch.setattr(workspace, "forget", fail)
+    fork, is_new = forking.fork(lease, make_request(), now=NOW)
+    assert (is_new, fork.status) == (True, "active")
 
 
 @pytest.mark.django_db(transaction=True)

@@ -154,6 +154,13 @@ def test_cleanup_waits_for_a_sweep_that_is_destroying_the_sandbox(make_request, 
     assert_nothing_is_left(pool, memory)
 
 
+@pytest.mark.django_db(transaction=True)
+def test_a_run_is_cleaned_up_after_a_failover(make_request, pool, memory, failover) -> None:
+    failover(leasing, "end")
+    assert run_once(make_request(), now=NOW).cleaned_up
+    assert_nothing_is_left(pool, memory)
+
+
 def test_an_interrupt_leaves_no_sandbox(make_request, pool, memory) -> None:
     memory.fail("exec", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):

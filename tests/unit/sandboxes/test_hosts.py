@@ -14,7 +14,7 @@ from sandboxes import eviction, stop_reasons
 from sandboxes.egress import authorization
 from sandboxes.errors import CapacityExhausted, HostLost, ProviderCallFailed, WrongHost
 from sandboxes.hosts import registry
-from sandboxes.models import Pool, Sandbox, SandboxState
+from sandboxes.models import Pool, Sandbox, SandboxState, Sweep
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
 from sandboxes.sweep_log import SweepResult, run_recorded
@@ -208,6 +208,14 @@ def test_a_sweep_of_the_installation_runs_on_one_host_and_a_hosts_own_on_each(me
             for name, own, counts in (("meter", None, passes), ("idle", host, {"pass": 1})):
                 result = run_recorded(name, lambda: SweepResult({"pass": 1}), now=NOW, every=MINUTE, host=own, started_by=host)
                 assert result.counts == counts
+
+
+def test_a_hosts_own_sweep_replaces_the_row_from_before_the_host_was_known(memory: MemoryProvider) -> None:
+    host = registry.get_local_host("memory", now=NOW)
+    for own in (None, host):
+        run_recorded("idle", SweepResult, now=NOW, every=MINUTE, host=own, started_by=own)
+    run_recorded("meter", SweepResult, now=NOW, every=MINUTE, started_by=host)
+    assert {*Sweep.objects.values_list("name", "host__name")} == {("idle", host.name), ("meter", None)}
 
 
 def test_tasks_of_a_sandbox_go_to_the_queue_of_its_host(lease: Lease, memory: MemoryProvider) -> None:

@@ -96,7 +96,7 @@ def test_exec_without_its_data_is_refused_and_runs_nothing(one: Lease, two: Leas
         sh(two, "echo ran >/workspace/ran")
     assert unread.reason in str(refused.value)
     assert "/workspace/ran" not in memory.files(sandbox_of(two).ref)
-    assert (sandbox_of(two).state, Run.objects.get(sandbox=sandbox_of(two)).outcome) == ("waiting", "error")
+    assert (sandbox_of(two).state, Run.objects.get(sandbox=sandbox_of(two)).outcome) == ("waiting", "failed")
     unread.up()
     assert sh(two, f"cat {DATA}/note") == "hello"
     assert_nothing_left()

@@ -139,6 +139,10 @@ def _read_note(file: IO[str]) -> dict[str, Any]:
 # --- children -----------------------------------------------------------------------------------------------------
 
 
+def find_no_problem(child: "Child") -> str:
+    return ""
+
+
 @dataclass
 class Child:
     """A supervised process group. It is restarted when it ends, or when `find_problem` returns a reason.
@@ -147,7 +151,7 @@ class Child:
 
     name: str
     work: Callable[[], object]
-    find_problem: Callable[["Child"], str] = lambda child: ""
+    find_problem: Callable[["Child"], str] = find_no_problem
     drain_seconds: float = 0.0  # stopped before the others, which its requests need; 0: stopped with them
     starts: int = 0
     failures: int = 0

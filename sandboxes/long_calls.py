@@ -2,7 +2,7 @@
 
 Such a call blocks its thread until a command, a start, a wake or an eviction has ended, which may take an hour. A web process
 has a fixed number of threads: without a limit, long calls would leave none for requests that are answered at once, such as
-renewals and health checks. Management commands and queue workers have no limit."""
+renewals and health checks. Management commands and queue workers have no limit, also in the process of a web server."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from threading import BoundedSemaphore, local
 from django.conf import settings
 
 from sandboxes.errors import TooManyLongCalls
+from sandboxes.queue_threads import is_queued_work
 
 
 class LongCallLimit:
@@ -32,7 +33,7 @@ class LongCallLimit:
 
         A nested `with` of the same thread is part of the outer call."""
         permits = self._permits
-        if permits is None or getattr(self._thread, "admitted", False):
+        if permits is None or getattr(self._thread, "admitted", False) or is_queued_work():
             yield
             return
         if not permits.acquire(blocking=False):

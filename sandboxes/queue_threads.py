@@ -25,6 +25,7 @@ TASK_WAIT = timedelta(seconds=60)  # shorter than the queue's timeout
 MAX_THREADS_PER_NAME = 4
 HANG_TIMEOUT = timedelta(minutes=30)  # without progress; longer than every timeout of a store's or an engine's client
 T = TypeVar("T")
+_current_thread = threading.local()
 
 
 class StillRunning(Exception):
@@ -56,6 +57,7 @@ class WorkThread(Progress, Generic[T]):
         return self._clock() - self._seen_at > HANG_TIMEOUT.total_seconds()
 
     def _run(self) -> None:
+        _current_thread.outlasts_task = True
         try:
             with hold(self):
                 self._result = self._work()
@@ -97,7 +99,6 @@ class WorkThreads:
 
 
 THREADS = WorkThreads()
-_current_thread = threading.local()
 
 
 def mark_worker_thread() -> None:
@@ -107,6 +108,11 @@ def mark_worker_thread() -> None:
 
 def is_worker_thread() -> bool:
     return getattr(_current_thread, "is_worker", False)
+
+
+def is_queued_work() -> bool:
+    """Return whether the calling thread executes a task of the queue, or work that outlasts one."""
+    return is_worker_thread() or getattr(_current_thread, "outlasts_task", False)
 
 
 def run_outlasting(name: str, work: Callable[[], T]) -> T:

@@ -30,12 +30,19 @@ SIZES = ("Pss", "Rss")
 
 
 def main() -> None:
+    for profile in ("standard", "small"):
+        measure_profile(profile)
+
+
+def measure_profile(profile: str) -> None:
+    os.environ["LEASEHOLD_PROFILE"] = profile
     with run_whole_control_plane() as (up, port, ready_seconds):
         _send_requests(port)
-        wait_until(lambda: Success.objects.count() >= TASK_COUNT, f"{TASK_COUNT} tasks succeed", within=START_TIMEOUT_SECONDS)
+        tasks = Success.objects.count() + TASK_COUNT
+        wait_until(lambda: Success.objects.count() >= tasks, f"{TASK_COUNT} tasks succeed", within=START_TIMEOUT_SECONDS)
         connections.close_all()
         rows = [(pid, describe_process(pid), read_sizes(pid)) for pid in sorted(list_process_tree(up.pid))]
-    print(f"\n{'pid':>8} {'PSS MiB':>8} {'RSS MiB':>8}  process")
+    print(f"\nProfile {profile}\n{'pid':>8} {'PSS MiB':>8} {'RSS MiB':>8}  process")
     for pid, description, sizes in rows:
         print(f"{pid:>8} {sizes['Pss'] / 1024:>8.1f} {sizes['Rss'] / 1024:>8.1f}  {description}")
     totals = {name: sum(sizes[name] for _, _, sizes in rows) / 1024 for name in SIZES}

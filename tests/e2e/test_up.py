@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -17,6 +18,21 @@ from tests.e2e.conftest import CHILDREN, HEALTHY, Home
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
+
+
+def prepare_exec(home: Home, lease: str, script: str) -> Callable[[], tuple[int, Any]]:
+    """Return a function that executes a shell script through HTTP."""
+    token = json.loads(run_manage(home.path, "create_key", "--agent", "did:plc:ada", "--json").stdout)["key"]
+
+    def post_exec() -> tuple[int, Any]:
+        with closing(http.client.HTTPConnection("127.0.0.1", home.port, timeout=60)) as connection:
+            body = json.dumps({"argv": ["sh", "-c", script]})
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+            connection.request("POST", f"/api/v1/leases/{lease}/exec", body, headers)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    return post_exec
 
 
 def test_up_refuses_a_second_up_and_finishes_requests_after_sigterm(home: Home) -> None:
@@ -36,15 +52,7 @@ def test_up_refuses_a_second_up_and_finishes_requests_after_sigterm(home: Home) 
     assert home.get("/healthz")[0] == 200
 
     lease = home.acquire_lease()
-    token = json.loads(run_manage(home.path, "create_key", "--agent", "did:plc:ada", "--json").stdout)["key"]
-
-    def post_exec() -> tuple[int, Any]:
-        with closing(http.client.HTTPConnection("127.0.0.1", home.port, timeout=60)) as connection:
-            body = json.dumps({"argv": ["sh", "-c", "sleep 12; echo done"]})
-            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            connection.request("POST", f"/api/v1/leases/{lease}/exec", body, headers)
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
+    post_exec = prepare_exec(home, lease, "sleep 12; echo done")
 
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(post_exec)
@@ -133,4 +141,26 @@ def test_killed_and_hanging_children_are_restarted_and_leave_no_process(home: Ho
     home.wait_for_child("queue", other_than=[restarted, before["queue"]])
     assert up.poll() is None
     assert home.stop(signal.SIGTERM) == 0
+    assert home.find_processes() == set()
+
+
+def test_the_small_profile_serves_drains_and_restarts_as_one_process(home: Home) -> None:
+    home.env |= {"LEASEHOLD_PROFILE": "small", "LEASEHOLD_DRAIN_TIMEOUT": "25s"}
+    up, before = home.up(), home.wait_for_child("all")
+    assert home.find_processes() == {up.pid, before}
+    assert wait_until(lambda: home.get("/readyz")[0] == 200, "the queue has written its heartbeat")
+
+    os.kill(before, signal.SIGKILL)
+    home.wait_for_line("all (pid")
+    home.wait_for_child("all", other_than=[before])
+    home.wait_for_line("up: ready", times=2)
+
+    lease = home.acquire_lease()
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(prepare_exec(home, lease, "sleep 5; echo done"))
+        wait_until(lambda: home.query_value("SELECT outcome FROM sandboxes_run") == "open", "the run is open")
+        assert home.stop(signal.SIGTERM) == 0
+        status, result = answer.result()
+    assert (status, result["stdout"]) == (200, "done\n"), result
+    assert "does not stop" not in home.read_log()
     assert home.find_processes() == set()

@@ -18,14 +18,13 @@ from django.db import Error as DatabaseError
 from django.db import connections
 from django.utils import timezone
 
-from controlplane import checks, health, schedules, supervisor, webserver
+from controlplane import checks, combined, health, schedules, supervisor, webserver
 from controlplane.supervisor import Child, Supervisor
-from controlplane.worker import cluster  # noqa: F401
 from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
 from sandboxes import providers
 from sandboxes.db import database_time
-from sandboxes.egress import nginx, server  # noqa: F401 - the imports of the children, which share their memory
+from sandboxes.egress import nginx
 from sandboxes.hosts import capacity, registry
 from sandboxes.models import Sandbox, SandboxState, Sweep
 from sandboxes.providers.base import Provider, ProviderError
@@ -107,15 +106,9 @@ class Command(BaseCommand):
     ) -> Supervisor:
         """Run the egress proxy, the web server and the queue until a signal arrives, then stop them."""
         settings.SANDBOX_PROVIDER = provider.name  # `auto` is resolved once, so that all processes agree
-        web = build_web_children(host, port)
-        egress = Child("egress", in_child(lambda: call_command("egress")))
-        queue = Child("queue", in_child(lambda: call_command("qcluster")), HeartbeatCheck(heartbeat_timeout))
-        processes = Supervisor(
-            run_instance,
-            [egress, *web] if no_worker else [egress, *web, queue],
-            print_line=self.print_line,
-            release_instance=self._release_instance,
-        )
+        children = build_children(host, port, with_queue=not no_worker, find_problem=HeartbeatCheck(heartbeat_timeout))
+        web = next(child for child in children if child.drain_seconds)
+        processes = Supervisor(run_instance, children, print_line=self.print_line, release_instance=self._release_instance)
         processes.install_signal_handlers()
         settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # the server warns if it does not exist
         health.set_draining(False)
@@ -127,7 +120,7 @@ class Command(BaseCommand):
         self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
         if not provider.isolated:
             self.print_line(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")
-        processes.run(each_tick=ReadinessAnnouncer(web[0], to_client_host(host), port, self.print_line), drain=self._drain)
+        processes.run(each_tick=ReadinessAnnouncer(web, to_client_host(host), port, self.print_line), drain=self._drain)
         return processes
 
     def _register_host(self, *, no_worker: bool) -> None:
@@ -219,10 +212,19 @@ class ReadinessAnnouncer:
             connection.close()
 
 
-def build_web_children(host: str, port: int) -> list[Child]:
-    """Return one child per web server process: web, web1, web2, ..."""
-    drain_seconds, serve = settings.DRAIN_TIMEOUT.total_seconds(), in_child(lambda: webserver.serve(host, port))
-    return [Child(f"web{number or ''}", serve, drain_seconds=drain_seconds) for number in range(settings.WEB_WORKERS)]
+def build_children(host: str, port: int, *, with_queue: bool, find_problem: Callable[[Child], str]) -> list[Child]:
+    """Return the child processes of the profile. A child with `drain_seconds` serves HTTP; several are web, web1, web2, ..."""
+    drain_seconds = settings.DRAIN_TIMEOUT.total_seconds()
+    if settings.PROFILE == "small":
+        serve = in_child(lambda: combined.serve(host, port, with_queue=with_queue))
+        find_problem = find_problem if with_queue else supervisor.find_no_problem
+        return [Child("all", serve, find_problem, drain_seconds + supervisor.STOP_TIMEOUT_SECONDS)]
+    serve = in_child(lambda: webserver.serve(host, port))
+    children = [Child("egress", in_child(lambda: call_command("egress")))]
+    children += [Child(f"web{number or ''}", serve, drain_seconds=drain_seconds) for number in range(settings.WEB_WORKERS)]
+    if with_queue:
+        children.append(Child("queue", in_child(lambda: call_command("qcluster")), find_problem))
+    return children
 
 
 def in_child(serve: Callable[[], object]) -> Callable[[], None]:

@@ -40,7 +40,7 @@ def enqueue_reclaim() -> None:
 def _find_hosts_with_work(*states: SandboxState) -> list[Host | None]:
     """Return the reachable hosts with sandboxes in these states, or [None], which means any host, if there are none."""
     hosts = Host.objects.filter(Exists(Sandbox.objects.filter(host=OuterRef("pk"), state__in=states)))
-    return [host for host in hosts if not registry.is_silent(host, now=database_time.now())] or [None]
+    return [host for host in hosts if not registry.is_unreachable(host, now=database_time.now())] or [None]
 
 
 def _find_host(lease_id: UUID) -> Host | None:
@@ -51,7 +51,7 @@ def _find_host(lease_id: UUID) -> Host | None:
     if sandbox is None or sandbox.host is None:
         return None
     is_bound = sandbox.state != SandboxState.COLD
-    return sandbox.host if is_bound or not registry.is_silent(sandbox.host, now=database_time.now()) else None
+    return sandbox.host if is_bound or not registry.is_unreachable(sandbox.host, now=database_time.now()) else None
 
 
 def reclaim() -> str:

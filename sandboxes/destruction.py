@@ -1,4 +1,4 @@
-"""Destruction of sandboxes, confirmed by their provider. Unsaved state is stored before.
+"""Destruction of sandboxes, confirmed by their provider. Their unsaved state is stored first.
 
 A row becomes `destroyed`, and its place free, only after the provider has confirmed that the sandbox is gone. Failed and
 unknown outcomes are retried with backoff, and end in quarantine."""
@@ -56,8 +56,8 @@ def schedule_destroy(
     """Move a sandbox to `destroying`, and close its open Runs as lost. `destroy` or a sweep calls the provider later.
 
     Returns False if the sandbox was in `destroying` or `destroyed` before, if the guard does not hold, or if EDGES
-    does not allow `code` from its state (another process has moved the sandbox). `note` is written to the closed Runs. The code
-    `discarded` prevents that unsaved state is stored."""
+    does not allow `code` from its state (another process has moved the sandbox). `note` is written to the closed Runs. Unsaved
+    state is not stored with the code `discarded`."""
     discarded = {"final_persist": FinalPersist.NONE} if code == TransitionReason.DISCARDED else {}
     while (state := Sandbox.objects.values_list("state", flat=True).get(pk=pk)) not in GONE_STATES:
         if code not in EDGES[SandboxState(state), DESTROYING]:
@@ -81,7 +81,7 @@ def schedule_destroy(
 
 
 def discard(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "") -> bool:
-    """Have a sandbox destroyed without storing its unsaved state, also one in `destroying` or in quarantine.
+    """Schedule the destruction of a sandbox without storing its unsaved state, also in `destroying` or in quarantine.
 
     Records the code `discarded` as a transition. Returns False if the sandbox is destroyed, or was discarded before."""
     if schedule_destroy(pk, now=now, code=TransitionReason.DISCARDED, reason=reason, actor=actor):
@@ -229,7 +229,7 @@ def _postpone_destroy(sandbox: Sandbox, error: str, clock: Clock) -> None:
     """Record a failed try and the time of the next one, or put the sandbox into quarantine after the last one."""
     now, tries, quarantined = clock(), sandbox.tries, sandbox.tries >= settings.DESTROY_TRIES
     with transaction.atomic():
-        own_claim = Q(pk=sandbox.pk, state=DESTROYING, claim=sandbox.claim)  # a worker that took over goes on
+        own_claim = Q(pk=sandbox.pk, state=DESTROYING, claim=sandbox.claim)  # not that of a worker that took over
         recorded = Sandbox.objects.filter(own_claim, quarantined_at__isnull=True).update(
             deadline_at=now + compute_backoff(tries),
             last_error=error[:2000],

@@ -53,8 +53,8 @@ def evict(
     """Evict one sandbox: store its state, then destroy its process. Returns whether it is cold now.
 
     Only `warm` and `waiting` sandboxes are evicted. A sandbox with an open Run is `running`, so the claiming UPDATE does not
-    match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays
-    alive and `last_error` has the cause. Raises WrongHost."""
+    match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays alive and
+    `last_error` has the cause. Raises WrongHost."""
     if settings.OBSERVE:
         return False  # the provider would refuse the destroy, and the sandbox would stay in `evicting`
     sandbox = Sandbox.objects.get(pk=pk)
@@ -210,8 +210,8 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "", sp
     """Free a place for this agent: cold before warm before waiting, the least recently used of each tier first.
 
     Never evicts a running sandbox, one that a guarantee protects, or with `spare_unused` one that has just been started for its
-    first use. Returns False if no sandbox can be evicted. True means
-    that one attempt was made: it may have failed, or a concurrent request may have taken the place."""
+    first use. Returns False if no sandbox can be evicted. True means that one attempt was made: it may have failed, or a
+    concurrent request may have taken the place."""
     clock = clock_from(now)
     victim = find_victim(pool, agent_did=agent_did, now=now, spare_unused=spare_unused)
     if victim is None:
@@ -256,12 +256,12 @@ def _destroy_unheld(victim: Sandbox, *, now: datetime, reason: str, actor: str) 
     """Destroy a pre-warmed sandbox, unless it was claimed meanwhile."""
     clock, unused = clock_from(now), Q(state=WARM, holder__isnull=True)
     with transaction.atomic():
-        taken = destruction.schedule_destroy(
+        scheduled = destruction.schedule_destroy(
             victim.pk, now=now, code=TransitionReason.CAPACITY, reason=reason, actor=actor, guard=unused
         )
-        if taken:
+        if scheduled:
             Pool.objects.filter(pk=victim.pool_id).update(evicted_warm=F("evicted_warm") + 1)
-    if taken:
+    if scheduled:
         log.info("evict", sandbox=str(victim.pk), tier="warm", agent="")
         destruction.destroy(victim.pk, now=clock(), actor=actor)
 

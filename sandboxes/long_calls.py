@@ -51,7 +51,7 @@ class LongCallLimit:
 
 
 LONG_CALLS = LongCallLimit()
-WAITING_CALLS = LongCallLimit()  # long calls that wait for a place: they must leave threads to those that free one
+WAITING_CALLS = LongCallLimit()  # long calls that wait for a place: they must leave threads to the calls that free a place
 
 
 def get_shutdown_path() -> Path:

@@ -23,7 +23,7 @@ from sandboxes.models.processes import Process, ProcessStatus
 from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, Missing, ProcessOutput, ProcessState, Provider, ProviderError, Rejected
 from sandboxes.providers.launcher import LAUNCH_TIMEOUT
-from sandboxes.runs import operations
+from sandboxes.runs import operations, workspace_limit
 from sandboxes.runs.operations import Command, Operation
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
@@ -54,7 +54,7 @@ def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, 
     clock = clock_from(now)
     command = Command(spec.argv, START_TIMEOUT, spec.env, spec.cwd, kind="process", run_id=spec.process_id)
     with operations.operation(request, command, now=now, actor=actor) as opened:
-        operations.require_workspace_space(opened.provider, opened.sandbox, now=clock())
+        workspace_limit.require_workspace_space(opened.provider, opened.sandbox, now=clock())
         process = _insert_process(opened.sandbox, spec, now=clock())
         checkpoint("process inserted", process)
         _launch(process, spec, opened, clock)
@@ -195,7 +195,7 @@ def _poll_log(process: Process, text: str, *, start: int, within: timedelta, clo
 
 
 def close_ended(*, now: datetime, limit: int = 500) -> SweepResult:
-    """Close the rows of processes that have ended, one provider call a sandbox."""
+    """Close the rows of processes that have ended, with one provider call per sandbox."""
     result, clock = SweepResult(), clock_from(now)
     running = (
         Process.objects.filter(registry.filter_local("sandbox__"), ended_at__isnull=True)
@@ -221,11 +221,11 @@ def _refresh_process(process: Process, *, now: datetime) -> None:
         process.refresh_from_db()
 
 
-def _close_ended_in_sandbox(opened: Iterable[Process], *, now: datetime) -> int:
+def _close_ended_in_sandbox(open_processes: Iterable[Process], *, now: datetime) -> int:
     """Close the rows of ended processes among the open ones of one sandbox. Returns their number. Raises ProviderError.
 
     A sandbox that the provider does not have closes all of them; `reconcile` records the missing sandbox."""
-    running = [process for process in opened if _is_sandbox_alive(process)]
+    running = [process for process in open_processes if _is_sandbox_alive(process)]
     if not running:
         return 0
     sandbox = running[0].sandbox
@@ -266,11 +266,11 @@ def _may_still_start(process: Process, *, now: datetime) -> bool:
     return now <= process.starts_by or Run.objects.filter(pk=process.pk, ended_at__isnull=True).exists()
 
 
-def _find_confirmed(opened: Iterable[Process]) -> set[uuid.UUID]:
-    """Return the ids of processes whose start the provider has confirmed. If it does not list them afterwards, they are gone.
+def _find_confirmed(open_processes: Iterable[Process]) -> set[uuid.UUID]:
+    """Return the ids of processes whose start is confirmed. A confirmed process that the provider does not list is gone.
 
     Call this function before the provider lists processes: a start may be confirmed during the listing."""
-    confirmed = Run.objects.filter(pk__in=[process.pk for process in opened], outcome=RunOutcome.OK)
+    confirmed = Run.objects.filter(pk__in=[process.pk for process in open_processes], outcome=RunOutcome.OK)
     return set(confirmed.values_list("pk", flat=True))
 
 

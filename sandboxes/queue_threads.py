@@ -5,8 +5,8 @@ stores a large workspace takes longer than both. Such work runs in a thread of i
 ends: the worker is free for other tasks, and the thread goes on under its claims. If the process dies, a sweep takes over at
 the deadlines of these claims.
 
-Threads that hang without progress occupy the places of their name. Once all are occupied the process ends, and its supervisor
-replaces it."""
+A thread that hangs counts towards the limit of its name until the process ends. Once all threads of a name hang, the process
+ends, and its supervisor starts another one."""
 
 import os
 import threading
@@ -61,7 +61,7 @@ class WorkThread(Progress, Generic[T]):
         try:
             with hold(self):
                 self._result = self._work()
-        except BaseException as error:  # raised again in the task, if that still waits
+        except BaseException as error:  # raised again in the task, if the task still waits
             self._error = error
             log.exception("queued work failed", work=self.name)
         finally:
@@ -70,7 +70,7 @@ class WorkThread(Progress, Generic[T]):
 
 
 class WorkThreads:
-    """Threads of this process."""
+    """Work threads of this process, at most MAX_THREADS_PER_NAME of each name."""
 
     def __init__(self, *, wait: timedelta = TASK_WAIT, clock: Callable[[], float] = time.monotonic) -> None:
         self.wait, self._clock = wait, clock
@@ -90,7 +90,7 @@ class WorkThreads:
         thread = WorkThread(name, work, clock=self._clock)
         self._threads.append(thread)
         if not thread.ended.wait(self.wait.total_seconds()):
-            raise StillRunning("still running; goes on in the background")
+            raise StillRunning("still running in the background")
         return thread.get_result()
 
     def end_process(self) -> None:
@@ -116,5 +116,5 @@ def is_queued_work() -> bool:
 
 
 def run_outlasting(name: str, work: Callable[[], T]) -> T:
-    """Call `work` as WorkThreads.run does in a thread that executes tasks of the queue, and directly in every other thread."""
+    """Call `work` through WorkThreads.run in a thread that executes tasks of the queue, and directly in every other thread."""
     return THREADS.run(name, work) if is_worker_thread() else work()

@@ -38,8 +38,7 @@ def _ignore_snapshot(snapshot: Snapshot) -> None:
 def take_snapshot(
     request: SandboxRequest, *, name: str = "", now: datetime, actor: str = "", record: SnapshotCallback = _ignore_snapshot
 ) -> Snapshot:
-    """Take a snapshot of the holder's workspace, without waking the sandbox. Deletes the oldest
-    snapshots beyond the retained number.
+    """Take a snapshot of the holder's workspace, without waking the sandbox. Deletes the oldest beyond the retained number.
 
     Raises SnapshotNotFound if the workspace was never used, SandboxBusy if the sandbox changes state repeatedly, and the
     errors of runs.operation."""

@@ -70,5 +70,5 @@ def run_recorded(
 def _claim_pass(row: Sweep, *, now: datetime, every: timedelta, started_by: Host | None) -> bool:
     """Record the start of a pass. Return False if another host has started one within MIN_INTERVAL_SHARE of the interval."""
     due = Q(started_at__isnull=True) | Q(started_at__lte=now - every * MIN_INTERVAL_SHARE) | Q(started_at__gt=now + every)
-    own = Q(host__isnull=False) | Q(started_by__isnull=True) | Q(started_by=started_by)
-    return bool(Sweep.objects.filter(due | own, pk=row.pk).update(started_at=now, every=every, started_by=started_by))
+    by_this_host = Q(host__isnull=False) | Q(started_by__isnull=True) | Q(started_by=started_by)
+    return bool(Sweep.objects.filter(due | by_this_host, pk=row.pk).update(started_at=now, every=every, started_by=started_by))

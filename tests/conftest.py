@@ -106,7 +106,7 @@ def clock_past_midnight() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def isolate_state_dirs(tmp_path: Path, settings: Any) -> Iterator[None]:
-    """Give the test its own store and state directory. Otherwise it would prune or count files of other tests."""
+    """Give each test its own store and state directory, so that no test prunes or counts files of another test."""
     settings.STATE_DIR, settings.STORAGE_DIR = tmp_path / "state", tmp_path / "store"
     get_store.cache_clear()
     yield
@@ -115,7 +115,7 @@ def isolate_state_dirs(tmp_path: Path, settings: Any) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def heartbeat_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have claims extended by `claims.HEARTBEAT.beat()` only. A thread does not see rows of a test's transaction."""
+    """Extend claims only by `claims.HEARTBEAT.beat()`. A heartbeat thread would not see rows of a test's transaction."""
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 3600.0)
 
 

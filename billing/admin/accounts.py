@@ -63,12 +63,12 @@ class CloseMonthForm(ReasonForm):
         field.help_text = "Months are closed in order, oldest first." if months else "No month is open."
 
 
-def _grant_credit(account: Account, actor: str, why: str, now: datetime, usd: Decimal) -> bool:
-    statements.grant_credit(account, usd, now=now, actor=actor, reason=why)
+def _grant_credit(account: Account, actor: str, reason: str, now: datetime, usd: Decimal) -> bool:
+    statements.grant_credit(account, usd, now=now, actor=actor, reason=reason)
     return True
 
 
-def _close_month(account: Account, actor: str, why: str, now: datetime, month: date) -> bool:
+def _close_month(account: Account, actor: str, reason: str, now: datetime, month: date) -> bool:
     return statements.close_month(account, month, now=now, actor=actor)[1]
 
 
@@ -98,7 +98,7 @@ CLOSE_MONTH_ACTION = AdminAction(
 
 @admin.register(Account)
 class AccountAdmin(ConsoleModelAdmin):
-    list_display = ["who", "members", "month", "balance", "closed"]
+    list_display = ["account_label", "members", "month", "balance", "closed"]
     search_fields = ["name__startswith", "title__startswith"]
     search_help_text = "Name or title (prefix)"
     ordering = ["name"]
@@ -127,7 +127,7 @@ class AccountAdmin(ConsoleModelAdmin):
             row.last = last.get(row.pk)  # type: ignore[attr-defined]
 
     @display(description="Account")
-    def who(self, row: Account) -> SafeString | str:
+    def account_label(self, row: Account) -> SafeString | str:
         return render_two_lines(row.name, row.title) if row.title else row.name
 
     @display(description="Members")

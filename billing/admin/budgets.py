@@ -33,7 +33,7 @@ from billing.admin.budget_usage import (
     render_gauge,
     render_reset_time,
 )
-from billing.admin.overshoot import SWEEP_INTERVAL, describe_overshoot
+from billing.admin.overshoot import describe_overshoot
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Budget
 from billing.models.budgets import Period, Scope, Unit
 from sandboxes.admin.base.actions import AdminAction, list_audit_entries
@@ -64,7 +64,7 @@ DEACTIVATE_ACTION = AdminAction(
     done="deactivated",
     refusal_reason="already inactive",
     legal=lambda budget: budget.active,
-    verb=lambda budget, actor, why, now: budgets.set_active(budget.pk, active=False, now=now),
+    verb=lambda budget, actor, reason, now: budgets.set_active(budget.pk, active=False, now=now),
     icon="toggle_off",
     permissions=("billing.change_budget",),
     button="Deactivate",
@@ -75,7 +75,7 @@ ACTIVATE_ACTION = AdminAction(
     done="activated",
     refusal_reason="already active",
     legal=lambda budget: not budget.active,
-    verb=lambda budget, actor, why, now: budgets.set_active(budget.pk, active=True, now=now),
+    verb=lambda budget, actor, reason, now: budgets.set_active(budget.pk, active=True, now=now),
     icon="toggle_on",
     permissions=("billing.change_budget",),
     button="Activate",
@@ -128,7 +128,7 @@ def render_subjects(rows: Collection[Budget]) -> Mapping[int, Any]:
 @admin.register(Budget)
 class BudgetAdmin(ConsoleModelAdmin):
     form = BudgetForm
-    list_display = ["what", "subject_label", "spending", "reset_time", "strictness", "condition"]
+    list_display = ["budget_label", "subject_label", "spending", "reset_time", "strictness", "condition"]
     list_filter = [
         ("scope", ChoicesRadioFilter), ("unit", ChoicesRadioFilter), ("period", ChoicesRadioFilter), "hard",
     ]  # fmt: skip
@@ -169,7 +169,7 @@ class BudgetAdmin(ConsoleModelAdmin):
             row.subject_link = subjects.get(row.pk, row.subject)  # type: ignore[attr-defined]
 
     @display(description="Budget")
-    def what(self, row: Budget) -> SafeString:
+    def budget_label(self, row: Budget) -> SafeString:
         period = "lifetime" if row.period == Period.EVER else f"per {row.period}"
         return render_two_lines(f"{format_usd(row.amount)} {get_unit_label(row)}", period)
 
@@ -266,7 +266,7 @@ class BudgetAdmin(ConsoleModelAdmin):
 def build_reservation_field(row: Budget, now: datetime) -> SummaryField:
     """Build the amount reserved for the running sandboxes until they can be stopped."""
     delay = budgets.get_stop_delay(row)
-    within = "for the next minute" if delay == SWEEP_INTERVAL else f"for the next {format_duration(delay)}"
+    within = "for the next minute" if delay == budgets.SWEEP_INTERVAL else f"for the next {format_duration(delay)}"
     reserved = budgets.compute_reservation(row, now=now)
     return SummaryField(
         f"Reserved {within}",

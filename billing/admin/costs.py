@@ -114,7 +114,7 @@ class CostChangeList(TabbedChangeList):
 
 @admin.register(CostRecord)
 class CostRecordAdmin(ReadOnlyModelAdmin):
-    list_display = ["what", "who", "when", "quantity_label", "free_quantity", "cost"]
+    list_display = ["item_label", "agent_label", "day_label", "quantity_label", "free_quantity", "cost"]
     list_filter = [
         ("day", RangeDateFilter), AgentFilter, LeaseFilter, EnvironmentFilter, ProviderFilter, ("item", ChoicesRadioFilter),
         ("account", RelatedDropdownFilter),
@@ -154,15 +154,15 @@ class CostRecordAdmin(ReadOnlyModelAdmin):
         return [path("export/<str:shape>/", export, name="billing_costrecord_export"), *super().get_urls()]
 
     @display(description="Item and provider")
-    def what(self, row: CostRecord) -> SafeString:
+    def item_label(self, row: CostRecord) -> SafeString:
         return render_two_lines(BillableItem(row.item).label, row.provider or "–")
 
     @display(description="Agent and environment")
-    def who(self, row: CostRecord) -> SafeString:
+    def agent_label(self, row: CostRecord) -> SafeString:
         return render_two_lines(row.agent_did or "–", row.environment_id)
 
     @display(description="Day and account")
-    def when(self, row: CostRecord) -> SafeString:
+    def day_label(self, row: CostRecord) -> SafeString:
         return render_two_lines(row.day, row.account)
 
     @display(description="Quantity")

@@ -25,8 +25,8 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 
 
-def _reverse_credit(credit: Credit, actor: str, why: str, now: datetime) -> bool:
-    return statements.reverse_credit(credit.pk, now=now, actor=actor, reason=why)
+def _reverse_credit(credit: Credit, actor: str, reason: str, now: datetime) -> bool:
+    return statements.reverse_credit(credit.pk, now=now, actor=actor, reason=reason)
 
 
 REVERSE_CREDIT_ACTION = AdminAction(

@@ -9,7 +9,6 @@ from billing.models.budgets import Unit
 from sandboxes.admin.base.formatting import format_duration
 from sandboxes.formatting import pluralize
 
-SWEEP_INTERVAL = timedelta(minutes=1)  # of the `meter` and `budgets` sweeps
 READING_INTERVAL = timedelta(minutes=5)  # of the `read` sweep
 
 
@@ -26,8 +25,8 @@ def describe_overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
         "is refused or stopped."
     ]
     sentences.append(
-        f"The overshoot is the usage in the last {format_duration(2 * SWEEP_INTERVAL)} of leases that have ended, the time to "
-        "store the state of each sandbox, one after another, and starts at the same instant."
+        f"The overshoot is the usage in the last {format_duration(2 * budgets.SWEEP_INTERVAL)} of leases that have ended, the "
+        "time to store the state of each sandbox, one after another, and starts at the same instant."
     )
     if budget.unit == Unit.USD:
         sentences.append(

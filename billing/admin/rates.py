@@ -91,7 +91,7 @@ def build_in_force_filter(now: datetime) -> Q:
     return Q(valid_from__lte=now) & ~Q(_exists_newer_rate(valid_from__lte=now))
 
 
-def _delete_rate(rate: Rate, actor: str, why: str, now: datetime) -> bool:
+def _delete_rate(rate: Rate, actor: str, reason: str, now: datetime) -> bool:
     """Delete a fresh copy of the row, so that `rate` keeps its id for the log entry."""
     try:
         get_object_or_404(Rate, pk=rate.pk).delete()
@@ -125,7 +125,7 @@ DELETE_RATE_ACTION = AdminAction(
 @admin.register(Rate)
 class RateAdmin(ConsoleModelAdmin):
     form = RateForm
-    list_display = ["what", "price", "free", "since", "condition"]
+    list_display = ["item_label", "price", "free", "since", "condition"]
     search_fields = ["provider__startswith"]
     search_help_text = "Provider (prefix)"
     ordering = ["provider", "item", "instance_type", "-valid_from"]
@@ -162,7 +162,7 @@ class RateAdmin(ConsoleModelAdmin):
         return {"valid_from": start_of_day(tomorrow), **super().get_changeform_initial_data(request)}
 
     @display(description="Provider and item")
-    def what(self, row: Rate) -> SafeString:
+    def item_label(self, row: Rate) -> SafeString:
         return render_two_lines(f"{row.provider} {row.instance_type}".strip(), ITEM_LABELS[BillableItem(row.item)])
 
     @display(description="Price")

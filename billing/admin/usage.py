@@ -127,7 +127,7 @@ def format_usage_amount(row: UsageRecord) -> str:
 
 @admin.register(UsageRecord)
 class UsageRecordAdmin(ReadOnlyModelAdmin):
-    list_display = ["what", "who", "when", "amount", "fact"]
+    list_display = ["usage_label", "agent_label", "day_label", "amount", "fact"]
     list_filter = [
         ("day", RangeDateFilter),
         AgentFilter,
@@ -161,15 +161,15 @@ class UsageRecordAdmin(ReadOnlyModelAdmin):
         return super().get_search_results(request, queryset, search_term)
 
     @display(description="Usage")
-    def what(self, row: UsageRecord) -> SafeString:
+    def usage_label(self, row: UsageRecord) -> SafeString:
         return render_two_lines(row.get_item_display(), row.state or row.model)
 
     @display(description="Agent and environment")
-    def who(self, row: UsageRecord) -> SafeString:
+    def agent_label(self, row: UsageRecord) -> SafeString:
         return render_two_lines(row.agent_did or "–", row.environment_id)
 
     @display(description="Day and provider")
-    def when(self, row: UsageRecord) -> SafeString:
+    def day_label(self, row: UsageRecord) -> SafeString:
         return render_two_lines(row.day, row.provider or "–")
 
     @display(description="Quantity")

@@ -46,6 +46,7 @@ from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
 from billing.budgets.periods import build_marked_filter, get_grace_deadline, get_period_bounds, get_spent
 from billing.budgets.reservation import (
+    SWEEP_INTERVAL,
     ReservationBasis,
     SandboxSize,
     compute_reservation,
@@ -58,6 +59,7 @@ from billing.budgets.spending import find_top_spenders, sum_spending_by_day
 from billing.budgets.updates import save_budget, set_active, update_spending
 
 __all__ = [
+    "SWEEP_INTERVAL",
     "Disclosure",
     "ReservationBasis",
     "SandboxSize",

@@ -23,7 +23,7 @@ from billing.models.budgets import Period, Unit
 from billing.totals import BILLABLE_STATES
 from sandboxes.models import GONE_STATES, Sandbox, SandboxState
 
-PASS_INTERVAL = timedelta(minutes=1)  # of the sweeps `meter` and `budgets`
+SWEEP_INTERVAL = timedelta(minutes=1)  # of the sweeps `meter` and `budgets`
 HOUR = timedelta(hours=1)
 RESERVING_STATES = (SandboxState.WARMING, *BILLABLE_STATES)
 
@@ -59,7 +59,7 @@ class ReservationBasis:
 
 def get_stop_delay(budget: Budget) -> timedelta:
     """Return the longest time from now until a sandbox in scope is stopped, if the budget is exhausted in the next pass."""
-    return PASS_INTERVAL + (budget.grace + PASS_INTERVAL if budget.grace else timedelta(0))
+    return SWEEP_INTERVAL + (budget.grace + SWEEP_INTERVAL if budget.grace else timedelta(0))
 
 
 def compute_reservation(
@@ -116,7 +116,7 @@ def _find_summed_until(budget: Budget, basis: ReservationBasis, *, now: datetime
     names = ["time", "costs"] if budget.unit == Unit.USD and budget.period != Period.HOUR else ["time"]
     metered = min((basis.marks.get(name, now) for name in names), default=now)
     # Usage that was metered after the last sum is not part of the spending either.
-    summed = now if budget.spent_at is None or budget.spent_at >= now else budget.spent_at - PASS_INTERVAL
+    summed = now if budget.spent_at is None or budget.spent_at >= now else budget.spent_at - SWEEP_INTERVAL
     return min(metered, summed, now)
 
 

@@ -38,7 +38,7 @@ REVOKE_KEY_ACTION = AdminAction(
     done="revoked",
     refusal_reason="already revoked",
     legal=lambda key: key.revoked_at is None,
-    verb=lambda key, actor, why, now: api_keys.revoke_key(key.pk, now=now),
+    verb=lambda key, actor, reason, now: api_keys.revoke_key(key.pk, now=now),
     icon="key_off",
     permissions=("leases.revoke_key",),
     danger=True,
@@ -56,7 +56,7 @@ class RotateKeyForm(ReasonForm):
     )
 
 
-def _rotate_key(row: AgentKey, actor: str, why: str, now: datetime, *, overlap: timedelta) -> bool:
+def _rotate_key(row: AgentKey, actor: str, reason: str, now: datetime, *, overlap: timedelta) -> bool:
     row.new_text = api_keys.rotate_key(row.pk, overlap=overlap, now=now, actor=actor)  # type: ignore[attr-defined]
     return True
 

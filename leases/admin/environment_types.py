@@ -17,7 +17,7 @@ from sandboxes.models.policies import SEALED_POLICY_NAME
 
 @admin.register(EnvironmentType)
 class EnvironmentTypeAdmin(ConsoleModelAdmin):
-    list_display = ["name", "lifetime_limits", "sleeps", "conditions", "where", "spends"]
+    list_display = ["name", "lifetime_limits", "sleeps", "conditions", "pool_label", "spends"]
     list_select_related = ["pool", "policy"]
     search_fields = ["name__startswith"]
     search_help_text = "Name (prefix)"
@@ -61,7 +61,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
         return ", ".join(row.expiry_conditions) or "–"
 
     @display(description="Pool and policy")
-    def where(self, row: EnvironmentType) -> SafeString:
+    def pool_label(self, row: EnvironmentType) -> SafeString:
         return render_two_lines(row.pool or "default pool", row.policy or SEALED_POLICY_NAME)
 
     @display(description="Spend limit")

@@ -23,7 +23,7 @@ DECLARE_LOST_ACTION = AdminAction(
     done="declared lost",
     refusal_reason="it has a recent heartbeat, or was declared lost before",
     legal=_is_unreachable,
-    verb=lambda host, actor, why, now: _is_unreachable(host) and declare_host_lost(host, now=now, actor=actor),
+    verb=lambda host, actor, reason, now: _is_unreachable(host) and declare_host_lost(host, now=now, actor=actor),
     icon="cloud_off",
     permissions=("sandboxes.declare_host_lost",),
     danger=True,

@@ -41,8 +41,8 @@ from sandboxes.models import Run, RunOutcome, Sandbox
 ENDING_SOON_WINDOW = timedelta(minutes=5)
 
 
-def _end_lease(lease: Lease, actor: str, why: str, now: datetime) -> bool:
-    return leasing.end(lease.pk, reason="operator", now=now, actor=actor, detail=why)
+def _end_lease(lease: Lease, actor: str, reason: str, now: datetime) -> bool:
+    return leasing.end(lease.pk, reason="operator", now=now, actor=actor, detail=reason)
 
 
 END_LEASE_ACTION = AdminAction(
@@ -74,7 +74,7 @@ def render_lease_end(lease: Lease, now: datetime) -> SafeString:
 
 @admin.register(Lease)
 class LeaseAdmin(ReadOnlyModelAdmin):
-    list_display = ["who", "state", "ends", "held", "kind", "last_used"]
+    list_display = ["agent_label", "state", "ends", "held", "kind", "last_used"]
     list_filter = ["status", "pool", "environment_type"]
     list_select_related = ["pool"]
     search_fields = ["agent_did__startswith", "environment_id__startswith"]
@@ -115,7 +115,7 @@ class LeaseAdmin(ReadOnlyModelAdmin):
     bulk_actions = {"end_leases": END_LEASE_ACTION}
 
     @display(description="Agent and environment")
-    def who(self, row: Lease) -> SafeString:
+    def agent_label(self, row: Lease) -> SafeString:
         return render_two_lines(row.agent_did, row.environment_id)
 
     @display(description="State")
@@ -205,7 +205,7 @@ def _parse_datetime(raw: str) -> datetime | None:
 
 @admin.register(Turn)
 class TurnAdmin(ReadOnlyModelAdmin):
-    list_display = ["turn", "who", "state", "action_summary", "lasted", "started"]
+    list_display = ["turn", "agent_label", "state", "action_summary", "lasted", "started"]
     list_filter = ["skipped"]
     list_select_related = ["lease"]
     search_fields = ["lease__agent_did__startswith", "lease__environment_id__startswith"]
@@ -224,7 +224,7 @@ class TurnAdmin(ReadOnlyModelAdmin):
         return str(row.number)
 
     @display(description="Agent and environment")
-    def who(self, row: Turn) -> SafeString:
+    def agent_label(self, row: Turn) -> SafeString:
         return render_two_lines(row.lease.agent_did, row.lease.environment_id)
 
     @display(description="State")

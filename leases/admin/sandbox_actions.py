@@ -14,22 +14,22 @@ from sandboxes.admin.sandboxes import SandboxAdmin
 from sandboxes.models import GONE_STATES, FinalPersist, Sandbox, SandboxState, TransitionReason
 
 
-def _destroy_sandbox(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
+def _destroy_sandbox(sandbox: Sandbox, actor: str, reason: str, now: datetime) -> bool:
     """End the holder's lease, so that the agent gets the reason. A sandbox without an active lease is destroyed directly."""
     if sandbox.state in GONE_STATES:
         return False  # the lease may already have its next sandbox
-    if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, detail=why):
+    if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, detail=reason):
         return True
     return destruction.schedule_destroy(
-        sandbox.pk, now=now, code=TransitionReason.OPERATOR, reason=f"operator: {why}", actor=actor
+        sandbox.pk, now=now, code=TransitionReason.OPERATOR, reason=f"operator: {reason}", actor=actor
     )
 
 
-def _discard_sandbox(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
+def _discard_sandbox(sandbox: Sandbox, actor: str, reason: str, now: datetime) -> bool:
     """End the holder's lease and have the sandbox destroyed without storing its state, also one that is being destroyed."""
     if sandbox.holder and sandbox.state not in GONE_STATES:
-        return leasing.discard(sandbox.holder, now=now, actor=actor, detail=why)
-    return destruction.discard(sandbox.pk, now=now, reason=f"discarded: {why}", actor=actor)
+        return leasing.discard(sandbox.holder, now=now, actor=actor, detail=reason)
+    return destruction.discard(sandbox.pk, now=now, reason=f"discarded: {reason}", actor=actor)
 
 
 def _can_discard(sandbox: Sandbox) -> bool:
@@ -59,7 +59,7 @@ EVICT_ACTION = AdminAction(
     done="scheduled for eviction",
     refusal_reason="not waiting",
     legal=_can_evict,
-    verb=lambda sandbox, actor, why, now: request_sleep(sandbox, now=now, actor=actor, reason=why),
+    verb=lambda sandbox, actor, reason, now: request_sleep(sandbox, now=now, actor=actor, reason=reason),
     icon="bedtime",
     permissions=("sandboxes.act_on_sandbox",),
     enqueue=enqueue_idle_sweep,
@@ -69,8 +69,8 @@ EVICT_WAITING_ACTION = replace(
     EVICT_ACTION,
     bulk_button="Evict… (waiting only)",
     legal=lambda sandbox: sandbox.state == SandboxState.WAITING and _can_evict(sandbox),
-    verb=lambda sandbox, actor, why, now: request_sleep(
-        sandbox, now=now, actor=actor, reason=why, guard=Q(state=SandboxState.WAITING)
+    verb=lambda sandbox, actor, reason, now: request_sleep(
+        sandbox, now=now, actor=actor, reason=reason, guard=Q(state=SandboxState.WAITING)
     ),
 )
 WAKE_ACTION = AdminAction(
@@ -79,7 +79,7 @@ WAKE_ACTION = AdminAction(
     done="being woken",
     refusal_reason="not cold",
     legal=lambda sandbox: sandbox.state == SandboxState.COLD and sandbox.lost_at is None,
-    verb=lambda sandbox, actor, why, now: request_wake(sandbox, now=now, actor=actor, reason=why),
+    verb=lambda sandbox, actor, reason, now: request_wake(sandbox, now=now, actor=actor, reason=reason),
     icon="wb_sunny",
     permissions=("sandboxes.act_on_sandbox",),
     explain_refusal=_describe_current_state,

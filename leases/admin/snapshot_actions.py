@@ -68,12 +68,12 @@ def _is_lease_active(holder: UUID) -> bool:
     return Lease.objects.filter(pk=holder, status=LeaseStatus.ACTIVE).exists()
 
 
-def _fork_snapshot(snapshot: Snapshot, actor: str, why: str, now: datetime, environment: str) -> bool:
+def _fork_snapshot(snapshot: Snapshot, actor: str, reason: str, now: datetime, environment: str) -> bool:
     lease = Lease.objects.select_related("pool").get(pk=snapshot.holder)
     request = LeaseRequest(lease.agent_did, environment, lease.environment_type_id, pool=lease.pool.name)
 
     def record_reason() -> None:
-        LeaseEvent.objects.create(lease=lease, at=now, kind="fork_asked_for", actor=actor, reason=why)
+        LeaseEvent.objects.create(lease=lease, at=now, kind="fork_asked_for", actor=actor, reason=reason)
 
     return forking.fork(lease, request, snapshot=snapshot.pk, now=now, actor=actor, admit=record_reason)[1]
 
@@ -93,7 +93,7 @@ TAKE_SNAPSHOT_ACTION = AdminAction(
     done="queued for a snapshot",
     refusal_reason="its lease has ended, or it has no stored or running state",
     legal=_can_snapshot,
-    verb=lambda sandbox, actor, why, now, name: request_snapshot(sandbox, name, now=now, actor=actor, reason=why),
+    verb=lambda sandbox, actor, reason, now, name: request_snapshot(sandbox, name, now=now, actor=actor, reason=reason),
     icon="photo_camera",
     permissions=("sandboxes.act_on_sandbox",),
     button="Snapshot",
@@ -108,7 +108,7 @@ RESTORE_ACTION = AdminAction(
     done="being restored",
     refusal_reason="the snapshot was deleted, or its lease has ended",
     legal=lambda snapshot: snapshot.forgotten_at is None and _is_lease_active(snapshot.holder),
-    verb=lambda snapshot, actor, why, now: request_restore(snapshot, now=now, actor=actor, reason=why),
+    verb=lambda snapshot, actor, reason, now: request_restore(snapshot, now=now, actor=actor, reason=reason),
     icon="settings_backup_restore",
     permissions=("sandboxes.act_on_sandbox",),
     explain_refusal=lambda snapshot: "its lease has ended",

@@ -56,8 +56,8 @@ class SpendLimitForm(ReasonForm):
         }
 
 
-def _set_spend_limit(lease: Lease, actor: str, why: str, now: datetime, limit: Decimal | None) -> bool:
-    return leasing.set_spend_limit(lease.pk, limit, now=now, actor=actor, detail=why)
+def _set_spend_limit(lease: Lease, actor: str, reason: str, now: datetime, limit: Decimal | None) -> bool:
+    return leasing.set_spend_limit(lease.pk, limit, now=now, actor=actor, detail=reason)
 
 
 SET_SPEND_LIMIT_ACTION = AdminAction(

@@ -54,7 +54,7 @@ KEEPING_NOTES = {
 
 @admin.register(AgentData)
 class AgentDataAdmin(DownloadModelAdmin):
-    list_display = ["who", "amount", "changed", "kept", "unsaved"]
+    list_display = ["agent_label", "amount", "changed", "kept", "unsaved"]
     list_filter = ["keeping"]
     search_fields = ["agent_did__startswith"]
     search_help_text = "Agent (prefix)"
@@ -79,7 +79,7 @@ class AgentDataAdmin(DownloadModelAdmin):
             row.unsaved_count = counts.get(row.pk, 0)  # type: ignore[attr-defined]
 
     @display(description="Agent")
-    def who(self, row: AgentData) -> str:
+    def agent_label(self, row: AgentData) -> str:
         return row.agent_did
 
     @display(description="Size")

@@ -28,7 +28,7 @@ DATA_EVENT_LABELS = {
 
 @admin.register(DataEvent)
 class DataEventAdmin(ReadOnlyModelAdmin):
-    list_display = ["what", "where", "detail_label", "who", "writer", "when"]
+    list_display = ["event_label", "path_label", "detail_label", "agent_label", "writer", "record_time"]
     list_filter = ["kind"]
     search_fields = ["agent_did__startswith", "path__startswith"]
     search_help_text = "Agent or path (prefix)"
@@ -54,11 +54,11 @@ class DataEventAdmin(ReadOnlyModelAdmin):
             row.writer = writers[row.holder] if row.holder else "–"  # type: ignore[attr-defined]
 
     @display(description="Event")
-    def what(self, row: DataEvent) -> SafeString:
+    def event_label(self, row: DataEvent) -> SafeString:
         return render_data_event(row)
 
     @display(description="Path")
-    def where(self, row: DataEvent) -> SafeString:
+    def path_label(self, row: DataEvent) -> SafeString:
         return format_html('<span class="lh-command">{}</span>', truncate_text(formatting.format_path(row.path)) or "–")
 
     @display(description="Detail")
@@ -66,7 +66,7 @@ class DataEventAdmin(ReadOnlyModelAdmin):
         return truncate_text(formatting.format_path(row.detail), 160)
 
     @display(description="Agent")
-    def who(self, row: DataEvent) -> str:
+    def agent_label(self, row: DataEvent) -> str:
         return row.agent_did
 
     @display(description="Lease")
@@ -74,7 +74,7 @@ class DataEventAdmin(ReadOnlyModelAdmin):
         return row.writer  # type: ignore[attr-defined]
 
     @display(description="Recorded")
-    def when(self, row: DataEvent) -> SafeString | str:
+    def record_time(self, row: DataEvent) -> SafeString | str:
         return render_time_ago(row.at)
 
     def get_page_context(self, request: HttpRequest, row: DataEvent) -> dict[str, Any]:

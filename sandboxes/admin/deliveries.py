@@ -42,7 +42,7 @@ REDELIVER_ACTION = AdminAction(
     done="queued for redelivery",
     refusal_reason="already pending, or the webhook was removed",
     legal=lambda row: row.due_at is None and row.webhook.removed_at is None,
-    verb=lambda row, actor, why, now: delivery.redeliver(row.pk, now=now, actor=actor),
+    verb=lambda row, actor, reason, now: delivery.redeliver(row.pk, now=now, actor=actor),
     icon="send",
     permissions=("sandboxes.send_webhook",),
     enqueue=outbox.enqueue_delivery_task,
@@ -55,7 +55,7 @@ def render_webhook_state(row: Webhook) -> SafeString:
 
 @admin.register(Event)
 class EventAdmin(ReadOnlyModelAdmin):
-    list_display = ["what", "happened", "deliveries_summary"]
+    list_display = ["event_label", "happened", "deliveries_summary"]
     list_filter = ["kind"]
     search_fields = ["key__startswith"]
     search_help_text = "Lease or sandbox (prefix), or a complete id"
@@ -78,7 +78,7 @@ class EventAdmin(ReadOnlyModelAdmin):
             row.delivery_counts = by_event.get(row.pk, [0, 0, 0])  # type: ignore[attr-defined]
 
     @display(description="Event")
-    def what(self, row: Event) -> SafeString:
+    def event_label(self, row: Event) -> SafeString:
         return render_two_lines(row.kind, row.key)
 
     @display(description="Occurred")
@@ -104,7 +104,7 @@ class EventAdmin(ReadOnlyModelAdmin):
                 SummaryField("Id", row.pk, note="webhook-id header of every attempt"),
             ],
             "body": json.dumps(json.loads(delivery.build_body(row)), indent=2, ensure_ascii=False),
-            "deliveries": build_delivery_rows(deliveries[:MAX_PANEL_ROWS], name=lambda one: truncate_text(one.webhook.url)),
+            "deliveries": build_delivery_rows(deliveries[:MAX_PANEL_ROWS], name=lambda row: truncate_text(row.webhook.url)),
             "more": all_url if len(deliveries) > MAX_PANEL_ROWS else "",
             "empty_text": "No deliveries: no webhook was subscribed when the event occurred.",
         }
@@ -112,7 +112,7 @@ class EventAdmin(ReadOnlyModelAdmin):
 
 @admin.register(Delivery)
 class DeliveryAdmin(ReadOnlyModelAdmin):
-    list_display = ["what", "where", "state", "attempts", "response"]
+    list_display = ["event_label", "webhook_label", "state", "attempts", "response"]
     list_filter = ["event__kind"]
     list_select_related = ["event", "webhook"]
     search_fields = ["event__key__startswith", "webhook__url__contains"]
@@ -139,11 +139,11 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
     bulk_actions = {"again_all": REDELIVER_ACTION}
 
     @display(description="Event")
-    def what(self, row: Delivery) -> SafeString:
+    def event_label(self, row: Delivery) -> SafeString:
         return render_two_lines(row.event.kind, row.event.key)
 
     @display(description="Webhook")
-    def where(self, row: Delivery) -> str:
+    def webhook_label(self, row: Delivery) -> str:
         return truncate_text(row.webhook.url)
 
     @display(description="State")
@@ -206,7 +206,10 @@ class DeliveryRow:
 def build_delivery_rows(deliveries: Iterable[Delivery], *, name: Callable[[Delivery], str]) -> list[DeliveryRow]:
     return [
         DeliveryRow(
-            reverse("admin:sandboxes_delivery_change", args=[one.pk]), name(one), render_delivery_state(one), one.last_error
+            reverse("admin:sandboxes_delivery_change", args=[delivery.pk]),
+            name(delivery),
+            render_delivery_state(delivery),
+            delivery.last_error,
         )
-        for one in deliveries
+        for delivery in deliveries
     ]

@@ -39,7 +39,7 @@ MAX_AUDIT_ENTRIES = 12
 DID_KEY_PREFIX = "did:key:"
 
 
-def _rotate_key(key: SigningKey, actor: str, why: str, now: datetime) -> bool:
+def _rotate_key(key: SigningKey, actor: str, reason: str, now: datetime) -> bool:
     return signing.replace_key(key, now=now, actor=actor) is not None
 
 
@@ -69,7 +69,7 @@ REVOKE_KEY_ACTION = AdminAction(
     done="revoked",
     refusal_reason="no longer active",
     legal=lambda key: key.is_active,
-    verb=lambda key, actor, why, now: signing.revoke_key(key, now=now, actor=actor),
+    verb=lambda key, actor, reason, now: signing.revoke_key(key, now=now, actor=actor),
     icon="key_off",
     permissions=("sandboxes.manage_identity",),
     danger=True,
@@ -102,7 +102,7 @@ class SigningKeyForm(forms.ModelForm):
 @admin.register(SigningKey)
 class SigningKeyAdmin(ConsoleModelAdmin):
     form = SigningKeyForm
-    list_display = ["who", "shown", "state", "created", "last_minted"]
+    list_display = ["agent_label", "public_key_label", "state", "created", "last_minted"]
     list_filter = ["algorithm"]
     search_fields = ["agent_did__startswith", "public_key__startswith"]
     search_help_text = "Agent or public key (prefix)"
@@ -143,11 +143,11 @@ class SigningKeyAdmin(ConsoleModelAdmin):
             row.minted_at = latest.get(row.pk)  # type: ignore[attr-defined]
 
     @display(description="Agent")
-    def who(self, row: SigningKey) -> SafeString:
+    def agent_label(self, row: SigningKey) -> SafeString:
         return render_two_lines(row.agent_did, row.algorithm)
 
     @display(description="Public key")
-    def shown(self, row: SigningKey) -> SafeString:
+    def public_key_label(self, row: SigningKey) -> SafeString:
         return format_html('<span class="lh-command lh-digest">{}</span>', row.did_key)
 
     @display(description="State")
@@ -254,7 +254,7 @@ def render_key_state(key: SigningKey) -> SafeString:
 
 @admin.register(MintedToken)
 class MintedTokenAdmin(ReadOnlyModelAdmin):
-    list_display = ["what", "who", "by", "minted", "ends"]
+    list_display = ["audience_label", "agent_label", "requester", "minted", "ends"]
     search_fields = ["agent_did__startswith", "aud__startswith", "lxm__startswith", "key__public_key__exact"]
     search_help_text = "Agent, audience or method (prefix), or a complete id or key"
     ordering = ["-at", "-pk"]
@@ -278,15 +278,15 @@ class MintedTokenAdmin(ReadOnlyModelAdmin):
             row.lease = leases[row.holder] if row.holder else "–"  # type: ignore[attr-defined]
 
     @display(description="Audience and method")
-    def what(self, row: MintedToken) -> SafeString:
+    def audience_label(self, row: MintedToken) -> SafeString:
         return render_two_lines(row.aud, row.lxm)
 
     @display(description="Agent and lease")
-    def who(self, row: MintedToken) -> SafeString:
+    def agent_label(self, row: MintedToken) -> SafeString:
         return render_two_lines(row.agent_did, row.lease)  # type: ignore[attr-defined]
 
     @display(description="Requested by")
-    def by(self, row: MintedToken) -> str:
+    def requester(self, row: MintedToken) -> str:
         return row.actor or "–"
 
     @display(description="Issued")

@@ -132,7 +132,7 @@ class HttpStatusFilter(TextLookupFilter):
 
 @admin.register(LlmCall)
 class LlmCallAdmin(ReadOnlyModelAdmin):
-    list_display = ["asked", "result", "tokens", "price", "who", "when", "lasted"]
+    list_display = ["call_label", "result", "tokens", "price", "agent_label", "start_time", "lasted"]
     list_filter = [
         ("kind", ChoicesRadioFilter),
         ("outcome", ChoicesRadioFilter),
@@ -174,7 +174,7 @@ class LlmCallAdmin(ReadOnlyModelAdmin):
         return super().get_search_results(request, queryset, search_term)
 
     @display(description="Model")
-    def asked(self, row: LlmCall) -> SafeString:
+    def call_label(self, row: LlmCall) -> SafeString:
         return render_two_lines(format_model_name(row), "" if row.kind == LlmCall.Kind.LLM else format_path(row.path))
 
     @display(description="Result")
@@ -192,11 +192,11 @@ class LlmCallAdmin(ReadOnlyModelAdmin):
         return format_price(row)
 
     @display(description="Agent and environment")
-    def who(self, row: LlmCall) -> SafeString:
+    def agent_label(self, row: LlmCall) -> SafeString:
         return render_two_lines(row.agent_did or "–", row.environment_id)
 
     @display(description="Started", ordering=F("started_at"))
-    def when(self, row: LlmCall) -> SafeString | str:
+    def start_time(self, row: LlmCall) -> SafeString | str:
         return render_time_ago(row.started_at)
 
     @display(description="Duration")

@@ -27,7 +27,7 @@ CONFIGURED_MODELS_LABEL = "configured default"  # LEASEHOLD_LLM_MODEL and LEASEH
 
 @admin.register(Policy)
 class PolicyAdmin(ConsoleModelAdmin):
-    list_display = ["what", "root", "allowed_models", "pace", "relay_access", "live"]
+    list_display = ["policy_label", "root", "allowed_models", "pace", "relay_access", "live"]
     search_fields = ["name__startswith"]
     search_help_text = "Name (prefix)"
     ordering = ["name"]
@@ -80,7 +80,7 @@ class PolicyAdmin(ConsoleModelAdmin):
             row.live = live.get(None if row.built_in else row.pk, 0)  # type: ignore[attr-defined]
 
     @display(description="Policy")
-    def what(self, row: Policy) -> SafeString | str:
+    def policy_label(self, row: Policy) -> SafeString | str:
         return render_two_lines(row.name, row.description) if row.description else row.name
 
     @display(description="Root file system")

@@ -14,7 +14,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes import pool_stats as stats
+from sandboxes import pool_stats
 from sandboxes.admin import tabs
 from sandboxes.admin.base.actions import AdminAction, list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
@@ -71,9 +71,9 @@ CLOSE_CIRCUIT_ACTION = AdminAction(
 )
 
 
-def is_circuit_open(one: Pool | PoolStats, now: datetime) -> bool:
+def is_circuit_open(pool: Pool | PoolStats, now: datetime) -> bool:
     """Return whether warm starts are suspended after repeated failures."""
-    return one.warm_paused_until is not None and one.warm_paused_until > now
+    return pool.warm_paused_until is not None and pool.warm_paused_until > now
 
 
 # --- usage of a pool, also on the dashboard ------------------------------------------------------------------------
@@ -106,26 +106,28 @@ class PoolUsage:
     @property
     def counts(self) -> list[str]:
         """Pre-warmed sandboxes, and turnover since the pool was created. Zero counters are left out."""
-        one = self.stats
-        ready = f"Pre-warmed: {one.warm_ready:,} of {one.warm_target:,}" if one.warm_target else ""
+        stats = self.stats
+        ready = f"Pre-warmed: {stats.warm_ready:,} of {stats.warm_target:,}" if stats.warm_target else ""
         turnover = [
-            f"{title}: {format_counts(parts(one))}" for title, parts in TURNOVER_COUNTERS.items() if any(parts(one).values())
+            f"{title}: {format_counts(parts(stats))}"
+            for title, parts in TURNOVER_COUNTERS.items()
+            if any(parts(stats).values())
         ]
         return [each for each in (ready, *turnover) if each]
 
 
-def count_evictions(one: PoolStats) -> dict[str, int]:
+def count_evictions(stats: PoolStats) -> dict[str, int]:
     """Evictions that made room for another sandbox, by the state before."""
-    return {"cold": one.evicted_cold, "warm": one.evicted_warm, "waiting": one.evicted_waiting}
+    return {"cold": stats.evicted_cold, "warm": stats.evicted_warm, "waiting": stats.evicted_waiting}
 
 
-def count_starts_by_source(one: PoolStats) -> dict[str, int]:
+def count_starts_by_source(stats: PoolStats) -> dict[str, int]:
     """Sandboxes provisioned for leases, by source: pre-warmed, or state from the local copy, from the store, or none."""
     return {
-        "pre-warmed": one.claimed_warm,
-        "from local copy": one.woken_local,
-        "from store": one.woken_cloud,
-        "fresh": one.woken_fresh,
+        "pre-warmed": stats.claimed_warm,
+        "from local copy": stats.woken_local,
+        "from store": stats.woken_cloud,
+        "fresh": stats.woken_fresh,
     }
 
 
@@ -133,29 +135,29 @@ TURNOVER_COUNTERS = {"Evicted": count_evictions, "Provisioned": count_starts_by_
 
 
 def build_pool_usages(pools: Sequence[PoolStats], now: datetime) -> list[PoolUsage]:
-    return [build_pool_usage(one, now) for one in pools]
+    return [build_pool_usage(stats, now) for stats in pools]
 
 
-def build_pool_usage(one: PoolStats, now: datetime) -> PoolUsage:
+def build_pool_usage(stats: PoolStats, now: datetime) -> PoolUsage:
     parts = [
         StateShare(
             state,
             number,
-            100 * number / max(one.capacity, one.total),
-            build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=one.pk, state__exact=state),
+            100 * number / max(stats.capacity, stats.total),
+            build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=stats.pk, state__exact=state),
         )
         for state in SandboxState.values
-        if (number := getattr(one, state, 0))
+        if (number := getattr(stats, state, 0))
     ]
-    notes = [render_badge("draining")] if one.draining else []
-    if one.warm_paused_until and is_circuit_open(one, now):
-        notes.append(render_badge("paused", f"circuit open for {format_age(one.warm_paused_until - now)}"))
-    return PoolUsage(one, build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=one.pk), parts, notes)
+    notes = [render_badge("draining")] if stats.draining else []
+    if stats.warm_paused_until and is_circuit_open(stats, now):
+        notes.append(render_badge("paused", f"circuit open for {format_age(stats.warm_paused_until - now)}"))
+    return PoolUsage(stats, build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=stats.pk), parts, notes)
 
 
 @admin.register(Pool)
 class PoolAdmin(ConsoleModelAdmin):
-    list_display = ["name", "condition", "filled", "ready", "where", "size"]
+    list_display = ["name", "condition", "filled", "ready", "provider_label", "size"]
     search_fields = ["name__startswith"]
     search_help_text = "Name (prefix)"
     ordering = ["name"]
@@ -197,7 +199,7 @@ class PoolAdmin(ConsoleModelAdmin):
         capacity.update_automatic_capacities(now=timezone.now())
 
     def annotate_rows(self, rows: list[Pool]) -> None:
-        by_pool = {one.pk: one for one in stats.collect_pool_stats(now=timezone.now())}
+        by_pool = {each.pk: each for each in pool_stats.collect_pool_stats(now=timezone.now())}
         for row in rows:
             row.stats = by_pool[row.pk]  # type: ignore[attr-defined]
 
@@ -219,7 +221,7 @@ class PoolAdmin(ConsoleModelAdmin):
         return f"{ready:,} of {row.warm_target:,}" if row.warm_target else "–"
 
     @display(description="Provider and image")
-    def where(self, row: Pool) -> SafeString:
+    def provider_label(self, row: Pool) -> SafeString:
         return render_two_lines(row.provider or "default provider", row.image or "default image")
 
     @display(description="Resources")
@@ -228,12 +230,12 @@ class PoolAdmin(ConsoleModelAdmin):
 
     def get_page_context(self, request: HttpRequest, row: Pool) -> dict[str, Any]:
         now = timezone.now()
-        one = next(each for each in stats.collect_pool_stats(now=now) if each.pk == row.pk)
+        stats = next(each for each in pool_stats.collect_pool_stats(now=now) if each.pk == row.pk)
         may_view = request.user.has_perm("sandboxes.view_quota")
         quotas = list(row.quotas.order_by("-used", "agent_did")[: MAX_PANEL_ROWS + 1]) if may_view else []
         return {
-            "facts": build_pool_fields(row, one, now),
-            "usage": build_pool_usage(one, now),
+            "facts": build_pool_fields(row, stats, now),
+            "usage": build_pool_usage(stats, now),
             "warm_error": decode_output(row.warm_error.encode()),
             "audit": list_audit_entries(row, MAX_PANEL_ROWS),
             "quotas": [build_quota_row(quota, quota.agent_did) for quota in quotas[:MAX_PANEL_ROWS]],
@@ -246,22 +248,22 @@ class PoolAdmin(ConsoleModelAdmin):
         }
 
 
-def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryField]:
+def build_pool_fields(row: Pool, stats: PoolStats, now: datetime) -> list[SummaryField]:
     """Build the summary of a pool. Each number of sandboxes links to those sandboxes."""
     live = row.sandboxes.exclude(state=SandboxState.DESTROYED)
     problems = {name: Count("pk", filter=tabs.SANDBOX_TABS[name].get_filter(now)) for name in PROBLEM_TAB_LABELS}
     counts = live.aggregate(unclaimed=Count("pk", filter=tabs.UNCLAIMED_TAB.get_filter(now)), **problems)
-    outdated = counts["unclaimed"] - one.warm_ready
+    outdated = counts["unclaimed"] - stats.warm_ready
     target = f"target {row.warm_target:,}" if row.warm_target else "no warm target"
     return [
         SummaryField("State", render_badge("draining") if row.draining else render_badge("ok", "active")),
         SummaryField(
             "Used",
-            f"{one.used:,} of {one.capacity:,}",
-            note=render_two_lines(render_meter(one.used, one.capacity), f"{one.cold:,} cold" if one.cold else ""),
+            f"{stats.used:,} of {stats.capacity:,}",
+            note=render_two_lines(render_meter(stats.used, stats.capacity), f"{stats.cold:,} cold" if stats.cold else ""),
             href=build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=row.pk),
         ),
-        build_queue_field(row, one, now),
+        build_queue_field(row, stats, now),
         SummaryField(
             "Capacity",
             *describe_capacity(row),
@@ -284,24 +286,24 @@ def build_pool_fields(row: Pool, one: PoolStats, now: datetime) -> list[SummaryF
         ],
         SummaryField(
             "Evicted",
-            f"{sum(count_evictions(one).values()):,}",
-            note=format_counts(count_evictions(one)) or "to make room for other sandboxes",
+            f"{sum(count_evictions(stats).values()):,}",
+            note=format_counts(count_evictions(stats)) or "to make room for other sandboxes",
         ),
-        SummaryField("Became cold", f"{one.slept:,}", note="when idle or to make room"),
+        SummaryField("Became cold", f"{stats.slept:,}", note="when idle or to make room"),
         SummaryField(
             "Provisioned",
-            f"{sum(count_starts_by_source(one).values()):,}",
-            note=format_counts(count_starts_by_source(one)),
+            f"{sum(count_starts_by_source(stats).values()):,}",
+            note=format_counts(count_starts_by_source(stats)),
         ),
         SummaryField("Owner label", row.owner, note="label of this pool's sandboxes at the provider"),
     ]
 
 
-def build_queue_field(row: Pool, one: PoolStats, now: datetime) -> SummaryField:
+def build_queue_field(row: Pool, stats: PoolStats, now: datetime) -> SummaryField:
     """Build the length of the queue for places, with the longest wait."""
     first = row.admission_requests.filter(expires_at__gt=now).order_by("enqueued_at").first()
     note = f"requests that wait for a place, longest {format_age(now - first.enqueued_at)}" if first else "no request waits"
-    return SummaryField("Queue", f"{one.queue_length:,}", note=note, alarm=one.queue_length > 0)
+    return SummaryField("Queue", f"{stats.queue_length:,}", note=note, alarm=stats.queue_length > 0)
 
 
 def describe_capacity(row: Pool) -> tuple[str, str]:

@@ -36,7 +36,7 @@ STATE_BADGES = {
 
 @admin.register(Process)
 class ProcessAdmin(ReadOnlyModelAdmin):
-    list_display = ["line", "condition", "lasted", "started", "who"]
+    list_display = ["line", "condition", "lasted", "started", "agent_label"]
     list_filter = ["state"]
     list_select_related = ["sandbox"]
     search_fields = ["agent_did__startswith", "sandbox__environment_id__startswith"]
@@ -72,7 +72,7 @@ class ProcessAdmin(ReadOnlyModelAdmin):
         return render_time_ago(row.started_at)
 
     @display(description="Agent and environment")
-    def who(self, row: Process) -> SafeString:
+    def agent_label(self, row: Process) -> SafeString:
         return render_two_lines(row.agent_did, row.sandbox.environment_id)
 
     def get_page_context(self, request: HttpRequest, row: Process) -> dict[str, Any]:

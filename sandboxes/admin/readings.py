@@ -25,7 +25,7 @@ from sandboxes.models import Reading, Sandbox
 
 @admin.register(Reading)
 class ReadingAdmin(ReadOnlyModelAdmin):
-    list_display = ["who", "cpu", "memory", "over", "when"]
+    list_display = ["agent_label", "cpu", "memory", "over", "read_time"]
     list_select_related = ["sandbox"]
     search_fields = ["sandbox__agent_did__startswith", "sandbox__environment_id__startswith"]
     search_help_text = "Agent or environment (prefix)"
@@ -38,7 +38,7 @@ class ReadingAdmin(ReadOnlyModelAdmin):
     )
 
     @display(description="Agent and environment")
-    def who(self, row: Reading) -> SafeString:
+    def agent_label(self, row: Reading) -> SafeString:
         return render_two_lines(row.sandbox.agent_did or str(row.sandbox), row.sandbox.environment_id)
 
     @display(description="CPU used")
@@ -54,7 +54,7 @@ class ReadingAdmin(ReadOnlyModelAdmin):
         return format_duration(row.at - row.since)
 
     @display(description="Read")
-    def when(self, row: Reading) -> SafeString | str:
+    def read_time(self, row: Reading) -> SafeString | str:
         return render_time_ago(row.at)
 
     def get_page_context(self, request: HttpRequest, row: Reading) -> dict[str, Any]:

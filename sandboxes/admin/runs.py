@@ -47,7 +47,7 @@ def render_run_outcome(run: Run) -> SafeString:
 
 @admin.register(Run)
 class RunAdmin(ReadOnlyModelAdmin):
-    list_display = ["line", "result", "kind_label", "duration", "started", "who"]
+    list_display = ["line", "result", "kind_label", "duration", "started", "agent_label"]
     list_filter = ["outcome", "kind"]
     list_select_related = ["sandbox"]
     list_defer = ["stdout", "stderr"]
@@ -96,7 +96,7 @@ class RunAdmin(ReadOnlyModelAdmin):
         return render_time_ago(row.started_at)
 
     @display(description="Agent and environment")
-    def who(self, row: Run) -> SafeString:
+    def agent_label(self, row: Run) -> SafeString:
         return render_two_lines(row.agent_did, row.sandbox.environment_id)
 
     def get_page_context(self, request: HttpRequest, row: Run) -> dict[str, Any]:

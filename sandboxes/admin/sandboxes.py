@@ -100,7 +100,7 @@ class TimeInStateFilter(RadioFilter):
 
 @admin.register(Sandbox)
 class SandboxAdmin(ReadOnlyModelAdmin):
-    list_display = ["who", "status", "lasted", "place", "used", "trouble"]
+    list_display = ["agent_label", "status", "lasted", "place", "used", "trouble"]
     list_filter = ["state", TimeInStateFilter, "pool", "policy", "provider"]
     list_select_related = ["pool", "attachment"]
     list_defer = ["attachment__base", "attachment__pulling"]
@@ -122,7 +122,7 @@ class SandboxAdmin(ReadOnlyModelAdmin):
     # --- the list -----------------------------------------------------------------------------------------------------
 
     @display(description="Agent and environment")
-    def who(self, row: Sandbox) -> SafeString:
+    def agent_label(self, row: Sandbox) -> SafeString:
         return render_two_lines(row.agent_did or row.pk, row.environment_id or "unclaimed")
 
     @display(description="State")
@@ -312,8 +312,8 @@ def build_wake_source_field(row: Sandbox, stored: list[Snapshot]) -> SummaryFiel
     newest = next((each for each in stored if each.forgotten_at is None), None)
     if newest is None:
         return SummaryField("Next wake from", "no stored state", note="starts fresh")
-    again = "; stored again when evicted" if row.state in (SandboxState.RUNNING, SandboxState.WAITING) else ""
-    note = format_html("stored {}{}", render_time_ago(newest.at), again)
+    next_store = "; stored again when evicted" if row.state in (SandboxState.RUNNING, SandboxState.WAITING) else ""
+    note = format_html("stored {}{}", render_time_ago(newest.at), next_store)
     return SummaryField("Next wake from", SOURCE_LABELS["local" if newest.local else "cloud"], note=note)
 
 
@@ -326,9 +326,9 @@ def build_destroy_field(row: Sandbox, now: datetime) -> SummaryField:
     tries = pluralize(row.tries, "failed attempt", "failed attempts") if row.tries else "not attempted yet"
     if row.quarantined_at:
         return SummaryField("Destroy", "quarantined", note=f"after {tries}", alarm=True)
-    when = (
+    next_attempt = (
         f"next attempt in {format_duration(row.deadline_at - now)}"
         if row.deadline_at and row.deadline_at > now
         else "due at the next sweep"
     )
-    return SummaryField("Destroy", tries, note=when, alarm=row.tries > 0)
+    return SummaryField("Destroy", tries, note=next_attempt, alarm=row.tries > 0)

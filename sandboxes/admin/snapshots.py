@@ -44,7 +44,7 @@ SNAPSHOT_KIND_LABELS = {
 
 @admin.register(Snapshot)
 class SnapshotAdmin(DownloadModelAdmin):
-    list_display = ["who", "why", "stored", "amount", "where"]
+    list_display = ["agent_label", "reason_label", "stored", "amount", "location"]
     list_filter = ["kind"]
     list_select_related = ["sandbox"]
     search_fields = ["sandbox__agent_did__startswith", "sandbox__environment_id__startswith"]
@@ -64,11 +64,11 @@ class SnapshotAdmin(DownloadModelAdmin):
     change_form_outer_before_template = "admin/sandboxes/snapshot/objects.html"
 
     @display(description="Agent and environment")
-    def who(self, row: Snapshot) -> SafeString:
+    def agent_label(self, row: Snapshot) -> SafeString:
         return render_two_lines(row.sandbox.agent_did, row.sandbox.environment_id)
 
     @display(description="Reason")
-    def why(self, row: Snapshot) -> SafeString:
+    def reason_label(self, row: Snapshot) -> SafeString:
         return render_two_lines(SNAPSHOT_KIND_LABELS[SnapshotKind(row.kind)], formatting.format_path(row.name))
 
     @display(description="Stored")
@@ -80,7 +80,7 @@ class SnapshotAdmin(DownloadModelAdmin):
         return format_bytes(row.size_bytes)
 
     @display(description="Location")
-    def where(self, row: Snapshot) -> str:
+    def location(self, row: Snapshot) -> str:
         return describe_snapshot_location(row)
 
     def get_page_context(self, request: HttpRequest, row: Snapshot) -> dict[str, Any]:

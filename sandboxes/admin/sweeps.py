@@ -39,7 +39,7 @@ def build_late_filter(now: datetime) -> Q:
 
 @admin.register(Sweep)
 class SweepAdmin(ReadOnlyModelAdmin):
-    list_display = ["name", "where", "health", "succeeded", "period", "lasted", "did", "error"]
+    list_display = ["name", "host_label", "health", "succeeded", "period", "lasted", "result", "error"]
     list_select_related = ["host", "started_by"]
     ordering = ["name", "host"]
     list_tabs = {
@@ -50,8 +50,8 @@ class SweepAdmin(ReadOnlyModelAdmin):
     change_form_outer_before_template = "admin/sandboxes/sweep/error.html"
 
     @display(description="Host")
-    def where(self, row: Sweep) -> SafeString:
-        """The host whose work the sweep does, or the one that last ran a sweep of the installation."""
+    def host_label(self, row: Sweep) -> SafeString:
+        """Return the host whose work the sweep does, or the host that last ran a sweep of the installation."""
         if row.host:
             return render_admin_link("sandboxes_host", row.host.pk, row.host)
         return render_two_lines("installation", f"last on {row.started_by}" if row.started_by else "")
@@ -73,7 +73,7 @@ class SweepAdmin(ReadOnlyModelAdmin):
         return format_duration(row.took) if row.took is not None else "–"
 
     @display(description="Result")
-    def did(self, row: Sweep) -> str:
+    def result(self, row: Sweep) -> str:
         return ", ".join(f"{number} {label}" for label, number in row.counts.items()) or "nothing to do"
 
     @display(description="Error")
@@ -84,14 +84,14 @@ class SweepAdmin(ReadOnlyModelAdmin):
         return {
             "facts": [
                 SummaryField("Health", self.health(row)),
-                SummaryField("Host", self.where(row)),
+                SummaryField("Host", self.host_label(row)),
                 SummaryField(
                     "Last success", self.succeeded(row), note=render_timestamp(row.succeeded_at) if row.succeeded_at else ""
                 ),
                 SummaryField("Last start", render_time_ago(row.started_at)),
                 SummaryField("Interval", self.period(row)),
                 SummaryField("Duration", self.lasted(row)),
-                SummaryField("Result", self.did(row), note="of the last successful run"),
+                SummaryField("Result", self.result(row), note="of the last successful run"),
             ],
             "last_error": decode_output(row.last_error.encode()),
         }

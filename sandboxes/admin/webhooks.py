@@ -32,12 +32,12 @@ from sandboxes.webhooks import delivery, outbox, subscriptions
 MAX_PANEL_ROWS = 12
 
 
-def _send_test(row: Webhook, actor: str, why: str, now: datetime) -> bool:
+def _send_test(row: Webhook, actor: str, reason: str, now: datetime) -> bool:
     delivery.send_test_event(row, now=now, actor=actor)
     return True
 
 
-def _rotate_secret(row: Webhook, actor: str, why: str, now: datetime) -> bool:
+def _rotate_secret(row: Webhook, actor: str, reason: str, now: datetime) -> bool:
     row.new_secret = subscriptions.rotate_secret(row, now=now, actor=actor)  # type: ignore[attr-defined]
     return row.new_secret is not None  # type: ignore[attr-defined]
 
@@ -65,7 +65,7 @@ PAUSE_ACTION = AdminAction(
     done="paused",
     refusal_reason="not active",
     legal=lambda row: row.state == "active",
-    verb=lambda row, actor, why, now: subscriptions.pause_webhook(row.pk, actor=actor),
+    verb=lambda row, actor, reason, now: subscriptions.pause_webhook(row.pk, actor=actor),
     icon="pause",
     permissions=("sandboxes.send_webhook",),
     button="Pause",
@@ -76,7 +76,7 @@ RESUME_ACTION = AdminAction(
     done="resumed",
     refusal_reason="neither paused nor disabled",
     legal=lambda row: row.state in ("paused", "disabled"),
-    verb=lambda row, actor, why, now: subscriptions.resume_webhook(row.pk, now=now, actor=actor),
+    verb=lambda row, actor, reason, now: subscriptions.resume_webhook(row.pk, now=now, actor=actor),
     enqueue=outbox.enqueue_delivery_task,
     permissions=("sandboxes.send_webhook",),
     button="Resume",
@@ -98,7 +98,7 @@ REMOVE_ACTION = AdminAction(
     done="removed",
     refusal_reason="already removed",
     legal=lambda row: row.removed_at is None,
-    verb=lambda row, actor, why, now: subscriptions.remove_webhook(row.pk, now=now, actor=actor),
+    verb=lambda row, actor, reason, now: subscriptions.remove_webhook(row.pk, now=now, actor=actor),
     icon="delete",
     permissions=("sandboxes.manage_webhook",),
     danger=True,
@@ -141,7 +141,7 @@ class AddWebhookForm(WebhookForm):
 @admin.register(Webhook)
 class WebhookAdmin(ConsoleModelAdmin):
     form = WebhookForm
-    list_display = ["where", "subscriptions", "state", "last", "pending_count"]
+    list_display = ["webhook_label", "subscriptions", "state", "last", "pending_count"]
     search_fields = ["url__contains", "description__contains"]
     search_help_text = "Part of the URL or of the description"
     ordering = ["-created_at", "-pk"]
@@ -191,7 +191,7 @@ class WebhookAdmin(ConsoleModelAdmin):
             row.pending = counts.get(row.pk, 0)  # type: ignore[attr-defined]
 
     @display(description="Webhook")
-    def where(self, row: Webhook) -> SafeString | str:
+    def webhook_label(self, row: Webhook) -> SafeString | str:
         return render_two_lines(truncate_text(row.url), row.description) if row.description else truncate_text(row.url)
 
     @display(description="Events")
@@ -242,7 +242,7 @@ class WebhookAdmin(ConsoleModelAdmin):
                 ),
                 SummaryField("Added", render_time_ago(row.created_at), note=f"by {row.created_by}" if row.created_by else ""),
             ],
-            "deliveries": build_delivery_rows(latest[:MAX_PANEL_ROWS], name=lambda one: one.event.kind),
+            "deliveries": build_delivery_rows(latest[:MAX_PANEL_ROWS], name=lambda delivery: delivery.event.kind),
             "more": all_url if len(latest) > MAX_PANEL_ROWS else "",
             "empty_text": "No deliveries yet. One is recorded for each event that matches the subscription.",
             "audit": list_audit_entries(row, MAX_PANEL_ROWS),

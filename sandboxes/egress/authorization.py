@@ -84,10 +84,10 @@ def _is_elsewhere(sandbox: Sandbox) -> bool:
 
 def lock_holder(caller: CallerIdentity) -> None:
     """Lock the sandbox row until commit. Raise CallRefused if the lease no longer holds the sandbox."""
-    held = Sandbox.objects.select_for_update(no_key=True).filter(
+    held_sandbox = Sandbox.objects.select_for_update(no_key=True).filter(
         pk=caller.sandbox.pk, holder=caller.holder, state__in=ALIVE_STATES
     )
-    if not held.exists():
+    if not held_sandbox.exists():
         raise _build_no_lease_refusal()
 
 

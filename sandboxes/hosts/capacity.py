@@ -27,7 +27,7 @@ class DerivedCapacity:
 def derive_capacity(provider: Provider, memory_mib: int) -> DerivedCapacity:
     """Return how many sandboxes of `memory_mib` MiB this host may hold. Raise ProviderError if the engine does not respond.
 
-    Each place is assumed to be awake, at its memory limit."""
+    Each sandbox is assumed to run at its memory limit."""
     if settings.MAX_SANDBOXES is not None:
         return DerivedCapacity(settings.MAX_SANDBOXES, "LEASEHOLD_MAX_SANDBOXES")
     total = provider.total_memory_mib()
@@ -50,7 +50,7 @@ def _compute_reserve(total_mib: int) -> int:
 
 
 def try_derive_capacity(provider: str, memory_mib: int) -> DerivedCapacity | None:
-    """Return what derive_capacity does, or None if the provider cannot be used now. An empty name is the default provider."""
+    """Like derive_capacity, but return None if the provider cannot be used now. An empty name is the default provider."""
     try:
         return derive_capacity(providers.get_provider(provider or providers.get_default_provider_name()), memory_mib)
     except (ProviderError, ImproperlyConfigured):
@@ -58,7 +58,7 @@ def try_derive_capacity(provider: str, memory_mib: int) -> DerivedCapacity | Non
 
 
 def sum_capacity(provider_name: str, memory_mib: int, *, now: datetime) -> DerivedCapacity | None:
-    """Return the places on this host and all other live hosts of a provider; None if this host's are not known."""
+    """Return the places on this host and all other live hosts of a provider; None if this host's places are not known."""
     derived = try_derive_capacity(provider_name, memory_mib)
     if derived is None or settings.MAX_SANDBOXES is not None:
         return derived

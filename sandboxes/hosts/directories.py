@@ -1,4 +1,4 @@
-"""Directories on the host under which other users may write: ownership checks, and changes of owner and mode without links.
+"""Directories below which other users of the host may write: ownership checks; changes of owner and mode that follow no link.
 
 The control plane often runs as root. A user of the host who plants a symbolic link where root creates a directory would
 otherwise become the owner of any file."""
@@ -24,7 +24,7 @@ def ensure_private_directory(directory: Path) -> None:
 
 
 def check_private_directory(directory: Path) -> None:
-    """Raise UnsafeDirectory unless it is a directory, and no link, that only this user can enter and replace."""
+    """Raise UnsafeDirectory unless the path is a directory, not a link, that only this user can enter and replace."""
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode):
         problem = "is not a directory" if not stat.S_ISLNK(status.st_mode) else "is a symbolic link"
@@ -45,7 +45,7 @@ def check_private_directory(directory: Path) -> None:
 def ensure_directory(directory: Path, *, owner: int | None = None) -> Path:
     """Create a directory with mode 0755 below a private one, unless it exists, and return it.
 
-    `owner` is the user and group id to which it is given. Raise UnsafeDirectory if the path is a link or no directory."""
+    `owner` is the user and group id of the new owner. Raise UnsafeDirectory if the path is a link or not a directory."""
     directory.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with suppress(FileExistsError):
         directory.mkdir(mode=0o755)

@@ -1,7 +1,7 @@
 """Task queues: one a host, served by this host's worker. A task that calls an engine goes to the queue of its host.
 
 One worker serves one queue. A queue for the whole installation would need a second worker on each host, so a task that any
-host can execute goes to the host whose worker was heard last."""
+host can execute goes to a host with a recent heartbeat."""
 
 from typing import Any
 
@@ -20,21 +20,23 @@ log = structlog.get_logger(__name__)
 
 
 def enqueue(function: str, *args: Any, group: str, host: Host | None = None) -> None:
-    """Queue a task for the worker of a host, or of any host."""
+    """Queue a task for the worker of a host, by default of any live host."""
     async_task(function, *args, group=group, cluster=host.queue if host and host.queue else choose_queue())
 
 
 def choose_queue() -> str:
-    """Return a queue whose worker is probably alive: this host's if its worker was heard, else that of the host heard last."""
+    """Return a queue whose worker is probably alive.
+
+    This host's queue if its heartbeat is recent, else the queue of the host with the newest heartbeat."""
     try:
-        own = registry.get_queue_name()
+        own_queue = registry.get_queue_name()
     except (ProviderError, ImproperlyConfigured) as error:  # the engine has never responded here
         log.warning("queue of this host not known", error=str(error))
-        own = ""
+        own_queue = ""
     live = registry.find_live_hosts(now=database_time.now())
     reachable = [*live.exclude(queue="").values_list("queue", flat=True)]
-    if own in reachable or not reachable:
-        return own or _find_last_queue()
+    if own_queue in reachable or not reachable:
+        return own_queue or _find_last_queue()
     return reachable[0]
 
 

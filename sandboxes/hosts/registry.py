@@ -1,7 +1,7 @@
-"""Registry of hosts: which engines exist, which of them this process reaches, and the provider of a sandbox.
+"""Registry of hosts: known engines, the engines that this process reaches, and the provider of a sandbox.
 
 A sandbox belongs to the engine that runs it. Only a process that reaches this engine may act on the sandbox: another engine
-knows nothing of the sandbox, and its "no such sandbox" says nothing about it."""
+does not know the sandbox, and its "no such sandbox" proves nothing."""
 
 import json
 import os
@@ -25,14 +25,14 @@ from sandboxes.models import Host, Pool, Sandbox
 from sandboxes.providers.base import Provider, ProviderError, Unavailable
 
 log = structlog.get_logger(__name__)
-ENGINES_FILE = "engines.json"  # in the state directory: provider -> id of its engine, for the time when it does not respond
+ENGINES_FILE = "engines.json"  # in the state directory: provider -> engine id, used while the engine does not respond
 
 
 def get_local_host_id(provider_name: str) -> uuid.UUID:
-    """Return the id of the host whose engine this process reaches by a provider, without a query.
+    """Return the id of the host whose engine this process reaches through a provider, without a query.
 
-    While the engine has not responded to this process, it is the one that last responded to a process with this state
-    directory. Raise Unavailable if none has, and ImproperlyConfigured as `get_provider` does."""
+    Until the engine has responded to this process, the id is that of the engine which last responded to a process with this
+    state directory. Raise Unavailable if none has, and ImproperlyConfigured as `get_provider` does."""
     provider = providers.get_provider(provider_name)
     try:
         return compute_host_id(provider_name, provider.last_engine_id())
@@ -47,20 +47,20 @@ def get_local_host(provider_name: str, *, now: datetime) -> Host:
 
     Raise the errors of get_local_host_id."""
     host_id = get_local_host_id(provider_name)
-    found = Host.objects.filter(pk=host_id).first()
-    return found or _register(providers.get_provider(provider_name), now=now)
+    host = Host.objects.filter(pk=host_id).first()
+    return host or _register(providers.get_provider(provider_name), now=now)
 
 
 def get_placement_host(provider_name: str, *, now: datetime) -> Host:
     """Return the host on which this process starts sandboxes. Raise HostLost if an operator has declared it lost."""
     host = get_local_host(provider_name, now=now)
     if host.lost_at:
-        raise HostLost(f'The host "{host}" was declared lost and is not cleaned up yet. Its worker does that.', host=host.name)
+        raise HostLost(f'The host "{host}" was declared lost and is not cleaned up yet. Its worker does so.', host=host.name)
     return host
 
 
 def find_worker_host(*, now: datetime) -> Host | None:
-    """Return the host of the default provider: the one after which the worker's queue is named. None if that is not known."""
+    """Return the host of the default provider, after which the worker's queue is named; None if the host is not known."""
     try:
         return get_local_host(providers.get_default_provider_name(), now=now)
     except (ProviderError, ImproperlyConfigured):
@@ -68,18 +68,18 @@ def find_worker_host(*, now: datetime) -> Host | None:
 
 
 def find_live_hosts(*, now: datetime) -> QuerySet[Host]:
-    """Select the hosts that are neither silent nor lost, the one heard last first."""
+    """Select the hosts that are neither unreachable nor lost, the newest heartbeat first."""
     return Host.objects.filter(lost_at__isnull=True, heartbeat_at__gt=now - settings.HOST_TIMEOUT).order_by("-heartbeat_at")
 
 
-def is_silent(host: Host, *, now: datetime) -> bool:
+def is_unreachable(host: Host, *, now: datetime) -> bool:
     """Return whether no worker has reached the host's engine within LEASEHOLD_HOST_TIMEOUT."""
     return (host.heartbeat_at or host.created_at) <= now - settings.HOST_TIMEOUT
 
 
 def get_state(host: Host, *, now: datetime) -> str:
-    """Return "live", "unreachable" (no recent heartbeat) or "lost" (an operator's word)."""
-    return "lost" if host.lost_at else "unreachable" if is_silent(host, now=now) else "live"
+    """Return "live", "unreachable" (no recent heartbeat) or "lost" (declared by an operator)."""
+    return "lost" if host.lost_at else "unreachable" if is_unreachable(host, now=now) else "live"
 
 
 def count_by_state(*, now: datetime) -> dict[str, int]:
@@ -91,7 +91,7 @@ def count_by_state(*, now: datetime) -> dict[str, int]:
 
 
 def find_local_host_ids() -> list[uuid.UUID]:
-    """Return the ids of all known hosts whose engine this process reaches, one a provider at most."""
+    """Return the ids of all known hosts whose engine this process reaches, at most one per provider."""
     known = Host.objects.order_by("provider").values_list("provider", flat=True).distinct()
     return list(_iter_reachable(known))
 
@@ -121,7 +121,7 @@ def require_local(sandbox: Sandbox) -> None:
     """Raise WrongHost unless this process reaches the sandbox's engine."""
     if not is_local(sandbox):
         raise WrongHost(
-            f"{_describe_place(sandbox)}, which this server does not reach. Nothing was changed.", host=_name(sandbox)
+            f"{_describe_location(sandbox)}, which this server does not reach. Nothing was changed.", host=_name(sandbox)
         )
 
 
@@ -132,11 +132,11 @@ def get_sandbox_provider(sandbox: Sandbox) -> Provider:
     `get_provider` does."""
     provider = providers.get_provider(sandbox.provider)
     if sandbox.host_id is None or sandbox.host_id != get_local_host_id(sandbox.provider):
-        raise Unavailable(f"{_describe_place(sandbox)}, which this process does not reach.")
+        raise Unavailable(f"{_describe_location(sandbox)}, which this process does not reach.")
     return bind_provider(provider, sandbox.host_id)
 
 
-def _describe_place(sandbox: Sandbox) -> str:
+def _describe_location(sandbox: Sandbox) -> str:
     name = _name(sandbox)
     return f'The sandbox is on the host "{name}"' if name else "The sandbox is not assigned to a host yet"
 

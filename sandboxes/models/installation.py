@@ -7,7 +7,7 @@ from django.db.models import Q
 
 
 class Installation(models.Model):
-    """The only row of its table: which installation this database belongs to, and how far it has come."""
+    """Identity of the installation that this database belongs to, and its generation. The table has one row."""
 
     id = models.PositiveSmallIntegerField(primary_key=True, default=1, editable=False)
     identity = models.UUIDField(default=uuid.uuid4, editable=False)

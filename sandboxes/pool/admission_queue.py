@@ -9,7 +9,7 @@ deletes the row. The order is computed for each decision, from the rows and the 
 4. requests that have waited longer.
 
 Agents therefore take turns, however many requests one of them has, and however short its leases are. A request for a place
-that is not in the queue, such as a command of a lease without a sandbox, comes after those that are."""
+that is not in the queue, such as a command of a lease without a sandbox, comes after the queued requests."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from django.db.models import QuerySet
 from sandboxes.errors import CapacityExhausted, TooManyAdmissionRequests
 from sandboxes.models import AdmissionRequest, Pool, Quota
 
-# A client that polls returns after RETRY_AFTER_SECONDS. Until ABANDONED_AFTER an absent client may delay those behind it.
+# A client that polls returns after RETRY_AFTER_SECONDS. Until ABANDONED_AFTER an absent client may delay later requests.
 ABANDONED_AFTER = timedelta(seconds=15)
 RETRY_AFTER_SECONDS = 5
 MAX_REQUESTS_PER_AGENT = 100  # in one pool: each decision reads all requests of the pool
@@ -32,7 +32,7 @@ MAX_REQUESTS_PER_AGENT = 100  # in one pool: each decision reads all requests of
 class Position:
     """Position of a request among those that wait for a place in a pool."""
 
-    ahead: int  # requests that get a place first
+    ahead: int  # requests that get a place before this one
     length: int  # all waiting requests
     enqueued_at: datetime | None = None  # None: the request is not in the queue
 
@@ -49,12 +49,12 @@ class Position:
 def enqueue(pool: Pool, agent_did: str, environment_id: str, *, now: datetime, since: datetime | None = None) -> datetime:
     """Add a request to the queue, or keep it there for another ABANDONED_AFTER. Return the time since which it has waited.
 
-    A client that returns later than that begins anew, unless it passes the earlier time as `since`. Raise
-    TooManyAdmissionRequests at the limit of its agent."""
-    own = _find_requests(agent_did, environment_id).filter(pool=pool)
+    A request that has expired waits from `now` again, unless its client passes the earlier time as `since`. Raise
+    TooManyAdmissionRequests at the limit of the agent."""
+    own_requests = _find_requests(agent_did, environment_id).filter(pool=pool)
     expires_at = now + ABANDONED_AFTER
-    if own.filter(expires_at__gt=now).update(expires_at=expires_at):
-        return since or own.values_list("enqueued_at", flat=True).first() or now
+    if own_requests.filter(expires_at__gt=now).update(expires_at=expires_at):
+        return since or own_requests.values_list("enqueued_at", flat=True).first() or now
     if pool.admission_requests.filter(agent_did=agent_did, expires_at__gt=now).count() >= MAX_REQUESTS_PER_AGENT:
         raise TooManyAdmissionRequests(limit=MAX_REQUESTS_PER_AGENT)
     request = AdmissionRequest(
@@ -87,21 +87,21 @@ def find_pool(agent_did: str, environment_id: str, *, now: datetime) -> Pool | N
 def find_position(pool: Pool, agent_did: str, environment_id: str, *, now: datetime) -> Position:
     """Return the position of a request. One query if the queue is empty, else two.
 
-    A request that is not in the queue comes last, but an agent below its guarantee comes before those that have none left."""
+    A request that is not in the queue comes last, or before requests of agents above their guarantee if its own is below."""
     waiting = list(pool.admission_requests.filter(expires_at__gt=now).order_by("enqueued_at", "pk"))
     if not waiting:
         return Position(ahead=0, length=0)
     quotas = _load_quotas(pool, {agent_did, *(request.agent_did for request in waiting)})
     order = _order(waiting, quotas)
-    own = next((each for each in waiting if (each.agent_did, each.environment_id) == (agent_did, environment_id)), None)
+    own_request = next((each for each in waiting if (each.agent_did, each.environment_id) == (agent_did, environment_id)), None)
     requests = [request for _, request in order]
-    if own in requests:
-        ahead = requests.index(own)
+    if own_request in requests:
+        ahead = requests.index(own_request)
     else:
         own_requests = sum(request.agent_did == agent_did for request in waiting)
         below_guarantee = quotas[agent_did].used + own_requests < quotas[agent_did].guaranteed
         ahead = sum(is_guaranteed or not below_guarantee for is_guaranteed, _ in order)
-    return Position(ahead, len(waiting), own.enqueued_at if own else None)
+    return Position(ahead, len(waiting), own_request.enqueued_at if own_request else None)
 
 
 def count_waiting(pool: Pool, *, now: datetime) -> int:
@@ -112,7 +112,7 @@ def count_waiting(pool: Pool, *, now: datetime) -> int:
 def build_waiting_error(pool: Pool, position: Position) -> CapacityExhausted:
     """Build the error for a request that gets no place before others."""
     return CapacityExhausted(
-        f'The next free places of the pool "{pool}" go to {position.ahead} requests that have waited for one. '
+        f'The next free places of the pool "{pool}" go to {position.ahead} waiting requests. '
         "Join the environment with wait_seconds to wait as well.",
         position=position.number,
         queue_length=position.length,
@@ -141,11 +141,11 @@ def _order(waiting: Sequence[AdmissionRequest], quotas: dict[str, Quota]) -> lis
     order of arrival."""
     earlier: Counter[str] = Counter()
     order = []
-    never = datetime.min.replace(tzinfo=UTC)
+    earliest = datetime.min.replace(tzinfo=UTC)
     for arrival, request in enumerate(waiting):
         quota = quotas[request.agent_did]
         places = quota.used + earlier[request.agent_did]
         earlier[request.agent_did] += 1
         if quota.most is None or places < quota.most:
-            order.append((places >= quota.guaranteed, places, quota.admitted_at or never, arrival, request))
+            order.append((places >= quota.guaranteed, places, quota.admitted_at or earliest, arrival, request))
     return [(not above, request) for above, *_, request in sorted(order, key=lambda each: each[:4])]

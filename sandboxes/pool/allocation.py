@@ -81,9 +81,9 @@ def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -
 
     Blocks while this or another process starts or evicts the sandbox. Raises CapacityExhausted,
     QuotaExceeded or PoolDraining if no place is available, DiskFull if a new sandbox is needed and a disk of the control plane
-    is low, SandboxNotReady if the start failed, SandboxLost if the stored
-    state is gone, WrongHost if the sandbox or its stored state is on a host that this process does not reach, and SandboxBusy
-    if another process has not finished after SANDBOX_START_TIMEOUT."""
+    is low, SandboxNotReady if the start failed, SandboxLost if the stored state is gone, WrongHost if the sandbox or its
+    stored state is on a host that this process does not reach, and SandboxBusy if another process has not finished after
+    SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
     sandbox = find_by_holder(request.holder)
@@ -196,7 +196,7 @@ def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") ->
 def _build_pool_full_error(pool: Pool) -> CapacityExhausted:
     return CapacityExhausted(
         f'All {pool.capacity} places of the pool "{pool}" are taken and none can be freed now: '
-        "each sandbox is running or protected by a guarantee. A lease that ends frees one."
+        "each sandbox is running or protected by a guarantee. A lease that ends frees a place."
     )
 
 
@@ -242,7 +242,7 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
     waits for, no egress slot is free, or a disk is low.
 
     The pool's row is locked while the warm and warming sandboxes are counted. Concurrent sweeps therefore do not exceed the
-    target. Raises what start_reserved raises."""
+    target. Raises the errors of start_reserved."""
     if disk_space.find_low():
         return None
     clock = clock_from(now)
@@ -299,7 +299,7 @@ def find_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
 
 
 def find_local_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
-    """Select what find_unclaimed does on the hosts that this process reaches. The warm target applies to each host."""
+    """Like find_unclaimed, but only on the hosts that this process reaches. The warm target applies to each host."""
     return find_unclaimed(pool).filter(registry.filter_local())
 
 

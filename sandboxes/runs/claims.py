@@ -14,7 +14,7 @@ from sandboxes.models import Run
 from sandboxes.providers.base import OutputView
 
 KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, in which the provider kills the command and reports the timeout
-DEADLINE_TOLERANCE = timedelta(seconds=5)  # a deadline that is as much too early is not corrected: KILL_GRACE covers it
+DEADLINE_TOLERANCE = timedelta(seconds=5)  # a deadline with a smaller error is not corrected: KILL_GRACE covers the error
 
 
 class RunClaim(Claim):
@@ -27,7 +27,7 @@ class RunClaim(Claim):
         self._stored_bytes = 0
 
     def begin_command(self, timeout: timedelta) -> None:
-        """Set the deadline to that of a command that starts now, unless it differs little. Raises ClaimLost."""
+        """Set the deadline for a command that starts now, unless the present one is nearly the same. Raises ClaimLost."""
         with self.lock:
             deadline = self.clock() + timeout + KILL_GRACE
             self.forget_progress()

@@ -4,7 +4,6 @@ A Run is opened before the provider is called, and closed after, also on failure
 open Runs: its state and its count of open Runs change in the transaction that opens or closes the Run. An eviction
 checks the state, and therefore never takes a sandbox in which an operation is active."""
 
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +29,6 @@ from sandboxes.errors import (
     SandboxLost,
     SandboxNotReady,
     StoreUnavailable,
-    WorkspaceFull,
 )
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
@@ -38,13 +36,12 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
 from sandboxes.pool import allocation, starts
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
+from sandboxes.runs import workspace_limit
 from sandboxes.runs.claims import KILL_GRACE, RunClaim
 from sandboxes.state import data_sync
 from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
-MAX_WRITE_BYTES_PER_SECOND = 1 << 30  # assumed growth of a workspace, to decide whether a run may have exceeded the limit
-MEASURE_INTERVAL_FACTOR = 20  # time between measurements after runs, in durations of one: at most 5 % of the time is measuring
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def exec_in_sandbox(
     WorkspaceFull and the errors of `operation`."""
     clock = clock_from(now)
     with operation(request, command, now=now, actor=actor) as opened:
-        require_workspace_space(opened.provider, opened.sandbox, now=clock())
+        workspace_limit.require_workspace_space(opened.provider, opened.sandbox, now=clock())
         opened.claim.begin_command(command.timeout)
         opened.executing = True
         result = opened.provider.exec(
@@ -102,7 +99,7 @@ def exec_in_sandbox(
         opened.executing = False
         opened.claim.end_command()
         opened.result = result
-        opened.note = _warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
+        opened.note = workspace_limit.warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
     return opened.run, result
 
 
@@ -326,47 +323,6 @@ def close_run(
     else:
         run.refresh_from_db()
     return bool(closed)
-
-
-def require_workspace_space(provider: Provider, sandbox: Sandbox, *, now: datetime) -> None:
-    """Raise WorkspaceFull if the workspace was over its limit when last measured, and still is when measured now."""
-    limit = sandbox.pool.workspace_limit_mib << 20
-    if (sandbox.workspace_bytes or 0) > limit and (size := measure_workspace(provider, sandbox, now=now)) > limit:
-        raise WorkspaceFull(
-            f"/workspace holds {size >> 20} MiB, and its limit is {limit >> 20} MiB. "
-            "Delete files through the files API, then try again.",
-            workspace_bytes=size,
-            limit_bytes=limit,
-        )
-
-
-def _warn_if_workspace_full(provider: Provider, sandbox: Sandbox, *, now: datetime) -> str:
-    """Measure the workspace after a run that may have exceeded its limit. Returns "", or a warning that the limit is exceeded.
-
-    There is no measurement while the workspace, growing by MAX_WRITE_BYTES_PER_SECOND since the last one, is below its limit,
-    nor within MEASURE_INTERVAL_FACTOR durations of the last one. If it fails, the sweep `measure_workspaces` repeats it."""
-    limit = sandbox.pool.workspace_limit_mib << 20
-    elapsed = (now - (sandbox.measured_at or sandbox.created_at)).total_seconds()
-    may_exceed = (sandbox.workspace_bytes or 0) + elapsed * MAX_WRITE_BYTES_PER_SECOND > limit
-    if not may_exceed or elapsed < MEASURE_INTERVAL_FACTOR * sandbox.measure_seconds:
-        return ""
-    try:
-        size = measure_workspace(provider, sandbox, now=now)
-    except ProviderError as failed:
-        log.warning("workspace not measured", sandbox=str(sandbox.pk), error=str(failed))
-        return ""
-    if size <= limit:
-        return ""
-    return f"/workspace holds {size >> 20} MiB, and its limit is {limit >> 20} MiB: the next command is refused."
-
-
-def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
-    """Measure /workspace, and store the size in the sandbox's row. Returns bytes. Raises the errors of Provider.size."""
-    started = time.monotonic()
-    size = provider.size(sandbox.ref, WORKSPACE)
-    sandbox.workspace_bytes, sandbox.measured_at, sandbox.measure_seconds = size, now, time.monotonic() - started
-    Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=size, measured_at=now, measure_seconds=sandbox.measure_seconds)
-    return size
 
 
 def close_abandoned_run(run: Run, *, now: datetime) -> bool:

@@ -95,7 +95,7 @@ class StagedChanges:
 
 
 class _DigestingReader:
-    """A reader that computes the SHA-256 of the bytes read."""
+    """Reader that computes the SHA-256 of the bytes read."""
 
     def __init__(self, source: IO[bytes]) -> None:
         self.source, self.digest = source, hashlib.sha256()

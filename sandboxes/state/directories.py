@@ -1,4 +1,4 @@
-"""A local directory that is copied into a sandbox and updated from the sandbox's copy afterwards.
+"""Local directory that is copied into a sandbox and updated from the sandbox's copy afterwards.
 
 The returned tar is untrusted: it is written below the directory only, and no link in it is followed."""
 

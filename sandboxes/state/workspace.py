@@ -37,6 +37,7 @@ log = structlog.get_logger(__name__)
 RESTORE_TIMEOUT = timedelta(minutes=10)  # a restore that takes longer, its eviction excluded, is treated as crashed
 TEMPORARY_PREFIX = ".new-"  # of incomplete local copies; the prune sweep removes those that a crash has left
 SYNC_INTERVAL_BYTES = 256 << 20  # a single sync of all of a large file may be silent for longer than its claim lasts
+MAX_FETCHES = 3  # of a local copy that a sweep removes meanwhile
 MIN_SNAPSHOT_INTERVAL = timedelta(microseconds=1)
 SNAPSHOT_ROOTS = {"workspace": WORKSPACE, "data": DATA}  # older snapshots may have both parts, new ones have `workspace`
 
@@ -202,9 +203,18 @@ def _unpack(snapshot: Snapshot, ref: str, provider: Provider, *, now: datetime) 
 def open_snapshot(snapshot: Snapshot, part: str = "workspace", *, now: datetime) -> Iterator[tuple[BinaryIO, str]]:
     """Open a snapshot's verified tar. Yields the file and its source, "local" or "cloud". Raise CorruptSnapshot if no copy
     matches."""
-    path, source = _fetch_verified(snapshot, part, now=now)
-    with path.open("rb") as tar:
+    tar, source = _open_verified(snapshot, part, now=now)
+    with tar:
         yield tar, source
+
+
+def _open_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[BinaryIO, str]:
+    """Return an open local file, and its source. A sweep may remove the local copy at any time before the file is open."""
+    for _ in range(MAX_FETCHES):
+        with suppress(FileNotFoundError):
+            path, source = _fetch_verified(snapshot, part, now=now)
+            return path.open("rb"), source
+    raise StoreError("local copy", "hydrate", "The local copy was removed while it was read.")
 
 
 def forget_local(snapshot: Snapshot) -> None:

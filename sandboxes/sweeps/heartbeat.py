@@ -1,4 +1,4 @@
-"""Heartbeat sweep: what the worker of a host records about it, and how a host gets its sandboxes and returns after a loss."""
+"""Heartbeat sweep: record of reachable hosts, assignment of sandboxes to them, and clean-up of returned hosts."""
 
 from datetime import datetime
 from functools import partial
@@ -31,7 +31,7 @@ def record_heartbeats(*, now: datetime) -> SweepResult:
         except ProviderError as failed:
             result.failures.append(f"{name}: {failed}")
             continue
-        except ImproperlyConfigured:  # a pool's provider that other hosts may have
+        except ImproperlyConfigured:  # provider of a pool whose sandboxes are on other hosts
             continue
         result.note("hosts seen")
         result.note("sandboxes assigned", _assign_sandboxes(host))
@@ -60,15 +60,15 @@ def get_version() -> str:
 
 
 def _assign_sandboxes(host: Host) -> int:
-    """Assign rows without a host to this one: all of them if the provider has no other host, else those that its engine has.
+    """Assign rows without a host to this host: all if the provider has no other host, else the sandboxes that its engine has.
 
     Return the number assigned."""
     unassigned = Sandbox.objects.filter(host__isnull=True, provider=host.provider).exclude(state__in=(COLD, DESTROYED))
     if not Host.objects.filter(provider=host.provider).exclude(pk=host.pk).exists():
         return unassigned.update(host=host)
     provider = providers.get_provider(host.provider)
-    found = [sandbox.pk for sandbox in unassigned if _has_sandbox(provider, sandbox)]
-    return Sandbox.objects.filter(pk__in=found, host__isnull=True).update(host=host)
+    pks = [sandbox.pk for sandbox in unassigned if _has_sandbox(provider, sandbox)]
+    return Sandbox.objects.filter(pk__in=pks, host__isnull=True).update(host=host)
 
 
 def _has_sandbox(provider: Provider, sandbox: Sandbox) -> bool:
@@ -80,10 +80,10 @@ def _has_sandbox(provider: Provider, sandbox: Sandbox) -> bool:
 
 
 def _clean_up(host: Host) -> SweepResult:
-    """Destroy what a lost host still runs, then accept the host again.
+    """Destroy the remaining sandboxes of a returned host, then accept the host again.
 
-    Its places and egress slots were released when it was declared lost. Until its sandboxes are gone, a new one on it could
-    share the socket of a slot with an old one."""
+    Their places and egress slots were released when the host was declared lost. Until the old sandboxes are gone, a new
+    sandbox on the host could share the socket of a slot with one of them."""
     result, provider = SweepResult(), providers.get_provider(host.provider)
     if Sandbox.objects.filter(host=host).exclude(state__in=(COLD, DESTROYED)).exists():
         result.failures.append(f'host "{host}": declared lost, and its sandboxes are still being released')

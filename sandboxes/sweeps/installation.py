@@ -1,10 +1,10 @@
 """Check that the database, the store and the state directory belong to the same installation and the same history.
 
-The prune and reconcile sweeps delete what the database does not know. A database restored from a backup, or a copy of it in
-another environment, does not know the newest state. Therefore a generation that only increases is stored in the database and,
-after it, as a mark in the store and in the state directory. A mark of another installation, or one with a higher generation
-than the database's, means that the database is not the one that wrote it last: destructive sweeps are then refused until an
-operator confirms (`manage.py installation confirm`)."""
+The prune and reconcile sweeps delete objects and sandboxes that the database does not know. A database restored from a backup,
+or a copy of it in another environment, does not know the newest state. Therefore a generation that only increases is stored in
+the database and, after it, as a mark in the store and in the state directory. A mark of another installation, or one with a
+higher generation than the database's, was written by another database: destructive sweeps are then refused until an operator
+confirms (`manage.py installation confirm`)."""
 
 import json
 import os
@@ -29,7 +29,7 @@ MARK_INTERVAL = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class Mark:
-    """Identity and generation that the store or the state directory was last marked with."""
+    """Identity and generation in the mark of the store or of the state directory."""
 
     identity: str
     generation: int
@@ -45,7 +45,7 @@ def has_recorded_mismatch() -> bool:
 
 
 def find_mismatch() -> str:
-    """Return why the store or the state directory does not belong to this database, or "". The row keeps the answer.
+    """Return the reason why the store or the state directory does not belong to this database, or "". Stores it in the row.
 
     A missing mark in the store is a mismatch, unless this installation was never marked. A missing mark in the state directory
     is not: a new host has none. Raises StoreError if the store does not respond or the state directory cannot be read."""
@@ -56,7 +56,7 @@ def find_mismatch() -> str:
     for place, mark in marks:
         if mark is None:
             if place == "store" and was_marked:
-                reasons.append(f"The {place} has no mark of an installation, but this database has marked one before.")
+                reasons.append(f"The {place} has no mark of an installation, but this database has written one before.")
         elif mark.identity != str(row.identity):
             reasons.append(f"The {place} belongs to another installation: {mark.identity}. This one is {row.identity}.")
         elif mark.generation > row.generation:

@@ -1,7 +1,7 @@
-"""Loss of a host: an operator's word that its engine and its sandboxes are gone for good.
+"""Loss of a host: its engine and its sandboxes are gone for good, as declared by an operator.
 
-The control plane cannot tell a lost host from one that is only unreachable. It therefore leaves the sandboxes of a silent host
-alone, with their places and slots, until an operator declares the host lost."""
+The control plane cannot tell a lost host from one that is only unreachable. It therefore leaves the sandboxes of an unreachable
+host alone, with their places and slots, until an operator declares the host lost."""
 
 from datetime import datetime
 
@@ -22,7 +22,7 @@ def declare_lost(host: Host, *, now: datetime, actor: str) -> bool:
     Returns False if it was declared before."""
     declared = Host.objects.filter(pk=host.pk, lost_at__isnull=True).update(lost_at=now)
     if declared:
-        Sweep.objects.filter(host=host).delete()  # they would be late for ever
+        Sweep.objects.filter(host=host).delete()  # otherwise the host's sweeps would be reported as late for ever
         log.warning("host declared lost", host=host.name, actor=actor)
     return bool(declared)
 
@@ -34,9 +34,9 @@ def find_sandboxes(host: Host) -> QuerySet[Sandbox]:
 
 def mark_sandboxes_lost(*, now: datetime) -> int:
     """Mark the held sandboxes of lost hosts as lost. The caller ends their leases. Returns the number marked."""
-    alive = Sandbox.objects.filter(host__lost_at__isnull=False, lost_at__isnull=True, holder__isnull=False)
-    doomed = alive.exclude(state__in=(COLD, *GONE_STATES)).select_related("host")
-    return sum(eviction.mark_lost(sandbox, f'the host "{sandbox.host}" was declared lost', now=now) for sandbox in doomed)
+    held = Sandbox.objects.filter(host__lost_at__isnull=False, lost_at__isnull=True, holder__isnull=False)
+    unmarked = held.exclude(state__in=(COLD, *GONE_STATES)).select_related("host")
+    return sum(eviction.mark_lost(sandbox, f'the host "{sandbox.host}" was declared lost', now=now) for sandbox in unmarked)
 
 
 def release_sandboxes(*, now: datetime, actor: str = "sweep") -> int:

@@ -1,8 +1,8 @@
 """Scheduled passes over sandboxes and pools.
 
 Each sweep takes the time as an argument and returns a SweepResult. A sweep that calls providers handles the sandboxes of the
-hosts that this process reaches. A sweep is safe to repeat, and to run concurrently with
-itself and with any other. The outcome "lost race" means that another process moved the row first."""
+hosts that this process reaches. A sweep is safe to repeat, and to run concurrently with itself and with any other. The outcome
+"lost race" means that another process moved the row first."""
 
 import uuid
 from datetime import datetime, timedelta
@@ -23,7 +23,7 @@ from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, Sandbo
 from sandboxes.pool import admission_queue
 from sandboxes.pool.allocation import find_local_unclaimed, start_warm
 from sandboxes.providers.base import Missing, ProviderError
-from sandboxes.runs import operations
+from sandboxes.runs import operations, workspace_limit
 from sandboxes.state import workspace
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 from sandboxes.usage import readings
@@ -87,7 +87,7 @@ def _evict_one(pk: uuid.UUID, token: uuid.UUID, result: SweepResult, *, now: dat
         if eviction.finish_eviction(pk, token, now=now, actor="sweep"):
             result.note("put to sleep")
         elif not Sandbox.objects.filter(pk=pk).exclude(last_error="").exists():
-            result.note("lost race")  # another sweep took over while the sandboxes before this one were stored
+            result.note("lost race")  # another sweep took over while earlier sandboxes were stored
         else:
             result.failures.append(f"{pk}: {Sandbox.objects.values_list('last_error', flat=True).get(pk=pk)}")
     except Exception as failed:  # one sandbox must not block the eviction of the others
@@ -124,9 +124,9 @@ def find_expired_cold(*, now: datetime) -> QuerySet[Sandbox]:
 
 
 def find_leftover_local_copies() -> QuerySet[Snapshot]:
-    """Select snapshots with files in this state directory whose sandbox is destroyed. Those of other hosts are theirs."""
-    own = Q(host__isnull=True) | Q(host__in=registry.find_local_host_ids())
-    return Snapshot.objects.filter(own, local=True, forgotten_at__isnull=True, sandbox__state=DESTROYED).order_by("at")
+    """Select snapshots with files in this state directory whose sandbox is destroyed. Each host finds its own."""
+    is_local = Q(host__isnull=True) | Q(host__in=registry.find_local_host_ids())
+    return Snapshot.objects.filter(is_local, local=True, forgotten_at__isnull=True, sandbox__state=DESTROYED).order_by("at")
 
 
 def warm_pools(*, now: datetime) -> SweepResult:
@@ -245,7 +245,7 @@ def find_overdue_evictions(*, now: datetime) -> QuerySet[Sandbox]:
 def recount(*, now: datetime) -> SweepResult:
     """Set the counters of pools and quotas to the counts of rows. Each difference is a bug and reported as a failure.
 
-    Automatic capacities follow the setting and the engine's memory, which no event reports."""
+    Also updates automatic capacities, because no event reports a change of the setting or of an engine's memory."""
     result = SweepResult()
     if changed := capacity.update_automatic_capacities(now=now):
         result.note("capacities changed", changed)
@@ -279,7 +279,7 @@ def measure_workspaces(*, now: datetime, limit: int = 50) -> SweepResult:
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            size = operations.measure_workspace(registry.get_sandbox_provider(sandbox), sandbox, now=clock())
+            size = workspace_limit.measure_workspace(registry.get_sandbox_provider(sandbox), sandbox, now=clock())
         except Missing:
             result.note("gone")  # reconcile handles missing sandboxes
         except ProviderError as failed:
@@ -322,7 +322,7 @@ def release_instance(instance: str, *, now: datetime) -> int:
     """Make the work of a dead instance of the control plane due now, so that the next sweep takes over.
 
     `instance` is a value of LEASEHOLD_INSTANCE, or the common part of several values before a dot. Returns the number of rows.
-    Call this function only if no process of the instance is alive. It only saves time: otherwise the rows wait for their
+    Call this function only if no process of the instance is alive. Without this call the rows wait for their
     deadlines. Raises ValueError for an empty instance."""
     if not instance:
         raise ValueError("An instance is required: rows without one may belong to any process.")

@@ -27,7 +27,7 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
     - Listed, and named by no such row (earlier incarnations included): destroyed once older than `grace`. The row of a younger
       sandbox may not be committed yet.
     - Alive in its row, not listed, and missing when inspected by name: cold if nothing in it was unsaved, otherwise lost.
-    - A listing that fails, is empty or comes from an exchanged engine changes nothing.
+    - A listing that fails, is empty or comes from another engine changes nothing.
     - An egress proxy without a server is removed, once older than `grace`."""
     result = SweepResult()
     for pool, name in iter_pool_providers():
@@ -91,9 +91,9 @@ def _filter_orphans(
     pool: Pool, host_id: UUID, listed: list[ProviderSandbox], *, now: datetime, grace: timedelta
 ) -> list[ProviderSandbox]:
     # Read after the listing: a row is inserted before its sandbox is created, so each listed sandbox's row is visible here.
-    # A row without a host may be of this one.
-    own = Q(host=host_id) | Q(host__isnull=True)
-    rows = Sandbox.objects.filter(own, pool=pool).exclude(state__in=(DESTROYED, COLD))
+    # A row without a host may belong to this host.
+    on_this_host = Q(host=host_id) | Q(host__isnull=True)
+    rows = Sandbox.objects.filter(on_this_host, pool=pool).exclude(state__in=(DESTROYED, COLD))
     known_names = {sandbox.name for sandbox in rows}
     return [entry for entry in listed if entry.name not in known_names and entry.created_at <= now - grace]
 

@@ -14,9 +14,8 @@ from django.utils import timezone
 from billing import budgets, dates, metering
 from billing.admin.budget_notices import MAX_NOTICES, build_all_notices
 from billing.admin.budgets import MAX_PANEL_ROWS, BudgetAdmin
-from billing.admin.overshoot import SWEEP_INTERVAL, describe_overshoot
+from billing.admin.overshoot import describe_overshoot
 from billing.models import Account, Budget
-from controlplane import schedules
 from leases import api_keys, budget_enforcement, execution, leasing
 from leases.models import Agent, Lease
 from sandboxes.models import Event
@@ -197,7 +196,6 @@ def test_the_overshoot_is_explained_with_the_budgets_numbers() -> None:
     assert "calls within 1 h 2 m" in usd
     assert "no bound" in " ".join(describe_overshoot(budget(10, hard=False), 12, now))
     assert "The budget is inactive" in " ".join(describe_overshoot(budget(10, active=False), 12, now))
-    assert schedules.get_interval("meter") == schedules.get_interval("budgets") == SWEEP_INTERVAL
 
 
 def test_the_page_forecasts_the_day_a_budget_runs_out(viewer: Client) -> None:

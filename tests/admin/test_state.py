@@ -314,7 +314,7 @@ def test_a_lease_is_forked_from_a_copy_into_another_environment(
     assert answer.headers["HX-Redirect"] == row_url(forked)
     assert (forked.agent_did, forked.environment_type_id, forked.pool_id) == (ADA, "catan", lease.pool_id)
     assert run_command(forked, "cat", "/workspace/x", now=timezone.now()) == b"first\n"
-    assert [kind for kind, *_ in list_events(lease)][:2] == ["fork_asked_for", "forked"]
+    assert [kind for kind, *_ in list_events(lease)][:2] == ["forked", "fork_asked_for"]
     again = operator.post(row_url(copy, "fork"), {**WHY, "environment": "game-2"})
     assert list_messages(again)[-1] == "Nothing changed: that environment already has a lease forked from this snapshot."
 

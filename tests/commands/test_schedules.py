@@ -9,6 +9,7 @@ import pytest
 from django.utils.module_loading import import_string
 from django_q.models import OrmQ, Schedule
 
+from billing import budgets
 from billing.admin import overshoot
 from controlplane import schedules
 from sandboxes.db import clock
@@ -103,7 +104,7 @@ def test_enqueue_all_sweeps_queues_one_pass_of_each() -> None:
 
 
 def test_the_documented_overshoot_bound_uses_these_intervals() -> None:
-    assert schedules.get_interval("meter") == schedules.get_interval("budgets") == overshoot.SWEEP_INTERVAL
+    assert schedules.get_interval("meter") == schedules.get_interval("budgets") == budgets.SWEEP_INTERVAL
     assert schedules.get_interval("read") == overshoot.READING_INTERVAL
 
 

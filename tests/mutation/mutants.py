@@ -180,7 +180,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runs-workspace-limit-ignores-new-size",
-        path=RUNS,
+        path="sandboxes/runs/workspace_limit.py",
         before="(size := measure_workspace(provider, sandbox, now=now)) > limit:",
         after="(size := measure_workspace(provider, sandbox, now=now)) > 0:",
         tests=[f"{TEST_POOL}::test_workspace_over_its_limit_refuses_execs_until_files_are_deleted"],

@@ -6,6 +6,7 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 
 from tests.simulation.history import Report, run_history
@@ -13,7 +14,7 @@ from tests.simulation.mutants import MUTANTS, run_mutant
 
 PROGRESS_INTERVAL_SECONDS = 30.0
 SEEDS_PER_BATCH = 100
-REPLAY = "python -m tests.simulation --seed {seed} --trace"
+REPLAY = "python -m tests.simulation --seed {seed} --length {length} --trace"
 
 
 def main() -> int:
@@ -21,12 +22,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds (default: 1; 0: until interrupted)")
     parser.add_argument("--seed", type=int, default=1, help="first seed (default: 1)")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--length", type=int, default=0, help="operations of a history (default: 60 to 600, by seed)")
     parser.add_argument("--stop", action="store_true", help="stop after the first seed that fails")
     parser.add_argument("--trace", action="store_true", help="print every event")
     parser.add_argument("--mutant", choices=[*MUTANTS], help="put a known fault back in a copy of the tree, and search it")
     options = parser.parse_args()
     if options.mutant:
-        return run_mutant(MUTANTS[options.mutant], seed=options.seed, seeds=options.seeds, jobs=options.jobs)
+        return run_mutant(options.mutant, seed=options.seed, seeds=options.seeds, jobs=options.jobs, length=options.length)
     return search(options)
 
 
@@ -60,11 +62,11 @@ def iter_reports(seeds: Iterator[int], options: argparse.Namespace) -> Iterator[
     """Yield the reports, in the order of the seeds, so that the first failure is the same with any number of processes."""
     if options.jobs == 1:
         for seed in seeds:
-            yield run_history(seed, print_events=options.trace)
+            yield run_history(seed, length=options.length, print_events=options.trace)
         return
     with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=50) as pool:
         while batch := [*islice(seeds, SEEDS_PER_BATCH)]:  # imap reads its argument ahead without a limit
-            yield from pool.imap(run_history, batch)
+            yield from pool.imap(partial(run_history, length=options.length), batch)
 
 
 def describe_progress(done: int, failed: int, cpu: float, began: float) -> str:
@@ -78,9 +80,10 @@ def describe_progress(done: int, failed: int, cpu: float, began: float) -> str:
 def print_report(report: Report) -> None:
     print(
         f"seed {report.seed}: {report.operations} operations, {report.events} events, {report.virtual_hours:.1f} h, "
-        f"{report.sleeps} sleeps, {report.kills} kills, {report.cpu_seconds:.2f} s, trace {report.trace[:16]}"
+        f"{report.sleeps} sleeps (at most {report.max_sleeps} of a lease), "
+        f"{report.kills} kills, {report.cpu_seconds:.2f} s, trace {report.trace[:16]}"
     )
     for violation in report.violations[:5]:
         print(f"  {violation[:600]}")
     if report.violations:
-        print(f"  replay: {REPLAY.format(seed=report.seed)}", flush=True)
+        print(f"  replay: {REPLAY.format(seed=report.seed, length=report.length)}", flush=True)

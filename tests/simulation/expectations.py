@@ -24,7 +24,6 @@ class LeaseExpectation:
     discarded: bool = False  # an operator has destroyed the state
     losses: int = 0  # sandboxes of this lease that the engine has lost
     vanished: bool = False  # the engine has lost the sandbox since the last acknowledged command
-    one_shot: bool = False  # the workspace is not stored
 
     def add(self, path: str, content: str, *, stored: bool) -> None:
         if path.startswith(WORKSPACE):

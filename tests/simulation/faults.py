@@ -23,6 +23,7 @@ MAX_RATES = {
     "commit after": 0.004,
     "statement": 0.002,
     "task repeated": 0.5,  # the worker does not acknowledge a task that it has executed
+    "answer lost": 0.3,  # of the HTTP API
     "pause": 0.002,  # of the whole actor, at any point
 }
 

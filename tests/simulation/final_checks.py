@@ -97,7 +97,7 @@ def check_stored_state(world: "World") -> None:
         if lease.end_reason == "lost" and not expected.losses:
             world.promises.violate(8, f"lease {pk} ended as lost, but no engine has lost its sandbox: {lease.end_detail}")
         kept = lease.end_reason != "lost" and not expected.discarded and not expected.vanished
-        if kept and lease.status != LeaseStatus.ACTIVE and not expected.one_shot:
+        if kept and lease.status != LeaseStatus.ACTIVE:
             _check_last_state(world, pk, expected.workspace)
         stored = dict(DataFile.objects.filter(data__agent_did=expected.agent, removed=False).values_list("path", "digest"))
         for path, text in expected.data.items():

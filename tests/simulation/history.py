@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,8 +19,10 @@ from sandboxes import destruction
 from sandboxes.models import Pool, Quota, Sandbox, Transition
 from tests.simulation import final_checks
 from tests.simulation.faults import draw_faults
+from tests.simulation.options import ENVIRONMENT_TYPE, Options
+from tests.simulation.ports import PROGRAM
 from tests.simulation.scheduler import EPOCH
-from tests.simulation.workload import ENVIRONMENT_TYPE, Options, Workload
+from tests.simulation.workload import Workload
 from tests.simulation.world import Process, World
 
 MAX_SECONDS_TO_FINISH = 6 * 3600.0  # virtual time for the operations in progress after the last fault
@@ -39,17 +42,19 @@ class Report:
     virtual_hours: float
     cpu_seconds: float
     sleeps: int
+    max_sleeps: int  # of one lease
+    length: int
     kills: int
     recent: tuple[str, ...]
 
 
-def run_history(seed: int, *, print_events: bool = False) -> Report:
-    """Run the history of one seed. The same seed always gives the same trace."""
+def run_history(seed: int, *, length: int = 0, print_events: bool = False) -> Report:
+    """Run the history of one seed. The same seed and length always give the same trace."""
     began = time.process_time()
     gc.collect()
     gc.disable()  # a third of the time otherwise
     random = Random(seed)
-    options, faults = Options(random), draw_faults(random)
+    options, faults = Options(random, length), draw_faults(random)
     world = World(random.getrandbits(60), faults, hosts=options.hosts, drifts=options.drifts)
     world.scheduler.print_events = print_events
     workload = None
@@ -69,11 +74,11 @@ def run_history(seed: int, *, print_events: bool = False) -> Report:
             world.promises.violate(0, f"{type(error).__name__}: {error}")
             if print_events:
                 raise
-        scheduler = world.scheduler
+        scheduler, sleeps = world.scheduler, Counter(Transition.objects.filter(to="cold").values_list("holder", flat=True))
         return Report(
             seed, tuple(world.promises.violations), scheduler.digest.hexdigest(), scheduler.events,
             workload.count if workload else 0, scheduler.seconds / 3600, time.process_time() - began,
-            Transition.objects.filter(to="cold").count(), world.kills, tuple(scheduler.recent),
+            sleeps.total(), max(sleeps.values(), default=0), length, world.kills, tuple(scheduler.recent),
         )  # fmt: skip
 
 
@@ -101,7 +106,8 @@ def set_up(world: World, options: Options) -> None:
     if options.guaranteed:
         Quota.objects.create(pool=pool, agent_did=options.agents[0], guaranteed=options.guaranteed)
     EnvironmentType.objects.update_or_create(
-        name=ENVIRONMENT_TYPE, defaults={"expiry_conditions": ["game.finished"], "max_ttl": timedelta(days=30)}
+        name=ENVIRONMENT_TYPE,
+        defaults={"expiry_conditions": ["game.finished"], "max_ttl": timedelta(days=30), "turn_argv": [PROGRAM]},
     )
     Rate.objects.create(provider="memory", item="time", usd="0.37", valid_from=EPOCH + timedelta(hours=30))
     world.promises.budgets = options.budget_hours is not None
@@ -200,6 +206,7 @@ def use_leases(world: World, workload: Workload) -> None:
                 for host in world.hosts:  # only one of them reaches the sandbox
                     workload.exec_in(seat, host)
                     finish_actors(world)
+    workload.http.check_answered()
 
 
 def sweep_all(world: World, names: Sequence[str], *, minutes: float) -> None:

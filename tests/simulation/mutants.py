@@ -32,9 +32,10 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
         ),
         Replacement(LIFECYCLE, '"persisted = FALSE, persist_failures = 0 "', '"persist_failures = 0 "'),
     ],
-    # One counter for failed stores and failed destroys, which a use does not reset.
+    # One counter for failed stores and failed destroys, which neither a new eviction nor a use resets.
     "unstored-sandbox-given-up": [
-        Replacement(EVICTION, "persist_failures=failures,", "persist_failures=failures, tries=F('tries') + 1,"),
+        Replacement(EVICTION, "tries=1, idle_at=None,", "idle_at=None,"),
+        Replacement(EVICTION, "tries=0, persist_failures=failures,", "tries=F('tries') + 1, persist_failures=failures,"),
         Replacement(
             SWEEPS,
             "if sandbox.tries >= settings.DESTROY_TRIES and not workspace.has_unsaved_state(sandbox):",
@@ -74,19 +75,36 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
 }
 
 
-def run_mutant(changes: Sequence[Replacement], *, seed: int, seeds: int, jobs: int) -> int:
-    """Search the seeds in a mutated copy of the tree. Return 0 if a seed fails, else 1."""
+class MutantRefused(Exception):
+    """The replacements do not fit the present source text."""
+
+
+def apply_replacements(name: str, changes: Sequence[Replacement], tree: Path) -> None:
+    """Change the files below `tree`. Raise MutantRefused, before any change of that file, if one does not fit."""
+    for change in changes:
+        path = tree / change.path
+        source = path.read_text() if path.is_file() else ""
+        if source.count(change.before) != 1:
+            raise MutantRefused(f"mutant {name}: {change.path} does not have this text exactly once: {change.before!r}")
+        mutated = source.replace(change.before, change.after)
+        try:
+            compile(mutated, change.path, "exec")
+        except SyntaxError as error:
+            raise MutantRefused(f"mutant {name}: {change.path} would not be valid Python: {error}") from error
+        path.write_text(mutated)
+
+
+def run_mutant(name: str, *, seed: int, seeds: int, jobs: int, length: int = 0) -> int:
+    """Search the seeds in a mutated copy of the tree. Return 0 if a seed fails, 1 if none does, 2 if the mutant is refused."""
     with tempfile.TemporaryDirectory(prefix="lh-simulation-") as temporary:
         tree = Path(temporary)
         copy_tree(tree)
-        for change in changes:
-            path = tree / change.path
-            source = path.read_text() if path.is_file() else ""
-            if source.count(change.before) != 1:
-                print(f"{change.path} does not have this text once: {change.before!r}")
-                return 2
-            path.write_text(source.replace(change.before, change.after))
-        numbers = ["--seed", str(seed), "--seeds", str(seeds), "--jobs", str(jobs)]
+        try:
+            apply_replacements(name, MUTANTS[name], tree)
+        except MutantRefused as refused:
+            print(refused)
+            return 2
+        numbers = ["--seed", str(seed), "--seeds", str(seeds), "--jobs", str(jobs), "--length", str(length)]
         with run_process([sys.executable, "-m", "tests.simulation", "--stop", *numbers], tree) as search:
             assert search.stdout
             for line in search.stdout:
@@ -94,4 +112,4 @@ def run_mutant(changes: Sequence[Replacement], *, seed: int, seeds: int, jobs: i
             return int(search.wait() != 1)
 
 
-__all__ = ["MUTANTS", "run_mutant"]
+__all__ = ["MUTANTS", "MutantRefused", "Replacement", "apply_replacements", "run_mutant"]

@@ -154,7 +154,7 @@ class SimulatedProvider(MemoryProvider):
 
     def _work(self, call: ProgramCall) -> ProgramResult:
         """Report the present files, then write and remove files, at the start or at the end of the virtual duration."""
-        scheduler, order = self.world.scheduler, json.loads(call.argv[1])
+        scheduler, order = self.world.scheduler, json.loads(call.stdin or call.argv[1])  # the state of a turn is on stdin
         [ref] = [name for name, sandbox in self._sandboxes.items() if sandbox.files is call.files]
         run_id = call.env["LEASEHOLD_RUN"]
         seen = read_tree(call.files)

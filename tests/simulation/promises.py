@@ -10,6 +10,7 @@ from uuid import UUID
 from sandboxes.models import Run, Sandbox
 from sandboxes.providers.base import SandboxSpec
 from tests.simulation.expectations import Expectations
+from tests.simulation.scheduler import EPOCH
 
 if TYPE_CHECKING:
     from tests.simulation.ports import SimulatedProvider
@@ -39,10 +40,10 @@ class Promises:
     ) -> None:
         """Check a command at its start in the sandbox."""
         self._check_executed_once(run_id, order["op"])
-        lease = order["lease"]
+        lease = order["lease"] or order["op"]  # a one-shot run
         if self.users.setdefault(ref, lease) != lease:
             self.violate(3, f"{ref} is used by the leases {self.users[ref]} and {lease}")
-        if missing := self.expectations.get(UUID(lease)).find_missing(seen):
+        if order["lease"] and (missing := self.expectations.get(UUID(lease)).find_missing(seen)):
             self.violate(8, f"{order['op']} in {ref} of lease {lease} does not see {missing}; it sees {sorted(seen.values())}")
 
     def _check_executed_once(self, run_id: str, operation: str) -> None:
@@ -89,8 +90,11 @@ class Promises:
     def _check_fence(self, lease: UUID | None, act: str) -> None:
         if lease is None:
             return
-        tolerance = CHECK_TOLERANCE + self.world.max_skew
-        latest = (self.world.scheduler.time - tolerance).replace(tzinfo=None).isoformat(" ")
+        scheduler, tolerance = self.world.scheduler, CHECK_TOLERANCE + self.world.max_skew
+        committed = (
+            scheduler.current.committed_at if scheduler.current else scheduler.seconds
+        )  # the actor may have stalled since
+        latest = (EPOCH + timedelta(seconds=committed) - tolerance).replace(tzinfo=None).isoformat(" ")
         rows = self.world.database.fetch("SELECT expires_at FROM leases_lease WHERE id = ? AND expires_at < ?", lease, latest)
         if rows:
-            self.violate(3, f"lease {lease} {act} at {self.world.scheduler.time}, after its end at {rows[0][0]}")
+            self.violate(3, f"lease {lease} {act} at {EPOCH + timedelta(seconds=committed)}, after its end at {rows[0][0]}")

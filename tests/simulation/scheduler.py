@@ -45,6 +45,7 @@ class Actor:
         self.wake_at: float | None = scheduler.seconds  # None: never, the actor was killed
         self.done, self.error = False, None  # type: bool, BaseException | None
         self.polls = 0
+        self.committed_at = scheduler.seconds  # time of the last commit
         self.stalled = False  # made no progress for so long that others may take over its work
         self.baton = create_baton()
         self.thread = threading.Thread(target=self._run, daemon=True)

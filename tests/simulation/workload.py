@@ -5,7 +5,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 from django.db import OperationalError
@@ -26,19 +25,21 @@ from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.storage.base import StoreError
 from tests.simulation.expectations import LeaseExpectation, read_snapshot
+from tests.simulation.http_clients import HttpClients
+from tests.simulation.options import ENVIRONMENT_TYPE
 from tests.simulation.ports import PROGRAM
 from tests.simulation.scheduler import Actor
 
 if TYPE_CHECKING:
+    from tests.simulation.options import Options
     from tests.simulation.world import Host, Process, World
 
-ENVIRONMENT_TYPE = "catan"
 MAX_FILES = 4  # of one lease; older ones are removed
 # What the product may answer while faults occur. Any other exception is a finding.
 REFUSALS = (SandboxError, LeaseError, BudgetExhausted, OperationalError, StoreError, Lease.DoesNotExist)
 # What a task or a sweep may raise as well: the queue records the error, and the next pass tries again.
 TASK_FAILURES = (*REFUSALS, ProviderError)
-SWEEP_WEIGHTS = {"idle": 8, "stalled": 4, "reclaim": 4, "expire": 3, "reconcile": 2, "cold": 2, "prune": 2}
+HTTP_WEIGHTS = {"exec": 10, "join": 3, "put": 3, "get": 3, "turn": 3, "process": 1, "one_shot": 2, "release": 1, "fork": 1}
 
 
 class Seat:
@@ -55,6 +56,21 @@ class Seat:
     def free(self) -> bool:
         return not self.busy and not self.exclusive
 
+    def hold(self, *, exclusive: bool = False) -> Callable[[], None]:
+        """Begin an operation of this client. Return the function that ends it."""
+        if exclusive:
+            self.exclusive = True
+        else:
+            self.busy += 1
+
+        def end() -> None:
+            if exclusive:
+                self.exclusive = False
+            else:
+                self.busy -= 1
+
+        return end
+
 
 class Workload:
     """Operations of one history, chosen by its generator."""
@@ -65,6 +81,7 @@ class Workload:
         self.count = 0
         self.pending: dict[Actor, Callable[[], object]] = {}  # settlement of operations whose client got no answer
         self.unanswered: list[Callable[[], bool]] = []  # return whether a queued request has its outcome
+        self.http = HttpClients(self)
         world.on_kill = self._settle_killed
 
     # --- choice -----------------------------------------------------------------------------------------------------
@@ -79,7 +96,7 @@ class Workload:
         """Have the clients of queued requests read the outcomes that are known by now."""
         self.unanswered = [check for check in self.unanswered if not check()]
 
-    def _spawn(
+    def spawn(
         self, kind: str, name: str, act: Callable[[], object], settle: Callable[[], object], host: "Host | None" = None
     ) -> None:
         """Run an operation in a process. `settle` is called once: after the operation, or when its process is killed."""
@@ -149,12 +166,12 @@ class Workload:
         def settle() -> None:
             seat.busy -= 1
 
-        self._spawn("web", name, lambda: self.exec(seat, name), settle, host)
+        self.spawn("web", name, lambda: self.exec(seat, name), settle, host)
 
     def exec(self, seat: Seat, name: str) -> None:
         lease = self._acquire(seat)
         expected = self.world.promises.expectations.get(lease, seat.agent)
-        order, losses = self._build_order(expected, lease, name), expected.losses
+        order, losses = self.build_order(expected, lease, name), expected.losses
         command = Command([PROGRAM, json.dumps(order)], timedelta(seconds=order["timeout"]), run_id=uuid.uuid4())
         run, result = execution.exec_command(lease, command, now=database_time.now())
         if result.exit_code == 0 and not result.timed_out:
@@ -164,7 +181,7 @@ class Workload:
             for path, text in order["write"].items():
                 expected.add(path, text, stored=not run.note)
 
-    def _build_order(self, expected: LeaseExpectation, lease: uuid.UUID, name: str) -> dict[str, Any]:
+    def build_order(self, expected: LeaseExpectation, lease: uuid.UUID, name: str) -> dict[str, Any]:
         random = self.random
         write = {f"{WORKSPACE}/f{name}": name}
         if random.random() < self.options.data_share:
@@ -180,16 +197,30 @@ class Workload:
             "early": random.random() < 0.5,
         }  # fmt: skip
 
+    def start_http(self) -> None:
+        """A client sends one request to the HTTP API."""
+        names = [*HTTP_WEIGHTS]
+        name = self.random.choices(names, [*HTTP_WEIGHTS.values()])[0]
+        exclusive = name in ("join", "release", "fork")
+        seat = self._choose_seat(free=exclusive)
+        if seat is None or (seat.lease is None and name != "join"):
+            return
+        request = f"{name}{self.count}"
+        if name != "fork":
+            getattr(self.http, name)(seat, request)
+        elif (target := self._choose_seat(free=True)) and target is not seat:
+            self.http.fork(seat, target, request)
+
     def start_release(self) -> None:
         if (seat := self._choose_seat(free=True)) and seat.lease:
             lease = seat.lease
             with self._exclusively(seat) as settle:
-                self._spawn("web", f"release{self.count}", lambda: leasing.release(lease, now=database_time.now()), settle)
+                self.spawn("web", f"release{self.count}", lambda: leasing.release(lease, now=database_time.now()), settle)
 
     def start_condition(self) -> None:
         seat = self.random.choice(self.seats)
         agents = self.random.choice(([seat.agent], None))
-        self._spawn(
+        self.spawn(
             "web", f"condition{self.count}",
             lambda: conditions.post_condition(seat.environment, "game.finished", now=database_time.now(), agents=agents),
             lambda: None,
@@ -209,7 +240,7 @@ class Workload:
                     self.world.promises.violate(8, f"the requested snapshot {name} lacks {missing}")
 
             with self._exclusively(seat) as settle:
-                self._spawn("web", name, act, settle)
+                self.spawn("web", name, act, settle)
 
     def start_restore(self) -> None:
         if (seat := self._choose_seat(free=True)) and seat.lease:
@@ -229,7 +260,7 @@ class Workload:
                     release()
 
                 act = lambda: snapshots.restore_snapshot(lease, chosen.pk, now=database_time.now(), actor=name)  # noqa: E731
-                self._spawn("web", name, act, settle)
+                self.spawn("web", name, act, settle)
 
     def _choose_snapshot(self, lease: uuid.UUID) -> Snapshot | None:
         rows = [*workspace.find_by_holder(lease)]
@@ -262,7 +293,7 @@ class Workload:
                 release()
 
         act = lambda: tasks.request_restore(snapshot, now=database_time.now(), actor=name, reason="simulated")  # noqa: E731
-        self._spawn("web", name, act, settle)
+        self.spawn("web", name, act, settle)
 
     def start_fork(self) -> None:
         source, target = self._choose_seat(free=True), self._choose_seat(free=True)
@@ -282,7 +313,7 @@ class Workload:
                 release()
 
             act = lambda: fork.fork(Lease.objects.get(pk=lease), request, now=database_time.now(), actor=name)  # noqa: E731
-            self._spawn("web", name, act, settle)
+            self.spawn("web", name, act, settle)
 
     def start_operator(self) -> None:
         """An operator ends a lease, discards its state, or drains or resumes the pool."""
@@ -291,19 +322,19 @@ class Workload:
         choice = self.random.choice(("end", "discard", "drain", "resume", "resume"))
         if choice in ("drain", "resume"):
             pool = Pool.objects.get(name=self.options.pool)
-            self._spawn("web", name, lambda: allocation.set_draining(pool, draining=choice == "drain"), lambda: None)
+            self.spawn("web", name, lambda: allocation.set_draining(pool, draining=choice == "drain"), lambda: None)
         elif lease and choice == "end":
-            self._spawn("web", name, lambda: leasing.end(lease, reason="operator", now=database_time.now()), lambda: None)
+            self.spawn("web", name, lambda: leasing.end(lease, reason="operator", now=database_time.now()), lambda: None)
         elif lease:
             self.world.promises.expectations.get(lease).discarded = True
-            self._spawn("web", name, lambda: leasing.discard(lease, now=database_time.now()), lambda: None)
+            self.spawn("web", name, lambda: leasing.discard(lease, now=database_time.now()), lambda: None)
 
     # --- sweeps and tasks -------------------------------------------------------------------------------------------
 
     def start_sweep(self) -> None:
         names = schedules.SWEEP_NAMES
-        name = self.random.choices(names, [SWEEP_WEIGHTS.get(name, 1) for name in names])[0]
-        self._spawn("worker", f"sweep-{name}{self.count}", lambda: schedules.run(name), lambda: None)
+        name = self.random.choices(names, [self.options.sweep_weights.get(name, 1) for name in names])[0]
+        self.spawn("worker", f"sweep-{name}{self.count}", lambda: schedules.run(name), lambda: None)
 
     def start_task(self) -> None:
         """A worker takes a task from the queue, also one that another worker has not finished after the retry time."""
@@ -320,7 +351,7 @@ class Workload:
                     OrmQ.objects.filter(pk=row.pk).delete()
 
             queues = {registry_name(host): host for host in self.world.hosts}
-            self._spawn("worker", f"task{self.count}", act, lambda: None, queues.get(row.key))
+            self.spawn("worker", f"task{self.count}", act, lambda: None, queues.get(row.key))
 
     def start_pass_time(self) -> None:
         self.world.scheduler.run_until(self.world.scheduler.seconds + self.random.choice(self.options.intervals))
@@ -353,34 +384,3 @@ class Workload:
 def registry_name(host: "Host") -> str:
     """Return the name of the task queue of a host's worker."""
     return f"host-{compute_host_id('memory', host.name).hex}"
-
-
-class Options:
-    """Sizes and weights of one history."""
-
-    def __init__(self, random: Random) -> None:
-        self.pool = "simulated"
-        self.agents = [f"did:plc:{name}" for name in "abcd"[: random.randint(1, 4)]]
-        self.environments = random.choice((1, 1, 2))
-        seats = len(self.agents) * self.environments
-        self.capacity = random.choice((1, 2, 3, max(1, seats - 1), seats, seats + 2))
-        self.slots = random.choice((1, 2, 4, 40))
-        self.warm_target = random.choice((0, 0, 0, 1))
-        self.guaranteed = random.choice((0, 0, 1))
-        self.ttl = timedelta(seconds=random.choice((90, 600, 3600, 4 * 3600, 12 * 3600)))
-        self.sleep_after = timedelta(seconds=random.choice((5, 60, 300, 1800)))
-        self.data_share = random.choice((0.0, 0.3, 1.0))
-        self.seconds = random.choice(((0.0,), (0.0, 1.0, 10.0), (0.0, 20.0, 200.0), (0.0, 0.0, 5.0, 700.0)))
-        self.intervals = random.choice(((1.0, 10.0, 70.0), (61.0, 301.0), (70.0, 400.0, 1900.0), (5.0, 61.0, 700.0, 8000.0)))
-        self.concurrency = random.choice((1, 2, 3, 6))
-        self.operations = random.choice((60, 100, 150, 150, 150, 200, 300, 600))
-        self.destroy_tries = random.choice((2, 4, 8))
-        self.budget_hours = random.choice((None, None, 0.2, 1.0))
-        self.hosts = random.choice((1, 1, 2))
-        self.drifts = random.random() < 0.3
-        self.takeover = random.random() < 0.7  # a restart takes over the claims of the process that died
-        self.weights = {"exec": 30, "sweep": 25, "pass_time": 12, "task": 3}
-        for name, weight in {"release": 2, "condition": 1, "snapshot": 3, "restore": 3, "fork": 2, "operator": 1,
-                             "vanish": 1, "outage": 1}.items():  # fmt: skip
-            if random.random() < 0.5:
-                self.weights[name] = weight

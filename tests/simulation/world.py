@@ -16,6 +16,7 @@ from typing import Any
 from django.conf import settings
 from django.utils import timezone
 
+from leases.admission import acquire_with_place
 from sandboxes import lifecycle, providers
 from sandboxes.db import database_time
 from sandboxes.providers.memory import provider as memory_provider
@@ -225,6 +226,8 @@ class World:
 
     def after_commit(self, outcome: str) -> None:
         actor = self.scheduler.current
+        if actor:
+            actor.committed_at = self.scheduler.seconds
         if actor and outcome.startswith("die"):
             if self.scheduler.detached:
                 self.scheduler.pause()
@@ -256,6 +259,7 @@ class World:
             (time, "monotonic", lambda: scheduler.seconds),
             (time, "time", lambda: scheduler.time.timestamp()),
             (time, "sleep", scheduler.poll),
+            (acquire_with_place, "__kwdefaults__", (acquire_with_place.__kwdefaults__ or {}) | {"sleep": scheduler.poll}),
             (timezone, "now", lambda: self.host.now),
             (database_time, "measure_skew", lambda: -self.host.drift),
             (providers, "get_provider", lambda name: self.host.provider),

@@ -2,8 +2,8 @@
 
     python3 -I - ADDRESS... < attacks.py      ADDRESS: host:port that must be unreachable, in addition to the built-in ones
 
-An attack returns its result, or raises OSError. One line of JSON comes out: name -> [outcome, its detail], where the
-outcome is "refused" or "succeeded", or the inconclusive "hung" or "broken"."""
+An attack returns its result, or raises OSError. The program prints one line of JSON: name -> [outcome, detail]. The outcome is
+"refused" or "succeeded", or the inconclusive "hung" or "broken"."""
 
 import contextlib
 import ctypes
@@ -129,14 +129,14 @@ def speak_another_protocol() -> object:
 @register_attack
 def find_a_socket_of_the_host() -> object:
     """Searches all visible files outside /run/leasehold."""
-    found = [
+    sockets = [
         os.path.join(above, name)
         for above, directories, names in os.walk("/")
         if prune_walk(above, directories, "/proc", "/sys", "/run/leasehold")
         for name in names
         if stat.S_ISSOCK(os.lstat(os.path.join(above, name)).st_mode)
     ]
-    return found or refuse("none")
+    return sockets or refuse("none")
 
 
 @register_attack
@@ -165,7 +165,7 @@ ATTACKS |= {
     "mount_a_file_system": partial(call_libc, "mount", b"none", b"/workspace", b"tmpfs", 0, None),
     "mount_by_program": partial(run_program, "mount", "-t", "proc", "proc", "/workspace"),
     "remount_writable": partial(call_libc, "mount", None, b"/", None, 32, None),
-    "unmount_what_masks": partial(succeed_unless_denied, call_libc, "umount2", b"/proc/acpi", 2),
+    "unmount_a_mask": partial(succeed_unless_denied, call_libc, "umount2", b"/proc/acpi", 2),
 }
 
 
@@ -395,13 +395,13 @@ def prune_walk(above: str, directories: list[str], *skipped: str) -> bool:
 
 
 def find_openable_sockets(sockets: Iterable[tuple[int, int, int]]) -> object:
-    """Return those (family, type, protocol) that can be opened."""
-    found = []
+    """Return the sockets (family, type, protocol) that can be opened."""
+    openable = []
     for spec in sockets:
         with contextlib.suppress(OSError):
             socket.socket(*spec).close()
-            found.append(spec)
-    return found or refuse("none of them")
+            openable.append(spec)
+    return openable or refuse("none of them")
 
 
 def reap_child(pid: int) -> object:
@@ -432,14 +432,14 @@ def run_machine_code(instructions: str) -> object:
 
 def find_writable_files(directory: str, pattern: str) -> object:
     """Return the files that can be opened for writing. File systems of the kernel ignore mode bits when mounted read-only."""
-    found = []
+    writable = []
     paths = [path for path in Path(directory).rglob(pattern) if path.is_file() and path.stat().st_mode & 0o200]
     assert paths, f"no {pattern} in {directory}"
     for path in paths:
         with contextlib.suppress(OSError):
             os.close(os.open(path, os.O_WRONLY))
-            found.append(path)
-    return found or refuse(f"none of {len(paths)}")
+            writable.append(path)
+    return writable or refuse(f"none of {len(paths)}")
 
 
 def refuse(reason: str) -> object:

@@ -195,7 +195,7 @@ def create_budget(amount: Any = 1, unit: str = "hours", period: str = "day", *, 
 
 
 def create_ten_hours_a_day() -> None:
-    """Ten hours at 1 USD on each day from 16 to 20 November; six hours on the 21st until NOW, which is noon."""
+    """Insert ten hours at 1 USD on each day from 16 to 20 November, and six hours on the 21st until NOW, which is noon."""
     create_rate("time", "1")
     for day in range(16, 21):
         create_time_usage(f"2026-11-{day}T06:00", 10 * HOUR, provider="acme")
@@ -204,7 +204,7 @@ def create_ten_hours_a_day() -> None:
 
 
 def run_billing_sweeps(now: datetime) -> dict[str, int]:
-    """Run one pass of metering, pricing and budget enforcement. Return the counts of the last one."""
+    """Run one pass of metering, pricing and budget enforcement. Return the counts of the enforcement."""
     metering.meter_usage(now=now)
     costs.price_usage(now=now)
     result = budget_enforcement.enforce_budgets(now=now)

@@ -23,12 +23,12 @@ ENVIRONMENT_TYPE_FORM = {
 
 
 def row_url(row: Model, act: str = "change") -> str:
-    """URL of a row's page, or of one of its actions."""
+    """Return the URL of a row's page, or of one of the row's actions."""
     return f"/admin/{row._meta.label_lower.replace('.', '/')}/{row.pk}/{act}/"
 
 
 def fetch(client: Client, url: str) -> str:
-    """Text of a page."""
+    """Return the text of a page."""
     answer = client.get(url)
     assert answer.status_code == 200, url
     return (b"".join(answer) if answer.streaming else answer.content).decode()  # type: ignore[arg-type, attr-defined]

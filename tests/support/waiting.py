@@ -21,7 +21,7 @@ def wait_until(poll: Callable[[], T], description: str, *, within: float = 30.0,
 
 
 def run_with_growing_timeouts(attempt: Callable[[float], T], has_started: Callable[[T], object]) -> T:
-    """Run something that does not end by itself with a short time limit, and longer ones if it did not start in time.
+    """Make an attempt that does not end by itself under a short time limit, then under longer ones until it starts in time.
 
     The first limit keeps the test fast; the longer ones are for a busy machine. Return the last result."""
     for seconds in TIME_LIMITS_SECONDS:
@@ -35,7 +35,7 @@ def wait_until_blocked(rival: threading.Thread, *, within: float = 30.0) -> None
     """Wait until a started thread has ended or waits for a lock that the current transaction holds.
 
     SQLite does not show a waiting writer. There a transaction excludes every other writer, so both orders are valid and
-    this returns at once."""
+    this function returns at once."""
     if connection.vendor != "postgresql":
         if not connection.in_atomic_block:
             rival.join(within)

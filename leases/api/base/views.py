@@ -6,6 +6,7 @@ A handler validates the request, calls one domain function and renders the resul
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, cast
+from uuid import UUID
 
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse
@@ -125,9 +126,17 @@ class ApiView(APIView):
         """Read the body, call `act` and return its response; once if the request has an Idempotency-Key.
 
         Options and errors are those of `idempotency.execute_once`. The body of a request that takes none is also read: the
-        server would close the connection otherwise."""
+        server would close the connection otherwise. `act` is called with `now` set to the time after the key was claimed: the
+        claim may have waited for the database, and a lease that ended meanwhile must not be used."""
         self.read_body()
-        return idempotency.execute_once(self.request, self.caller.key, act, body=self.request.raw_body, now=self.now, **options)
+
+        def act_now(run_id: UUID) -> idempotency.StatusAndBody:
+            self.now = database_time.now()
+            return act(run_id)
+
+        return idempotency.execute_once(
+            self.request, self.caller.key, act_now, body=self.request.raw_body, now=self.now, **options
+        )
 
     def consume_creation_token(self) -> None:
         """Count one new lease against the key's rate limit. Raises RateLimited.

@@ -339,12 +339,12 @@ class MemoryProvider(HookedCalls, Provider):
         return limit_stream(iter(lambda: packed.read(1 << 16), b""), max_bytes=max_bytes, timeout=timeout)
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
-        sent = io.BytesIO(tar.read())  # before taking the lock: the source may be slow
+        content = io.BytesIO(tar.read())  # before taking the lock: the source may be slow
         with self.hooked_call("put_files", ref), self._lock:
             files = self._running(ref).files
             check_root(root)
             try:
-                with tarfile.open(fileobj=sent, mode="r|") as members:
+                with tarfile.open(fileobj=content, mode="r|") as members:
                     for member in members:
                         unpack_member(files, root, member, members)
             except tarfile.TarError as error:
@@ -394,8 +394,8 @@ def _build_call(
     if not argv or not cwd.startswith("/") or any("\0" in word for word in argv):
         raise Rejected("argv must not be empty or contain NUL, and cwd must be an absolute path.")
     base = {"PATH": f"/usr/bin:/bin:{USER_PROGRAMS_DIRECTORY}", "HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
-    own = {"LEASEHOLD_WORKSPACE": WORKSPACE, "LEASEHOLD_DATA": DATA, MARK_VARIABLE: mark}
-    return ProgramCall([*argv], stdin, {**base, **env, **own}, cwd, sandbox.files, timeout)
+    fixed = {"LEASEHOLD_WORKSPACE": WORKSPACE, "LEASEHOLD_DATA": DATA, MARK_VARIABLE: mark}
+    return ProgramCall([*argv], stdin, {**base, **env, **fixed}, cwd, sandbox.files, timeout)
 
 
 def _describe_sandbox(sandbox: MemorySandbox) -> ProviderSandbox:

@@ -78,3 +78,12 @@ def test_no_body_is_read_for_a_lease_that_has_ended(ada: ApiClient, lease, memor
     body = io.BytesIO(STREAMS[path])
     assert_ended(send(ada, lease, path, body), memory_store, "ttl")
     assert body.tell() == 0
+
+
+@pytest.mark.parametrize("path", ["exec", "processes", "renew"])
+def test_a_lease_that_ends_while_the_idempotency_key_is_claimed_is_not_used(
+    ada: ApiClient, lease, memory_store: MemoryStore, at_checkpoint: Callable[..., None], path: str
+) -> None:
+    at_checkpoint("key claimed", lambda: Lease.objects.update(expires_at=timezone.now()))
+    response = ada.post(f"leases/{lease['id']}/{path}", json.loads(DOCUMENTS[path]), idempotency_key="k1")
+    assert_ended(response, memory_store, "ttl")

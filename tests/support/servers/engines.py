@@ -47,7 +47,7 @@ def find_obstacle() -> str:
 def private_engine(directory: Path, *, live_restore: bool = False, images: Sequence[str] = IMAGES) -> Iterator["PrivateEngine"]:
     """Run an engine with copies of these images of the machine's own engine. Skips or fails the test where none can run.
 
-    Its data are in `directory`, which must not exist and is removed at the end with everything else of the engine. Enter and
+    Its data is in `directory`, which must not exist and is removed at the end with everything else of the engine. Enter and
     leave the block in the main thread: the daemon dies with the thread that started it."""
     if obstacle := find_obstacle():
         skip_or_fail(obstacle)

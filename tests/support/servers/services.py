@@ -9,7 +9,7 @@ def require_environment(*names: str) -> list[str]:
     """Return the values of environment variables. Skips the test, or fails it, if one is not set."""
     values = [os.environ.get(name, "") for name in names]
     if not all(values):
-        skip_or_fail(f"{names[0]} is not set: .ci/services starts what it names")
+        skip_or_fail(f"{names[0]} is not set: .ci/services starts the server and sets the variable")
     return values
 
 

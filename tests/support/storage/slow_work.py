@@ -1,4 +1,4 @@
-"""Virtual time, and a store whose transfers take hours of it. Other workers go on meanwhile."""
+"""Virtual time, and a store whose transfers take hours of virtual time while other workers go on."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from sandboxes.sweeps import passes as sweeps
 from tests.conftest import NOW
 
 PIECE_BYTES = 512  # a tar has at least 20 pieces
-PACE = timedelta(minutes=3)  # a piece, shorter than a claim without progress
+PACE = timedelta(minutes=3)  # for one piece; shorter than a claim without progress
 
 
 class VirtualTime:
@@ -33,13 +33,13 @@ class VirtualTime:
         return NOW + self.elapsed
 
     def advance(self, by: timedelta = PACE) -> None:
-        """Let time pass. The heartbeat of this process looks at its claims, then another worker runs its sweeps, in no time."""
+        """Let time pass. Then the heartbeat of this process beats, and another worker runs its sweeps. Neither takes time."""
         if self._sweeping:
             return
         claims.HEARTBEAT.beat()
         self.elapsed += by
         claims.HEARTBEAT.beat()
-        Context().run(self.sweep)  # another worker does not hold the claims of this one
+        Context().run(self.sweep)  # another worker does not hold the claims of this process
 
     def sweep(self) -> list[SweepResult]:
         """Run the sweeps that take over overdue work."""

@@ -30,11 +30,11 @@ def sandbox_of(lease: Lease) -> Sandbox:
 
 
 def assert_nothing_left() -> None:
-    """After a prune the store contains exactly the objects that rows point to, and no run is open."""
+    """Require that after a prune the store contains exactly the objects that rows point to, and that no run is open."""
     assert pruning.remove_orphans(now=LATER + timedelta(days=1), grace=timedelta(0)).failures == []
     assert {*get_store().list("agents/")} == {*DataObject.objects.values_list("key", flat=True)}
-    pointed = DataFile.objects.filter(removed=False, kind="file").values_list("stored_in", flat=True)
-    assert {*DataObject.objects.values_list("pk", flat=True)} == {*pointed}
+    referenced = DataFile.objects.filter(removed=False, kind="file").values_list("stored_in", flat=True)
+    assert {*DataObject.objects.values_list("pk", flat=True)} == {*referenced}
     snapshots = Snapshot.objects.filter(forgotten_at=None)
     assert {*get_store().list("snapshots/")} == {f"{snapshot.key}/workspace" for snapshot in snapshots}
     assert not Run.objects.filter(ended_at=None).exists()

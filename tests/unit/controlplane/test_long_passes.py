@@ -40,7 +40,7 @@ def test_a_pass_that_outlasts_the_timeout_of_the_queue_is_completed(
     tasks.put("STOP")
     worker(tasks, results, Value("f", -1), timeout=QUEUE_TIMEOUT_SECONDS)  # type: ignore[arg-type]  # only get and put are used
     result = results.get(timeout=30)
-    assert (result["success"], result["result"]) == (True, "still running; goes on in the background")
+    assert (result["success"], result["result"]) == (True, "still running in the background")
     released.set()
     ended = Sweep.objects.filter(name="persist", succeeded_at__isnull=False)
     wait_until(lambda: [*ended.values_list("counts", flat=True)] == [{"stored": 1}], "the pass has ended")

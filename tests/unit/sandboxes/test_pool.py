@@ -254,7 +254,7 @@ def test_refusal_of_a_full_pool_states_a_remedy(grant, pool, memory) -> None:
     lease, other = grant(), grant(agent="did:plc:other")
 
     def use_other(ref: str) -> None:
-        with pytest.raises(CapacityExhausted, match="A lease that ends frees one"):
+        with pytest.raises(CapacityExhausted, match="A lease that ends frees a place"):
             run(other)
 
     with memory.after("exec", use_other):

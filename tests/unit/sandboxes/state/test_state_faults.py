@@ -172,6 +172,27 @@ def test_wake_fails_while_the_store_fails_and_succeeds_later(one: Lease, unread:
     assert_nothing_left()
 
 
+def test_wake_succeeds_although_a_sweep_removes_the_local_copy_during_the_download(
+    one: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sh(one, "echo hello >note")
+    passes.evict_idle(now=NOW + 10 * MINUTE)
+    snapshot, store = workspace.find_latest(one.pk), get_store()
+    assert snapshot
+    workspace.forget_local(snapshot)
+    download = store.download
+
+    def download_and_remove(*args: Any, **options: Any) -> bool:
+        monkeypatch.undo()
+        exists = download(*args, **options)
+        workspace.forget_local(snapshot)
+        return exists
+
+    monkeypatch.setattr(store, "download", download_and_remove)
+    assert sh(one, "cat note", now=NOW + 11 * MINUTE) == "hello"
+    assert_nothing_left()
+
+
 def test_sandbox_is_not_destroyed_before_its_data_is_stored(one: Lease, two: Lease, broken: FaultSwitch, memory) -> None:
     sh(one, "true")
     broken.down("upload")

@@ -1,0 +1,51 @@
+"""Sizes and weights of one history, drawn from the seed."""
+
+from datetime import timedelta
+from random import Random
+
+ENVIRONMENT_TYPE = "catan"
+
+
+class Options:
+    """Sizes and weights of one history. With a `length` it has that many operations, and few leases that sleep often."""
+
+    def __init__(self, random: Random, length: int = 0) -> None:
+        self.pool, self.environment_type = "simulated", ENVIRONMENT_TYPE
+        self.agents = [f"did:plc:{name}" for name in "abcd"[: random.randint(1, 4)]]
+        self.environments = random.choice((1, 1, 2))
+        seats = len(self.agents) * self.environments
+        self.capacity = random.choice((1, 2, 3, max(1, seats - 1), seats, seats + 2))
+        self.slots = random.choice((1, 2, 4, 40))
+        self.warm_target = random.choice((0, 0, 0, 1))
+        self.guaranteed = random.choice((0, 0, 1))
+        self.ttl = timedelta(seconds=random.choice((90, 600, 3600, 4 * 3600, 12 * 3600)))
+        self.sleep_after = timedelta(seconds=random.choice((5, 60, 300, 1800)))
+        self.data_share = random.choice((0.0, 0.3, 1.0))
+        self.seconds = random.choice(((0.0,), (0.0, 1.0, 10.0), (0.0, 20.0, 200.0), (0.0, 0.0, 5.0, 700.0)))
+        self.intervals = random.choice(((1.0, 10.0, 70.0), (61.0, 301.0), (70.0, 400.0, 1900.0), (5.0, 61.0, 700.0, 8000.0)))
+        self.concurrency = random.choice((1, 2, 3, 6))
+        self.operations = random.choice((60, 100, 150, 150, 150, 200, 300, 600))
+        self.destroy_tries = random.choice((2, 4, 8))
+        self.budget_hours = random.choice((None, None, 0.2, 1.0))
+        self.hosts = random.choice((1, 1, 2))
+        self.drifts = random.random() < 0.3
+        self.takeover = random.random() < 0.7  # a restart takes over the claims of the process that died
+        self.sweep_weights = {"idle": 8, "stalled": 4, "reclaim": 4, "expire": 3, "reconcile": 2, "cold": 2, "prune": 2}
+        self.weights = {"exec": 30, "sweep": 25, "pass_time": 12, "task": 3}
+        for name, weight in {"release": 2, "condition": 1, "snapshot": 3, "restore": 3, "fork": 2, "operator": 1,
+                             "vanish": 1, "outage": 1, "http": 30}.items():  # fmt: skip
+            if random.random() < 0.5:
+                self.weights[name] = weight
+        if length:
+            self._lengthen(length)
+
+    def _lengthen(self, length: int) -> None:
+        self.operations, self.agents, self.environments = length, self.agents[:1], 1
+        self.ttl, self.sleep_after, self.budget_hours = timedelta(days=30), timedelta(seconds=5), None
+        self.intervals, self.seconds = (61.0, 301.0), (0.0, 1.0, 10.0)
+        for name in ("release", "condition", "operator", "vanish"):  # each may end a lease
+            self.weights.pop(name, None)
+        self.weights |= {"exec": 8, "pass_time": 20}
+        if "http" in self.weights:
+            self.weights["http"] = 8
+        self.sweep_weights["idle"] = 40

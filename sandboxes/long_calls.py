@@ -12,7 +12,6 @@ from threading import BoundedSemaphore, local
 from django.conf import settings
 
 from sandboxes.errors import TooManyLongCalls
-from sandboxes.queue_threads import is_queued_work
 
 
 class LongCallLimit:
@@ -33,7 +32,7 @@ class LongCallLimit:
 
         A nested `with` of the same thread is part of the outer call."""
         permits = self._permits
-        if permits is None or getattr(self._thread, "admitted", False) or is_queued_work():
+        if permits is None or getattr(self._thread, "admitted", False):
             yield
             return
         if not permits.acquire(blocking=False):
@@ -49,9 +48,19 @@ class LongCallLimit:
             self._thread.admitted = False
             permits.release()
 
+    def exempt_thread(self) -> None:
+        """Do not count the calls of this thread."""
+        self._thread.admitted = True
+
 
 LONG_CALLS = LongCallLimit()
 WAITING_CALLS = LongCallLimit()  # long calls that wait for a place: they must leave threads to the calls that free a place
+
+
+def exempt_thread() -> None:
+    """Do not limit the calls of this thread, which serves no requests."""
+    LONG_CALLS.exempt_thread()
+    WAITING_CALLS.exempt_thread()
 
 
 def get_shutdown_path() -> Path:

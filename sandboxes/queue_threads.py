@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 from django.db import connections
 
+from sandboxes import long_calls
 from sandboxes.claims import Progress, hold
 
 log = structlog.get_logger(__name__)
@@ -57,7 +58,7 @@ class WorkThread(Progress, Generic[T]):
         return self._clock() - self._seen_at > HANG_TIMEOUT.total_seconds()
 
     def _run(self) -> None:
-        _current_thread.outlasts_task = True
+        long_calls.exempt_thread()
         try:
             with hold(self):
                 self._result = self._work()
@@ -104,15 +105,11 @@ THREADS = WorkThreads()
 def mark_worker_thread() -> None:
     """Mark the calling thread as one that executes tasks of the queue."""
     _current_thread.is_worker = True
+    long_calls.exempt_thread()
 
 
 def is_worker_thread() -> bool:
     return getattr(_current_thread, "is_worker", False)
-
-
-def is_queued_work() -> bool:
-    """Return whether the calling thread executes a task of the queue, or work that outlasts one."""
-    return is_worker_thread() or getattr(_current_thread, "outlasts_task", False)
 
 
 def run_outlasting(name: str, work: Callable[[], T]) -> T:

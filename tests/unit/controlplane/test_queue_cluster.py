@@ -13,7 +13,7 @@ from django_q.tasks import async_task
 
 from controlplane.worker import cluster
 from controlplane.worker.cluster import Cluster
-from sandboxes import queue_threads
+from sandboxes import long_calls, queue_threads
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -25,7 +25,8 @@ RELEASED = threading.Event()
 def work(name: str) -> str:
     BEGUN.put(name)
     assert RELEASED.wait(30)
-    return f"{name} in a worker: {queue_threads.is_worker_thread()}"
+    with long_calls.LONG_CALLS.admit():
+        return f"{name} in a worker: {queue_threads.is_worker_thread()}"
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +62,12 @@ def enqueue(name: str) -> None:
     async_task(f"{__name__}.work", name, cluster=QUEUE)
 
 
-def test_stopping_finishes_and_records_the_task_that_runs() -> None:
-    with running(Cluster(QUEUE)) as queue:
+def test_stopping_finishes_and_records_the_task_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a web server in the same process, used up, does not apply to the task."""
+    limit = long_calls.LongCallLimit()
+    limit.set_maximum(1)
+    monkeypatch.setattr(long_calls, "LONG_CALLS", limit)
+    with limit.admit(), running(Cluster(QUEUE)) as queue:
         enqueue("one")
         assert BEGUN.get(timeout=30) == "one"
         queue.stop()

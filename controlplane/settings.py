@@ -356,9 +356,7 @@ PROFILE = env.choice(
     "LEASEHOLD_PROFILE", "standard", ["standard", "small"],
     help="processes of `manage.py up`: standard forks web server, queue and egress proxy; small runs them as threads of one",
 )  # fmt: skip
-WEB_WORKERS = env.integer(
-    "LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="web server processes; one in the profile small"
-)
+WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="web server processes")
 WEB_THREADS = env.integer(
     "LEASEHOLD_WEB_THREADS", 16, minimum=2,
     help="threads per web process; an exec occupies one while it runs, and a quarter is kept for short requests",

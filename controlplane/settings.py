@@ -352,6 +352,10 @@ METRICS_TOKEN = env.text(
 )
 
 # --- processes ----------------------------------------------------------------------------------------------------
+PROFILE = env.choice(
+    "LEASEHOLD_PROFILE", "standard", ["standard", "small"],
+    help="processes of `manage.py up`: standard forks web server, queue and egress proxy; small runs them as threads of one",
+)  # fmt: skip
 WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="web server processes")
 WEB_THREADS = env.integer(
     "LEASEHOLD_WEB_THREADS", 16, minimum=2,
@@ -364,7 +368,7 @@ DRAIN_TIMEOUT = env.duration(
     "LEASEHOLD_DRAIN_TIMEOUT", "30s", help="time that a stopping web server has to finish its requests, execs included"
 )
 QUEUE_WORKERS = env.integer(
-    "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="queue worker processes (django-q2)"
+    "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="queue worker threads (django-q2)"
 )
 LOG_FORMAT = env.choice("LEASEHOLD_LOG_FORMAT", "text", ["text", "json"], help="log format")
 LOG_LEVEL = env.choice("LEASEHOLD_LOG_LEVEL", "INFO", ["DEBUG", "INFO", "WARNING", "ERROR"], help="minimum log level")
@@ -393,7 +397,6 @@ Q_CLUSTER = {
     "save_limit": 100,
     "poll": 0.5,
     "label": "Queue",
-    "ALT_CLUSTERS": {},  # django-q2 requires the key where Q_CLUSTER_NAME is set: each host's worker has a queue of its own
 }
 
 LOGGING = logs.build_logging(LOG_FORMAT, LOG_LEVEL)

@@ -117,8 +117,8 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
     A failure in step 2 or 3 closes the Run and is raised: SandboxLost if the provider has lost the sandbox,
     ProviderCallFailed if the provider did not respond (the Run's outcome shows whether the command may have run),
     StoreUnavailable if the store did not respond, ClaimLost if a transfer made no progress, any other error unchanged. Step 1
-    raises the errors of `pool.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls before anything else. Step 4
-    does not fail the operation: the Run's note records unstored changes."""
+    raises the errors of `allocation.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls before anything else.
+    Step 4 does not fail the operation: the Run's note records unstored changes."""
     clock = clock_from(now)
     with LONG_CALLS.admit():
         opened, attached = _open_operation(request, command, clock, actor=actor), None

@@ -23,7 +23,7 @@ from sandboxes.models.processes import Process, ProcessStatus
 from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, Missing, ProcessOutput, ProcessState, Provider, ProviderError, Rejected
 from sandboxes.providers.launcher import LAUNCH_TIMEOUT
-from sandboxes.runs import operations
+from sandboxes.runs import operations, workspace_limit
 from sandboxes.runs.operations import Command, Operation
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
@@ -54,7 +54,7 @@ def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, 
     clock = clock_from(now)
     command = Command(spec.argv, START_TIMEOUT, spec.env, spec.cwd, kind="process", run_id=spec.process_id)
     with operations.operation(request, command, now=now, actor=actor) as opened:
-        operations.require_workspace_space(opened.provider, opened.sandbox, now=clock())
+        workspace_limit.require_workspace_space(opened.provider, opened.sandbox, now=clock())
         process = _insert_process(opened.sandbox, spec, now=clock())
         checkpoint("process inserted", process)
         _launch(process, spec, opened, clock)
@@ -75,7 +75,7 @@ def _launch(process: Process, spec: ProcessSpec, opened: Operation, clock: Clock
 def _insert_process(sandbox: Sandbox, spec: ProcessSpec, *, now: datetime) -> Process:
     """Insert the row. Raises TooManyProcesses at the limit, and SandboxNotHeld if the sandbox has left `running`."""
     same_incarnation = Sandbox.objects.filter(pk=sandbox.pk, holder=sandbox.holder, incarnation=sandbox.incarnation)
-    assert sandbox.holder is not None  # ensured by pool.ensure_running
+    assert sandbox.holder is not None  # ensured by allocation.ensure_running
     with transaction.atomic():
         # Locks the sandbox's row: a concurrent destroy either closes this process, or makes this UPDATE match nothing.
         if not same_incarnation.filter(state=SandboxState.RUNNING).update(last_used_at=now):

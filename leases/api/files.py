@@ -32,7 +32,7 @@ from sandboxes.models import Sandbox
 from sandboxes.providers import tar_validation
 from sandboxes.providers.arguments import check_directory_path, split_sandbox_path
 from sandboxes.providers.base import DATA, WORKSPACE, FileStat, Provider, Rejected, TooLarge
-from sandboxes.runs import operations
+from sandboxes.runs import workspace_limit
 from sandboxes.runs.operations import Command
 from sandboxes.state.file_tree import FileTree
 from sandboxes.state.spool import open_spool
@@ -86,7 +86,7 @@ class FileApiView(LeaseApiView):
 
         def check_space_and_act(provider: Provider, sandbox: Sandbox) -> None:
             if command.argv[0] in ("write", "unpack"):
-                operations.require_workspace_space(provider, sandbox, now=clock())
+                workspace_limit.require_workspace_space(provider, sandbox, now=clock())
             act(provider, sandbox)
 
         execution.call_in_sandbox(pk, command, check_space_and_act, now=self.now, actor=self.actor)

@@ -37,7 +37,7 @@ from leases.models import (
     Lease,
     LeaseStatus,
 )
-from leases.tasks import enqueue_reclaim
+from leases.tasks import begin_reclaim
 from sandboxes import stop_reasons
 from sandboxes.db import sql
 from sandboxes.db.clock import format_timestamp
@@ -240,7 +240,7 @@ class LeaseReleaseView(LeaseApiView):
         def act(run_id: UUID) -> StatusAndBody:
             lease = leasing.release(pk, now=self.now, actor=self.actor)
             if lease.status == LeaseStatus.EXPIRED:
-                enqueue_reclaim()
+                begin_reclaim([lease])
             return 200, render_lease(lease, now=self.now)
 
         return self.execute_once(act)

@@ -112,7 +112,7 @@ def count_waiting(pool: Pool, *, now: datetime) -> int:
 def build_waiting_error(pool: Pool, position: Position) -> CapacityExhausted:
     """Build the error for a request that gets no place before others."""
     return CapacityExhausted(
-        f'The next free places of the pool "{pool}" go to {position.ahead} waiting requests. '
+        f'The next free places of the pool "{pool}" go to the requests that wait for one ({position.ahead} before this one). '
         "Join the environment with wait_seconds to wait as well.",
         position=position.number,
         queue_length=position.length,

@@ -4,7 +4,6 @@ A Run is opened before the provider is called, and closed after, also on failure
 open Runs: its state and its count of open Runs change in the transaction that opens or closes the Run. An eviction
 checks the state, and therefore never takes a sandbox in which an operation is active."""
 
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +29,6 @@ from sandboxes.errors import (
     SandboxLost,
     SandboxNotReady,
     StoreUnavailable,
-    WorkspaceFull,
 )
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
@@ -38,13 +36,12 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
 from sandboxes.pool import allocation, starts
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
+from sandboxes.runs import workspace_limit
 from sandboxes.runs.claims import KILL_GRACE, RunClaim
 from sandboxes.state import data_sync
 from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
-MAX_WRITE_BYTES_PER_SECOND = 1 << 30  # assumed growth of a workspace, to decide whether a run may have exceeded the limit
-MEASURE_INTERVAL_FACTOR = 20  # time between measurements after runs, in durations of one: at most 5 % of the time is measuring
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def exec_in_sandbox(
     WorkspaceFull and the errors of `operation`."""
     clock = clock_from(now)
     with operation(request, command, now=now, actor=actor) as opened:
-        require_workspace_space(opened.provider, opened.sandbox, now=clock())
+        workspace_limit.require_workspace_space(opened.provider, opened.sandbox, now=clock())
         opened.claim.begin_command(command.timeout)
         opened.executing = True
         result = opened.provider.exec(
@@ -102,7 +99,7 @@ def exec_in_sandbox(
         opened.executing = False
         opened.claim.end_command()
         opened.result = result
-        opened.note = _warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
+        opened.note = workspace_limit.warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
     return opened.run, result
 
 
@@ -120,8 +117,8 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
     A failure in step 2 or 3 closes the Run and is raised: SandboxLost if the provider has lost the sandbox,
     ProviderCallFailed if the provider did not respond (the Run's outcome shows whether the command may have run),
     StoreUnavailable if the store did not respond, ClaimLost if a transfer made no progress, any other error unchanged. Step 1
-    raises the errors of `pool.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls before anything else. Step 4
-    does not fail the operation: the Run's note records unstored changes."""
+    raises the errors of `allocation.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls before anything else.
+    Step 4 does not fail the operation: the Run's note records unstored changes."""
     clock = clock_from(now)
     with LONG_CALLS.admit():
         opened, attached = _open_operation(request, command, clock, actor=actor), None
@@ -169,17 +166,19 @@ def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor
             run=str(opened.run.pk),
         )  # fmt: skip
     except RetriesExhausted:
-        return failed
+        return _translate_error(failed)
 
 
 def _open_operation(request: allocation.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
     while True:
         request.guard.check_proceed()
         sandbox = allocation.ensure_running(request, now=clock(), actor=actor)
-        run = open_run(sandbox, command, now=clock(), actor=actor)
+        checkpoint("sandbox ready", sandbox)
+        run = open_run(sandbox, command, now=clock(), actor=actor, permission=request.guard.build_condition())
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
-        # The sandbox was evicted or destroyed between the two calls above.
+        # Since the calls above the sandbox was evicted or destroyed, or the holder has ended.
+        request.guard.check_active()
 
 
 def _prepare_sandbox(
@@ -223,6 +222,13 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
     else:
         outcome = RunOutcome.ERROR if opened.entered else RunOutcome.FAILED
         close_run(opened.run, now=now, outcome=outcome, note=note, actor=actor)
+    return _translate_error(failed)
+
+
+def _translate_error(failed: Exception) -> Exception:
+    """Return the error that a client gets for a failed call of the provider or the store, or another error unchanged."""
+    if isinstance(failed, (NoSuchFile, Rejected)):
+        return failed
     if isinstance(failed, ProviderError):
         return ProviderCallFailed(f"The provider failed: {failed}")
     if isinstance(failed, StoreError):
@@ -246,15 +252,17 @@ def _abandon_run(run: Run, note: str) -> None:
     Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True).update(released=True, note=note[:500])
 
 
-def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
+def open_run(
+    sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "", permission: sql.Condition = sql.ALWAYS
+) -> Run | None:
     """Open a Run and count it in the sandbox, in one transaction.
 
-    Returns None if the sandbox is no longer alive, or no longer held by the same holder. Raises TooManyRuns at the limits of
-    open Runs, which are therefore never exceeded by concurrent calls."""
-    assert sandbox.holder is not None  # ensured by pool.ensure_running
+    Returns None if the sandbox is no longer alive or no longer held by the same holder, or if `permission` does not hold.
+    Raises TooManyRuns at the limits of open Runs, which are therefore never exceeded by concurrent calls."""
+    assert sandbox.holder is not None  # ensured by allocation.ensure_running
     with transaction.atomic(durable=True):
         sql.lock_key(f"runs of {sandbox.agent_did}")
-        previous_state = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor)
+        previous_state = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor, permission=permission)
         if previous_state is None:
             return None
         run = Run(
@@ -326,47 +334,6 @@ def close_run(
     else:
         run.refresh_from_db()
     return bool(closed)
-
-
-def require_workspace_space(provider: Provider, sandbox: Sandbox, *, now: datetime) -> None:
-    """Raise WorkspaceFull if the workspace was over its limit when last measured, and still is when measured now."""
-    limit = sandbox.pool.workspace_limit_mib << 20
-    if (sandbox.workspace_bytes or 0) > limit and (size := measure_workspace(provider, sandbox, now=now)) > limit:
-        raise WorkspaceFull(
-            f"/workspace holds {size >> 20} MiB, and its limit is {limit >> 20} MiB. "
-            "Delete files through the files API, then try again.",
-            workspace_bytes=size,
-            limit_bytes=limit,
-        )
-
-
-def _warn_if_workspace_full(provider: Provider, sandbox: Sandbox, *, now: datetime) -> str:
-    """Measure the workspace after a run that may have exceeded its limit. Returns "", or a warning that the limit is exceeded.
-
-    There is no measurement while the workspace, growing by MAX_WRITE_BYTES_PER_SECOND since the last one, is below its limit,
-    nor within MEASURE_INTERVAL_FACTOR durations of the last one. The sweep `measure_workspaces` repeats a failed one."""
-    limit = sandbox.pool.workspace_limit_mib << 20
-    elapsed = (now - (sandbox.measured_at or sandbox.created_at)).total_seconds()
-    may_exceed = (sandbox.workspace_bytes or 0) + elapsed * MAX_WRITE_BYTES_PER_SECOND > limit
-    if not may_exceed or elapsed < MEASURE_INTERVAL_FACTOR * sandbox.measure_seconds:
-        return ""
-    try:
-        size = measure_workspace(provider, sandbox, now=now)
-    except ProviderError as failed:
-        log.warning("workspace not measured", sandbox=str(sandbox.pk), error=str(failed))
-        return ""
-    if size <= limit:
-        return ""
-    return f"/workspace holds {size >> 20} MiB, and its limit is {limit >> 20} MiB: the next command is refused."
-
-
-def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
-    """Measure /workspace, and store the size in the sandbox's row. Returns bytes. Raises the errors of Provider.size."""
-    started = time.monotonic()
-    size = provider.size(sandbox.ref, WORKSPACE)
-    sandbox.workspace_bytes, sandbox.measured_at, sandbox.measure_seconds = size, now, time.monotonic() - started
-    Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=size, measured_at=now, measure_seconds=sandbox.measure_seconds)
-    return size
 
 
 def close_abandoned_run(run: Run, *, now: datetime) -> bool:

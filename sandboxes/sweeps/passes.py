@@ -23,7 +23,7 @@ from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, Sandbo
 from sandboxes.pool import admission_queue
 from sandboxes.pool.allocation import find_local_unclaimed, start_warm
 from sandboxes.providers.base import Missing, ProviderError
-from sandboxes.runs import operations
+from sandboxes.runs import operations, workspace_limit
 from sandboxes.state import workspace
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 from sandboxes.usage import readings
@@ -279,7 +279,7 @@ def measure_workspaces(*, now: datetime, limit: int = 50) -> SweepResult:
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            size = operations.measure_workspace(registry.get_sandbox_provider(sandbox), sandbox, now=clock())
+            size = workspace_limit.measure_workspace(registry.get_sandbox_provider(sandbox), sandbox, now=clock())
         except Missing:
             result.note("gone")  # reconcile handles missing sandboxes
         except ProviderError as failed:

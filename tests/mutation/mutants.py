@@ -102,8 +102,8 @@ MUTANTS = (
     Mutant(
         name="queue-forgets-who-was-served",
         path=ADMISSION_QUEUE,
-        before="places, quota.admitted_at or never, arrival",
-        after="places, never, arrival",
+        before="places, quota.admitted_at or earliest, arrival",
+        after="places, earliest, arrival",
         tests=[f"{TEST_QUEUE}::test_one_agent_with_many_requests_does_not_starve_another"],
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runs-workspace-limit-ignores-new-size",
-        path=RUNS,
+        path="sandboxes/runs/workspace_limit.py",
         before="(size := measure_workspace(provider, sandbox, now=now)) > limit:",
         after="(size := measure_workspace(provider, sandbox, now=now)) > 0:",
         tests=[f"{TEST_POOL}::test_workspace_over_its_limit_refuses_execs_until_files_are_deleted"],

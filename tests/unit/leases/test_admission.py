@@ -245,7 +245,7 @@ def test_free_place_goes_to_those_who_wait(busy: Lease, grant, poll, join, pool:
     poll("did:plc:bob")
     end(busy)
     newcomer = grant("did:plc:new")
-    with pytest.raises(CapacityExhausted, match="go to 1 requests that have waited") as error:
+    with pytest.raises(CapacityExhausted, match="1 before this one") as error:
         run(newcomer)
     assert error.value.extra == {"position": 2, "queue_length": 1}
     assert poll("did:plc:eve", 1) == (2, 2)

@@ -1,11 +1,12 @@
 """Leases: acquire, read, renew, release."""
 
+import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
@@ -27,6 +28,7 @@ from leases.api.base.fields import (
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
+from leases.api.lease_documents import build_lease_document
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
 from leases.errors import InvalidRequest
 from leases.models import (
@@ -42,7 +44,7 @@ from sandboxes import stop_reasons
 from sandboxes.db import sql
 from sandboxes.db.clock import format_timestamp
 from sandboxes.egress.totals import calculate_totals
-from sandboxes.models import GONE_STATES, LlmCall, Sandbox, SandboxState
+from sandboxes.models import LlmCall, Sandbox, SandboxState
 
 HELD_SANDBOX_SQL = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
 
@@ -154,11 +156,11 @@ class LeaseListView(ApiView):
             leases = leases.filter(environment_id=validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment))
         if status := request.GET.get("status"):
             leases = leases.filter(self._build_status_filter(status))
-        page, next_url = paginate(leases, "leased_at", request)
-        held = Sandbox.objects.filter(holder__in=[lease.pk for lease in page]).exclude(state__in=GONE_STATES)
-        sandboxes = {sandbox.holder: sandbox for sandbox in held}
-        results = [serialize_lease(leasing.apply_elapsed_clock(lease, self.now), sandboxes.get(lease.pk)) for lease in page]
-        return Response({"results": results, "next": next_url})
+        documents: QuerySet[Any, Any] = leases.annotate(document=build_lease_document(self.now))
+        page, next_url = paginate(documents.values_list("leased_at", "pk", "document", named=True), "leased_at", request)
+        results = ", ".join(row.document for row in page)
+        body = f'{{"results": [{results}], "next": {json.dumps(next_url)}}}'
+        return HttpResponse(body, content_type="application/json")
 
     def _build_status_filter(self, status: str) -> Q:
         elapsed = Q(expires_at__lte=self.now, status=LeaseStatus.ACTIVE)  # ended, not yet recorded by a sweep

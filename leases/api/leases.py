@@ -238,8 +238,8 @@ class LeaseRenewView(HotLeaseApiView):
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         if self._is_plain(request):
-            key = request.META.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ").strip()
-            if until := renewal.renew_with_key(kwargs["pk"], key, now=database_time.now()):
+            scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
+            if scheme == "Bearer" and (until := renewal.renew_with_key(kwargs["pk"], key, now=database_time.now())):
                 return HttpResponse(encode_json({"expires_at": until}), content_type=JsonRenderer.media_type)
         return super().dispatch(request, *args, **kwargs)
 

@@ -10,7 +10,7 @@ from django.db.models import TextField
 from django.db.models.expressions import RawSQL
 
 from leases.models import LeaseStatus
-from sandboxes.db import json_text
+from sandboxes.db import json_text, sql
 
 ELAPSED = f"leases_lease.status = '{LeaseStatus.ACTIVE.value}' AND leases_lease.expires_at <= %s"
 
@@ -20,10 +20,9 @@ def build_lease_document(now: datetime) -> RawSQL:
 
     Plan: the expression is computed for the rows of the page only. The subquery finds the sandbox by the partial unique index
     sandbox_one_live_per_holder, which serves a page of any table size with one descent per row."""
-    at = connection.ops.adapt_datetimefield_value(now)
     document = json_text.build_object(_describe_lease())
     as_text = "::text" if connection.vendor == "postgresql" else ""
-    return RawSQL(f"{document}{as_text}", [at] * document.count("%s"), output_field=TextField())  # noqa: S611 - no user input
+    return RawSQL(f"{document}{as_text}", [sql.adapt_value(now)] * document.count("%s"), output_field=TextField())  # noqa: S611 - no user input
 
 
 def _describe_lease() -> dict[str, str]:

@@ -141,7 +141,7 @@ def bench_large_sweep() -> None:
     def update_raw(number: int) -> None:
         parameters = [now, uuid.uuid4(), settings.INSTANCE, now + CLAIM_TTL, now]
         with connection.cursor() as cursor:
-            cursor.execute(statement, [sql._adapt_value(value) for value in parameters])
+            cursor.execute(statement, [sql.adapt_value(value) for value in parameters])
             assert len(cursor.fetchall()) == SWEPT_ROWS
 
     def claim_all(number: int) -> None:

@@ -10,6 +10,7 @@ from django.test.utils import CaptureQueriesContext
 from leases import api_keys, leasing, renewal
 from leases.models import AgentKey, Lease
 from leases.renewal import Renewal
+from sandboxes.db import sql
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import ADA, BOB
 
@@ -115,3 +116,20 @@ def test_a_batch_after_a_later_renewal_reports_the_later_end(grant) -> None:
     lease = grant(ttl=HOUR)
     leasing.renew(lease, now=NOW + 10 * MINUTE)
     assert renewal.renew_many([lease.pk], None, now=NOW + MINUTE) == {lease.pk: Renewal(NOW + 70 * MINUTE)}
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has no heap-only updates")
+def test_renewals_within_a_minute_write_no_index(grant) -> None:
+    """Nor does the lease's activity: no index has a column that changes with every call."""
+    lease, now = grant(ttl=HOUR), NOW.replace(second=0)
+    leasing.renew(lease, now=now)
+    before = count_updates()
+    for second in range(1, 6):
+        leasing.renew(lease, now=now + second * MINUTE / 60)
+    assert [after - earlier for after, earlier in zip(count_updates(), before, strict=True)] == [5, 5]
+
+
+def count_updates() -> list[int]:
+    """Updates of leases in this transaction, and those among them that stayed in their page."""
+    query = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_xact_user_tables WHERE relname = 'leases_lease'"
+    return list(sql.fetch_all(query)[0])

@@ -1,10 +1,12 @@
 """Guard of a sandbox request: permission checks that the layer above `sandboxes` implements for a holder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from decimal import Decimal
 from typing import Protocol
 
+from sandboxes.db.sql import Statement
 from sandboxes.models import Policy
 
 
@@ -15,6 +17,14 @@ class HolderTerms:
     excludes: Sequence[str] = ()  # patterns of paths that workspace snapshots exclude
     llm_limit: Decimal | None = None  # USD that model calls may cost; None: unlimited
     policy: Policy | None = None  # None: the built-in policy "sealed"
+
+
+@dataclass
+class HolderRenewal:
+    """Renewal of a holder in the statement that closes its run."""
+
+    build: Callable[[datetime], Statement]  # UPDATE that renews the holder at this time, if it may be renewed
+    done: bool = False  # the last run that was closed renewed the holder
 
 
 class Guard(Protocol):

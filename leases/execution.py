@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TypeVar
 from uuid import UUID
@@ -20,6 +21,7 @@ from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import log_connection_errors
 from sandboxes.errors import SandboxError, SandboxLost
+from sandboxes.guard import HolderRenewal
 from sandboxes.identity import signing
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
@@ -148,9 +150,10 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
         budgets.require_budget(pk, now=now)
     if now + lasts + operations.KILL_GRACE > lease.expires_at:
         leasing.renew(lease, now=clock(), lasts=lasts + operations.KILL_GRACE)
+    renewal = HolderRenewal(lambda at: leasing.build_renewal(lease, now=at))
     try:
         with hold(LeaseClaim(lease, clock, lasts=lasts)):
-            yield build_sandbox_request(lease, now=clock(), check_budget=not spends)
+            yield replace(build_sandbox_request(lease, now=clock(), check_budget=not spends), renewal=renewal)
     except SandboxLost as lost:
         leasing.require_active(pk, now=clock())  # a lost sandbox of an ended lease is reported as LeaseEnded
         with transaction.atomic():
@@ -159,5 +162,6 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
     except SandboxError:
         leasing.require_active(pk, now=clock())
         raise
-    with log_connection_errors("lease not renewed", lease=str(pk)):
-        leasing.renew(lease, now=clock())
+    if not renewal.done:
+        with log_connection_errors("lease not renewed", lease=str(pk)):
+            leasing.renew(lease, now=clock())

@@ -216,9 +216,19 @@ def renew(lease: Lease, *, now: datetime, lasts: timedelta = timedelta(0)) -> da
     """Extend a lease to `ttl` or `lasts` from now, whichever is longer, at most to max_expires_at. Return the new end.
 
     Raise LeaseEnded if the lease has ended. One guarded UPDATE: a renewal that arrives late cannot shorten a later one."""
+    until, renewal = _build_renewal(lease, now=now, lasts=lasts)
+    return until if sql.execute(renewal.text, *renewal.values) else require_active(lease.pk, now=now).expires_at
+
+
+def build_renewal(lease: Lease, *, now: datetime) -> sql.Statement:
+    """Build the guarded UPDATE of `renew`, to be executed with another statement. It changes no row of an ended lease."""
+    return _build_renewal(lease, now=now)[1]
+
+
+def _build_renewal(lease: Lease, *, now: datetime, lasts: timedelta = timedelta(0)) -> tuple[datetime, sql.Statement]:
     until = compute_expires_at(renewed_at=now, ttl=max(lease.ttl, lasts), max_expires_at=lease.max_expires_at)
-    renewed = sql.update(Lease, RENEW_SQL, until, to_epoch_minute(until), now, lease.pk, now, now, until)
-    return until if renewed else require_active(lease.pk, now=now).expires_at
+    values = (until, to_epoch_minute(until), now, lease.pk, now, now, until)
+    return until, sql.Statement(f"UPDATE leases_lease SET {RENEW_SQL}", values)  # noqa: S608 - no user input
 
 
 def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
-from django.db import connection
+from django.db import connection, transaction
 from django.db.models import Field, ForeignKey, Model
 from django.db.models.expressions import Col
 
@@ -18,14 +18,14 @@ M = TypeVar("M", bound=Model)
 
 
 @dataclass(frozen=True)
-class Condition:
-    """Condition in SQL, and the values of its parameters."""
+class Statement:
+    """A statement, or the part of one after its first keywords, with the values of its parameters."""
 
     text: str
-    values: Sequence[Any] = ()
+    values: tuple[Any, ...] = ()
 
 
-ALWAYS = Condition("TRUE")
+ALWAYS = Statement("TRUE")  # condition
 
 
 def find_first(model: type[M], where: str, *values: Any) -> M | None:
@@ -74,6 +74,14 @@ def insert(row: Model) -> None:
     row._state.adding, row._state.db = False, connection.alias
 
 
+def build_insert_from(row: Model, source: str) -> Statement:
+    """Build the INSERT of a row whose primary key is set, once for each row of a table or common table expression."""
+    statement, fields = _build_insert(type(row), keyed=True)
+    names, _, _ = statement.partition(" VALUES ")
+    values = tuple(field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields)
+    return Statement(f"{names} SELECT {', '.join(['%s'] * len(fields))} FROM {source}", values)  # noqa: S608 - no user input
+
+
 def insert_if_absent(row: Model) -> bool:
     """Insert a row whose primary key is set, unless a unique constraint is violated. Return whether the row was inserted.
 
@@ -118,6 +126,40 @@ def execute(statement: str, *values: Any) -> int:
 def update(model: type[Model], change: str, *values: Any) -> int:
     """Execute one UPDATE ("a = %s WHERE b = %s") and return the number of changed rows."""
     return execute(f"UPDATE {model._meta.db_table} SET {change}", *values)  # noqa: S608 - no user input
+
+
+def update_then(model: type[Model], pk: UUID, change: Statement, then: Sequence[Statement]) -> bool:
+    """Execute one UPDATE of the row `pk`, and if it changed the row, the statements that read the new row as `changed`.
+
+    One statement on PostgreSQL: a chain of common table expressions, each of which takes the rows of the one before. SQLite
+    changes no rows in them. It executes the statements in turn, in a transaction, and has no round trips to save."""
+    table = model._meta.db_table
+    if can_chain():
+        steps = [("changed", Statement(f"UPDATE {table} SET {change.text} RETURNING {table}.*", change.values))]  # noqa: S608 - no user input
+        steps += [(f"then_{number}", statement) for number, statement in enumerate(then)]
+        return bool(execute_chain(steps, ["changed"])[0])
+    with transaction.atomic(savepoint=False):
+        changed = update(model, change.text, *change.values)
+        for statement in then if changed else ():
+            execute(f"WITH changed AS (SELECT * FROM {table} WHERE id = %s) {statement.text}", pk, *statement.values)  # noqa: S608 - no user input
+    return bool(changed)
+
+
+def can_chain() -> bool:
+    """Return whether the database executes statements that change rows as common table expressions."""
+    return connection.vendor == "postgresql"
+
+
+def execute_chain(steps: Sequence[tuple[str, Statement]], counted: Sequence[str]) -> Sequence[int]:
+    """Execute named statements as one, and return how many rows the `counted` ones return.
+
+    All see the rows as they were before the chain, so a statement that depends on another reads the rows it returns. They are
+    executed in the order in which they depend on each other, not in that of the text."""
+    text = ", ".join(f"{name} AS ({statement.text})" for name, statement in steps)
+    counts = ", ".join(f"(SELECT COUNT(*) FROM {name})" for name in counted)  # noqa: S608 - no user input
+    values = [value for _, statement in steps for value in statement.values]
+    [row] = fetch_all(f"WITH {text} SELECT {counts}", *values)
+    return row
 
 
 @cache

@@ -27,7 +27,7 @@ from sandboxes.errors import (
     SandboxBusy,
     SandboxLost,
 )
-from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
+from sandboxes.guard import OPEN_GUARD, Guard, HolderRenewal, HolderTerms
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
@@ -54,6 +54,7 @@ class SandboxRequest:
     memory_mib: int | None = None  # None: the pool's default
     final_persist: FinalPersist = FinalPersist.ALL  # stored before the sandbox is destroyed
     guard: Guard = OPEN_GUARD
+    renewal: HolderRenewal | None = None  # executed with the end of each run
 
 
 class _PoolFull(Exception):

@@ -186,14 +186,15 @@ def record_missing(
                 ):  # fmt: skip
                     return "found cold"
         return ""
-    return "lost" if mark_lost(sandbox, cause, now=now) else ""
+    # The row may have been read before an eviction that has stored the state and destroyed the process since.
+    return "lost" if mark_lost(sandbox, cause, now=now, guard=Q(persisted=False)) else ""
 
 
-def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime) -> bool:
+def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime, guard: Q | None = None) -> bool:
     """Record that the provider has lost this incarnation, and close its processes. The caller, or a sweep, ends the lease.
 
-    Returns False if the loss was recorded before, or if this incarnation has ended."""
-    not_lost = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, lost_at__isnull=True)
+    Returns False if the loss was recorded before, if this incarnation has ended, or if the guard does not hold."""
+    not_lost = Sandbox.objects.filter(guard or Q(), pk=sandbox.pk, incarnation=sandbox.incarnation, lost_at__isnull=True)
     with transaction.atomic():
         lost = not_lost.exclude(state__in=(COLD, *GONE_STATES)).update(lost_at=now, last_error=f"Lost: {cause}"[:2000])
         if lost:

@@ -152,11 +152,13 @@ def advance(
     return bool(moved)
 
 
-def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> SandboxState | None:
+def start_run(
+    pk: UUID, *, holder: UUID, now: datetime, actor: str = "", permission: sql.Condition = sql.ALWAYS
+) -> SandboxState | None:
     """Count one more open Run of a sandbox. Returns the sandbox's previous state.
 
-    Returns None if the sandbox is not alive or another holder has it. Raises TooManyRuns if the holder or its agent has reached
-    LEASEHOLD_MAX_RUNS_PER_LEASE or LEASEHOLD_MAX_RUNS_PER_AGENT.
+    Returns None if the sandbox is not alive, if another holder has it, or if `permission` does not hold. Raises TooManyRuns if
+    the holder or its agent has reached LEASEHOLD_MAX_RUNS_PER_LEASE or LEASEHOLD_MAX_RUNS_PER_AGENT.
 
     A Run counts as a warm hit, unless it is the first one since the start of the sandbox. Call this function in the
     transaction that inserts the Run, so that an eviction sees both or neither. The caller holds the agent's lock_key, so that
@@ -164,10 +166,12 @@ def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> Sand
     agent_limit = settings.MAX_RUNS_PER_AGENT
     with transaction.atomic():
         for was, warm_hit in ((WAITING, 1), (WARM, 0)):
-            if sql.update(Sandbox, BEGIN_FIRST_RUN_SQL, now, now, warm_hit, pk, holder, was.value, agent_limit):
+            values = (now, now, warm_hit, pk, holder, was.value, agent_limit, *permission.values)
+            if sql.update(Sandbox, f"{BEGIN_FIRST_RUN_SQL} AND {permission.text}", *values):
                 _insert_transitions("WHERE id = %s", pk, was=was, code=Reason.RUN_STARTED, actor=actor)
                 return was
-        if sql.update(Sandbox, BEGIN_CONCURRENT_RUN_SQL, now, pk, holder, settings.MAX_RUNS_PER_LEASE, agent_limit):
+        values = (now, pk, holder, settings.MAX_RUNS_PER_LEASE, agent_limit, *permission.values)
+        if sql.update(Sandbox, f"{BEGIN_CONCURRENT_RUN_SQL} AND {permission.text}", *values):
             return RUNNING
         _require_runs_below_limits(pk, holder)
     return None

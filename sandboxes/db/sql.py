@@ -4,6 +4,7 @@ A statement is written by hand only where a benchmark shows that the ORM's query
 the ORM cannot express the statement. Every statement runs on SQLite and PostgreSQL; values are always parameters."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -14,6 +15,17 @@ from django.db.models import Field, ForeignKey, Model
 from django.db.models.expressions import Col
 
 M = TypeVar("M", bound=Model)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Condition in SQL, and the values of its parameters."""
+
+    text: str
+    values: Sequence[Any] = ()
+
+
+ALWAYS = Condition("TRUE")
 
 
 def find_first(model: type[M], where: str, *values: Any) -> M | None:

@@ -102,8 +102,8 @@ MUTANTS = (
     Mutant(
         name="queue-forgets-who-was-served",
         path=ADMISSION_QUEUE,
-        before="places, quota.admitted_at or never, arrival",
-        after="places, never, arrival",
+        before="places, quota.admitted_at or earliest, arrival",
+        after="places, earliest, arrival",
         tests=[f"{TEST_QUEUE}::test_one_agent_with_many_requests_does_not_starve_another"],
     ),
     Mutant(

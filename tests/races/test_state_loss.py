@@ -14,14 +14,14 @@ from leases.errors import LeaseEnded
 from leases.models import LeaseEvent
 from sandboxes import destruction, eviction, lifecycle
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
-from sandboxes.models import Quota, Run, Sandbox, Snapshot
+from sandboxes.models import Pool, Quota, Run, Sandbox, Snapshot
 from sandboxes.pool import starts
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.base import Missing, Rejected, Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from sandboxes.storage.base import StoreError
-from sandboxes.sweeps import passes
+from sandboxes.sweeps import passes, reconciliation
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.leases import run
 
@@ -47,6 +47,28 @@ def test_a_failed_delete_of_an_old_snapshot_does_not_fail_the_eviction(grant, me
             assert eviction.evict(get_sandbox(lease).pk, now=now + MINUTE)
         now += 20 * MINUTE
     assert sh(lease, "cat f", now) == b"4\n"
+
+
+def test_an_eviction_between_the_rows_and_the_listing_of_a_reconcile_is_no_loss(
+    grant, pool, memory, at_checkpoint, monkeypatch
+) -> None:
+    """The sweep has read the row before its state was stored, and looks for the sandbox after its process was destroyed."""
+    lease, other = grant(), grant(environment="game-2")
+    sh(lease, "echo kept >f", NOW)
+    sh(other, "true", NOW)
+    list_sandboxes = reconciliation.list_sandboxes
+
+    def evict_before(listed_pool: Pool, *arguments: Any) -> Any:
+        if listed_pool == pool:
+            at_checkpoint("process gone")
+            with pytest.raises(SimulatedCrash):
+                eviction.evict(get_sandbox(lease).pk, now=NOW + MINUTE)
+        return list_sandboxes(listed_pool, *arguments)
+
+    monkeypatch.setattr(reconciliation, "list_sandboxes", evict_before)
+    assert lease_sweeps.reconcile(now=NOW + MINUTE, grace=HOUR).counts == {"kept": 1, "lost race": 1}
+    passes.recover_stalled(now=NOW + HOUR)
+    assert sh(lease, "cat f", NOW + HOUR) == b"kept\n"
 
 
 def test_a_snapshot_counts_only_if_no_run_began_after_it(grant, memory_store, memory) -> None:
@@ -211,6 +233,17 @@ class TestFailover:
         with pytest.raises(ProviderCallFailed):
             sh(lease, "echo done", NOW)
         assert Run.objects.get().outcome == "error"
+
+    @pytest.mark.parametrize("cause", [Unavailable("no answer"), Missing("removed while the command ran")])
+    def test_a_failure_that_cannot_be_recorded_is_answered_as_a_failure_of_the_provider(
+        self, grant, memory, failover, cause: Exception
+    ) -> None:
+        lease = grant()
+        failover(operations, "close_run", 1000)
+        memory.fail("exec", cause, times=1)
+        with pytest.raises(ProviderCallFailed, match=str(cause)):
+            sh(lease, "true", NOW)
+        assert Run.objects.get().outcome == "open"
 
     @pytest.mark.parametrize("cold", [False, True])
     @pytest.mark.parametrize("step", ["_restore_state", "_mark_ready"])

@@ -15,7 +15,8 @@ from django.conf import settings
 from billing import derivation
 from billing.models import CostRecord, UsageKind, UsageRecord
 from leases.models import IdempotentRequest, Lease, LeaseStatus, Turn
-from sandboxes.models import DataObject, Pool, Quota, Run, Sandbox, Snapshot
+from sandboxes.hosts.bound_provider import compute_host_id
+from sandboxes.models import DataObject, Pool, Quota, Run, Sandbox, Snapshot, Transition, TransitionReason
 from sandboxes.models.state import DataFile
 from sandboxes.providers.base import DATA
 from sandboxes.state import workspace
@@ -41,11 +42,14 @@ def check_all(world: "World") -> None:
 
 def check_nothing_leaks(world: "World") -> None:
     """Promises 5 and 11: a sandbox exists exactly while a row names it; every row's object exists, every object has a row."""
-    rows = {sandbox.name for sandbox in Sandbox.objects.exclude(state__in=("cold", "destroyed")).filter(lost_at__isnull=True)}
+    existing = Sandbox.objects.exclude(state__in=("cold", "destroyed")).filter(lost_at__isnull=True)
+    rows = {sandbox.name for sandbox in existing}
     listed = {name for host in world.hosts for name in host.provider._sandboxes}
+    # The sweep `reconcile` does not believe an engine that lists nothing, and reports that as a failure.
+    empty = [compute_host_id("memory", host.name) for host in world.hosts if not host.provider._sandboxes]
     for name in sorted(listed - rows):
         world.promises.violate(11, f"{name} exists, and no row names it")
-    for name in sorted(rows - listed):
+    for name in sorted(rows - listed - {sandbox.name for sandbox in existing.filter(host__in=empty)}):
         world.promises.violate(5, f"{name} does not exist, but its row says so")
     recorded = {f"{key}/workspace" for key in Snapshot.objects.filter(forgotten_at=None).values_list("key", flat=True)}
     recorded |= set(DataObject.objects.values_list("key", flat=True))
@@ -92,9 +96,10 @@ STUCK_FIELDS = ("state", "deadline_at", "tries", "last_error", "quarantined_at",
 
 def check_stored_state(world: "World") -> None:
     """Promise 8: an acknowledged write is stored, unless its sandbox was lost, and its lease ended for that, or discarded."""
+    lost_with_host = set(Transition.objects.filter(code=TransitionReason.HOST_LOST).values_list("holder", flat=True))
     for pk, expected in world.promises.expectations.leases.items():
         lease = Lease.objects.get(pk=pk)
-        if lease.end_reason == "lost" and not expected.losses:
+        if lease.end_reason == "lost" and not expected.losses and pk not in lost_with_host:
             world.promises.violate(8, f"lease {pk} ended as lost, but no engine has lost its sandbox: {lease.end_detail}")
         kept = lease.end_reason != "lost" and not expected.discarded and not expected.vanished
         if kept and lease.status != LeaseStatus.ACTIVE:

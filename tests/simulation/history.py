@@ -151,6 +151,8 @@ def report_errors(world: World) -> None:
 
 def restart(world: World, killed: Process, options: Options) -> None:
     """Start a process in place of a killed one, as the supervisor does, and take over the claims of the killed one."""
+    if killed.host.gone:
+        return
     process = world.start_process(killed.host, killed.name.split(".")[1].rstrip("0123456789"))
     world.scheduler.record("restarted", killed.name, process.name)
     if options.takeover:
@@ -163,9 +165,7 @@ def quiesce(world: World, workload: Workload) -> None:
     scheduler = world.scheduler
     scheduler.record("quiesce")
     world.faults.enabled = False
-    for host in world.hosts:
-        host.parted_until, host.provider.down = 0.0, False
-    world.store.down = False
+    workload.outages.end()
     Pool.objects.update(draining=False)
     finish_actors(world)
     drain_queue(world, workload)
@@ -203,7 +203,7 @@ def use_leases(world: World, workload: Workload) -> None:
         workload.read_answers()
         for seat in workload.seats:
             if seat.lease and Lease.objects.filter(pk=seat.lease, status=LeaseStatus.ACTIVE).exists():
-                for host in world.hosts:  # only one of them reaches the sandbox
+                for host in world.hosts_in_service:  # only one of them reaches the sandbox
                     workload.exec_in(seat, host)
                     finish_actors(world)
     workload.http.check_answered()
@@ -211,7 +211,7 @@ def use_leases(world: World, workload: Workload) -> None:
 
 def sweep_all(world: World, names: Sequence[str], *, minutes: float) -> None:
     world.scheduler.run_until(world.scheduler.seconds + minutes * 60)
-    for host in world.hosts:
+    for host in world.hosts_in_service:
         world.enter_host(host)
         for name in names:
             schedules.run_sweep(name, now=world.scheduler.time)

@@ -41,7 +41,7 @@ class ClientRequest:
     body: bytes
     on_answer: Callable[[HttpResponse], object]
     on_end: Callable[[], object]
-    missing_allowed: bool = False  # a 404 is a successful answer
+    is_missing_allowed: Callable[[], bool] = bool  # whether a 404 is a successful answer
     refusals: int = 0
 
 
@@ -91,7 +91,7 @@ class HttpClients:
             return
         del self.unanswered[request.name]
         [response] = received
-        found = response.status_code < 300 or (request.missing_allowed and response.status_code == HTTPStatus.NOT_FOUND)
+        found = response.status_code < 300 or (response.status_code == HTTPStatus.NOT_FOUND and request.is_missing_allowed())
         if found:
             request.on_answer(response)
         elif response.status_code not in EXPECTED_STATUSES:
@@ -183,21 +183,26 @@ class HttpClients:
                 self.world.promises.violate(8, f"{path} of lease {seat.lease} is {text}, and is answered as {content[:200]}")
 
         url = f"/leases/{seat.lease}/files/{path.removeprefix(f'{WORKSPACE}/')}"
-        self.send(ClientRequest(name, "GET", url, b"", read, seat.hold(), missing_allowed=True))
+        self.send(ClientRequest(name, "GET", url, b"", read, seat.hold(), lambda: True))
 
     def release(self, seat: "Seat", name: str) -> None:
         self._post(name, f"/leases/{seat.lease}/release", {}, lambda lease: None, seat.hold(exclusive=True))
 
     def fork(self, source: "Seat", target: "Seat", name: str) -> None:
         assert source.lease
-        copied = {**self.expectations.get(source.lease).workspace}
+        expected = self.expectations.get(source.lease)
+        copied = {**expected.workspace}
         ends = [source.hold(exclusive=True), target.hold(exclusive=True)]
 
-        def forked(lease: dict[str, Any]) -> None:
-            self.expectations.get(uuid.UUID(lease["id"]), target.agent).workspace |= copied
+        def forked(response: HttpResponse) -> None:
+            if response.status_code == HTTPStatus.CREATED:  # else the lease of an earlier fork
+                self.expectations.get(uuid.UUID(read_json(response)["id"]), target.agent).workspace |= copied
 
-        body = self._describe_lease(target) | {"environment_id": target.environment}
-        self._post(name, f"/leases/{source.lease}/fork", body, forked, lambda: [end() for end in ends])
+        body = json.dumps(self._describe_lease(target) | {"environment_id": target.environment}).encode()
+        end_both = lambda: [end() for end in ends]  # noqa: E731
+        # An ended lease that has written nothing may have no stored state. That of a lost or discarded sandbox is gone.
+        gone = lambda: not copied or expected.vanished or expected.discarded  # noqa: E731
+        self.send(ClientRequest(name, "POST", f"/leases/{source.lease}/fork", body, forked, end_both, gone))
 
     def _describe_lease(self, seat: "Seat") -> dict[str, Any]:
         options = self.workload.options

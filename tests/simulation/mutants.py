@@ -32,14 +32,17 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
         ),
         Replacement(LIFECYCLE, '"persisted = FALSE, persist_failures = 0 "', '"persist_failures = 0 "'),
     ],
-    # One counter for failed stores and failed destroys, which neither a new eviction nor a use resets.
+    # One counter for failed stores and failed destroys, which neither a new eviction nor a use resets. A sandbox that is given
+    # up is destroyed without a last attempt to store its state.
     "unstored-sandbox-given-up": [
         Replacement(EVICTION, "tries=1, idle_at=None,", "idle_at=None,"),
+        Replacement(SWEEPS, "tries=1, idle_at=None,", "idle_at=None,"),
         Replacement(EVICTION, "tries=0, persist_failures=failures,", "tries=F('tries') + 1, persist_failures=failures,"),
         Replacement(
             SWEEPS,
             "if sandbox.tries >= settings.DESTROY_TRIES and not workspace.has_unsaved_state(sandbox):",
-            "if sandbox.tries >= settings.DESTROY_TRIES:",
+            "if sandbox.tries >= settings.DESTROY_TRIES and "
+            'Sandbox.objects.filter(unchanged, pk=sandbox.pk).update(final_persist="none"):',
         ),
     ],
     # A task that is delivered twice restores twice.
@@ -51,7 +54,7 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
         Replacement(REGISTRY, '    return Q(**{f"{prefix}host__in": find_local_host_ids()})\n', "    return Q()\n"),
         Replacement(
             REGISTRY,
-            '        raise Unavailable(f"{_describe_place(sandbox)}, which this process does not reach.")\n',
+            '        raise Unavailable(f"{_describe_location(sandbox)}, which this process does not reach.")\n',
             "        return provider\n",
         ),
         Replacement(

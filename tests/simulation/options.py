@@ -4,6 +4,7 @@ from datetime import timedelta
 from random import Random
 
 ENVIRONMENT_TYPE = "catan"
+HTTP_WEIGHTS = {"exec": 10, "join": 3, "put": 3, "get": 3, "turn": 3, "process": 1, "one_shot": 2, "release": 1, "fork": 1}
 
 
 class Options:
@@ -25,15 +26,16 @@ class Options:
         self.intervals = random.choice(((1.0, 10.0, 70.0), (61.0, 301.0), (70.0, 400.0, 1900.0), (5.0, 61.0, 700.0, 8000.0)))
         self.concurrency = random.choice((1, 2, 3, 6))
         self.operations = random.choice((60, 100, 150, 150, 150, 200, 300, 600))
-        self.destroy_tries = random.choice((2, 4, 8))
+        self.destroy_tries = random.choice((1, 2, 4, 8))
         self.budget_hours = random.choice((None, None, 0.2, 1.0))
-        self.hosts = random.choice((1, 1, 2))
+        self.hosts = random.choice((1, 2))
         self.drifts = random.random() < 0.3
         self.takeover = random.random() < 0.7  # a restart takes over the claims of the process that died
         self.sweep_weights = {"idle": 8, "stalled": 4, "reclaim": 4, "expire": 3, "reconcile": 2, "cold": 2, "prune": 2}
-        self.weights = {"exec": 30, "sweep": 25, "pass_time": 12, "task": 3}
-        for name, weight in {"release": 2, "condition": 1, "snapshot": 3, "restore": 3, "fork": 2, "operator": 1,
-                             "vanish": 1, "outage": 1, "http": 30}.items():  # fmt: skip
+        self.weights = {"exec": 30, "sweep": 25, "pass_time": 12, "task": 6}
+        self.http_weights = {**HTTP_WEIGHTS}
+        for name, weight in {"release": 2, "condition": 1, "snapshot": 3, "restore": 5, "fork": 2, "operator": 1,
+                             "vanish": 1, "outage": 1, "host_loss": 3, "http": 30}.items():  # fmt: skip
             if random.random() < 0.5:
                 self.weights[name] = weight
         if length:
@@ -43,9 +45,9 @@ class Options:
         self.operations, self.agents, self.environments = length, self.agents[:1], 1
         self.ttl, self.sleep_after, self.budget_hours = timedelta(days=30), timedelta(seconds=5), None
         self.intervals, self.seconds = (61.0, 301.0), (0.0, 1.0, 10.0)
-        for name in ("release", "condition", "operator", "vanish"):  # each may end a lease
+        for name in ("release", "condition", "operator", "vanish", "host_loss"):  # each may end a lease
             self.weights.pop(name, None)
-        self.weights |= {"exec": 8, "pass_time": 20}
+        del self.http_weights["release"]
+        self.weights |= {"exec": 20, "nap": 20, "pass_time": 5}
         if "http" in self.weights:
             self.weights["http"] = 8
-        self.sweep_weights["idle"] = 40

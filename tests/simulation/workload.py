@@ -18,7 +18,7 @@ from leases.models import Lease, LeaseEvent
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.hosts.bound_provider import compute_host_id
-from sandboxes.models import Pool, Sandbox, Snapshot
+from sandboxes.models import Pool, Snapshot
 from sandboxes.pool import allocation
 from sandboxes.providers.base import DATA, WORKSPACE, ProviderError
 from sandboxes.runs.operations import Command
@@ -27,6 +27,7 @@ from sandboxes.storage.base import StoreError
 from tests.simulation.expectations import LeaseExpectation, read_snapshot
 from tests.simulation.http_clients import HttpClients
 from tests.simulation.options import ENVIRONMENT_TYPE
+from tests.simulation.outages import Outages
 from tests.simulation.ports import PROGRAM
 from tests.simulation.scheduler import Actor
 
@@ -39,7 +40,7 @@ MAX_FILES = 4  # of one lease; older ones are removed
 REFUSALS = (SandboxError, LeaseError, BudgetExhausted, OperationalError, StoreError, Lease.DoesNotExist)
 # What a task or a sweep may raise as well: the queue records the error, and the next pass tries again.
 TASK_FAILURES = (*REFUSALS, ProviderError)
-HTTP_WEIGHTS = {"exec": 10, "join": 3, "put": 3, "get": 3, "turn": 3, "process": 1, "one_shot": 2, "release": 1, "fork": 1}
+OUTAGES = ("vanish", "outage", "host_loss")
 
 
 class Seat:
@@ -81,7 +82,7 @@ class Workload:
         self.count = 0
         self.pending: dict[Actor, Callable[[], object]] = {}  # settlement of operations whose client got no answer
         self.unanswered: list[Callable[[], bool]] = []  # return whether a queued request has its outcome
-        self.http = HttpClients(self)
+        self.http, self.outages = HttpClients(self), Outages(self)
         world.on_kill = self._settle_killed
 
     # --- choice -----------------------------------------------------------------------------------------------------
@@ -90,7 +91,8 @@ class Workload:
         """Start one operation, if fewer than the maximum are in progress."""
         self.read_answers()
         names = [*self.options.weights]
-        getattr(self, f"start_{self.random.choices(names, [*self.options.weights.values()])[0]}")()
+        name = self.random.choices(names, [*self.options.weights.values()])[0]
+        getattr(self.outages if name in OUTAGES else self, f"start_{name}")()
 
     def read_answers(self) -> None:
         """Have the clients of queued requests read the outcomes that are known by now."""
@@ -199,8 +201,8 @@ class Workload:
 
     def start_http(self) -> None:
         """A client sends one request to the HTTP API."""
-        names = [*HTTP_WEIGHTS]
-        name = self.random.choices(names, [*HTTP_WEIGHTS.values()])[0]
+        weights = self.options.http_weights
+        name = self.random.choices([*weights], [*weights.values()])[0]
         exclusive = name in ("join", "release", "fork")
         seat = self._choose_seat(free=exclusive)
         if seat is None or (seat.lease is None and name != "join"):
@@ -356,29 +358,11 @@ class Workload:
     def start_pass_time(self) -> None:
         self.world.scheduler.run_until(self.world.scheduler.seconds + self.random.choice(self.options.intervals))
 
-    def start_vanish(self) -> None:
-        """The engine loses a sandbox."""
-        host = self.random.choice(self.world.hosts)
-        if names := [*host.provider._sandboxes]:
-            ref = self.random.choice(names)
-            host.provider.vanish(ref)
-            holder = Sandbox.objects.values_list("holder", flat=True).get(pk=uuid.UUID(ref.split("-")[1]))
-            if holder and (expected := self.world.promises.expectations.leases.get(holder)):
-                expected.losses += 1
-                expected.vanished |= ref in self.world.promises.users  # else no command has changed anything in the sandbox
-
-    def start_outage(self) -> None:
-        """The store, an engine or the connection of one host fails for some time."""
-        scheduler, seconds = self.world.scheduler, self.random.choice((30.0, 200.0, 1200.0, 4000.0))
-        host = self.random.choice(self.world.hosts)
-        kind = self.random.choice(("store", "engine", "database"))
-        scheduler.record("outage", kind, host.name, seconds)
-        if kind == "database":
-            host.parted_until = scheduler.seconds + seconds
-            return
-        port: Any = self.world.store if kind == "store" else host.provider
-        port.down = True
-        scheduler.call_at(scheduler.seconds + seconds, lambda: setattr(port, "down", False))
+    def start_nap(self) -> None:
+        """No client uses its sandbox until the idle sweeps have put them to sleep."""
+        self.world.scheduler.run_until(self.world.scheduler.seconds + self.options.sleep_after.total_seconds() + 1)
+        for host in self.world.hosts_in_service:
+            self.spawn("worker", f"sweep-idle{self.count}", lambda: schedules.run("idle"), lambda: None, host)
 
 
 def registry_name(host: "Host") -> str:

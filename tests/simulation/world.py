@@ -39,6 +39,7 @@ class Host:
         self.state_dir = world.directory / self.name
         self.skew_meter = database_time.SkewMeter()
         self.parted_until = 0.0  # no connection to the database before this virtual time
+        self.gone = False  # the machine is destroyed
 
     @property
     def now(self) -> datetime:
@@ -86,6 +87,10 @@ class World:
         """Host of the current actor, or the one that the main thread has entered."""
         actor = self.scheduler.current
         return actor.context.host if actor and isinstance(actor.context, Process) else self.main_host
+
+    @property
+    def hosts_in_service(self) -> list[Host]:
+        return [host for host in self.hosts if not host.gone]
 
     @property
     def current_process(self) -> "Process | None":
@@ -146,7 +151,7 @@ class World:
         scheduler.seconds += self.random.random() * 0.004
         if not switch:
             return
-        if self.faults.occurs("kill", self.random):
+        if self.faults.occurs("kill at checkpoint" if label.startswith("checkpoint ") else "kill", self.random):
             assert isinstance(actor.context, Process)
             self.kill(actor.context)
         if self.faults.occurs("pause", self.random):

@@ -71,7 +71,7 @@ class Cgroup(NamedTuple):
     memory: Path  # bytes; memory.stat is in the same directory
 
     def has_processes(self) -> bool:
-        """Return whether a process runs in it. False after the container has stopped or was replaced."""
+        """Return whether the container has a process. False after the container has stopped or was replaced."""
         try:
             return bool(self.processes.read_text())
         except OSError:

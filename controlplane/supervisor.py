@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,13 @@ def die_with_parent(parent: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def require_single_thread() -> None:
+    """Raise RuntimeError if this process has a second thread, whose locks a forked child would inherit without their holder."""
+    if (count := len(os.listdir("/proc/self/task"))) > 1:
+        names = sorted(thread.name for thread in threading.enumerate())
+        raise RuntimeError(f"A process with {count} threads cannot be forked safely: {names}")
 
 
 def reserve_instance_name() -> None:
@@ -165,6 +173,7 @@ class Child:
         self.starts += 1
         self.instance = f"{run_instance}.{self.name}.{self.starts}"
         self.started_at = time.monotonic()
+        require_single_thread()
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -112,9 +112,26 @@ class AlreadyRunning(Exception):
     """Another process holds the lock file."""
 
 
+class LockFile:
+    """A file whose lock this process holds. `note` is that of the last holder, {} if there is none."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file, self.note = file, _read_note(file)
+
+    def write(self, note: dict[str, Any]) -> None:
+        self._file.truncate(0)
+        self._file.write(json.dumps(note) + "\n")
+        self._file.flush()
+
+    def make_inheritable(self) -> int:
+        """Keep the lock when this process executes another program. Return the file descriptor."""
+        os.set_inheritable(self._file.fileno(), True)
+        return self._file.fileno()
+
+
 @contextmanager
-def hold_lock_file(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None]]]:
-    """Hold the lock of a file. Yield the note of its last holder ({} if none) and a function that writes a new note.
+def hold_lock_file(path: Path) -> Iterator[LockFile]:
+    """Hold the lock of a file.
 
     Raise AlreadyRunning if another process holds the lock. The kernel releases the lock when the process ends. The note
     remains in the file: the next holder uses it to clean up."""
@@ -125,14 +142,8 @@ def hold_lock_file(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[dict[
         except BlockingIOError:
             note = _read_note(file)
             raise AlreadyRunning(f"pid {note.get('pid', 'unknown')}, since {note.get('started_at', 'just now')}") from None
-
-        def write(note: dict[str, Any]) -> None:
-            file.truncate(0)
-            file.write(json.dumps(note) + "\n")
-            file.flush()
-
         os.register_at_fork(after_in_child=file.close)  # a child that outlives this process must not hold the lock
-        yield _read_note(file), write
+        yield LockFile(file)
 
 
 def _read_note(file: IO[str]) -> dict[str, Any]:
@@ -236,15 +247,12 @@ class Child:
 
 
 class Supervisor:
-    """Starts children, restarts those that end or hang, and stops all. Calls `release_instance` for each dead instance."""
+    """Starts children, restarts those that end or hang, and stops all."""
 
-    def __init__(
-        self, run_instance: str, children: Sequence[Child], *, print_line: PrintLine, release_instance: Callable[[str], object]
-    ) -> None:
+    def __init__(self, run_instance: str, children: Sequence[Child], *, print_line: PrintLine) -> None:
         self.run_instance = run_instance
         self.children = children
         self.print_line = print_line
-        self.release_instance = release_instance
         self.stopping = self.stop_at_once = False
 
     def install_signal_handlers(self) -> None:
@@ -286,7 +294,6 @@ class Supervisor:
         delay = min(2.0 ** min(child.failures - 1, 6), MAX_BACKOFF_SECONDS)
         child.next_start_at = time.monotonic() + delay
         self.print_line(f"{child.name} (pid {pid}): {problem}; restarting in {delay:g} s")
-        self.release_instance(child.instance)
 
     def stop(self) -> None:
         """Stop every child: first those that drain, then the others. A child that does not end in time is killed."""

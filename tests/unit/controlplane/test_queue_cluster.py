@@ -13,6 +13,7 @@ from django_q.tasks import async_task
 
 from controlplane.worker import cluster
 from controlplane.worker.cluster import Cluster
+from controlplane.worker.heartbeat import HeartbeatFile
 from sandboxes import long_calls, queue_threads
 from tests.support.waiting import wait_until
 
@@ -67,7 +68,7 @@ def test_stopping_finishes_and_records_the_task_that_runs(monkeypatch: pytest.Mo
     limit = long_calls.LongCallLimit()
     limit.set_maximum(1)
     monkeypatch.setattr(long_calls, "LONG_CALLS", limit)
-    with limit.admit(), running(Cluster(QUEUE)) as queue:
+    with limit.admit(), running(Cluster(QUEUE, HeartbeatFile())) as queue:
         enqueue("one")
         assert BEGUN.get(timeout=30) == "one"
         queue.stop()
@@ -87,7 +88,7 @@ def test_a_thread_that_dies_is_replaced_and_its_task_delivered_again(monkeypatch
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     monkeypatch.setitem(globals(), "work", die)
-    with running(Cluster(QUEUE)):
+    with running(Cluster(QUEUE, HeartbeatFile())):
         enqueue("one")
         wait_until(lambda: BEGUN.qsize() >= 2 and Failure.objects.exists(), "the task is executed by the next thread")
     while not BEGUN.empty():
@@ -96,7 +97,7 @@ def test_a_thread_that_dies_is_replaced_and_its_task_delivered_again(monkeypatch
 
 def test_a_task_beyond_its_timeout_is_recorded_as_failed_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
-    queue = Cluster(QUEUE)
+    queue = Cluster(QUEUE, HeartbeatFile())
 
     def end_process() -> None:
         ended.set()

@@ -2,9 +2,18 @@
 
 Records carry no secrets: the values of environment variables, stdin and keys are never passed to a logger."""
 
+import sys
 from typing import Any
 
-import structlog
+# structlog imports rich, 4 MiB in every process, where a development tool has installed it. Tracebacks are plain text here.
+_rich = sys.modules.get("rich")
+sys.modules["rich"] = None  # type: ignore[assignment]
+try:
+    import structlog
+finally:
+    del sys.modules["rich"]
+    if _rich:
+        sys.modules["rich"] = _rich
 
 
 def build_logging(format: str, level: str) -> dict[str, Any]:

@@ -2,18 +2,12 @@
 
 Records carry no secrets: the values of environment variables, stdin and keys are never passed to a logger."""
 
-import sys
 from typing import Any
 
-# structlog imports rich, 4 MiB in every process, where a development tool has installed it. Tracebacks are plain text here.
-_rich = sys.modules.get("rich")
-sys.modules["rich"] = None  # type: ignore[assignment]
-try:
+from controlplane.optional_imports import without_packages
+
+with without_packages("rich"):  # formats tracebacks of the development log, with 4 MiB
     import structlog
-finally:
-    del sys.modules["rich"]
-    if _rich:
-        sys.modules["rich"] = _rich
 
 
 def build_logging(format: str, level: str) -> dict[str, Any]:

@@ -105,6 +105,38 @@ def _belongs_to_instance(pid: int, instance: str) -> bool:
     return pid != os.getpid() and any(entry == expected or entry.startswith(expected + b".") for entry in environ)
 
 
+def exit_after(work: Callable[[], object]) -> NoReturn:
+    """End this forked process after `work`: with code 0, the code of SystemExit, or 1 after another exception."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def run_forked(work: Callable[[], object]) -> int:
+    """Call `work` in a forked process. Return its exit code, negative after a signal."""
+    require_single_thread()
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        die_with_parent(parent)
+        exit_after(work)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 # --- lock file ----------------------------------------------------------------------------------------------------
 
 
@@ -195,7 +227,6 @@ class Child:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _run_forked(self, parent: int) -> NoReturn:
-        code = 1
         try:
             os.setsid()
             for number in STOP_SIGNALS:
@@ -204,19 +235,10 @@ class Child:
             die_with_parent(parent)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             set_identity(self.name, self.instance)
-            self.work()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
-        finally:
-            with suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+            os._exit(1)
+        exit_after(self.work)
 
     @property
     def age(self) -> float:

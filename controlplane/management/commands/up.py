@@ -44,10 +44,23 @@ class Command(BaseCommand):
         parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
         parser.add_argument("--no-worker", action="store_true", help="do not start the queue, whose workers run elsewhere")
         parser.add_argument("--leave-nothing", action="store_true", help="end all leases and destroy all sandboxes on exit")
+        parser.add_argument(
+            "--initialize",
+            action="store_true",
+            help="first build the image, apply migrations and run quickstart",
+        )
         parser.add_argument("--hung-after", default="3m", help="restart the queue if its heartbeat is older; default: 3m")
 
     def handle(
-        self, *args: Any, host: str, port: int, no_worker: bool, leave_nothing: bool, hung_after: str, **options: Any
+        self,
+        *args: Any,
+        host: str,
+        port: int,
+        no_worker: bool,
+        leave_nothing: bool,
+        initialize: bool,
+        hung_after: str,
+        **options: Any,
     ) -> None:
         heartbeat_timeout = parse_duration("--hung-after", hung_after)
         values = stages.read_values()
@@ -57,6 +70,8 @@ class Command(BaseCommand):
             elif values.get("stage") == "finish":
                 self._finish(values, leave_nothing=leave_nothing)
             else:
+                if initialize:
+                    initialize_installation()
                 self._prepare(host, port, with_queue=not no_worker, heartbeat_timeout=heartbeat_timeout)
         except supervisor.AlreadyRunning as error:
             raise CommandError(f"Another manage.py up is running on {settings.STATE_DIR} ({error}).") from None
@@ -182,6 +197,23 @@ class Command(BaseCommand):
         self.print_line(f"{ended} leases ended, {count - remaining} sandboxes destroyed, {remaining} left")
         if remaining:
             raise CommandError("Sandboxes remain. manage.py sweep --loop destroys them once the provider responds.")
+
+
+def initialize_installation() -> None:
+    """Build the image, migrate and run quickstart, in a process of its own: the children do not inherit its memory."""
+    if supervisor.run_forked(build_image_and_database):
+        raise CommandError("The installation is not initialized.")
+
+
+def build_image_and_database() -> None:
+    try:
+        if providers.get_default_provider_name() == "docker":
+            call_command("build_image")
+        if health.find_unapplied_migrations():
+            call_command("migrate", verbosity=0)
+        call_command("quickstart")
+    except CommandError as error:
+        raise SystemExit(f"CommandError: {error}") from None
 
 
 def supervise(

@@ -2,8 +2,10 @@
 
 import os
 import time
+from datetime import datetime
 from pathlib import Path
 
+import structlog
 from django.conf import settings
 from django.db import Error as DatabaseError
 from django.db import connections
@@ -13,6 +15,7 @@ from controlplane import schedules
 from sandboxes.hosts import registry
 from sandboxes.models import Sweep
 
+log = structlog.get_logger(__name__)
 UPDATE_INTERVAL_SECONDS = 2.0
 
 
@@ -39,6 +42,12 @@ class HeartbeatFile:
             connections.close_all()
             executed_at = now
         if executed_at:
+            self._write(executed_at)
+
+    def _write(self, executed_at: datetime) -> None:
+        try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch()
             os.utime(self._path, (executed_at.timestamp(),) * 2)
+        except OSError as error:  # `up` replaces this worker; a worker without `up` needs no file
+            log.warning("heartbeat file not written", path=str(self._path), error=str(error))

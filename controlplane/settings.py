@@ -54,15 +54,22 @@ _database = env.database(
     f"sqlite:///{BASE_DIR / 'var' / 'leasehold.sqlite3'}",
     help="database; SQLite by default, PostgreSQL for production",
 )
+DATABASE_POOLER = env.choice(
+    "LEASEHOLD_DATABASE_POOLER", "session", ["session", "transaction"],
+    help="mode of a pooler such as PgBouncer before PostgreSQL; transaction does without prepared statements",
+)  # fmt: skip
 ON_POSTGRES = _database["ENGINE"].endswith("postgresql")
 _options: dict[str, Any] = _database.setdefault("OPTIONS", {})
 if ON_POSTGRES:
+    _database["ENGINE"] = "sandboxes.db.postgresql"
     _options.setdefault("connect_timeout", 4)  # seconds; lets a health probe respond when the database is unreachable
     _options.setdefault("server_side_binding", True)
     # Prepared statements save planning only together with server_side_binding. Not 0: a migration may send several commands
     # in one statement, which cannot be prepared.
-    _options.setdefault("prepare_threshold", 1)
-    _database |= {"CONN_MAX_AGE": 600, "CONN_HEALTH_CHECKS": True}
+    _options.setdefault("prepare_threshold", None if DATABASE_POOLER == "transaction" else 1)
+    _database |= {
+        "CONN_MAX_AGE": 600, "CONN_HEALTH_CHECKS": True, "DISABLE_SERVER_SIDE_CURSORS": DATABASE_POOLER == "transaction",
+    }  # fmt: skip
 else:
     # IMMEDIATE: a deferred transaction that reads and then writes fails with SQLITE_BUSY under load, with any timeout.
     _options |= {

@@ -190,6 +190,11 @@ def _read_note(file: IO[str]) -> dict[str, Any]:
 # --- children -----------------------------------------------------------------------------------------------------
 
 
+def find_other_threads() -> list[str]:
+    """Return the names of this process's threads, without the calling one."""
+    return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+
+
 def find_no_problem(child: "Child") -> str:
     return ""
 
@@ -212,7 +217,11 @@ class Child:
     pid: int = 0  # 0: not running
 
     def start(self, run_instance: str) -> None:
-        """Fork the process into its own session and instance. Main thread only: the child dies with the calling thread."""
+        """Fork the process into its own session and instance. Main thread only: the child dies with the calling thread.
+
+        Raise RuntimeError if this process has another thread, whose locks the child would inherit for ever."""
+        if others := find_other_threads():
+            raise RuntimeError(f"cannot fork {self.name} while other threads run: {', '.join(others)}")
         self.starts += 1
         self.instance = f"{run_instance}.{self.name}.{self.starts}"
         self.started_at = time.monotonic()

@@ -20,6 +20,7 @@ from sandboxes.db.clock import format_timestamp
 
 log = structlog.get_logger(__name__)
 
+KEY_PATTERN = r"lh_([0-9a-f]{8})_[A-Za-z0-9_-]{43}"
 ROTATION_OVERLAP = timedelta(hours=24)
 LAST_USED_WRITE_INTERVAL = timedelta(minutes=1)  # saves most requests a second write
 
@@ -88,7 +89,7 @@ def find_active_key(key: str, *, now: datetime) -> AgentKey | None:
     """Return the row of a key, or None if it is unknown or revoked. Raise KeyExpired for a key that was valid.
 
     One query by the prefix, which both secrets of a rotated key share. Not cached, so a revocation takes effect at once."""
-    match = re.fullmatch(r"lh_([0-9a-f]{8})_[A-Za-z0-9_-]{43}", key, re.ASCII)
+    match = re.fullmatch(KEY_PATTERN, key, re.ASCII)
     row = sql.find_first(AgentKey, "prefix = %s AND revoked_at IS NULL", match[1]) if match else None
     if row is None or not _matches_secret(row, hash_key(key), now):
         return None

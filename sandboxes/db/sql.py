@@ -5,7 +5,7 @@ the ORM cannot express the statement. Every statement runs on SQLite and Postgre
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar, cast
 from uuid import UUID
@@ -103,7 +103,7 @@ def lock_key(key: str) -> None:
 def fetch_all(statement: str, *values: Any) -> list[Sequence[Any]]:
     """Execute a statement and return its rows with the driver's values."""
     with connection.cursor() as cursor:
-        cursor.execute(statement, [_adapt_value(value) for value in values])
+        cursor.execute(statement, [adapt_value(value) for value in values])
         rows: list[Sequence[Any]] = cursor.fetchall()
     return rows
 
@@ -111,7 +111,7 @@ def fetch_all(statement: str, *values: Any) -> list[Sequence[Any]]:
 def execute(statement: str, *values: Any) -> int:
     """Execute a statement and return the number of affected rows."""
     with connection.cursor() as cursor:
-        cursor.execute(statement, [_adapt_value(value) for value in values])
+        cursor.execute(statement, [adapt_value(value) for value in values])
         return int(cursor.rowcount)
 
 
@@ -141,7 +141,17 @@ def _build_insert(model: type[Model], *, keyed: bool) -> tuple[str, list["Field[
     return f"INSERT INTO {model._meta.db_table} ({names}) VALUES ({placeholders}){returning}", fields  # noqa: S608 - no user input
 
 
-def _adapt_value(value: Any) -> Any:
+def to_datetime(value: datetime) -> datetime:
+    """Return the time that the driver returned for a column of a hand-written statement. SQLite stores UTC without the zone."""
+    return value.replace(tzinfo=UTC) if value.tzinfo is None else value
+
+
+def to_uuid(value: Any) -> UUID:
+    """Return the UUID that the driver returned for a column of a hand-written statement. SQLite has text."""
+    return value if isinstance(value, UUID) else UUID(value)
+
+
+def adapt_value(value: Any) -> Any:
     """Adapt a value to the driver: SQLite has no UUID or timestamp type."""
     if isinstance(value, UUID):
         return value if connection.features.has_native_uuid_field else value.hex

@@ -216,6 +216,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "DATABASE_URL": (
         "sqlite:///{tmp}/effects.sqlite3", "kill::test_a_kill_during_concurrent_joins_leaks_no_container_and_loses_no_lease",
     ),
+    "LEASEHOLD_DATABASE_POOLER": (
+        "transaction", "tests/e2e/test_pooler.py::test_leases_behind_a_pooler_in_transaction_mode_need_the_setting",
+    ),
     "SANDBOX_PROVIDER": ("docker", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_ALLOW_UNISOLATED": ("1", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_SANDBOX_IMAGE": ("other:1", image_of_sandbox),

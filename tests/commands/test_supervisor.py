@@ -87,16 +87,15 @@ class SupervisorRun:
         self.supervisor = Supervisor(run_instance, children, print_line=self.lines.append)
 
     def until(self, is_done, within: float = 60.0) -> None:
-        timer = threading.Timer(within, lambda: setattr(self.supervisor, "stopping", True))
-        timer.start()
+        done, deadline = False, time.monotonic() + within
 
         def tick() -> None:
-            self.supervisor.stopping |= bool(is_done())
+            nonlocal done
+            done = bool(is_done())
+            self.supervisor.stopping |= done or time.monotonic() > deadline
 
         self.supervisor.run(each_tick=tick)
-        finished_in_time = timer.is_alive()
-        timer.cancel()
-        assert finished_in_time, self.lines
+        assert done, self.lines
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +103,14 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT_SECONDS", 2.0)
     monkeypatch.setattr(supervisor, "require_single_thread", lambda: None)  # the test run has threads of its own
+
+
+@pytest.fixture(autouse=True)
+def other_tests_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that earlier tests of this process have left do not count."""
+    earlier = supervisor.find_other_threads()
+    found = supervisor.find_other_threads
+    monkeypatch.setattr(supervisor, "find_other_threads", lambda: [name for name in found() if name not in earlier])
 
 
 def child(code: str, **options: object) -> Child:
@@ -248,3 +255,16 @@ def test_the_lock_ends_with_its_holder_while_a_child_of_it_lives(run_instance: s
             pass
     finally:
         one.kill_and_reap()
+
+
+def test_no_child_is_forked_while_another_thread_runs() -> None:
+    """The child would inherit locks that the thread holds, without the thread that releases them."""
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, name="other")
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="cannot fork one while other threads run: other"):
+            Child("one", lambda: None).start("unused")
+    finally:
+        done.set()
+        thread.join()

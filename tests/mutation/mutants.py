@@ -12,6 +12,7 @@ LIFECYCLE, RUNS = "sandboxes/lifecycle.py", "sandboxes/runs/operations.py"
 EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
 ADMISSION_QUEUE = "sandboxes/pool/admission_queue.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
+RENEWAL, TEST_RENEWAL = "leases/renewal.py", "tests/unit/leases/test_renewal.py"
 LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
 METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
 BUDGET_ADMISSION, BUDGET_RESERVATION, BUDGET_UPDATES = (
@@ -326,6 +327,27 @@ MUTANTS = (
         before="return min(renewed_at + ttl, max_expires_at)",
         after="return max(renewed_at + ttl, max_expires_at)",
         tests=[f"{TEST_LEASING}::test_a_lease_ends_at_the_earliest_of_its_clocks"],
+    ),
+    Mutant(
+        name="renewal-by-a-revoked-key",
+        path=RENEWAL,
+        before="AND key.prefix = %s AND key.revoked_at IS NULL ",
+        after="AND key.prefix = %s ",
+        tests=[f"{TEST_RENEWAL}::test_a_key_that_may_not_renew_changes_nothing"],
+    ),
+    Mutant(
+        name="renewal-for-another-agent",
+        path=RENEWAL,
+        before="AND {may_act} AND {scope} RETURNING",
+        after="AND {scope} RETURNING",
+        tests=[f"{TEST_RENEWAL}::test_a_key_that_may_not_renew_changes_nothing"],
+    ),
+    Mutant(
+        name="renewal-in-a-batch-of-an-ended-lease",
+        path=RENEWAL,
+        before="\"leases_lease.status = 'active' AND leases_lease.expires_at > %s",
+        after='"leases_lease.expires_at > %s',
+        tests=[f"{TEST_RENEWAL}::test_a_batch_renews_in_one_statement_and_reports_each_lease"],
     ),
     Mutant(
         name="leasing-elapsed-lease-still-held",

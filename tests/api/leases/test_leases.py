@@ -2,6 +2,7 @@
 
 import json
 from datetime import datetime, timedelta
+from uuid import UUID
 
 import pytest
 from django.utils import timezone
@@ -50,6 +51,35 @@ def test_renew_extends_the_lease(ada: ApiClient, lease) -> None:
     response = ada.post(f"leases/{lease['id']}/renew")
     assert response.status_code == 200
     assert ada.get(f"leases/{lease['id']}").json()["expires_at"] == response.json()["expires_at"] > lease["expires_at"]
+
+
+def test_renewals_of_a_host_are_one_request(ada: ApiClient, operator: ApiClient, acquire_body) -> None:
+    mine, ended = (ada.post("leases", acquire_body(environment_id=name)).json()["id"] for name in ("e1", "e2"))
+    bobs = operator.post("leases", acquire_body(agent_did=BOB)).json()["id"]
+    ada.post(f"leases/{ended}/release")
+    results = ada.post("leases/renew", {"ids": [ended, mine, bobs]}).json()["results"]
+    assert [(row["id"], row["code"], row["end_reason"]) for row in results] == [
+        (ended, "lease_ended", "released"), (mine, "renewed", ""), (bobs, "not_found", ""),
+    ]  # fmt: skip
+    assert ada.get(f"leases/{mine}").json()["expires_at"] == results[1]["expires_at"]
+    assert [row["code"] for row in operator.post("leases/renew", {"ids": [mine, bobs]}).json()["results"]] == ["renewed"] * 2
+
+
+@pytest.mark.parametrize("ids", [[], ["x"], [7], "x", [str(UUID(int=1))] * 2, [str(UUID(int=n)) for n in range(1001)]])
+def test_a_list_of_renewals_has_1_to_1000_different_ids(ada: ApiClient, ids) -> None:
+    refused = ada.post("leases/renew", {"ids": ids})
+    assert (refused.status_code, refused.json()["errors"][0]["field"][:3]) == (400, "ids")
+
+
+def test_a_key_without_its_scheme_renews_nothing(ada: ApiClient, lease) -> None:
+    ada.post(f"leases/{lease['id']}/renew")  # notes the use of the key, so that the next request could be one statement
+    refused = ada.post(f"leases/{lease['id']}/renew", Authorization=ada.key)
+    assert (refused.status_code, refused.json()["code"]) == (401, "unauthenticated")
+
+
+def test_a_renewal_is_one_statement(ada: ApiClient, lease, django_assert_num_queries) -> None:
+    with django_assert_num_queries(1):
+        assert ada.post(f"leases/{lease['id']}/renew").status_code == 200
 
 
 def test_releasing_twice_returns_the_same_and_the_timeline_names_the_key(ada: ApiClient, lease) -> None:

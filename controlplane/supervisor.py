@@ -47,11 +47,15 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def require_single_thread() -> None:
-    """Raise RuntimeError if this process has a second thread, whose locks a forked child would inherit without their holder."""
-    if (count := len(os.listdir("/proc/self/task"))) > 1:
-        names = sorted(thread.name for thread in threading.enumerate())
-        raise RuntimeError(f"A process with {count} threads cannot be forked safely: {names}")
+def find_other_threads() -> list[str]:
+    """Return the names of this process's threads, without the calling one."""
+    return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+
+
+def require_single_thread(name: str) -> None:
+    """Raise RuntimeError if this process has another thread, whose locks the forked process `name` would inherit for ever."""
+    if others := find_other_threads():
+        raise RuntimeError(f"cannot fork {name} while other threads run: {', '.join(others)}")
 
 
 def reserve_instance_name() -> None:
@@ -124,9 +128,9 @@ def exit_after(work: Callable[[], object]) -> NoReturn:
         os._exit(code)
 
 
-def run_forked(work: Callable[[], object]) -> int:
+def run_forked(name: str, work: Callable[[], object]) -> int:
     """Call `work` in a forked process. Return its exit code, negative after a signal."""
-    require_single_thread()
+    require_single_thread(name)
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -190,11 +194,6 @@ def _read_note(file: IO[str]) -> dict[str, Any]:
 # --- children -----------------------------------------------------------------------------------------------------
 
 
-def find_other_threads() -> list[str]:
-    """Return the names of this process's threads, without the calling one."""
-    return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-
-
 def find_no_problem(child: "Child") -> str:
     return ""
 
@@ -219,13 +218,11 @@ class Child:
     def start(self, run_instance: str) -> None:
         """Fork the process into its own session and instance. Main thread only: the child dies with the calling thread.
 
-        Raise RuntimeError if this process has another thread, whose locks the child would inherit for ever."""
-        if others := find_other_threads():
-            raise RuntimeError(f"cannot fork {self.name} while other threads run: {', '.join(others)}")
+        Raise RuntimeError if this process has another thread."""
+        require_single_thread(self.name)
         self.starts += 1
         self.instance = f"{run_instance}.{self.name}.{self.starts}"
         self.started_at = time.monotonic()
-        require_single_thread()
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()

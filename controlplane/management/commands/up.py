@@ -201,7 +201,7 @@ class Command(BaseCommand):
 
 def initialize_installation() -> None:
     """Build the image, migrate and run quickstart, in a process of its own: the children do not inherit its memory."""
-    if supervisor.run_forked(build_image_and_database):
+    if supervisor.run_forked("initialize", build_image_and_database):
         raise CommandError("The installation is not initialized.")
 
 

@@ -173,13 +173,14 @@ def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor
 
 
 def _open_operation(request: allocation.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
+    known = request.known
     while True:
         request.guard.check_proceed()
-        sandbox = allocation.ensure_running(request, now=clock(), actor=actor)
+        sandbox = allocation.ensure_running(request, known=known, now=clock(), actor=actor)
         run = open_run(sandbox, command, now=clock(), actor=actor)
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
-        # The sandbox was evicted or destroyed between the two calls above.
+        known = None  # the sandbox was evicted or destroyed since it was read
 
 
 def _prepare_sandbox(
@@ -280,7 +281,9 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
     with transaction.atomic(durable=True):
         sql.lock_key(f"runs of {sandbox.agent_did}")
         likely = SandboxState(sandbox.state)
-        if not lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor, likely=likely, run=insert):
+        if not lifecycle.start_run(
+            sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=likely, run=insert
+        ):
             return None
     run._state.adding = False
     checkpoint("run opened", run)

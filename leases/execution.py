@@ -73,7 +73,7 @@ def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") 
 
     Raise LeaseEnded if the lease has ended, also if it ended while the command ran."""
     clock = clock_from(now)
-    with use_lease(pk, now=now, spends=True, lasts=command.timeout) as request:
+    with use_lease(pk, now=now, spends=True, lasts=command.timeout, ends_with_run=True) as request:
         return operations.exec_in_sandbox(request, command, now=clock(), actor=actor)
 
 
@@ -83,7 +83,7 @@ def call_in_sandbox(
     """Like exec_command, for an operation other than a command, such as a change of files. Return its Run and result."""
     clock = clock_from(now)
     with (
-        use_lease(pk, now=now, spends=command.kind != "file", lasts=command.timeout) as request,
+        use_lease(pk, now=now, spends=command.kind != "file", lasts=command.timeout, ends_with_run=True) as request,
         operations.operation(request, command, now=clock(), actor=actor) as opened,
     ):
         result = operation(opened.provider, opened.sandbox)
@@ -138,12 +138,14 @@ class LeaseClaim(Claim):
 
 
 @contextmanager
-def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta = timedelta(0)) -> Iterator[SandboxRequest]:
+def use_lease(
+    pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta = timedelta(0), ends_with_run: bool = False
+) -> Iterator[SandboxRequest]:
     """Yield the sandbox request of an active lease, and renew the lease before and after the body of the `with`.
 
     The first renewal covers an operation of the length `lasts` and the time in which its process is killed, so that the lease
     does not end by its TTL while the operation goes on. A transfer of state that makes progress renews the lease, too. The max
-    TTL limits both.
+    TTL limits both. A body that `ends_with_run` ends with the close of its run, which makes the second renewal.
 
     Raises LeaseEnded, also if the lease ended during the body. A sandbox that was lost during the body ends the lease.
     BudgetExhausted is raised when a budget of the lease is spent: if `spends`, before the body; otherwise only when the body
@@ -163,7 +165,7 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
     try:
         with hold(LeaseClaim(lease, clock, lasts=lasts)):
             request = build_sandbox_request(lease, now=clock(), check_budget=not spends)
-            yield replace(request, renewal=renewal, known=sandbox)
+            yield replace(request, renewal=renewal if ends_with_run else None, known=sandbox)
     except SandboxLost as lost:
         leasing.require_active(pk, now=clock())  # a lost sandbox of an ended lease is reported as LeaseEnded
         with transaction.atomic():

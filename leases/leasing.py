@@ -185,7 +185,11 @@ def _resolve_sleep_after(environment_type: EnvironmentType) -> timedelta:
 
 def require_active(pk: UUID, *, now: datetime) -> Lease:
     """Return a lease that is active and within its clocks. Raise LeaseEnded with the end reason, or Lease.DoesNotExist."""
-    lease = sql.find_first(Lease, "id = %s", pk)
+    return check_active(sql.find_first(Lease, "id = %s", pk), now=now)
+
+
+def check_active(lease: Lease | None, *, now: datetime) -> Lease:
+    """Like require_active, for a lease that was just read; None if there is none."""
     if lease is None:
         raise Lease.DoesNotExist
     if elapsed := lease.end_reason or find_elapsed_clock(lease, now):

@@ -71,12 +71,12 @@ BEGIN_FIRST_RUN_SQL = (
     "state = 'running', state_since = %s, last_used_at = %s, open_runs = 1, idle_at = NULL, warm_hits = warm_hits + %s, "
     "persisted = FALSE, persist_failures = 0 "
     "WHERE id = %s AND holder = %s AND state = %s"
-    f" AND {AGENT_OPEN_RUNS_SQL} < %s"
+    f" AND incarnation = %s AND {AGENT_OPEN_RUNS_SQL} < %s"
 )
 BEGIN_CONCURRENT_RUN_SQL = (
     "open_runs = open_runs + 1, last_used_at = %s, warm_hits = warm_hits + 1 "
     "WHERE id = %s AND holder = %s AND state = 'running'"
-    f" AND open_runs < %s AND {AGENT_OPEN_RUNS_SQL} < %s"
+    f" AND incarnation = %s AND open_runs < %s AND {AGENT_OPEN_RUNS_SQL} < %s"
 )
 COUNT_OPEN_RUNS_SQL = (
     f"SELECT agent_did, open_runs, {AGENT_OPEN_RUNS_SQL} FROM sandboxes_sandbox "  # noqa: S608 - no user input
@@ -163,6 +163,7 @@ def advance(
 
 def start_run(
     pk: UUID,
+    incarnation: int,
     *,
     holder: UUID,
     now: datetime,
@@ -176,8 +177,9 @@ def start_run(
     `run` inserts the Run from the row `changed` (sql.update_then), so that an eviction sees both or neither. `likely` is the
     state that is tried first: with the right one, the whole is one statement on PostgreSQL.
 
-    Returns None if the sandbox is not alive, if another holder has it, or if `permission`, a condition in SQL, does not hold.
-    Raises TooManyRuns if the holder or its agent has reached LEASEHOLD_MAX_RUNS_PER_LEASE or LEASEHOLD_MAX_RUNS_PER_AGENT.
+    Returns None if the sandbox is not alive, has been woken since, or another holder has it, or if `permission`, a condition in
+    SQL, does not hold. Raises TooManyRuns if the holder or its agent has reached LEASEHOLD_MAX_RUNS_PER_LEASE or
+    LEASEHOLD_MAX_RUNS_PER_AGENT.
 
     A Run counts as a warm hit, unless it is the first one since the start of the sandbox. The caller holds the agent's
     lock_key, taken by an earlier statement, so that two transactions that start Runs in two sandboxes of the agent count each
@@ -185,10 +187,10 @@ def start_run(
     agent_limit, inserts = settings.MAX_RUNS_PER_AGENT, [run] if run else []
     for was in sorted((WAITING, WARM, RUNNING), key=lambda each: each != likely):
         if was == RUNNING:
-            values: tuple[Any, ...] = (now, pk, holder, settings.MAX_RUNS_PER_LEASE, agent_limit)
+            values: tuple[Any, ...] = (now, pk, holder, incarnation, settings.MAX_RUNS_PER_LEASE, agent_limit)
             text, then = BEGIN_CONCURRENT_RUN_SQL, inserts
         else:
-            values = (now, now, int(was == WAITING), pk, holder, was.value, agent_limit)
+            values = (now, now, int(was == WAITING), pk, holder, was.value, incarnation, agent_limit)
             transition = _build_transitions("changed", was=was, code=Reason.RUN_STARTED, actor=actor)
             text, then = BEGIN_FIRST_RUN_SQL, [transition, *inserts]
         change = sql.Statement(f"{text} AND {permission.text}", (*values, *permission.values))

@@ -42,18 +42,45 @@ def find_first_with_related(
 
     `values` are the parameters of the subqueries, then those of the condition. Returns the instance and the results."""
     field = cast("ForeignKey[Any, Any]", model._meta.get_field(key))
-    table, other = model._meta.db_table, field.related_model
-    join = f"LEFT JOIN {other._meta.db_table} ON {other._meta.db_table}.{other._meta.pk.column} = {table}.{field.column}"
-    (columns, names, _), (other_columns, other_names, _) = _describe_columns(model), _describe_columns(other)
-    selected = ", ".join([columns, other_columns, *(f"({subquery})" for subquery in subqueries)])
-    rows = fetch_all(f"SELECT {selected} FROM {table} {join} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user input
-    if not rows:
+    other = field.related_model
+    join = f"{other._meta.db_table}.{other._meta.pk.column} = {model._meta.db_table}.{field.column}"
+    instance, (related,), results = find_joined(model, [(other, join)], subqueries, where, *values)
+    if instance is None:
         return None, ()
+    if related:
+        setattr(instance, key, related)
+    return instance, results
+
+
+def find_joined(
+    model: type[M], joins: Sequence[tuple[type[Model], str]], subqueries: Sequence[str], where: str, *values: Any
+) -> tuple[M | None, list[Any], Sequence[Any]]:
+    """Like find_first, and also load a row of each joined table and the scalar `subqueries` in the same query.
+
+    Each join has a condition that at most one row matches. `values` are the parameters of the subqueries, of the joins, then of
+    the condition. Returns the instance, the joined rows, None where there is none, and the results of the subqueries."""
+    tables: list[type[Model]] = [model, *(other for other, _ in joins)]
+    selected = ", ".join([*(_describe_columns(each)[0] for each in tables), *(f"({subquery})" for subquery in subqueries)])
+    source = " ".join([
+        model._meta.db_table, *(f"LEFT JOIN {other._meta.db_table} ON {condition}" for other, condition in joins)
+    ])  # fmt: skip
+    rows = fetch_all(f"SELECT {selected} FROM {source} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user input
+    if not rows:
+        return None, [None] * len(joins), ()
     [row] = rows
-    instance, end = _build_instance(model, row[: len(names)]), len(names) + len(other_names)
-    if getattr(instance, field.attname) is not None:
-        setattr(instance, key, _build_instance(other, row[len(names) : end]))
-    return instance, row[end:]
+    instances: list[Model | None] = []
+    start = 0
+    for each in tables:
+        names = _describe_columns(each)[1]
+        columns = row[start : start + len(names)]
+        instances.append(None if columns[names.index(_get_key_name(each))] is None else _build_instance(each, columns))
+        start += len(names)
+    return cast(M, instances[0]), instances[1:], row[start:]
+
+
+def _get_key_name(model: type[Model]) -> str:
+    assert model._meta.pk is not None  # every model has one
+    return model._meta.pk.attname
 
 
 def _build_instance(model: type[M], row: Sequence[Any]) -> M:

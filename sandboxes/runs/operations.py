@@ -173,14 +173,15 @@ def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor
 
 
 def _open_operation(request: allocation.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
+    known = request.known
     while True:
         request.guard.check_proceed()
-        sandbox = allocation.ensure_running(request, now=clock(), actor=actor)
+        sandbox = allocation.ensure_running(request, known=known, now=clock(), actor=actor)
         checkpoint("sandbox ready", sandbox)
         run = open_run(sandbox, command, now=clock(), actor=actor, permission=request.guard.build_condition())
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
-        # Since the calls above the sandbox was evicted or destroyed, or the holder has ended.
+        known = None  # since it was read, the sandbox was evicted or destroyed, or the holder has ended
         request.guard.check_active()
 
 
@@ -284,8 +285,8 @@ def open_run(
     with transaction.atomic(durable=True):
         sql.lock_key(f"runs of {sandbox.agent_did}")
         if not lifecycle.start_run(
-            sandbox.pk, holder=sandbox.holder, now=now, actor=actor, likely=SandboxState(sandbox.state), run=insert,
-            permission=permission,
+            sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=SandboxState(sandbox.state),
+            run=insert, permission=permission,
         ):  # fmt: skip
             return None
     run._state.adding = False

@@ -357,6 +357,6 @@ def test_lease_ends_while_an_event_of_it_is_inserted(grant) -> None:
     lease: Lease = grant(expiry_conditions=["over"])
     run(lease)
     rival = partial(conditions.post_condition, "game-1", "over", now=NOW, agents=None)
-    with start_after('INSERT INTO "leases_leaseevent"', rival):
-        assert snapshots.take_snapshot(lease.pk, now=NOW)  # the run that took it has ended before the lease
+    with start_after('INSERT INTO "leases_leaseevent"', rival), pytest.raises(LeaseEnded):
+        snapshots.take_snapshot(lease.pk, now=NOW)
     assert [*lease.events.order_by("pk").values_list("kind", flat=True)] == ["granted", "snapshot", "ended"]

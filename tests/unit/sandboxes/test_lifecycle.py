@@ -138,12 +138,21 @@ def test_sandbox_is_running_exactly_while_runs_are_open(sandbox: Sandbox) -> Non
     assert finish_run(second, now=NOW + MINUTE) == Finished(closed=True, renewed=False)
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.open_runs, sandbox.state_since) == ("waiting", 0, NOW + MINUTE)
-    assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == SandboxState.WAITING
+    assert lifecycle.start_run(sandbox.pk, 1, holder=holder, now=NOW) == SandboxState.WAITING
 
 
 def test_run_of_another_holder_is_not_started(sandbox: Sandbox) -> None:
     become_warm(sandbox)
-    assert lifecycle.start_run(sandbox.pk, holder=uuid.uuid4(), now=NOW) is None
+    assert lifecycle.start_run(sandbox.pk, 1, holder=uuid.uuid4(), now=NOW) is None
+
+
+def test_run_is_not_started_in_a_later_incarnation(sandbox: Sandbox) -> None:
+    """The caller has read the row before the sandbox was evicted and woken, and would execute in one that is gone."""
+    become_warm(sandbox)
+    Sandbox.objects.update(incarnation=2)
+    assert lifecycle.start_run(sandbox.pk, 1, holder=sandbox.holder, now=NOW) is None
+    assert lifecycle.start_run(sandbox.pk, 2, holder=sandbox.holder, now=NOW) == SandboxState.WARM
+    assert lifecycle.start_run(sandbox.pk, 1, holder=sandbox.holder, now=NOW) is None
 
 
 def test_finish_run_of_an_earlier_incarnation_changes_nothing(sandbox: Sandbox) -> None:

@@ -185,7 +185,11 @@ def _resolve_sleep_after(environment_type: EnvironmentType) -> timedelta:
 
 def require_active(pk: UUID, *, now: datetime) -> Lease:
     """Return a lease that is active and within its clocks. Raise LeaseEnded with the end reason, or Lease.DoesNotExist."""
-    lease = sql.find_first(Lease, "id = %s", pk)
+    return check_active(sql.find_first(Lease, "id = %s", pk), now=now)
+
+
+def check_active(lease: Lease | None, *, now: datetime) -> Lease:
+    """Like require_active, for a lease that was just read; None if there is none."""
     if lease is None:
         raise Lease.DoesNotExist
     if elapsed := lease.end_reason or find_elapsed_clock(lease, now):
@@ -216,9 +220,19 @@ def renew(lease: Lease, *, now: datetime, lasts: timedelta = timedelta(0)) -> da
     """Extend a lease to `ttl` or `lasts` from now, whichever is longer, at most to max_expires_at. Return the new end.
 
     Raise LeaseEnded if the lease has ended. One guarded UPDATE: a renewal that arrives late cannot shorten a later one."""
+    until, renewal = _build_renewal(lease, now=now, lasts=lasts)
+    return until if sql.execute(renewal.text, *renewal.values) else require_active(lease.pk, now=now).expires_at
+
+
+def build_renewal(lease: Lease, *, now: datetime) -> sql.Statement:
+    """Build the guarded UPDATE of `renew`, to be executed with another statement. It changes no row of an ended lease."""
+    return _build_renewal(lease, now=now)[1]
+
+
+def _build_renewal(lease: Lease, *, now: datetime, lasts: timedelta = timedelta(0)) -> tuple[datetime, sql.Statement]:
     until = compute_expires_at(renewed_at=now, ttl=max(lease.ttl, lasts), max_expires_at=lease.max_expires_at)
-    renewed = sql.update(Lease, RENEW_SQL, until, to_epoch_minute(until), now, lease.pk, now, now, until)
-    return until if renewed else require_active(lease.pk, now=now).expires_at
+    values = (until, to_epoch_minute(until), now, lease.pk, now, now, until)
+    return until, sql.Statement(f"UPDATE leases_lease SET {RENEW_SQL}", values)  # noqa: S608 - no user input
 
 
 def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:

@@ -188,7 +188,7 @@ class LeaseListView(ApiView):
         page, next_url = paginate(documents.values_list("leased_at", "pk", "document", named=True), "leased_at", request)
         results = ", ".join(row.document for row in page)
         body = f'{{"results": [{results}], "next": {json.dumps(next_url)}}}'
-        return HttpResponse(body, content_type="application/json")
+        return HttpResponse(body, content_type=JsonRenderer.media_type)
 
     def _build_status_filter(self, status: str) -> Q:
         elapsed = Q(expires_at__lte=self.now, status=LeaseStatus.ACTIVE)  # ended, not yet recorded by a sweep
@@ -350,6 +350,7 @@ def serialize_renewal(pk: UUID, outcome: renewal.Renewal) -> dict[str, Any]:
 
 
 def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = False) -> dict[str, Any]:
+    """Return the fields of LeaseSerializer. `lease_documents` has the same for lists."""
     return {
         "id": str(lease.pk),
         "sandbox_id": lease.sandbox_id,

@@ -168,9 +168,16 @@ MUTANTS = (
     Mutant(
         name="runs-close-twice",
         path=RUNS,
-        before='f"{changes} WHERE id = %s AND ended_at IS NULL"',
-        after='f"{changes} WHERE id = %s"',
+        before='SET {changes} WHERE id = %s AND ended_at IS NULL"',
+        after='SET {changes} WHERE id = %s"',
         tests=[f"{TEST_RACES}::test_release_during_a_run_closes_it_and_refuses_the_late_result"],
+    ),
+    Mutant(
+        name="runs-counted-out-by-each-close",
+        path=LIFECYCLE,
+        before="        if closed:\n            sql.update_then",
+        after="        if True:\n            sql.update_then",
+        tests=[f"{TEST_LIFECYCLE}::test_sandbox_is_running_exactly_while_runs_are_open"],
     ),
     Mutant(
         name="runs-abandoned-run-not-killed",
@@ -458,8 +465,8 @@ MUTANTS = (
     Mutant(
         name="keys-revoked-key-accepted",
         path=API_KEYS,
-        before='"prefix = %s AND revoked_at IS NULL"',
-        after='"prefix = %s"',
+        before='"leases_agentkey.prefix = %s AND leases_agentkey.revoked_at IS NULL"',
+        after='"leases_agentkey.prefix = %s"',
         tests=[f"{TEST_KEYS}::test_a_revoked_key_is_refused_at_once"],
     ),
     Mutant(

@@ -4,6 +4,8 @@
 import os
 import sys
 
+from controlplane import supervisor
+
 
 def is_help_request(argv: list[str]) -> bool:
     """Return whether argv asks for help or the version. Such a command reads no data and signs nothing."""
@@ -14,6 +16,8 @@ def main() -> None:
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
     if is_help_request(sys.argv) and not os.environ.get("SECRET_KEY"):
         os.environ["SECRET_KEY"] = "placeholder-of-the-help-command"  # noqa: S105
+    if sys.argv[1:2] == ["up"]:
+        supervisor.reserve_instance_name()
     try:
         from django.conf import settings
         from django.core.exceptions import ImproperlyConfigured

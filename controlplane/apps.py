@@ -1,5 +1,4 @@
 from django.apps import AppConfig
-from django.conf import settings
 
 
 class ControlplaneConfig(AppConfig):
@@ -8,7 +7,4 @@ class ControlplaneConfig(AppConfig):
     name = "controlplane"
 
     def ready(self) -> None:
-        from controlplane import checks, supervisor  # noqa: F401 - importing registers the checks
-
-        if settings.INSTANCE.startswith(supervisor.INSTANCE_PREFIX):
-            supervisor.tie_descendants()
+        from controlplane import checks  # noqa: F401 - importing registers the checks

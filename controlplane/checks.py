@@ -6,16 +6,26 @@ from typing import Any
 
 from django.apps import AppConfig
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Warning, register
+from django.contrib.admin.checks import check_admin_app
+from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.urls import get_resolver
 
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.state import mounts
 
+CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL
 MAX_SOCKET_NAME_BYTES = len("/egress/s/16383/llm.sock")  # longest socket path, relative to RUNTIME_DIR
 
 
-@register()
+@register(Tags.admin)
+def check_admin_pages(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Check the admin pages once urls.py has loaded them. Django's own check may run before."""
+    get_resolver().url_patterns  # noqa: B018 - loads the URL configuration
+    return check_admin_app(app_configs)
+
+
+@register(CONFIGURATION)
 def check_queue_retry(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """Require a retry time in which a fetched task can wait, run and time out; otherwise the queue runs it twice."""
     queue: dict[str, Any] = settings.Q_CLUSTER
@@ -25,7 +35,7 @@ def check_queue_retry(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
     return [Error(f"Q_CLUSTER: retry must be above {longest}, or tasks run twice.", id="leasehold.E001")]
 
 
-@register()
+@register(CONFIGURATION)
 def check_isolation(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     if settings.SANDBOX_PROVIDER not in ("process", "memory") or settings.DEBUG or settings.ALLOW_UNISOLATED:
         return []
@@ -38,14 +48,14 @@ def check_isolation(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> l
     ]
 
 
-@register()
+@register(CONFIGURATION)
 def check_exec_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     limit = settings.EXEC_TIMEOUT_MOST
     names = [name for name in ("EXEC_TIMEOUT", "TURN_TIMEOUT") if getattr(settings, name) > limit]
     return [Error(f"LEASEHOLD_{name} exceeds LEASEHOLD_EXEC_TIMEOUT_MOST.", id="leasehold.E003") for name in names]
 
 
-@register()
+@register(CONFIGURATION)
 def check_socket_paths(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     limit = MAX_SOCKET_PATH_BYTES - MAX_SOCKET_NAME_BYTES
     if len(str(settings.RUNTIME_DIR.absolute()).encode()) <= limit:
@@ -55,7 +65,7 @@ def check_socket_paths(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -
     ]
 
 
-@register()
+@register(CONFIGURATION)
 def check_runtime_directory(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """Check an existing directory only. The first use creates it with the same check."""
     try:
@@ -67,7 +77,7 @@ def check_runtime_directory(app_configs: Sequence[AppConfig] | None, **kwargs: A
     return []
 
 
-@register()
+@register(CONFIGURATION)
 def check_data_mount(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """Check the default mode of new agents only. Commands of an agent that already uses mount mode fail with the reason."""
     if settings.DATA_KEEPING != "mount" or not (missing := mounts.find_missing_requirement()):
@@ -81,7 +91,7 @@ def check_data_mount(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> 
     ]
 
 
-@register(deploy=True)
+@register(CONFIGURATION, deploy=True)
 def check_identity_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     if settings.IDENTITY_KEYS:
         return []

@@ -8,7 +8,7 @@ from controlplane import env
 INSTALLED_APPS = [
     "unfold",
     "unfold.contrib.filters",
-    "django.contrib.admin",
+    "django.contrib.admin.apps.SimpleAdminConfig",  # urls.py loads the admin pages: worker and egress server need none
     "django.contrib.auth",
     "django.contrib.contenttypes",
     "django.contrib.sessions",

@@ -26,7 +26,6 @@ from django_q.models import OrmQ
 from billing import budgets
 from controlplane import schedules
 from sandboxes import long_calls, pool_stats, providers
-from sandboxes.admin import tabs
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
 from sandboxes.hosts import registry
@@ -70,7 +69,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         sweep_rows = _load_sweeps()
         queued = OrmQ.objects.count()
         pools = pool_stats.collect_pool_stats(now=now)
-        unsaved = tabs.find_unsaved_attachments().count()
+        unsaved = pool_stats.find_unsaved_attachments().count()
         exhausted = len(budgets.find_exhausted(now=now))
         hosts = registry.count_by_state(now=now)
         mismatch = installation.has_recorded_mismatch()

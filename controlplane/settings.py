@@ -54,6 +54,10 @@ _database = env.database(
     f"sqlite:///{BASE_DIR / 'var' / 'leasehold.sqlite3'}",
     help="database; SQLite by default, PostgreSQL for production",
 )
+DATABASE_POOLER = env.choice(
+    "LEASEHOLD_DATABASE_POOLER", "session", ["session", "transaction"],
+    help="mode of a pooler such as PgBouncer before PostgreSQL; transaction does without prepared statements",
+)  # fmt: skip
 ON_POSTGRES = _database["ENGINE"].endswith("postgresql")
 _options: dict[str, Any] = _database.setdefault("OPTIONS", {})
 if ON_POSTGRES:
@@ -62,8 +66,10 @@ if ON_POSTGRES:
     _options.setdefault("server_side_binding", True)
     # Prepared statements save planning only together with server_side_binding. Not 0: a migration may send several commands
     # in one statement, which cannot be prepared.
-    _options.setdefault("prepare_threshold", 1)
-    _database |= {"CONN_MAX_AGE": 600, "CONN_HEALTH_CHECKS": True}
+    _options.setdefault("prepare_threshold", None if DATABASE_POOLER == "transaction" else 1)
+    _database |= {
+        "CONN_MAX_AGE": 600, "CONN_HEALTH_CHECKS": True, "DISABLE_SERVER_SIDE_CURSORS": DATABASE_POOLER == "transaction",
+    }  # fmt: skip
 else:
     # IMMEDIATE: a deferred transaction that reads and then writes fails with SQLITE_BUSY under load, with any timeout.
     _options |= {
@@ -353,6 +359,10 @@ METRICS_TOKEN = env.text(
 )
 
 # --- processes ----------------------------------------------------------------------------------------------------
+PROFILE = env.choice(
+    "LEASEHOLD_PROFILE", "standard", ["standard", "small"],
+    help="processes of `manage.py up`: standard forks web server, queue and egress proxy; small runs them as threads of one",
+)  # fmt: skip
 WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="web server processes")
 WEB_THREADS = env.integer(
     "LEASEHOLD_WEB_THREADS", 16, minimum=2,
@@ -365,7 +375,7 @@ DRAIN_TIMEOUT = env.duration(
     "LEASEHOLD_DRAIN_TIMEOUT", "30s", help="time that a stopping web server has to finish its requests, execs included"
 )
 QUEUE_WORKERS = env.integer(
-    "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="queue worker processes (django-q2)"
+    "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="queue worker threads (django-q2)"
 )
 LOG_FORMAT = env.choice("LEASEHOLD_LOG_FORMAT", "text", ["text", "json"], help="log format")
 LOG_LEVEL = env.choice("LEASEHOLD_LOG_LEVEL", "INFO", ["DEBUG", "INFO", "WARNING", "ERROR"], help="minimum log level")
@@ -394,7 +404,6 @@ Q_CLUSTER = {
     "save_limit": 100,
     "poll": 0.5,
     "label": "Queue",
-    "ALT_CLUSTERS": {},  # django-q2 requires the key where Q_CLUSTER_NAME is set: each host's worker has a queue of its own
 }
 
 LOGGING = logs.build_logging(LOG_FORMAT, LOG_LEVEL)

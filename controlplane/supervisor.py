@@ -1,33 +1,37 @@
-"""Process supervisor of `manage.py up`: restarts child processes and leaves none behind. Linux only.
+"""Process supervisor of `manage.py up`: forks child processes, restarts them and leaves none behind. Linux only.
 
-Each child leads its own session, so that Ctrl-C in a terminal reaches only `up`. `up` stops a child with SIGTERM to the leader
-and, after a deadline, SIGKILL to the group. If `up` itself is killed, the kernel kills each child (`die_with_parent`) and the
-child's processes (`tie_descendants`). The next `up` finds any survivor by LEASEHOLD_INSTANCE in its environment
-(`kill_instance`)."""
+A child shares the memory of all that its parent has imported. Fork only while one thread runs, and with database connections
+closed. Each child leads its own session, so that Ctrl-C in a terminal reaches only `up`. `up` stops a child with SIGTERM to the
+leader and, after a deadline, SIGKILL to the group. If `up` itself is killed, the kernel kills each child (`die_with_parent`).
+The next `up` finds any survivor by LEASEHOLD_INSTANCE in its environment (`kill_instance`)."""
 
 import ctypes
 import fcntl
 import json
 import os
 import signal
-import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-from sandboxes.db.clock import compute_backoff
+from typing import IO, Any, NoReturn
 
 INSTANCE_VARIABLE = "LEASEHOLD_INSTANCE"
+RESERVED_VARIABLE = "_LEASEHOLD_RESERVED"  # its place in the environment is overwritten with the instance of a forked child
+RESERVED_BYTES = 128
 INSTANCE_PREFIX = "up-"  # `up` names instances up-<random>.<child>.<start number>
 TICK_SECONDS = 0.2  # interval between checks of the children
 STABLE_AFTER_SECONDS = 60.0  # a child that ran this long starts again with the shortest backoff
 STOP_TIMEOUT_SECONDS = 8.0  # from SIGTERM to SIGKILL, for a child without a longer time of its own
 KILL_TIMEOUT_SECONDS = 10.0
+MAX_BACKOFF_SECONDS = 60.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 _libc = ctypes.CDLL(None)
 
 PrintLine = Callable[[str], None]
@@ -43,13 +47,26 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def tie_descendants() -> None:
-    """Have the kernel kill this process and every process it forks when their parent dies.
+def reserve_instance_name() -> None:
+    """Execute this program again with room for an instance's name in the environment, unless there is room already."""
+    if RESERVED_VARIABLE not in os.environ:
+        reserved = {RESERVED_VARIABLE: "x" * RESERVED_BYTES}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | reserved)  # noqa: S606
 
-    Web workers and the queue's sentinel otherwise survive a killed parent unsupervised. Programs started with exec lose the
-    setting, so commands executed for agents are not affected."""
-    die_with_parent(os.getppid())
-    os.register_at_fork(after_in_child=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+
+def set_identity(name: str, instance: str) -> None:
+    """Give this forked process its name, and its instance in /proc/<pid>/environ and in os.environ.
+
+    /proc shows the memory in which the kernel placed the environment when the program began, so that memory is overwritten."""
+    os.environ.pop(RESERVED_VARIABLE, None)
+    os.environ[INSTANCE_VARIABLE] = instance
+    _libc.prctl(PR_SET_NAME, f"leasehold-{name}"[:15].encode())
+    initial = Path("/proc/self/environ").read_bytes()
+    entry = f"{RESERVED_VARIABLE}={'x' * RESERVED_BYTES}".encode()
+    if (offset := initial.find(entry)) >= 0:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start = int(fields[47])  # env_start, field 50 of proc(5)
+        ctypes.memmove(start + offset, f"{INSTANCE_VARIABLE}={instance}".encode().ljust(len(entry), b"\0"), len(entry))
 
 
 def kill_instance(instance: str) -> int:
@@ -107,6 +124,7 @@ def hold_lock_file(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[dict[
             file.write(json.dumps(note) + "\n")
             file.flush()
 
+        os.register_at_fork(after_in_child=file.close)  # a child that outlives this process must not hold the lock
         yield _read_note(file), write
 
 
@@ -122,37 +140,73 @@ def _read_note(file: IO[str]) -> dict[str, Any]:
 # --- children -----------------------------------------------------------------------------------------------------
 
 
+def find_other_threads() -> list[str]:
+    """Return the names of this process's threads, without the calling one."""
+    return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+
+
+def find_no_problem(child: "Child") -> str:
+    return ""
+
+
 @dataclass
 class Child:
-    """A supervised process group. It is restarted when it ends, or when `find_problem` returns a reason."""
+    """A supervised process group. It is restarted when it ends, or when `find_problem` returns a reason.
+
+    `work` is called in the forked process, which ends with code 0, the code of SystemExit, or 1 after another exception."""
 
     name: str
-    argv: Sequence[str]
-    cwd: Path
-    env: Mapping[str, str] = field(default_factory=dict)
-    find_problem: Callable[["Child"], str] = lambda child: ""
+    work: Callable[[], object]
+    find_problem: Callable[["Child"], str] = find_no_problem
     drain_seconds: float = 0.0  # stopped before the others, which its requests need; 0: stopped with them
     starts: int = 0
     failures: int = 0
     started_at: float = 0.0  # monotonic clock, like next_start_at
     next_start_at: float = 0.0
     instance: str = ""
-    process: subprocess.Popen[bytes] | None = None
+    pid: int = 0  # 0: not running
 
     def start(self, run_instance: str) -> None:
-        """Start the process in its own session and instance. Main thread only: the child dies with the calling thread."""
+        """Fork the process into its own session and instance. Main thread only: the child dies with the calling thread.
+
+        Raise RuntimeError if this process has another thread, whose locks the child would inherit for ever."""
+        if others := find_other_threads():
+            raise RuntimeError(f"cannot fork {self.name} while other threads run: {', '.join(others)}")
         self.starts += 1
         self.instance = f"{run_instance}.{self.name}.{self.starts}"
         self.started_at = time.monotonic()
         parent = os.getpid()
-        self.process = subprocess.Popen(
-            self.argv,
-            cwd=self.cwd,
-            env={**os.environ, **self.env, INSTANCE_VARIABLE: self.instance},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent),
-        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the child has replaced the handlers of its parent
+        self.pid = os.fork()
+        if not self.pid:
+            self._run_forked(parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def _run_forked(self, parent: int) -> NoReturn:
+        code = 1
+        try:
+            os.setsid()
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            die_with_parent(parent)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            set_identity(self.name, self.instance)
+            self.work()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
 
     @property
     def age(self) -> float:
@@ -162,22 +216,23 @@ class Child:
     def has_ended(self) -> bool:
         """Return whether the leader has ended. It stays a zombie until it is reaped, which reserves its pid, the group id."""
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return self.process is not None and os.waitid(os.P_PID, self.process.pid, flags) is not None
+        return bool(self.pid) and os.waitid(os.P_PID, self.pid, flags) is not None
 
     def terminate(self) -> None:
-        """Send SIGTERM to the leader only, which stops its group: the queue's sentinel would not survive SIGTERM."""
-        if self.process:
-            os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate may reap the leader, which frees the group id
+        """Send SIGTERM to the leader only, which stops its group."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill_and_reap(self) -> int:
         """Kill all remaining processes, in and outside the group. Return the leader's exit code, negative after a signal."""
-        assert self.process is not None
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
+        assert self.pid
+        for kill in (os.killpg, os.kill):  # a child that has just been forked leads no group yet
+            with suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         with suppress(TimeoutError):  # a process in an uninterruptible wait ends as soon as the wait ends
             kill_instance(self.instance)
-        self.process = None
+        self.pid = 0
         return code
 
 
@@ -218,29 +273,29 @@ class Supervisor:
             self.stop()
 
     def _restart_if_ended(self, child: Child) -> None:
-        if child.process is None:
+        if not child.pid:
             if time.monotonic() >= child.next_start_at:
                 child.start(self.run_instance)
             return
         problem = child.find_problem(child)
         if not (problem or child.has_ended):
             return
-        pid = child.process.pid
+        pid = child.pid
         code = child.kill_and_reap()
         problem = problem or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
         child.failures = 1 if child.age > STABLE_AFTER_SECONDS else child.failures + 1
-        delay = compute_backoff(child.failures, initial=timedelta(seconds=1), maximum=timedelta(minutes=1)).total_seconds()
+        delay = min(2.0 ** min(child.failures - 1, 6), MAX_BACKOFF_SECONDS)
         child.next_start_at = time.monotonic() + delay
         self.print_line(f"{child.name} (pid {pid}): {problem}; restarting in {delay:g} s")
         self.release_instance(child.instance)
 
     def stop(self) -> None:
         """Stop every child: first those that drain, then the others. A child that does not end in time is killed."""
-        running = [child for child in self.children if child.process]
+        running = [child for child in self.children if child.pid]
         for child in running:
             if child.drain_seconds:
                 self._stop([child], timeout=child.drain_seconds)
-        self._stop([child for child in running if child.process], timeout=STOP_TIMEOUT_SECONDS)
+        self._stop([child for child in running if child.pid], timeout=STOP_TIMEOUT_SECONDS)
 
     def _stop(self, running: list[Child], *, timeout: float) -> None:
         for child in running:

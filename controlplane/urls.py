@@ -9,6 +9,7 @@ from billing.admin.spending import show_spending
 from controlplane import health, metrics
 from controlplane.console import dashboard
 
+admin.autodiscover()
 urlpatterns = [
     path("", RedirectView.as_view(url="/admin/")),
     path("admin/fleet/", dashboard.fleet_fragment, name="fleet"),

@@ -9,4 +9,8 @@ from sandboxes import long_calls
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 application = get_wsgi_application()
+
+from leases import reclaim_threads  # noqa: E402 - imports models
+
 long_calls.set_limits(settings.WEB_THREADS)
+reclaim_threads.THREADS.set_maximum(reclaim_threads.MAX_THREADS)

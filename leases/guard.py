@@ -6,8 +6,9 @@ from uuid import UUID
 from billing import budgets
 from billing.budgets import SandboxSize
 from leases import leasing
-from leases.models import Lease
+from leases.models import Lease, LeaseStatus
 from sandboxes.db.clock import Clock
+from sandboxes.db.sql import Condition
 from sandboxes.guard import HolderTerms
 
 
@@ -33,6 +34,13 @@ class LeaseGuard:
         return HolderTerms(
             excludes=environment_type.snapshot_excludes, llm_limit=lease.llm_limit, policy=environment_type.policy
         )
+
+    def build_condition(self) -> Condition:
+        active = "SELECT 1 FROM leases_lease WHERE leases_lease.id = %s AND status = %s AND expires_at > %s"
+        return Condition(f"EXISTS ({active})", (self.lease_id, LeaseStatus.ACTIVE.value, self.clock()))
+
+    def check_active(self) -> None:
+        leasing.require_active(self.lease_id, now=self.clock())
 
     def check_affordable(self) -> None:
         leasing.require_active(self.lease_id, now=self.clock())

@@ -1,6 +1,6 @@
 """Queued tasks of this app, and the functions that enqueue them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
@@ -13,7 +13,7 @@ from django.utils import timezone
 from django_q.models import OrmQ
 from django_q.tasks import schedule
 
-from leases import execution, snapshots, sweeps
+from leases import execution, reclaim_threads, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, LeaseStatus
 from sandboxes import eviction
@@ -28,6 +28,13 @@ from sandboxes.sweeps import passes
 
 RESUME_INTERVAL = timedelta(minutes=10)
 MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next scheduled sweep
+
+
+def begin_reclaim(leases: Iterable[Lease]) -> None:
+    """Destroy the sandboxes of ended leases at once, in threads of this web process or by a queued sweep. Best effort."""
+    started = [reclaim_threads.THREADS.start(lease.pk, on_rest=enqueue_reclaim) for lease in leases]
+    if not all(started):
+        enqueue_reclaim()
 
 
 def enqueue_reclaim() -> None:

@@ -32,7 +32,7 @@ def read_files(
 
     An alive sandbox is read in a Run of `command`. The files of a cold one are read from the stored copy. If the stored copy is
     not readable, or /data is mounted instead of stored, the sandbox is woken and `act` is called again in it. Raises
-    StoreUnavailable and the errors of runs.operation."""
+    StoreUnavailable and the errors of `operations.operation`."""
     clock = clock_from(now)
     sandbox = snapshots.wait_until_settled(request.holder, now=now)
     if not (sandbox and sandbox.state in ALIVE_STATES):

@@ -6,7 +6,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Protocol
 
-from sandboxes.db.sql import Statement
+from sandboxes.db.sql import ALWAYS, Condition, Statement
 from sandboxes.models import Policy
 
 
@@ -34,6 +34,14 @@ class Guard(Protocol):
         """Lock the holder until the surrounding transaction ends, and return its terms. Raise if the holder has ended."""
         ...
 
+    def build_condition(self) -> Condition:
+        """Return the condition in SQL that the holder has not ended, at the time of this call."""
+        ...
+
+    def check_active(self) -> None:
+        """Raise if the holder has ended."""
+        ...
+
     def check_affordable(self) -> None:
         """Raise if the holder has ended, or may not start or wake a sandbox now.
 
@@ -50,6 +58,12 @@ class OpenGuard:
 
     def fence(self) -> HolderTerms:
         return HolderTerms()
+
+    def build_condition(self) -> Condition:
+        return ALWAYS
+
+    def check_active(self) -> None:
+        pass
 
     def check_affordable(self) -> None:
         pass

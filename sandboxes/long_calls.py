@@ -2,7 +2,7 @@
 
 Such a call blocks its thread until a command, a start, a wake or an eviction has ended, which may take an hour. A web process
 has a fixed number of threads: without a limit, long calls would leave none for requests that are answered at once, such as
-renewals and health checks. Management commands and queue workers have no limit."""
+renewals and health checks. Management commands and queue workers have no limit, also in the process of a web server."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,9 +48,19 @@ class LongCallLimit:
             self._thread.admitted = False
             permits.release()
 
+    def exempt_thread(self) -> None:
+        """Do not count the calls of this thread."""
+        self._thread.admitted = True
+
 
 LONG_CALLS = LongCallLimit()
 WAITING_CALLS = LongCallLimit()  # long calls that wait for a place: they must leave threads to the calls that free a place
+
+
+def exempt_thread() -> None:
+    """Do not limit the calls of this thread, which serves no requests."""
+    LONG_CALLS.exempt_thread()
+    WAITING_CALLS.exempt_thread()
 
 
 def get_shutdown_path() -> Path:

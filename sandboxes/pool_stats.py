@@ -6,11 +6,11 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.conf import settings
-from django.db.models import Case, Count, F, Min, Q, Sum, Value, When
+from django.db.models import Case, Count, F, Min, Q, QuerySet, Sum, Value, When
 
 from sandboxes.db import sql
 from sandboxes.destruction import SANDBOX_COUNTER_FIELDS
-from sandboxes.models import GONE_STATES, IN_FLIGHT_STATES, Pool, Quota, Sandbox, SandboxState
+from sandboxes.models import GONE_STATES, IN_FLIGHT_STATES, Attachment, Pool, Quota, Sandbox, SandboxState
 from sandboxes.runs import operations
 
 LIVE_STATES = [state for state in SandboxState if state != SandboxState.DESTROYED]
@@ -106,6 +106,12 @@ def _build_count_filters(now: datetime) -> dict[str, Q]:
         "lost": Q(lost_at__isnull=False) & ~Q(state__in=GONE_STATES),
         "warm_ready": Q(state=SandboxState.WARM, holder__isnull=True, image=image, memory_mib=F("pool__memory_mib")),
     }
+
+
+def find_unsaved_attachments() -> QuerySet[Attachment]:
+    """Attachments of sandboxes whose /data has changes that are stored nowhere else."""
+    unsaved = Attachment.objects.filter(unsaved_since__isnull=False, incarnation=F("sandbox__incarnation"))
+    return unsaved.filter(sandbox__lost_at__isnull=True).exclude(sandbox__state__in=[SandboxState.COLD, SandboxState.DESTROYED])
 
 
 def build_stalled_filter(now: datetime) -> Q:

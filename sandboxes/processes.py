@@ -75,7 +75,7 @@ def _launch(process: Process, spec: ProcessSpec, opened: Operation, clock: Clock
 def _insert_process(sandbox: Sandbox, spec: ProcessSpec, *, now: datetime) -> Process:
     """Insert the row. Raises TooManyProcesses at the limit, and SandboxNotHeld if the sandbox has left `running`."""
     same_incarnation = Sandbox.objects.filter(pk=sandbox.pk, holder=sandbox.holder, incarnation=sandbox.incarnation)
-    assert sandbox.holder is not None  # ensured by pool.ensure_running
+    assert sandbox.holder is not None  # ensured by allocation.ensure_running
     with transaction.atomic():
         # Locks the sandbox's row: a concurrent destroy either closes this process, or makes this UPDATE match nothing.
         if not same_incarnation.filter(state=SandboxState.RUNNING).update(last_used_at=now):

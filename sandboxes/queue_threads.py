@@ -1,14 +1,13 @@
 """Threads of a queue worker, for work that may outlast its task.
 
-The queue kills a worker whose task exceeds the queue's timeout, and delivers a task again after its retry time. A sweep that
-stores a large workspace takes longer than both. Such work runs in a thread of the worker. Its task waits for TASK_WAIT and then
+The queue's worker ends if a task exceeds the queue's timeout, and a task is delivered again after its retry time. A sweep that
+stores a large workspace takes longer than both. Such work runs in a thread of its own. Its task waits for TASK_WAIT and then
 ends: the worker is free for other tasks, and the thread goes on under its claims. If the process dies, a sweep takes over at
 the deadlines of these claims.
 
 A thread that hangs counts towards the limit of its name until the process ends. Once all threads of a name hang, the process
-ends, and the queue starts another one."""
+ends, and its supervisor starts another one."""
 
-import multiprocessing
 import os
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 from django.db import connections
 
+from sandboxes import long_calls
 from sandboxes.claims import Progress, hold
 
 log = structlog.get_logger(__name__)
@@ -26,6 +26,7 @@ TASK_WAIT = timedelta(seconds=60)  # shorter than the queue's timeout
 MAX_THREADS_PER_NAME = 4
 HANG_TIMEOUT = timedelta(minutes=30)  # without progress; longer than every timeout of a store's or an engine's client
 T = TypeVar("T")
+_current_thread = threading.local()
 
 
 class StillRunning(Exception):
@@ -57,6 +58,7 @@ class WorkThread(Progress, Generic[T]):
         return self._clock() - self._seen_at > HANG_TIMEOUT.total_seconds()
 
     def _run(self) -> None:
+        long_calls.exempt_thread()
         try:
             with hold(self):
                 self._result = self._work()
@@ -100,6 +102,16 @@ class WorkThreads:
 THREADS = WorkThreads()
 
 
+def mark_worker_thread() -> None:
+    """Mark the calling thread as one that executes tasks of the queue."""
+    _current_thread.is_worker = True
+    long_calls.exempt_thread()
+
+
+def is_worker_thread() -> bool:
+    return getattr(_current_thread, "is_worker", False)
+
+
 def run_outlasting(name: str, work: Callable[[], T]) -> T:
-    """Call `work` through WorkThreads.run in a worker of the queue, and directly in every other process."""
-    return THREADS.run(name, work) if multiprocessing.parent_process() else work()
+    """Call `work` through WorkThreads.run in a thread that executes tasks of the queue, and directly in every other thread."""
+    return THREADS.run(name, work) if is_worker_thread() else work()

@@ -41,7 +41,7 @@ def take_snapshot(
     """Take a snapshot of the holder's workspace, without waking the sandbox. Deletes the oldest beyond the retained number.
 
     Raises SnapshotNotFound if the workspace was never used, SandboxBusy if the sandbox changes state repeatedly, and the
-    errors of runs.operation."""
+    errors of `operations.operation`."""
     clock = clock_from(now)
     for _ in range(MAX_ATTEMPTS):
         sandbox = wait_until_settled(request.holder, now=clock())

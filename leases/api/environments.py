@@ -18,7 +18,7 @@ from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.leases import ACQUIRE_SERIALIZER, LeaseSerializer, NewLeaseSerializer, build_lease_request, render_lease
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
-from leases.tasks import enqueue_reclaim
+from leases.tasks import begin_reclaim
 from sandboxes.db import database_time
 from sandboxes.runs.operations import KILL_GRACE
 
@@ -176,7 +176,7 @@ class EnvironmentConditionView(ApiView):
         def act(run_id: UUID) -> StatusAndBody:
             ended = conditions.post_condition(environment_id, data["condition"], now=self.now, agents=agents, actor=self.actor)
             if ended:
-                enqueue_reclaim()
+                begin_reclaim(ended)
             return 200, {"ended": [str(lease.pk) for lease in ended]}
 
         return self.execute_once(act)

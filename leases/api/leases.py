@@ -40,7 +40,7 @@ from leases.models import (
     Lease,
     LeaseStatus,
 )
-from leases.tasks import enqueue_reclaim
+from leases.tasks import begin_reclaim
 from sandboxes import stop_reasons
 from sandboxes.db import database_time, sql
 from sandboxes.db.clock import format_timestamp
@@ -238,8 +238,8 @@ class LeaseRenewView(HotLeaseApiView):
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         if self._is_plain(request):
-            key = request.META.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ").strip()
-            if until := renewal.renew_with_key(kwargs["pk"], key, now=database_time.now()):
+            scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
+            if scheme == "Bearer" and (until := renewal.renew_with_key(kwargs["pk"], key, now=database_time.now())):
                 return HttpResponse(encode_json({"expires_at": until}), content_type=JsonRenderer.media_type)
         return super().dispatch(request, *args, **kwargs)
 
@@ -305,7 +305,7 @@ class LeaseReleaseView(LeaseApiView):
         def act(run_id: UUID) -> StatusAndBody:
             lease = leasing.release(pk, now=self.now, actor=self.actor)
             if lease.status == LeaseStatus.EXPIRED:
-                enqueue_reclaim()
+                begin_reclaim([lease])
             return 200, render_lease(lease, now=self.now)
 
         return self.execute_once(act)

@@ -18,8 +18,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes import formatting
-from sandboxes.admin import tabs
+from sandboxes import formatting, pool_stats
 from sandboxes.admin.base.actions import list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.downloads import Download, DownloadModelAdmin
@@ -65,7 +64,7 @@ class AgentDataAdmin(DownloadModelAdmin):
         "unsaved": ListTab(
             "Not stored",
             "No unsaved data: every change is stored.",
-            lambda now: Q(pk__in=tabs.find_unsaved_attachments().values("data")),
+            lambda now: Q(pk__in=pool_stats.find_unsaved_attachments().values("data")),
         ),
     }
     fieldsets = build_all_fields_fieldset("agent_did", "keeping", "revision", "files", "size_bytes", "created_at", "changed_at")
@@ -74,7 +73,7 @@ class AgentDataAdmin(DownloadModelAdmin):
     # --- the list -----------------------------------------------------------------------------------------------------
 
     def annotate_rows(self, rows: list[AgentData]) -> None:
-        unsaved = tabs.find_unsaved_attachments().filter(data__in=rows).order_by()
+        unsaved = pool_stats.find_unsaved_attachments().filter(data__in=rows).order_by()
         counts = dict(unsaved.values_list("data").annotate(Count("pk")))
         for row in rows:
             row.unsaved_count = counts.get(row.pk, 0)  # type: ignore[attr-defined]
@@ -147,7 +146,7 @@ class AgentDataAdmin(DownloadModelAdmin):
 
     def build_fields(self, row: AgentData) -> list[SummaryField]:
         conflicts = data_tree.find_files_below(row, CONFLICTS_DIRECTORY).filter(kind="file").count()
-        unsaved = tabs.find_unsaved_attachments().filter(data=row).count()
+        unsaved = pool_stats.find_unsaved_attachments().filter(data=row).count()
         limit = settings.DATA_MOST_BYTES
         return [
             build_agent_field(row.agent_did),

@@ -1,17 +1,10 @@
 """Tabs of the sandbox list. Dashboard tiles and panels count the rows of a tab and link to it."""
 
-from django.db.models import F, Q, QuerySet
+from django.db.models import Q
 
 from sandboxes.admin.base.changelist import ListTab
-from sandboxes.models import GONE_STATES, Attachment, SandboxState
-from sandboxes.pool_stats import build_stalled_filter
-
-
-def find_unsaved_attachments() -> QuerySet[Attachment]:
-    """Attachments of sandboxes whose /data has changes that are stored nowhere else."""
-    unsaved = Attachment.objects.filter(unsaved_since__isnull=False, incarnation=F("sandbox__incarnation"))
-    return unsaved.filter(sandbox__lost_at__isnull=True).exclude(sandbox__state__in=[SandboxState.COLD, SandboxState.DESTROYED])
-
+from sandboxes.models import GONE_STATES, SandboxState
+from sandboxes.pool_stats import build_stalled_filter, find_unsaved_attachments
 
 LIVE_TAB = ListTab(
     "Live",

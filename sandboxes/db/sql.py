@@ -25,6 +25,17 @@ class Statement:
     values: tuple[Any, ...] = ()
 
 
+@dataclass(frozen=True)
+class Condition:
+    """Condition in SQL, and the values of its parameters."""
+
+    text: str
+    values: Sequence[Any] = ()
+
+
+ALWAYS = Condition("TRUE")
+
+
 def find_first(model: type[M], where: str, *values: Any) -> M | None:
     """Return the first instance that matches a condition in SQL, or None."""
     columns, _, _ = _describe_columns(model)

@@ -118,8 +118,8 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
     A failure in step 2 or 3 closes the Run and is raised: SandboxLost if the provider has lost the sandbox,
     ProviderCallFailed if the provider did not respond (the Run's outcome shows whether the command may have run),
     StoreUnavailable if the store did not respond, ClaimLost if a transfer made no progress, any other error unchanged. Step 1
-    raises the errors of `pool.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls before anything else. Step 4
-    does not fail the operation: the Run's note records unstored changes."""
+    raises the errors of `allocation.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls before anything else.
+    Step 4 does not fail the operation: the Run's note records unstored changes."""
     clock = clock_from(now)
     with LONG_CALLS.admit():
         opened, attached = _open_operation(request, command, clock, actor=actor), None
@@ -177,10 +177,12 @@ def _open_operation(request: allocation.SandboxRequest, command: Command, clock:
     while True:
         request.guard.check_proceed()
         sandbox = allocation.ensure_running(request, known=known, now=clock(), actor=actor)
-        run = open_run(sandbox, command, now=clock(), actor=actor)
+        checkpoint("sandbox ready", sandbox)
+        run = open_run(sandbox, command, now=clock(), actor=actor, permission=request.guard.build_condition())
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
-        known = None  # the sandbox was evicted or destroyed since it was read
+        known = None  # since it was read the sandbox was evicted or destroyed, or the holder has ended
+        request.guard.check_active()
 
 
 def _prepare_sandbox(
@@ -254,12 +256,14 @@ def _abandon_run(run: Run, note: str) -> None:
     Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True).update(released=True, note=note[:500])
 
 
-def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
+def open_run(
+    sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "", permission: sql.Condition = sql.ALWAYS
+) -> Run | None:
     """Open a Run and count it in the sandbox, in one transaction.
 
-    Returns None if the sandbox is no longer alive, or no longer held by the same holder. Raises TooManyRuns at the limits of
-    open Runs, which are therefore never exceeded by concurrent calls."""
-    assert sandbox.holder is not None  # ensured by pool.ensure_running
+    Returns None if the sandbox is no longer alive or no longer held by the same holder, or if `permission` does not hold.
+    Raises TooManyRuns at the limits of open Runs, which are therefore never exceeded by concurrent calls."""
+    assert sandbox.holder is not None  # ensured by allocation.ensure_running
     run = Run(
         id=command.run_id,
         sandbox=sandbox,
@@ -282,8 +286,9 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
         sql.lock_key(f"runs of {sandbox.agent_did}")
         likely = SandboxState(sandbox.state)
         if not lifecycle.start_run(
-            sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=likely, run=insert
-        ):
+            sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=likely, run=insert,
+            permission=permission,
+        ):  # fmt: skip
             return None
     run._state.adding = False
     checkpoint("run opened", run)

@@ -29,7 +29,7 @@ from sandboxes.state.mount_points import (
     sys_mount,
     unmount_all,
 )
-from sandboxes.storage.s3 import S3Store
+from sandboxes.storage.base import KeyValueStore
 
 AGENT_UID = 10001  # user id of agent processes, as in image/Dockerfile
 PROBE_NAME = ".leasehold-answers"  # does not exist: s3fs never caches a missing name, so each probe reaches the bucket
@@ -259,7 +259,7 @@ def check_bucket_reachable(agent_did: str) -> None:
     _get_bucket().page(build_key_prefix(agent_did), limit=1)
 
 
-def _get_bucket() -> S3Store:
+def _get_bucket() -> KeyValueStore:
     return _get_fail_fast_store(
         settings.S3_BUCKET,
         settings.S3_ENDPOINT,
@@ -271,7 +271,9 @@ def _get_bucket() -> S3Store:
 
 
 @cache
-def _get_fail_fast_store(bucket: str, endpoint: str, key_id: str, secret: str, region: str, prefix: str) -> S3Store:
+def _get_fail_fast_store(bucket: str, endpoint: str, key_id: str, secret: str, region: str, prefix: str) -> KeyValueStore:
+    from sandboxes.storage.s3 import S3Store  # imports boto3, which other backends do not need
+
     return S3Store(
         bucket, endpoint=endpoint, access_key_id=key_id, secret_access_key=secret, region=region, prefix=prefix,
         connect_timeout=3, read_timeout=PROBE_TIMEOUT_SECONDS, attempts=1,

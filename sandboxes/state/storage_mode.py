@@ -26,7 +26,6 @@ from sandboxes.state.merge import UPSERT_COLUMNS
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES, StoreError
-from sandboxes.storage.s3 import S3Store
 
 IncarnationCounts = dict[str, Any]
 FILE_TYPE_BITS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "link": stat.S_IFLNK}
@@ -125,6 +124,8 @@ def _lock_while_cold(
 
 def _upload_path(row: DataFile, content: FileSlice | None) -> None:
     """Store one path in s3fs format: type, mode, owner and mtime are object metadata; the content of a link is its target."""
+    from sandboxes.storage.s3 import S3Store  # imports boto3, which other backends do not need
+
     bucket = get_store()
     assert isinstance(bucket, S3Store)
     key = s3fs.build_key_prefix(row.data.agent_did) + row.path + "/" * (row.kind == "directory")

@@ -8,7 +8,6 @@ from sandboxes.storage.base import KeyValueStore
 from sandboxes.storage.cloudflare_kv import CloudflareKVStore
 from sandboxes.storage.filesystem import FilesystemStore
 from sandboxes.storage.observed import refuse_deletes
-from sandboxes.storage.s3 import S3Store
 
 
 @cache
@@ -20,6 +19,8 @@ def get_store() -> KeyValueStore:
 
 def _create_store() -> KeyValueStore:
     if settings.STORAGE_BACKEND == "s3":
+        from sandboxes.storage.s3 import S3Store  # imports boto3, 8 MiB in every process
+
         return S3Store(
             settings.S3_BUCKET,
             endpoint=settings.S3_ENDPOINT,

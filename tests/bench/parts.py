@@ -13,13 +13,15 @@ from tests.bench.server import REPO_DIR
 PARTS: dict[str, dict[str, str]] = {
     "cases": {},
     "api_overhead": {"SANDBOX_PROVIDER": "memory"},
+    "footprint": {},
     "pool": {},
     "places": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
+    "release": {},
     "egress": {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""},
     "state": {"LEASEHOLD_DATA_MOST_MIB": "1024"},
     "billing": {},
 }
-DOCKER_PARTS = {"places", "egress"}
+DOCKER_PARTS = {"places", "release", "egress"}
 
 
 def run_part(part: str, name: str, database_url: str, directory: Path) -> None:

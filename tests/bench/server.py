@@ -17,10 +17,10 @@ REPO_DIR = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def run_control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
-    """Run `manage.py up` with web processes only. Yield its process and its port."""
+def run_control_plane(*, with_worker: bool = False) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """Run `manage.py up`, by default without the queue worker. Yield its process and its port."""
     [port] = find_free_ports()
-    argv = [sys.executable, str(REPO_DIR / "manage.py"), "up", "--no-worker", "--port", str(port)]
+    argv = [sys.executable, str(REPO_DIR / "manage.py"), "up", "--port", str(port)] + ["--no-worker"] * (not with_worker)
     up = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     try:
         _wait_for(port, up)

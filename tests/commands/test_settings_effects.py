@@ -18,8 +18,8 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 from django.utils import timezone
 
-from controlplane import env, schedules
-from controlplane.management.commands.up import build_granian_argv
+from controlplane import env, schedules, webserver
+from controlplane.management.commands.up import build_children
 from leases import leasing, sweeps, turns
 from leases.models import Lease
 from sandboxes import storage
@@ -169,8 +169,12 @@ def claimed_by(world: World) -> str:
     return Run.objects.get(holder=lease.pk).claimed_by
 
 
-def web_server_argv(world: World) -> list[str]:
-    return build_granian_argv("127.0.0.1", 8000)
+def child_processes(world: World) -> list[str]:
+    return [child.name for child in build_children("127.0.0.1", 8000, with_queue=True, find_problem=lambda child: "")]
+
+
+def web_threads(world: World) -> int:
+    return webserver.build_server("127.0.0.1", 8000).blocking_threads
 
 
 def capacity_of_default_pool(world: World) -> int:
@@ -211,6 +215,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_INSTANCE": ("up-x.web.1", claimed_by),
     "DATABASE_URL": (
         "sqlite:///{tmp}/effects.sqlite3", "kill::test_a_kill_during_concurrent_joins_leaks_no_container_and_loses_no_lease",
+    ),
+    "LEASEHOLD_DATABASE_POOLER": (
+        "transaction", "tests/e2e/test_pooler.py::test_leases_behind_a_pooler_in_transaction_mode_need_the_setting",
     ),
     "SANDBOX_PROVIDER": ("docker", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_ALLOW_UNISOLATED": ("1", "config::test_each_check_finds_its_unusable_settings"),
@@ -292,8 +299,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_METRICS_TOKEN": (
         "0123456789abcdef", "tests/unit/controlplane/test_metrics.py::test_a_wrong_token_is_refused_even_from_loopback",
     ),
-    "LEASEHOLD_WEB_WORKERS": ("3", web_server_argv),
-    "LEASEHOLD_WEB_THREADS": ("5", web_server_argv),
+    "LEASEHOLD_PROFILE": ("small", child_processes),
+    "LEASEHOLD_WEB_WORKERS": ("3", child_processes),
+    "LEASEHOLD_WEB_THREADS": ("5", web_threads),
     "LEASEHOLD_DRAIN_DELAY_SECONDS": ("3", "up::test_up_refuses_a_second_up_and_finishes_requests_after_sigterm"),
     "LEASEHOLD_DRAIN_TIMEOUT": ("25s", "up::test_up_refuses_a_second_up_and_finishes_requests_after_sigterm"),
     "LEASEHOLD_QUEUE_WORKERS": ("3", lambda world: world.settings.Q_CLUSTER["workers"]),

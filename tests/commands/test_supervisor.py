@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,16 +89,15 @@ class SupervisorRun:
         self.supervisor = Supervisor(run_instance, children, **report)
 
     def until(self, is_done, within: float = 60.0) -> None:
-        timer = threading.Timer(within, lambda: setattr(self.supervisor, "stopping", True))
-        timer.start()
+        done, deadline = False, time.monotonic() + within
 
         def tick() -> None:
-            self.supervisor.stopping |= bool(is_done())
+            nonlocal done
+            done = bool(is_done())
+            self.supervisor.stopping |= done or time.monotonic() > deadline
 
         self.supervisor.run(each_tick=tick)
-        finished_in_time = timer.is_alive()
-        timer.cancel()
-        assert finished_in_time, self.lines
+        assert done, self.lines
 
 
 @pytest.fixture(autouse=True)
@@ -106,8 +106,16 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT_SECONDS", 2.0)
 
 
+@pytest.fixture(autouse=True)
+def other_tests_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that earlier tests of this process have left do not count."""
+    earlier = supervisor.find_other_threads()
+    found = supervisor.find_other_threads
+    monkeypatch.setattr(supervisor, "find_other_threads", lambda: [name for name in found() if name not in earlier])
+
+
 def child(code: str, **options: object) -> Child:
-    return Child("one", [sys.executable, "-c", code], Path("/"), **options)  # type: ignore[arg-type]
+    return Child("one", lambda: os.execv(sys.executable, [sys.executable, "-c", code]), **options)  # type: ignore[arg-type]
 
 
 def test_a_child_that_dies_is_released_and_restarted_with_backoff(run_instance: str) -> None:
@@ -126,8 +134,8 @@ def test_processes_of_a_dead_child_are_killed_also_outside_its_group(run_instanc
     run = SupervisorRun(run_instance, one)
 
     def kill_leader_once_both_run() -> bool:
-        if one.process and one.starts == 1 and len(find_processes(one.instance)) == 2:
-            os.kill(one.process.pid, signal.SIGKILL)
+        if one.pid and one.starts == 1 and len(find_processes(one.instance)) == 2:
+            os.kill(one.pid, signal.SIGKILL)
         return bool(run.released)
 
     run.until(kill_leader_once_both_run)
@@ -184,21 +192,69 @@ def test_children_are_stopped_when_the_loop_raises(run_instance: str) -> None:
     assert find_processes(run_instance) == []
 
 
-def test_a_tied_process_and_its_forks_die_with_the_parent(run_instance: str) -> None:
-    tied = (
-        "import os, time; from controlplane.supervisor import tie_descendants; tie_descendants();"
-        "os.fork() and os.fork(); os.write(1, b'tied\\n'); time.sleep(600)"
-    )
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {tied!r}])"
+FORKING_PARENT = """
+import os, sys, time
+from controlplane.supervisor import Child, reserve_instance_name
+reserve_instance_name()
+sys.path.insert(0, {path!r})
+def work():
+    assert os.environ["LEASEHOLD_INSTANCE"] == {instance!r} + ".one.1"
+    os.write(1, b"forked\\n")
+    time.sleep(600)
+Child("one", work).start({instance!r})
+time.sleep(600)
+"""
+
+
+def test_a_forked_child_is_found_by_its_instance_and_dies_with_its_parent(run_instance: str) -> None:
+    root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
-        [sys.executable, "-c", parent],
-        env={**os.environ, supervisor.INSTANCE_VARIABLE: run_instance, "PYTHONPATH": str(Path(__file__).parents[2])},
+        [sys.executable, "-c", FORKING_PARENT.format(path=root, instance=run_instance)],
+        env={**os.environ, "PYTHONPATH": root},
         stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
-    for _ in range(3):
-        assert process.stdout.readline() == b"tied\n"
+    assert process.stdout.readline() == b"forked\n"
+    [pid] = find_processes(f"{run_instance}.one.1")
+    assert pid != process.pid
+    assert Path(f"/proc/{pid}/comm").read_text() == "leasehold-one\n"
     process.kill()
     process.wait()
-    wait_until(lambda: not find_processes(run_instance), "all processes ended")
+    wait_until(lambda: not find_processes(run_instance), "the child has ended")
     process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [(lambda: None, 0), (lambda: sys.exit(3), 3), (lambda: sys.exit("a reason"), 1), (lambda: 1 // 0, 1)]
+)
+def test_the_end_of_the_work_is_the_exit_code_of_the_child(run_instance: str, end: Callable[[], object], code: int) -> None:
+    one = Child("one", end)
+    run = SupervisorRun(run_instance, one)
+    run.until(lambda: one.failures)
+    assert run.lines[0].endswith(f"exited with code {code}; restarting in 1 s")
+
+
+def test_the_lock_ends_with_its_holder_while_a_child_of_it_lives(run_instance: str, tmp_path: Path) -> None:
+    one = Child("one", lambda: time.sleep(600))
+    with hold_lock_file(tmp_path / "up.json"):
+        one.start(run_instance)
+        name = Path(f"/proc/{one.pid}/comm")
+        wait_until(lambda: name.read_text() == "leasehold-one\n", "the child runs")
+    try:
+        with hold_lock_file(tmp_path / "up.json"):
+            pass
+    finally:
+        one.kill_and_reap()
+
+
+def test_no_child_is_forked_while_another_thread_runs() -> None:
+    """The child would inherit locks that the thread holds, without the thread that releases them."""
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, name="other")
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="cannot fork one while other threads run: other"):
+            Child("one", lambda: None).start("unused")
+    finally:
+        done.set()
+        thread.join()

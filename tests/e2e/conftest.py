@@ -8,7 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.support.servers import ports
 from tests.support.waiting import wait_until
 
 HEALTHY = 120.0  # seconds that a start can take on a busy machine
-PROCESS_COUNTS = {"granian": 2, "qcluster": 5}  # processes per child, with one worker
+CHILDREN = ("web", "queue")
 
 
 class Home:
@@ -58,22 +58,21 @@ class Home:
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 
-    def find_processes(self, *arguments: str) -> set[int]:
-        """Process ids of this control plane whose command line contains all `arguments`."""
+    def find_processes(self, child: str = "") -> set[int]:
+        """Process ids of this control plane, or of one child of `up`."""
         pids = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
                 environ = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
-                argv = Path(f"/proc/{name}/cmdline").read_text().split("\0")
-                if f"LEASEHOLD_STATE_DIR={self.path / 'state'}".encode() in environ and set(arguments) <= set(argv):
+                instance = next((entry.decode() for entry in environ if entry.startswith(b"LEASEHOLD_INSTANCE=")), "")
+                is_own = f"LEASEHOLD_STATE_DIR={self.path / 'state'}".encode() in environ
+                if is_own and (not child or instance.split(".")[1:2] == [child]):
                     pids.add(int(name))
         return pids
 
-    def wait_for_child(self, program: str) -> set[int]:
-        """Wait until all processes of a child exist and return their ids."""
-        return wait_until(
-            lambda: len(pids := self.find_processes(program)) == PROCESS_COUNTS[program] and pids, f"all of {program} exists"
-        )
+    def wait_for_child(self, child: str, other_than: Collection[int] = ()) -> int:
+        """Wait until the process of a child exists, which is none of `other_than`, and return its id."""
+        return wait_until(lambda: next(iter(self.find_processes(child) - set(other_than)), 0), f"{child} runs")
 
     def query_value(self, query: str) -> Any:
         """Return the first column of the first row, or None."""

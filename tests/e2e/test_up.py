@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -13,10 +14,25 @@ from typing import Any
 import pytest
 
 from tests.commands.manage import MANAGE, build_environment, run_manage
-from tests.e2e.conftest import HEALTHY, PROCESS_COUNTS, Home
+from tests.e2e.conftest import CHILDREN, HEALTHY, Home
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
+
+
+def prepare_exec(home: Home, lease: str, script: str) -> Callable[[], tuple[int, Any]]:
+    """Return a function that executes a shell script through HTTP."""
+    token = json.loads(run_manage(home.path, "create_key", "--agent", "did:plc:ada", "--json").stdout)["key"]
+
+    def post_exec() -> tuple[int, Any]:
+        with closing(http.client.HTTPConnection("127.0.0.1", home.port, timeout=60)) as connection:
+            body = json.dumps({"argv": ["sh", "-c", script]})
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+            connection.request("POST", f"/api/v1/leases/{lease}/exec", body, headers)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    return post_exec
 
 
 def test_up_refuses_a_second_up_and_finishes_requests_after_sigterm(home: Home) -> None:
@@ -36,15 +52,7 @@ def test_up_refuses_a_second_up_and_finishes_requests_after_sigterm(home: Home) 
     assert home.get("/healthz")[0] == 200
 
     lease = home.acquire_lease()
-    token = json.loads(run_manage(home.path, "create_key", "--agent", "did:plc:ada", "--json").stdout)["key"]
-
-    def post_exec() -> tuple[int, Any]:
-        with closing(http.client.HTTPConnection("127.0.0.1", home.port, timeout=60)) as connection:
-            body = json.dumps({"argv": ["sh", "-c", "sleep 12; echo done"]})
-            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            connection.request("POST", f"/api/v1/leases/{lease}/exec", body, headers)
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
+    post_exec = prepare_exec(home, lease, "sleep 12; echo done")
 
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(post_exec)
@@ -117,23 +125,42 @@ def test_after_sigkill_no_process_survives_and_the_next_start_recovers_the_work(
 
 def test_killed_and_hanging_children_are_restarted_and_leave_no_process(home: Home) -> None:
     up = home.up("--hung-after", "20s")  # must suffice for a start on a busy machine
-    before = {program: home.wait_for_child(program) for program in PROCESS_COUNTS}
-    leaders = {program: [pid for pid in pids if os.getpgid(pid) == pid] for program, pids in before.items()}
-    assert [len(pids) for pids in leaders.values()] == [1, 1]
-    for pid in before["qcluster"]:
-        os.kill(pid, signal.SIGSTOP)
-    os.kill(leaders["granian"][0], signal.SIGKILL)
+    before = {child: home.wait_for_child(child) for child in CHILDREN}
+    assert len(home.find_processes()) == 4
+    os.kill(before["queue"], signal.SIGSTOP)
+    os.kill(before["web"], signal.SIGKILL)
     home.wait_for_line("killed by SIGKILL; restarting in 1 s")
-    assert not home.wait_for_child("granian") & before["granian"]
+    home.wait_for_child("web", other_than=[before["web"]])
     home.wait_for_line("up: ready", times=2)
     assert home.get("/healthz")[0] == 200
 
     home.wait_for_line("no heartbeat for 20 s; restarting in 1 s")
-    restarted = home.wait_for_child("qcluster")
-    assert not restarted & before["qcluster"]
-    os.kill(next(pid for pid in restarted if os.getpgid(pid) == pid), signal.SIGKILL)
+    restarted = home.wait_for_child("queue", other_than=[before["queue"]])
+    os.kill(restarted, signal.SIGKILL)
     home.wait_for_line("killed by SIGKILL; restarting in", times=2)
-    assert not home.wait_for_child("qcluster") & (restarted | before["qcluster"])
+    home.wait_for_child("queue", other_than=[restarted, before["queue"]])
     assert up.poll() is None
     assert home.stop(signal.SIGTERM) == 0
+    assert home.find_processes() == set()
+
+
+def test_the_small_profile_serves_drains_and_restarts_as_one_process(home: Home) -> None:
+    home.env |= {"LEASEHOLD_PROFILE": "small", "LEASEHOLD_DRAIN_TIMEOUT": "25s"}
+    up, before = home.up(), home.wait_for_child("all")
+    assert home.find_processes() == {up.pid, before}
+    assert wait_until(lambda: home.get("/readyz")[0] == 200, "the queue has written its heartbeat")
+
+    os.kill(before, signal.SIGKILL)
+    home.wait_for_line("all (pid")
+    home.wait_for_child("all", other_than=[before])
+    home.wait_for_line("up: ready", times=2)
+
+    lease = home.acquire_lease()
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(prepare_exec(home, lease, "sleep 5; echo done"))
+        wait_until(lambda: home.query_value("SELECT outcome FROM sandboxes_run") == "open", "the run is open")
+        assert home.stop(signal.SIGTERM) == 0
+        status, result = answer.result()
+    assert (status, result["stdout"]) == (200, "done\n"), result
+    assert "does not stop" not in home.read_log()
     assert home.find_processes() == set()

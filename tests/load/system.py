@@ -75,8 +75,8 @@ class System:
     def __init__(self, postgres: Postgres, engine: PrivateEngine, home: Home) -> None:
         self.postgres, self.engine, self.home = postgres, engine, home
         self.victims: dict[str, Callable[[random.Random], str]] = {
-            "web": lambda random: self._kill_processes("granian", random),
-            "worker": lambda random: self._kill_processes("qcluster", random),
+            "web": lambda random: self._kill_processes("web", random),
+            "worker": lambda random: self._kill_processes("queue", random),
             "egress": lambda random: self._kill_processes("egress", random),
             "engine": self._kill_engine,
             "database": self._kill_database,
@@ -101,9 +101,11 @@ class System:
         """Return whether `manage.py up` runs."""
         return self.home.process is not None and self.home.process.poll() is None
 
-    def _kill_processes(self, program: str, random: random.Random) -> str:
-        """Kill one process of a child of `up`, or all of them."""
-        pids, is_single, share = sorted(self.home.find_processes(program)), random.random() < 0.5, random.random()
+    def _kill_processes(self, child: str, random: random.Random) -> str:
+        """Kill one process of a part of `up`, or all of them."""
+        parts = [child, *(f"{child}{number}" for number in range(1, 8))]  # web, web1, ...
+        pids = sorted(pid for part in parts for pid in self.home.find_processes(part))
+        is_single, share = random.random() < 0.5, random.random()
         if not pids:
             return "not running"
         killed = [pids[int(share * len(pids))]] if is_single else pids

@@ -9,7 +9,7 @@ MAX_CHUNK_SECONDS = 60.0  # between two chunks of a slow transfer
 MAX_RATES = {
     "switch": 0.5,
     "kill": 0.002,
-    "kill at checkpoint": 0.05,  # between two steps of a transition
+    "kill at checkpoint": 0.1,  # between two steps of a transition
     "provider before": 0.03,  # the call fails without effect
     "provider after": 0.03,  # the call takes effect, and its answer is lost
     "provider slow": 0.02,
@@ -44,6 +44,6 @@ class Faults:
 def draw_faults(random: Random) -> Faults:
     """Draw the rates of one history. Each history has few kinds of faults, so that they do not hide each other."""
     density = random.choice((0.15, 0.4, 0.7))
-    rates = {kind: limit * 10 ** random.uniform(-2, 0) for kind, limit in MAX_RATES.items() if random.random() < density}
+    rates = {kind: limit * 10 ** random.uniform(-1, 0) for kind, limit in MAX_RATES.items() if random.random() < density}
     rates["switch"] = MAX_RATES["switch"] * 10 ** random.uniform(-1.5, 0)
     return Faults(rates)

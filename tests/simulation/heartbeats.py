@@ -65,11 +65,11 @@ class CooperativeLock:
 @contextmanager
 def replaced(world: "World") -> "Iterator[None]":
     """Replace threads and locks of the product's claims, and run the queue's work in the actor of its task."""
-    saved = claims.HEARTBEAT, claims.threading, queue_threads.multiprocessing
+    saved = claims.HEARTBEAT, claims.threading, queue_threads.is_worker_thread
     claims.HEARTBEAT = cast(Any, ProcessHeartbeats(world))
     claims.threading = cast(Any, SimpleNamespace(RLock=lambda: CooperativeLock(world)))
-    queue_threads.multiprocessing = cast(Any, SimpleNamespace(parent_process=lambda: None))  # also in a process of a search
+    queue_threads.is_worker_thread = lambda: False
     try:
         yield
     finally:
-        claims.HEARTBEAT, claims.threading, queue_threads.multiprocessing = saved
+        claims.HEARTBEAT, claims.threading, queue_threads.is_worker_thread = saved

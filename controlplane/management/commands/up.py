@@ -1,9 +1,9 @@
 """manage.py up: run and supervise the web server, the queue and the egress proxy."""
 
+import gc
 import http.client
 import os
 import socket
-import sys
 import time
 import uuid
 from argparse import ArgumentParser
@@ -12,12 +12,13 @@ from datetime import timedelta
 from typing import Any
 
 from django.conf import settings
+from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as DatabaseError
 from django.db import connections
 from django.utils import timezone
 
-from controlplane import health, schedules, supervisor
+from controlplane import checks, combined, health, schedules, supervisor, webserver
 from controlplane.supervisor import Child, Supervisor
 from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
@@ -36,6 +37,7 @@ EGRESS_TIMEOUT_SECONDS = 45.0  # after this "ready" is printed without egress
 
 
 class Command(BaseCommand):
+    requires_system_checks = (checks.CONFIGURATION,)
     help = "Run web server, queue and egress proxy until Ctrl-C or SIGTERM. Sandboxes are kept unless --leave-nothing."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -103,22 +105,17 @@ class Command(BaseCommand):
         self, run_instance: str, host: str, port: int, provider: Provider, *, no_worker: bool, heartbeat_timeout: timedelta
     ) -> Supervisor:
         """Run the egress proxy, the web server and the queue until a signal arrives, then stop them."""
-        env = {"SANDBOX_PROVIDER": provider.name}  # `auto` is resolved once, so that all processes agree
-        drain_seconds = settings.DRAIN_TIMEOUT.total_seconds()
-        web = Child("web", build_granian_argv(host, port), settings.BASE_DIR, env, drain_seconds=drain_seconds)
-        egress = Child("egress", [sys.executable, str(settings.BASE_DIR / "manage.py"), "egress"], settings.BASE_DIR, env)
-        queue = Child("queue", build_qcluster_argv(), settings.BASE_DIR, env, find_problem=HeartbeatCheck(heartbeat_timeout))
-        processes = Supervisor(
-            run_instance,
-            [egress, web] if no_worker else [egress, web, queue],
-            print_line=self.print_line,
-            release_instance=self._release_instance,
-        )
+        settings.SANDBOX_PROVIDER = provider.name  # `auto` is resolved once, so that all processes agree
+        children = build_children(host, port, with_queue=not no_worker, find_problem=HeartbeatCheck(heartbeat_timeout))
+        web = next(child for child in children if child.drain_seconds)
+        processes = Supervisor(run_instance, children, print_line=self.print_line, release_instance=self._release_instance)
         processes.install_signal_handlers()
         settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # the server warns if it does not exist
         health.set_draining(False)
         self._register_host(no_worker=no_worker)
         connections.close_all()
+        gc.collect()
+        gc.freeze()  # a collection in a child would write to the pages that it shares with this process
         url = f"http://{bracket_ipv6(to_client_host(host))}:{port}"
         self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
         if not provider.isolated:
@@ -197,7 +194,7 @@ class ReadinessAnnouncer:
         self.announced = ""
 
     def __call__(self) -> None:
-        if not self.web.process or self.announced == self.web.instance or not self._healthy():
+        if not self.web.pid or self.announced == self.web.instance or not self._healthy():
             return
         is_open = nginx.is_open()
         if is_open or self.web.age > EGRESS_TIMEOUT_SECONDS:
@@ -215,19 +212,32 @@ class ReadinessAnnouncer:
             connection.close()
 
 
-def build_granian_argv(host: str, port: int) -> list[str]:
-    """Build the web server's command line. With a backpressure below the default, idle connections block others."""
-    return [
-        sys.executable, "-m", "granian", "controlplane.wsgi:application",
-        "--interface", "wsgi", "--host", host, "--port", str(port), "--http", "1", "--no-ws",
-        "--workers", str(settings.WEB_WORKERS), "--blocking-threads", str(settings.WEB_THREADS),
-        "--blocking-threads-idle-timeout", "600",  # a database connection ends with its thread
-        "--respawn-failed-workers", "--log-level", "error",
-    ]  # fmt: skip
+def build_children(host: str, port: int, *, with_queue: bool, find_problem: Callable[[Child], str]) -> list[Child]:
+    """Return the child processes of the profile. A child with `drain_seconds` serves HTTP; several are web, web1, web2, ..."""
+    drain_seconds = settings.DRAIN_TIMEOUT.total_seconds()
+    if settings.PROFILE == "small":
+        serve = in_child(lambda: combined.serve(host, port, with_queue=with_queue))
+        find_problem = find_problem if with_queue else supervisor.find_no_problem
+        return [Child("all", serve, find_problem, drain_seconds + supervisor.STOP_TIMEOUT_SECONDS)]
+    serve = in_child(lambda: webserver.serve(host, port))
+    children = [Child("egress", in_child(lambda: call_command("egress")))]
+    children += [Child(f"web{number or ''}", serve, drain_seconds=drain_seconds) for number in range(settings.WEB_WORKERS)]
+    if with_queue:
+        children.append(Child("queue", in_child(lambda: call_command("qcluster")), find_problem))
+    return children
 
 
-def build_qcluster_argv() -> list[str]:
-    return [sys.executable, str(settings.BASE_DIR / "manage.py"), "qcluster"]
+def in_child(serve: Callable[[], object]) -> Callable[[], None]:
+    """Return the work of a forked child: `serve` under the child's instance. A CommandError ends it with a message."""
+
+    def work() -> None:
+        settings.INSTANCE = os.environ[supervisor.INSTANCE_VARIABLE]
+        try:
+            serve()
+        except CommandError as error:
+            raise SystemExit(f"CommandError: {error}") from None
+
+    return work
 
 
 def require_free_port(host: str, port: int) -> None:

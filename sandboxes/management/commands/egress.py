@@ -30,6 +30,7 @@ HEARTBEAT_INTERVAL = timedelta(minutes=1)
 
 
 class Command(BaseCommand):
+    requires_system_checks = ("configuration",)
     help = (
         "Forward model calls and relay connections of sandboxes until Ctrl-C or SIGTERM. Removes the proxy container at exit."
     )
@@ -38,14 +39,18 @@ class Command(BaseCommand):
         parser.add_argument("--proxy", choices=["nginx", "none"], help="overrides LEASEHOLD_EGRESS_PROXY")
 
     def handle(self, *args: Any, proxy: str | None, **options: Any) -> None:
-        asyncio.run(self._serve(proxy or nginx.get_proxy_kind()))
+        asyncio.run(self._serve_until_signal(proxy or nginx.get_proxy_kind()))
 
-    async def _serve(self, proxy: str) -> None:
-        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # two files per call
+    async def _serve_until_signal(self, proxy: str) -> None:
         stop = asyncio.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
+        await self.serve(proxy, stop)
+
+    async def serve(self, proxy: str, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set. `proxy` is "nginx" or "none"."""
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # two files per call
         if proxy == "none":
             sockets = {slots.ensure_slot_directory(slot) / slots.SOCKET_NAME: slot for slot in range(settings.EGRESS_SLOTS)}
             async with EgressServer().listening({nginx.get_server_socket_path(): None, **sockets}):

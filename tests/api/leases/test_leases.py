@@ -71,6 +71,12 @@ def test_a_list_of_renewals_has_1_to_1000_different_ids(ada: ApiClient, ids) -> 
     assert (refused.status_code, refused.json()["errors"][0]["field"][:3]) == (400, "ids")
 
 
+def test_a_key_without_its_scheme_renews_nothing(ada: ApiClient, lease) -> None:
+    ada.post(f"leases/{lease['id']}/renew")  # notes the use of the key, so that the next request could be one statement
+    refused = ada.post(f"leases/{lease['id']}/renew", Authorization=ada.key)
+    assert (refused.status_code, refused.json()["code"]) == (401, "unauthenticated")
+
+
 def test_a_renewal_is_one_statement(ada: ApiClient, lease, django_assert_num_queries) -> None:
     with django_assert_num_queries(1):
         assert ada.post(f"leases/{lease['id']}/renew").status_code == 200

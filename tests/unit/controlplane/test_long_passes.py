@@ -34,7 +34,7 @@ def test_a_pass_that_outlasts_the_timeout_of_the_queue_is_completed(
         return SweepResult({"stored": 1})
 
     monkeypatch.setitem(schedules.SCHEDULE, "persist", schedules.ScheduledSweep(1, "test", store))
-    monkeypatch.setattr(queue_threads.multiprocessing, "parent_process", lambda: object())  # as in a worker of the queue
+    monkeypatch.setattr(queue_threads, "is_worker_thread", lambda: True)
     monkeypatch.setattr(queue_threads, "THREADS", WorkThreads(wait=timedelta(0)))
     tasks.put({"id": "1", "name": "one", "func": "controlplane.schedules.run", "args": ("persist",), "kwargs": {}})
     tasks.put("STOP")

@@ -18,6 +18,7 @@ from sandboxes.db import clock
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import Pool, Run, Sandbox, Transition
 from sandboxes.providers.base import Unavailable
+from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
@@ -64,6 +65,23 @@ def test_lease_that_ends_while_its_sandbox_starts_runs_nothing(grant, memory, pa
     with memory.after("wait_ready", lambda ref: pass_time(3 * MINUTE)), pytest.raises(LeaseEnded):
         run(lease, timeout=10 * SECOND)
     assert Run.objects.count() == runs
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_lease_that_ends_while_its_process_is_suspended_runs_nothing(
+    grant, memory, pass_time, at_checkpoint, is_used: bool
+) -> None:
+    lease = grant(ttl=2 * MINUTE)
+
+    def suspend() -> None:
+        if is_used:  # by another command, which is in progress
+            assert operations.open_run(Sandbox.objects.get(), Command(argv=["sleep"], timeout=MINUTE), now=NOW)
+        pass_time(3 * MINUTE)
+
+    at_checkpoint("sandbox ready", suspend)
+    with pytest.raises(LeaseEnded):
+        run(lease, timeout=10 * SECOND)
+    assert Run.objects.count() == is_used
 
 
 def test_budget_spent_while_a_sandbox_starts_runs_nothing(grant, memory) -> None:

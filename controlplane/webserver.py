@@ -1,0 +1,35 @@
+"""Web server of one process: granian's threads, in the process that calls it."""
+
+from django.conf import settings
+from granian.constants import HTTPModes, Interfaces
+from granian.log import LogLevels
+from granian.server import MTServer
+
+THREAD_IDLE_SECONDS = 600  # a database connection ends with its thread
+
+
+class ThreadServer(MTServer):
+    """Server whose worker is a thread of this process instead of a process of its own.
+
+    granian offers it to interpreters without the GIL only, where several such workers would run Python at the same time. A
+    single worker is the same code as that of granian's worker process."""
+
+    def _check_gil(self) -> None:
+        pass
+
+
+def serve(host: str, port: int) -> None:
+    """Serve HTTP until SIGTERM or SIGINT, then accept no more requests and finish those in progress. Main thread only.
+
+    Several processes may serve the same port."""
+    build_server(host, port).serve()
+
+
+def build_server(host: str, port: int) -> ThreadServer:
+    """Return a server that is not started. With a backpressure below the default, idle connections block others."""
+    return ThreadServer(
+        "controlplane.wsgi:application", host, port,
+        interface=Interfaces.WSGI, http=HTTPModes.http1, websockets=False,
+        blocking_threads=settings.WEB_THREADS, blocking_threads_idle_timeout=THREAD_IDLE_SECONDS,
+        log_level=LogLevels.error,
+    )  # fmt: skip

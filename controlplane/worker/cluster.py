@@ -1,0 +1,180 @@
+"""Queue worker of one process: django-q2's pusher, workers, monitor and scheduler as threads.
+
+django-q2 runs each of them in a process of its own, under a sentinel process. Rows, signatures, schedules, attempts and results
+are the same here, because the same functions run. A thread cannot be killed: a task that exceeds its timeout is recorded as
+failed, and then the whole process ends, so that its supervisor replaces it."""
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import structlog
+from django.db import connections
+from django.utils import timezone
+from django_q.brokers import get_broker
+from django_q.conf import Conf
+from django_q.monitor import monitor
+from django_q.pusher import pusher
+from django_q.scheduler import scheduler
+from django_q.signals import pre_execute
+from django_q.worker import worker
+
+from sandboxes import queue_threads
+
+log = structlog.get_logger(__name__)
+GUARD_INTERVAL_SECONDS = 0.5
+SCHEDULER_INTERVAL_SECONDS = 30.0
+SAVE_TIMEOUT_SECONDS = 10.0  # to record a task that exceeded its timeout
+END_OF_QUEUE = "STOP"  # ends the loops of django-q2's worker and monitor
+IDLE, RECYCLED = -1.0, -2.0  # values that django-q2's worker gives its timer
+
+
+class TaskTimer:
+    """Remaining seconds of a worker's task, with the interface of multiprocessing.Value that django-q2's worker uses."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.RLock()
+        self._value, self._set_at = IDLE, clock()
+
+    def get_lock(self) -> AbstractContextManager[Any]:
+        return self._lock
+
+    @property
+    def value(self) -> float:
+        return self._value
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._value, self._set_at = value, self._clock()
+
+    def has_expired(self) -> bool:
+        return self._value > 0 and self._clock() - self._set_at > self._value
+
+
+class QueueThread(threading.Thread):
+    """Thread that runs one part of the cluster and closes its database connections at the end."""
+
+    def __init__(self, target: Callable[..., Any], *args: Any) -> None:
+        super().__init__(name=f"queue-{target.__name__}", daemon=True)
+        self._work = target, args
+
+    def run(self) -> None:
+        target, args = self._work
+        try:
+            target(*args)
+        finally:
+            connections.close_all()
+
+
+class WorkerThread(QueueThread):
+    """Thread that executes tasks. `task` is the last task that it began."""
+
+    def __init__(self, task_queue: "queue.Queue[Any]", result_queue: "queue.Queue[Any]", timeout: int) -> None:
+        self.timer = TaskTimer()
+        self.task: dict[str, Any] | None = None
+        super().__init__(worker, task_queue, result_queue, self.timer, timeout)
+
+    def run(self) -> None:
+        queue_threads.mark_worker_thread()
+        super().run()
+
+
+def remember_task(sender: Any, func: Any, task: dict[str, Any], **kwargs: Any) -> None:
+    """Receiver of pre_execute, which is sent in the worker's thread."""
+    thread = threading.current_thread()
+    if isinstance(thread, WorkerThread):
+        thread.task = task
+
+
+class Cluster:
+    """The threads of one queue. `run` returns after `stop`, or when the process has grown beyond its memory limit."""
+
+    def __init__(self, queue_name: str) -> None:
+        Conf.CLUSTER_NAME = queue_name  # django-q2 reads it from the environment when it is imported
+        self.broker = get_broker(queue_name)
+        self.task_queue: queue.Queue[Any] = queue.Queue(Conf.QUEUE_LIMIT)
+        self.result_queue: queue.Queue[Any] = queue.Queue()
+        self._stopping, self._pusher_stop = threading.Event(), threading.Event()
+        self.workers: list[WorkerThread] = []
+        self.pusher = QueueThread(pusher, self.task_queue, self._pusher_stop, self.broker)
+        self.monitor = QueueThread(monitor, self.result_queue, self.broker)
+        pre_execute.connect(remember_task, dispatch_uid="leasehold.remember_task")
+
+    def install_signal_handlers(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: self.stop())
+
+    def stop(self) -> None:
+        """Make `run` finish the tasks that were fetched, and return."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Run all threads until `stop`."""
+        for _ in range(Conf.WORKERS):
+            self._start_worker()
+        self.monitor.start()
+        self.pusher.start()
+        next_schedule_at = time.monotonic() + SCHEDULER_INTERVAL_SECONDS
+        while not self._stopping.wait(GUARD_INTERVAL_SECONDS):
+            self._replace_dead_threads()
+            if time.monotonic() >= next_schedule_at:
+                next_schedule_at = time.monotonic() + SCHEDULER_INTERVAL_SECONDS
+                scheduler(broker=self.broker)
+        self._finish()
+
+    def _start_worker(self) -> None:
+        thread = WorkerThread(self.task_queue, self.result_queue, Conf.TIMEOUT)
+        self.workers.append(thread)
+        thread.start()
+
+    def _replace_dead_threads(self) -> None:
+        for thread in list(self.workers):
+            if thread.timer.has_expired():
+                self._end_process_of(thread)
+            elif not thread.is_alive() and thread.timer.value == RECYCLED:
+                log.warning("queue worker ends, its memory exceeds the limit")
+                self.stop()
+            elif not thread.is_alive():
+                log.critical("queue thread died, replacing it", thread=thread.name)
+                self.workers.remove(thread)
+                self._start_worker()
+        if not self.monitor.is_alive():
+            self.monitor = self._restart(self.monitor, monitor, self.result_queue, self.broker)
+        if not self.pusher.is_alive():
+            self.pusher = self._restart(self.pusher, pusher, self.task_queue, self._pusher_stop, self.broker)
+
+    def _restart(self, dead: QueueThread, target: Callable[..., Any], *args: Any) -> QueueThread:
+        log.critical("queue thread died, replacing it", thread=dead.name)
+        thread = QueueThread(target, *args)
+        thread.start()
+        return thread
+
+    def _end_process_of(self, thread: WorkerThread) -> None:
+        """Record the task of a worker as failed, and end the process. A supervisor starts it again."""
+        task = dict(thread.task or {})
+        log.critical("task exceeded its timeout, ending the process", task=task.get("func"), group=task.get("group"))
+        if task:
+            task |= {"result": "The task exceeded its timeout.", "success": False, "stopped": timezone.now()}
+            self.result_queue.put(task)
+        self.result_queue.put(END_OF_QUEUE)
+        self.monitor.join(SAVE_TIMEOUT_SECONDS)
+        self.end_process()
+
+    def end_process(self) -> None:
+        os._exit(1)
+
+    def _finish(self) -> None:
+        """Stop in the order of the flow: the pusher, then the workers, then the monitor, which saves the last results."""
+        self._pusher_stop.set()
+        self.pusher.join()
+        for _ in self.workers:
+            self.task_queue.put(END_OF_QUEUE)
+        for thread in self.workers:
+            thread.join()
+        self.result_queue.put(END_OF_QUEUE)
+        self.monitor.join()

@@ -1,0 +1,92 @@
+"""PostgreSQL behind PgBouncer in transaction mode: each transaction of a client may run on another connection."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+
+from tests.conftest import skip_or_fail
+from tests.support.servers.ports import find_free_ports
+from tests.support.servers.services import require_environment
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.e2e
+SERVER_CONNECTIONS = 2  # fewer than the clients, so that they take turns
+CONFIGURATION = """
+[databases]
+* = host=127.0.0.1 port={server_port} user={user}
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {port}
+unix_socket_dir =
+auth_type = any
+pool_mode = transaction
+default_pool_size = {connections}
+"""
+
+
+@pytest.fixture
+def pooled_url() -> Iterator[str]:
+    """URL of a new database behind a PgBouncer of this test."""
+    [server_url] = require_environment("TEST_POSTGRES_URL")
+    program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
+    if program is None:
+        skip_or_fail("no PgBouncer: the package pgbouncer is not installed")
+    server, [port] = urlsplit(server_url), find_free_ports()
+    name = f"pooled_{uuid.uuid4().hex[:12]}"
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+    directory = Path(tempfile.mkdtemp(prefix="lh-pooler-"))
+    directory.chmod(0o755)
+    configuration = directory / "pgbouncer.ini"
+    configuration.write_text(
+        CONFIGURATION.format(server_port=server.port, user=server.username, port=port, connections=SERVER_CONNECTIONS)
+    )
+    as_user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []  # PgBouncer refuses to run as root
+    process = subprocess.Popen([*as_user, str(program), str(configuration)], stderr=subprocess.DEVNULL)
+    url = f"postgres://{server.username}@127.0.0.1:{port}/{name}"
+    try:
+        wait_until(lambda: responds(url), "PgBouncer responds")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+        shutil.rmtree(directory)
+        with psycopg.connect(server_url, autocommit=True) as connection:
+            connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def responds(url: str) -> bool:
+    try:
+        psycopg.connect(url).close()
+    except psycopg.OperationalError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("mode", "works"), [("transaction", True), ("session", False)])
+def test_leases_behind_a_pooler_in_transaction_mode_need_the_setting(
+    pooled_url: str, tmp_path: Path, mode: str, works: bool
+) -> None:
+    own = ("LEASEHOLD_", "TEST_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    env = {
+        **inherited, "LEASEHOLD_ENV_FILE": "", "SECRET_KEY": "for-tests-only-" + "0" * 50, "DATABASE_URL": pooled_url,
+        "LEASEHOLD_DATABASE_POOLER": mode, "SANDBOX_PROVIDER": "memory", "LEASEHOLD_ALLOW_UNISOLATED": "1",
+        "LEASEHOLD_STATE_DIR": str(tmp_path / "state"), "LEASEHOLD_RUNTIME_DIR": str(tmp_path / "run"),
+        "DJANGO_SETTINGS_MODULE": "controlplane.settings",
+    }  # fmt: skip
+    argv = [sys.executable, "-m", "tests.e2e.pooled_workload"]
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+    if works:
+        assert (ended.returncode, ended.stdout) == (0, "ok\n"), ended.stderr
+    else:
+        assert ended.returncode and "prepared statement" in ended.stderr

@@ -1,0 +1,123 @@
+"""Leases whose sandboxes are destroyed by the web process that ended the lease."""
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+from django.utils import timezone
+from django_q.models import OrmQ
+
+from leases import execution, leasing, reclaim_threads, tasks
+from leases.models import Lease
+from sandboxes.long_calls import get_shutdown_path
+from sandboxes.models import Host, Sandbox, Snapshot
+from sandboxes.providers.base import Unavailable
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs.operations import Command
+from tests.conftest import MINUTE
+
+pytestmark = pytest.mark.django_db(transaction=True)
+WAIT_SECONDS = 30.0
+
+
+@pytest.fixture
+def ended(grant: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Lease]:
+    """Return a function that ends a lease whose sandbox has unsaved state. One thread of the process may reclaim leases."""
+    monkeypatch.setattr(reclaim_threads, "THREADS", reclaim_threads.ReclaimThreads(1))
+
+    def end() -> Lease:
+        now = timezone.now()
+        lease = grant(now=now)
+        execution.exec_command(lease.pk, Command(argv=["sh", "-c", "echo 1 >f"], timeout=MINUTE), now=now)
+        return leasing.release(lease.pk, now=timezone.now())
+
+    return end
+
+
+@pytest.fixture
+def finish() -> Iterator[Callable[[], None]]:
+    """Return a function that waits for the end of all threads that reclaim leases."""
+
+    def join() -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("reclaim-"):
+                thread.join(WAIT_SECONDS)
+                assert not thread.is_alive()
+
+    yield join
+    join()
+
+
+def read_state(lease: Lease) -> tuple[str, str]:
+    return Sandbox.objects.get(holder=lease.pk).state, Lease.objects.get(pk=lease.pk).status
+
+
+def test_state_is_stored_and_the_sandbox_destroyed_without_the_queue(ended, finish) -> None:
+    lease = ended()
+    tasks.begin_reclaim([lease])
+    finish()
+    assert read_state(lease) == ("destroyed", "destroyed")
+    assert Snapshot.objects.filter(holder=lease.pk, forgotten_at__isnull=True).exists()
+    assert not OrmQ.objects.exists()
+
+
+def test_more_leases_than_threads_are_left_to_the_queue(ended, finish, memory: MemoryProvider) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def block(ref: str) -> None:
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+
+    first = ended()
+    with memory.before("destroy", block):
+        tasks.begin_reclaim([first])
+        assert begun.wait(WAIT_SECONDS)
+        assert not OrmQ.objects.exists()
+        second = ended()
+        tasks.begin_reclaim([second])
+        assert OrmQ.objects.get().group() == "reclaim"
+        go_on.set()
+        finish()
+    assert (read_state(first)[0], read_state(second)[0]) == ("destroyed", "destroying")
+
+
+def test_a_failed_destroy_is_left_to_the_sweep_at_its_next_try(ended, finish, memory: MemoryProvider) -> None:
+    lease = ended()
+    memory.fail("destroy", Unavailable("no engine"), times=1)
+    tasks.begin_reclaim([lease])
+    finish()
+    assert read_state(lease) == ("destroying", "expired")
+    assert Sandbox.objects.get().deadline_at > timezone.now()
+    assert not OrmQ.objects.exists()
+
+
+def test_a_sandbox_of_another_host_is_left_to_its_queue(ended, finish) -> None:
+    lease = ended()
+    other = Host.objects.create(
+        id=uuid.uuid4(),
+        provider="memory",
+        engine_id="other",
+        name="other",
+        queue="host-other",
+        heartbeat_at=timezone.now(),
+        created_at=timezone.now(),
+    )
+    Sandbox.objects.update(host=other)
+    tasks.begin_reclaim([lease])
+    finish()
+    assert read_state(lease) == ("destroying", "expired")
+    assert OrmQ.objects.get().key == "host-other"
+
+
+def test_a_process_that_shuts_down_leaves_all_to_the_queue(ended, finish) -> None:
+    get_shutdown_path().parent.mkdir(parents=True, exist_ok=True)
+    get_shutdown_path().touch()
+    lease = ended()
+    try:
+        tasks.begin_reclaim([lease])
+    finally:
+        get_shutdown_path().unlink()
+    assert OrmQ.objects.get().group() == "reclaim"
+    finish()
+    assert read_state(lease) == ("destroying", "expired")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db.models import Q
@@ -42,13 +42,30 @@ from leases.models import (
 )
 from leases.tasks import begin_reclaim
 from sandboxes import stop_reasons
-from sandboxes.db import database_time, sql
+from sandboxes.db import database_time, dialect, sql
 from sandboxes.db.clock import format_timestamp
 from sandboxes.egress.totals import calculate_totals
-from sandboxes.models import GONE_STATES, LlmCall, Sandbox, SandboxState
+from sandboxes.models import LlmCall, Sandbox, SandboxState
 
 MAX_RENEWED_LEASES = 1000  # in one request
+# Columns of a lease in a list. Instances of the model would take half of the time of a page.
+SHOWN_COLUMNS = (
+    "pk", "agent_did", "environment_id", "environment_type_id", "status", "leased_at", "last_activity_at", "ttl", "expires_at",
+    "max_expires_at", "sleep_after", "expiry_conditions", "ended_at", "end_reason",
+)  # fmt: skip
+HELD_SANDBOXES_SQL = (
+    "SELECT holder, id, state, provider, isolated FROM sandboxes_sandbox WHERE {} AND state NOT IN ('destroying', 'destroyed')"
+)
 HELD_SANDBOX_SQL = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
+
+
+class HeldSandbox(NamedTuple):
+    """Columns of a sandbox that are shown with its lease."""
+
+    pk: UUID
+    state: str
+    provider: str
+    isolated: bool
 
 
 class NewLeaseSerializer(StrictSerializer):
@@ -182,11 +199,16 @@ class LeaseListView(ApiView):
             leases = leases.filter(environment_id=validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment))
         if status := request.GET.get("status"):
             leases = leases.filter(self._build_status_filter(status))
-        page, next_url = paginate(leases, "leased_at", request)
-        held = Sandbox.objects.filter(holder__in=[lease.pk for lease in page]).exclude(state__in=GONE_STATES)
-        sandboxes = {sandbox.holder: sandbox for sandbox in held}
-        results = [serialize_lease(leasing.apply_elapsed_clock(lease, self.now), sandboxes.get(lease.pk)) for lease in page]
-        return Response({"results": results, "next": next_url})
+        page, next_url = paginate(leases.values_list(*SHOWN_COLUMNS, named=True), "leased_at", request)
+        sandboxes = _find_held_sandboxes([row.pk for row in page])
+        results = [serialize_lease(self._show_elapsed(row), sandboxes.get(row.pk)) for row in page]
+        return HttpResponse(encode_json({"results": results, "next": next_url}), content_type=JsonRenderer.media_type)
+
+    def _show_elapsed(self, row: Any) -> Any:
+        """Return the row as `leasing.apply_elapsed_clock` shows a lease."""
+        if row.status == LeaseStatus.ACTIVE and (elapsed := leasing.find_elapsed_clock(row, self.now)):
+            return row._replace(status=LeaseStatus.EXPIRED, end_reason=elapsed, ended_at=row.expires_at)
+        return row
 
     def _build_status_filter(self, status: str) -> Q:
         elapsed = Q(expires_at__lte=self.now, status=LeaseStatus.ACTIVE)  # ended, not yet recorded by a sweep
@@ -347,10 +369,20 @@ def serialize_renewal(pk: UUID, outcome: renewal.Renewal) -> dict[str, Any]:
     return {"id": str(pk), "code": code, "expires_at": expires_at, "end_reason": outcome.end_reason}
 
 
-def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = False) -> dict[str, Any]:
+def _find_held_sandboxes(lease_ids: list[UUID]) -> dict[UUID, HeldSandbox]:
+    """Return the present sandbox of each lease that has one.
+
+    By hand, with one parameter: the ORM takes longer to build a query with a page of ids than the database to answer it.
+    Plan: the index of sandbox_one_live_per_holder, once per id."""
+    rows = sql.fetch_all(HELD_SANDBOXES_SQL.format(dialect.in_list("holder")), dialect.adapt_list(lease_ids))
+    return {sql.to_uuid(holder): HeldSandbox(sql.to_uuid(pk), *shown) for holder, pk, *shown in rows}
+
+
+def serialize_lease(lease: Any, sandbox: Sandbox | HeldSandbox | None, *, is_new: bool = False) -> dict[str, Any]:
+    """Return the fields of LeaseSerializer. `lease` is a Lease or a row of SHOWN_COLUMNS."""
     return {
         "id": str(lease.pk),
-        "sandbox_id": lease.sandbox_id,
+        "sandbox_id": f"{lease.agent_did}::{lease.environment_id}",
         "agent_did": lease.agent_did,
         "environment_id": lease.environment_id,
         "environment_type": lease.environment_type_id,
@@ -369,6 +401,6 @@ def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = Fal
             "id": str(sandbox.pk),
             "state": sandbox.state,
             "provider": sandbox.provider,
-            "isolated": sandbox.isolated,
+            "isolated": bool(sandbox.isolated),
         } if sandbox else None,
     }  # fmt: skip

@@ -21,6 +21,8 @@ M = TypeVar("M", bound=Model)
 def paginate(rows: QuerySet[M], sort_column: str, request: Request) -> tuple[list[M], str | None]:
     """Return one page, newest first by the timestamp `sort_column`, and the URL of the next page or None.
 
+    `rows` may be values_list() with names, among them `pk` and `sort_column`.
+
     The cursor names the last row of the previous page, so new rows do not shift the pages. Raises InvalidRequest for an
     invalid `limit` or `cursor`."""
     limit = parse_limit(request)

@@ -6,7 +6,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Protocol
 
-from sandboxes.db.sql import ALWAYS, Condition, Statement
+from sandboxes.db.sql import ALWAYS, Statement
 from sandboxes.models import Policy
 
 
@@ -34,7 +34,7 @@ class Guard(Protocol):
         """Lock the holder until the surrounding transaction ends, and return its terms. Raise if the holder has ended."""
         ...
 
-    def build_condition(self) -> Condition:
+    def build_condition(self) -> Statement:
         """Return the condition in SQL that the holder has not ended, at the time of this call."""
         ...
 
@@ -59,7 +59,7 @@ class OpenGuard:
     def fence(self) -> HolderTerms:
         return HolderTerms()
 
-    def build_condition(self) -> Condition:
+    def build_condition(self) -> Statement:
         return ALWAYS
 
     def check_active(self) -> None:

@@ -170,15 +170,16 @@ def start_run(
     actor: str = "",
     likely: SandboxState = WAITING,
     run: sql.Statement | None = None,
-    permission: sql.Condition = sql.ALWAYS,
+    permission: sql.Statement = sql.ALWAYS,
 ) -> SandboxState | None:
     """Count one more open Run of a sandbox. Returns the sandbox's previous state.
 
     `run` inserts the Run from the row `changed` (sql.update_then), so that an eviction sees both or neither. `likely` is the
     state that is tried first: with the right one, the whole is one statement on PostgreSQL.
 
-    Returns None if the sandbox is not alive, has been woken since, if another holder has it, or if `permission` does not hold.
-    Raises TooManyRuns if the holder or its agent has reached LEASEHOLD_MAX_RUNS_PER_LEASE or LEASEHOLD_MAX_RUNS_PER_AGENT.
+    Returns None if the sandbox is not alive, has been woken since, or another holder has it, or if `permission`, a condition in
+    SQL, does not hold. Raises TooManyRuns if the holder or its agent has reached LEASEHOLD_MAX_RUNS_PER_LEASE or
+    LEASEHOLD_MAX_RUNS_PER_AGENT.
 
     A Run counts as a warm hit, unless it is the first one since the start of the sandbox. The caller holds the agent's
     lock_key, taken by an earlier statement, so that two transactions that start Runs in two sandboxes of the agent count each
@@ -186,20 +187,13 @@ def start_run(
     agent_limit, inserts = settings.MAX_RUNS_PER_AGENT, [run] if run else []
     for was in sorted((WAITING, WARM, RUNNING), key=lambda each: each != likely):
         if was == RUNNING:
-            values: tuple[Any, ...] = (
-                now,
-                pk,
-                holder,
-                incarnation,
-                settings.MAX_RUNS_PER_LEASE,
-                agent_limit,
-                *permission.values,
-            )
-            change, then = sql.Statement(f"{BEGIN_CONCURRENT_RUN_SQL} AND {permission.text}", values), inserts
+            values: tuple[Any, ...] = (now, pk, holder, incarnation, settings.MAX_RUNS_PER_LEASE, agent_limit)
+            text, then = BEGIN_CONCURRENT_RUN_SQL, inserts
         else:
-            values = (now, now, int(was == WAITING), pk, holder, was.value, incarnation, agent_limit, *permission.values)
+            values = (now, now, int(was == WAITING), pk, holder, was.value, incarnation, agent_limit)
             transition = _build_transitions("changed", was=was, code=Reason.RUN_STARTED, actor=actor)
-            change, then = sql.Statement(f"{BEGIN_FIRST_RUN_SQL} AND {permission.text}", values), [transition, *inserts]
+            text, then = BEGIN_FIRST_RUN_SQL, [transition, *inserts]
+        change = sql.Statement(f"{text} AND {permission.text}", (*values, *permission.values))
         if sql.update_then(Sandbox, pk, change, then):
             return was
     _require_runs_below_limits(pk, holder)

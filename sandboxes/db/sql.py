@@ -25,15 +25,7 @@ class Statement:
     values: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class Condition:
-    """Condition in SQL, and the values of its parameters."""
-
-    text: str
-    values: Sequence[Any] = ()
-
-
-ALWAYS = Condition("TRUE")
+ALWAYS = Statement("TRUE")  # condition
 
 
 def find_first(model: type[M], where: str, *values: Any) -> M | None:

@@ -181,7 +181,7 @@ def _open_operation(request: allocation.SandboxRequest, command: Command, clock:
         run = open_run(sandbox, command, now=clock(), actor=actor, permission=request.guard.build_condition())
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
-        known = None  # since it was read the sandbox was evicted or destroyed, or the holder has ended
+        known = None  # since it was read, the sandbox was evicted or destroyed, or the holder has ended
         request.guard.check_active()
 
 
@@ -257,7 +257,7 @@ def _abandon_run(run: Run, note: str) -> None:
 
 
 def open_run(
-    sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "", permission: sql.Condition = sql.ALWAYS
+    sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "", permission: sql.Statement = sql.ALWAYS
 ) -> Run | None:
     """Open a Run and count it in the sandbox, in one transaction.
 
@@ -284,10 +284,9 @@ def open_run(
     insert = sql.build_insert_from(run, "changed")
     with transaction.atomic(durable=True):
         sql.lock_key(f"runs of {sandbox.agent_did}")
-        likely = SandboxState(sandbox.state)
         if not lifecycle.start_run(
-            sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=likely, run=insert,
-            permission=permission,
+            sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=SandboxState(sandbox.state),
+            run=insert, permission=permission,
         ):  # fmt: skip
             return None
     run._state.adding = False

@@ -465,8 +465,8 @@ MUTANTS = (
     Mutant(
         name="keys-revoked-key-accepted",
         path=API_KEYS,
-        before='"prefix = %s AND revoked_at IS NULL"',
-        after='"prefix = %s"',
+        before='"leases_agentkey.prefix = %s AND leases_agentkey.revoked_at IS NULL"',
+        after='"leases_agentkey.prefix = %s"',
         tests=[f"{TEST_KEYS}::test_a_revoked_key_is_refused_at_once"],
     ),
     Mutant(

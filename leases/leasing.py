@@ -153,7 +153,10 @@ def build_lease(request: LeaseRequest, *, now: datetime) -> Lease:
 
 def find_type_and_pool(request: LeaseRequest) -> tuple[EnvironmentType, Pool]:
     """Return the environment type and the pool of a new lease. Raise InvalidRequest or NotAllowed, naming the field."""
-    environment_type = sql.find_first(EnvironmentType, "name = %s", request.environment_type)
+    pool_condition, values = _build_pool_condition(request)
+    environment_type, [pool_row], _ = sql.find_joined(
+        EnvironmentType, [(Pool, pool_condition)], [], "leases_environmenttype.name = %s", *values, request.environment_type
+    )
     if environment_type is None:
         known = ", ".join(
             row.name for row in EnvironmentType.objects.all()
@@ -162,19 +165,19 @@ def find_type_and_pool(request: LeaseRequest) -> tuple[EnvironmentType, Pool]:
         raise InvalidRequest("environment_type", f"There is no such environment type. Known: {known}.")
     if request.allowed and not request.allowed.allows_environment_type(environment_type):
         raise NotAllowed("This API key may not use that environment type.", field="environment_type")
-    pool_row = _find_pool(request, environment_type)
+    if not isinstance(pool_row, Pool):
+        raise InvalidRequest("pool", "There is no such pool.")
     if request.allowed and not request.allowed.allows_placement(pool_row, environment_type):
         raise NotAllowed("This API key may not use that pool.", field="pool")
     return environment_type, pool_row
 
 
-def _find_pool(request: LeaseRequest, environment_type: EnvironmentType) -> Pool:
-    if not request.pool and environment_type.pool:
-        return environment_type.pool
-    pool_row = sql.find_first(Pool, "name = %s", request.pool or "default")
-    if pool_row is None:
-        raise InvalidRequest("pool", "There is no such pool.")
-    return pool_row
+def _build_pool_condition(request: LeaseRequest) -> tuple[str, list[str]]:
+    """Return the condition, and its parameters, of the pool that the request names, or else the type's, or else "default"."""
+    if request.pool:
+        return "sandboxes_pool.name = %s", [request.pool]
+    of_type = "sandboxes_pool.id = leases_environmenttype.pool_id"
+    return f"{of_type} OR (leases_environmenttype.pool_id IS NULL AND sandboxes_pool.name = 'default')", []
 
 
 def _resolve_sleep_after(environment_type: EnvironmentType) -> timedelta:

@@ -5,7 +5,7 @@ open Runs: its state and its count of open Runs change in the transaction that o
 checks the state, and therefore never takes a sandbox in which an operation is active."""
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -178,7 +178,7 @@ def _open_operation(request: allocation.SandboxRequest, command: Command, clock:
         request.guard.check_proceed()
         sandbox = allocation.ensure_running(request, known=known, now=clock(), actor=actor)
         checkpoint("sandbox ready", sandbox)
-        run = open_run(sandbox, command, now=clock(), actor=actor, permission=request.guard.build_condition())
+        run = open_run(sandbox, command, now=clock(), actor=actor, build_permission=request.guard.build_condition)
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
         known = None  # since it was read, the sandbox was evicted or destroyed, or the holder has ended
@@ -257,12 +257,18 @@ def _abandon_run(run: Run, note: str) -> None:
 
 
 def open_run(
-    sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "", permission: sql.Statement = sql.ALWAYS
+    sandbox: Sandbox,
+    command: Command,
+    *,
+    now: datetime,
+    actor: str = "",
+    build_permission: Callable[[], sql.Statement] = lambda: sql.ALWAYS,
 ) -> Run | None:
     """Open a Run and count it in the sandbox, in one transaction.
 
-    Returns None if the sandbox is no longer alive or no longer held by the same holder, or if `permission` does not hold.
-    Raises TooManyRuns at the limits of open Runs, which are therefore never exceeded by concurrent calls."""
+    `build_permission` returns a condition in SQL. It is called after the wait for the lock. Returns None if the sandbox is no
+    longer alive or no longer held by the same holder, or if the condition does not hold. Raises TooManyRuns at the limits of
+    open Runs, which are therefore never exceeded by concurrent calls."""
     assert sandbox.holder is not None  # ensured by allocation.ensure_running
     run = Run(
         id=command.run_id,
@@ -286,7 +292,7 @@ def open_run(
         sql.lock_key(f"runs of {sandbox.agent_did}")
         if not lifecycle.start_run(
             sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=SandboxState(sandbox.state),
-            run=insert, permission=permission,
+            run=insert, permission=build_permission(),
         ):  # fmt: skip
             return None
     run._state.adding = False

@@ -15,10 +15,8 @@ demo: install image ## play a game with agents in leased sandboxes; the server r
 	@$(manage) quickstart
 	@exec $(manage) demo --port $(PORT)
 
-run: install image ## run the control plane without the game
-	@$(manage) migrate --verbosity 0
-	@$(manage) quickstart
-	@exec $(manage) up --port $(PORT) --leave-nothing
+run: install ## run the control plane without the game
+	@exec $(manage) up --initialize --port $(PORT) --leave-nothing
 
 t: install ## run the tests that need no service, on SQLite: make t ARGS="-k name"
 	@.ci/quick $(ARGS)

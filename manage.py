@@ -4,7 +4,7 @@
 import os
 import sys
 
-from controlplane import supervisor
+from controlplane import stages
 
 
 def is_help_request(argv: list[str]) -> bool:
@@ -17,7 +17,7 @@ def main() -> None:
     if is_help_request(sys.argv) and not os.environ.get("SECRET_KEY"):
         os.environ["SECRET_KEY"] = "placeholder-of-the-help-command"  # noqa: S105
     if sys.argv[1:2] == ["up"]:
-        supervisor.reserve_instance_name()
+        stages.begin()
     try:
         from django.conf import settings
         from django.core.exceptions import ImproperlyConfigured

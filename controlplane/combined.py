@@ -10,6 +10,7 @@ import structlog
 
 from controlplane import webserver
 from controlplane.worker.cluster import Cluster
+from controlplane.worker.heartbeat import HeartbeatFile
 from sandboxes.egress import nginx
 from sandboxes.hosts import registry
 from sandboxes.management.commands import egress
@@ -71,7 +72,7 @@ def serve(host: str, port: int, *, with_queue: bool) -> None:
     """Serve until SIGTERM. The web server finishes its requests, which need the egress server, before the others stop."""
     parts = [PartThread("egress", EgressPart)]
     if with_queue:
-        parts.append(PartThread("queue", lambda: Cluster(registry.get_queue_name())))
+        parts.append(PartThread("queue", lambda: Cluster(registry.get_queue_name(), HeartbeatFile())))
     for part in parts:
         part.start()
     webserver.serve(host, port)

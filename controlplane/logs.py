@@ -4,7 +4,10 @@ Records carry no secrets: the values of environment variables, stdin and keys ar
 
 from typing import Any
 
-import structlog
+from controlplane.optional_imports import without_packages
+
+with without_packages("rich"):  # formats tracebacks of the development log, with 4 MiB
+    import structlog
 
 
 def build_logging(format: str, level: str) -> dict[str, Any]:

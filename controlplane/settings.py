@@ -61,6 +61,7 @@ DATABASE_POOLER = env.choice(
 ON_POSTGRES = _database["ENGINE"].endswith("postgresql")
 _options: dict[str, Any] = _database.setdefault("OPTIONS", {})
 if ON_POSTGRES:
+    _database["ENGINE"] = "sandboxes.db.postgresql"
     _options.setdefault("connect_timeout", 4)  # seconds; lets a health probe respond when the database is unreachable
     _options.setdefault("server_side_binding", True)
     # Prepared statements save planning only together with server_side_binding. Not 0: a migration may send several commands

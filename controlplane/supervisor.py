@@ -47,6 +47,17 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def find_other_threads() -> list[str]:
+    """Return the names of this process's threads, without the calling one."""
+    return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+
+
+def require_single_thread(name: str) -> None:
+    """Raise RuntimeError if this process has another thread, whose locks the forked process `name` would inherit for ever."""
+    if others := find_other_threads():
+        raise RuntimeError(f"cannot fork {name} while other threads run: {', '.join(others)}")
+
+
 def reserve_instance_name() -> None:
     """Execute this program again with room for an instance's name in the environment, unless there is room already."""
     if RESERVED_VARIABLE not in os.environ:
@@ -98,6 +109,38 @@ def _belongs_to_instance(pid: int, instance: str) -> bool:
     return pid != os.getpid() and any(entry == expected or entry.startswith(expected + b".") for entry in environ)
 
 
+def exit_after(work: Callable[[], object]) -> NoReturn:
+    """End this forked process after `work`: with code 0, the code of SystemExit, or 1 after another exception."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def run_forked(name: str, work: Callable[[], object]) -> int:
+    """Call `work` in a forked process. Return its exit code, negative after a signal."""
+    require_single_thread(name)
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        die_with_parent(parent)
+        exit_after(work)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 # --- lock file ----------------------------------------------------------------------------------------------------
 
 
@@ -105,9 +148,26 @@ class AlreadyRunning(Exception):
     """Another process holds the lock file."""
 
 
+class LockFile:
+    """A file whose lock this process holds. `note` is that of the last holder, {} if there is none."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file, self.note = file, _read_note(file)
+
+    def write(self, note: dict[str, Any]) -> None:
+        self._file.truncate(0)
+        self._file.write(json.dumps(note) + "\n")
+        self._file.flush()
+
+    def make_inheritable(self) -> int:
+        """Keep the lock when this process executes another program. Return the file descriptor."""
+        os.set_inheritable(self._file.fileno(), True)
+        return self._file.fileno()
+
+
 @contextmanager
-def hold_lock_file(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None]]]:
-    """Hold the lock of a file. Yield the note of its last holder ({} if none) and a function that writes a new note.
+def hold_lock_file(path: Path) -> Iterator[LockFile]:
+    """Hold the lock of a file.
 
     Raise AlreadyRunning if another process holds the lock. The kernel releases the lock when the process ends. The note
     remains in the file: the next holder uses it to clean up."""
@@ -118,14 +178,8 @@ def hold_lock_file(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[dict[
         except BlockingIOError:
             note = _read_note(file)
             raise AlreadyRunning(f"pid {note.get('pid', 'unknown')}, since {note.get('started_at', 'just now')}") from None
-
-        def write(note: dict[str, Any]) -> None:
-            file.truncate(0)
-            file.write(json.dumps(note) + "\n")
-            file.flush()
-
         os.register_at_fork(after_in_child=file.close)  # a child that outlives this process must not hold the lock
-        yield _read_note(file), write
+        yield LockFile(file)
 
 
 def _read_note(file: IO[str]) -> dict[str, Any]:
@@ -138,11 +192,6 @@ def _read_note(file: IO[str]) -> dict[str, Any]:
 
 
 # --- children -----------------------------------------------------------------------------------------------------
-
-
-def find_other_threads() -> list[str]:
-    """Return the names of this process's threads, without the calling one."""
-    return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
 
 
 def find_no_problem(child: "Child") -> str:
@@ -169,9 +218,8 @@ class Child:
     def start(self, run_instance: str) -> None:
         """Fork the process into its own session and instance. Main thread only: the child dies with the calling thread.
 
-        Raise RuntimeError if this process has another thread, whose locks the child would inherit for ever."""
-        if others := find_other_threads():
-            raise RuntimeError(f"cannot fork {self.name} while other threads run: {', '.join(others)}")
+        Raise RuntimeError if this process has another thread."""
+        require_single_thread(self.name)
         self.starts += 1
         self.instance = f"{run_instance}.{self.name}.{self.starts}"
         self.started_at = time.monotonic()
@@ -185,7 +233,6 @@ class Child:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _run_forked(self, parent: int) -> NoReturn:
-        code = 1
         try:
             os.setsid()
             for number in STOP_SIGNALS:
@@ -194,19 +241,10 @@ class Child:
             die_with_parent(parent)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             set_identity(self.name, self.instance)
-            self.work()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
-        finally:
-            with suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+            os._exit(1)
+        exit_after(self.work)
 
     @property
     def age(self) -> float:
@@ -237,15 +275,12 @@ class Child:
 
 
 class Supervisor:
-    """Starts children, restarts those that end or hang, and stops all. Calls `release_instance` for each dead instance."""
+    """Starts children, restarts those that end or hang, and stops all."""
 
-    def __init__(
-        self, run_instance: str, children: Sequence[Child], *, print_line: PrintLine, release_instance: Callable[[str], object]
-    ) -> None:
+    def __init__(self, run_instance: str, children: Sequence[Child], *, print_line: PrintLine) -> None:
         self.run_instance = run_instance
         self.children = children
         self.print_line = print_line
-        self.release_instance = release_instance
         self.stopping = self.stop_at_once = False
 
     def install_signal_handlers(self) -> None:
@@ -287,7 +322,6 @@ class Supervisor:
         delay = min(2.0 ** min(child.failures - 1, 6), MAX_BACKOFF_SECONDS)
         child.next_start_at = time.monotonic() + delay
         self.print_line(f"{child.name} (pid {pid}): {problem}; restarting in {delay:g} s")
-        self.release_instance(child.instance)
 
     def stop(self) -> None:
         """Stop every child: first those that drain, then the others. A child that does not end in time is killed."""

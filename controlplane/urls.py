@@ -1,8 +1,16 @@
 """URL configuration: /admin/ for operators, /api/v1/ for agents, health and metrics for monitoring."""
 
+from django.conf import settings
 from django.contrib import admin
 from django.urls import include, path
 from django.views.generic import RedirectView
+
+from controlplane.optional_imports import without_packages
+
+with without_packages("pygments", *(() if settings.ON_POSTGRES else ("psycopg",))):
+    import rest_framework.compat  # noqa: F401 - the browsable API and PostgreSQL's field types, 10 MiB
+    import unfold.overrides  # noqa: F401
+
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
 from billing.admin.spending import show_spending

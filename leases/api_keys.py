@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from uuid import UUID
 
 import structlog
 from django.core.exceptions import ValidationError
@@ -14,12 +15,14 @@ from django.db.models.functions import Least
 
 from leases import allow_lists
 from leases.errors import Conflict, InvalidRequest, KeyExpired, RateLimited
-from leases.models import DID_DESCRIPTION, Agent, AgentKey, KeyScope, default_key_scopes, validate_did
+from leases.models import DID_DESCRIPTION, Agent, AgentKey, KeyScope, Lease, default_key_scopes, validate_did
 from sandboxes.db import sql
 from sandboxes.db.clock import format_timestamp
 
 log = structlog.get_logger(__name__)
 
+KEY_PATTERN = r"lh_([0-9a-f]{8})_[A-Za-z0-9_-]{43}"
+ACTIVE_KEY_SQL = "leases_agentkey.prefix = %s AND leases_agentkey.revoked_at IS NULL"
 ROTATION_OVERLAP = timedelta(hours=24)
 LAST_USED_WRITE_INTERVAL = timedelta(minutes=1)  # saves most requests a second write
 
@@ -88,8 +91,20 @@ def find_active_key(key: str, *, now: datetime) -> AgentKey | None:
     """Return the row of a key, or None if it is unknown or revoked. Raise KeyExpired for a key that was valid.
 
     One query by the prefix, which both secrets of a rotated key share. Not cached, so a revocation takes effect at once."""
-    match = re.fullmatch(r"lh_([0-9a-f]{8})_[A-Za-z0-9_-]{43}", key, re.ASCII)
-    row = sql.find_first(AgentKey, "prefix = %s AND revoked_at IS NULL", match[1]) if match else None
+    match = re.fullmatch(KEY_PATTERN, key, re.ASCII)
+    return _check_key(sql.find_first(AgentKey, ACTIVE_KEY_SQL, match[1]), key, now) if match else None
+
+
+def find_active_key_and_lease(key: str, lease_id: UUID, *, now: datetime) -> tuple[AgentKey | None, Lease | None]:
+    """Like find_active_key, and read a lease in the same query. The caller checks whether the key may act for its agent."""
+    match = re.fullmatch(KEY_PATTERN, key, re.ASCII)
+    if match is None:
+        return None, None
+    row, (lease,), _ = sql.find_joined(AgentKey, [(Lease, "leases_lease.id = %s")], [], ACTIVE_KEY_SQL, lease_id, match[1])
+    return _check_key(row, key, now), lease
+
+
+def _check_key(row: AgentKey | None, key: str, now: datetime) -> AgentKey | None:
     if row is None or not _matches_secret(row, hash_key(key), now):
         return None
     if is_expired(row, now):

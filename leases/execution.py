@@ -3,11 +3,13 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TypeVar
 from uuid import UUID
 
 from django.db import transaction
+from django.db.models import Model
 
 from billing import budgets
 from billing.budgets import SandboxSize
@@ -20,6 +22,7 @@ from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import log_connection_errors
 from sandboxes.errors import SandboxError, SandboxLost
+from sandboxes.guard import HolderRenewal
 from sandboxes.identity import signing
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
@@ -32,12 +35,16 @@ from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 
 T = TypeVar("T")
+# The pool of a lease and its sandbox, of which there is at most one (sandbox_one_live_per_holder). Plan: primary keys of the
+# lease and the pool, and the index of that constraint.
+LEASE_JOINS: list[tuple[type[Model], str]] = [
+    (Pool, "sandboxes_pool.id = leases_lease.pool_id"),
+    (Sandbox, f"sandboxes_sandbox.holder = leases_lease.id AND {allocation.HELD_SQL}"),
+]
 
 
 def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = False) -> SandboxRequest:
     """Build the request of a lease for its sandbox. `check_budget` is passed to the lease's guard."""
-    pool = sql.find_first(Pool, "id = %s", lease.pool_id)
-    assert pool is not None  # leases protect their pool
     config = {
         "leaseId": str(lease.pk),
         "agentDid": lease.agent_did,
@@ -48,11 +55,11 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         holder=lease.pk,
         agent_did=lease.agent_did,
         environment_id=lease.environment_id,
-        pool=pool,
+        pool=lease.pool,
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
-        guard=LeaseGuard(lease.pk, clock_from(now), size=get_sandbox_size(pool), check_budget=check_budget),
+        guard=LeaseGuard(lease.pk, clock_from(now), size=get_sandbox_size(lease.pool), check_budget=check_budget),
     )
 
 
@@ -66,7 +73,7 @@ def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") 
 
     Raise LeaseEnded if the lease has ended, also if it ended while the command ran."""
     clock = clock_from(now)
-    with use_lease(pk, now=now, spends=True, lasts=command.timeout) as request:
+    with use_lease(pk, now=now, spends=True, lasts=command.timeout, ends_with_run=True) as request:
         return operations.exec_in_sandbox(request, command, now=clock(), actor=actor)
 
 
@@ -76,7 +83,7 @@ def call_in_sandbox(
     """Like exec_command, for an operation other than a command, such as a change of files. Return its Run and result."""
     clock = clock_from(now)
     with (
-        use_lease(pk, now=now, spends=command.kind != "file", lasts=command.timeout) as request,
+        use_lease(pk, now=now, spends=command.kind != "file", lasts=command.timeout, ends_with_run=True) as request,
         operations.operation(request, command, now=clock(), actor=actor) as opened,
     ):
         result = operation(opened.provider, opened.sandbox)
@@ -131,26 +138,34 @@ class LeaseClaim(Claim):
 
 
 @contextmanager
-def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta = timedelta(0)) -> Iterator[SandboxRequest]:
+def use_lease(
+    pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta = timedelta(0), ends_with_run: bool = False
+) -> Iterator[SandboxRequest]:
     """Yield the sandbox request of an active lease, and renew the lease before and after the body of the `with`.
 
     The first renewal covers an operation of the length `lasts` and the time in which its process is killed, so that the lease
     does not end by its TTL while the operation goes on. A transfer of state that makes progress renews the lease, too. The max
-    TTL limits both.
+    TTL limits both. A body that `ends_with_run` ends with the close of its run, which makes the second renewal.
 
     Raises LeaseEnded, also if the lease ended during the body. A sandbox that was lost during the body ends the lease.
     BudgetExhausted is raised when a budget of the lease is spent: if `spends`, before the body; otherwise only when the body
     starts or wakes a sandbox, or runs something in one after the budget's grace period. Without the check after the
     grace period, repeated file operations would keep a sandbox alive indefinitely."""
     clock = clock_from(now)
-    lease = leasing.require_active(pk, now=now)
-    if spends:
+    found, (pool, sandbox), exhausted = sql.find_joined(
+        Lease, LEASE_JOINS, [budgets.ANY_EXHAUSTED_SQL], "leases_lease.id = %s", pk
+    )
+    lease = leasing.check_active(found, now=now)
+    lease.pool = pool
+    if spends and exhausted[0]:
         budgets.require_budget(pk, now=now)
     if now + lasts + operations.KILL_GRACE > lease.expires_at:
         leasing.renew(lease, now=clock(), lasts=lasts + operations.KILL_GRACE)
+    renewal = HolderRenewal(lambda at: leasing.build_renewal(lease, now=at))
     try:
         with hold(LeaseClaim(lease, clock, lasts=lasts)):
-            yield build_sandbox_request(lease, now=clock(), check_budget=not spends)
+            request = build_sandbox_request(lease, now=clock(), check_budget=not spends)
+            yield replace(request, renewal=renewal if ends_with_run else None, known=sandbox)
     except SandboxLost as lost:
         leasing.require_active(pk, now=clock())  # a lost sandbox of an ended lease is reported as LeaseEnded
         with transaction.atomic():
@@ -159,5 +174,6 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False, lasts: timedelta
     except SandboxError:
         leasing.require_active(pk, now=clock())
         raise
-    with log_connection_errors("lease not renewed", lease=str(pk)):
-        leasing.renew(lease, now=clock())
+    if not renewal.done:
+        with log_connection_errors("lease not renewed", lease=str(pk)):
+            leasing.renew(lease, now=clock())

@@ -8,7 +8,7 @@ from billing.budgets import SandboxSize
 from leases import leasing
 from leases.models import Lease, LeaseStatus
 from sandboxes.db.clock import Clock
-from sandboxes.db.sql import Condition
+from sandboxes.db.sql import Statement
 from sandboxes.guard import HolderTerms
 
 
@@ -35,9 +35,9 @@ class LeaseGuard:
             excludes=environment_type.snapshot_excludes, llm_limit=lease.llm_limit, policy=environment_type.policy
         )
 
-    def build_condition(self) -> Condition:
+    def build_condition(self) -> Statement:
         active = "SELECT 1 FROM leases_lease WHERE leases_lease.id = %s AND status = %s AND expires_at > %s"
-        return Condition(f"EXISTS ({active})", (self.lease_id, LeaseStatus.ACTIVE.value, self.clock()))
+        return Statement(f"EXISTS ({active})", (self.lease_id, LeaseStatus.ACTIVE.value, self.clock()))
 
     def check_active(self) -> None:
         leasing.require_active(self.lease_id, now=self.clock())

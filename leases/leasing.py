@@ -153,7 +153,10 @@ def build_lease(request: LeaseRequest, *, now: datetime) -> Lease:
 
 def find_type_and_pool(request: LeaseRequest) -> tuple[EnvironmentType, Pool]:
     """Return the environment type and the pool of a new lease. Raise InvalidRequest or NotAllowed, naming the field."""
-    environment_type = sql.find_first(EnvironmentType, "name = %s", request.environment_type)
+    pool_condition, values = _build_pool_condition(request)
+    environment_type, [pool_row], _ = sql.find_joined(
+        EnvironmentType, [(Pool, pool_condition)], [], "leases_environmenttype.name = %s", *values, request.environment_type
+    )
     if environment_type is None:
         known = ", ".join(
             row.name for row in EnvironmentType.objects.all()
@@ -162,19 +165,19 @@ def find_type_and_pool(request: LeaseRequest) -> tuple[EnvironmentType, Pool]:
         raise InvalidRequest("environment_type", f"There is no such environment type. Known: {known}.")
     if request.allowed and not request.allowed.allows_environment_type(environment_type):
         raise NotAllowed("This API key may not use that environment type.", field="environment_type")
-    pool_row = _find_pool(request, environment_type)
+    if not isinstance(pool_row, Pool):
+        raise InvalidRequest("pool", "There is no such pool.")
     if request.allowed and not request.allowed.allows_placement(pool_row, environment_type):
         raise NotAllowed("This API key may not use that pool.", field="pool")
     return environment_type, pool_row
 
 
-def _find_pool(request: LeaseRequest, environment_type: EnvironmentType) -> Pool:
-    if not request.pool and environment_type.pool:
-        return environment_type.pool
-    pool_row = sql.find_first(Pool, "name = %s", request.pool or "default")
-    if pool_row is None:
-        raise InvalidRequest("pool", "There is no such pool.")
-    return pool_row
+def _build_pool_condition(request: LeaseRequest) -> tuple[str, list[str]]:
+    """Return the condition, and its parameters, of the pool that the request names, or else the type's, or else "default"."""
+    if request.pool:
+        return "sandboxes_pool.name = %s", [request.pool]
+    of_type = "sandboxes_pool.id = leases_environmenttype.pool_id"
+    return f"{of_type} OR (leases_environmenttype.pool_id IS NULL AND sandboxes_pool.name = 'default')", []
 
 
 def _resolve_sleep_after(environment_type: EnvironmentType) -> timedelta:
@@ -185,7 +188,11 @@ def _resolve_sleep_after(environment_type: EnvironmentType) -> timedelta:
 
 def require_active(pk: UUID, *, now: datetime) -> Lease:
     """Return a lease that is active and within its clocks. Raise LeaseEnded with the end reason, or Lease.DoesNotExist."""
-    lease = sql.find_first(Lease, "id = %s", pk)
+    return check_active(sql.find_first(Lease, "id = %s", pk), now=now)
+
+
+def check_active(lease: Lease | None, *, now: datetime) -> Lease:
+    """Like require_active, for a lease that was just read; None if there is none."""
     if lease is None:
         raise Lease.DoesNotExist
     if elapsed := lease.end_reason or find_elapsed_clock(lease, now):
@@ -216,9 +223,19 @@ def renew(lease: Lease, *, now: datetime, lasts: timedelta = timedelta(0)) -> da
     """Extend a lease to `ttl` or `lasts` from now, whichever is longer, at most to max_expires_at. Return the new end.
 
     Raise LeaseEnded if the lease has ended. One guarded UPDATE: a renewal that arrives late cannot shorten a later one."""
+    until, renewal = _build_renewal(lease, now=now, lasts=lasts)
+    return until if sql.execute(renewal.text, *renewal.values) else require_active(lease.pk, now=now).expires_at
+
+
+def build_renewal(lease: Lease, *, now: datetime) -> sql.Statement:
+    """Build the guarded UPDATE of `renew`, to be executed with another statement. It changes no row of an ended lease."""
+    return _build_renewal(lease, now=now)[1]
+
+
+def _build_renewal(lease: Lease, *, now: datetime, lasts: timedelta = timedelta(0)) -> tuple[datetime, sql.Statement]:
     until = compute_expires_at(renewed_at=now, ttl=max(lease.ttl, lasts), max_expires_at=lease.max_expires_at)
-    renewed = sql.update(Lease, RENEW_SQL, until, to_epoch_minute(until), now, lease.pk, now, now, until)
-    return until if renewed else require_active(lease.pk, now=now).expires_at
+    values = (until, to_epoch_minute(until), now, lease.pk, now, now, until)
+    return until, sql.Statement(f"UPDATE leases_lease SET {RENEW_SQL}", values)  # noqa: S608 - no user input
 
 
 def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:

@@ -272,7 +272,7 @@ class Lease(models.Model):
 class LeaseEvent(models.Model):
     """Entry in the timeline of a lease. Kept after the sandbox is destroyed."""
 
-    lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="events")
+    lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="events", db_index=False)
     at = models.DateTimeField()
     # granted, ended, destroyed, failed, workspace_over_limit, spend_limit, snapshot, restored, forked
     kind = models.CharField(max_length=32)
@@ -295,7 +295,7 @@ class LeaseEvent(models.Model):
 class Turn(models.Model):
     """Turn of a lease. The process that inserts the row plays the turn; a repeated number returns the stored answer."""
 
-    lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="turns")
+    lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="turns", db_index=False)
     number = models.BigIntegerField()
     run = models.OneToOneField(Run, on_delete=models.PROTECT, null=True, blank=True, related_name="turn")
     started_at = models.DateTimeField()
@@ -320,7 +320,7 @@ class Turn(models.Model):
 class IdempotentRequest(models.Model):
     """Stored response to a POST with an Idempotency-Key. A repeated request receives it."""
 
-    key_holder = models.ForeignKey(AgentKey, on_delete=models.CASCADE, related_name="+")
+    key_holder = models.ForeignKey(AgentKey, on_delete=models.CASCADE, related_name="+", db_index=False)
     key = models.CharField(max_length=255)
     fingerprint = models.CharField(max_length=64, help_text="SHA-256 of method, path and body.")
     started_at = models.DateTimeField()

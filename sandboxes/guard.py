@@ -1,11 +1,12 @@
 """Guard of a sandbox request: permission checks that the layer above `sandboxes` implements for a holder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from decimal import Decimal
 from typing import Protocol
 
-from sandboxes.db.sql import ALWAYS, Condition
+from sandboxes.db.sql import ALWAYS, Statement
 from sandboxes.models import Policy
 
 
@@ -18,6 +19,14 @@ class HolderTerms:
     policy: Policy | None = None  # None: the built-in policy "sealed"
 
 
+@dataclass
+class HolderRenewal:
+    """Renewal of a holder in the statement that closes its run."""
+
+    build: Callable[[datetime], Statement]  # UPDATE that renews the holder at this time, if it may be renewed
+    done: bool = False  # the last run that was closed renewed the holder
+
+
 class Guard(Protocol):
     """Permission checks of one holder. A refusing method raises an error of the implementing layer."""
 
@@ -25,7 +34,7 @@ class Guard(Protocol):
         """Lock the holder until the surrounding transaction ends, and return its terms. Raise if the holder has ended."""
         ...
 
-    def build_condition(self) -> Condition:
+    def build_condition(self) -> Statement:
         """Return the condition in SQL that the holder has not ended, at the time of this call."""
         ...
 
@@ -50,7 +59,7 @@ class OpenGuard:
     def fence(self) -> HolderTerms:
         return HolderTerms()
 
-    def build_condition(self) -> Condition:
+    def build_condition(self) -> Statement:
         return ALWAYS
 
     def check_active(self) -> None:

@@ -3,6 +3,7 @@
 Each transition is one guarded UPDATE plus a Transition row, in one transaction."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -55,10 +56,10 @@ def render_state_diagram() -> str:
 
 
 # Inserts a Transition for rows as they are now. Execute it in the transaction that moved the rows, which holds their locks.
-# Parameters: was, code, reason, actor.
+# Continued by the name of a table or common table expression with the rows. Parameters: was, code, reason, actor.
 INSERT_TRANSITION_SQL = (
     'INSERT INTO sandboxes_transition (sandbox_id, was, "to", at, holder, code, reason, actor) '
-    "SELECT id, %s, state, state_since, holder, %s, %s, %s FROM sandboxes_sandbox "
+    "SELECT id, %s, state, state_since, holder, %s, %s, %s FROM "
 )
 
 # Open runs of the agent of a sandbox. open_runs > 0 is the condition of the index sandbox_agent_running.
@@ -70,12 +71,12 @@ BEGIN_FIRST_RUN_SQL = (
     "state = 'running', state_since = %s, last_used_at = %s, open_runs = 1, idle_at = NULL, warm_hits = warm_hits + %s, "
     "persisted = FALSE, persist_failures = 0 "
     "WHERE id = %s AND holder = %s AND state = %s"
-    f" AND {AGENT_OPEN_RUNS_SQL} < %s"
+    f" AND incarnation = %s AND {AGENT_OPEN_RUNS_SQL} < %s"
 )
 BEGIN_CONCURRENT_RUN_SQL = (
     "open_runs = open_runs + 1, last_used_at = %s, warm_hits = warm_hits + 1 "
     "WHERE id = %s AND holder = %s AND state = 'running'"
-    f" AND open_runs < %s AND {AGENT_OPEN_RUNS_SQL} < %s"
+    f" AND incarnation = %s AND open_runs < %s AND {AGENT_OPEN_RUNS_SQL} < %s"
 )
 COUNT_OPEN_RUNS_SQL = (
     f"SELECT agent_did, open_runs, {AGENT_OPEN_RUNS_SQL} FROM sandboxes_sandbox "  # noqa: S608 - no user input
@@ -88,6 +89,7 @@ END_RUN_SQL = (
     "idle_at = CASE WHEN open_runs > 1 THEN idle_at ELSE %s END "
     "WHERE id = %s AND state = 'running' AND incarnation = %s"
 )
+FINISH_SQL = f"UPDATE sandboxes_sandbox SET {END_RUN_SQL} AND EXISTS (SELECT 1 FROM closed) RETURNING sandboxes_sandbox.*"  # noqa: S608 - no user input
 
 CHECKPOINT_HOOKS: list[Callable[[str, Any], None]] = []
 
@@ -110,8 +112,15 @@ def insert_warming(sandbox: Sandbox, *, now: datetime, code: Reason, actor: str 
 def _insert_transitions(
     where: str, key: UUID, *, was: SandboxState | None, code: Reason, reason: str = "", actor: str = ""
 ) -> None:
+    statement = _build_transitions(f"sandboxes_sandbox {where}", was=was, code=code, reason=reason, actor=actor)
+    sql.execute(statement.text, *statement.values, key)
+
+
+def _build_transitions(
+    rows: str, *, was: SandboxState | None, code: Reason, reason: str = "", actor: str = ""
+) -> sql.Statement:
     text = (reason or code.label)[:200]
-    sql.execute(INSERT_TRANSITION_SQL + where, was.value if was else "", code.value, text, actor[:255], key)
+    return sql.Statement(INSERT_TRANSITION_SQL + rows, (was.value if was else "", code.value, text, actor[:255]))
 
 
 def _require_edge(was: SandboxState, to: SandboxState, code: Reason) -> None:
@@ -153,27 +162,41 @@ def advance(
 
 
 def start_run(
-    pk: UUID, *, holder: UUID, now: datetime, actor: str = "", permission: sql.Condition = sql.ALWAYS
+    pk: UUID,
+    incarnation: int,
+    *,
+    holder: UUID,
+    now: datetime,
+    actor: str = "",
+    likely: SandboxState = WAITING,
+    run: sql.Statement | None = None,
+    permission: sql.Statement = sql.ALWAYS,
 ) -> SandboxState | None:
     """Count one more open Run of a sandbox. Returns the sandbox's previous state.
 
-    Returns None if the sandbox is not alive, if another holder has it, or if `permission` does not hold. Raises TooManyRuns if
-    the holder or its agent has reached LEASEHOLD_MAX_RUNS_PER_LEASE or LEASEHOLD_MAX_RUNS_PER_AGENT.
+    `run` inserts the Run from the row `changed` (sql.update_then), so that an eviction sees both or neither. `likely` is the
+    state that is tried first: with the right one, the whole is one statement on PostgreSQL.
 
-    A Run counts as a warm hit, unless it is the first one since the start of the sandbox. Call this function in the
-    transaction that inserts the Run, so that an eviction sees both or neither. The caller holds the agent's lock_key, so that
-    two transactions that start Runs in two sandboxes of the agent count each other's."""
-    agent_limit = settings.MAX_RUNS_PER_AGENT
-    with transaction.atomic():
-        for was, warm_hit in ((WAITING, 1), (WARM, 0)):
-            values = (now, now, warm_hit, pk, holder, was.value, agent_limit, *permission.values)
-            if sql.update(Sandbox, f"{BEGIN_FIRST_RUN_SQL} AND {permission.text}", *values):
-                _insert_transitions("WHERE id = %s", pk, was=was, code=Reason.RUN_STARTED, actor=actor)
-                return was
-        values = (now, pk, holder, settings.MAX_RUNS_PER_LEASE, agent_limit, *permission.values)
-        if sql.update(Sandbox, f"{BEGIN_CONCURRENT_RUN_SQL} AND {permission.text}", *values):
-            return RUNNING
-        _require_runs_below_limits(pk, holder)
+    Returns None if the sandbox is not alive, has been woken since, or another holder has it, or if `permission`, a condition in
+    SQL, does not hold. Raises TooManyRuns if the holder or its agent has reached LEASEHOLD_MAX_RUNS_PER_LEASE or
+    LEASEHOLD_MAX_RUNS_PER_AGENT.
+
+    A Run counts as a warm hit, unless it is the first one since the start of the sandbox. The caller holds the agent's
+    lock_key, taken by an earlier statement, so that two transactions that start Runs in two sandboxes of the agent count each
+    other's."""
+    agent_limit, inserts = settings.MAX_RUNS_PER_AGENT, [run] if run else []
+    for was in sorted((WAITING, WARM, RUNNING), key=lambda each: each != likely):
+        if was == RUNNING:
+            values: tuple[Any, ...] = (now, pk, holder, incarnation, settings.MAX_RUNS_PER_LEASE, agent_limit)
+            text, then = BEGIN_CONCURRENT_RUN_SQL, inserts
+        else:
+            values = (now, now, int(was == WAITING), pk, holder, was.value, incarnation, agent_limit)
+            transition = _build_transitions("changed", was=was, code=Reason.RUN_STARTED, actor=actor)
+            text, then = BEGIN_FIRST_RUN_SQL, [transition, *inserts]
+        change = sql.Statement(f"{text} AND {permission.text}", (*values, *permission.values))
+        if sql.update_then(Sandbox, pk, change, then):
+            return was
+    _require_runs_below_limits(pk, holder)
     return None
 
 
@@ -194,15 +217,56 @@ def _require_runs_below_limits(pk: UUID, holder: UUID) -> None:
             )
 
 
-def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: datetime, actor: str = "") -> None:
-    """Subtract one open Run of a sandbox, and move the sandbox to `waiting` after the last one.
+@dataclass(frozen=True)
+class Finished:
+    """Rows that the end of a run changed."""
 
-    Does nothing if the sandbox has left `running`. Call this function in the transaction that closes the Run. The caller rolls
-    back the transaction if the Run was closed before."""
-    with transaction.atomic():
-        subtracted = sql.update(Sandbox, END_RUN_SQL, now, now, now + idle_after, pk, incarnation)
-        if subtracted:
-            _insert_transitions("WHERE id = %s AND state = 'waiting'", pk, was=RUNNING, code=Reason.RUN_ENDED, actor=actor)
+    closed: bool  # the Run; False: it was closed before
+    renewed: bool  # the holder
+
+
+def finish_run(
+    pk: UUID,
+    incarnation: int,
+    *,
+    idle_after: timedelta,
+    close: sql.Statement,
+    renew: sql.Statement | None = None,
+    now: datetime,
+    actor: str = "",
+) -> Finished:
+    """Close a Run, subtract it from its sandbox, and move the sandbox to `waiting` after its last one. All or nothing.
+
+    `close` is the UPDATE of the Run, guarded by its being open; nothing is subtracted if it changes no row, nor from a sandbox
+    that has left `running`. `renew` is an UPDATE that renews the sandbox's holder; it is independent of the rest.
+
+    The rows are locked in the order holder, sandbox, Run, in which the end of a lease and schedule_destroy lock them. On
+    PostgreSQL it is one statement with one commit. Each part depends on the one before by a subquery without a reference to
+    its own row, which is evaluated before the first row is read. Plan: four lookups by primary keys."""
+    renewals = [("renewed", sql.Statement(f"{renew.text} RETURNING 1", renew.values))] if renew else []
+    subtract = sql.Statement(END_RUN_SQL, (now, now, now + idle_after, pk, incarnation))
+    note = _build_transitions("changed WHERE state = 'waiting'", was=RUNNING, code=Reason.RUN_ENDED, actor=actor)
+    if sql.can_chain():
+        after_renewal = "AND (SELECT COUNT(*) FROM renewed) >= 0 " if renew else ""
+        close_text = f"{close.text} AND EXISTS (SELECT 1 FROM locked) RETURNING 1"  # noqa: S608 - no user input
+        lock = f"SELECT id FROM sandboxes_sandbox WHERE id = %s {after_renewal}FOR NO KEY UPDATE"  # noqa: S608 - no user input
+        counts = sql.execute_chain(
+            [
+                *renewals,
+                ("locked", sql.Statement(lock, (pk,))),
+                ("closed", sql.Statement(close_text, close.values)),
+                ("changed", sql.Statement(FINISH_SQL, subtract.values)),
+                ("noted", note),
+            ],
+            ["closed", *(name for name, _ in renewals)],
+        )
+        return Finished(closed=counts[0] > 0, renewed=sum(counts[1:]) > 0)
+    with transaction.atomic(savepoint=False):
+        renewed = sql.execute(renew.text, *renew.values) if renew else 0
+        closed = sql.execute(close.text, *close.values)
+        if closed:
+            sql.update_then(Sandbox, pk, subtract, [note])
+    return Finished(closed=closed > 0, renewed=renewed > 0)
 
 
 def advance_many(

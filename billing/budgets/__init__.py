@@ -34,6 +34,7 @@ lease stay beyond any grace period, so that an exhausted budget never causes a l
 meanwhile."""
 
 from billing.budgets.admission import (
+    ANY_EXHAUSTED_SQL,
     close_tab,
     find_exhausted,
     find_exhausted_for_lease,
@@ -59,6 +60,7 @@ from billing.budgets.spending import find_top_spenders, sum_spending_by_day
 from billing.budgets.updates import save_budget, set_active, update_spending
 
 __all__ = [
+    "ANY_EXHAUSTED_SQL",
     "SWEEP_INTERVAL",
     "Disclosure",
     "ReservationBasis",

@@ -19,6 +19,7 @@ from billing.pricing import format_decimal
 from sandboxes.db import sql
 
 EXHAUSTED_SQL = "exhausted_at IS NOT NULL AND active AND hard"  # the condition of the partial index budget_exhausted
+ANY_EXHAUSTED_SQL = f"SELECT EXISTS (SELECT 1 FROM billing_budget WHERE {EXHAUSTED_SQL})"  # noqa: S608 - no user input
 EXHAUSTED_FOR_LEASE_SQL = f"{EXHAUSTED_SQL} AND (scope IN ('all', 'account') OR subject IN (%s, %s, %s))"
 
 

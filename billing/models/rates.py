@@ -33,7 +33,7 @@ class Rate(models.Model):
 
     A rate that has begun never changes. A new price is a new row with a later start, so earlier usage keeps its price."""
 
-    provider = models.SlugField(max_length=32)
+    provider = models.SlugField(max_length=32, db_index=False)
     instance_type = models.CharField(max_length=32, blank=True, help_text="For example basic. Empty for every instance type.")
     item = models.CharField(max_length=8, choices=[choice for choice in BillableItem.choices if choice[0] != BillableItem.LLM])
     usd = models.DecimalField(

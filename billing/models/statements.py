@@ -53,7 +53,7 @@ class Credit(AppendOnlyModel):
         GRANT = "grant", "grant"
         REVERSAL = "reversal", "reversal"
 
-    account = models.ForeignKey("billing.Account", on_delete=models.PROTECT, related_name="credits")
+    account = models.ForeignKey("billing.Account", on_delete=models.PROTECT, related_name="credits", db_index=False)
     kind = models.CharField(max_length=8, choices=Kind.choices, default=Kind.GRANT)
     usd = models.DecimalField("USD", max_digits=15, decimal_places=2, help_text="Negative for a reversal.")
     at = models.DateTimeField()
@@ -87,7 +87,7 @@ class Credit(AppendOnlyModel):
 class Statement(AppendOnlyModel):
     """Amount due by one account for one calendar month (UTC), fixed when the month is closed. A negative total is a refund."""
 
-    account = models.ForeignKey("billing.Account", on_delete=models.PROTECT, related_name="statements")
+    account = models.ForeignKey("billing.Account", on_delete=models.PROTECT, related_name="statements", db_index=False)
     month = models.DateField(help_text="First day of the month.")
     closed_at = models.DateTimeField()
     closed_by = models.CharField(max_length=255)
@@ -121,7 +121,7 @@ class StatementLine(AppendOnlyModel):
         USAGE = "usage", "usage"
         CORRECTION = "correction", "correction"
 
-    statement = models.ForeignKey(Statement, on_delete=models.PROTECT, related_name="lines")
+    statement = models.ForeignKey(Statement, on_delete=models.PROTECT, related_name="lines", db_index=False)
     kind = models.CharField(max_length=10, choices=Kind.choices)
     for_month = models.DateField(help_text="First day of the month of use.")
     agent_did = models.CharField(max_length=255, blank=True, verbose_name="agent")

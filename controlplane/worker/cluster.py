@@ -24,6 +24,7 @@ from django_q.scheduler import scheduler
 from django_q.signals import pre_execute
 from django_q.worker import worker
 
+from controlplane.worker.heartbeat import HeartbeatFile
 from sandboxes import queue_threads
 
 log = structlog.get_logger(__name__)
@@ -94,7 +95,8 @@ def remember_task(sender: Any, func: Any, task: dict[str, Any], **kwargs: Any) -
 class Cluster:
     """The threads of one queue. `run` returns after `stop`, or when the process has grown beyond its memory limit."""
 
-    def __init__(self, queue_name: str) -> None:
+    def __init__(self, queue_name: str, heartbeat: HeartbeatFile) -> None:
+        self.heartbeat = heartbeat
         Conf.CLUSTER_NAME = queue_name  # django-q2 reads it from the environment when it is imported
         self.broker = get_broker(queue_name)
         self.task_queue: queue.Queue[Any] = queue.Queue(Conf.QUEUE_LIMIT)
@@ -122,6 +124,7 @@ class Cluster:
         next_schedule_at = time.monotonic() + SCHEDULER_INTERVAL_SECONDS
         while not self._stopping.wait(GUARD_INTERVAL_SECONDS):
             self._replace_dead_threads()
+            self.heartbeat.update()
             if time.monotonic() >= next_schedule_at:
                 next_schedule_at = time.monotonic() + SCHEDULER_INTERVAL_SECONDS
                 scheduler(broker=self.broker)

@@ -1,24 +1,27 @@
 """Leases: acquire, read, renew, release."""
 
+import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db.models import Q
-from django.http import HttpResponse
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.http.response import HttpResponseBase
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.response import Response
 
 from billing import alive_time
-from leases import leasing
+from leases import leasing, renewal
 from leases.api.base import schema
 from leases.api.base.authentication import Caller
 from leases.api.base.fields import (
     DurationField,
     PatternField,
     StrictSerializer,
+    StrictUUIDField,
     build_did_field,
     build_seconds_field,
     seconds_to_timedelta,
@@ -26,7 +29,9 @@ from leases.api.base.fields import (
 )
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
+from leases.api.base.renderers import JsonRenderer, encode_json
 from leases.api.base.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
+from leases.api.lease_documents import build_lease_document
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
 from leases.errors import InvalidRequest
 from leases.models import (
@@ -39,11 +44,12 @@ from leases.models import (
 )
 from leases.tasks import begin_reclaim
 from sandboxes import stop_reasons
-from sandboxes.db import sql
+from sandboxes.db import database_time, sql
 from sandboxes.db.clock import format_timestamp
 from sandboxes.egress.totals import calculate_totals
-from sandboxes.models import GONE_STATES, LlmCall, Sandbox, SandboxState
+from sandboxes.models import LlmCall, Sandbox, SandboxState
 
+MAX_RENEWED_LEASES = 1000  # in one request
 HELD_SANDBOX_SQL = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
 
 
@@ -134,6 +140,30 @@ class RenewedSerializer(serializers.Serializer):
     expires_at = serializers.DateTimeField()
 
 
+class RenewManySerializer(StrictSerializer):
+    ids = serializers.ListField(child=StrictUUIDField(), min_length=1, max_length=MAX_RENEWED_LEASES)
+
+    def validate_ids(self, value: list[UUID]) -> list[UUID]:
+        if len(set(value)) < len(value):
+            raise serializers.ValidationError("Must not contain an id twice.")
+        return value
+
+
+class RenewalSerializer(serializers.Serializer):
+    id = serializers.UUIDField()
+    code = serializers.ChoiceField(
+        ("renewed", "lease_ended", "not_found"),
+        help_text="renewed, or the code of the problem with which the renewal of this lease alone would be answered.",
+    )
+    expires_at = serializers.DateTimeField(allow_null=True, help_text="End of the lease; null if it was not renewed.")
+    end_reason = serializers.CharField(help_text="Reason of the end of an ended lease, else empty.")
+
+
+class RenewedManySerializer(serializers.Serializer):
+    results = RenewalSerializer(many=True)
+
+
+RENEW_MANY_SERIALIZER = RenewManySerializer()
 ACQUIRE_SERIALIZER = AcquireSerializer()
 EMPTY_SERIALIZER = StrictSerializer()  # of requests without fields
 
@@ -154,11 +184,11 @@ class LeaseListView(ApiView):
             leases = leases.filter(environment_id=validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment))
         if status := request.GET.get("status"):
             leases = leases.filter(self._build_status_filter(status))
-        page, next_url = paginate(leases, "leased_at", request)
-        held = Sandbox.objects.filter(holder__in=[lease.pk for lease in page]).exclude(state__in=GONE_STATES)
-        sandboxes = {sandbox.holder: sandbox for sandbox in held}
-        results = [serialize_lease(leasing.apply_elapsed_clock(lease, self.now), sandboxes.get(lease.pk)) for lease in page]
-        return Response({"results": results, "next": next_url})
+        documents: QuerySet[Any, Any] = leases.annotate(document=build_lease_document(self.now))
+        page, next_url = paginate(documents.values_list("leased_at", "pk", "document", named=True), "leased_at", request)
+        results = ", ".join(row.document for row in page)
+        body = f'{{"results": [{results}], "next": {json.dumps(next_url)}}}'
+        return HttpResponse(body, content_type=JsonRenderer.media_type)
 
     def _build_status_filter(self, status: str) -> Q:
         elapsed = Q(expires_at__lte=self.now, status=LeaseStatus.ACTIVE)  # ended, not yet recorded by a sweep
@@ -206,6 +236,21 @@ class LeaseView(LeaseApiView):
 
 
 class LeaseRenewView(HotLeaseApiView):
+    """Renews in one statement where that suffices, and otherwise step by step, which also finds the reason of a refusal."""
+
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        if self._is_plain(request):
+            scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
+            if scheme == "Bearer" and (until := renewal.renew_with_key(kwargs["pk"], key, now=database_time.now())):
+                return HttpResponse(encode_json({"expires_at": until}), content_type=JsonRenderer.media_type)
+        return super().dispatch(request, *args, **kwargs)
+
+    def _is_plain(self, request: HttpRequest) -> bool:
+        """Return whether the request has nothing but a path and a key: no body, query or Idempotency-Key."""
+        meta = request.META
+        is_empty = meta.get("CONTENT_LENGTH") in (None, "", "0") and "HTTP_TRANSFER_ENCODING" not in meta
+        return request.method == "POST" and is_empty and not meta.get("QUERY_STRING") and "HTTP_IDEMPOTENCY_KEY" not in meta
+
     @extend_schema(
         operation_id="leases_renew",
         summary="Renew a lease",
@@ -219,6 +264,28 @@ class LeaseRenewView(HotLeaseApiView):
 
         def act(run_id: UUID) -> StatusAndBody:
             return 200, {"expires_at": format_timestamp(leasing.renew(self.lease, now=self.now))}
+
+        return self.execute_once(act)
+
+
+class LeaseRenewManyView(ApiView):
+    @extend_schema(
+        operation_id="leases_renew_many",
+        summary="Renew many leases",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=RenewManySerializer,
+        responses=schema.build_responses(RenewedManySerializer, 409, 413, 415),
+    )
+    def post(self, request: ApiRequest) -> HttpResponse:
+        """Renew up to 1000 leases, each as `POST /leases/{id}/renew` does, in one statement.
+
+        The outcomes have the order of the request. A lease that is not renewed does not affect the others."""
+        ids = self.validate_body(RENEW_MANY_SERIALIZER)["ids"]
+        agents = None if self.caller.key.operator else self.caller.key.dids
+
+        def act(run_id: UUID) -> StatusAndBody:
+            outcomes = renewal.renew_many(ids, agents, now=self.now)
+            return 200, {"results": [serialize_renewal(pk, outcome) for pk, outcome in outcomes.items()]}
 
         return self.execute_once(act)
 
@@ -276,7 +343,14 @@ def render_last_stop(pk: UUID) -> dict[str, str] | None:
     }  # fmt: skip
 
 
+def serialize_renewal(pk: UUID, outcome: renewal.Renewal) -> dict[str, Any]:
+    code = "renewed" if outcome.expires_at else "lease_ended" if outcome.found else "not_found"
+    expires_at = format_timestamp(outcome.expires_at) if outcome.expires_at else None
+    return {"id": str(pk), "code": code, "expires_at": expires_at, "end_reason": outcome.end_reason}
+
+
 def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = False) -> dict[str, Any]:
+    """Return the fields of LeaseSerializer. `lease_documents` has the same for lists."""
     return {
         "id": str(lease.pk),
         "sandbox_id": lease.sandbox_id,

@@ -35,6 +35,7 @@ register_converter(AnyPathConverter, "anything")
 
 urlpatterns = [
     path("leases", leases.LeaseListView.as_view()),
+    path("leases/renew", leases.LeaseRenewManyView.as_view()),
     path("leases/<uuid:pk>", leases.LeaseView.as_view()),
     path("leases/<uuid:pk>/renew", leases.LeaseRenewView.as_view()),
     path("leases/<uuid:pk>/release", leases.LeaseReleaseView.as_view()),

@@ -190,10 +190,14 @@ def is_listening(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
+def list_required_sockets() -> list[Path]:
+    """Return the unix sockets that listen once the egress proxy of this host accepts calls: the server and the last slot."""
+    return [get_server_socket_path(), slots.ensure_root_directory() / str(settings.EGRESS_SLOTS - 1) / slots.SOCKET_NAME]
+
+
 def is_open() -> bool:
-    """Return whether the egress proxy accepts calls on this host: the server and the last slot listen."""
-    last = slots.ensure_root_directory() / str(settings.EGRESS_SLOTS - 1) / slots.SOCKET_NAME
-    return is_listening(get_server_socket_path()) and is_listening(last)
+    """Return whether the egress proxy accepts calls on this host."""
+    return all(map(is_listening, list_required_sockets()))
 
 
 def get_proxy_kind() -> str:

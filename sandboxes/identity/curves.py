@@ -1,16 +1,16 @@
-"""Keys on the two elliptic curves of AT Protocol: text forms, signatures and JWTs."""
+"""Keys on the two elliptic curves of AT Protocol: text forms, signatures and JWTs.
+
+Functions import `cryptography`, because it takes 8 MiB and most processes never handle a key."""
 
 import base64
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric import ec
 
 BASE58_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 KEY_BYTES = 32  # of a private key, and of each half of a signature
@@ -19,11 +19,18 @@ MAX_KEY_TEXT_CHARS = 64  # of a private key in text form
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve and the multicodec prefixes of its keys."""
+    """A curve, by its class in `cryptography`, and the multicodec prefixes of its keys."""
 
-    kind: ec.EllipticCurve
+    class_name: str
     public: bytes
     private: bytes
+
+    @property
+    def kind(self) -> "ec.EllipticCurve":
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        kind: ec.EllipticCurve = getattr(ec, self.class_name)()
+        return kind
 
     @property
     def order(self) -> int:
@@ -31,8 +38,8 @@ class Curve:
 
 
 CURVES = {
-    "ES256K": Curve(ec.SECP256K1(), public=b"\xe7\x01", private=b"\x81\x26"),
-    "ES256": Curve(ec.SECP256R1(), public=b"\x80\x24", private=b"\x86\x26"),
+    "ES256K": Curve("SECP256K1", public=b"\xe7\x01", private=b"\x81\x26"),
+    "ES256": Curve("SECP256R1", public=b"\x80\x24", private=b"\x86\x26"),
 }
 
 
@@ -56,19 +63,29 @@ class PrivateKey:
     @property
     def public(self) -> str:
         """Public key as multibase, the part after `did:key:`."""
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
         point = self._key().public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
         return "z" + encode_base58(self.curve.public + point)
 
     def sign(self, message: bytes) -> bytes:
         """Return r and s, 32 bytes each. AT Protocol accepts only the lower of the two valid values of s."""
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+
         r, s = decode_dss_signature(self._key().sign(message, ec.ECDSA(hashes.SHA256())))
         return r.to_bytes(KEY_BYTES) + min(s, self.curve.order - s).to_bytes(KEY_BYTES)
 
-    def _key(self) -> ec.EllipticCurvePrivateKey:
+    def _key(self) -> "ec.EllipticCurvePrivateKey":
+        from cryptography.hazmat.primitives.asymmetric import ec
+
         return ec.derive_private_key(int.from_bytes(self.secret), self.curve.kind)
 
 
 def generate_key(algorithm: str = "ES256K") -> PrivateKey:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     number = ec.generate_private_key(CURVES[algorithm].kind).private_numbers().private_value
     return PrivateKey(algorithm, number.to_bytes(KEY_BYTES))
 

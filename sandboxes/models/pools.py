@@ -93,7 +93,7 @@ class Pool(models.Model):
 class Quota(models.Model):
     """Limit, guarantee and current count of one agent's sandboxes in one pool."""
 
-    pool = models.ForeignKey(Pool, on_delete=models.CASCADE, related_name="quotas")
+    pool = models.ForeignKey(Pool, on_delete=models.CASCADE, related_name="quotas", db_index=False)
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     most = models.PositiveIntegerField(null=True, blank=True, help_text="Maximum number of sandboxes. Empty: no limit.")
     guaranteed = models.PositiveIntegerField(

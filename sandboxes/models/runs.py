@@ -28,7 +28,7 @@ class Run(models.Model):
     """One command in one sandbox, with its deadline and result. A sweep closes a Run that is open past its deadline."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
-    sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="runs")
+    sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="runs", db_index=False)
     holder = models.UUIDField(null=True, blank=True)
     agent_did = models.CharField(max_length=255, blank=True)
     incarnation = models.PositiveIntegerField(default=1)

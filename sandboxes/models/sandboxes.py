@@ -198,7 +198,7 @@ class Sandbox(models.Model):
 class Transition(models.Model):
     """One state change of a sandbox. Metering and the timeline read these rows."""
 
-    sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="transitions")
+    sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="transitions", db_index=False)
     was = models.CharField(max_length=16, blank=True)
     to = models.CharField(max_length=16, choices=SandboxState.choices)
     at = models.DateTimeField()

@@ -140,7 +140,7 @@ class DataFile(models.Model):
 
     The row of a removed path stays, with `removed` set, so that other sandboxes delete the file at their next pull."""
 
-    data = models.ForeignKey(AgentData, on_delete=models.CASCADE, related_name="entries")
+    data = models.ForeignKey(AgentData, on_delete=models.CASCADE, related_name="entries", db_index=False)
     path = models.CharField(max_length=1000, help_text="Relative to /data.")
     kind = models.CharField(max_length=9, choices=[("file", "file"), ("directory", "directory"), ("link", "link")])
     mode = models.PositiveSmallIntegerField(help_text="Permission bits.")

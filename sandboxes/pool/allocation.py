@@ -27,7 +27,7 @@ from sandboxes.errors import (
     SandboxBusy,
     SandboxLost,
 )
-from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
+from sandboxes.guard import OPEN_GUARD, Guard, HolderRenewal, HolderTerms
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
@@ -54,6 +54,8 @@ class SandboxRequest:
     memory_mib: int | None = None  # None: the pool's default
     final_persist: FinalPersist = FinalPersist.ALL  # stored before the sandbox is destroyed
     guard: Guard = OPEN_GUARD
+    renewal: HolderRenewal | None = None  # executed with the end of each run
+    known: Sandbox | None = None  # the holder's sandbox, as the caller has just read it
 
 
 class _PoolFull(Exception):
@@ -67,17 +69,22 @@ class _NoFreeSlot(Exception):
     """No egress slot is free. Rolls the reservation back."""
 
 
+HELD_SQL = "sandboxes_sandbox.state NOT IN ('destroying', 'destroyed')"
+
+
 def find_by_holder(holder: uuid.UUID) -> Sandbox | None:
     """Return the holder's sandbox, or None. Ignores sandboxes in `destroying` and `destroyed`."""
-    return sql.find_first(Sandbox, "holder = %s AND state NOT IN ('destroying', 'destroyed')", holder)
+    return sql.find_first(Sandbox, f"holder = %s AND {HELD_SQL}", holder)
 
 
-def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox:
+def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now: datetime, actor: str = "") -> Sandbox:
     """Return the holder's sandbox in an alive state. Idempotent, and safe to call from many processes at once.
 
     1. If the holder has an alive sandbox, return that one.
     2. If the holder's sandbox is cold, wake it.
     3. Otherwise claim a pre-warmed sandbox, or start a new one.
+
+    `known` is the holder's sandbox as it was just read, which saves reading it again.
 
     Blocks while this or another process starts or evicts the sandbox. Raises CapacityExhausted,
     QuotaExceeded or PoolDraining if no place is available, DiskFull if a new sandbox is needed and a disk of the control plane
@@ -86,7 +93,7 @@ def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -
     SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
-    sandbox = find_by_holder(request.holder)
+    sandbox = known or find_by_holder(request.holder)
     if sandbox and sandbox.state in ALIVE_STATES and not sandbox.lost_at and registry.is_local(sandbox):
         sandbox.pool = request.pool
         return sandbox

@@ -5,7 +5,7 @@ open Runs: its state and its count of open Runs change in the transaction that o
 checks the state, and therefore never takes a sandbox in which an operation is active."""
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -30,10 +30,11 @@ from sandboxes.errors import (
     SandboxNotReady,
     StoreUnavailable,
 )
+from sandboxes.guard import HolderRenewal
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
+from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.pool import allocation, starts
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
 from sandboxes.runs import workspace_limit
@@ -133,10 +134,12 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
                     raise
                 raise error from failed
             checkpoint("run answered", opened.run)
-            _record_success(opened, attached, clock, actor=actor)
+            _record_success(opened, attached, request.renewal, clock, actor=actor)
 
 
-def _record_success(opened: Operation, attached: Attachment | None, clock: Clock, *, actor: str) -> None:
+def _record_success(
+    opened: Operation, attached: Attachment | None, renewal: HolderRenewal | None, clock: Clock, *, actor: str
+) -> None:
     """Persist /data and close the Run, with retries while the database does not respond.
 
     An error of the database would make the client repeat an operation that has run. Raises OutcomeUnknown if the database does
@@ -146,7 +149,7 @@ def _record_success(opened: Operation, attached: Attachment | None, clock: Clock
     def record() -> None:
         unsaved = _persist_data(attached, opened.sandbox, opened.provider, now=clock()) if attached else ""
         note = " ".join(filter(None, [opened.note, unsaved]))
-        close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, actor=actor)
+        close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, renewal=renewal, actor=actor)
 
     run_id = str(opened.run.pk)
     try:
@@ -170,14 +173,15 @@ def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor
 
 
 def _open_operation(request: allocation.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
+    known = request.known
     while True:
         request.guard.check_proceed()
-        sandbox = allocation.ensure_running(request, now=clock(), actor=actor)
+        sandbox = allocation.ensure_running(request, known=known, now=clock(), actor=actor)
         checkpoint("sandbox ready", sandbox)
-        run = open_run(sandbox, command, now=clock(), actor=actor, permission=request.guard.build_condition())
+        run = open_run(sandbox, command, now=clock(), actor=actor, build_permission=request.guard.build_condition)
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
-        # Since the calls above the sandbox was evicted or destroyed, or the holder has ended.
+        known = None  # since it was read, the sandbox was evicted or destroyed, or the holder has ended
         request.guard.check_active()
 
 
@@ -253,36 +257,45 @@ def _abandon_run(run: Run, note: str) -> None:
 
 
 def open_run(
-    sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "", permission: sql.Condition = sql.ALWAYS
+    sandbox: Sandbox,
+    command: Command,
+    *,
+    now: datetime,
+    actor: str = "",
+    build_permission: Callable[[], sql.Statement] = lambda: sql.ALWAYS,
 ) -> Run | None:
     """Open a Run and count it in the sandbox, in one transaction.
 
-    Returns None if the sandbox is no longer alive or no longer held by the same holder, or if `permission` does not hold.
-    Raises TooManyRuns at the limits of open Runs, which are therefore never exceeded by concurrent calls."""
+    `build_permission` returns a condition in SQL. It is called after the wait for the lock. Returns None if the sandbox is no
+    longer alive or no longer held by the same holder, or if the condition does not hold. Raises TooManyRuns at the limits of
+    open Runs, which are therefore never exceeded by concurrent calls."""
     assert sandbox.holder is not None  # ensured by allocation.ensure_running
+    run = Run(
+        id=command.run_id,
+        sandbox=sandbox,
+        holder=sandbox.holder,
+        agent_did=sandbox.agent_did,
+        incarnation=sandbox.incarnation,
+        kind=command.kind,
+        turn_number=command.turn_number,
+        argv=list(command.argv),
+        cwd=command.cwd,
+        claim=uuid.uuid4(),
+        claimed_by=settings.INSTANCE,
+        env_names=sorted(command.env),
+        stdin_bytes=len(command.stdin),
+        started_at=now,
+        deadline_at=now + command.timeout + KILL_GRACE,
+    )
+    insert = sql.build_insert_from(run, "changed")
     with transaction.atomic(durable=True):
         sql.lock_key(f"runs of {sandbox.agent_did}")
-        previous_state = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor, permission=permission)
-        if previous_state is None:
+        if not lifecycle.start_run(
+            sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=SandboxState(sandbox.state),
+            run=insert, permission=build_permission(),
+        ):  # fmt: skip
             return None
-        run = Run(
-            id=command.run_id,
-            sandbox=sandbox,
-            holder=sandbox.holder,
-            agent_did=sandbox.agent_did,
-            incarnation=sandbox.incarnation,
-            kind=command.kind,
-            turn_number=command.turn_number,
-            argv=list(command.argv),
-            cwd=command.cwd,
-            claim=uuid.uuid4(),
-            claimed_by=settings.INSTANCE,
-            env_names=sorted(command.env),
-            stdin_bytes=len(command.stdin),
-            started_at=now,
-            deadline_at=now + command.timeout + KILL_GRACE,
-        )
-        sql.insert(run)
+    run._state.adding = False
     checkpoint("run opened", run)
     return run
 
@@ -303,11 +316,19 @@ def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, *,
 
 
 def close_run(
-    run: Run, *, now: datetime, outcome: RunOutcome, result: ExecResult | None = None, note: str = "", actor: str = ""
+    run: Run,
+    *,
+    now: datetime,
+    outcome: RunOutcome,
+    result: ExecResult | None = None,
+    note: str = "",
+    renewal: HolderRenewal | None = None,
+    actor: str = "",
 ) -> bool:
     """Close an open Run and subtract it from its sandbox's count. Returns False if it was closed before.
 
-    Updates `run` to the stored values in both cases. Output is stored up to RUN_OUTPUT_KEPT bytes a stream."""
+    Updates `run` to the stored values in both cases, and renews the holder in the same statement. Output is stored up to
+    RUN_OUTPUT_KEPT bytes a stream."""
     max_bytes = settings.RUN_OUTPUT_KEPT
     values: dict[str, object] = {"ended_at": now, "outcome": outcome.value, "note": note[:500]}
     if result:
@@ -321,19 +342,21 @@ def close_run(
             "stdout_bytes": len(result.stdout),
             "stderr_bytes": len(result.stderr),
         }
-    with transaction.atomic():
-        # Locks the sandbox before the Run, in the order in which schedule_destroy locks them.
-        lifecycle.finish_run(run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, now=now, actor=actor)
-        changes = ", ".join(f"{name} = %s" for name in values)
-        closed = sql.update(Run, f"{changes} WHERE id = %s AND ended_at IS NULL", *values.values(), run.pk)
-        if not closed:
-            transaction.set_rollback(True)  # the call that closed the Run has subtracted it
-    if closed:
+    changes = ", ".join(f"{name} = %s" for name in values)
+    text = f"UPDATE sandboxes_run SET {changes} WHERE id = %s AND ended_at IS NULL"  # noqa: S608 - names of columns
+    close = sql.Statement(text, (*values.values(), run.pk))
+    finished = lifecycle.finish_run(
+        run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, close=close,
+        renew=renewal.build(now) if renewal else None, now=now, actor=actor,
+    )  # fmt: skip
+    if renewal:
+        renewal.done = finished.renewed
+    if finished.closed:
         for name, value in values.items():
             setattr(run, name, value)
     else:
         run.refresh_from_db()
-    return bool(closed)
+    return finished.closed
 
 
 def close_abandoned_run(run: Run, *, now: datetime) -> bool:

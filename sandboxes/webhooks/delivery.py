@@ -22,8 +22,8 @@ from sandboxes.errors import WebhookTestFailed
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models.webhooks import ENABLED, NOT_REMOVED, Delivery, Event, EventType, Webhook
 from sandboxes.sweep_log import SweepResult
-from sandboxes.webhooks import http_post, subscriptions
-from sandboxes.webhooks.http_post import PostResult
+from sandboxes.webhooks import subscriptions
+from sandboxes.webhooks.post_result import PostResult
 
 log = structlog.get_logger(__name__)
 # An attempt takes at most http_post.TIMEOUT_SECONDS and two short transactions. Afterwards its worker counts as dead.
@@ -121,6 +121,8 @@ def claim_delivery(webhook: uuid.UUID, *, now: datetime) -> Delivery | None:
 
 def send_once(delivery: Delivery, *, now: datetime) -> PostResult:
     """Send a delivery once, signed, and return the result without recording it."""
+    from sandboxes.webhooks import http_post  # imports aiohttp, 9 MiB that an installation without webhooks does not need
+
     event, webhook = delivery.event, delivery.webhook
     try:
         secrets = subscriptions.load_signing_secrets(webhook, now=now)

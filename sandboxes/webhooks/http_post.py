@@ -11,7 +11,6 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from http import HTTPStatus
@@ -24,17 +23,9 @@ import yarl
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from sandboxes.webhooks.addresses import Address, get_refusal_reason
+from sandboxes.webhooks.post_result import PostResult
 
 TIMEOUT_SECONDS = 10.0  # from name resolution to the status of the response
-
-
-@dataclass(frozen=True)
-class PostResult:
-    """Status of the response, or the error if there was no response. `error` is also set for a status outside 200 to 299."""
-
-    status: int | None = None
-    error: str = ""  # "" on success
-    retry_after: timedelta = timedelta(0)
 
 
 class _DestinationRefused(Exception):

@@ -5,7 +5,7 @@ import logging
 import pytest
 from django.db import OperationalError
 
-from leases import leasing
+from leases import leasing, renewal
 from leases.models import DID_DESCRIPTION
 from sandboxes.models import Host, Run
 from tests.api.conftest import ApiClient
@@ -62,7 +62,7 @@ def test_a_database_that_does_not_answer_is_unavailable(ada: ApiClient, lease, m
     def locked(*args: object, **options: object) -> None:
         raise OperationalError("database is locked")
 
-    monkeypatch.setattr(leasing, "renew", locked)
+    monkeypatch.setattr(renewal, "renew_with_key", locked)
     response = ada.post(f"leases/{lease['id']}/renew")
     assert (response.status_code, response.json()["code"]) == (503, "unavailable")
     assert response["Retry-After"] == "5"

@@ -1,5 +1,7 @@
 """CPU of renew and exec through the API, against the same verbs called directly. In one process, without a web server.
 
+The bare view is a Django view behind the same middleware that executes one UPDATE by the lease's primary key, without a key.
+
 Exec runs on the memory provider, so the cost of a sandbox is not included. To compare two revisions, alternate runs in two
 checkouts."""
 
@@ -10,7 +12,9 @@ from datetime import timedelta
 from typing import Any
 
 from django.core.handlers.wsgi import WSGIHandler
+from django.http import HttpRequest, HttpResponse
 from django.test import RequestFactory
+from django.urls import path
 from django.utils import timezone
 
 from leases import api_keys, execution, leasing
@@ -25,6 +29,15 @@ ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 DID = "did:web:bench.invalid"
 
 
+def renew_bare(request: HttpRequest, pk: uuid.UUID) -> HttpResponse:
+    now = timezone.now()
+    sql.update(Lease, "last_activity_at = %s, expires_at = %s WHERE id = %s", now, now + timedelta(hours=4), pk)
+    return HttpResponse(b"{}", content_type="application/json")
+
+
+urlpatterns = [path("api/v1/bare/<uuid:pk>", renew_bare)]
+
+
 def main() -> None:
     now = timezone.now()
     key = api_keys.issue_key([DID], now=now)[1]
@@ -34,13 +47,18 @@ def main() -> None:
     handler.load_middleware()
 
     def post(verb: str, body: str) -> Callable[[int], None]:
-        path = f"/api/v1/leases/{pk}/{verb}"
+        url = f"/api/v1/leases/{pk}/{verb}"
 
         def call(number: int) -> None:
-            response: Any = handler.get_response(factory.post(path, body, content_type="application/json"))
+            response: Any = handler.get_response(factory.post(url, body, content_type="application/json"))
             assert response.status_code == 200, response.content
 
         return call
+
+    def call_bare_view(number: int) -> None:
+        request = factory.post(f"/api/v1/bare/{pk}", "", content_type="application/json")
+        request.urlconf = __name__
+        assert handler.get_response(request).status_code == 200
 
     def renew(number: int) -> None:
         lease = sql.find_first(Lease, "id = %s", pk)
@@ -56,5 +74,7 @@ def main() -> None:
         ("exec", execute, post("exec", '{"argv": ["true"]}'), EXECS),
     ):
         cases = [BenchCase("verb alone", direct, get_own_pids), BenchCase("through the API", through, get_own_pids)]
+        if title == "renew":
+            cases.insert(0, BenchCase("bare view", call_bare_view, get_own_pids))
         interleave(cases, rounds=ROUNDS, block=calls, warmup=20)
         print_report(title, cases, raw=cases[0])

@@ -54,11 +54,11 @@ def measure_profile(profile: str) -> None:
 
 @contextmanager
 def run_whole_control_plane() -> Iterator[tuple["subprocess.Popen[str]", int, float]]:
-    """Run `manage.py up` with all its parts. Yield its process, its port, and the seconds until it was ready."""
+    """Run `manage.py up` as `make run` does. Yield its process, its port, and the seconds until it was ready."""
     [port] = find_free_ports()
     began = time.monotonic()
     up = subprocess.Popen(
-        [sys.executable, str(REPO_DIR / "manage.py"), "up", "--port", str(port)],
+        [sys.executable, str(REPO_DIR / "manage.py"), "up", "--initialize", "--port", str(port)],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:

@@ -13,6 +13,7 @@ from tests.bench.server import REPO_DIR
 PARTS: dict[str, dict[str, str]] = {
     "cases": {},
     "api_overhead": {"SANDBOX_PROVIDER": "memory"},
+    "lease_pages": {"SANDBOX_PROVIDER": "memory"},
     "footprint": {},
     "pool": {},
     "places": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},

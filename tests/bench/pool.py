@@ -9,14 +9,16 @@ import uuid
 from datetime import datetime, timedelta
 
 from django.conf import settings
-from django.db import connection, transaction
+from django.db import connection
 from django.utils import timezone
 
 from sandboxes import eviction, lifecycle
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db import sql
-from sandboxes.models import Pool, Quota, Sandbox
+from sandboxes.models import Pool, Quota, RunOutcome, Sandbox
 from sandboxes.pool import allocation
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes
 from tests.bench.measure import BenchCase, interleave, measure_seconds, print_report, refresh_statistics
 
@@ -52,14 +54,12 @@ def measure_decisions(size: int) -> dict[str, float]:
     def build_request() -> allocation.SandboxRequest:
         return allocation.SandboxRequest(uuid.uuid4(), "did:plc:bench", "e", bench_pool, timedelta(minutes=30))
 
-    waiting = list(Sandbox.objects.filter(pool=bench_pool, state="waiting").values_list("pk", "holder")[: ROUND_COUNT + 3])
+    waiting = list(Sandbox.objects.filter(pool=bench_pool, state="waiting")[: ROUND_COUNT + 3])
 
     def mark_run(number: int) -> None:
-        pk, holder = waiting[number % len(waiting)]
-        with transaction.atomic():
-            assert lifecycle.start_run(pk, holder=holder, now=now)
-        with transaction.atomic():
-            lifecycle.finish_run(pk, 1, idle_after=timedelta(hours=2), now=now)
+        command = Command(argv=["true"], timeout=timedelta(minutes=1), run_id=uuid.uuid4())
+        run = operations.open_run(waiting[number % len(waiting)], command, now=now)
+        assert run and operations.close_run(run, now=now, outcome=RunOutcome.OK)
 
     def claim(number: int) -> None:
         assert allocation.claim_warm(build_request(), now=now)
@@ -141,7 +141,7 @@ def bench_large_sweep() -> None:
     def update_raw(number: int) -> None:
         parameters = [now, uuid.uuid4(), settings.INSTANCE, now + CLAIM_TTL, now]
         with connection.cursor() as cursor:
-            cursor.execute(statement, [sql._adapt_value(value) for value in parameters])
+            cursor.execute(statement, [sql.adapt_value(value) for value in parameters])
             assert len(cursor.fetchall()) == SWEPT_ROWS
 
     def claim_all(number: int) -> None:

@@ -64,29 +64,27 @@ def test_only_processes_of_the_instance_are_killed(run_instance: str) -> None:
 
 def test_a_lock_is_held_once_and_its_note_outlives_the_holder_unless_invalid(tmp_path: Path) -> None:
     path = tmp_path / "state" / "up.json"
-    with hold_lock_file(path) as (before, write):
-        assert before == {}
-        write({"pid": 7, "started_at": "noon", "instance": "a"})
+    with hold_lock_file(path) as lock:
+        assert lock.note == {}
+        lock.write({"pid": 7, "started_at": "noon", "instance": "a"})
         with pytest.raises(AlreadyRunning, match="pid 7, since noon"), hold_lock_file(path):
             pass
-    with hold_lock_file(path) as (before, write):
-        assert before["instance"] == "a"
-        write({"instance": "b"})
-    with hold_lock_file(path) as (before, _):
-        assert before == {"instance": "b"}
+    with hold_lock_file(path) as lock:
+        assert lock.note["instance"] == "a"
+        lock.write({"instance": "b"})
+    with hold_lock_file(path) as lock:
+        assert lock.note == {"instance": "b"}
     path.write_text('{"pid": 1')
-    with hold_lock_file(path) as (before, _):
-        assert before == {}
+    with hold_lock_file(path) as lock:
+        assert lock.note == {}
 
 
 class SupervisorRun:
-    """A Supervisor that runs until `is_done` returns True, with its printed lines and released instances."""
+    """A Supervisor that runs until `is_done` returns True, with its printed lines."""
 
     def __init__(self, run_instance: str, *children: Child) -> None:
         self.lines: list[str] = []
-        self.released: list[str] = []
-        report = {"print_line": self.lines.append, "release_instance": self.released.append}
-        self.supervisor = Supervisor(run_instance, children, **report)
+        self.supervisor = Supervisor(run_instance, children, print_line=self.lines.append)
 
     def until(self, is_done, within: float = 60.0) -> None:
         done, deadline = False, time.monotonic() + within
@@ -118,7 +116,7 @@ def child(code: str, **options: object) -> Child:
     return Child("one", lambda: os.execv(sys.executable, [sys.executable, "-c", code]), **options)  # type: ignore[arg-type]
 
 
-def test_a_child_that_dies_is_released_and_restarted_with_backoff(run_instance: str) -> None:
+def test_a_child_that_dies_is_restarted_with_backoff(run_instance: str) -> None:
     one = child("raise SystemExit(3)")
     run = SupervisorRun(run_instance, one)
     run.until(lambda: one.failures == 2)
@@ -126,7 +124,7 @@ def test_a_child_that_dies_is_released_and_restarted_with_backoff(run_instance: 
         "exited with code 3; restarting in 1 s",
         "exited with code 3; restarting in 2 s",
     ]
-    assert run.released == [f"{run_instance}.one.1", f"{run_instance}.one.2"]
+    assert one.instance == f"{run_instance}.one.2"
 
 
 def test_processes_of_a_dead_child_are_killed_also_outside_its_group(run_instance: str) -> None:
@@ -136,10 +134,10 @@ def test_processes_of_a_dead_child_are_killed_also_outside_its_group(run_instanc
     def kill_leader_once_both_run() -> bool:
         if one.pid and one.starts == 1 and len(find_processes(one.instance)) == 2:
             os.kill(one.pid, signal.SIGKILL)
-        return bool(run.released)
+        return one.failures > 0
 
     run.until(kill_leader_once_both_run)
-    assert find_processes(run.released[0]) == []
+    assert find_processes(f"{run_instance}.one.1") == []
 
 
 def test_a_hanging_child_is_killed_even_if_stopped_and_restarted(run_instance: str) -> None:

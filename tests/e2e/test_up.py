@@ -144,6 +144,15 @@ def test_killed_and_hanging_children_are_restarted_and_leave_no_process(home: Ho
     assert home.find_processes() == set()
 
 
+def test_an_empty_directory_is_initialized(home: Home) -> None:
+    (home.path / "leasehold.sqlite3").unlink()
+    home.up("--initialize")
+    assert 'Log in to /admin/ as "operator"' in home.read_log()
+    assert home.query_value("SELECT count(*) FROM auth_user") == 1
+    assert home.get("/healthz")[0] == 200
+    assert home.stop(signal.SIGTERM) == 0
+
+
 def test_the_small_profile_serves_drains_and_restarts_as_one_process(home: Home) -> None:
     home.env |= {"LEASEHOLD_PROFILE": "small", "LEASEHOLD_DRAIN_TIMEOUT": "25s"}
     up, before = home.up(), home.wait_for_child("all")

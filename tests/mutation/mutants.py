@@ -12,6 +12,7 @@ LIFECYCLE, RUNS = "sandboxes/lifecycle.py", "sandboxes/runs/operations.py"
 EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
 ADMISSION_QUEUE = "sandboxes/pool/admission_queue.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
+RENEWAL, TEST_RENEWAL = "leases/renewal.py", "tests/unit/leases/test_renewal.py"
 LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
 METERING, INTERVALS, PRICING = "billing/metering.py", "billing/intervals.py", "billing/pricing.py"
 BUDGET_ADMISSION, BUDGET_RESERVATION, BUDGET_UPDATES = (
@@ -167,9 +168,16 @@ MUTANTS = (
     Mutant(
         name="runs-close-twice",
         path=RUNS,
-        before='f"{changes} WHERE id = %s AND ended_at IS NULL"',
-        after='f"{changes} WHERE id = %s"',
+        before='SET {changes} WHERE id = %s AND ended_at IS NULL"',
+        after='SET {changes} WHERE id = %s"',
         tests=[f"{TEST_RACES}::test_release_during_a_run_closes_it_and_refuses_the_late_result"],
+    ),
+    Mutant(
+        name="runs-counted-out-by-each-close",
+        path=LIFECYCLE,
+        before="        if closed:\n            sql.update_then",
+        after="        if True:\n            sql.update_then",
+        tests=[f"{TEST_LIFECYCLE}::test_sandbox_is_running_exactly_while_runs_are_open"],
     ),
     Mutant(
         name="runs-abandoned-run-not-killed",
@@ -278,11 +286,14 @@ MUTANTS = (
         tests=[f"{TEST_STATE_LOSS}::test_guarantee_is_checked_when_a_victim_is_chosen_and_when_its_place_is_taken"],
     ),
     Mutant(
-        name="leasing-wait-outlives-the-lease",
+        name="leasing-run-after-the-end-of-the-lease",
         path="leases/guard.py",
-        before="        leasing.require_active(self.lease_id, now=self.clock())\n        budgets",
-        after="        budgets",
-        tests=[f"{TEST_EXECUTION}::test_lease_that_ends_while_its_sandbox_starts_runs_nothing"],
+        before="AND status = %s AND expires_at > %s",
+        after="AND (status = %s OR expires_at > %s)",
+        tests=[
+            f"{TEST_EXECUTION}::test_lease_that_ends_while_its_sandbox_starts_runs_nothing",
+            f"{TEST_EXECUTION}::test_lease_that_ends_while_its_process_is_suspended_runs_nothing",
+        ],
     ),
     Mutant(
         name="eviction-of-a-lost-sandbox",
@@ -326,6 +337,27 @@ MUTANTS = (
         before="return min(renewed_at + ttl, max_expires_at)",
         after="return max(renewed_at + ttl, max_expires_at)",
         tests=[f"{TEST_LEASING}::test_a_lease_ends_at_the_earliest_of_its_clocks"],
+    ),
+    Mutant(
+        name="renewal-by-a-revoked-key",
+        path=RENEWAL,
+        before="AND key.prefix = %s AND key.revoked_at IS NULL ",
+        after="AND key.prefix = %s ",
+        tests=[f"{TEST_RENEWAL}::test_a_key_that_may_not_renew_changes_nothing"],
+    ),
+    Mutant(
+        name="renewal-for-another-agent",
+        path=RENEWAL,
+        before="AND {may_act} AND {scope} RETURNING",
+        after="AND {scope} RETURNING",
+        tests=[f"{TEST_RENEWAL}::test_a_key_that_may_not_renew_changes_nothing"],
+    ),
+    Mutant(
+        name="renewal-in-a-batch-of-an-ended-lease",
+        path=RENEWAL,
+        before="\"leases_lease.status = 'active' AND leases_lease.expires_at > %s",
+        after='"leases_lease.expires_at > %s',
+        tests=[f"{TEST_RENEWAL}::test_a_batch_renews_in_one_statement_and_reports_each_lease"],
     ),
     Mutant(
         name="leasing-elapsed-lease-still-held",
@@ -436,8 +468,8 @@ MUTANTS = (
     Mutant(
         name="keys-revoked-key-accepted",
         path=API_KEYS,
-        before='"prefix = %s AND revoked_at IS NULL"',
-        after='"prefix = %s"',
+        before='"leases_agentkey.prefix = %s AND leases_agentkey.revoked_at IS NULL"',
+        after='"leases_agentkey.prefix = %s"',
         tests=[f"{TEST_KEYS}::test_a_revoked_key_is_refused_at_once"],
     ),
     Mutant(

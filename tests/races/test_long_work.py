@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from uuid import UUID
 
 import pytest
 
@@ -211,15 +210,15 @@ def test_a_one_shot_run_ends_when_its_command_has_ended(pool: Pool, memory: Memo
 def test_work_after_a_slow_check_begins_when_the_check_has_ended(
     verb: str, grant: Callable[..., Lease], pool: Pool, time: VirtualTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lease, require_active = grant(), leasing.require_active
+    lease, check_active = grant(), leasing.check_active
     write(lease)
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
 
-    def check_slowly(pk: UUID, *, now: datetime) -> Lease:
+    def check_slowly(found: Lease | None, *, now: datetime) -> Lease:
         time.elapsed = time.elapsed or MINUTE
-        return require_active(pk, now=now)
+        return check_active(found, now=now)
 
-    monkeypatch.setattr(leasing, "require_active", check_slowly)
+    monkeypatch.setattr(leasing, "check_active", check_slowly)
     request = LeaseRequest(lease.agent_did, "fork", "catan", pool=pool.name)
     act: dict[str, Callable[[], object]] = {
         "snapshot": lambda: snapshots.take_snapshot(lease.pk, now=NOW),

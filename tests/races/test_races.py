@@ -17,6 +17,7 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction
 from sandboxes.errors import CapacityExhausted, TooManyRuns
+from sandboxes.guard import HolderRenewal
 from sandboxes.models import Pool, Run, RunOutcome, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.providers.memory import MemoryProvider
@@ -325,18 +326,39 @@ def start_after(statement: str, act: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")
-def test_lease_ends_while_its_run_ends(lease) -> None:
-    with start_after("UPDATE sandboxes_run", lambda: leasing.release(lease.pk, now=NOW)), pytest.raises(LeaseEnded):
-        run(lease)
-    assert (Run.objects.get().outcome, Sandbox.objects.get().state) == ("ok", "destroying")
+@pytest.mark.parametrize(("first", "outcome"), [("run", "ok"), ("lease", "lost")])
+def test_lease_and_run_end_together(lease, first: str, outcome: str) -> None:
+    """Both lock the lease before the sandbox: the later one waits, and neither holds what the other needs."""
+    opened = operations.open_run(
+        execution.ensure_sandbox_ready(lease.pk, now=NOW), Command(argv=["true"], timeout=MINUTE), now=NOW
+    )
+    assert opened
+    renewal = HolderRenewal(lambda at: leasing.build_renewal(lease, now=at))
+
+    def close() -> None:
+        operations.close_run(opened, now=NOW + MINUTE, outcome=RunOutcome.OK, renewal=renewal)
+
+    def release() -> None:
+        leasing.release(lease.pk, now=NOW + MINUTE)
+
+    if first == "run":
+        with start_after("WITH renewed", release), transaction.atomic():
+            close()
+    else:
+        with start_after('UPDATE "leases_lease"', close):
+            release()
+    assert (Run.objects.get().outcome, Sandbox.objects.get().state) == (outcome, "destroying")
+    assert renewal.done == (first == "run")
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")
 def test_lease_ends_while_an_event_of_it_is_inserted(grant) -> None:
-    """The event's foreign key to the lease is deferred: PostgreSQL checks it at commit."""
+    """The event's foreign key to the lease is deferred: PostgreSQL checks it at commit.
+
+    After the commit, the end of the lease and the renewal after the snapshot wait for the same row, in either order."""
     lease: Lease = grant(expiry_conditions=["over"])
     run(lease)
     rival = partial(conditions.post_condition, "game-1", "over", now=NOW, agents=None)
-    with start_after('INSERT INTO "leases_leaseevent"', rival), pytest.raises(LeaseEnded):
+    with start_after('INSERT INTO "leases_leaseevent"', rival), suppress(LeaseEnded):
         snapshots.take_snapshot(lease.pk, now=NOW)
     assert [*lease.events.order_by("pk").values_list("kind", flat=True)] == ["granted", "snapshot", "ended"]

@@ -187,9 +187,9 @@ def test_start_whose_claim_was_taken_over_does_not_make_the_sandbox_ready(grant,
 def test_run_does_not_join_a_running_sandbox_of_another_holder(grant, memory_store) -> None:
     sandbox = execution.ensure_sandbox_ready(grant().pk, now=NOW)
     assert sandbox.holder is not None
-    assert lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=NOW) == "warm"
-    assert lifecycle.start_run(sandbox.pk, holder=uuid4(), now=NOW) is None
-    assert lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=NOW) == "running"
+    assert lifecycle.start_run(sandbox.pk, 1, holder=sandbox.holder, now=NOW) == "warm"
+    assert lifecycle.start_run(sandbox.pk, 1, holder=uuid4(), now=NOW) is None
+    assert lifecycle.start_run(sandbox.pk, 1, holder=sandbox.holder, now=NOW) == "running"
 
 
 def test_guarantee_is_checked_when_a_victim_is_chosen_and_when_its_place_is_taken(grant, memory_store, pool) -> None:

@@ -1,8 +1,8 @@
 """manage.py up: run and supervise the web server, the queue and the egress proxy."""
 
 import gc
-import http.client
 import os
+import signal
 import socket
 import time
 import uuid
@@ -18,22 +18,21 @@ from django.db import Error as DatabaseError
 from django.db import connections
 from django.utils import timezone
 
-from controlplane import checks, combined, health, schedules, supervisor, webserver
-from controlplane.supervisor import Child, Supervisor
+from controlplane import checks, health, schedules, stages, supervisor
+from controlplane.supervisor import Child, LockFile, Supervisor
+from controlplane.worker import heartbeat as queue_heartbeat
 from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
-from sandboxes import providers
+from sandboxes import long_calls, providers
 from sandboxes.db import database_time
 from sandboxes.egress import nginx
 from sandboxes.hosts import capacity, registry
-from sandboxes.models import Sandbox, SandboxState, Sweep
+from sandboxes.models import Sandbox, SandboxState
 from sandboxes.providers.base import Provider, ProviderError
 from sandboxes.sweeps import heartbeat
 
-HEARTBEAT_CHECK_SECONDS = 2.0  # interval between queries of the heartbeat
 CLEANUP_TIMEOUT_SECONDS = 60.0  # for --leave-nothing to destroy all sandboxes
 CLEANUP_RETRY_SECONDS = 1.0
-EGRESS_TIMEOUT_SECONDS = 45.0  # after this "ready" is printed without egress
 
 
 class Command(BaseCommand):
@@ -45,36 +44,81 @@ class Command(BaseCommand):
         parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
         parser.add_argument("--no-worker", action="store_true", help="do not start the queue, whose workers run elsewhere")
         parser.add_argument("--leave-nothing", action="store_true", help="end all leases and destroy all sandboxes on exit")
+        parser.add_argument(
+            "--initialize",
+            action="store_true",
+            help="first build the image, apply migrations and run quickstart",
+        )
         parser.add_argument("--hung-after", default="3m", help="restart the queue if its heartbeat is older; default: 3m")
 
     def handle(
-        self, *args: Any, host: str, port: int, no_worker: bool, leave_nothing: bool, hung_after: str, **options: Any
+        self,
+        *args: Any,
+        host: str,
+        port: int,
+        no_worker: bool,
+        leave_nothing: bool,
+        initialize: bool,
+        hung_after: str,
+        **options: Any,
     ) -> None:
         heartbeat_timeout = parse_duration("--hung-after", hung_after)
+        values = stages.read_values()
         try:
-            if health.find_unapplied_migrations():
-                raise CommandError("Migrations are not applied: run manage.py migrate.")
-            provider = providers.get_provider(providers.get_default_provider_name())
-            if provider.name == "memory":
-                raise CommandError("SANDBOX_PROVIDER=memory works in one process only, and manage.py up starts several.")
-            with supervisor.hold_lock_file(settings.STATE_DIR / "up.json") as (previous, write):
-                self._clean_up_previous_instance(previous.get("instance", ""))
-                require_free_port(host, port)
-                run_instance = f"{supervisor.INSTANCE_PREFIX}{uuid.uuid4().hex}"
-                started_at = timezone.now().isoformat(timespec="seconds")
-                write({"pid": os.getpid(), "started_at": started_at, "instance": run_instance})
-                processes = self._run(
-                    run_instance, host, port, provider, no_worker=no_worker, heartbeat_timeout=heartbeat_timeout
-                )
-                self._release_instance(run_instance)
-                if leave_nothing:
-                    self._destroy_all_sandboxes(processes)
+            if values.get("stage") == "child":
+                self._run_child(values, host, port, with_queue=not no_worker)
+            elif values.get("stage") == "finish":
+                self._finish(values, leave_nothing=leave_nothing)
+            else:
+                if initialize:
+                    initialize_installation()
+                self._prepare(host, port, with_queue=not no_worker, heartbeat_timeout=heartbeat_timeout)
         except supervisor.AlreadyRunning as error:
             raise CommandError(f"Another manage.py up is running on {settings.STATE_DIR} ({error}).") from None
         except DatabaseError as error:
             raise CommandError(f"The database does not respond: {first_line(error)}") from None
         except PermissionError as error:
             raise CommandError(f"LEASEHOLD_STATE_DIR cannot be used: {error}") from None
+
+    def _prepare(self, host: str, port: int, *, with_queue: bool, heartbeat_timeout: timedelta) -> None:
+        """First stage: start the children, and continue in the stage `supervise`."""
+        if health.find_unapplied_migrations():
+            raise CommandError("Migrations are not applied: run manage.py migrate.")
+        provider = providers.get_provider(providers.get_default_provider_name())
+        if provider.name == "memory":
+            raise CommandError("SANDBOX_PROVIDER=memory works in one process only, and manage.py up starts several.")
+        with supervisor.hold_lock_file(settings.STATE_DIR / "up.json") as lock:
+            self._clean_up_previous_instance(lock.note.get("instance", ""))
+            require_free_port(host, port)
+            run_instance = f"{supervisor.INSTANCE_PREFIX}{uuid.uuid4().hex}"
+            started_at = timezone.now().isoformat(timespec="seconds")
+            lock.write({"pid": os.getpid(), "started_at": started_at, "instance": run_instance})
+            check = stages.HeartbeatCheck(str(queue_heartbeat.get_path()), heartbeat_timeout.total_seconds())
+            children = build_children(host, port, with_queue=with_queue, find_problem=check)
+            processes = Supervisor(run_instance, children, print_line=self.print_line)
+            processes.install_signal_handlers()
+            self._prepare_host(host, port, provider, with_queue=with_queue)
+            self._start(processes)
+            supervise(processes, lock, check, to_client_host(host), port, provider)
+
+    def _finish(self, values: dict[str, Any], *, leave_nothing: bool) -> None:
+        """Last stage: every child has ended, and the lock is still held."""
+        os.set_inheritable(values["lock_fd"], False)
+        processes = Supervisor(values["run_instance"], [], print_line=self.print_line)
+        processes.stopping = True  # the next signal ends the clean-up
+        processes.install_signal_handlers()
+        stages.unblock_signals()
+        self._release_instance(values["run_instance"])
+        if leave_nothing:
+            self._destroy_all_sandboxes(processes)
+
+    def _run_child(self, values: dict[str, Any], host: str, port: int, *, with_queue: bool) -> None:
+        """Serve as the replacement of a child that ended, whose claims become due at once."""
+        stages.unblock_signals()
+        supervisor.set_identity(values["name"], settings.INSTANCE)
+        settings.SANDBOX_PROVIDER = values["provider"]
+        self._release_instance(values["predecessors"])
+        next(child for child in build_children(host, port, with_queue=with_queue) if child.name == values["name"]).work()
 
     def print_line(self, line: str) -> None:
         self.stdout.write(f"up: {line}")
@@ -101,46 +145,40 @@ class Command(BaseCommand):
         finally:
             connections.close_all()
 
-    def _run(
-        self, run_instance: str, host: str, port: int, provider: Provider, *, no_worker: bool, heartbeat_timeout: timedelta
-    ) -> Supervisor:
-        """Run the egress proxy, the web server and the queue until a signal arrives, then stop them."""
+    def _prepare_host(self, host: str, port: int, provider: Provider, *, with_queue: bool) -> None:
         settings.SANDBOX_PROVIDER = provider.name  # `auto` is resolved once, so that all processes agree
-        children = build_children(host, port, with_queue=not no_worker, find_problem=HeartbeatCheck(heartbeat_timeout))
-        web = next(child for child in children if child.drain_seconds)
-        processes = Supervisor(run_instance, children, print_line=self.print_line, release_instance=self._release_instance)
-        processes.install_signal_handlers()
         settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # the server warns if it does not exist
         health.set_draining(False)
-        self._register_host(no_worker=no_worker)
-        connections.close_all()
-        gc.collect()
-        gc.freeze()  # a collection in a child would write to the pages that it shares with this process
+        self._register_host(with_queue=with_queue)
         url = f"http://{bracket_ipv6(to_client_host(host))}:{port}"
         self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
         if not provider.isolated:
             self.print_line(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")
-        processes.run(each_tick=ReadinessAnnouncer(web, to_client_host(host), port, self.print_line), drain=self._drain)
-        return processes
 
-    def _register_host(self, *, no_worker: bool) -> None:
+    def _start(self, processes: Supervisor) -> None:
+        """Fork all children, unless a signal has arrived."""
+        connections.close_all()
+        gc.collect()
+        gc.freeze()  # a collection in a child would write to the pages that it shares with this process
+        try:
+            for child in processes.children:
+                if not processes.stopping:
+                    child.start(processes.run_instance)
+        except BaseException:
+            processes.stop()
+            raise
+
+    def _register_host(self, *, with_queue: bool) -> None:
         """Record this host, and write the schedules of its worker. Without its engine no schedules are written."""
         for failure in heartbeat.record_heartbeats(now=database_time.now()).failures:
             self.print_line(f"host not recorded: {failure}")
         try:
             schedules.sync_schedules(now=timezone.now())
-            if not no_worker:
+            if with_queue:
                 schedules.enqueue_all_sweeps()
         except ProviderError as error:
             self.print_line(f"schedules not written: {error}. Run manage.py sync_schedules once the engine responds.")
         capacity.update_automatic_capacities(now=database_time.now())
-
-    def _drain(self) -> None:
-        """Make /readyz fail, and give the load balancer time to notice before the web server stops."""
-        health.set_draining(True)
-        if settings.DRAIN_DELAY_SECONDS:
-            self.print_line(f"not ready; accepting requests for another {settings.DRAIN_DELAY_SECONDS} s")
-            time.sleep(settings.DRAIN_DELAY_SECONDS)
 
     def _destroy_all_sandboxes(self, processes: Supervisor) -> None:
         """End every lease and destroy every sandbox, except those of other hosts.
@@ -161,70 +199,73 @@ class Command(BaseCommand):
             raise CommandError("Sandboxes remain. manage.py sweep --loop destroys them once the provider responds.")
 
 
-class HeartbeatCheck:
-    """Detects a hung queue: running longer than `heartbeat_timeout` without a heartbeat in that time.
-
-    The queue can lose the lock shared by its workers. It then looks healthy but executes nothing."""
-
-    def __init__(self, heartbeat_timeout: timedelta) -> None:
-        self.heartbeat_timeout = heartbeat_timeout
-        self.next_check_at = 0.0
-
-    def __call__(self, queue: Child) -> str:
-        if queue.age < self.heartbeat_timeout.total_seconds() or time.monotonic() < self.next_check_at:
-            return ""
-        self.next_check_at = time.monotonic() + HEARTBEAT_CHECK_SECONDS
-        try:
-            own = Sweep.objects.filter(name=schedules.HEARTBEAT, host=registry.find_worker_host(now=timezone.now()))
-            is_alive = own.filter(succeeded_at__gt=timezone.now() - self.heartbeat_timeout).exists()
-        except DatabaseError:  # the queue cannot write a heartbeat either, and a restart would not help
-            is_alive = True
-        finally:
-            connections.close_all()
-        return "" if is_alive else f"no heartbeat for {self.heartbeat_timeout.total_seconds():g} s"
+def initialize_installation() -> None:
+    """Build the image, migrate and run quickstart, in a process of its own: the children do not inherit its memory."""
+    if supervisor.run_forked("initialize", build_image_and_database):
+        raise CommandError("The installation is not initialized.")
 
 
-class ReadinessAnnouncer:
-    """Prints "ready" once per start of the web server, when /healthz responds and the egress proxy is open.
-
-    After EGRESS_TIMEOUT_SECONDS it prints "ready" with a warning instead of waiting for the egress proxy."""
-
-    def __init__(self, web: Child, host: str, port: int, print_line: Callable[[str], None]) -> None:
-        self.web, self.host, self.port, self.print_line = web, host, port, print_line
-        self.announced = ""
-
-    def __call__(self) -> None:
-        if not self.web.pid or self.announced == self.web.instance or not self._healthy():
-            return
-        is_open = nginx.is_open()
-        if is_open or self.web.age > EGRESS_TIMEOUT_SECONDS:
-            self.announced = self.web.instance
-            self.print_line("ready" if is_open else "ready, but SANDBOXES REACH NO MODEL: the egress proxy is not open")
-
-    def _healthy(self) -> bool:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=3)
-        try:
-            connection.request("GET", "/healthz")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+def build_image_and_database() -> None:
+    try:
+        if providers.get_default_provider_name() == "docker":
+            call_command("build_image")
+        if health.find_unapplied_migrations():
+            call_command("migrate", verbosity=0)
+        call_command("quickstart")
+    except CommandError as error:
+        raise SystemExit(f"CommandError: {error}") from None
 
 
-def build_children(host: str, port: int, *, with_queue: bool, find_problem: Callable[[Child], str]) -> list[Child]:
+def supervise(
+    processes: Supervisor, lock: LockFile, check: stages.HeartbeatCheck, host: str, port: int, provider: Provider
+) -> None:
+    """Continue in the stage `supervise`, which watches the running children. `host` and `port` are those of a local client."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS)
+    stages.execute(
+        "supervise",
+        run_instance=processes.run_instance,
+        lock_fd=lock.make_inheritable(),
+        stopping=processes.stopping,
+        stop_at_once=processes.stop_at_once,
+        children=stages.describe_children(processes.children),
+        child_values={"provider": provider.name},
+        heartbeat_path=check.path,
+        heartbeat_timeout=check.timeout_seconds,
+        host=host,
+        port=port,
+        egress_sockets=[str(path) for path in nginx.list_required_sockets()],
+        draining_path=str(long_calls.get_shutdown_path()),
+        drain_delay=settings.DRAIN_DELAY_SECONDS,
+    )
+
+
+def build_children(
+    host: str, port: int, *, with_queue: bool, find_problem: Callable[[Child], str] = supervisor.find_no_problem
+) -> list[Child]:
     """Return the child processes of the profile. A child with `drain_seconds` serves HTTP; several are web, web1, web2, ..."""
     drain_seconds = settings.DRAIN_TIMEOUT.total_seconds()
     if settings.PROFILE == "small":
-        serve = in_child(lambda: combined.serve(host, port, with_queue=with_queue))
+        serve = in_child(lambda: serve_combined(host, port, with_queue=with_queue))
         find_problem = find_problem if with_queue else supervisor.find_no_problem
         return [Child("all", serve, find_problem, drain_seconds + supervisor.STOP_TIMEOUT_SECONDS)]
-    serve = in_child(lambda: webserver.serve(host, port))
+    serve = in_child(lambda: serve_web(host, port))
     children = [Child("egress", in_child(lambda: call_command("egress")))]
     children += [Child(f"web{number or ''}", serve, drain_seconds=drain_seconds) for number in range(settings.WEB_WORKERS)]
     if with_queue:
         children.append(Child("queue", in_child(lambda: call_command("qcluster")), find_problem))
     return children
+
+
+def serve_web(host: str, port: int) -> None:
+    from controlplane import webserver  # imports granian, which the other children do not need
+
+    webserver.serve(host, port)
+
+
+def serve_combined(host: str, port: int, *, with_queue: bool) -> None:
+    from controlplane import combined  # imports granian and aiohttp, which no process of the other profile needs together
+
+    combined.serve(host, port, with_queue=with_queue)
 
 
 def in_child(serve: Callable[[], object]) -> Callable[[], None]:

@@ -30,8 +30,9 @@ class Caller:
 
     is_authenticated = True
 
-    def __init__(self, key: AgentKey) -> None:
+    def __init__(self, key: AgentKey, lease: Lease | None = None) -> None:
         self.key = key
+        self._lease = lease  # read with the key
         self.pk = key.pk
         self.allowed = AllowLists.of_key(key)
         self.name = f"key {key.prefix}"
@@ -60,7 +61,8 @@ class Caller:
 
     def get_lease(self, pk: UUID) -> Lease:
         """Return a lease. Raises NotFound for an unknown lease, and for a lease of an agent that this key may not act for."""
-        lease = sql.find_first(Lease, "id = %s", pk)
+        is_known = self._lease is not None and self._lease.pk == pk
+        lease = self._lease if is_known else sql.find_first(Lease, "id = %s", pk)
         if lease is None or not self.may_act_for(lease.agent_did):
             raise NotFound("There is no such lease.")
         return lease
@@ -69,14 +71,19 @@ class Caller:
 class KeyAuthentication(BaseAuthentication):
     """Authenticate the holder of an API key. `request.user` is a Caller, `request.auth` the AgentKey row."""
 
-    def authenticate(self, request: Request) -> tuple[Caller, AgentKey]:
+    def authenticate(self, request: Request, lease_id: UUID | None = None) -> tuple[Caller, AgentKey]:
+        """Raises NotAuthenticated, AuthenticationFailed or KeyExpired. The lease is read in the same query as the key."""
         scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
         if not scheme:
             raise NotAuthenticated("Send Authorization: Bearer <key>.")
-        row = api_keys.find_active_key(key.strip(), now=database_time.now()) if scheme.lower() == "bearer" else None
+        row, lease, now = None, None, database_time.now()
+        if scheme.lower() == "bearer" and lease_id:
+            row, lease = api_keys.find_active_key_and_lease(key.strip(), lease_id, now=now)
+        elif scheme.lower() == "bearer":
+            row = api_keys.find_active_key(key.strip(), now=now)
         if row is None:
             raise AuthenticationFailed("The API key is unknown or revoked.")
-        return Caller(row), row
+        return Caller(row, lease), row
 
     def authenticate_header(self, request: Request) -> str:
         return 'Bearer realm="leasehold"'

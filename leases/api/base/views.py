@@ -177,7 +177,7 @@ class HotLeaseApiView(LeaseApiView):
         self.request = ApiRequest(request, self.get_parsers(), [self._authenticator], self._negotiator, {"view": self})
         try:
             self.require_method(self.request)
-            self.request.user, self.request.auth = self._authenticator.authenticate(self.request)
+            self.request.user, self.request.auth = self._authenticator.authenticate(self.request, kwargs["pk"])
             self.check_permissions(self.request)
             if request.META.get("QUERY_STRING"):
                 require_single_parameters(self.request)

@@ -1,9 +1,15 @@
 """Leases and environments through the API."""
 
+import base64
 import json
+import re
+import uuid
 from datetime import datetime, timedelta
+from uuid import UUID
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from django_q.models import OrmQ
 
@@ -50,6 +56,35 @@ def test_renew_extends_the_lease(ada: ApiClient, lease) -> None:
     response = ada.post(f"leases/{lease['id']}/renew")
     assert response.status_code == 200
     assert ada.get(f"leases/{lease['id']}").json()["expires_at"] == response.json()["expires_at"] > lease["expires_at"]
+
+
+def test_renewals_of_a_host_are_one_request(ada: ApiClient, operator: ApiClient, acquire_body) -> None:
+    mine, ended = (ada.post("leases", acquire_body(environment_id=name)).json()["id"] for name in ("e1", "e2"))
+    bobs = operator.post("leases", acquire_body(agent_did=BOB)).json()["id"]
+    ada.post(f"leases/{ended}/release")
+    results = ada.post("leases/renew", {"ids": [ended, mine, bobs]}).json()["results"]
+    assert [(row["id"], row["code"], row["end_reason"]) for row in results] == [
+        (ended, "lease_ended", "released"), (mine, "renewed", ""), (bobs, "not_found", ""),
+    ]  # fmt: skip
+    assert ada.get(f"leases/{mine}").json()["expires_at"] == results[1]["expires_at"]
+    assert [row["code"] for row in operator.post("leases/renew", {"ids": [mine, bobs]}).json()["results"]] == ["renewed"] * 2
+
+
+@pytest.mark.parametrize("ids", [[], ["x"], [7], "x", [str(UUID(int=1))] * 2, [str(UUID(int=n)) for n in range(1001)]])
+def test_a_list_of_renewals_has_1_to_1000_different_ids(ada: ApiClient, ids) -> None:
+    refused = ada.post("leases/renew", {"ids": ids})
+    assert (refused.status_code, refused.json()["errors"][0]["field"][:3]) == (400, "ids")
+
+
+def test_a_key_without_its_scheme_renews_nothing(ada: ApiClient, lease) -> None:
+    ada.post(f"leases/{lease['id']}/renew")  # notes the use of the key, so that the next request could be one statement
+    refused = ada.post(f"leases/{lease['id']}/renew", Authorization=ada.key)
+    assert (refused.status_code, refused.json()["code"]) == (401, "unauthenticated")
+
+
+def test_a_renewal_is_one_statement(ada: ApiClient, lease, django_assert_num_queries) -> None:
+    with django_assert_num_queries(1):
+        assert ada.post(f"leases/{lease['id']}/renew").status_code == 200
 
 
 def test_releasing_twice_returns_the_same_and_the_timeline_names_the_key(ada: ApiClient, lease) -> None:
@@ -122,14 +157,37 @@ def test_filters_narrow_the_list(operator: ApiClient, acquire_body) -> None:
     assert len(operator.get(f"leases?agent_did={BOB}&environment_id=e2").json()["results"]) == 0
 
 
-def test_a_list_shows_sandboxes_in_a_constant_number_of_queries(
-    ada: ApiClient, join_body, django_assert_max_num_queries
+def test_a_list_has_the_documents_of_single_leases_in_one_query(
+    ada: ApiClient, join_body, acquire_body, django_assert_num_queries
 ) -> None:
-    for n in range(4):
-        ada.post(f"environments/e{n}/join", join_body())
-    with django_assert_max_num_queries(4):
+    waiting, elapsed, at_max, released = (ada.post(f"environments/e{n}/join", join_body()).json()["id"] for n in range(4))
+    ada.post("leases", acquire_body(environment_id="without-sandbox"))
+    ada.post(f"leases/{released}/release")
+    past, whole_second = timezone.now() - timedelta(minutes=1), timezone.now().replace(microsecond=0)
+    Lease.objects.filter(pk=elapsed).update(expires_at=past)
+    Lease.objects.filter(pk=at_max).update(expires_at=past, max_expires_at=past)
+    Lease.objects.filter(pk=waiting).update(last_activity_at=whole_second, ttl=timedelta(seconds=90, microseconds=700_000))
+    with django_assert_num_queries(2):  # the key and the page
         shown = ada.get("leases").json()["results"]
-    assert [row["sandbox"]["state"] for row in shown] == ["warm"] * 4
+    for document in shown:
+        single = ada.get(f"leases/{document['id']}").json()
+        assert document == {name: single[name] for name in document}
+    assert [row["sandbox"] and row["sandbox"]["state"] for row in shown] == [None, None, "warm", "warm", "warm"]
+    assert [row["end_reason"] for row in shown] == ["", "released", "max_ttl", "ttl", ""]
+
+
+def test_a_page_is_entered_in_the_index_at_its_cursor(operator: ApiClient) -> None:
+    cursor = base64.b64encode(f"{timezone.now().isoformat()} {uuid.uuid4()}".encode()).decode()
+    with CaptureQueriesContext(connection) as captured:
+        operator.get(f"leases?cursor={cursor}")
+    [page] = [query["sql"] for query in captured if "leases_lease" in query["sql"]]
+    on_postgres = connection.vendor == "postgresql"
+    with connection.cursor() as explain:
+        if on_postgres:
+            explain.execute("SET LOCAL enable_seqscan = off")  # a sequential scan is right for a table without rows
+        explain.execute(f"{'EXPLAIN' if on_postgres else 'EXPLAIN QUERY PLAN'} {page}")
+        plan = str(explain.fetchall())
+    assert re.search(r"lease_newest.*Index Cond: \(leased_at <=" if on_postgres else r"lease_newest \(leased_at<", plan), plan
 
 
 # --- limits -------------------------------------------------------------------------------------------------------

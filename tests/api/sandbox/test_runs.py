@@ -2,10 +2,13 @@
 
 import base64
 import uuid
+from collections import Counter
 from threading import BoundedSemaphore
 
 import pytest
+from django.db import connection
 from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from leases import leasing
@@ -30,6 +33,19 @@ def test_exec_returns_exit_code_and_output_and_renews_the_lease(ada: ApiClient, 
     assert (result["timed_out"], result["oom"], result["truncated"]) == (False, False, False)
     assert Run.objects.get(pk=result["run_id"]).exit_code == 3
     assert ada.get(lease_url).json()["expires_at"] > before
+
+
+@pytest.mark.django_db(transaction=True)
+def test_exec_in_an_awake_sandbox_takes_few_statements_and_two_commits(ada: ApiClient, lease_url: str) -> None:
+    """SQLite executes the steps of one PostgreSQL statement in turn, without round trips."""
+    ada.post(f"{lease_url}/exec", {"argv": ["true"]})
+    with CaptureQueriesContext(connection) as statements:
+        assert ada.post(f"{lease_url}/exec", {"argv": ["true"]}).status_code == 200
+    verbs = Counter(statement["sql"].partition(" ")[0] for statement in statements)
+    if connection.vendor == "postgresql":
+        assert (len(statements), verbs["COMMIT"], verbs["WITH"]) == (8, 1, 2)  # the second chain commits itself
+    else:
+        assert (len(statements), verbs["COMMIT"]) == (14, 2)
 
 
 def test_exec_passes_env_cwd_and_stdin_and_base64_is_exact(ada: ApiClient, lease_url: str) -> None:

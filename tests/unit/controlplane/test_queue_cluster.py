@@ -1,19 +1,29 @@
 """Threads of the queue worker, with real tasks of django-q2 in the database."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from django.db import connections
+from django.db import OperationalError, connections
+from django.utils import timezone
 from django_q.models import Failure, OrmQ, Success
 from django_q.tasks import async_task
 
+from controlplane import schedules
+from controlplane.stages import HeartbeatCheck
+from controlplane.supervisor import Child
 from controlplane.worker import cluster
 from controlplane.worker.cluster import Cluster
+from controlplane.worker.heartbeat import HeartbeatFile, get_path
 from sandboxes import long_calls, queue_threads
+from sandboxes.hosts import registry
+from sandboxes.models import Sweep
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -67,7 +77,7 @@ def test_stopping_finishes_and_records_the_task_that_runs(monkeypatch: pytest.Mo
     limit = long_calls.LongCallLimit()
     limit.set_maximum(1)
     monkeypatch.setattr(long_calls, "LONG_CALLS", limit)
-    with limit.admit(), running(Cluster(QUEUE)) as queue:
+    with limit.admit(), running(Cluster(QUEUE, HeartbeatFile())) as queue:
         enqueue("one")
         assert BEGUN.get(timeout=30) == "one"
         queue.stop()
@@ -87,7 +97,7 @@ def test_a_thread_that_dies_is_replaced_and_its_task_delivered_again(monkeypatch
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     monkeypatch.setitem(globals(), "work", die)
-    with running(Cluster(QUEUE)):
+    with running(Cluster(QUEUE, HeartbeatFile())):
         enqueue("one")
         wait_until(lambda: BEGUN.qsize() >= 2 and Failure.objects.exists(), "the task is executed by the next thread")
     while not BEGUN.empty():
@@ -96,7 +106,7 @@ def test_a_thread_that_dies_is_replaced_and_its_task_delivered_again(monkeypatch
 
 def test_a_task_beyond_its_timeout_is_recorded_as_failed_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
-    queue = Cluster(QUEUE)
+    queue = Cluster(QUEUE, HeartbeatFile())
 
     def end_process() -> None:
         ended.set()
@@ -113,3 +123,28 @@ def test_a_task_beyond_its_timeout_is_recorded_as_failed_and_ends_the_process(mo
         assert ended.wait(30)
         failure = Failure.objects.get()
         assert (failure.result, OrmQ.objects.count()) == ("The task exceeded its timeout.", 0)
+
+
+def test_the_heartbeat_file_has_the_time_of_the_last_heartbeat_task(tmp_path: Path, settings: Any) -> None:
+    settings.STATE_DIR = tmp_path / "state"
+    HeartbeatFile().update()
+    assert not get_path().exists()  # no task was executed yet
+    now = timezone.now()
+    host = registry.find_worker_host(now=now)
+    Sweep.objects.create(name=schedules.HEARTBEAT, host=host, succeeded_at=now - timedelta(minutes=5))
+    HeartbeatFile().update()
+    assert get_path().stat().st_mtime == pytest.approx((now - timedelta(minutes=5)).timestamp(), abs=0.001)
+    child = Child("queue", work=print, started_at=time.monotonic() - 3600)
+    assert HeartbeatCheck(str(get_path()), 301)(child) == ""
+    assert HeartbeatCheck(str(get_path()), 299)(child) == "no heartbeat for 299 s"
+
+
+def test_without_a_database_the_heartbeat_file_has_the_present_time(tmp_path: Path, settings: Any) -> None:
+    settings.STATE_DIR = tmp_path
+    with connections["default"].execute_wrapper(fail):
+        HeartbeatFile().update()
+    assert time.time() - get_path().stat().st_mtime < 60
+
+
+def fail(*args: Any) -> Any:
+    raise OperationalError("no connection")

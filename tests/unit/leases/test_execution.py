@@ -67,6 +67,13 @@ def test_lease_that_ends_while_its_sandbox_starts_runs_nothing(grant, memory, pa
     assert Run.objects.count() == runs
 
 
+def test_lease_that_ends_while_its_run_waits_for_a_lock_runs_nothing(grant, memory, pass_time, monkeypatch) -> None:
+    monkeypatch.setattr(operations.sql, "lock_key", lambda key: pass_time(3 * MINUTE))
+    with pytest.raises(LeaseEnded):
+        run(grant(ttl=2 * MINUTE), timeout=10 * SECOND)
+    assert not Run.objects.exists()
+
+
 @pytest.mark.parametrize("is_used", [False, True])
 def test_lease_that_ends_while_its_process_is_suspended_runs_nothing(
     grant, memory, pass_time, at_checkpoint, is_used: bool

@@ -3,11 +3,12 @@
 from datetime import datetime, timedelta
 
 import pytest
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError, connection, transaction
+from django.test.utils import CaptureQueriesContext
 
 from leases import conditions, execution, leasing, sweeps
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
-from leases.models import Lease, LeaseEvent
+from leases.models import EnvironmentType, Lease, LeaseEvent
 from sandboxes import destruction, eviction
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import Unavailable
@@ -27,6 +28,24 @@ def test_acquire_twice_is_the_same_lease(grant) -> None:
     assert (again.pk, is_new) == (first.pk, False)
     with pytest.raises(Conflict):
         grant(environment_type="rpg")
+
+
+def test_a_new_lease_takes_seven_statements(grant) -> None:
+    """The held lease, the type with its pool, the agent, three inserts, and the budgets."""
+    grant()
+    with CaptureQueriesContext(connection) as captured:
+        grant(environment="game-2")
+    verbs = [query["sql"].split()[0] for query in captured]
+    assert (verbs.count("SELECT"), verbs.count("INSERT"), verbs.count("UPDATE")) == (4, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("of_type", "requested", "chosen"), [(None, "", "default"), ("b", "", "b"), ("b", "a", "a"), (None, "a", "a")]
+)
+def test_a_lease_goes_to_the_requested_pool_else_to_that_of_its_type(grant, of_type, requested, chosen) -> None:
+    pools = {name: Pool.objects.create(name=name) for name in ("a", "b")}
+    EnvironmentType.objects.filter(name="catan").update(pool=pools.get(of_type))
+    assert grant(pool=requested).pool.name == chosen
 
 
 def test_a_new_incarnation_is_a_new_row_and_the_old_one_stays(grant) -> None:

@@ -1,6 +1,7 @@
 """State machine: legal edges and reasons, guarded updates, one Transition row for each move."""
 
 import uuid
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -8,8 +9,12 @@ from django.db import IntegrityError, transaction
 from django.db.models import Q
 
 from sandboxes import lifecycle
+from sandboxes.db.sql import Statement
 from sandboxes.errors import IllegalTransition
-from sandboxes.models import Pool, Sandbox, SandboxState, TransitionReason
+from sandboxes.lifecycle import Finished
+from sandboxes.models import Pool, Run, Sandbox, SandboxState, TransitionReason
+from sandboxes.runs import operations
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 
 pytestmark = pytest.mark.django_db
@@ -106,28 +111,52 @@ def test_holder_has_at_most_one_live_sandbox(sandbox: Sandbox) -> None:
     lifecycle.insert_warming(second, now=NOW, code=TransitionReason.REQUESTED)  # a sandbox in `destroying` does not count
 
 
+def open_run(sandbox: Sandbox) -> Run:
+    sandbox.refresh_from_db()
+    run = operations.open_run(sandbox, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    assert run
+    return run
+
+
+def finish_run(run: Run, *, now: datetime, incarnation: int = 1) -> Finished:
+    close = Statement(
+        "UPDATE sandboxes_run SET outcome = 'ok', ended_at = %s WHERE id = %s AND ended_at IS NULL", (now, run.pk)
+    )
+    return lifecycle.finish_run(run.sandbox_id, incarnation, idle_after=MINUTE, close=close, now=now)
+
+
 def test_sandbox_is_running_exactly_while_runs_are_open(sandbox: Sandbox) -> None:
     become_warm(sandbox)
     holder = sandbox.holder
-    assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == SandboxState.WARM
-    assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == SandboxState.RUNNING
-    lifecycle.finish_run(sandbox.pk, 1, idle_after=MINUTE, now=NOW)
+    first, second = open_run(sandbox), open_run(sandbox)
+    assert finish_run(first, now=NOW) == Finished(closed=True, renewed=False)
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.open_runs) == ("running", 1)
-    lifecycle.finish_run(sandbox.pk, 1, idle_after=MINUTE, now=NOW + MINUTE)
+    assert finish_run(first, now=NOW) == Finished(closed=False, renewed=False)
+    sandbox.refresh_from_db()
+    assert (sandbox.state, sandbox.open_runs) == ("running", 1)
+    assert finish_run(second, now=NOW + MINUTE) == Finished(closed=True, renewed=False)
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.open_runs, sandbox.state_since) == ("waiting", 0, NOW + MINUTE)
-    assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == SandboxState.WAITING
+    assert lifecycle.start_run(sandbox.pk, 1, holder=holder, now=NOW) == SandboxState.WAITING
 
 
 def test_run_of_another_holder_is_not_started(sandbox: Sandbox) -> None:
     become_warm(sandbox)
-    assert lifecycle.start_run(sandbox.pk, holder=uuid.uuid4(), now=NOW) is None
+    assert lifecycle.start_run(sandbox.pk, 1, holder=uuid.uuid4(), now=NOW) is None
+
+
+def test_run_is_not_started_in_a_later_incarnation(sandbox: Sandbox) -> None:
+    """The caller has read the row before the sandbox was evicted and woken, and would execute in one that is gone."""
+    become_warm(sandbox)
+    Sandbox.objects.update(incarnation=2)
+    assert lifecycle.start_run(sandbox.pk, 1, holder=sandbox.holder, now=NOW) is None
+    assert lifecycle.start_run(sandbox.pk, 2, holder=sandbox.holder, now=NOW) == SandboxState.WARM
+    assert lifecycle.start_run(sandbox.pk, 1, holder=sandbox.holder, now=NOW) is None
 
 
 def test_finish_run_of_an_earlier_incarnation_changes_nothing(sandbox: Sandbox) -> None:
     become_warm(sandbox)
-    lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=NOW)
-    lifecycle.finish_run(sandbox.pk, 7, idle_after=MINUTE, now=NOW)
+    finish_run(open_run(sandbox), now=NOW, incarnation=7)
     sandbox.refresh_from_db()
     assert sandbox.open_runs == 1

@@ -6,6 +6,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from controlplane import checks
 from controlplane.worker.cluster import Cluster
+from controlplane.worker.heartbeat import HeartbeatFile
 from sandboxes.hosts import registry
 from sandboxes.providers.base import ProviderError
 
@@ -19,6 +20,6 @@ class Command(BaseCommand):
             queue = registry.get_queue_name()
         except ProviderError as error:
             raise CommandError(f"The queue of this host is not known until its engine responds: {error}") from error
-        cluster = Cluster(queue)
+        cluster = Cluster(queue, HeartbeatFile())
         cluster.install_signal_handlers()
         cluster.run()

@@ -1,0 +1,53 @@
+"""Heartbeat file of the queue worker, by which `manage.py up` detects a hung worker without a query."""
+
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+
+import structlog
+from django.conf import settings
+from django.db import Error as DatabaseError
+from django.db import connections
+from django.utils import timezone
+
+from controlplane import schedules
+from sandboxes.hosts import registry
+from sandboxes.models import Sweep
+
+log = structlog.get_logger(__name__)
+UPDATE_INTERVAL_SECONDS = 2.0
+
+
+def get_path() -> Path:
+    return Path(settings.STATE_DIR) / "queue-heartbeat"
+
+
+class HeartbeatFile:
+    """File whose modification time is that of the last heartbeat task which the worker of this host executed."""
+
+    def __init__(self) -> None:
+        self._path, self._next_update_at = get_path(), 0.0
+
+    def update(self) -> None:
+        """Write the time. While the database does not respond the time is now: a restart of the worker would not help."""
+        if time.monotonic() < self._next_update_at:
+            return
+        self._next_update_at = time.monotonic() + UPDATE_INTERVAL_SECONDS
+        now = timezone.now()
+        try:
+            own = Sweep.objects.filter(name=schedules.HEARTBEAT, host=registry.find_worker_host(now=now))
+            executed_at = own.values_list("succeeded_at", flat=True).first()
+        except DatabaseError:
+            connections.close_all()
+            executed_at = now
+        if executed_at:
+            self._write(executed_at)
+
+    def _write(self, executed_at: datetime) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
+            os.utime(self._path, (executed_at.timestamp(),) * 2)
+        except OSError as error:  # `up` replaces this worker; a worker without `up` needs no file
+            log.warning("heartbeat file not written", path=str(self._path), error=str(error))

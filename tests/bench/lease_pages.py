@@ -1,0 +1,81 @@
+"""Page of 200 leases through the API against 400 model instances rendered in Python, the newest page and one far behind.
+
+In one process, without a web server. CPU is that of this process. The table grows between the reports; a page should cost the
+same in each."""
+
+import base64
+import os
+import uuid
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.core.handlers.wsgi import WSGIHandler
+from django.test import RequestFactory
+from django.utils import timezone
+
+from leases import api_keys, leasing
+from leases.api.base.renderers import encode_json
+from leases.api.leases import serialize_lease
+from leases.models import EnvironmentType, Lease
+from sandboxes.models import GONE_STATES, Pool, Sandbox
+from tests.bench.measure import BenchCase, get_own_pids, interleave, print_report, refresh_statistics
+from tests.bench.pool import insert_rows
+
+ROW_COUNTS = [int(size) for size in os.environ.get("BENCH_ROWS", "1000,10000,100000").split(",")]
+ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
+PAGE_SIZE = 200
+CALLS_PER_ROUND = 10
+
+
+def main() -> None:
+    now = timezone.now()
+    pool = Pool.objects.get(name="default")
+    key = api_keys.issue_key([], operator=True, now=now)[1]
+    handler, factory = WSGIHandler(), RequestFactory(headers={"Authorization": f"Bearer {key}"})
+    handler.load_middleware()
+    insert_rows(pool, "waiting", ROW_COUNTS[0], now=now)
+    holders = list(Sandbox.objects.values_list("holder", flat=True))
+
+    def get_page(cursor: str) -> None:
+        response: Any = handler.get_response(
+            factory.get("/api/v1/leases", {"limit": PAGE_SIZE} | ({"cursor": cursor} if cursor else {}))
+        )
+        assert response.status_code == 200, response.content
+
+    def render_instances(number: int) -> None:
+        page = list(Lease.objects.order_by("-leased_at", "-pk")[: PAGE_SIZE + 1])[:PAGE_SIZE]
+        held = Sandbox.objects.filter(holder__in=[lease.pk for lease in page]).exclude(state__in=GONE_STATES)
+        sandboxes = {sandbox.holder: sandbox for sandbox in held}
+        encode_json([serialize_lease(leasing.apply_elapsed_clock(lease, now), sandboxes.get(lease.pk)) for lease in page])
+
+    for size in ROW_COUNTS:
+        insert_leases(pool, holders, size - Lease.objects.count(), now=now)
+        refresh_statistics()
+        late = Lease.objects.order_by("leased_at")[PAGE_SIZE]
+        cursor = base64.urlsafe_b64encode(f"{late.leased_at.isoformat()} {late.pk}".encode()).decode()
+        cases = [
+            BenchCase("model instances, without HTTP", render_instances, get_own_pids),
+            BenchCase("newest page through the API", lambda number: get_page(""), get_own_pids),
+            BenchCase("last page through the API", lambda number, cursor=cursor: get_page(cursor), get_own_pids),  # type: ignore[misc]
+        ]
+        interleave(cases, rounds=ROUNDS, block=CALLS_PER_ROUND)
+        print_report(f"page of {PAGE_SIZE} leases of {size:,}", cases, raw=cases[0], aim="4 ms")
+
+
+def insert_leases(pool: Pool, holders: list[uuid.UUID | None], count: int, *, now: datetime) -> None:
+    """Insert leases, each granted a second before the previous one. The first hold a sandbox."""
+    environment_type, oldest = EnvironmentType.objects.all()[0], Lease.objects.order_by("leased_at").first()
+    leased_at, hour = oldest.leased_at if oldest else now, timedelta(hours=1)
+    shared = {
+        "environment_type": environment_type, "pool": pool, "last_activity_at": now, "ttl": hour, "expires_at": now + hour,
+        "expires_minute": leasing.to_epoch_minute(now + hour), "max_expires_at": now + 24 * hour,
+        "sleep_after": timedelta(minutes=5), "expiry_conditions": ["game.finished"],
+    }  # fmt: skip
+    for first in range(0, count, 5000):
+        Lease.objects.bulk_create(
+            Lease(
+                id=holders.pop() if holders else uuid.uuid4(), agent_did=f"did:plc:a{number % 100}",
+                environment_id=uuid.uuid4().hex, leased_at=leased_at - timedelta(seconds=number + 1), **shared,
+            )
+            for number in range(first, min(first + 5000, count))
+        )  # fmt: skip

@@ -1,8 +1,14 @@
 """Wire protocol between the control plane and the agent in a sandbox (sandboxes/image/agent.py).
 
-The agent opens the connection. A frame is a request id and the sizes of head and body (three big-endian 32-bit integers), a
+The agent opens a connection to the gateway (gateway.py), over which the processes of the control plane send their requests
+(client.py). A frame is a request id and the sizes of head and body (three big-endian 32-bit integers), a
 JSON object and raw bytes. The agent's first frame has the id 0 and states the protocol, its version and `boot`, an id that a
 restart of the agent changes. From then on the control plane sends requests, and the agent sends exactly one response to each.
+
+A client of the gateway first sends a frame with the id 0 and the fields `sandbox` (id of a container) and `wait` (seconds). It
+receives the greeting of that sandbox's agent, or a frame with the id 0 and the field `error`, after which the connection ends.
+A frame with the id 0 and the field `violation` makes the gateway end the agent's session. The connection also ends with the
+session.
 
 | verb | fields of the request | response |
 |---|---|---|
@@ -11,7 +17,7 @@ restart of the agent changes. From then on the control plane sends requests, and
 | wait | run, wait (s) | state of the run |
 | read | run, stream, offset, wait (s) | state of the run; body: output from `offset`, at most 64 KiB |
 | ack | run | |
-| kill | run | state of the run, once all of its processes are gone |
+| kill | run | state of the run, once all processes of it and of its parts, `run/part`, are gone |
 | list | | body: exit codes of the retained runs as JSON |
 
 A state is `running`, `ended`, `busy` (nothing was started), `acknowledged` or `unknown`. `stdout` and `stderr` of a running or
@@ -37,6 +43,22 @@ STATES = ("running", "ended", "busy", "acknowledged", "unknown")
 
 class ProtocolError(Exception):
     """The agent violated the protocol. Its connection is closed."""
+
+
+class RawFrame(NamedTuple):
+    """One message, with its head as JSON."""
+
+    request_id: int
+    head: bytes
+    body: bytes
+
+    def encode(self, request_id: int) -> bytes:
+        """Encode the message with another request id."""
+        return HEADER.pack(request_id, len(self.head), len(self.body)) + self.head + self.body
+
+    def parse(self) -> "Frame":
+        """Parse the head. Raise ProtocolError."""
+        return Frame(self.request_id, _parse_head(self.head), self.body)
 
 
 class Frame(NamedTuple):
@@ -67,25 +89,25 @@ def encode_frame(request_id: int, head: Mapping[str, Any], body: bytes = b"") ->
 
 
 class FrameReader:
-    """Parser of the byte stream of an agent. Holds at most one incomplete frame and the last chunk."""
+    """Parser of a byte stream into frames. Holds at most one incomplete frame and the last chunk."""
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
+    def __init__(self, *, max_head_bytes: int = MAX_HEAD_BYTES, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._buffer, self._max_head_bytes, self._max_body_bytes = bytearray(), max_head_bytes, max_body_bytes
 
-    def feed(self, chunk: bytes) -> list[Frame]:
-        """Return the frames completed by `chunk`. Raise ProtocolError."""
+    def feed(self, chunk: bytes) -> list[RawFrame]:
+        """Return the frames completed by `chunk`. Raise ProtocolError for a frame above the limits."""
         self._buffer += chunk
         frames, offset = [], 0
         while len(self._buffer) - offset >= HEADER.size:
             request_id, head_size, body_size = HEADER.unpack_from(self._buffer, offset)
-            if head_size > MAX_HEAD_BYTES or body_size > MAX_BODY_BYTES:
+            if head_size > self._max_head_bytes or body_size > self._max_body_bytes:
                 raise ProtocolError(f"frame of {head_size} + {body_size} bytes")
             body_start = offset + HEADER.size + head_size
             if len(self._buffer) < body_start + body_size:
                 break
-            head = _parse_head(bytes(self._buffer[offset + HEADER.size : body_start]))
+            head = bytes(self._buffer[offset + HEADER.size : body_start])
             offset = body_start + body_size
-            frames.append(Frame(request_id, head, bytes(self._buffer[body_start:offset])))
+            frames.append(RawFrame(request_id, head, bytes(self._buffer[body_start:offset])))
         del self._buffer[:offset]
         return frames
 

@@ -2,20 +2,27 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from sandboxes.agent.protocol import Frame, ProtocolError, RunState, parse_state
-from sandboxes.agent.session import AgentSession, SessionLost, SessionRegistry
+from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected
+from sandboxes.agent.protocol import MAX_REQUEST_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
 
-ANSWER_TIMEOUT_SECONDS = 5.0  # for a response, in addition to the time that the agent is asked to wait
-WAIT_SECONDS = 30.0  # of one request
-END_TIMEOUT_SECONDS = 5.0  # for the agent's own kill after the run's timeout
-RECONNECT_TIMEOUT_SECONDS = 10.0
+CONNECT_SECONDS = 0.5  # for the agent of a container that has just started
+FIRST_WAIT_SECONDS = 1.0  # of the first request: the absence of a response is noticed early
+WAIT_SECONDS = 30.0  # of each further request
+RESPONSE_SECONDS = 5.0  # for a response, in addition to the time that the agent is asked to wait
+END_SECONDS = 5.0  # for the agent's own kill after the run's timeout
+RECONNECT_PAUSE_SECONDS = 0.1  # while the gateway restarts
+
+
+TOO_LONG = "The command and its input are too long."
 
 
 class NotStarted(Exception):
-    """No agent was reached: no request for this run was sent, and the caller may use another way."""
+    """No agent was reached, or the agent refused the run: nothing was started, and the caller may use another way."""
 
 
 class OutcomeUnknown(Exception):
@@ -51,102 +58,128 @@ class AgentResult:
 
 
 class AgentClient:
-    """Runs of one sandbox. Finds the sandbox's session anew for each request, so a run survives a reconnection."""
+    """Runs in one container, over connections of their own to the gateway at this path."""
 
-    def __init__(self, registry: SessionRegistry, sandbox: str) -> None:
-        self._registry, self._sandbox = registry, sandbox
+    def __init__(self, gateway: Path, container: str) -> None:
+        self._gateway, self._container = gateway, container
 
-    def run(self, run: AgentRun, *, boot: str | None = None) -> AgentResult:
+    def run(self, run: AgentRun, *, boot: str = "", check: Callable[[], None] = lambda: None) -> AgentResult:
         """Start a run, unless its id is known, and wait for its result. The result is retained until `acknowledge`.
 
-        `boot` is the agent's boot id of an earlier request for this run; an agent with another one starts nothing. Raise
-        NotStarted if no request was sent, OutcomeUnknown if the agent restarted, violated the protocol or does not respond."""
-        deadline = time.monotonic() + run.timeout + END_TIMEOUT_SECONDS
+        `boot` is the agent's boot id of an earlier request for this run; an agent with another one starts nothing. `check` is
+        called whenever a response does not arrive, and may raise an error that explains it. Raise NotStarted, or OutcomeUnknown
+        if the agent restarted, violated the protocol or does not respond before the deadline."""
         command, stdin = run.encode()
+        if len(command) + len(stdin) > MAX_REQUEST_BODY_BYTES:
+            raise NotStarted(TOO_LONG)
+        deadline, sent = time.monotonic() + run.timeout + END_SECONDS, bool(boot)
         while True:
-            session = self._registry.find(self._sandbox, timeout=RECONNECT_TIMEOUT_SECONDS if boot else 0.0)
-            if session is None and boot is None:
-                raise NotStarted("No agent is connected.")
-            if session is None or time.monotonic() > deadline:
-                raise OutcomeUnknown("The agent does not respond.")
-            boot = boot or session.boot
-            head = {"verb": "exec", "run": run.id, "boot": boot, "timeout": run.timeout, "cap": run.cap}
-            wait = min(max(deadline - time.monotonic(), 0.0), WAIT_SECONDS)
             try:
-                head |= {"command_bytes": len(command), "wait": wait}
-                frame, state = self._request(session, run.id, head, command + stdin, timeout=wait + ANSWER_TIMEOUT_SECONDS)
-                if state.state == "ended":
-                    return self._collect(session, run, frame, state)
-            except SessionLost:
-                continue
+                with self._connect(CONNECT_SECONDS) as connection:
+                    boot, sent = boot or connection.boot, True
+                    return self._run_on(connection, run, boot, command, stdin, deadline)
+            except NotConnected as error:
+                if not sent:
+                    raise NotStarted(str(error)) from error
+                check()
+                time.sleep(RECONNECT_PAUSE_SECONDS)
+            except ConnectionLost:
+                check()
             except ProtocolError as error:
                 raise OutcomeUnknown(f"The agent violated the protocol: {error}") from error
+            if time.monotonic() > deadline:
+                raise OutcomeUnknown("The agent does not respond.")
+
+    def _run_on(
+        self, connection: AgentConnection, run: AgentRun, boot: str, command: bytes, stdin: bytes, deadline: float
+    ) -> AgentResult:
+        """Request the run and wait for its result. Raise NotStarted, OutcomeUnknown, ConnectionLost, ProtocolError."""
+        wait = FIRST_WAIT_SECONDS
+        head = {"verb": "exec", "run": run.id, "boot": boot, "timeout": run.timeout, "cap": run.cap}
+        head, body = head | {"command_bytes": len(command)}, command + stdin
+        while True:
+            wait = min(wait, max(deadline - time.monotonic(), 0.0))
+            frame, state = self._request(connection, run.id, head | {"wait": wait}, body, wait=wait)
+            if state.state == "ended":
+                return self._collect(connection, run, frame, state)
             if state.state == "busy":
-                raise NotStarted("The agent retains too many results.")
+                raise NotStarted("The agent cannot start a process, or retains too many results.")
             if state.state != "running":
-                raise OutcomeUnknown("The agent has no result of this run.")
+                raise OutcomeUnknown(f"The agent has no result of this run: {state.state}")
+            if time.monotonic() > deadline:
+                raise OutcomeUnknown("The run has not ended by its deadline.")
+            head, body, wait = {"verb": "wait", "run": run.id}, b"", WAIT_SECONDS
+
+    def find(self, run_id: str, *, cap: int) -> AgentResult | RunState:
+        """Return the result of an ended run, or another state. Raise NotConnected, ConnectionLost, ProtocolError."""
+        with self._connect(CONNECT_SECONDS) as connection:
+            head = {"verb": "wait", "run": run_id, "wait": 0}
+            frame, state = self._request(connection, run_id, head)
+            if state.state != "ended":
+                return state
+            return self._collect(connection, AgentRun(run_id, (), {}, "/", 0.0, cap=cap), frame, state)
 
     def acknowledge(self, run_id: str) -> None:
-        """Let the agent drop a recorded result. Idempotent. Raise SessionLost."""
-        self._connected().request({"verb": "ack", "run": run_id}, timeout=ANSWER_TIMEOUT_SECONDS)
+        """Let the agent drop a recorded result. Idempotent. Raise NotConnected, ConnectionLost, ProtocolError."""
+        with self._connect(0.0) as connection:
+            connection.request({"verb": "ack", "run": run_id}, timeout=RESPONSE_SECONDS)
 
-    def kill(self, run_id: str) -> None:
-        """Kill all processes of a run, and return once the agent reports them gone. Raise SessionLost, ProtocolError."""
-        self._request(self._connected(), run_id, {"verb": "kill", "run": run_id}, timeout=ANSWER_TIMEOUT_SECONDS)
+    def kill(self, run_id: str) -> str:
+        """Kill all processes of a run. Return its state once the agent reports them gone, "unknown" if there is no such run.
+
+        Raise NotConnected, ConnectionLost, ProtocolError."""
+        with self._connect(0.0) as connection:
+            return self._request(connection, run_id, {"verb": "kill", "run": run_id})[1].state
 
     def read(self, run_id: str, stream: str, offset: int, *, wait: float = 0.0) -> tuple[bytes, RunState]:
-        """Return at most 64 KiB of output from a byte offset, and the run's state. Raise SessionLost, ProtocolError."""
-        session = self._connected()
-        frame, state = self._read(session, run_id, stream, offset, wait)
-        return frame.body, state
+        """Return at most 64 KiB of output from a byte offset, and the run's state.
 
-    def _collect(self, session: AgentSession, run: AgentRun, frame: Frame, state: RunState) -> AgentResult:
-        """Fetch the output of an ended run. Raise SessionLost, ProtocolError."""
+        Raise NotConnected, ConnectionLost, ProtocolError."""
+        with self._connect(0.0) as connection:
+            frame, state = self._read(connection, run_id, stream, offset, wait)
+            return frame.body, state
+
+    @contextmanager
+    def _connect(self, wait: float) -> Iterator[AgentConnection]:
+        with AgentConnection(self._gateway, self._container, wait=wait) as connection:
+            try:
+                yield connection
+            except ProtocolError as error:
+                connection.report(str(error))
+                raise
+
+    def _collect(self, connection: AgentConnection, run: AgentRun, frame: Frame, state: RunState) -> AgentResult:
+        """Fetch the output of an ended run. Raise ConnectionLost, ProtocolError."""
         assert state.exit_code is not None
         if max(state.retained) > run.cap + ERROR_MESSAGE_BYTES:
-            self._reject(session, "more output than the cap")
+            raise ProtocolError("more output than the cap")
         if state.inline:
             stdout, stderr = frame.body[: state.retained[0]], frame.body[state.retained[0] :]
         else:
-            stdout = self._read_stream(session, run.id, "stdout", state)
-            stderr = self._read_stream(session, run.id, "stderr", state)
+            stdout = self._read_stream(connection, run.id, "stdout", state)
+            stderr = self._read_stream(connection, run.id, "stderr", state)
         return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped)
 
-    def _read_stream(self, session: AgentSession, run_id: str, stream: str, ended: RunState) -> bytes:
+    def _read_stream(self, connection: AgentConnection, run_id: str, stream: str, ended: RunState) -> bytes:
         size, content = ended.retained[stream == "stderr"], bytearray()
         while len(content) < size:
-            frame, state = self._read(session, run_id, stream, len(content), 0.0)
+            frame, state = self._read(connection, run_id, stream, len(content), 0.0)
             if not frame.body or state.retained != ended.retained or state.exit_code != ended.exit_code:
-                self._reject(session, "the result has changed")
+                raise ProtocolError("the result has changed")
             content += frame.body
         if len(content) > size:
-            self._reject(session, "more output than stated")
+            raise ProtocolError("more output than stated")
         return bytes(content)
 
-    def _read(self, session: AgentSession, run_id: str, stream: str, offset: int, wait: float) -> tuple[Frame, RunState]:
+    def _read(self, connection: AgentConnection, run_id: str, stream: str, offset: int, wait: float) -> tuple[Frame, RunState]:
         head = {"verb": "read", "run": run_id, "stream": stream, "offset": offset, "wait": wait}
-        return self._request(session, run_id, head, timeout=wait + ANSWER_TIMEOUT_SECONDS)
+        return self._request(connection, run_id, head, wait=wait)
 
     def _request(
-        self, session: AgentSession, run_id: str, head: Mapping[str, object], body: bytes = b"", *, timeout: float
+        self, connection: AgentConnection, run_id: str, head: Mapping[str, object], body: bytes = b"", *, wait: float = 0.0
     ) -> tuple[Frame, RunState]:
-        frame = session.request(head, body, timeout=timeout)
-        try:
-            return frame, parse_state(run_id, frame)
-        except ProtocolError as error:
-            session.reject(error)
-            raise
-
-    def _reject(self, session: AgentSession, reason: str) -> None:
-        error = ProtocolError(reason)
-        session.reject(error)
-        raise error
-
-    def _connected(self) -> AgentSession:
-        session = self._registry.find(self._sandbox, timeout=RECONNECT_TIMEOUT_SECONDS)
-        if session is None:
-            raise SessionLost("No agent is connected.")
-        return session
+        frame = connection.request(head, body, timeout=wait + RESPONSE_SECONDS)
+        return frame, parse_state(run_id, frame)
 
 
 ERROR_MESSAGE_BYTES = 4 << 10  # the agent's message about a program that it could not start comes on top of the cap

@@ -14,7 +14,7 @@ from sandboxes.errors import CapacityExhausted
 from sandboxes.hosts.directories import ensure_directory, ensure_private_directory
 from sandboxes.models import Sandbox, SandboxState
 
-SOCKET_NAME = "llm.sock"
+SOCKET_NAME, AGENT_SOCKET_NAME = "llm.sock", "agent.sock"
 PROXY_UID = 10003  # the proxy's user if the control plane runs as root; otherwise the proxy runs as the same user
 SLOT_SAMPLE_SIZE = 16
 
@@ -49,6 +49,12 @@ def ensure_root_directory() -> Path:
 def ensure_slot_directory(slot: int) -> Path:
     """Create and return the host directory of one slot, writable by the proxy."""
     return ensure_proxy_directory(ensure_root_directory() / str(slot))
+
+
+def ensure_agent_directory(slot: int) -> Path:
+    """Create and return the host directory of a slot's gateway socket. The proxy cannot write in it."""
+    ensure_private_directory(settings.RUNTIME_DIR)
+    return ensure_directory(ensure_directory(settings.EGRESS_DIR / "a") / str(slot))
 
 
 def ensure_proxy_directory(directory: Path) -> Path:

@@ -1,6 +1,6 @@
 """Sandbox agent: runs commands for the control plane over one outgoing connection. Process 1 of a sandbox.
 
-    agent.py SOCKET SHIM
+    agent.py SOCKET SHIM PORT UPSTREAM
 
 The agent connects to SOCKET and answers requests; sandboxes/agent/protocol.py describes frames and verbs. A run is started at
 most once per id, and its result is retained until it is acknowledged, so a control plane that lost its connection repeats the
@@ -8,6 +8,7 @@ request and receives the stored result.
 Each run has a process of the program SHIM (shim.c), which is a subreaper. Every process of the run stays below its shim,
 including daemons with a session and an environment of their own, and is killed through it. One single-threaded loop without
 children of its own: a fork bomb cannot starve it.
+The same loop serves the bridge (bridge.py) from PORT of the loopback interface to the unix socket UPSTREAM.
 Standard library only; executed by its path as an isolated Python (-I -S)."""
 
 import _socket as socket  # without the standard module's 1.3 MiB of enumerations and helpers
@@ -28,12 +29,13 @@ MAX_REQUEST_BODY_BYTES = 4 << 20
 MAX_CHUNK_BYTES = 64 << 10  # of output in one response
 MAX_UNSENT_BYTES = 1 << 20  # no further request is read while more is unsent
 MAX_RUNS = 256  # retained, running or ended
+MIN_RETENTION_SECONDS = 600.0  # of a result that is not acknowledged; older ones make room for further runs
 MAX_RETAINED_BYTES = 32 << 20  # of output, over all runs; output beyond is dropped and counted
 MAX_TOMBSTONES = 65536  # ids of acknowledged runs, which are never started again
 MAX_WAIT_SECONDS = 60.0
 KILL_STEP_SECONDS = 0.005
 RECONNECT_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-KILLED_EXIT_CODE = 137
+KILLED_EXIT_CODE, NOT_STARTED = 137, -1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 _libc = ctypes.CDLL(None)
@@ -77,6 +79,7 @@ class Run:
         self.output = {1: bytearray(), 2: bytearray()}
         self.dropped = {1: 0, 2: 0}  # bytes per stream after the retained ones
         self.exit_code = None
+        self.ended_at = 0.0
         self.timed_out = self.killing = self.shim_gone = self.shim_lost = False
         self.stopped = {}  # pid -> pidfd, during a kill
 
@@ -141,23 +144,27 @@ class Agent:
 
     def connect(self):
         connection = socket.socket(socket.AF_UNIX)
+        connection.setblocking(False)  # a full backlog is an error
         try:
             connection.connect(self.path)
         except OSError:
             connection.close()
-            delay = RECONNECT_SECONDS[min(self.attempts, len(RECONNECT_SECONDS) - 1)]
-            self.attempts, self.next_attempt = self.attempts + 1, time.monotonic() + delay
+            self.postpone_connect()
             return
-        connection.setblocking(False)
-        self.connection, self.attempts = connection, 0
+        self.connection = connection
         self.watch(connection.fileno(), select.EPOLLIN, self.transfer)
         self.respond(0, {"protocol": "leasehold-agent", "version": VERSION, "boot": self.boot})
+
+    def postpone_connect(self):
+        """Set the time of the next attempt: later and later, until a gateway sends a request."""
+        delay = RECONNECT_SECONDS[min(self.attempts, len(RECONNECT_SECONDS) - 1)]
+        self.attempts, self.next_attempt = self.attempts + 1, time.monotonic() + delay
 
     def disconnect(self):
         self.unwatch(self.connection.fileno())
         self.connection.close()
         self.connection, self.received, self.unsent, self.waits = None, bytearray(), bytearray(), []
-        self.next_attempt = time.monotonic() + RECONNECT_SECONDS[0]
+        self.postpone_connect()
 
     def transfer(self, events):
         try:
@@ -185,6 +192,7 @@ class Agent:
             head = json.loads(bytes(self.received[HEADER.size : HEADER.size + head_size]))
             body = bytes(self.received[HEADER.size + head_size : end])
             del self.received[:end]
+            self.attempts = 0
             self.dispatch(request_id, head, body)
 
     def respond(self, request_id, head, body=b""):
@@ -225,28 +233,36 @@ class Agent:
         if run_id in self.tombstones:
             self.respond(request_id, {"run": run_id, "state": "acknowledged"})
             return
-        if run_id not in self.runs:
-            if len(self.runs) >= MAX_RUNS:
-                self.respond(request_id, {"run": run_id, "state": "busy"})
-                return
-            self.start(run_id, head, body)
+        if run_id not in self.runs and not (self.make_room() and self.start(run_id, head, body)):
+            self.respond(request_id, {"run": run_id, "state": "busy"})
+            return
         self.wait(request_id, head, body)
 
+    def make_room(self):
+        """Drop the oldest result that nobody has acknowledged, if necessary. Return whether another run may start."""
+        if len(self.runs) < MAX_RUNS:
+            return True
+        oldest = time.monotonic() - MIN_RETENTION_SECONDS
+        for run_id, run in self.runs.items():
+            if run.shim_gone and run.ended_at < oldest:
+                self.forget(run_id, run)
+                return True
+        return False
+
     def start(self, run_id, head, body):
+        """Start a run. Return False if no process can be created: too many processes or descriptors, or a command too long."""
         size = head["command_bytes"]
         try:
             shim = Shim(self.shim_path, json.loads(body[:size]))
-        except OSError as error:  # too many processes or descriptors, or the command is too long
-            self.runs[run_id] = run = Run(None, 0.0, 0, b"")
-            run.output[2] += f"{error.strerror}\n".encode()
-            run.exit_code, run.shim_gone = 126, True
-            return
+        except OSError:
+            return False
         run = Run(shim, time.monotonic() + head["timeout"], head["cap"], body[size:])
         self.runs[run_id] = run
         for stream, fd in shim.outputs.items():
             self.watch(fd, select.EPOLLIN, lambda _, stream=stream: self.read_output(run, stream))
         self.watch(shim.control, select.EPOLLIN, lambda _: self.read_status(run_id, run))
         self.feed(run)
+        return True
 
     def wait(self, request_id, head, body):
         run = self.find(request_id, head)
@@ -281,24 +297,30 @@ class Agent:
         """Drop the result of an ended run. Its id stays known. Idempotent."""
         run = self.runs.get(head["run"])
         if run is not None and run.exit_code is not None:
-            self.retained_bytes -= len(run.output[1]) + len(run.output[2])
-            run.output, run.cap = {1: bytearray(), 2: bytearray()}, 0
-            self.tombstones[head["run"]] = None
-            if run.shim_gone:
-                del self.runs[head["run"]]
-            if len(self.tombstones) > MAX_TOMBSTONES:
-                del self.tombstones[next(iter(self.tombstones))]
+            self.forget(head["run"], run)
         self.respond(request_id, {"run": head["run"]})
 
+    def forget(self, run_id, run):
+        self.retained_bytes -= len(run.output[1]) + len(run.output[2])
+        run.output, run.cap = {1: bytearray(), 2: bytearray()}, 0
+        self.tombstones[run_id] = None
+        if run.shim_gone:
+            del self.runs[run_id]
+        if len(self.tombstones) > MAX_TOMBSTONES:
+            del self.tombstones[next(iter(self.tombstones))]
+
     def kill(self, request_id, head, body):
-        """Kill all processes of a run, and answer when they are gone. Idempotent."""
-        run = self.runs.get(head["run"])
-        if run is None:
+        """Kill all processes of a run and of its parts, RUN/PART, and answer when they are gone. Idempotent."""
+        runs = [run for name, run in self.runs.items() if name.split("/")[0] == head["run"]]
+        if not runs:
             self.respond(request_id, {"run": head["run"], "state": "unknown"})
             return
-        run.killing = not run.shim_gone
+        for run in runs:
+            run.killing = not run.shim_gone
         deadline = time.monotonic() + MAX_WAIT_SECONDS
-        self.answer_later(deadline, head["run"], request_id, lambda: not run.killing, lambda: (run.describe(), b""))
+        self.answer_later(
+            deadline, head["run"], request_id, lambda: not any(run.killing for run in runs), lambda: (runs[0].describe(), b"")
+        )
 
     def find(self, request_id, head):
         run = None if head["run"] in self.tombstones else self.runs.get(head["run"])
@@ -372,7 +394,10 @@ class Agent:
             return
         if content:
             code, _, message = content.partition(b" ")
-            self.end(run, int(code), message)
+            if int(code) == NOT_STARTED:
+                self.refuse(run_id, run)
+            else:
+                self.end(run, int(code), message)
             return
         self.unwatch(run.shim.control)
         os.close(run.shim.control)
@@ -385,13 +410,26 @@ class Agent:
         if run_id in self.tombstones:
             self.runs.pop(run_id, None)
 
+    def refuse(self, run_id, run):
+        """Forget a run whose shim could not create a process. Its request is answered as if it had not been accepted."""
+        waits, self.waits = self.waits, []
+        for wait in waits:
+            if wait[1] == run_id:
+                self.respond(wait[2], {"run": run_id, "state": "busy"})
+            else:
+                self.waits.append(wait)
+        for fd in (*run.shim.outputs.values(), run.shim.control, *([run.shim.stdin] if run.unsent else [])):
+            self.unwatch(fd)
+            os.close(fd)
+        self.runs.pop(run_id)
+
     def end(self, run, code, message):
         for stream in (1, 2):
             while self.read_output(run, stream):  # output written before the exit
                 pass
         run.output[2] += message
         self.retained_bytes += len(message)
-        run.exit_code = KILLED_EXIT_CODE if run.timed_out else code
+        run.exit_code, run.ended_at = KILLED_EXIT_CODE if run.timed_out else code, time.monotonic()
         self.answer_waits(time.monotonic())
 
     def reap(self, wakeup):
@@ -475,12 +513,18 @@ def _list_descendants(parents, roots):
     return members
 
 
-def main(path, shim_path):
+def main(path, shim_path, port="", upstream=""):
     for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):  # return the memory of acknowledged output to the system
         _libc.mallopt(option, 64 << 10)
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory and descriptors are hidden from commands of the same user
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # no effect in process 1
-    Agent(path, shim_path).serve()
+    agent = Agent(path, shim_path)
+    if port:
+        sys.path.insert(0, os.path.dirname(__file__))  # an isolated Python does not search the program's directory
+        from bridge import Bridge
+
+        Bridge(agent, int(port), upstream)
+    agent.serve()
 
 
 if __name__ == "__main__":

@@ -1,118 +1,109 @@
 """TCP-to-unix-socket bridge inside a sandbox: lets SDKs that need a host and port reach the egress proxy's socket.
 
-    bridge.py PORT SOCKET
+The agent (agent.py) serves it in its event loop. The bridge only copies bytes; authorization happens at the other end of the
+socket. Standard library only."""
 
-The bridge is the long-running program of a sandbox. It only copies bytes; authorization happens at the other end of the socket.
-Standard library only. A single process without children or threads, so that a fork bomb in the sandbox cannot starve it."""
-
+import _socket as socket  # without the standard module's 1.3 MiB of enumerations and helpers
 import contextlib
-import selectors
-import socket
-import sys
+import select
 
 MAX_CONNECTIONS = 64
 CHUNK_BYTES = 1 << 16
+BACKLOG = 64
+
+
+class Side:
+    """One socket of a pair."""
+
+    def __init__(self, connection):
+        self.connection, self.fd = connection, connection.fileno()
+        self.pending = b""  # bytes still to be written to this socket
+        self.ended = False  # the peer has finished sending
+        self.other = None
 
 
 class Bridge:
     """Listener on a loopback port, and its open pairs of connections."""
 
-    def __init__(self, port: int, path: str) -> None:
-        self.path = path
-        self.selector = selectors.DefaultSelector()
-        self.pairs: dict[socket.socket, socket.socket] = {}
-        self.pending: dict[socket.socket, bytes] = {}  # socket -> bytes still to be written to it
-        self.ended: set[socket.socket] = set()  # sockets whose peer has finished sending
-        self.listener = socket.create_server(("127.0.0.1", port), backlog=64)
+    def __init__(self, loop, port, path):
+        """Listen. `loop` has watch(fd, events, handler) and unwatch(fd)."""
+        self.loop, self.path, self.count = loop, path, 0
+        self.listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.listener.bind(("127.0.0.1", port))
+        self.listener.listen(BACKLOG)
         self.listener.setblocking(False)
-        self.selector.register(self.listener, selectors.EVENT_READ)
+        loop.watch(self.listener.fileno(), select.EPOLLIN, lambda _: self.accept())
 
-    def serve(self) -> None:
-        """Copy bytes until the process is killed."""
-        while True:
-            for key, events in self.selector.select():
-                ready = key.fileobj
-                assert isinstance(ready, socket.socket)
-                if ready is self.listener:
-                    self.accept()
-                elif ready in self.pairs:
-                    self.transfer(ready, events)
-
-    def accept(self) -> None:
+    def accept(self):
         try:
-            client, _ = self.listener.accept()
+            fd, _ = self.listener._accept()
         except OSError:
             return
-        upstream = socket.socket(socket.AF_UNIX)
+        client, upstream = socket.socket(fileno=fd), socket.socket(socket.AF_UNIX)
         try:
-            if len(self.pairs) >= 2 * MAX_CONNECTIONS:
+            if self.count >= MAX_CONNECTIONS:
                 raise OSError
+            upstream.setblocking(False)  # a full backlog is an error, and does not stop the agent
             upstream.connect(self.path)
         except OSError:  # no proxy, or too many connections: close the client's connection
             client.close()
             upstream.close()
             return
+        client.setblocking(False)
         # Nagle's algorithm would delay each event of a stream by 40 ms.
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for side, other in ((client, upstream), (upstream, client)):
-            side.setblocking(False)
-            self.pairs[side], self.pending[side] = other, b""
-            self.selector.register(side, selectors.EVENT_READ)
+        self.count += 1
+        sides = Side(client), Side(upstream)
+        for side, other in (sides, sides[::-1]):
+            side.other = other
+        for side in sides:
+            self.watch(side)
 
-    def transfer(self, side: socket.socket, events: int) -> None:
-        other = self.pairs[side]
+    def transfer(self, side, events):
         try:
-            if events & selectors.EVENT_WRITE:
-                self.write(side, self.pending[side])
-            if events & selectors.EVENT_READ and not self.pending[other]:
-                self.read(side, other)
+            if events & select.EPOLLOUT:
+                self.write(side, side.pending)
+            if events & ~select.EPOLLOUT and not side.other.pending:
+                self.read(side)
         except OSError:
-            self.close(side, other)
+            self.close(side)
             return
-        if {side, other} <= self.ended and not self.pending[side] and not self.pending[other]:
-            self.close(side, other)
+        if side.ended and side.other.ended and not side.pending and not side.other.pending:
+            self.close(side)
             return
         self.watch(side)
-        self.watch(other)
+        self.watch(side.other)
 
-    def read(self, side: socket.socket, other: socket.socket) -> None:
+    def read(self, side):
         try:
-            chunk = side.recv(CHUNK_BYTES)
+            chunk = side.connection.recv(CHUNK_BYTES)
         except BlockingIOError:
             return
         if chunk:
-            self.write(other, chunk)
+            self.write(side.other, chunk)
         else:
-            self.ended.add(side)
-            other.shutdown(socket.SHUT_WR)
+            side.ended = True
+            side.other.connection.shutdown(socket.SHUT_WR)
 
-    def write(self, side: socket.socket, content: bytes) -> None:
+    def write(self, side, content):
         try:
-            self.pending[side] = content[side.send(content) :]
+            side.pending = content[side.connection.send(content) :]
         except BlockingIOError:
-            self.pending[side] = content
+            side.pending = content
 
-    def watch(self, side: socket.socket) -> None:
+    def watch(self, side):
         """Wait for reading, unless the other side has unwritten bytes, and for writing, if bytes are pending."""
-        read_interest = 0 if self.pending[self.pairs[side]] or side in self.ended else selectors.EVENT_READ
-        interest = read_interest | (selectors.EVENT_WRITE if self.pending[side] else 0)
-        registered = side in self.selector.get_map()
-        if interest and registered:
-            self.selector.modify(side, interest)
-        elif interest:
-            self.selector.register(side, interest)
-        elif registered:
-            self.selector.unregister(side)
+        interest = 0 if side.other.pending or side.ended else select.EPOLLIN
+        interest |= select.EPOLLOUT if side.pending else 0
+        if interest:
+            self.loop.watch(side.fd, interest, lambda events: self.transfer(side, events))
+        else:
+            self.loop.unwatch(side.fd)
 
-    def close(self, *both: socket.socket) -> None:
-        for side in both:
-            with contextlib.suppress(KeyError):
-                self.selector.unregister(side)
-            self.pairs.pop(side, None)
-            self.pending.pop(side, None)
-            self.ended.discard(side)
-            side.close()
-
-
-if __name__ == "__main__":
-    Bridge(int(sys.argv[1]), sys.argv[2]).serve()
+    def close(self, side):
+        self.count -= 1
+        for half in (side, side.other):
+            with contextlib.suppress(OSError):
+                self.loop.unwatch(half.fd)
+            half.connection.close()

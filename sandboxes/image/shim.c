@@ -13,7 +13,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { REPORT_FD = 3, NOT_EXECUTABLE = 126, NOT_FOUND = 127 };
+enum { REPORT_FD = 3, NOT_STARTED = -1, NOT_EXECUTABLE = 126, NOT_FOUND = 127 };
 
 static void report(int code, const char *call, const char *path, int error) {
     char text[512];
@@ -23,7 +23,7 @@ static void report(int code, const char *call, const char *path, int error) {
 }
 
 int main(int count, char **words) {
-    static const int ignored[] = {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGPIPE};
+    static const int ignored[] = {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGPIPE, SIGXFSZ};
     volatile int error = 0; /* written by the child of vfork */
     int status;
     pid_t command, pid;
@@ -48,7 +48,10 @@ int main(int count, char **words) {
         error = errno;
         _exit(NOT_FOUND);
     }
-    if (command < 0) error = errno;
+    if (command < 0) { /* the process limit is reached: the caller may start the command in another way */
+        report(NOT_STARTED, "", "", 0);
+        return 0;
+    }
     for (int fd = 0; fd < REPORT_FD; fd++) close(fd);
     if (error) report(error == ENOENT ? NOT_FOUND : NOT_EXECUTABLE, "exec", words[2], error);
     while ((pid = wait(&status)) > 0 || errno == EINTR)

@@ -138,6 +138,7 @@ def build_spec(sandbox: Sandbox) -> SandboxSpec:
         millicpus=sandbox.millicpus,
         pids=sandbox.pids,
         sockets=slots.ensure_slot_directory(sandbox.slot) if sandbox.slot is not None else None,
+        agent=slots.ensure_agent_directory(sandbox.slot) if sandbox.slot is not None else None,
         data=mounts.prepare_mount_directory(sandbox),
         writable_root=sandbox.rules.writable_root,
     )

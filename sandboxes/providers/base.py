@@ -17,6 +17,8 @@ from typing import BinaryIO, NamedTuple, SupportsBytes
 
 WORKSPACE, DATA, SOCKETS_DIRECTORY = "/workspace", "/data", "/run/leasehold"
 USER_PROGRAMS_DIRECTORY = f"{WORKSPACE}/.home/.local/bin"  # last in PATH, after the system's programs
+AGENT_DIRECTORY = "/run/leasehold-agent"
+AGENT_SOCKET = f"{AGENT_DIRECTORY}/agent.sock"  # gateway, to which process 1 of a sandbox connects
 LLM_SOCKET = f"{SOCKETS_DIRECTORY}/llm.sock"  # egress proxy: model calls and the relay
 EGRESS_LOOPBACK_ADDRESS = "127.0.0.1:4010"  # the egress proxy over TCP, in sandboxes with their own network namespace
 # Variables read by SDKs. The keys are placeholders: the egress proxy adds the credentials.
@@ -88,6 +90,7 @@ class SandboxSpec:
     millicpus: int = 1000
     pids: int = 256
     sockets: Path | None = None  # host directory mounted read-only at /run/leasehold
+    agent: Path | None = None  # host directory of the gateway's socket, mounted read-only at /run/leasehold-agent
     data: Path | None = None  # host directory mounted at /data, including later mounts below it; docker only
     writable_root: bool = False  # root file system writable as far as the image permits; default read-only, if supported
 
@@ -114,6 +117,13 @@ class ExecResult:
     oom: bool = False  # the kernel killed a process for lack of memory during the command
     truncated: bool = False  # a stream exceeded the cap; the excess was read and dropped
     duration: timedelta = timedelta(0)
+
+
+class ExecState(NamedTuple):
+    """State of an exec whose caller is gone."""
+
+    running: bool
+    result: ExecResult | None = None  # None while running
 
 
 class OutputView:
@@ -210,6 +220,7 @@ class Provider(ABC):
         cap: int = 1 << 20,
         mark: str,
         output: OutputView | None = None,
+        retain: bool = False,
     ) -> ExecResult:
         """Run `argv` without a shell and wait for it. Execs may run concurrently.
 
@@ -217,7 +228,14 @@ class Provider(ABC):
         session, and no process of another exec. Each output stream is cut to its first `cap` bytes. A program that does not
         exist is a result with exit code 127. `output` shows the streams while the command runs. Raise Missing if the sandbox
         stopped, restarted or was removed while the command ran; a command that a signal ends in a running sandbox is a
-        result."""
+        result. With `retain` the sandbox keeps the result until `acknowledge_exec`, if the provider can."""
+
+    def find_exec(self, ref: str, mark: str) -> ExecState | None:
+        """Return the state of an exec with a retained result, or None if nothing is known of it. Raise Unavailable."""
+        return None
+
+    def acknowledge_exec(self, ref: str, mark: str) -> None:  # noqa: B027 - providers without retained results do nothing
+        """Let the sandbox drop the retained result of an exec. Best effort: raises nothing."""
 
     @abstractmethod
     def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:

@@ -36,7 +36,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.pool import allocation, starts
-from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
+from sandboxes.providers.base import WORKSPACE, ExecResult, ExecState, Missing, NoSuchFile, Provider, ProviderError, Rejected
 from sandboxes.runs import workspace_limit
 from sandboxes.runs.claims import KILL_GRACE, RunClaim
 from sandboxes.state import data_sync
@@ -96,6 +96,7 @@ def exec_in_sandbox(
             cap=settings.EXEC_OUTPUT_CAP,
             mark=str(command.run_id),
             output=opened.claim.output,
+            retain=True,
         )
         opened.executing = False
         opened.claim.end_command()
@@ -154,6 +155,8 @@ def _record_success(
     run_id = str(opened.run.pk)
     try:
         retry_connection_errors(record, "run not closed", clock=clock, run=run_id)
+        if opened.result:
+            opened.provider.acknowledge_exec(opened.sandbox.ref, run_id)
     except RetriesExhausted as failed:
         exit_code = opened.result.exit_code if opened.result else None
         raise OutcomeUnknown(run_id=run_id, exit_code=exit_code) from failed
@@ -360,14 +363,27 @@ def close_run(
 
 
 def close_abandoned_run(run: Run, *, now: datetime) -> bool:
-    """Close a Run as lost whose waiting process is dead, or has missed the deadline. Its exit code is unknown.
+    """Close a Run whose waiting process is dead, or has missed the deadline.
+
+    If the sandbox has retained the command's result, the Run is closed with that. A command that still runs, and whose process
+    is dead, is left to run until its deadline. Otherwise the Run is closed as lost, and its exit code is unknown.
 
     The Run is claimed first, so that a process that still waits finds its claim lost. The command is killed next, because it
     would otherwise continue in a sandbox whose state is `waiting`. Returns False if the Run was closed before, or its deadline
-    was extended. Raises ProviderError if the kill failed; the Run then stays open for the next try."""
+    was extended. Raises ProviderError if the kill failed or the provider does not respond; the Run then stays open for the
+    next try."""
+    state = _find_command(run)
+    if state and state.running and now < run.deadline_at:
+        return False
     unchanged = Run.objects.filter(pk=run.pk, claim=run.claim, deadline_at=run.deadline_at, ended_at__isnull=True)
     if not unchanged.update(claim=uuid.uuid4()):
         return False
+    if state and state.result:
+        note = f"The control plane's process that waited for the command ({run.claimed_by}) was restarted or killed."
+        outcome = _classify_outcome(state.result)
+        closed = close_run(run, now=now, outcome=outcome, result=state.result, note=note, actor="sweep")
+        registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
+        return closed
     note = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
     if run.note:
         note = f"The provider stopped responding, and the exit code is unknown. {run.note}"[:500]
@@ -377,6 +393,17 @@ def close_abandoned_run(run: Run, *, now: datetime) -> bool:
             "was killed, and its exit code is unknown. The output is that of the time until then."
         )
     return interrupt_run(run, note=note, now=now, actor="sweep")
+
+
+def _find_command(run: Run) -> ExecState | None:
+    """Return the state of an open Run's command in its sandbox, or None if nothing is known of it. Raises ProviderError."""
+    sandbox = run.sandbox
+    if run.kind not in ("exec", "turn") or sandbox.state in GONE_STATES or sandbox.incarnation != run.incarnation:
+        return None
+    try:
+        return registry.get_sandbox_provider(sandbox).find_exec(sandbox.ref, str(run.pk))
+    except Missing:
+        return None
 
 
 def interrupt_run(run: Run, *, note: str, now: datetime, actor: str = "") -> bool:

@@ -9,19 +9,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
+from sandboxes.agent.runs import TOO_LONG
 from sandboxes.providers import PROVIDER_CLASSES
 from sandboxes.providers.base import DATA, WORKSPACE, ExecResult, FileStat, Provider, SandboxSpec
+from sandboxes.providers.docker import agent_exec
 from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.providers.process import ProcessProvider
 from tests.conftest import DOCKER_IMAGE
+from tests.support.sandbox_agent import Gateway
 from tests.support.storage.tars import TarMember, pack
 
 MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
 BY_EXEC = "docker by exec"  # without access to the container's files from the host
+BY_ENGINE = "docker by engine"  # commands by the engine's exec instead of the agent in the container
 
 
 def unique_name():
@@ -109,9 +114,10 @@ class ProviderBench:
 
     provider: Provider
     owner: str = field(default_factory=unique_name)
+    agent: Path | None = None  # directory of the gateway's socket
 
     def spec(self, **more):
-        return SandboxSpec(name=unique_name(), owner=self.owner, image=DOCKER_IMAGE, **more)
+        return SandboxSpec(name=unique_name(), owner=self.owner, image=DOCKER_IMAGE, agent=self.agent, **more)
 
     def box(self, **more):
         spec = self.spec(**more)
@@ -132,11 +138,24 @@ def make_params(kinds):
     return [pytest.param(kind, marks=[pytest.mark.docker] * kind.startswith("docker")) for kind in kinds]
 
 
+@pytest.fixture(scope="session")
+def gateway(request):
+    """The gateway, to which the agents of all containers of this suite connect."""
+    request.getfixturevalue("docker_ready")
+    gateway = Gateway(container="")
+    Path(gateway.directory.name).chmod(0o755)
+    yield gateway
+    gateway.close()
+    assert set(agent_exec.fallbacks) <= {TOO_LONG}  # no other command was executed by the engine
+
+
 def make_bench(request, tmp_path):
     """Create the bench of a fixture's parameter. Without Docker it skips or fails, see tests/conftest.py."""
     kind = request.param.split()[0]
     if kind == "docker":
-        request.getfixturevalue("docker_ready")
+        gateway, settings = request.getfixturevalue("gateway"), request.getfixturevalue("settings")
+        settings.AGENT_GATEWAY = tmp_path / "none" if request.param == BY_ENGINE else gateway.client_path
+        return ProviderBench(DockerProvider(), agent=Path(gateway.directory.name))
     return ProviderBench(ProcessProvider(tmp_path) if kind == "process" else PROVIDER_CLASSES[kind]())
 
 
@@ -153,9 +172,9 @@ def make_bench_fixture(*kinds):
 
 
 @pytest.fixture(scope="module")
-def shared_container():
+def shared_container(gateway):
     """Container shared by successive tests, because starting one takes longer than most tests."""
-    bench = ProviderBench(DockerProvider())
+    bench = ProviderBench(DockerProvider(), agent=Path(gateway.directory.name))
     made = cache(bench.box)
     yield made
     if made.cache_info().currsize:
@@ -166,10 +185,10 @@ def make_box_fixture(*kinds, root=WORKSPACE):
     """Create a fixture parametrized by provider and access path, with an empty sandbox that tests do not destroy."""
 
     @pytest.fixture(params=make_params(kinds))
-    def fixture(request, tmp_path, monkeypatch, shared_container):
+    def fixture(request, tmp_path, monkeypatch):
         bench = make_bench(request, tmp_path)
         if request.param.startswith("docker"):
-            box = shared_container()
+            box = request.getfixturevalue("shared_container")()
             for directory in (WORKSPACE, DATA):
                 box.provider.clear(box.ref, directory)
         else:
@@ -187,3 +206,5 @@ real_bench = make_bench_fixture("process", "docker")  # providers that execute r
 limiting_bench = make_bench_fixture("memory", "docker")  # enforces_limits
 box = make_box_fixture("memory", "process", "docker")
 real_box = make_box_fixture("process", "docker")
+exec_box = make_box_fixture("memory", "process", "docker", BY_ENGINE)
+real_exec_box = make_box_fixture("process", "docker", BY_ENGINE)

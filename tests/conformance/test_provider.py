@@ -32,8 +32,8 @@ READY_TIMEOUT = timedelta(seconds=60)  # far below the 300 s that programs sleep
 # --- create, list, destroy ----------------------------------------------------------------------------------------
 
 
-def test_created_sandbox_becomes_ready_and_runs_commands(box):
-    result = box.run("echo", "hello")
+def test_created_sandbox_becomes_ready_and_runs_commands(exec_box):
+    result = exec_box.run("echo", "hello")
     assert (result.stdout, result.stderr, result.exit_code) == (b"hello\n", b"", 0)
     assert (result.timed_out, result.oom, result.truncated) == (False, False, False)
 
@@ -63,27 +63,27 @@ def test_concurrent_creates_return_the_same_sandbox(bench):
 
 
 def test_name_of_another_owner_is_rejected(bench):
-    box = bench.box()
+    exec_box = bench.box()
     with pytest.raises(Rejected):
-        bench.provider.create(SandboxSpec(name=box.name, owner=bench.owner + "-other", image=bench.spec().image))
+        bench.provider.create(SandboxSpec(name=exec_box.name, owner=bench.owner + "-other", image=bench.spec().image))
     assert bench.provider.list(bench.owner + "-other") == []
-    assert box.run("true").exit_code == 0
+    assert exec_box.run("true").exit_code == 0
 
 
-def test_sandbox_is_found_by_ref_and_by_name(box):
-    by_ref, by_name = box.provider.inspect(box.ref), box.provider.inspect(box.name)
+def test_sandbox_is_found_by_ref_and_by_name(exec_box):
+    by_ref, by_name = exec_box.provider.inspect(exec_box.ref), exec_box.provider.inspect(exec_box.name)
     assert by_ref == by_name
-    assert (by_ref.ref, by_ref.name, by_ref.running) == (box.ref, box.name, True)
+    assert (by_ref.ref, by_ref.name, by_ref.running) == (exec_box.ref, exec_box.name, True)
     assert abs(datetime.now(UTC) - by_ref.created_at) < timedelta(hours=1)
 
 
 def test_every_verb_accepts_the_name_as_ref(bench):
-    box = bench.box()
-    box.ref = box.name
-    bench.provider.wait_ready(box.name, timeout=READY_TIMEOUT)
-    box.write("a", b"1")
-    assert box.run("cat", "a").stdout == b"1"
-    bench.provider.destroy(box.name)
+    exec_box = bench.box()
+    exec_box.ref = exec_box.name
+    bench.provider.wait_ready(exec_box.name, timeout=READY_TIMEOUT)
+    exec_box.write("a", b"1")
+    assert exec_box.run("cat", "a").stdout == b"1"
+    bench.provider.destroy(exec_box.name)
     assert bench.provider.list(bench.owner) == []
 
 
@@ -138,21 +138,21 @@ def test_verbs_raise_missing_without_a_sandbox(bench):
         except Missing:
             return True
 
-    box = bench.box()
-    box.look()  # so that the provider has cached the sandbox
-    bench.provider.destroy(box.ref)
-    for ref in (box.ref, box.name, "lhc-never-was"):
+    exec_box = bench.box()
+    exec_box.look()  # so that the provider has cached the sandbox
+    bench.provider.destroy(exec_box.ref)
+    for ref in (exec_box.ref, exec_box.name, "lhc-never-was"):
         assert [verb for verb in VERBS if not is_missing(verb, ref)] == []
 
 
 @pytest.mark.parametrize("verb", ["manifest", "get_files", "remove_files", "clear", "read_range", "seed"])
 def test_memory_provider_injects_failures_into_file_verbs(verb):
     memory, seen = MemoryProvider(), []
-    box = ProviderBench(memory).box()
-    memory.write_file(box.ref, f"{DATA}/a", b"")
+    exec_box = ProviderBench(memory).exec_box()
+    memory.write_file(exec_box.ref, f"{DATA}/a", b"")
     memory.before(verb, seen.append)
-    VERBS[verb](memory, box.ref)
-    assert seen == [box.ref]
+    VERBS[verb](memory, exec_box.ref)
+    assert seen == [exec_box.ref]
 
 
 # --- exec: input -------------------------------------------------------------------------------------------
@@ -160,110 +160,110 @@ def test_memory_provider_injects_failures_into_file_verbs(verb):
 WORDS = ["a b", "", "$HOME", "`id`", "it's", '"quoted"', "*", "back\\slash", "ünïcode 漢字", "two\nlines", "-n", "; exit"]
 
 
-def test_arguments_are_passed_unchanged_without_a_shell(box):
-    result = box.run("printf", r"%s\000", *WORDS)
+def test_arguments_are_passed_unchanged_without_a_shell(exec_box):
+    result = exec_box.run("printf", r"%s\000", *WORDS)
     assert result.stdout == b"".join(word.encode() + b"\0" for word in WORDS)
 
 
-def test_stdin_is_passed_unchanged_and_ends(box):
+def test_stdin_is_passed_unchanged_and_ends(exec_box):
     sent = bytes(range(256)) * (5 * MIB // 256)
-    result = box.run("cat", stdin=sent, cap=8 * MIB)
+    result = exec_box.run("cat", stdin=sent, cap=8 * MIB)
     assert (result.stdout == sent, result.truncated) == (True, False)
-    assert box.run("cat").stdout == b""
+    assert exec_box.run("cat").stdout == b""
 
 
-def test_large_input_that_is_unread_or_echoed_past_the_cap_does_not_block(box):
-    unread = box.run("true", stdin=b"x" * 5 * MIB)
+def test_large_input_that_is_unread_or_echoed_past_the_cap_does_not_block(exec_box):
+    unread = exec_box.run("true", stdin=b"x" * 5 * MIB)
     assert (unread.exit_code, unread.timed_out) == (0, False)
-    echoed = box.run("cat", stdin=b"x" * 20 * MIB, cap=1000)
+    echoed = exec_box.run("cat", stdin=b"x" * 20 * MIB, cap=1000)
     assert (echoed.stdout, echoed.truncated, echoed.exit_code) == (b"x" * 1000, True, 0)
 
 
-def test_command_that_stops_reading_to_write_does_not_block(real_box):
+def test_command_that_stops_reading_to_write_does_not_block(real_exec_box):
     script = f"head -c 8192 >/dev/null; head -c {10 * MIB} /dev/zero; cat >/dev/null"
-    result = real_box.run("sh", "-c", script, stdin=b"x" * 5 * MIB, cap=1000)
+    result = real_exec_box.run("sh", "-c", script, stdin=b"x" * 5 * MIB, cap=1000)
     assert (result.exit_code, result.timed_out, result.truncated) == (0, False, True)
 
 
-def test_env_and_mark_are_passed_to_this_exec_only(box):
+def test_env_and_mark_are_passed_to_this_exec_only(exec_box):
     given = {"GREETING": "hello world", "EMPTY": "", "ODD": "a=b 'c' \"d\" $e\nsecond line ü"}
-    result = box.run("printenv", *given, "LEASEHOLD_RUN", env=given, mark="lhc-a-mark")
+    result = exec_box.run("printenv", *given, "LEASEHOLD_RUN", env=given, mark="lhc-a-mark")
     assert result.stdout.decode() == "".join(f"{value}\n" for value in (*given.values(), "lhc-a-mark"))
-    assert box.run("printenv", "GREETING").exit_code == 1
+    assert exec_box.run("printenv", "GREETING").exit_code == 1
 
 
-def test_control_planes_environment_is_not_inherited(box, monkeypatch):
+def test_control_planes_environment_is_not_inherited(exec_box, monkeypatch):
     monkeypatch.setenv("LEASEHOLD_CANARY", "a secret of the control plane")
     monkeypatch.setenv("HTTPS_PROXY", "http://user:CANARY@proxy.invalid")
-    seen = box.run("env").stdout
+    seen = exec_box.run("env").stdout
     assert b"PATH=" in seen
     assert b"CANARY" not in seen
     assert b"SECRET_KEY" not in seen
 
 
-def test_programs_installed_for_the_user_are_found_after_those_of_the_system(box):
-    directories = box.run("printenv", "PATH").stdout.decode().strip().split(":")
-    assert directories[-1] == box.path("/workspace/.home/.local/bin")
+def test_programs_installed_for_the_user_are_found_after_those_of_the_system(exec_box):
+    directories = exec_box.run("printenv", "PATH").stdout.decode().strip().split(":")
+    assert directories[-1] == exec_box.path("/workspace/.home/.local/bin")
     assert "/usr/bin" in directories[:-1]
 
 
-def test_program_installed_for_the_user_runs_by_name(real_box):
+def test_program_installed_for_the_user_runs_by_name(real_exec_box):
     script = "mkdir -p ~/.local/bin && printf '#!/bin/sh\\necho it runs\\n' > ~/.local/bin/tool && chmod +x ~/.local/bin/tool"
-    assert real_box.run("sh", "-c", script).exit_code == 0
-    assert real_box.run("tool").stdout == b"it runs\n"
+    assert real_exec_box.run("sh", "-c", script).exit_code == 0
+    assert real_exec_box.run("tool").stdout == b"it runs\n"
 
 
-def test_default_cwd_is_the_workspace(box):
-    assert box.run("pwd").stdout.decode() == box.path("/workspace") + "\n"
+def test_default_cwd_is_the_workspace(exec_box):
+    assert exec_box.run("pwd").stdout.decode() == exec_box.path("/workspace") + "\n"
 
 
-def test_cwd_and_arguments_may_be_sandbox_paths(box):
-    box.provider.write_file(box.ref, "/data/deep er/file", b"found")
-    assert box.run("cat", "file", cwd="/data/deep er").stdout == b"found"
-    assert box.run("cat", box.path("/data/deep er/file")).stdout == b"found"
+def test_cwd_and_arguments_may_be_sandbox_paths(exec_box):
+    exec_box.provider.write_file(exec_box.ref, "/data/deep er/file", b"found")
+    assert exec_box.run("cat", "file", cwd="/data/deep er").stdout == b"found"
+    assert exec_box.run("cat", exec_box.path("/data/deep er/file")).stdout == b"found"
 
 
 # --- exec: results -----------------------------------------------------------------------------------------
 
 
-def test_exit_code_is_the_programs(box):
+def test_exit_code_is_the_programs(exec_box):
     codes = (0, 1, 3, 42, 255)
-    assert tuple(box.run("sh", "-c", f"exit {code}").exit_code for code in codes) == codes
+    assert tuple(exec_box.run("sh", "-c", f"exit {code}").exit_code for code in codes) == codes
 
 
-def test_missing_program_is_a_result(box):
-    result = box.run("lhc-no-such-program", "--help")
+def test_missing_program_is_a_result(exec_box):
+    result = exec_box.run("lhc-no-such-program", "--help")
     assert (result.exit_code, result.timed_out, result.stdout) == (127, False, b"")
-    assert box.run("/no/such/program").exit_code == 127
+    assert exec_box.run("/no/such/program").exit_code == 127
 
 
-def test_signal_is_reported_as_exit_code_and_is_not_oom(box):
-    result = box.run("sh", "-c", "kill -9 $$")
+def test_signal_is_reported_as_exit_code_and_is_not_oom(exec_box):
+    result = exec_box.run("sh", "-c", "kill -9 $$")
     assert (result.exit_code, result.timed_out, result.oom) == (137, False, False)
-    assert not box.run("sh", "-c", "exit 137").oom
+    assert not exec_box.run("sh", "-c", "exit 137").oom
 
 
 def test_oom_kill_is_reported(limiting_bench):
-    box = limiting_bench.box(memory_mib=64)
-    result = box.run(*limiting_bench.hog())
+    exec_box = limiting_bench.box(memory_mib=64)
+    result = exec_box.run(*limiting_bench.hog())
     assert (result.exit_code, result.oom, result.timed_out) == (137, True, False)
-    assert not box.run("sh", "-c", "kill -9 $$").oom  # not attributed to the next exec
+    assert not exec_box.run("sh", "-c", "kill -9 $$").oom  # not attributed to the next exec
 
 
-def test_binary_output_is_returned_unchanged(box):
-    result = box.run("printf", r"\377\000\200\012\303")
+def test_binary_output_is_returned_unchanged(exec_box):
+    result = exec_box.run("printf", r"\377\000\200\012\303")
     assert result.stdout == b"\xff\x00\x80\n\xc3"
 
 
-def test_stdout_and_stderr_are_separate(box):
-    result = box.run("sh", "-c", "echo out; echo err >&2")
+def test_stdout_and_stderr_are_separate(exec_box):
+    result = exec_box.run("sh", "-c", "echo out; echo err >&2")
     assert (result.stdout, result.stderr) == (b"out\n", b"err\n")
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_ten_megabytes_keep_the_first_cap_bytes(box, stream):
+def test_ten_megabytes_keep_the_first_cap_bytes(exec_box, stream):
     to = "" if stream == "stdout" else " >&2"
-    result = box.run(
+    result = exec_box.run(
         "sh", "-c", f"echo first{to}; head -c {10 * MIB} /dev/zero{to}; echo done{' >&2' if not to else ''}", cap=1000
     )
     both = (b"first\n" + bytes(994), b"done\n")
@@ -271,14 +271,14 @@ def test_ten_megabytes_keep_the_first_cap_bytes(box, stream):
     assert (result.truncated, result.exit_code) == (True, 0)
 
 
-def test_output_of_exactly_the_cap_is_not_truncated(box):
-    result = box.run("head", "-c", "1000", "/dev/zero", cap=1000)
+def test_output_of_exactly_the_cap_is_not_truncated(exec_box):
+    result = exec_box.run("head", "-c", "1000", "/dev/zero", cap=1000)
     assert (len(result.stdout), result.truncated) == (1000, False)
 
 
-def test_concurrent_execs_have_separate_results(box):
+def test_concurrent_execs_have_separate_results(exec_box):
     def echo(number):
-        return box.run("cat", stdin=f"{number}".encode() * 1000).stdout
+        return exec_box.run("cat", stdin=f"{number}".encode() * 1000).stdout
 
     with ThreadPoolExecutor(8) as threads:
         assert [*threads.map(echo, range(16))] == [f"{number}".encode() * 1000 for number in range(16)]
@@ -287,16 +287,18 @@ def test_concurrent_execs_have_separate_results(box):
 # --- exec: timeouts ----------------------------------------------------------------------------------------
 
 
-def test_timeout_is_a_result_after_which_the_sandbox_works(box):
-    result = box.run("sleep", "300", seconds=1)
+def test_timeout_is_a_result_after_which_the_sandbox_works(exec_box):
+    result = exec_box.run("sleep", "300", seconds=1)
     assert (result.exit_code, result.timed_out, result.oom) == (137, True, False)
     assert timedelta(seconds=1) <= result.duration < READY_TIMEOUT
-    assert box.run("echo", "fine").stdout == b"fine\n"
+    assert exec_box.run("echo", "fine").stdout == b"fine\n"
 
 
-def test_output_before_the_timeout_is_returned(box):
+def test_output_before_the_timeout_is_returned(exec_box):
     line = "echo begun; sleep 300; echo ended"
-    result = run_with_growing_timeouts(lambda seconds: box.run("sh", "-c", line, seconds=seconds), lambda result: result.stdout)
+    result = run_with_growing_timeouts(
+        lambda seconds: exec_box.run("sh", "-c", line, seconds=seconds), lambda result: result.stdout
+    )
     assert (result.stdout, result.timed_out) == (b"begun\n", True)
 
 
@@ -310,65 +312,65 @@ FAMILIES = {
 }
 
 
-def test_timeouts_kill_all_descendants(real_box):
+def test_timeouts_kill_all_descendants(real_exec_box):
     naps = {family: unique_sleep_seconds() for family in FAMILIES}
     with ThreadPoolExecutor(len(FAMILIES)) as threads:
         results = threads.map(
-            lambda family: real_box.run("sh", "-c", FAMILIES[family].format(nap=naps[family]), seconds=1), naps
+            lambda family: real_exec_box.run("sh", "-c", FAMILIES[family].format(nap=naps[family]), seconds=1), naps
         )
     for (family, nap), result in zip(naps.items(), results, strict=True):
         assert result.timed_out, family
         assert result.duration < READY_TIMEOUT
-        assert real_box.asleep(nap) == [], family
+        assert real_exec_box.asleep(nap) == [], family
 
 
-def test_other_exec_survives_a_timeout(real_box):
+def test_other_exec_survives_a_timeout(real_exec_box):
     nap = unique_sleep_seconds()
-    real_box.run("mkfifo", "ready", "go")
+    real_exec_box.run("mkfifo", "ready", "go")
     with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(real_box.run, "sh", "-c", f"sleep {nap} & echo >ready; cat go; kill $!")
-        real_box.run("cat", "ready")  # returns once the other exec has started
-        assert real_box.run("sleep", "300", seconds=1).timed_out
-        assert real_box.asleep(nap) != []
-        real_box.run("sh", "-c", "echo still here >go")
+        other = threads.submit(real_exec_box.run, "sh", "-c", f"sleep {nap} & echo >ready; cat go; kill $!")
+        real_exec_box.run("cat", "ready")  # returns once the other exec has started
+        assert real_exec_box.run("sleep", "300", seconds=1).timed_out
+        assert real_exec_box.asleep(nap) != []
+        real_exec_box.run("sh", "-c", "echo still here >go")
         assert other.result().stdout == b"still here\n"
 
 
-def test_output_is_visible_while_the_command_runs(real_box):
+def test_output_is_visible_while_the_command_runs(real_exec_box):
     mark, output = unique_name(), OutputView()
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(real_box.run, "sh", "-c", "echo begun; echo also >&2; sleep 60", mark=mark, output=output)
+        running = threads.submit(real_exec_box.run, "sh", "-c", "echo begun; echo also >&2; sleep 60", mark=mark, output=output)
         wait_until(lambda: output.read() == (b"begun\n", b"also\n"), "the output is visible")
         assert not running.done()
-        real_box.provider.kill(real_box.ref, mark)
+        real_exec_box.provider.kill(real_exec_box.ref, mark)
 
 
-def test_kill_by_mark_affects_only_that_exec(real_box):
+def test_kill_by_mark_affects_only_that_exec(real_exec_box):
     nap, mark = unique_sleep_seconds(), unique_name()
-    real_box.run("mkfifo", "ready")
+    real_exec_box.run("mkfifo", "ready")
     with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(real_box.run, "sh", "-c", f"setsid sleep {nap} & echo >ready; wait", mark=mark)
-        real_box.run("cat", "ready")  # returns once it has started
-        real_box.provider.kill(real_box.ref, unique_name())
-        assert real_box.asleep(nap) != []
-        real_box.provider.kill(real_box.ref, mark)
-        assert real_box.asleep(nap) == []
+        other = threads.submit(real_exec_box.run, "sh", "-c", f"setsid sleep {nap} & echo >ready; wait", mark=mark)
+        real_exec_box.run("cat", "ready")  # returns once it has started
+        real_exec_box.provider.kill(real_exec_box.ref, unique_name())
+        assert real_exec_box.asleep(nap) != []
+        real_exec_box.provider.kill(real_exec_box.ref, mark)
+        assert real_exec_box.asleep(nap) == []
         assert not other.result().timed_out
 
 
-def test_remaining_descendant_does_not_delay_the_result(real_box):
-    result = real_box.run("sh", "-c", "sleep 300 & echo done", seconds=250)
+def test_remaining_descendant_does_not_delay_the_result(real_exec_box):
+    result = real_exec_box.run("sh", "-c", "sleep 300 & echo done", seconds=250)
     assert (result.stdout, result.exit_code, result.timed_out) == (b"done\n", 0, False)
     assert result.duration < READY_TIMEOUT
 
 
 def test_destroy_does_not_wait_for_running_commands(real_bench):
-    real_box = real_bench.box()
-    real_box.run("mkfifo", "ready")
+    real_exec_box = real_bench.box()
+    real_exec_box.run("mkfifo", "ready")
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(real_box.run, "sh", "-c", "echo >ready; sleep 300", seconds=250)
-        real_box.run("cat", "ready")
-        real_bench.provider.destroy(real_box.ref)
+        running = threads.submit(real_exec_box.run, "sh", "-c", "echo >ready; sleep 300", seconds=250)
+        real_exec_box.run("cat", "ready")
+        real_bench.provider.destroy(real_exec_box.ref)
         assert running.exception(timeout=60) or running.result().exit_code != 0
 
 

@@ -1,9 +1,9 @@
-"""The sandbox agent as a process, and its listening socket on the control plane's side."""
+"""The sandbox agent as a process or in a container, and the gateway."""
 
+import asyncio
 import atexit
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,9 +12,11 @@ import uuid
 from functools import cache
 from pathlib import Path
 
+from sandboxes.agent.client import AgentConnection
+from sandboxes.agent.gateway import AgentGateway
 from sandboxes.agent.protocol import HEADER
 from sandboxes.agent.runs import AgentClient, AgentRun
-from sandboxes.agent.session import AgentSession, SessionRegistry
+from sandboxes.providers.base import AGENT_DIRECTORY
 
 AGENT = Path(__file__).resolve().parents[2] / "sandboxes" / "image" / "agent.py"
 SHIM_SOURCE = AGENT.with_name("shim.c")
@@ -22,48 +24,45 @@ SANDBOX = "sandbox"
 
 
 class Gateway:
-    """Control plane's side: accepts agents and registers their sessions. May be stopped and started again."""
+    """The gateway in a thread, and a client for the agent that connects to it. May be stopped and started again."""
 
-    def __init__(self) -> None:
+    def __init__(self, container: str = SANDBOX) -> None:
+        """Accept any process as the agent of `container`; with an empty one, only agents in containers."""
         self.directory = tempfile.TemporaryDirectory(dir="/tmp")  # the path of a unix socket is short
-        self.path = f"{self.directory.name}/agent.sock"
-        self.registry = SessionRegistry()
-        self.client = AgentClient(self.registry, SANDBOX)
+        self.path, self.client_path = f"{self.directory.name}/agent.sock", Path(self.directory.name, "gateway.sock")
+        self.container, self.client = container, AgentClient(self.client_path, container)
         self.start()
 
     def start(self) -> None:
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(self.path)
-        os.chmod(self.path, 0o666)
-        self.listener.listen()
-        threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
+        self.gateway = AgentGateway(lambda _: self.container) if self.container else AgentGateway()
+        self._loop, started = asyncio.new_event_loop(), threading.Event()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve(started)), daemon=True)
+        self._thread.start()
+        assert started.wait(20)
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            self.registry.add(SANDBOX, AgentSession(connection))
+    async def _serve(self, started: threading.Event) -> None:
+        async with self.gateway.listening([Path(self.path)], self.client_path):
+            started.set()
+            await self._stop.wait()
+        await asyncio.sleep(0)  # the ends of the sessions
 
-    def crash(self) -> None:
-        """Lose the connection and all memory of it, as at the end of the control plane's process."""
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        Path(self.path).unlink()
-        session = self.registry.find(SANDBOX)
-        assert session is not None
-        session.close()
-        self.registry = SessionRegistry()
-        self.client = AgentClient(self.registry, SANDBOX)
+    def stop(self) -> None:
+        """Stop the gateway. Agents and clients lose their connections."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
 
-    def session(self) -> AgentSession:
-        session = self.registry.find(SANDBOX, timeout=20)
-        assert session is not None
-        return session
+    def connect(self, *, wait: float = 5.0) -> AgentConnection:
+        """Open a connection to the agent."""
+        return AgentConnection(self.client_path, self.client._container, wait=wait)
+
+    def boot(self) -> str:
+        """Return the boot id of the agent, waiting for its connection."""
+        with self.connect() as connection:
+            return connection.boot
 
     def close(self) -> None:
-        self.listener.close()
+        self.stop()
         self.directory.cleanup()
 
 
@@ -82,15 +81,13 @@ def start_agent(path: str) -> "subprocess.Popen[bytes]":
 
 
 def start_container(gateway: Gateway, image: str) -> str:
-    """Start a container with the agent as process 1. Return its name."""
+    """Start a container with the image's agent as process 1, and address the gateway's client to it. Return its name."""
     name, directory = f"leasehold-agent-test-{uuid.uuid4().hex[:8]}", gateway.directory.name
     os.chmod(directory, 0o755)
     command = ["docker", "run", "-d", "--name", name, "--network", "none", "--cap-drop", "ALL", "--read-only"]
-    command += ["--security-opt", "no-new-privileges", "-u", "10001:10001", "-v", f"{directory}:/run/leasehold:ro"]
-    command += ["-v", f"{AGENT}:/opt/leasehold/agent.py:ro", "-v", f"{build_shim()}:/opt/leasehold/shim:ro"]
-    command += ["--entrypoint", "python3", image, "-I", "-S", "/opt/leasehold/agent.py"]
-    command += ["/run/leasehold/agent.sock", "/opt/leasehold/shim"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    command += ["--security-opt", "no-new-privileges", "-v", f"{directory}:{AGENT_DIRECTORY}:ro", image]
+    container = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    gateway.client = AgentClient(gateway.client_path, container)
     return name
 
 

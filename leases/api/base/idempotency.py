@@ -159,7 +159,7 @@ def _is_run_settled(run: Run | None, *, now: datetime) -> bool:
     """Return whether the run of an unfinished request shows that its process will not respond."""
     if run is None or run.ended_at is None:
         return False
-    return run.outcome == RunOutcome.LOST or run.ended_at + RESPONSE_GRACE_PERIOD <= now
+    return run.outcome == RunOutcome.LOST or run.released or run.ended_at + RESPONSE_GRACE_PERIOD <= now
 
 
 def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:

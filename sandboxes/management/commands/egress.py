@@ -14,6 +14,7 @@ from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
 from django.db import DatabaseError, close_old_connections
 
+from sandboxes.agent.gateway import AgentGateway
 from sandboxes.db import database_time
 from sandboxes.egress import nginx, slots
 from sandboxes.egress.logs import access_log, collection
@@ -59,7 +60,11 @@ class Command(BaseCommand):
             return
         try:
             container = await asyncio.to_thread(lambda: NginxProxy(Engine()))
-            async with EgressServer().listening({nginx.get_server_socket_path(): None}):
+            agents = [slots.ensure_agent_directory(slot) / slots.AGENT_SOCKET_NAME for slot in range(settings.EGRESS_SLOTS)]
+            async with (
+                AgentGateway().listening(agents, settings.AGENT_GATEWAY),
+                EgressServer().listening({nginx.get_server_socket_path(): None}),
+            ):
                 await asyncio.to_thread(container.start)
                 try:
                     self.stdout.write(f"egress: {settings.EGRESS_SLOTS} slots through {container.name}")

@@ -4,17 +4,20 @@ import contextlib
 import io
 import os
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, BinaryIO
 
 from docker.errors import APIError
 
+from sandboxes.agent.runs import AgentResult, AgentRun, NotStarted, OutcomeUnknown
 from sandboxes.image import reap
 from sandboxes.providers.base import (
     MARK_VARIABLE,
     WORKSPACE,
     ExecResult,
+    ExecState,
     Missing,
     OutputView,
     Provider,
@@ -22,7 +25,7 @@ from sandboxes.providers.base import (
     Rejected,
     Unavailable,
 )
-from sandboxes.providers.docker import replacement
+from sandboxes.providers.docker import agent_exec, replacement
 from sandboxes.providers.docker.engine import Conflict, Engine, translate_errors
 from sandboxes.providers.docker.exec_stream import BoundedBuffer, EngineExec
 
@@ -58,14 +61,80 @@ class ContainerCommandProvider(Provider):
         cap: int = 1 << 20,
         mark: str,
         output: OutputView | None = None,
+        retain: bool = False,
     ) -> ExecResult:
+        _check_command(argv, env, cwd)
+        output = output or OutputView()
+        # The same mark may be used again for a command of the control plane, but an agent starts a run only once.
+        run_id = mark if retain else f"{mark}/{uuid.uuid4().hex}"
+        run = AgentRun(run_id, argv, {**env, MARK_VARIABLE: mark}, cwd, timeout.total_seconds(), stdin, cap)
+        result = self._exec_by_agent(ref, run, output, retain=retain)
+        if result:
+            return result
         for delay in START_RETRY_DELAYS_SECONDS:
             try:
-                return self._exec(ref, argv, env, cwd, stdin, timeout, cap, mark, output or OutputView())
+                return self._exec(ref, argv, env, cwd, stdin, timeout, cap, mark, output)
             except Conflict as error:  # the container stopped before the exec started: nothing has run yet
                 reason = error
                 time.sleep(delay)
         raise Unavailable(f"No command can be started in {ref}: {reason}")
+
+    def _exec_by_agent(self, ref: str, run: AgentRun, output: OutputView, *, retain: bool) -> ExecResult | None:
+        """Run a command by the agent in the container. Return None if the agent has not started it.
+
+        Raise Missing if the container stopped meanwhile, and Unavailable if the outcome is unknown."""
+        engine, started, since = self._engine, time.monotonic(), time.time()
+        agent = agent_exec.find_agent(engine, ref)
+        if agent is None:
+            return None
+        oom_kills_before = engine.oom_kills(ref)
+        output.attach(*(agent_exec.AgentOutput(agent, run.id, stream) for stream in agent_exec.STREAMS))
+        try:
+            result = agent.run(run, check=lambda: self._require_running(ref, since))
+        except NotStarted as error:
+            agent_exec.note_fallback(engine, ref, str(error))
+            output.attach(b"", b"")
+            return None
+        except OutcomeUnknown as error:
+            if engine.has_stopped(ref, since):
+                raise Missing(f"{ref} stopped while the command ran.") from error
+            self._kill_from_outside(ref, run.env[MARK_VARIABLE])
+            if time.monotonic() < started + run.timeout:
+                raise Unavailable(f"The outcome of a command in {ref} is unknown: {error}") from error
+            result = AgentResult(137, *output.read(), timed_out=True, dropped=(0, 0))
+        if not retain:
+            agent_exec.acknowledge(agent, run.id)
+        return ExecResult(
+            exit_code=result.exit_code,
+            stdout=result.stdout[: run.cap],
+            stderr=result.stderr[: run.cap],
+            timed_out=result.timed_out,
+            oom=engine.was_oom_killed(ref, oom_kills_before, since, result.exit_code),
+            truncated=any(result.dropped),
+            duration=timedelta(seconds=time.monotonic() - started),
+        )
+
+    def _require_running(self, ref: str, since: float) -> None:
+        """Raise Missing if the container has stopped since then (seconds since 1970). Unpause it if it is paused."""
+        if self._engine.has_stopped(ref, since):
+            raise Missing(f"{ref} stopped while the command ran.")
+        self._ensure_running(ref)
+
+    def _kill_from_outside(self, ref: str, mark: str) -> None:
+        """Kill the processes of an exec without the agent, or all of the container's if that fails."""
+        if not self._kill_by_mark(ref, mark, None):
+            with contextlib.suppress(Missing, Conflict), translate_errors():  # gone or not running: no process is left
+                self._engine.client.kill(ref)
+
+    def find_exec(self, ref: str, mark: str) -> ExecState | None:
+        agent = agent_exec.find_agent(self._engine, ref)
+        return agent_exec.find_state(agent, mark) if agent else None
+
+    def acknowledge_exec(self, ref: str, mark: str) -> None:
+        with contextlib.suppress(ProviderError):
+            agent = agent_exec.find_agent(self._engine, ref)
+            if agent:
+                agent_exec.acknowledge(agent, mark)
 
     def _exec(
         self,
@@ -123,7 +192,6 @@ class ContainerCommandProvider(Provider):
         gid: int | None = None,
     ) -> Iterator[EngineExec]:
         """Start an exec for the duration of the block. Kill the exec if the block raises an exception."""
-        _check_command(argv, env, cwd)
         engine = self._engine
         variables = [f"{key}={value}" for key, value in {**env, MARK_VARIABLE: mark}.items()]
         exec_id = self._create_exec(
@@ -193,10 +261,12 @@ class ContainerCommandProvider(Provider):
         return "/tmp/.leasehold"  # noqa: S108 - inside the container
 
     def kill(self, ref: str, mark: str) -> None:
+        agent = agent_exec.find_agent(self._engine, ref)
+        killed = agent is not None and agent_exec.kill(agent, mark)  # also reaches daemons with an environment of their own
         gid = self._engine.exec_gid(mark)
         if self._kill_by_mark_on_host(ref, mark, gid):  # does not need the engine
             return
-        if self.inspect(ref).running and not self._kill_by_mark_in_container(ref, mark, gid):
+        if self.inspect(ref).running and not killed and not self._kill_by_mark_in_container(ref, mark, gid):
             raise Unavailable(f"The processes of exec {mark} in {ref} could not be killed")
 
     def _kill_by_mark(self, ref: str, mark: str, gid: int | None) -> bool:

@@ -100,6 +100,7 @@ class Engine:
         self.client = APIClient(**kwargs_from_env(), version="auto", timeout=CALL_TIMEOUT_SECONDS, max_pool_size=64)
         self.cgroups: dict[str, Cgroup | None] = {}
         self.first_processes: dict[str, tuple[int, str]] = {}  # container -> (pid of process 1, container id); may be outdated
+        self.container_ids: dict[str, str] = {}  # name -> id of the container; may be outdated
         self._host = urlsplit(parse_host(os.environ.get("DOCKER_HOST"), tls="tls" in kwargs_from_env()))
         self._idle: deque[_EngineConnection] = deque(maxlen=64)
         info = self.client.info()
@@ -174,6 +175,14 @@ class Engine:
                 self.cgroups.clear()
             self.cgroups[ref] = _find_cgroup(inspected["State"]["Pid"], inspected["Id"])
         return self.cgroups.get(ref)
+
+    def container_id(self, ref: str) -> str:
+        """Return the id of the container with this name. It may be outdated. Raise Missing."""
+        if ref not in self.container_ids:
+            if len(self.container_ids) > 10_000:
+                self.container_ids.clear()
+            self.container_ids[ref] = str(self.call("GET", f"/containers/{ref}/json")["Id"])
+        return self.container_ids[ref]
 
     def usage(self, ref: str) -> ResourceUsage | None:
         """Return the container's resource usage, or None if it does not run.

@@ -2,8 +2,8 @@
 
 The container's name is the sandbox's name and its ref. Two volumes belong to a container, for /workspace and for /data, so a
 stopped container is started again and has lost only its processes and its tmpfs. All other directories are read-only.
-Process 1 runs without capabilities as a different user than commands do: agents cannot end the sandbox, except by exhausting
-its memory."""
+Process 1 is the agent (image/agent.py), the parent of all commands that it starts. Commands run as the same user, and cannot
+end, stop or trace it: the kernel keeps signals of its own namespace away from process 1, and it is not dumpable."""
 
 import os
 import time
@@ -21,6 +21,7 @@ from docker.utils import kwargs_from_env
 
 from sandboxes.providers import base
 from sandboxes.providers.base import (
+    AGENT_DIRECTORY,
     DATA,
     SOCKETS_DIRECTORY,
     WORKSPACE,
@@ -39,12 +40,13 @@ from sandboxes.providers.launcher import BackgroundProcessProvider
 
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
 CREATED_AT_LABEL = "leasehold.made_at"
-INIT_UID = 10002  # user id of process 1, as in image/Dockerfile
 INIT_COMMAND = (
     "python3",
     "-I",
     "-S",
-    "/opt/leasehold/bridge.py",
+    "/opt/leasehold/agent.pyc",
+    base.AGENT_SOCKET,
+    "/opt/leasehold/shim",
     base.EGRESS_LOOPBACK_ADDRESS.rpartition(":")[2],
     base.LLM_SOCKET,
 )
@@ -97,6 +99,8 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
         """Create the container and its volumes. Return False if the name is in use."""
         client, memory, image = self._engine.client, spec.memory_mib << 20, spec.image or settings.SANDBOX_IMAGE
         mounts = [Mount(SOCKETS_DIRECTORY, str(spec.sockets), type="bind", read_only=True)] if spec.sockets else []
+        if spec.agent:
+            mounts.append(Mount(AGENT_DIRECTORY, str(spec.agent), type="bind", read_only=True))
         if spec.data:  # rslave: later mounts on the host appear in the container, not vice versa
             mounts.append(Mount(DATA, str(spec.data), type="bind", propagation="rslave"))
         own_labels = {"leasehold.owner": spec.owner, "leasehold.name": spec.name}
@@ -110,7 +114,7 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
             security_opt=["no-new-privileges:true", f"seccomp={seccomp.build_profile()}"],
             ipc_mode="private",
             cgroupns="private",
-            init=True,
+            init=False,  # process 1 of the image adopts and reaps orphans
             read_only=not spec.writable_root,
             tmpfs={path: _tmpfs_options(path, int(memory * share)) for path, share in TMPFS_MEMORY_SHARES.items()},
             sysctls=_sysv_ipc_sysctls(memory),
@@ -130,7 +134,7 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
                 entrypoint=[*INIT_COMMAND],
                 environment=base.EGRESS_ENVIRONMENT | {"LLM_SOCKET": base.LLM_SOCKET},
                 hostname="sandbox",
-                user=f"{INIT_UID}:{INIT_UID}",
+                user=f"{AGENT_UID}:{AGENT_UID}",
                 working_dir=WORKSPACE,
                 labels={**labels, **own_labels},
                 host_config=host_config,
@@ -187,11 +191,11 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
         raise Unavailable(f"{ref} is not ready after {timeout}: {reason}")
 
     def _is_init_running(self, ref: str) -> bool:
-        """Return whether process 1 has executed bridge.py. False if the container's processes are not visible from here."""
+        """Return whether process 1 has executed agent.pyc. False if the container's processes are not visible from here."""
         try:
             cgroup = self._engine.cgroup(ref)
             pids = cgroup.processes.read_text().split() if cgroup else []
-            return any(b"bridge.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
+            return any(b"agent.pyc" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
         except OSError:
             return False
 
@@ -203,6 +207,7 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
                 continue
             except Missing:  # repeated until confirmed: the engine may answer 204 during another removal
                 self._engine.cgroups.pop(ref, None)
+                self._engine.container_ids.pop(ref, None)
                 self._engine.first_processes.pop(ref, None)
                 if self._remove_volumes(ref):
                     return

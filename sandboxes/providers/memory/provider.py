@@ -208,6 +208,7 @@ class MemoryProvider(HookedCalls, Provider):
         cap: int = 1 << 20,
         mark: str,
         output: OutputView | None = None,
+        retain: bool = False,
     ) -> ExecResult:
         with self.hooked_call("exec", ref):  # without the lock: execs run concurrently, and a program may block
             sandbox = self._running(ref)

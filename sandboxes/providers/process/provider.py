@@ -147,6 +147,7 @@ class ProcessProvider(BackgroundProcessProvider):
         cap: int = 1 << 20,
         mark: str,
         output: OutputView | None = None,
+        retain: bool = False,
     ) -> ExecResult:
         directory, started = self._open(ref), time.monotonic()
         if not argv or not cwd.startswith("/"):

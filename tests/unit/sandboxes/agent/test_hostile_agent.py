@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sandboxes.agent import runs, session
-from sandboxes.agent.protocol import HEADER, ProtocolError
-from sandboxes.agent.runs import AgentClient, NotStarted, OutcomeUnknown
-from sandboxes.agent.session import AgentSession, SessionLost, SessionRegistry
-from tests.support.sandbox_agent import SANDBOX, frame, make_run
+from sandboxes.agent import client, gateway, runs
+from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected
+from sandboxes.agent.protocol import HEADER
+from sandboxes.agent.runs import NotStarted, OutcomeUnknown
+from tests.support.sandbox_agent import Gateway, frame, make_run
+from tests.support.waiting import wait_until
 
 HELLO = frame(0, b'{"protocol":"leasehold-agent","version":1,"boot":"0123456789abcdef"}')
 ENDED = {"run": "r1", "state": "ended", "exit_code": 0, "timed_out": False, "stdout": [0, 0], "stderr": [0, 0], "inline": True}
@@ -21,18 +22,35 @@ ENDED = {"run": "r1", "state": "ended", "exit_code": 0, "timed_out": False, "std
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "RECONNECT_TIMEOUT_SECONDS", 0.0)
-    monkeypatch.setattr(runs, "ANSWER_TIMEOUT_SECONDS", 0.2)
-    monkeypatch.setattr(runs, "END_TIMEOUT_SECONDS", 0.0)
-    monkeypatch.setattr(session, "HELLO_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(runs, "CONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "RESPONSE_SECONDS", 0.2)
+    monkeypatch.setattr(runs, "END_SECONDS", 0.0)
+    monkeypatch.setattr(client, "GREETING_TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(gateway, "HELLO_TIMEOUT_SECONDS", 0.3)
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair()
-    yield ours, theirs
-    ours.close()
-    theirs.close()
+def server() -> Iterator[Gateway]:
+    server = Gateway()
+    yield server
+    server.close()
+
+
+def dial(server: Gateway, greeting: bytes = HELLO) -> socket.socket:
+    """Connect as an agent."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(server.path)
+    connection.sendall(greeting)
+    return connection
+
+
+def is_disconnected(connection: socket.socket) -> bool:
+    """Return once the gateway has closed the connection."""
+    connection.settimeout(20)
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(1 << 16):
+            pass
+    return True
 
 
 def read_request(connection: socket.socket) -> tuple[int, dict]:
@@ -41,12 +59,10 @@ def read_request(connection: socket.socket) -> tuple[int, dict]:
     return request_id, json.loads(content[:head_size])
 
 
-def run_against(pair: tuple[socket.socket, socket.socket], respond: Callable[[socket.socket, int], None]) -> AgentSession:
-    """Run a command with an agent that greets correctly and then does `respond`. Return the session afterwards."""
-    ours, theirs = pair
-    theirs.sendall(HELLO)
-    registry = SessionRegistry()
-    registry.add(SANDBOX, current := AgentSession(ours))
+def run_against(server: Gateway, respond: Callable[[socket.socket, int], None]) -> socket.socket:
+    """Run a command with an agent that greets correctly and then does `respond`. Return the agent's connection."""
+    theirs = dial(server)
+    server.boot()
 
     def lie() -> None:
         request_id, _ = read_request(theirs)
@@ -55,8 +71,8 @@ def run_against(pair: tuple[socket.socket, socket.socket], respond: Callable[[so
 
     threading.Thread(target=lie, daemon=True).start()
     with pytest.raises(OutcomeUnknown):
-        AgentClient(registry, SANDBOX).run(make_run("r1", "true", timeout=0.1, cap=1000))
-    return current
+        server.client.run(make_run("r1", "true", timeout=0.1, cap=1000))
+    return theirs
 
 
 def with_fields(**fields: object) -> bytes:
@@ -82,9 +98,10 @@ def with_fields(**fields: object) -> bytes:
         b"[" * 4000,
     ],
 )
-def test_invalid_response_ends_the_session_and_is_no_result(pair, head):
-    current = run_against(pair, lambda connection, request_id: connection.sendall(frame(request_id, head)))
-    assert not current.alive and current.violation
+def test_invalid_response_ends_the_session_and_is_no_result(server, head):
+    theirs = run_against(server, lambda connection, request_id: connection.sendall(frame(request_id, head)))
+    assert is_disconnected(theirs)
+    wait_until(lambda: server.gateway.counts["violations"] == 1, "the violation is counted")
 
 
 @pytest.mark.parametrize(
@@ -97,51 +114,93 @@ def test_invalid_response_ends_the_session_and_is_no_result(pair, head):
     ],
     ids=["response without a request", "endless head", "endless body", "million small frames"],
 )
-def test_unsolicited_and_endless_frames_end_the_session(pair, content):
-    current = run_against(pair, lambda connection, _: connection.sendall(content))
-    assert not current.alive and current.violation
+def test_unsolicited_and_endless_frames_end_the_session(server, content):
+    run_against(server, lambda connection, _: connection.sendall(content))
+    wait_until(lambda: server.gateway.counts["violations"] == 1, "the violation is counted")
 
 
 @pytest.mark.parametrize("part", [b"", HEADER.pack(1, 20, 0)[:5], frame(1, with_fields())[:-1]], ids=["none", "5", "all but 1"])
 @pytest.mark.parametrize("ends", [True, False])
-def test_half_frame_or_silence_has_an_unknown_outcome(pair, part, ends):
+def test_half_frame_or_silence_has_an_unknown_outcome(server, part, ends):
     def respond(connection: socket.socket, _: int) -> None:
         connection.sendall(part)
         if ends:
             connection.shutdown(socket.SHUT_RDWR)
 
-    assert not run_against(pair, respond).alive
+    run_against(server, respond)
 
 
-def test_result_that_changes_between_two_reads_is_no_result(pair):
+def test_result_that_changes_between_two_reads_is_no_result(server):
     def respond(connection: socket.socket, request_id: int) -> None:
         connection.sendall(frame(request_id, with_fields(stdout=[20, 0], inline=False)))
         request_id, _ = read_request(connection)
         connection.sendall(frame(request_id, with_fields(stdout=[20, 0], inline=False, exit_code=1), b"x" * 20))
 
-    assert run_against(pair, respond).violation == "the result has changed"
+    assert is_disconnected(run_against(server, respond))
 
 
 @pytest.mark.parametrize(
     "greeting", [b"", b"\0" * 5, HELLO.replace(b":1", b":2"), frame(1, b"{}"), HELLO * 2, HELLO.replace(b'"0', b'7,"x":"')]
 )
-def test_session_begins_with_one_greeting(pair, greeting):
-    ours, theirs = pair
-    theirs.sendall(greeting)
-    with pytest.raises((ProtocolError, SessionLost)):
-        AgentSession(ours)
-    assert ours.fileno() == -1
+def test_session_begins_with_one_greeting(server, greeting):
+    assert is_disconnected(dial(server, greeting))
+    with pytest.raises(NotConnected):
+        server.connect(wait=0.0)
 
 
-def test_run_without_an_agent_was_not_started():
+def test_newer_session_replaces_the_previous_one(server):
+    first = dial(server)
+    server.boot()
+    second = dial(server)
+    assert is_disconnected(first)
+    assert server.boot()
+    second.close()
+
+
+def test_responses_reach_only_the_client_that_asked(server):
+    theirs = dial(server)
+    with server.connect() as first, server.connect() as second:
+        outcomes: dict[str, bytes] = {}
+
+        def ask(name: str, connection: AgentConnection) -> None:
+            outcomes[name] = connection.request({"verb": "ping", "name": name}, timeout=20).body
+
+        threads = [threading.Thread(target=ask, args=pair) for pair in (("first", first), ("second", second))]
+        for thread in threads:
+            thread.start()
+        requests = [read_request(theirs) for _ in threads]
+        for request_id, head in reversed(requests):
+            theirs.sendall(frame(request_id, b"{}", head["name"].encode()))
+        for thread in threads:
+            thread.join(20)
+    assert outcomes == {"first": b"first", "second": b"second"}
+
+
+def test_run_without_an_agent_was_not_started(server):
     with pytest.raises(NotStarted):
-        AgentClient(SessionRegistry(), SANDBOX).run(make_run("r1", "true"))
+        server.client.run(make_run("r1", "true"))
 
 
-def test_agent_that_does_not_read_is_disconnected(pair, monkeypatch):
-    monkeypatch.setattr(session, "SEND_TIMEOUT_SECONDS", 0.1)
-    pair[1].sendall(HELLO)
-    current = AgentSession(pair[0])
-    with pytest.raises(SessionLost):
-        current.request({"verb": "ping"}, os.urandom(3 << 20), timeout=30)
-    assert not current.alive
+def test_agent_that_does_not_read_is_disconnected(server, monkeypatch):
+    monkeypatch.setattr(gateway, "MAX_UNSENT_BYTES", 1 << 20)
+    theirs = dial(server)
+    server.boot()
+    with contextlib.ExitStack() as stack:
+        while not server.gateway.counts["violations"]:
+            try:
+                connection = stack.enter_context(server.connect(wait=0.0))
+                connection.request({"verb": "ping"}, os.urandom(3 << 20), timeout=0.2)
+            except (ConnectionLost, NotConnected):
+                continue
+    theirs.close()
+
+
+def test_process_that_is_no_agent_is_rejected(monkeypatch):
+    """This process is process 1 of no container."""
+    server = Gateway(container="")
+    try:
+        assert is_disconnected(dial(server))
+        assert server.gateway.counts["rejections"] == 1
+        assert is_disconnected(dial(server))  # the socket accepts connections again
+    finally:
+        server.close()

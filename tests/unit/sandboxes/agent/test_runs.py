@@ -24,7 +24,7 @@ def gateway() -> Iterator[Gateway]:
 @pytest.fixture
 def agent(gateway: Gateway) -> Iterator["subprocess.Popen[bytes]"]:
     process = start_agent(gateway.path)
-    gateway.session()
+    gateway.boot()
     yield process
     process.kill()
     process.wait()
@@ -71,7 +71,8 @@ def test_repeated_request_starts_nothing(gateway, tmp_path):
     gateway.client.acknowledge("r1")
     with pytest.raises(OutcomeUnknown):
         gateway.client.run(run)
-    wait_until(lambda: gateway.session().request({"verb": "list"}, timeout=5).body == b"{}", "no shim is left")
+    with gateway.connect() as connection:
+        wait_until(lambda: connection.request({"verb": "list"}, timeout=5).body == b"{}", "no shim is left")
     assert (tmp_path / "starts").read_text() == "x\n"
 
 
@@ -79,10 +80,10 @@ def test_result_of_a_run_that_ended_without_control_plane_is_obtained_after_its_
     started = tmp_path / "started"
     script = f"echo x >> {started}; while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; echo out; exit 3"
     run = make_run("r1", "sh", "-c", script)
-    boot = gateway.session().boot
+    boot = gateway.boot()
     threading.Thread(target=_run_and_lose, args=(gateway, run), daemon=True).start()
     wait_until(started.exists, "the run has started")
-    gateway.crash()
+    gateway.stop()
     (tmp_path / "go").touch()
     shims = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
     wait_until(lambda: b"sh" not in _read_commands(shims), "the run has ended")
@@ -106,13 +107,13 @@ def _read_commands(children: Path) -> list[bytes]:
 
 
 def test_restarted_agent_does_not_start_a_repeated_run(gateway, agent, tmp_path):
-    boot = gateway.session().boot
+    boot = gateway.boot()
     agent.kill()
     agent.wait()
-    wait_until(lambda: gateway.registry.find("sandbox") is None, "the session has ended")
+    wait_until(lambda: not gateway.gateway._sessions, "the session has ended")
     successor = start_agent(gateway.path)
     try:
-        gateway.session()
+        gateway.boot()
         with pytest.raises(OutcomeUnknown):
             gateway.client.run(make_run("r1", "touch", f"{tmp_path}/file"), boot=boot)
         assert not (tmp_path / "file").exists()

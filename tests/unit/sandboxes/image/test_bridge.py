@@ -1,4 +1,4 @@
-"""image/bridge.py as a process: bytes are copied in both directions without delay."""
+"""image/bridge.py in the agent's process: bytes are copied in both directions without delay."""
 
 import socket
 import subprocess
@@ -13,7 +13,7 @@ import pytest
 from tests.support.servers import ports
 from tests.support.waiting import wait_until
 
-BRIDGE = Path(__file__).resolve().parents[4] / "sandboxes" / "image" / "bridge.py"
+AGENT = Path(__file__).resolve().parents[4] / "sandboxes" / "image" / "agent.py"
 TURNS = 60
 QUICK = 0.035  # seconds; a busy machine may exceed it occasionally
 
@@ -42,7 +42,7 @@ def upstream_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def client(upstream_path: Path) -> Iterator[socket.socket]:
     [port] = ports.find_free_ports()
-    process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(upstream_path)])
+    process = subprocess.Popen([sys.executable, "-I", "-S", AGENT, "/no/gateway", "/no/shim", str(port), upstream_path])
 
     def connected() -> socket.socket | None:
         try:

@@ -1,0 +1,259 @@
+"""Gateway between the agents in the sandboxes of a host and the processes of the control plane.
+
+Agents connect to a socket of their sandbox's slot. Web and worker processes connect to one private socket, and name a container
+there. The gateway forwards requests to the agent of that container, under ids of its own, and each response to the client that
+sent the request. It checks who an agent is and the frames that it sends, but not their content: that is up to the client."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+import structlog
+
+from sandboxes.agent.identity import UnknownPeer, identify_container
+from sandboxes.agent.protocol import (
+    HEADER,
+    MAX_REQUEST_BODY_BYTES,
+    MAX_REQUEST_HEAD_BYTES,
+    FrameReader,
+    ProtocolError,
+    RawFrame,
+    parse_hello,
+)
+
+log = structlog.get_logger(__name__)
+HELLO_TIMEOUT_SECONDS = 5.0
+REJECTION_PAUSE_SECONDS = 0.2  # for which a slot accepts nothing after a connection of another process than its agent
+MAX_UNSENT_BYTES = 2 * MAX_REQUEST_BODY_BYTES  # to one agent; beyond, it does not read, and the next request ends its session
+MAX_PENDING_REQUESTS = 1024  # to one agent, without a response
+MAX_WAIT_SECONDS = 10.0  # of a client for an agent to connect
+IdentifyPeer = Callable[[socket.socket], str]
+
+
+def encode_control_frame(fields: Mapping[str, object]) -> bytes:
+    """Encode a frame with the id 0, without a body."""
+    head = json.dumps(fields).encode()
+    return HEADER.pack(0, len(head), 0) + head
+
+
+class AgentSession(asyncio.Protocol):
+    """Connection of the agent of one container."""
+
+    def __init__(self, gateway: "AgentGateway", container: str) -> None:
+        self.container, self.hello, self.violation = container, b"", ""
+        self.clients: set[ClientSession] = set()
+        self._gateway, self._reader, self._ids = gateway, FrameReader(), itertools.count(1)
+        self._pending: dict[int, tuple[ClientSession, int]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_SECONDS, self.end, "no greeting")
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._reader.feed(data):
+                if self.hello:
+                    self._forward_response(frame)
+                else:
+                    self._accept_hello(frame)
+        except ProtocolError as error:
+            self.end(str(error))
+
+    def forward_request(self, client: "ClientSession", frame: RawFrame) -> None:
+        """Send a client's request to the agent. End the session if the agent does not read or respond."""
+        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES or len(self._pending) >= MAX_PENDING_REQUESTS:
+            self.end("requests are not read")
+            return
+        request_id = next(self._ids) % (1 << 32) or next(self._ids)
+        self._pending[request_id] = client, frame.request_id
+        self._transport.write(frame.encode(request_id))
+
+    def end(self, violation: str = "") -> None:
+        """End the session and the connections of its clients."""
+        if violation and not self.violation:
+            self.violation = violation
+            self._gateway.counts["violations"] += 1
+            log.warning("agent disconnected", container=self.container[:12], reason=violation)
+        self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._gateway.remove_session(self)
+        for client in [*self.clients]:
+            client.end()
+
+    def _accept_hello(self, frame: RawFrame) -> None:
+        parse_hello(frame.parse())
+        self._timer.cancel()
+        self.hello = frame.encode(0)
+        self._gateway.add_session(self)
+
+    def _forward_response(self, frame: RawFrame) -> None:
+        client, request_id = self._pending.pop(frame.request_id, (None, 0))
+        if client is None:
+            raise ProtocolError("response without a request")
+        client.send(frame.encode(request_id))
+
+
+class ClientSession(asyncio.Protocol):
+    """Connection of a process of the control plane, to the agent of one container."""
+
+    def __init__(self, gateway: "AgentGateway") -> None:
+        self._gateway = gateway
+        self._reader = FrameReader(max_head_bytes=MAX_REQUEST_HEAD_BYTES, max_body_bytes=MAX_REQUEST_BODY_BYTES)
+        self._session: AgentSession | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._reader.feed(data):
+                self._handle(frame)
+        except (ProtocolError, KeyError, TypeError, ValueError) as error:
+            log.error("invalid request to the gateway", error=str(error))
+            self.end()
+
+    def _handle(self, frame: RawFrame) -> None:
+        if self._session is not None and frame.request_id:
+            self._session.forward_request(self, frame)
+        elif self._session is not None:
+            self._session.end(str(frame.parse().head["violation"]))
+        elif self._opening is None:
+            head = frame.parse().head
+            wait = min(float(head["wait"]), MAX_WAIT_SECONDS)
+            self._opening = asyncio.get_running_loop().create_task(self._open(str(head["sandbox"]), wait))
+        else:
+            raise ProtocolError("request before the greeting")
+
+    async def _open(self, container: str, wait: float) -> None:
+        session = await self._gateway.wait_for_session(container, wait)
+        if session is None:
+            self.send(encode_control_frame({"error": "not_connected"}))
+            self._transport.close()
+            return
+        self._session = session
+        session.clients.add(self)
+        self.send(session.hello)
+
+    def send(self, content: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(content)
+
+    def end(self) -> None:
+        self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._session is not None:
+            self._session.clients.discard(self)
+
+
+class AgentGateway:
+    """Sessions of the agents of this host. All methods run in the event loop of `listening`.
+
+    `counts` has the numbers of sessions begun (`sessions`), of violations of the protocol (`violations`) and of connections by
+    other processes than an agent (`rejections`), since the process started."""
+
+    def __init__(self, identify: IdentifyPeer = identify_container) -> None:
+        self.counts = Counter[str]()
+        self._identify = identify
+        self._sessions: dict[str, AgentSession] = {}
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # of clients, by container
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    @contextlib.asynccontextmanager
+    async def listening(self, slot_sockets: list[Path], client_socket: Path) -> AsyncIterator[None]:
+        """Serve for the duration of the block. At its end all sessions end.
+
+        The client socket is left: a process that finds it, and nobody listening, waits for the gateway's next start before
+        it gives up the result of a run."""
+        loop = asyncio.get_running_loop()
+        listeners = [bind_listener(path, mode=0o666) for path in slot_sockets]
+        server = await loop.create_unix_server(lambda: ClientSession(self), sock=bind_listener(client_socket, mode=0o600))
+        try:
+            for listener in listeners:
+                loop.add_reader(listener, self._accept, listener)
+            yield
+        finally:
+            for listener in listeners:
+                loop.remove_reader(listener)
+                listener.close()
+            server.close()
+            for session in [*self._sessions.values()]:
+                session.end()
+            for path in slot_sockets:
+                path.unlink(missing_ok=True)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # the peer has gone, or too many files are open
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            container = self._identify(connection)
+        except UnknownPeer as refused:
+            self.counts["rejections"] += 1
+            log.info("connection to the gateway rejected", reason=str(refused))
+            connection.close()
+            loop.remove_reader(listener)
+            loop.call_later(REJECTION_PAUSE_SECONDS, self._resume, listener)
+            return
+        connection.setblocking(False)
+        task = loop.create_task(loop.connect_accepted_socket(lambda: AgentSession(self, container), connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener.fileno() != -1:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def add_session(self, session: AgentSession) -> None:
+        previous, self._sessions[session.container] = self._sessions.get(session.container), session
+        self.counts["sessions"] += 1
+        if previous is not None:
+            previous.end()
+        for waiter in self._waiters.get(session.container, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def remove_session(self, session: AgentSession) -> None:
+        if self._sessions.get(session.container) is session:
+            del self._sessions[session.container]
+
+    async def wait_for_session(self, container: str, seconds: float) -> AgentSession | None:
+        """Return the session of a container's agent, or None if there is none within `seconds`."""
+        if container not in self._sessions and seconds > 0:
+            waiter = asyncio.get_running_loop().create_future()
+            waiters = self._waiters.setdefault(container, set())
+            waiters.add(waiter)
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(waiter, seconds)
+            finally:
+                waiters.discard(waiter)
+                if not waiters:
+                    self._waiters.pop(container, None)
+        return self._sessions.get(container)
+
+
+def bind_listener(path: Path, *, mode: int) -> socket.socket:
+    """Bind a listening unix socket at `path`, replacing an existing one. No other user may write in its directory."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.setblocking(False)
+    listener.bind(str(path))
+    os.chmod(path, mode)
+    listener.listen(64)
+    return listener

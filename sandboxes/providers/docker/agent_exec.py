@@ -1,0 +1,76 @@
+"""Execs by the agent in a container: its client, the output of a running command, and results that outlive their caller."""
+
+import threading
+from collections import Counter
+from contextlib import suppress
+
+import structlog
+from django.conf import settings
+
+from sandboxes.agent.client import ConnectionLost, GatewayDown, NotConnected
+from sandboxes.agent.protocol import ProtocolError
+from sandboxes.agent.runs import AgentClient, AgentResult
+from sandboxes.providers.base import ExecResult, ExecState, Unavailable
+from sandboxes.providers.docker.engine import Engine
+
+log = structlog.get_logger(__name__)
+STREAMS = ("stdout", "stderr")
+fallbacks = Counter[str]()  # execs of this process by the engine although a gateway exists, by reason
+
+
+def find_agent(engine: Engine, ref: str) -> AgentClient | None:
+    """Return a client for the agent of a container, or None if no gateway was ever started here. Raise Missing."""
+    if not settings.AGENT_GATEWAY.exists():
+        return None
+    return AgentClient(settings.AGENT_GATEWAY, engine.container_id(ref))
+
+
+def note_fallback(engine: Engine, ref: str, reason: str) -> None:
+    """Count and log an exec that the engine executes instead of the agent."""
+    engine.container_ids.pop(ref, None)  # the container may have been replaced
+    fallbacks[reason] += 1
+    log.info("exec by the engine", sandbox=ref, reason=reason)
+
+
+class AgentOutput:
+    """Output of a running command, as far as the agent retains it. Each call fetches what is new."""
+
+    def __init__(self, agent: AgentClient, run_id: str, stream: str) -> None:
+        self._agent, self._run_id, self._stream = agent, run_id, stream
+        self._content, self._lock = bytearray(), threading.Lock()
+
+    def __bytes__(self) -> bytes:
+        with self._lock:
+            with suppress(NotConnected, ConnectionLost, ProtocolError):
+                while content := self._agent.read(self._run_id, self._stream, len(self._content))[0]:
+                    self._content += content
+            return bytes(self._content)
+
+
+def acknowledge(agent: AgentClient, run_id: str) -> None:
+    """Let the agent drop a result. Without a connection the agent drops the result later by itself."""
+    with suppress(NotConnected, ConnectionLost, ProtocolError):
+        agent.acknowledge(run_id)
+
+
+def kill(agent: AgentClient, run_id: str) -> bool:
+    """Kill a run by the agent. Return False if the agent does not know the run or does not respond."""
+    try:
+        return agent.kill(run_id) in ("running", "ended")
+    except (NotConnected, ConnectionLost, ProtocolError):
+        return False
+
+
+def find_state(agent: AgentClient, run_id: str) -> ExecState | None:
+    """Return the state of a run, or None if the agent does not know it. Raise Unavailable while the gateway restarts."""
+    try:
+        found = agent.find(run_id, cap=settings.EXEC_OUTPUT_CAP)
+    except GatewayDown as error:
+        raise Unavailable(str(error)) from error
+    except (NotConnected, ConnectionLost, ProtocolError):
+        return None
+    if isinstance(found, AgentResult):
+        truncated = any(found.dropped)
+        result = ExecResult(found.exit_code, found.stdout, found.stderr, timed_out=found.timed_out, truncated=truncated)
+        return ExecState(running=False, result=result)
+    return ExecState(running=True) if found.state == "running" else None

@@ -28,6 +28,7 @@ from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
 from sandboxes.storage.memory import MemoryStore
 from tests.support.database import MigratedRows, restore_template, save_template
+from tests.support.sandbox_agent import Gateway
 from tests.support.servers.receiver import WebhookReceiver, run_receiver
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -151,6 +152,14 @@ def docker_ready() -> None:
         client.images.get(DOCKER_IMAGE)
     except sdk.errors.DockerException as failed:
         skip_or_fail(f"No Docker Engine with the image {DOCKER_IMAGE}: {failed}")
+
+
+@pytest.fixture(scope="session")
+def agent_gateway(docker_ready: None) -> Iterator[Gateway]:
+    """A gateway of its own: containers with `agent=agent_gateway.mount` connect to it."""
+    gateway = Gateway(container="")
+    yield gateway
+    gateway.close()
 
 
 @pytest.fixture

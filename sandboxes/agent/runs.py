@@ -11,7 +11,7 @@ from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected
 from sandboxes.agent.protocol import MAX_REQUEST_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
 
 CONNECT_SECONDS = 0.5  # for the agent of a container that has just started
-FIRST_WAIT_SECONDS = 1.0  # of the first request: the absence of a response is noticed early
+FIRST_WAIT_SECONDS = FIRST_RESPONSE_SECONDS = 0.5  # of the first request: a container that does not respond is noticed early
 WAIT_SECONDS = 30.0  # of each further request
 RESPONSE_SECONDS = 5.0  # for a response, in addition to the time that the agent is asked to wait
 END_SECONDS = 5.0  # for the agent's own kill after the run's timeout
@@ -94,12 +94,12 @@ class AgentClient:
         self, connection: AgentConnection, run: AgentRun, boot: str, command: bytes, stdin: bytes, deadline: float
     ) -> AgentResult:
         """Request the run and wait for its result. Raise NotStarted, OutcomeUnknown, ConnectionLost, ProtocolError."""
-        wait = FIRST_WAIT_SECONDS
+        wait, grace = FIRST_WAIT_SECONDS, FIRST_RESPONSE_SECONDS
         head = {"verb": "exec", "run": run.id, "boot": boot, "timeout": run.timeout, "cap": run.cap}
         head, body = head | {"command_bytes": len(command)}, command + stdin
         while True:
             wait = min(wait, max(deadline - time.monotonic(), 0.0))
-            frame, state = self._request(connection, run.id, head | {"wait": wait}, body, wait=wait)
+            frame, state = self._request(connection, run.id, head | {"wait": wait}, body, timeout=wait + grace)
             if state.state == "ended":
                 return self._collect(connection, run, frame, state)
             if state.state == "busy":
@@ -108,7 +108,7 @@ class AgentClient:
                 raise OutcomeUnknown(f"The agent has no result of this run: {state.state}")
             if time.monotonic() > deadline:
                 raise OutcomeUnknown("The run has not ended by its deadline.")
-            head, body, wait = {"verb": "wait", "run": run.id}, b"", WAIT_SECONDS
+            head, body, wait, grace = {"verb": "wait", "run": run.id}, b"", WAIT_SECONDS, RESPONSE_SECONDS
 
     def find(self, run_id: str, *, cap: int) -> AgentResult | RunState:
         """Return the result of an ended run, or another state. Raise NotConnected, ConnectionLost, ProtocolError."""
@@ -173,12 +173,12 @@ class AgentClient:
 
     def _read(self, connection: AgentConnection, run_id: str, stream: str, offset: int, wait: float) -> tuple[Frame, RunState]:
         head = {"verb": "read", "run": run_id, "stream": stream, "offset": offset, "wait": wait}
-        return self._request(connection, run_id, head, wait=wait)
+        return self._request(connection, run_id, head, timeout=wait + RESPONSE_SECONDS)
 
     def _request(
-        self, connection: AgentConnection, run_id: str, head: Mapping[str, object], body: bytes = b"", *, wait: float = 0.0
+        self, connection: AgentConnection, run_id: str, head: Mapping[str, object], body: bytes = b"", *, timeout: float = 0.0
     ) -> tuple[Frame, RunState]:
-        frame = connection.request(head, body, timeout=wait + RESPONSE_SECONDS)
+        frame = connection.request(head, body, timeout=timeout or RESPONSE_SECONDS)
         return frame, parse_state(run_id, frame)
 
 

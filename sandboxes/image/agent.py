@@ -34,6 +34,7 @@ MAX_RETAINED_BYTES = 32 << 20  # of output, over all runs; output beyond is drop
 MAX_TOMBSTONES = 65536  # ids of acknowledged runs, which are never started again
 MAX_WAIT_SECONDS = 60.0
 KILL_STEP_SECONDS = 0.005
+PATIENCE_SECONDS = 1.0  # of a kill, after which all processes are stopped for a moment
 RECONNECT_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 KILLED_EXIT_CODE, NOT_STARTED = 137, -1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -79,7 +80,7 @@ class Run:
         self.output = {1: bytearray(), 2: bytearray()}
         self.dropped = {1: 0, 2: 0}  # bytes per stream after the retained ones
         self.exit_code = None
-        self.ended_at = 0.0
+        self.ended_at = self.kill_began = 0.0
         self.timed_out = self.killing = self.shim_gone = self.shim_lost = False
         self.stopped = {}  # pid -> pidfd, during a kill
 
@@ -239,7 +240,7 @@ class Agent:
         self.wait(request_id, head, body)
 
     def make_room(self):
-        """Drop the oldest result that nobody has acknowledged, if necessary. Return whether another run may start."""
+        """Drop the oldest unacknowledged result, if necessary. Return whether another run may start."""
         if len(self.runs) < MAX_RUNS:
             return True
         oldest = time.monotonic() - MIN_RETENTION_SECONDS
@@ -452,7 +453,15 @@ class Agent:
             self.answer_waits(now)
 
     def kill_step(self, run):
-        """Stop all processes of a run, or kill them if all are stopped: a stopped process cannot fork."""
+        """Stop all processes of a run, or kill them if all are stopped: a stopped process cannot fork.
+
+        A fork bomb may be faster. After PATIENCE_SECONDS the kernel therefore stops every process of the sandbox at once, and
+        those of other runs continue after the kill."""
+        run.kill_began = run.kill_began or time.monotonic()
+        if os.getpid() == 1 and time.monotonic() - run.kill_began > PATIENCE_SECONDS:
+            run.kill_began = 0.0
+            self.kill_frozen(run)
+            return
         parents = _list_processes()
         roots = self.list_strays(parents) if run.shim_lost else {run.shim.pid}
         members = _list_descendants(parents, roots) - ({run.shim.pid} if not run.shim_lost else set())
@@ -479,10 +488,23 @@ class Agent:
         if not members and (run.shim_lost or run.shim_gone):
             self.finish_kill(run)
 
+    def kill_frozen(self, run):
+        with contextlib.suppress(ProcessLookupError):  # no other process
+            os.kill(-1, signal.SIGSTOP)
+        try:
+            parents = _list_processes()
+            roots = self.list_strays(parents) if run.shim_lost else {run.shim.pid}
+            for pid in _list_descendants(parents, roots) - ({run.shim.pid} if not run.shim_lost else set()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGCONT)
+
     def finish_kill(self, run):
         for fd in run.stopped.values():
             os.close(fd)
-        run.stopped, run.killing = {}, False
+        run.stopped, run.killing, run.kill_began = {}, False, 0.0
         self.answer_waits(time.monotonic())
 
     def list_strays(self, parents):

@@ -5,6 +5,7 @@ interfere."""
 
 import io
 import tarfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -21,7 +22,6 @@ from sandboxes.providers.docker import agent_exec
 from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.providers.process import ProcessProvider
 from tests.conftest import DOCKER_IMAGE
-from tests.support.sandbox_agent import Gateway
 from tests.support.storage.tars import TarMember, pack
 
 MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
@@ -138,15 +138,12 @@ def make_params(kinds):
     return [pytest.param(kind, marks=[pytest.mark.docker] * kind.startswith("docker")) for kind in kinds]
 
 
-@pytest.fixture(scope="session")
-def gateway(request):
+@pytest.fixture(scope="package")
+def gateway(agent_gateway):
     """The gateway, to which the agents of all containers of this suite connect."""
-    request.getfixturevalue("docker_ready")
-    gateway = Gateway(container="")
-    Path(gateway.directory.name).chmod(0o755)
-    yield gateway
-    gateway.close()
-    assert set(agent_exec.fallbacks) <= {TOO_LONG}  # no other command was executed by the engine
+    before = Counter(agent_exec.fallbacks)
+    yield agent_gateway
+    assert set(agent_exec.fallbacks - before) <= {TOO_LONG}  # no other command was executed by the engine
 
 
 def make_bench(request, tmp_path):
@@ -155,7 +152,7 @@ def make_bench(request, tmp_path):
     if kind == "docker":
         gateway, settings = request.getfixturevalue("gateway"), request.getfixturevalue("settings")
         settings.AGENT_GATEWAY = tmp_path / "none" if request.param == BY_ENGINE else gateway.client_path
-        return ProviderBench(DockerProvider(), agent=Path(gateway.directory.name))
+        return ProviderBench(DockerProvider(), agent=gateway.mount)
     return ProviderBench(ProcessProvider(tmp_path) if kind == "process" else PROVIDER_CLASSES[kind]())
 
 
@@ -174,7 +171,7 @@ def make_bench_fixture(*kinds):
 @pytest.fixture(scope="module")
 def shared_container(gateway):
     """Container shared by successive tests, because starting one takes longer than most tests."""
-    bench = ProviderBench(DockerProvider(), agent=Path(gateway.directory.name))
+    bench = ProviderBench(DockerProvider(), agent=gateway.mount)
     made = cache(bench.box)
     yield made
     if made.cache_info().currsize:

@@ -148,7 +148,7 @@ def test_verbs_raise_missing_without_a_sandbox(bench):
 @pytest.mark.parametrize("verb", ["manifest", "get_files", "remove_files", "clear", "read_range", "seed"])
 def test_memory_provider_injects_failures_into_file_verbs(verb):
     memory, seen = MemoryProvider(), []
-    exec_box = ProviderBench(memory).exec_box()
+    exec_box = ProviderBench(memory).box()
     memory.write_file(exec_box.ref, f"{DATA}/a", b"")
     memory.before(verb, seen.append)
     VERBS[verb](memory, exec_box.ref)

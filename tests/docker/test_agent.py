@@ -2,6 +2,7 @@
 
 import subprocess
 import threading
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -37,9 +38,9 @@ time.sleep(1000)
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[Gateway]:
-    gateway = Gateway()
+    gateway = Gateway(container="")
     name = start_container(gateway, DOCKER_IMAGE)
-    gateway.session()
+    gateway.boot()
     yield gateway
     subprocess.run(["docker", "rm", "-f", name], check=True, stdout=subprocess.DEVNULL)
     gateway.close()
@@ -47,10 +48,10 @@ def gateway() -> Iterator[Gateway]:
 
 @pytest.fixture(autouse=True)
 def _agent_survives(gateway: Gateway) -> Iterator[None]:
-    boot = gateway.session().boot
+    boot = gateway.boot()
     yield
-    assert gateway.client.run(make_run(f"after-{id(boot)}", "echo", "alive")).stdout == b"alive\n"
-    assert gateway.session().boot == boot
+    assert gateway.client.run(make_run(f"after-{uuid.uuid4().hex}", "echo", "alive")).stdout == b"alive\n"
+    assert gateway.boot() == boot
 
 
 @pytest.mark.parametrize("signal", ["KILL", "STOP", "TERM", "INT", "SEGV", "USR1", "CHLD"])
@@ -70,6 +71,24 @@ def test_run_cannot_read_another_runs_channel(gateway):
     """The shims hold the channels of results."""
     script = "for shim in $(pgrep -P 1); do ls /proc/$shim/fd; cat /proc/$shim/environ; done 2>/dev/null; pgrep -cP 1"
     assert gateway.client.run(make_run("channels", "sh", "-c", script)).stdout == b"1\n"
+
+
+IMITATE = """
+import json, os, socket, struct
+connection = socket.socket(socket.AF_UNIX)
+connection.connect("/run/leasehold-agent/agent.sock")
+head = json.dumps({"protocol": "leasehold-agent", "version": 1, "boot": "0" * 32}).encode()
+try:
+    connection.sendall(struct.pack(">III", 0, len(head), 0) + head)
+    print(connection.recv(1))
+except ConnectionError:
+    print(b"")
+"""
+
+
+def test_command_cannot_pass_for_the_agent(gateway):
+    assert gateway.client.run(make_run("imitate", "python3", "-c", IMITATE)).stdout == b"b''\n"
+    wait_until(lambda: gateway.gateway.counts["rejections"], "the connection is rejected")
 
 
 def test_command_descriptors_are_its_streams_only(gateway):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -144,6 +145,7 @@ def test_only_process_1_of_a_container_is_accepted() -> None:
             pass
         cgroup = provider._engine.cgroup(name)
         assert cgroup
+        subprocess.run(["docker", "exec", "-d", name, "sleep", "300"], check=True)
         [other] = {int(pid) for pid in cgroup.processes.read_text().split()} - {first}
         with pytest.raises(ProcessLookupError), host_files.open_container_directory(other, container, "/data"):
             pass

@@ -28,6 +28,7 @@ from sandboxes.runs.operations import Command
 from sandboxes.sweeps import reconciliation
 from tests.conftest import DOCKER_IMAGE, MINUTE, NOW
 from tests.docker.test_sealed import Cell
+from tests.support.sandbox_agent import Gateway
 from tests.support.storage.tars import file, pack
 from tests.support.waiting import run_with_growing_timeouts, wait_until
 
@@ -52,9 +53,10 @@ def docker(*argv: str) -> str:
     return subprocess.run(["docker", *argv], check=True, capture_output=True, text=True).stdout
 
 
-def make_box(owner: str) -> Box:
+def make_box(owner: str, agent: Path | None = None) -> Box:
     provider, labels = DockerProvider(), {"agent": "did:plc:ada", "owner": "somebody", "name": "x"}
-    box = Box(provider, provider.create(SandboxSpec(owner, owner, memory_mib=128, pids=64, labels=labels)), owner=owner)
+    spec = SandboxSpec(owner, owner, memory_mib=128, pids=64, labels=labels, agent=agent)
+    box = Box(provider, provider.create(spec), owner=owner)
     provider.wait_ready(box.ref, timeout=MINUTE)
     return box
 
@@ -77,14 +79,22 @@ def owner() -> Iterator[str]:
 
 
 @pytest.fixture
-def own_box(owner: str) -> Box:
-    return make_box(owner)
+def own_box(owner: str, agent_gateway: Gateway) -> Box:
+    return make_box(owner, agent_gateway.mount)
 
 
 @pytest.fixture(scope="module")
-def shared_box(docker_ready: None) -> Iterator[Box]:
+def shared_box(agent_gateway: Gateway) -> Iterator[Box]:
     with make_owner() as owner:
-        yield make_box(owner)
+        yield make_box(owner, agent_gateway.mount)
+
+
+@pytest.fixture(params=["engine", "agent"])
+def executor(request: pytest.FixtureRequest, agent_gateway: Gateway, settings: Any) -> str:
+    """Commands are executed by the engine, or by the agent in the container."""
+    if request.param == "agent":
+        settings.AGENT_GATEWAY = agent_gateway.client_path
+    return str(request.param)
 
 
 @pytest.fixture
@@ -263,23 +273,39 @@ def by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DockerProvider, "_kill_by_mark_in_container", lambda self, ref, mark, gid: False)
 
 
+def by_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills from outside are not available."""
+    monkeypatch.setattr(DockerProvider, "_kill_by_mark_on_host", lambda self, ref, mark, gid: False)
+    monkeypatch.setattr(DockerProvider, "_kill_by_mark_in_container", lambda self, ref, mark, gid: False)
+
+
+@pytest.fixture
+def kill_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, agent_gateway: Gateway, settings: Any) -> Any:
+    """Way in which processes are killed, of the three above."""
+    request.param(monkeypatch)
+    if request.param is by_agent:
+        settings.AGENT_GATEWAY = agent_gateway.client_path
+    return request.param
+
+
 CLEARED_ENVIRONMENT = "(env -i setsid sh -c 'sleep 300 & exec sleep 300' &) & sleep 300"
 
 
 @pytest.mark.parametrize(
-    ("way", "hidden"),
+    ("kill_by", "hidden"),
     [
         (by_reaper_inside, "sleep 300 & wait"),
         (by_reaper_inside, "setsid sleep 300 & setsid sh -c 'sleep 300 & sleep 300' & wait"),
         (by_reaper_inside, CLEARED_ENVIRONMENT),
         (by_host, CLEARED_ENVIRONMENT),
         (by_reaper_inside, "trap '' TERM HUP INT; sleep 300; sleep 300"),
+        (by_agent, "setsid sleep 300 & setsid sh -c 'sleep 300 & sleep 300' & wait"),
+        (by_agent, CLEARED_ENVIRONMENT),
     ],
+    indirect=["kill_by"],
 )
-def test_timeout_leaves_no_process(
-    box: Box, monkeypatch: pytest.MonkeyPatch, way: Callable[[pytest.MonkeyPatch], None], hidden: str
-) -> None:
-    way(monkeypatch)
+@pytest.mark.usefixtures("kill_by")
+def test_timeout_leaves_no_process(box: Box, hidden: str) -> None:
     done = run_with_growing_timeouts(
         lambda seconds: box.run("sh", "-c", f"echo began; {hidden}", seconds=seconds), lambda done: done.stdout
     )
@@ -288,20 +314,19 @@ def test_timeout_leaves_no_process(
     assert box.processes() == []
 
 
-@pytest.mark.parametrize("way", [by_reaper_inside, by_host])
-def test_timeout_ends_a_fork_bomb_and_no_other_exec(
-    box: Box, monkeypatch: pytest.MonkeyPatch, way: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    way(monkeypatch)
+@pytest.mark.parametrize("kill_by", [by_reaper_inside, by_host, by_agent], indirect=True)
+def test_timeout_ends_a_fork_bomb_and_no_other_exec(box: Box, kill_by: Callable[[pytest.MonkeyPatch], None]) -> None:
     other: list[ExecResult] = []
     script = "sleep 4 & touch begun; wait; echo unharmed"  # needs no further process once it has begun
     beside = threading.Thread(target=lambda: other.append(box.run("sh", "-c", script, seconds=60)))
     beside.start()
     wait_until(lambda: box.run("test", "-e", "begun").exit_code == 0, "the other one has begun")
-    assert box.run("env", "-i", "/usr/bin/setsid", "/usr/bin/python3", "-c", BOMB, seconds=1.5).timed_out
+    assert box.run("env", "-i", "/usr/bin/setsid", "--wait", "/usr/bin/python3", "-c", BOMB, seconds=1.5).timed_out
     beside.join()
     assert box.processes() == []
-    if way is by_host:  # in the container the reaper competes with the bomb; if it is too slow, all processes are killed
+    if (
+        kill_by is not by_reaper_inside
+    ):  # in the container the reaper competes with the bomb; if it is too slow, all processes are killed
         assert other[0].stdout == b"unharmed\n"
 
 
@@ -314,11 +339,13 @@ def test_container_is_killed_if_reaping_fails_and_its_files_remain(box: Box, mon
     assert box.processes() == []
 
 
+@pytest.mark.usefixtures("executor")
 def test_timeout_shorter_than_the_start_leaves_no_process(box: Box) -> None:
     assert box.run("sleep", "300", seconds=0.005).timed_out
     assert box.processes() == []
 
 
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("how", ["pause", "kill"])
 def test_exec_resumes_a_stopped_or_paused_container(box: Box, how: str) -> None:
     box.run("sh", "-c", "echo kept > /data/file")
@@ -327,6 +354,7 @@ def test_exec_resumes_a_stopped_or_paused_container(box: Box, how: str) -> None:
     assert box.run("cat", "/data/file").stdout == b"kept\n"
 
 
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("end", [["kill"], ["stop", "-t", "1"], ["restart", "-t", "0"], ["rm", "-f"]])
 def test_container_death_during_a_command_raises_missing(own_box: Box, end: list[str]) -> None:
     with ThreadPoolExecutor(1) as thread:

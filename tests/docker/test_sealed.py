@@ -15,16 +15,19 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from django.test import override_settings
 
 from sandboxes.providers.base import ExecResult, SandboxSpec
 from sandboxes.providers.docker import seccomp
 from sandboxes.providers.docker.provider import DockerProvider
 from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.support import attacks
+from tests.support.sandbox_agent import Gateway
 from tests.support.waiting import run_with_growing_timeouts, wait_until
 
 pytestmark = pytest.mark.docker
 MEMORY_MIB, PIDS = 128, 64
+PROCESSES_OF_OURS = ("ps ", "python3 -I -S /opt/leasehold/agent.pyc", "/opt/leasehold/shim")
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "uts")
 BOMB = """
 import os, time
@@ -172,12 +175,7 @@ class Cell:
     def processes(self) -> list[str]:
         """List command lines of live processes, except process 1 and the listing itself."""
         lines = self.run("ps", "-eo", "args=").stdout.decode().splitlines()
-        return [
-            line
-            for line in lines
-            if not line.startswith(("ps ", "/sbin/docker-init", "python3 -I -S /opt/leasehold/bridge.py"))
-            and not line.endswith(" <defunct>")
-        ]
+        return [line for line in lines if not line.startswith(PROCESSES_OF_OURS) and not line.endswith(" <defunct>")]
 
 
 def docker(*argv: str) -> str:
@@ -190,7 +188,7 @@ def inspected(*argv: str) -> Any:
 
 
 @contextmanager
-def run_cell(owner: str, sockets: Path | None = None, **fields: Any) -> Iterator[Cell]:
+def run_cell(owner: str, gateway: Gateway, sockets: Path | None = None, **fields: Any) -> Iterator[Cell]:
     """Run a sandbox. With a directory `sockets` it has a socket, whose content is the directory's name, and small limits."""
     if sockets:
         sockets.chmod(0o755)
@@ -198,7 +196,7 @@ def run_cell(owner: str, sockets: Path | None = None, **fields: Any) -> Iterator
         fields |= {"memory_mib": MEMORY_MIB, "pids": PIDS, "sockets": sockets}
     provider, name = DockerProvider(), f"{owner}-{uuid4().hex[:8]}"
     try:
-        cell = Cell(provider, provider.create(SandboxSpec(name, owner, **fields)))
+        cell = Cell(provider, provider.create(SandboxSpec(name, owner, agent=gateway.mount, **fields)))
         provider.wait_ready(cell.ref, timeout=MINUTE)
         yield cell
     finally:
@@ -210,10 +208,17 @@ def owner() -> str:
     return f"lhs-{uuid4().hex[:16]}"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _commands_by_agent(agent_gateway: Gateway) -> Iterator[None]:
+    with override_settings(AGENT_GATEWAY=agent_gateway.client_path):
+        yield
+
+
 @pytest.fixture(scope="module")
-def cells(docker_ready: None, owner: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cell]]:
+def cells(agent_gateway: Gateway, owner: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cell]]:
     """Two sandboxes of one owner, each with its own socket."""
-    with run_cell(owner, tmp_path_factory.mktemp("a")) as one, run_cell(owner, tmp_path_factory.mktemp("b")) as two:
+    mktemp = tmp_path_factory.mktemp
+    with run_cell(owner, agent_gateway, mktemp("a")) as one, run_cell(owner, agent_gateway, mktemp("b")) as two:
         yield [one, two]
 
 
@@ -223,21 +228,21 @@ def cell(cells: list[Cell]) -> Cell:
 
 
 @pytest.fixture(scope="module")
-def workshop(docker_ready: None, owner: str) -> Iterator[Cell]:
+def workshop(agent_gateway: Gateway, owner: str) -> Iterator[Cell]:
     """Sandbox of default size, for running tools."""
-    with run_cell(owner) as cell:
+    with run_cell(owner, agent_gateway) as cell:
         yield cell
 
 
 @pytest.fixture(scope="module")
-def loosened(docker_ready: None, owner: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+def loosened(agent_gateway: Gateway, owner: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
     """Sandbox with a writable root file system, from an image in which the agent's user owns /opt/tools."""
     context = tmp_path_factory.mktemp("context")
     (context / "tools").mkdir()
     (context / "Dockerfile").write_text(f"FROM {DOCKER_IMAGE}\nCOPY --chown=10001:10001 tools /opt/tools\n")
     docker("build", "-q", "-t", owner, str(context))
     try:
-        with run_cell(owner, tmp_path_factory.mktemp("c"), image=owner, writable_root=True) as cell:
+        with run_cell(owner, agent_gateway, tmp_path_factory.mktemp("c"), image=owner, writable_root=True) as cell:
             yield cell
     finally:
         docker("image", "rm", owner)
@@ -359,7 +364,10 @@ def test_container_configuration_is_minimal(cell: Cell) -> None:
     assert (host["PidMode"], host["IpcMode"], host["UTSMode"], host["CgroupnsMode"]) == ("", "private", "", "private")
     assert not host["Devices"] and not host["Binds"] and not host["VolumesFrom"]
     mounts = {(each["Type"], each["Destination"], each["RW"]) for each in found["Mounts"]}
-    assert mounts == {("volume", "/workspace", True), ("volume", "/data", True), ("bind", "/run/leasehold", False)}
+    assert mounts == {
+        ("volume", "/workspace", True), ("volume", "/data", True), ("bind", "/run/leasehold", False),
+        ("bind", "/run/leasehold-agent", False),
+    }  # fmt: skip
 
 
 def test_fork_bomb_is_limited_and_ends_with_its_exec(cell: Cell) -> None:

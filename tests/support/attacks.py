@@ -128,11 +128,11 @@ def speak_another_protocol() -> object:
 
 @register_attack
 def find_a_socket_of_the_host() -> object:
-    """Searches all visible files outside /run/leasehold."""
+    """Searches all visible files outside the directories of its own sockets."""
     sockets = [
         os.path.join(above, name)
         for above, directories, names in os.walk("/")
-        if prune_walk(above, directories, "/proc", "/sys", "/run/leasehold")
+        if prune_walk(above, directories, "/proc", "/sys", "/run/leasehold", "/run/leasehold-agent")
         for name in names
         if stat.S_ISSOCK(os.lstat(os.path.join(above, name)).st_mode)
     ]
@@ -152,7 +152,7 @@ def reach_the_engine() -> object:
 
 ATTACKS |= {
     "become_root": partial(os.setuid, 0),
-    "become_the_keeper": partial(os.setresuid, 10002, 10002, 10002),
+    "become_another_user": partial(os.setresuid, 10002, 10002, 10002),
     "join_a_group": partial(os.setgroups, [0]),
     "su": partial(run_program, "su", "root", "-c", "id"),
     "sudo": partial(run_program, "sudo", "-n", "id"),
@@ -228,39 +228,29 @@ def clone_by_flags_in_memory() -> object:
     return reap_child(call_syscall("clone3", arguments, ctypes.sizeof(arguments)))
 
 
-# --- process 1 and the bridge --------------------------------------------------------------------------------
+# --- process 1 ---------------------------------------------------------------------------------------------
 
 
-def try_on_init_processes(act: Callable[[int], object]) -> object:
-    """Apply a call to process 1 and the bridge, which run as another user."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and os.stat(f"/proc/{name}").st_uid == 10002]
-    assert len(pids) == 2, pids
-    results, reason = [], ""
-    for pid in pids:
-        try:
-            results.append((pid, act(pid)))
-        except OSError as error:
-            reason = str(error)
-    return results or refuse(reason)
+def try_on_init_process(act: Callable[[int], object]) -> object:
+    """Apply a call to process 1, which runs as the same user, but is not dumpable."""
+    return act(1)
 
 
 for _file in ("environ", "mem", "maps", "auxv", "stack", "syscall"):
     ATTACKS[f"read_its_{_file}"] = partial(
-        try_on_init_processes, lambda pid, file=_file: Path(f"/proc/{pid}/{file}").read_bytes()
+        try_on_init_process, lambda pid, file=_file: Path(f"/proc/{pid}/{file}").read_bytes()
     )
 for _link in ("root", "cwd", "exe", "ns/net"):
     ATTACKS[f"see_its_{_link.replace('/', '_')}"] = partial(
-        try_on_init_processes, lambda pid, link=_link: os.readlink(f"/proc/{pid}/{link}")
+        try_on_init_process, lambda pid, link=_link: os.readlink(f"/proc/{pid}/{link}")
     )
-ATTACKS["see_its_files"] = partial(try_on_init_processes, lambda pid: os.listdir(f"/proc/{pid}/fd"))
-ATTACKS["kill_it"] = partial(try_on_init_processes, lambda pid: os.kill(pid, signal.SIGKILL))
-ATTACKS["stop_it"] = partial(try_on_init_processes, lambda pid: os.kill(pid, signal.SIGSTOP))
+ATTACKS["see_its_files"] = partial(try_on_init_process, lambda pid: os.listdir(f"/proc/{pid}/fd"))
 ATTACKS["trace_a_child"] = lambda: call_libc("ptrace", 0, 0, None, None) or "traced"
-ATTACKS["trace_it"] = partial(try_on_init_processes, lambda pid: call_libc("ptrace", 16, pid, None, None))
+ATTACKS["trace_it"] = partial(try_on_init_process, lambda pid: call_libc("ptrace", 16, pid, None, None))
 ATTACKS["read_its_memory"] = partial(
-    try_on_init_processes, lambda pid: succeed_unless_denied(call_syscall, "process_vm_readv", pid, None, 0, None, 0, 0)
+    try_on_init_process, lambda pid: succeed_unless_denied(call_syscall, "process_vm_readv", pid, None, 0, None, 0, 0)
 )
-ATTACKS["limit_it"] = partial(try_on_init_processes, lambda pid: resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1)))
+ATTACKS["limit_it"] = partial(try_on_init_process, lambda pid: resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1)))
 
 
 # --- the kernel and its devices ---------------------------------------------------------------------------------------
@@ -382,7 +372,7 @@ def write_anywhere_else() -> object:
 def see_the_hosts_files() -> object:
     """Searches for mounts of host directories that do not belong to this sandbox."""
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    own = ("/workspace", "/data", "/run/leasehold", "/etc/resolv.conf", "/etc/hostname", "/etc/hosts", "/usr/sbin/docker-init")
+    own = ("/workspace", "/data", "/run/leasehold", "/run/leasehold-agent", "/etc/resolv.conf", "/etc/hostname", "/etc/hosts")
     kinds = {words[4]: words[words.index("-") + 1] for words in lines}
     virtual = {"overlay", "proc", "tmpfs", "devpts", "sysfs", "cgroup", "cgroup2", "mqueue"}
     return [at for at, kind in kinds.items() if kind not in virtual and at not in own] or refuse("none")

@@ -2,7 +2,6 @@
 
 import asyncio
 import atexit
-import os
 import shutil
 import subprocess
 import sys
@@ -29,7 +28,9 @@ class Gateway:
     def __init__(self, container: str = SANDBOX) -> None:
         """Accept any process as the agent of `container`; with an empty one, only agents in containers."""
         self.directory = tempfile.TemporaryDirectory(dir="/tmp")  # the path of a unix socket is short
-        self.path, self.client_path = f"{self.directory.name}/agent.sock", Path(self.directory.name, "gateway.sock")
+        self.mount = Path(self.directory.name, "agents")  # for SandboxSpec.agent
+        self.mount.mkdir(mode=0o755)
+        self.path, self.client_path = f"{self.mount}/agent.sock", Path(self.directory.name, "gateway.sock")
         self.container, self.client = container, AgentClient(self.client_path, container)
         self.start()
 
@@ -82,10 +83,9 @@ def start_agent(path: str) -> "subprocess.Popen[bytes]":
 
 def start_container(gateway: Gateway, image: str) -> str:
     """Start a container with the image's agent as process 1, and address the gateway's client to it. Return its name."""
-    name, directory = f"leasehold-agent-test-{uuid.uuid4().hex[:8]}", gateway.directory.name
-    os.chmod(directory, 0o755)
+    name = f"leasehold-agent-test-{uuid.uuid4().hex[:8]}"
     command = ["docker", "run", "-d", "--name", name, "--network", "none", "--cap-drop", "ALL", "--read-only"]
-    command += ["--security-opt", "no-new-privileges", "-v", f"{directory}:{AGENT_DIRECTORY}:ro", image]
+    command += ["--security-opt", "no-new-privileges", "-v", f"{gateway.mount}:{AGENT_DIRECTORY}:ro", image]
     container = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     gateway.client = AgentClient(gateway.client_path, container)
     return name

@@ -32,7 +32,7 @@ MEMORY_SYSCALLS = """
 PROCESS_SYSCALLS = """
     execve execveat exit exit_group fork vfork wait4 waitid kill tkill tgkill pidfd_open pidfd_send_signal pause getpid
     getppid gettid getpgid getpgrp setpgid getsid setsid set_tid_address getcpu getrusage times prctl getpriority
-    setpriority ioprio_get ioprio_set getrlimit setrlimit prlimit64 sched_yield sched_getaffinity sched_setaffinity
+    setpriority ioprio_get ioprio_set getrlimit setrlimit sched_yield sched_getaffinity sched_setaffinity
     sched_getattr sched_setattr sched_getparam sched_setparam sched_getscheduler sched_setscheduler sched_get_priority_max
     sched_get_priority_min sched_rr_get_interval rt_sigaction rt_sigpending rt_sigprocmask rt_sigqueueinfo rt_sigreturn
     rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo sigaltstack restart_syscall alarm getitimer setitimer nanosleep
@@ -88,6 +88,8 @@ def _build_rules() -> Iterator[dict[str, Any]]:
             yield _allow("socket", (0, INT_MASK, family), (2, INT_MASK, protocol))
     yield _allow("socket", (0, INT_MASK, AF_NETLINK), (2, INT_MASK, NETLINK_ROUTE))
     yield _allow("clone", (0, NAMESPACE_FLAGS, 0))
+    # Only for the calling process: a command could else end process 1, which has the same user, by a limit of its CPU time.
+    yield _allow("prlimit64", (0, INT_MASK, 0))
     for kind in PERSONALITIES:
         yield _allow("personality", (0, INT_MASK, kind))
     # clone3 takes its flags from memory, where a filter cannot read them.

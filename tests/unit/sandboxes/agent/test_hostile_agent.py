@@ -24,6 +24,7 @@ ENDED = {"run": "r1", "state": "ended", "exit_code": 0, "timed_out": False, "std
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "CONNECT_SECONDS", 0.0)
     monkeypatch.setattr(runs, "RESPONSE_SECONDS", 0.2)
+    monkeypatch.setattr(runs, "FIRST_RESPONSE_SECONDS", 0.2)
     monkeypatch.setattr(runs, "END_SECONDS", 0.0)
     monkeypatch.setattr(client, "GREETING_TIMEOUT_SECONDS", 2.0)
     monkeypatch.setattr(gateway, "HELLO_TIMEOUT_SECONDS", 0.3)

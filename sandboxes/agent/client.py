@@ -22,7 +22,7 @@ class NotConnected(Exception):
 
 
 class GatewayDown(NotConnected):
-    """Nobody listens on the gateway's socket: the gateway is being started again."""
+    """No process listens on the gateway's socket: the gateway is being started again."""
 
 
 class ConnectionLost(Exception):

@@ -176,8 +176,8 @@ class AgentGateway:
     async def listening(self, slot_sockets: list[Path], client_socket: Path) -> AsyncIterator[None]:
         """Serve for the duration of the block. At its end all sessions end.
 
-        The client socket is left: a process that finds it, and nobody listening, waits for the gateway's next start before
-        it gives up the result of a run."""
+        The client socket is left. A process whose connection to it is refused waits for the gateway's next start before it
+        gives up the result of a run."""
         loop = asyncio.get_running_loop()
         listeners = [bind_listener(path, mode=0o666) for path in slot_sockets]
         server = await loop.create_unix_server(lambda: ClientSession(self), sock=bind_listener(client_socket, mode=0o600))

@@ -230,12 +230,15 @@ class Provider(ABC):
         stopped, restarted or was removed while the command ran; a command that a signal ends in a running sandbox is a
         result. With `retain` the sandbox keeps the result until `acknowledge_exec`, if the provider can."""
 
+    @abstractmethod
     def find_exec(self, ref: str, mark: str) -> ExecState | None:
-        """Return the state of an exec with a retained result, or None if nothing is known of it. Raise Unavailable."""
-        return None
+        """Return the state of an exec with a retained result, or None if nothing is known of it. Raise Unavailable.
 
-    def acknowledge_exec(self, ref: str, mark: str) -> None:  # noqa: B027 - providers without retained results do nothing
-        """Let the sandbox drop the retained result of an exec. Best effort: raises nothing."""
+        A provider that retains no results returns None."""
+
+    @abstractmethod
+    def acknowledge_exec(self, ref: str, mark: str) -> None:
+        """Let the sandbox drop the retained result of an exec. Best effort: raise nothing."""
 
     @abstractmethod
     def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:

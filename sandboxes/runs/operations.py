@@ -362,37 +362,42 @@ def close_run(
     return finished.closed
 
 
-def close_abandoned_run(run: Run, *, now: datetime) -> bool:
-    """Close a Run whose waiting process is dead, or has missed the deadline.
+def close_abandoned_run(run: Run, *, now: datetime) -> str:
+    """Close a Run whose waiting process is dead, or has missed the deadline. Return the outcome for the sweep's counts.
 
-    If the sandbox has retained the command's result, the Run is closed with that. A command that still runs, and whose process
-    is dead, is left to run until its deadline. Otherwise the Run is closed as lost, and its exit code is unknown.
+    - "runs closed": with the result that the sandbox has retained, or else as lost, with the exit code unknown.
+    - "runs continued": the command still runs, and has time until the Run's deadline.
+    - "lost race": the Run was closed before, or its deadline was extended.
 
-    The Run is claimed first, so that a process that still waits finds its claim lost. The command is killed next, because it
-    would otherwise continue in a sandbox whose state is `waiting`. Returns False if the Run was closed before, or its deadline
-    was extended. Raises ProviderError if the kill failed or the provider does not respond; the Run then stays open for the
-    next try."""
+    The Run is claimed first, so that a process that still waits finds its claim lost. A command without a result is killed
+    next, because it would otherwise continue in a sandbox whose state is `waiting`. Raises ProviderError if the kill failed or
+    the provider does not respond; the Run then stays open for the next try."""
     state = _find_command(run)
     if state and state.running and now < run.deadline_at:
-        return False
+        return "runs continued"
     unchanged = Run.objects.filter(pk=run.pk, claim=run.claim, deadline_at=run.deadline_at, ended_at__isnull=True)
     if not unchanged.update(claim=uuid.uuid4()):
-        return False
-    if state and state.result:
-        note = f"The control plane's process that waited for the command ({run.claimed_by}) was restarted or killed."
-        outcome = _classify_outcome(state.result)
-        closed = close_run(run, now=now, outcome=outcome, result=state.result, note=note, actor="sweep")
-        registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
-        return closed
+        return "lost race"
     note = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
     if run.note:
         note = f"The provider stopped responding, and the exit code is unknown. {run.note}"[:500]
     elif run.released:
-        note = (
-            f"The control plane's process that waited for the command ({run.claimed_by}) was restarted or killed. The command "
-            "was killed, and its exit code is unknown. The output is that of the time until then."
+        note = f"The control plane's process that waited for the command ({run.claimed_by}) was restarted or killed."
+    if state and state.result:
+        closed = close_run(
+            run,
+            now=now,
+            outcome=_classify_outcome(state.result),
+            result=state.result,
+            note=note if run.released else "",
+            actor="sweep",
         )
-    return interrupt_run(run, note=note, now=now, actor="sweep")
+        registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
+    else:
+        if run.released and not run.note:
+            note += " The command was killed, and its exit code is unknown. The output is that of the time until then."
+        closed = interrupt_run(run, note=note, now=now, actor="sweep")
+    return "runs closed" if closed else "lost race"
 
 
 def _find_command(run: Run) -> ExecState | None:

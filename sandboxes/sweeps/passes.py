@@ -193,13 +193,13 @@ def _count_warm_failure(pool: Pool, failed: Exception, *, now: datetime) -> None
 def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     """Take the next step for Runs and sandboxes past their deadline, whose worker is assumed dead.
 
-    1. Kill the command of an overdue Run, and close the Run as lost.
+    1. Close a Run with the result that its sandbox retained. Otherwise kill its command, and close the Run as lost.
     2. Schedule the destruction of a sandbox that did not become ready.
     3. Continue an eviction at the step where it stopped."""
     result = SweepResult()
     for run in operations.find_abandoned(now=now)[:limit]:
         try:
-            result.note("runs closed" if operations.close_abandoned_run(run, now=now) else "lost race")
+            result.note(operations.close_abandoned_run(run, now=now))
         except ProviderError as failed:
             result.failures.append(f"run {run.pk}: {failed}")
     for sandbox in find_overdue_starts(now=now)[:limit]:

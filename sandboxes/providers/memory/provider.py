@@ -45,6 +45,7 @@ from sandboxes.providers.base import (
     WORKSPACE,
     BadPath,
     ExecResult,
+    ExecState,
     FileStat,
     Missing,
     NoSuchFile,
@@ -112,6 +113,7 @@ class MemorySandbox:
     used: ResourceUsage = field(default_factory=lambda: ResourceUsage(0, 0))
     files: Files = field(default_factory=lambda: Files({WORKSPACE: Folder(), DATA: Folder()}))
     background: dict[str, BackgroundProgram] = field(default_factory=dict)  # by mark
+    retained: dict[str, ExecResult] = field(default_factory=dict)  # results of execs that are not acknowledged, by mark
 
 
 class MemoryProvider(HookedCalls, Provider):
@@ -218,7 +220,7 @@ class MemoryProvider(HookedCalls, Provider):
                 output.attach(result.stdout[:cap], result.stderr[:cap])
             if not timed_out and (self._sandboxes.get(ref) is not sandbox or not sandbox.running):
                 raise Missing(f"{ref} was stopped or removed while the command ran.")
-            return ExecResult(
+            outcome = ExecResult(
                 exit_code=137 if timed_out or result.oom else result.exit_code,
                 stdout=result.stdout[:cap],
                 stderr=result.stderr[:cap],
@@ -227,6 +229,18 @@ class MemoryProvider(HookedCalls, Provider):
                 truncated=max(len(result.stdout), len(result.stderr)) > cap,
                 duration=min(result.took, timeout),
             )
+            if retain:
+                sandbox.retained[mark] = outcome
+            return outcome
+
+    def find_exec(self, ref: str, mark: str) -> ExecState | None:
+        with self.hooked_call("find_exec", ref), self._lock:
+            result = self._running(ref).retained.get(mark)
+            return ExecState(running=False, result=result) if result else None
+
+    def acknowledge_exec(self, ref: str, mark: str) -> None:
+        with self._lock, suppress(Missing, Unavailable):
+            self._running(ref).retained.pop(mark, None)
 
     def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
         with self.hooked_call("start", ref), self._lock:

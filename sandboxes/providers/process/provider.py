@@ -48,6 +48,7 @@ from sandboxes.providers.base import (
     WORKSPACE,
     BadPath,
     ExecResult,
+    ExecState,
     FileStat,
     Missing,
     NoSuchFile,
@@ -134,6 +135,12 @@ class ProcessProvider(BackgroundProcessProvider):
             if time.monotonic() >= deadline:
                 raise Unavailable(f"{ref} is not ready after {timeout.total_seconds():g} s")
             time.sleep(0.05)
+
+    def find_exec(self, ref: str, mark: str) -> ExecState | None:
+        return None  # a command does not outlive the process that waits for it
+
+    def acknowledge_exec(self, ref: str, mark: str) -> None:
+        pass
 
     def exec(
         self,

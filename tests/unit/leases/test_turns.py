@@ -120,9 +120,18 @@ def test_a_turn_being_played_is_not_played_twice(lease: Lease, at_checkpoint) ->
     assert Run.objects.count() == 1
 
 
-def test_a_turn_whose_process_died_mid_run_is_skipped_after_its_deadline(lease: Lease, crash_at) -> None:
+def test_a_turn_whose_process_died_after_its_command_gets_the_retained_result(lease: Lease, crash_at) -> None:
     set_turn_argv("echo", '{"action": "roll"}')
     with crash_at("run answered"):
+        take_turn(lease)
+    assert sweeps.recover_stalled(now=NOW + timedelta(hours=1)).counts["runs closed"] == 1
+    turn = take_turn(lease, now=NOW + timedelta(hours=1))
+    assert (turn.skipped, turn.action) == (False, {"action": "roll"})
+
+
+def test_a_turn_whose_process_died_mid_run_is_skipped_after_its_deadline(lease: Lease, crash_at) -> None:
+    set_turn_argv("echo", '{"action": "roll"}')
+    with crash_at("run opened"):
         take_turn(lease)
     assert sweeps.recover_stalled(now=NOW + timedelta(hours=1)).counts == {"runs closed": 1, "turns skipped": 1}
     turn = take_turn(lease, now=NOW + timedelta(hours=1))

@@ -1,0 +1,61 @@
+"""Runs whose waiting process died: closed with the result that the sandbox retained, or continued, or lost."""
+
+from datetime import timedelta
+
+import pytest
+
+from leases import execution, sweeps
+from sandboxes.models import Run, RunOutcome
+from sandboxes.providers.base import ExecState, Unavailable
+from sandboxes.providers.memory.programs import ProgramResult
+from sandboxes.runs.operations import Command
+from tests.conftest import MINUTE, NOW
+
+SOON = NOW + timedelta(seconds=5)
+
+
+def abandon_run(lease, crash_at, step: str) -> Run:
+    """Crash in an exec, and mark its run as the start of the next process does."""
+    with crash_at(step):
+        execution.exec_command(lease.pk, Command(["sh", "-c", "echo done; exit 3"], MINUTE), now=NOW)
+    Run.objects.update(released=True)
+    return Run.objects.get()
+
+
+def test_retained_result_closes_the_run_before_its_deadline_and_is_acknowledged(grant, memory, crash_at):
+    memory.programs["sh"] = lambda call: ProgramResult(3, b"done\n")
+    run = abandon_run(grant(), crash_at, "run answered")
+    assert sweeps.recover_stalled(now=SOON).counts == {"runs closed": 1}
+    run.refresh_from_db()
+    assert (run.outcome, run.exit_code, bytes(run.stdout)) == (RunOutcome.FAILED, 3, b"done\n")
+    assert "restarted or killed" in run.note
+    assert run.sandbox.state == "waiting"
+    assert memory.find_exec(run.sandbox.ref, str(run.pk)) is None
+
+
+def test_command_that_still_runs_continues_until_its_deadline_and_is_killed_then(grant, memory, crash_at, monkeypatch):
+    run = abandon_run(grant(), crash_at, "run opened")
+    monkeypatch.setattr(memory, "find_exec", lambda ref, mark: ExecState(running=True))
+    assert sweeps.recover_stalled(now=SOON).counts == {"runs continued": 1}
+    assert sweeps.recover_stalled(now=run.deadline_at).counts == {"runs closed": 1}
+    run.refresh_from_db()
+    assert (run.outcome, run.exit_code) == (RunOutcome.LOST, None)
+    assert ("kill", run.sandbox.ref) in memory.calls
+
+
+def test_run_stays_open_while_the_provider_does_not_respond(grant, memory, crash_at):
+    run = abandon_run(grant(), crash_at, "run answered")
+    with memory.fail("find_exec", Unavailable("restarting")):
+        assert len(sweeps.recover_stalled(now=SOON).failures) == 1
+    run.refresh_from_db()
+    assert run.ended_at is None
+    assert sweeps.recover_stalled(now=SOON).counts == {"runs closed": 1}
+
+
+@pytest.mark.parametrize("step", ["run opened", "run answered"])
+def test_command_runs_once(grant, memory, crash_at, step):
+    starts = []
+    memory.programs["sh"] = lambda call: starts.append(call) or ProgramResult()
+    abandon_run(grant(), crash_at, step)
+    sweeps.recover_stalled(now=SOON)
+    assert len(starts) == (step == "run answered")

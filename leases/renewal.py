@@ -29,7 +29,7 @@ class Renewal:
 def renew_with_key(pk: UUID, key: str, *, now: datetime) -> datetime | None:
     """Renew a lease in one statement, if this API key may do so now. Return the new end, or None if nothing was renewed.
 
-    Causes of None: the key is not valid, lacks the scope, or its `last_used_at` has to be written; the lease is another agent's,
+    Causes of None: the key is invalid, lacks the scope, or its `last_used_at` has to be written; the lease is another agent's,
     has ended, or was renewed with a later time. The caller then authenticates the key and renews step by step.
 
     Plan: a nested loop over two unique indexes, leases_agentkey.prefix and the primary key of leases_lease. The only changed

@@ -115,6 +115,6 @@ def is_worker_thread() -> bool:
     return getattr(_current_thread, "is_worker", False)
 
 
-def run_outlasting(name: str, work: Callable[[], T]) -> T:
-    """Call `work`: from a thread that executes tasks of the queue through WorkThreads.run, from any other thread directly."""
+def run_in_work_thread(name: str, work: Callable[[], T]) -> T:
+    """Call `work` through WorkThreads.run if the calling thread executes tasks of the queue, else directly."""
     return THREADS.run(name, work) if is_worker_thread() else work()

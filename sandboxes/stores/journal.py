@@ -19,8 +19,8 @@ the last record of a segment can be torn.
 
 **Appends during a compaction.** The current generation is the highest open one. An append is acknowledged only if its
 generation is still current after the write; otherwise the records are written again, to the new generation and with the same
-stamps. A compaction opens the new generation before it reads the old ones. A record that it misses is therefore unacknowledged,
-and its append repeats the write.
+stamps. A compaction opens the new generation before it reads the old ones. If it misses a record, the record is therefore not
+acknowledged, and its append repeats the write.
 
 **Overlapping compactions.** A compaction that finds a newer snapshot after its reads stops without writing one. Two compactions
 of one generation may both write a snapshot; replay reads both, and returns each record once."""
@@ -50,7 +50,7 @@ MAX_REPLAY_ATTEMPTS = 10  # a compaction that removes segments during a replay m
 
 
 class Stamp(NamedTuple):
-    """Identifier and sort key of a record. Its text form sorts the same way."""
+    """Identifier and sort key of a record. The text forms of stamps sort in the same order."""
 
     micros: int  # microseconds since 1970
     writer: str  # 16 hexadecimal digits

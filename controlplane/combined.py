@@ -43,7 +43,7 @@ class EgressPart:
 
 
 class PartThread(threading.Thread):
-    """Thread that runs a server until `stop`. A server that fails is made again, as a process of its own would be started."""
+    """Thread that runs a server until `stop`. A server that fails is started again, as `up` restarts a process that ends."""
 
     def __init__(self, name: str, make: Callable[[], Server]) -> None:
         super().__init__(name=name, daemon=True)

@@ -20,7 +20,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.egress.logs import collection
 from sandboxes.hosts import registry
 from sandboxes.models import Host
-from sandboxes.queue_threads import StillRunning, run_outlasting
+from sandboxes.queue_threads import StillRunning, run_in_work_thread
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.sweeps import installation, passes
@@ -119,7 +119,7 @@ def run(name: str) -> str:
 
     A pass that takes longer than a task goes on in a thread of the worker, and the next pass may begin meanwhile."""
     try:
-        return run_outlasting(name, lambda: str(run_sweep(name, now=database_time.now())))
+        return run_in_work_thread(name, lambda: str(run_sweep(name, now=database_time.now())))
     except StillRunning as running:
         return str(running)
 

@@ -1,11 +1,11 @@
-"""Stages of `manage.py up`: the process that prepares and forks becomes a supervisor without Django.
+"""Stages of `manage.py up`, a process that executes itself again to drop Django's memory once its children are forked.
 
-1. `prepare`, with Django: takes the lock, forks the children, which share its memory, and executes itself again.
-2. `supervise`, with the standard library only: restarts children and stops them. It is the same process for the kernel, so that
-   the children remain its own and the lock stays held. It starts a child by executing `up` again, in the stage `child`.
+1. `prepare`, with Django: takes the lock, forks the children, which share its memory, and executes the next stage.
+2. `supervise`, with the standard library only: restarts children and stops them. The process id stays the same: the children
+   remain children of this process, and the lock stays held. The replacement of a child executes `up` in the stage `child`.
 3. `finish`, with Django: releases the claims of the instance, and ends with the exit code of `up`.
 
-A stage passes its values to the next one in STAGE_VARIABLE. SIGTERM, SIGINT and SIGHUP are blocked in between."""
+STAGE_VARIABLE passes values to the next stage. SIGTERM, SIGINT and SIGHUP are blocked between two stages."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from controlplane.supervisor import (
 )
 
 STAGE_VARIABLE = "_LEASEHOLD_STAGE"
-EGRESS_TIMEOUT_SECONDS = 45.0  # after this "ready" is printed without egress
+EGRESS_TIMEOUT_SECONDS = 45.0  # after a start of the web server; "ready" is then printed without egress
 PROBE_TIMEOUT_SECONDS = 3.0
 CHILD_FIELDS = ("name", "drain_seconds", "starts", "started_at", "instance", "pid")
 
@@ -37,7 +37,9 @@ def print_line(line: str) -> None:
 
 
 def begin() -> None:
-    """Run the stage `supervise` if it is next. Otherwise return: the management command runs the other stages."""
+    """Run the stage `supervise` if it is the present one. Otherwise return: the management command runs the other stages.
+
+    In the first stage the process executes itself again, to reserve room for an instance's name in its environment."""
     if STAGE_VARIABLE not in os.environ:
         reserve_instance_name()
     elif json.loads(os.environ[STAGE_VARIABLE])["stage"] == "supervise":
@@ -45,13 +47,13 @@ def begin() -> None:
 
 
 def read_values() -> dict[str, Any]:
-    """Return the values of this stage, and remove them from the environment. The first stage has none."""
+    """Return the values that the previous stage passed, and remove them from the environment. {} in the first stage."""
     values: dict[str, Any] = json.loads(os.environ.pop(STAGE_VARIABLE, "{}"))
     return values
 
 
 def execute(stage: str, **values: Any) -> NoReturn:
-    """Replace this process by the next stage. Open files that are not inheritable are closed."""
+    """Execute the next stage in this process. Only inheritable files stay open."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     environment = os.environ | {STAGE_VARIABLE: json.dumps({"stage": stage, **values})}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
@@ -63,7 +65,7 @@ def unblock_signals() -> None:
 
 
 def describe_children(children: Sequence[Child]) -> list[dict[str, Any]]:
-    """Return the children for the value `children` of the stage `supervise`. A child with a check is watched."""
+    """Return the children as the value `children` of the stage `supervise`. A child with a health check is `watched`."""
     return [
         {name: getattr(child, name) for name in CHILD_FIELDS} | {"watched": child.find_problem is not find_no_problem}
         for child in children
@@ -71,6 +73,7 @@ def describe_children(children: Sequence[Child]) -> list[dict[str, Any]]:
 
 
 def supervise(values: dict[str, Any]) -> NoReturn:
+    """Restart children until a signal stops them, then execute the stage `finish`."""
     os.set_inheritable(values["lock_fd"], False)
     check = HeartbeatCheck(values["heartbeat_path"], values["heartbeat_timeout"])
     children = [_restore_child(fields, check, values["child_values"]) for fields in values["children"]]
@@ -105,7 +108,7 @@ def drain(draining_path: str, delay_seconds: float) -> None:
 
 
 class HeartbeatCheck:
-    """Detects a hung queue: running longer than the timeout, and its heartbeat file was last modified before that."""
+    """Health check of the queue worker: it hangs if neither its start nor its last heartbeat is within the timeout."""
 
     def __init__(self, path: str, timeout_seconds: float) -> None:
         self.path, self.timeout_seconds = path, timeout_seconds
@@ -121,13 +124,13 @@ class HeartbeatCheck:
 
 
 class ReadinessAnnouncer:
-    """Prints "ready" once per start of the web server, when /healthz responds and the egress proxy is open.
+    """Prints "ready" once per start of the web server, as soon as /healthz responds and the egress proxy listens.
 
-    After EGRESS_TIMEOUT_SECONDS it prints "ready" with a warning instead of waiting for the egress proxy."""
+    If the egress proxy does not listen within EGRESS_TIMEOUT_SECONDS, prints "ready" with a warning."""
 
     def __init__(self, web: Child, host: str, port: int, egress_sockets: Sequence[str]) -> None:
         self.web, self.host, self.port, self.egress_sockets = web, host, port, egress_sockets
-        self.announced = ""
+        self.announced = ""  # instance of the web server for which "ready" was printed
 
     def __call__(self) -> None:
         if not self.web.pid or self.announced == self.web.instance or not is_healthy(self.host, self.port):
@@ -139,7 +142,7 @@ class ReadinessAnnouncer:
 
 
 def is_healthy(host: str, port: int) -> bool:
-    """Return whether /healthz answers 200. http.client takes several MiB."""
+    """Return whether /healthz answers 200. Uses a socket, because http.client takes several MiB of memory."""
     try:
         with socket.create_connection((host, port), timeout=PROBE_TIMEOUT_SECONDS) as connection:
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")

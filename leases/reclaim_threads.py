@@ -1,4 +1,4 @@
-"""Destruction of the sandboxes of ended leases in the web process that ended them, without a wait for the queue."""
+"""Threads of the web process that destroy the sandboxes of leases ended by the API, without waiting for the queue."""
 
 import threading
 from collections.abc import Callable
@@ -15,25 +15,25 @@ from sandboxes.long_calls import is_shutting_down
 from sandboxes.models import Sandbox, SandboxState
 
 log = structlog.get_logger(__name__)
-MAX_THREADS = 2  # of a web process: more ended leases are left to the queue
+MAX_THREADS = 2  # per web process; the queue reclaims further ended leases
 
 
 class ReclaimThreads:
     """Threads of this process that reclaim one lease each. The maximum is 0 in processes that serve no requests.
 
-    A thread acts under the claim of `destruction.destroy`. A process that dies in between leaves the sandbox to the sweeps."""
+    A thread works under the claim of `destruction.destroy`. If the process dies, a sweep takes over at the claim's deadline."""
 
     def __init__(self, maximum: int = 0) -> None:
         self.set_maximum(maximum)
 
     def set_maximum(self, maximum: int) -> None:
-        """Replace the limit. Call this method before the process serves requests."""
+        """Set the maximum number of threads. Call this method before the process serves requests."""
         self._permits = threading.BoundedSemaphore(maximum) if maximum else None
 
-    def start(self, lease_id: UUID, *, on_rest: Callable[[], object]) -> bool:
+    def start(self, lease_id: UUID, *, on_remaining: Callable[[], object]) -> bool:
         """Reclaim an ended lease in a thread. Return False, without a thread, at the maximum and while the process shuts down.
 
-        The thread calls `on_rest` if a sandbox remains."""
+        The thread calls `on_remaining` if a sandbox of the lease is still due afterwards."""
         permits = self._permits
         if permits is None or is_shutting_down() or not permits.acquire(blocking=False):
             return False
@@ -41,8 +41,8 @@ class ReclaimThreads:
         def run() -> None:
             try:
                 if not reclaim(lease_id):
-                    on_rest()
-            except Exception:  # the sweep `reclaim` tries again
+                    on_remaining()
+            except Exception:  # the next `reclaim` sweep tries again
                 log.exception("reclaim failed", lease=str(lease_id))
             finally:
                 connections.close_all()
@@ -56,9 +56,9 @@ THREADS = ReclaimThreads()
 
 
 def reclaim(lease_id: UUID) -> bool:
-    """Destroy the sandboxes of an ended lease that are due on this host, and mark the lease destroyed if none remains.
+    """Destroy this host's sandboxes of an ended lease, and mark the lease destroyed if it has no sandbox left.
 
-    Return whether none remains that is due, which may be on another host."""
+    Return False if a sandbox of the lease is still due: on another host, or after a failed destroy whose retry is due."""
     due = Sandbox.objects.filter(holder=lease_id, state=SandboxState.DESTROYING)
     for pk in due.filter(registry.filter_local()).values_list("pk", flat=True):
         destruction.destroy(pk, now=database_time.now(), actor="release")

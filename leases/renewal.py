@@ -1,7 +1,7 @@
-"""Renewals by an API key in one statement, of one lease or of many.
+"""Renewal of leases in one SQL statement: of one lease with the check of its API key, or of a batch.
 
-The statements repeat the guards of `leasing.renew`, and compute the new end as `leasing.compute_expires_at` does. A lease that
-a statement leaves unchanged was refused for a reason that only another query can tell; the caller asks for it."""
+The statements repeat the guards of `leasing.renew`, and compute the new end as `leasing.compute_expires_at` does. They do not
+return why a lease was not renewed: further queries find the reason."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -19,22 +19,22 @@ from sandboxes.db import dialect, sql
 
 @dataclass(frozen=True)
 class Renewal:
-    """Outcome of one lease of a batch. An end reason, or a lease that is not found, means that it was not renewed."""
+    """Outcome for one lease of a batch."""
 
-    expires_at: datetime | None = None
-    end_reason: str = ""
+    expires_at: datetime | None = None  # None: not renewed
+    end_reason: str = ""  # of a lease that has ended
     found: bool = True
 
 
 def renew_with_key(pk: UUID, key: str, *, now: datetime) -> datetime | None:
-    """Renew a lease, if this API key may do so now, in one statement. Return the new end, or None if nothing was renewed.
+    """Renew a lease in one statement, if this API key may do so now. Return the new end, or None if nothing was renewed.
 
-    None has many causes: an unknown, expired or rotated key, one whose `last_used_at` is due, another agent's lease, an ended
-    lease, a later renewal by another process. The caller then authenticates the key and renews step by step.
+    Causes of None: the key is invalid, lacks the scope, or its `last_used_at` has to be written; the lease is another agent's,
+    has ended, or was renewed with a later time. The caller then authenticates the key and renews step by step.
 
-    Plan: a nested loop over two unique indexes, leases_agentkey.prefix and the primary key of leases_lease. No index holds a
-    changed column, except expires_minute once a minute, so that PostgreSQL updates the row in its page (HOT). The digests need
-    no comparison in constant time: they are hashes of random keys, and a known digest opens nothing."""
+    Plan: a nested loop over two unique indexes, leases_agentkey.prefix and the primary key of leases_lease. The only changed
+    column with an index is `expires_minute`, which changes once a minute: all other updates are heap-only (HOT). Digests are
+    not compared in constant time: a digest is the hash of a random key, and a known digest gives no access."""
     match = re.fullmatch(api_keys.KEY_PATTERN, key, re.ASCII)
     if match is None:
         return None
@@ -42,25 +42,25 @@ def renew_with_key(pk: UUID, key: str, *, now: datetime) -> datetime | None:
     recently_used = now - api_keys.LAST_USED_WRITE_INTERVAL
     rows = sql.fetch_all(
         _build_renew_with_key(),
-        *_terms(now), pk, *_guards(now), match[1], digest, digest, now, now, recently_used,
+        *_assigned_values(now), pk, *_guard_values(now), match[1], digest, digest, now, now, recently_used,
     )  # fmt: skip
     return sql.to_datetime(rows[0][0]) if rows else None
 
 
 def renew_many(pks: Sequence[UUID], agents: Collection[str] | None, *, now: datetime) -> dict[UUID, Renewal]:
-    """Renew the active leases among `pks`, all in one statement, and return the outcome of each.
+    """Renew the active leases among `pks` in one statement. Return the outcome of each.
 
     `agents` are the DIDs for which the caller may act; None means all. A lease of another agent counts as not found.
 
     Plan: the inner SELECT locks the rows in the order of the primary key, so that two batches with the same leases wait for
-    each other instead of deadlocking. The UPDATE then joins them by the primary key."""
+    each other instead of deadlocking. The UPDATE joins the locked rows by the primary key."""
     condition, values = dialect.in_list("id"), [dialect.adapt_list(pks)]
     if agents is not None:
         condition, values = f"{condition} AND {dialect.in_list('agent_did')}", [*values, dialect.adapt_list(agents)]
     ids = dialect.lock_in_order("leases_lease", condition)
     rows = sql.fetch_all(
-        f"UPDATE leases_lease SET {_build_terms()} WHERE id IN ({ids}) AND {_build_guards()} RETURNING id, expires_at",  # noqa: S608 - no user input
-        *_terms(now), *values, *_guards(now),
+        f"UPDATE leases_lease SET {_build_assignments()} WHERE id IN ({ids}) AND {_build_guards()} RETURNING id, expires_at",  # noqa: S608 - no user input
+        *_assigned_values(now), *values, *_guard_values(now),
     )  # fmt: skip
     outcomes = {sql.to_uuid(pk): Renewal(sql.to_datetime(expires_at)) for pk, expires_at in rows}
     if refused := [pk for pk in pks if pk not in outcomes]:
@@ -75,7 +75,7 @@ def _explain_refusals(pks: Sequence[UUID], agents: Collection[str] | None, *, no
     outcomes = {pk: Renewal(found=False) for pk in pks}
     for lease in leases:
         reason = lease.end_reason or leasing.find_elapsed_clock(lease, now)
-        # Neither ended nor renewed: another process has renewed the lease later.
+        # An active lease that the statement did not change: another process has renewed it with a later time.
         outcomes[lease.pk] = Renewal(end_reason=reason) if reason else Renewal(lease.expires_at)
     return outcomes
 
@@ -85,7 +85,7 @@ def _build_renew_with_key() -> str:
     may_act = f"(key.operator OR {dialect.list_contains('key.dids', 'leases_lease.agent_did')})"
     scope = dialect.list_contains("key.scopes", f"'{KeyScope.LEASES.value}'")
     return (
-        f"UPDATE leases_lease SET {_build_terms()} FROM leases_agentkey AS key "  # noqa: S608 - no user input
+        f"UPDATE leases_lease SET {_build_assignments()} FROM leases_agentkey AS key "  # noqa: S608 - no user input
         f"WHERE leases_lease.id = %s AND {_build_guards()} "
         "AND key.prefix = %s AND key.revoked_at IS NULL "
         "AND (key.digest = %s OR (key.previous_digest = %s AND key.previous_valid_until > %s)) "
@@ -94,27 +94,28 @@ def _build_renew_with_key() -> str:
     )
 
 
-def _build_until() -> str:
+def _build_new_end() -> str:
+    """Return the new `expires_at`. Parameter: the present time."""
     return dialect.least(dialect.add_duration("%s", "leases_lease.ttl"), "leases_lease.max_expires_at")
 
 
-def _build_terms() -> str:
-    """New values of a renewed lease. Parameters: `_terms`."""
-    until = _build_until()
-    return f"expires_at = {until}, expires_minute = {dialect.epoch_minute(until)}, last_activity_at = %s"
+def _build_assignments() -> str:
+    """Return the assignments of a renewal. Parameters: `_assigned_values`."""
+    new_end = _build_new_end()
+    return f"expires_at = {new_end}, expires_minute = {dialect.epoch_minute(new_end)}, last_activity_at = %s"
 
 
-def _terms(now: datetime) -> list[datetime]:
+def _assigned_values(now: datetime) -> list[datetime]:
     return [now, now, now]
 
 
 def _build_guards() -> str:
-    """Guards of a renewal. Parameters: `_guards`."""
+    """Return the guards of a renewal. Parameters: `_guard_values`."""
     return (
         "leases_lease.status = 'active' AND leases_lease.expires_at > %s AND leases_lease.last_activity_at <= %s "
-        f"AND leases_lease.expires_at <= {_build_until()}"
+        f"AND leases_lease.expires_at <= {_build_new_end()}"
     )
 
 
-def _guards(now: datetime) -> list[datetime]:
+def _guard_values(now: datetime) -> list[datetime]:
     return [now, now, now]

@@ -22,7 +22,7 @@ from sandboxes.errors import SandboxError
 from sandboxes.hosts import queues, registry
 from sandboxes.models import IN_FLIGHT_STATES, Host, Run, Sandbox, SandboxState, Snapshot
 from sandboxes.pool import allocation
-from sandboxes.queue_threads import StillRunning, run_outlasting
+from sandboxes.queue_threads import StillRunning, run_in_work_thread
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import passes
 
@@ -32,7 +32,7 @@ MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next sched
 
 def begin_reclaim(leases: Iterable[Lease]) -> None:
     """Destroy the sandboxes of ended leases at once, in threads of this web process or by a queued sweep. Best effort."""
-    started = [reclaim_threads.THREADS.start(lease.pk, on_rest=enqueue_reclaim) for lease in leases]
+    started = [reclaim_threads.THREADS.start(lease.pk, on_remaining=enqueue_reclaim) for lease in leases]
     if not all(started):
         enqueue_reclaim()
 
@@ -67,7 +67,7 @@ def reclaim() -> str:
 
 def _run_sweep(name: str, sweep: Callable[..., SweepResult]) -> str:
     try:
-        return run_outlasting(name, lambda: str(sweep(now=database_time.now())))
+        return run_in_work_thread(name, lambda: str(sweep(now=database_time.now())))
     except StillRunning as running:
         return str(running)
 
@@ -161,7 +161,7 @@ def restore_snapshot(lease_id: str, snapshot_id: str, actor: str, request_id: in
 def _run_requested(run: Callable[[], str], task: str, *arguments: Any) -> str:
     """Run a task that an operator has requested. If it outlasts its delivery, `resume` checks whether its process has died."""
     try:
-        return run_outlasting(task, run)
+        return run_in_work_thread(task, run)
     except StillRunning as running:
         _schedule_resume(task, *arguments)
         return str(running)

@@ -1,12 +1,12 @@
-"""Threads of a queue worker, for work that may outlast its task.
+"""Threads of a queue worker, for work that may take longer than a task is allowed to.
 
 The queue's worker ends if a task exceeds the queue's timeout, and a task is delivered again after its retry time. A sweep that
 stores a large workspace takes longer than both. Such work runs in a thread of its own. Its task waits for TASK_WAIT and then
-ends: the worker is free for other tasks, and the thread goes on under its claims. If the process dies, a sweep takes over at
-the deadlines of these claims.
+ends: the worker is free for other tasks, and the thread continues under the claims of the work. If the process dies, a sweep
+takes over at the deadlines of these claims.
 
-A thread that hangs counts towards the limit of its name until the process ends. Once all threads of a name hang, the process
-ends, and its supervisor starts another one."""
+The number of threads is limited per name, such as the name of a sweep. A hung thread counts until the process ends. Once all
+threads of a name hang, the process ends, and its supervisor starts another one."""
 
 import os
 import threading
@@ -24,17 +24,18 @@ from sandboxes.claims import Progress, hold
 log = structlog.get_logger(__name__)
 TASK_WAIT = timedelta(seconds=60)  # shorter than the queue's timeout
 MAX_THREADS_PER_NAME = 4
-HANG_TIMEOUT = timedelta(minutes=30)  # without progress; longer than every timeout of a store's or an engine's client
+# A thread without progress for this long hangs. Longer than every timeout of a store's or an engine's client.
+HANG_TIMEOUT = timedelta(minutes=30)
 T = TypeVar("T")
 _current_thread = threading.local()
 
 
 class StillRunning(Exception):
-    """The work goes on in a thread after the end of its task."""
+    """The work continues in a thread after its task has ended, or earlier work of the same name does."""
 
 
 class WorkThread(Progress, Generic[T]):
-    """One call of a function in a thread of its own."""
+    """A call of a function in a thread of its own, which starts at once."""
 
     def __init__(self, name: str, work: Callable[[], T], *, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class WorkThread(Progress, Generic[T]):
         return self._result  # type: ignore[return-value]  # set unless there was an error
 
     def is_hung(self) -> bool:
-        """Return whether there was no progress for HANG_TIMEOUT."""
+        """Return whether the call made no progress for HANG_TIMEOUT, as far as earlier calls of this method saw."""
         if self.steps != self._seen_steps:
             self._seen_steps, self._seen_at = self.steps, self._clock()
         return self._clock() - self._seen_at > HANG_TIMEOUT.total_seconds()
@@ -62,7 +63,7 @@ class WorkThread(Progress, Generic[T]):
         try:
             with hold(self):
                 self._result = self._work()
-        except BaseException as error:  # raised again in the task, if the task still waits
+        except BaseException as error:  # `get_result` raises it in the task, if the task still waits
             self._error = error
             log.exception("queued work failed", work=self.name)
         finally:
@@ -78,8 +79,10 @@ class WorkThreads:
         self._threads: list[WorkThread[Any]] = []
 
     def run(self, name: str, work: Callable[[], T]) -> T:
-        """Call `work` in a thread and return its result. Raises StillRunning if it has not ended after TASK_WAIT, or if
-        MAX_THREADS_PER_NAME calls of this name are running already; then `work` is not called."""
+        """Call `work` in a thread and return its result, or raise its exception.
+
+        Raises StillRunning if the call has not ended after TASK_WAIT. Also raises StillRunning, without calling `work`, if
+        MAX_THREADS_PER_NAME calls of this name are running already."""
         self._threads = [thread for thread in self._threads if not thread.ended.is_set()]
         running = [thread for thread in self._threads if thread.name == name]
         if len(running) >= MAX_THREADS_PER_NAME:
@@ -95,7 +98,7 @@ class WorkThreads:
         return thread.get_result()
 
     def end_process(self) -> None:
-        """End the process at once. A thread that hangs cannot be ended otherwise."""
+        """End the process at once: there is no other way to end a hung thread."""
         os._exit(1)
 
 
@@ -103,7 +106,7 @@ THREADS = WorkThreads()
 
 
 def mark_worker_thread() -> None:
-    """Mark the calling thread as one that executes tasks of the queue."""
+    """Mark the calling thread as one that executes tasks of the queue. The limit on long calls does not apply to it."""
     _current_thread.is_worker = True
     long_calls.exempt_thread()
 
@@ -112,6 +115,6 @@ def is_worker_thread() -> bool:
     return getattr(_current_thread, "is_worker", False)
 
 
-def run_outlasting(name: str, work: Callable[[], T]) -> T:
-    """Call `work` through WorkThreads.run in a thread that executes tasks of the queue, and directly in every other thread."""
+def run_in_work_thread(name: str, work: Callable[[], T]) -> T:
+    """Call `work` through WorkThreads.run if the calling thread executes tasks of the queue, else directly."""
     return THREADS.run(name, work) if is_worker_thread() else work()

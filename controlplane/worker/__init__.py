@@ -1,1 +1,1 @@
-"""App before django_q in INSTALLED_APPS, whose `qcluster` replaces that of django-q2."""
+"""Django app of the queue worker. Precedes django_q in INSTALLED_APPS, so that its `qcluster` overrides django-q2's."""

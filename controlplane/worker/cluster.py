@@ -1,8 +1,8 @@
-"""Queue worker of one process: django-q2's pusher, workers, monitor and scheduler as threads.
+"""Queue worker in one process: django-q2's pusher, workers, monitor and scheduler as threads.
 
-django-q2 runs each of them in a process of its own, under a sentinel process. Rows, signatures, schedules, attempts and results
-are the same here, because the same functions run. A thread cannot be killed: a task that exceeds its timeout is recorded as
-failed, and then the whole process ends, so that its supervisor replaces it."""
+django-q2's own cluster gives each of them a process, under a sentinel process. The threads execute the same functions, so that
+rows, signatures, schedules, attempts and results are those of django-q2. A thread cannot be killed: if a task exceeds its
+timeout, the task is recorded as failed and the whole process ends. A supervisor starts it again."""
 
 import os
 import queue
@@ -28,15 +28,15 @@ from controlplane.worker.heartbeat import HeartbeatFile
 from sandboxes import queue_threads
 
 log = structlog.get_logger(__name__)
-GUARD_INTERVAL_SECONDS = 0.5
+CHECK_INTERVAL_SECONDS = 0.5  # of the threads
 SCHEDULER_INTERVAL_SECONDS = 30.0
-SAVE_TIMEOUT_SECONDS = 10.0  # to record a task that exceeded its timeout
+SAVE_TIMEOUT_SECONDS = 10.0  # for the record of a task that exceeded its timeout
 END_OF_QUEUE = "STOP"  # ends the loops of django-q2's worker and monitor
-IDLE, RECYCLED = -1.0, -2.0  # values that django-q2's worker gives its timer
+IDLE, RECYCLED = -1.0, -2.0  # values of a timer that django-q2's worker sets between tasks, and when it ends to free memory
 
 
 class TaskTimer:
-    """Remaining seconds of a worker's task, with the interface of multiprocessing.Value that django-q2's worker uses."""
+    """Time limit of a worker's task, with the interface of multiprocessing.Value that django-q2's worker expects."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.RLock()
@@ -58,7 +58,7 @@ class TaskTimer:
 
 
 class QueueThread(threading.Thread):
-    """Thread that runs one part of the cluster and closes its database connections at the end."""
+    """Thread of one part of the cluster. Closes its database connections when the part ends."""
 
     def __init__(self, target: Callable[..., Any], *args: Any) -> None:
         super().__init__(name=f"queue-{target.__name__}", daemon=True)
@@ -73,7 +73,7 @@ class QueueThread(threading.Thread):
 
 
 class WorkerThread(QueueThread):
-    """Thread that executes tasks. `task` is the last task that it began."""
+    """Thread that executes tasks. `task` is the task that was begun last."""
 
     def __init__(self, task_queue: "queue.Queue[Any]", result_queue: "queue.Queue[Any]", timeout: int) -> None:
         self.timer = TaskTimer()
@@ -86,18 +86,18 @@ class WorkerThread(QueueThread):
 
 
 def remember_task(sender: Any, func: Any, task: dict[str, Any], **kwargs: Any) -> None:
-    """Receiver of pre_execute, which is sent in the worker's thread."""
+    """Store the task that begins in its worker thread. Receiver of pre_execute, which django-q2 sends in that thread."""
     thread = threading.current_thread()
     if isinstance(thread, WorkerThread):
         thread.task = task
 
 
 class Cluster:
-    """The threads of one queue. `run` returns after `stop`, or when the process has grown beyond its memory limit."""
+    """The threads of one queue. `run` returns after `stop`, or if the process exceeds its memory limit."""
 
     def __init__(self, queue_name: str, heartbeat: HeartbeatFile) -> None:
         self.heartbeat = heartbeat
-        Conf.CLUSTER_NAME = queue_name  # django-q2 reads it from the environment when it is imported
+        Conf.CLUSTER_NAME = queue_name  # django-q2 has set the name at its import, from an environment variable
         self.broker = get_broker(queue_name)
         self.task_queue: queue.Queue[Any] = queue.Queue(Conf.QUEUE_LIMIT)
         self.result_queue: queue.Queue[Any] = queue.Queue()
@@ -112,7 +112,7 @@ class Cluster:
             signal.signal(number, lambda number, frame: self.stop())
 
     def stop(self) -> None:
-        """Make `run` finish the tasks that were fetched, and return."""
+        """Make `run` return after the tasks that were fetched are finished."""
         self._stopping.set()
 
     def run(self) -> None:
@@ -122,8 +122,8 @@ class Cluster:
         self.monitor.start()
         self.pusher.start()
         next_schedule_at = time.monotonic() + SCHEDULER_INTERVAL_SECONDS
-        while not self._stopping.wait(GUARD_INTERVAL_SECONDS):
-            self._replace_dead_threads()
+        while not self._stopping.wait(CHECK_INTERVAL_SECONDS):
+            self._check_threads()
             self.heartbeat.update()
             if time.monotonic() >= next_schedule_at:
                 next_schedule_at = time.monotonic() + SCHEDULER_INTERVAL_SECONDS
@@ -135,12 +135,13 @@ class Cluster:
         self.workers.append(thread)
         thread.start()
 
-    def _replace_dead_threads(self) -> None:
+    def _check_threads(self) -> None:
+        """Replace dead threads. End the process if a task exceeds its timeout, and stop if a worker ended to free memory."""
         for thread in list(self.workers):
             if thread.timer.has_expired():
-                self._end_process_of(thread)
+                self._fail_task_and_end_process(thread)
             elif not thread.is_alive() and thread.timer.value == RECYCLED:
-                log.warning("queue worker ends, its memory exceeds the limit")
+                log.warning("queue worker exceeded its memory limit, ending the process")
                 self.stop()
             elif not thread.is_alive():
                 log.critical("queue thread died, replacing it", thread=thread.name)
@@ -157,8 +158,8 @@ class Cluster:
         thread.start()
         return thread
 
-    def _end_process_of(self, thread: WorkerThread) -> None:
-        """Record the task of a worker as failed, and end the process. A supervisor starts it again."""
+    def _fail_task_and_end_process(self, thread: WorkerThread) -> None:
+        """Record the task of a worker as failed, and end the process."""
         task = dict(thread.task or {})
         log.critical("task exceeded its timeout, ending the process", task=task.get("func"), group=task.get("group"))
         if task:
@@ -172,7 +173,7 @@ class Cluster:
         os._exit(1)
 
     def _finish(self) -> None:
-        """Stop in the order of the flow: the pusher, then the workers, then the monitor, which saves the last results."""
+        """Stop the threads in the order in which tasks pass through them: pusher, workers, monitor."""
         self._pusher_stop.set()
         self.pusher.join()
         for _ in self.workers:

@@ -1,4 +1,4 @@
-"""Heartbeat file of the queue worker, by which `manage.py up` detects a hung worker without a query."""
+"""Heartbeat file of the queue worker. `manage.py up` checks it to detect a hung worker, without a database connection."""
 
 import os
 import time
@@ -24,13 +24,15 @@ def get_path() -> Path:
 
 
 class HeartbeatFile:
-    """File whose modification time is that of the last heartbeat task which the worker of this host executed."""
+    """File whose modification time is the time of the last `heartbeat` sweep that this host's worker executed."""
 
     def __init__(self) -> None:
         self._path, self._next_update_at = get_path(), 0.0
 
     def update(self) -> None:
-        """Write the time. While the database does not respond the time is now: a restart of the worker would not help."""
+        """Write the time of the last heartbeat to the file.
+
+        While the database does not respond, write the current time: a restart of the worker would not help."""
         if time.monotonic() < self._next_update_at:
             return
         self._next_update_at = time.monotonic() + UPDATE_INTERVAL_SECONDS
@@ -49,5 +51,5 @@ class HeartbeatFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch()
             os.utime(self._path, (executed_at.timestamp(),) * 2)
-        except OSError as error:  # `up` replaces this worker; a worker without `up` needs no file
+        except OSError as error:  # under `up` the worker is then restarted as hung; a worker without `up` needs no file
             log.warning("heartbeat file not written", path=str(self._path), error=str(error))

@@ -1,7 +1,7 @@
 """JSON documents of leases for lists, built by the database.
 
-The same document as `leases.serialize_lease`, which renders a single lease. A page of 200 leases and their sandboxes costs
-a seventh of the CPU that 400 model instances cost; tests/bench/lease_pages.py measures it."""
+`leases.serialize_lease` renders the same document for a single lease. A page of 200 leases with their sandboxes takes a seventh
+of the CPU time that 400 model instances take (tests/bench/lease_pages.py)."""
 
 from datetime import datetime
 
@@ -12,14 +12,16 @@ from django.db.models.expressions import RawSQL
 from leases.models import LeaseStatus
 from sandboxes.db import json_text, sql
 
-ELAPSED = f"leases_lease.status = '{LeaseStatus.ACTIVE.value}' AND leases_lease.expires_at <= %s"
+ELAPSED_CONDITION = f"leases_lease.status = '{LeaseStatus.ACTIVE.value}' AND leases_lease.expires_at <= %s"
 
 
 def build_lease_document(now: datetime) -> RawSQL:
-    """Annotation of a query of leases: the lease with its sandbox as JSON text, as expired if a clock has elapsed.
+    """Return an annotation for queries of leases: the lease and its sandbox as JSON text.
 
-    Plan: the expression is computed for the rows of the page only. The subquery finds the sandbox by the partial unique index
-    sandbox_one_live_per_holder, which serves a page of any table size with one descent per row."""
+    A lease whose clock has elapsed is rendered as expired, even if no sweep has recorded its end.
+
+    Plan: the database computes the expression only for the rows of the page. The subquery finds the sandbox by the partial
+    unique index sandbox_one_live_per_holder: one index lookup per row, for a table of any size."""
     document = json_text.build_object(_describe_lease())
     as_text = "::text" if connection.vendor == "postgresql" else ""
     return RawSQL(f"{document}{as_text}", [sql.adapt_value(now)] * document.count("%s"), output_field=TextField())  # noqa: S611 - no user input
@@ -33,7 +35,7 @@ def _describe_lease() -> dict[str, str]:
         "agent_did": "leases_lease.agent_did",
         "environment_id": "leases_lease.environment_id",
         "environment_type": "leases_lease.environment_type_id",
-        "status": f"CASE WHEN {ELAPSED} THEN '{LeaseStatus.EXPIRED.value}' ELSE leases_lease.status END",
+        "status": f"CASE WHEN {ELAPSED_CONDITION} THEN '{LeaseStatus.EXPIRED.value}' ELSE leases_lease.status END",
         "is_new": json_text.read_boolean("FALSE"),
         "leased_at": timestamp("leases_lease.leased_at"),
         "last_activity": timestamp("leases_lease.last_activity_at"),
@@ -42,8 +44,8 @@ def _describe_lease() -> dict[str, str]:
         "max_expires_at": timestamp("leases_lease.max_expires_at"),
         "sleep_after": seconds("leases_lease.sleep_after"),
         "expiry_conditions": json_text.read_json("leases_lease.expiry_conditions"),
-        "ended_at": timestamp(f"CASE WHEN {ELAPSED} THEN leases_lease.expires_at ELSE leases_lease.ended_at END"),
-        "end_reason": f"CASE WHEN NOT ({ELAPSED}) THEN leases_lease.end_reason "
+        "ended_at": timestamp(f"CASE WHEN {ELAPSED_CONDITION} THEN leases_lease.expires_at ELSE leases_lease.ended_at END"),
+        "end_reason": f"CASE WHEN NOT ({ELAPSED_CONDITION}) THEN leases_lease.end_reason "
         "WHEN leases_lease.expires_at >= leases_lease.max_expires_at THEN 'max_ttl' ELSE 'ttl' END",
         "sandbox": f"(SELECT {json_text.build_object(_describe_sandbox())} FROM sandboxes_sandbox AS held "  # noqa: S608 - no user input
         "WHERE held.holder = leases_lease.id AND held.state NOT IN ('destroying', 'destroyed'))",

@@ -1,4 +1,4 @@
-"""Injected time. Verbs take `now` and measure their own duration on the monotonic clock."""
+"""Clock that continues from an injected `now`, the text form of times, and exponential backoff."""
 
 import time
 from collections.abc import Callable
@@ -8,9 +8,9 @@ Clock = Callable[[], datetime]
 
 
 def clock_from(now: datetime) -> Clock:
-    """Return a clock that starts at `now` and advances with the monotonic clock."""
-    began = time.monotonic()
-    return lambda: now + timedelta(seconds=time.monotonic() - began)
+    """Return a clock that starts at `now` and advances with the monotonic clock. For verbs that take `now` and wait."""
+    started = time.monotonic()
+    return lambda: now + timedelta(seconds=time.monotonic() - started)
 
 
 def format_timestamp(moment: datetime) -> str:

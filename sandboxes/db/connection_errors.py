@@ -1,6 +1,7 @@
-"""Connection errors of the database after an operation with an effect, which must not look failed to its caller.
+"""Handling of lost database connections after an operation that took effect: an error would make the client repeat it.
 
-Inside a transaction the errors are raised: the caller's transaction is lost, and a retry cannot succeed."""
+The errors are logged, or the call is retried. Inside a transaction they are raised: the caller's transaction is lost, and a
+retry cannot succeed."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,18 +16,18 @@ from sandboxes.db.clock import Clock
 
 log = structlog.get_logger(__name__)
 CONNECTION_ERRORS = (OperationalError, InterfaceError)
-RETRY_SECONDS = 0.5
-FAILOVER_PERIOD = timedelta(seconds=30)  # longer than the failover of a database usually takes
+RETRY_INTERVAL_SECONDS = 0.5
+FAILOVER_PERIOD = timedelta(seconds=30)  # time limit of the retries; longer than a usual failover of a database
 T = TypeVar("T")
 
 
 class RetriesExhausted(Exception):
-    """The database did not respond within FAILOVER_PERIOD. The last error is the cause."""
+    """The database did not respond within FAILOVER_PERIOD. `__cause__` is the last connection error."""
 
 
 @contextmanager
 def log_connection_errors(message: str, **context: object) -> Iterator[None]:
-    """Log a connection error of the body of the `with` as `message`, instead of raising the error."""
+    """Log a connection error that the body of the `with` raises, as `message`, and suppress the error."""
     try:
         yield
     except CONNECTION_ERRORS as failed:
@@ -34,9 +35,10 @@ def log_connection_errors(message: str, **context: object) -> Iterator[None]:
 
 
 def retry_connection_errors(record: Callable[[], T], message: str, *, clock: Clock, **context: object) -> T:
-    """Call `record` and return its result. Call it again after each connection error, which is logged as `message`.
+    """Call `record` until it raises no connection error, and return its result. Errors are logged as `message`.
 
-    Raises RetriesExhausted after FAILOVER_PERIOD. A call that succeeded without an answer is repeated, too."""
+    `record` must be idempotent: a call that was committed before its answer was lost is repeated. Raises RetriesExhausted after
+    FAILOVER_PERIOD."""
     until = clock() + FAILOVER_PERIOD
     while True:
         try:
@@ -46,7 +48,7 @@ def retry_connection_errors(record: Callable[[], T], message: str, *, clock: Clo
             if clock() >= until:
                 raise RetriesExhausted from failed
             connection.close()  # the next statement opens a new connection
-            time.sleep(RETRY_SECONDS)
+            time.sleep(RETRY_INTERVAL_SECONDS)
 
 
 def _log_or_raise(failed: Exception, message: str, context: dict[str, object]) -> None:

@@ -1,7 +1,7 @@
 """Current time by the clock of the database, which all hosts of an installation share.
 
-Claims and deadlines are written by one host and judged by another. With the hosts' own clocks a host whose clock is ahead would
-close the live runs of the others."""
+A claim or deadline that one host writes is compared with the current time by another host. With the hosts' own clocks, a host
+whose clock is ahead would close the live runs of the others."""
 
 import time
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from django.utils import timezone
 
 log = structlog.get_logger(__name__)
 CHECK_INTERVAL_SECONDS = 60.0
-TOLERATED_SKEW = timedelta(seconds=1)  # not corrected: it is within the grace periods, and measuring takes a round trip
+TOLERATED_SKEW = timedelta(seconds=1)  # not corrected: the grace periods cover it, and a measurement includes a round trip
 
 
 @dataclass
@@ -27,7 +27,8 @@ class SkewMeter:
     checked_at: float | None = None  # monotonic clock
 
     def get(self) -> timedelta:
-        """Return the skew. The last value is used while the database does not respond, and inside a transaction."""
+        """Return the skew, measured again if it is due. Return the last value inside a transaction, during a measurement by
+        another thread, and while the database does not respond."""
         is_due = self.checked_at is None or time.monotonic() - self.checked_at > CHECK_INTERVAL_SECONDS
         if not is_due or connection.in_atomic_block or not self.lock.acquire(blocking=False):
             return self.skew
@@ -47,7 +48,7 @@ meter = SkewMeter()
 
 
 def measure_skew() -> timedelta:
-    """Return the database's time minus this host's, to half a round trip. 0 on SQLite, which has no clock of its own."""
+    """Return the database's time minus this host's, with an error of up to half a round trip. SQLite has no clock: 0."""
     if connection.vendor != "postgresql":
         return timedelta(0)
     before = timezone.now()
@@ -65,12 +66,12 @@ def get_skew() -> timedelta:
 
 
 def now() -> datetime:
-    """Return the current time by the database's clock. Without a query, except once a minute."""
+    """Return the current time by the database's clock. Makes a query once in CHECK_INTERVAL_SECONDS."""
     return _correct(meter.get())
 
 
 def now_without_query() -> datetime:
-    """Like `now`, with the skew that another thread has measured. For an event loop, which must not use the database."""
+    """Like `now`, but with the skew that another thread measured last: an event loop must not wait for the database."""
     return _correct(meter.skew)
 
 

@@ -1,9 +1,9 @@
 """Encryption of secrets at rest: AES-256-GCM under LEASEHOLD_IDENTITY_KEYS, bound to the row.
 
-Fernet has no associated data, so it cannot bind a ciphertext to a row: an attacker with write access to the database but
-without a key could copy the secret of one agent into the row of another.
+Fernet has no associated data and cannot bind a ciphertext to a row: an attacker with write access to the database, but without
+a key, could copy the secret of one agent into the row of another.
 
-Functions import `cryptography`, because it takes 8 MiB and most processes never handle a secret."""
+`cryptography` is imported inside the functions: it takes 8 MiB of memory, and most processes never handle a secret."""
 
 import os
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ Row = TypeVar("Row")
 
 @dataclass
 class ReencryptionResult(Generic[Row]):
-    """Counts of a re-encryption: changed, already under the first key (`current`), and the rows that no key decrypts."""
+    """Result of a re-encryption."""
 
-    changed: int = 0
-    current: int = 0
-    undecryptable: list[Row] = field(default_factory=list)
+    changed: int = 0  # rows encrypted again, under the first key
+    current: int = 0  # rows that were under the first key before
+    undecryptable: list[Row] = field(default_factory=list)  # rows that no key decrypts
 
 
 class DecryptionFailed(Exception):
@@ -32,7 +32,7 @@ class DecryptionFailed(Exception):
 
 
 def encrypt(secret: bytes, *, row: str) -> bytes:
-    """Encrypt a secret under the first key, with `row` as associated data."""
+    """Encrypt a secret under the first key, with `row` (text that identifies the row) as associated data."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     nonce = os.urandom(NONCE_BYTES)
@@ -47,15 +47,13 @@ def decrypt(sealed: bytes, *, row: str) -> tuple[bytes, bool]:
     for index, key in enumerate(_load_keys()):
         try:
             return AESGCM(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], row.encode()), index == 0
-        except (InvalidTag, ValueError):  # ValueError: shorter than a nonce
+        except (InvalidTag, ValueError):  # ValueError: the ciphertext is shorter than a nonce
             continue
     raise DecryptionFailed
 
 
 def _load_keys() -> list[bytes]:
-    """Return the configured keys, then a key derived from SECRET_KEY.
-
-    The derived key decrypts secrets that were stored before any key was configured."""
+    """Return the configured keys, then a key derived from SECRET_KEY: secrets stored before any key was configured need it."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 

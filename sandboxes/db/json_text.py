@@ -1,5 +1,7 @@
-"""SQL expressions for JSON that the database builds, in the formats of the HTTP API. For lists: a row becomes text without
-an instance of its model. Each function takes and returns SQL text; SQLite and PostgreSQL give the same documents."""
+"""SQL expressions for JSON documents in the formats of the HTTP API, built by the database.
+
+Lists use them, because a row becomes text without a model instance. The functions take and return SQL text. SQLite and
+PostgreSQL build the same documents."""
 
 from collections.abc import Mapping
 
@@ -11,24 +13,24 @@ def _on_postgres() -> bool:
 
 
 def build_object(members: Mapping[str, str]) -> str:
-    """A JSON object. The names are constants of the code."""
+    """Return a JSON object of expressions by name. The names are not escaped, and must be constants."""
     function = "json_build_object" if _on_postgres() else "json_object"
     arguments = ", ".join(f"'{name}', {value}" for name, value in members.items())
     return f"{function}({arguments})"
 
 
 def read_json(column: str) -> str:
-    """A JSONField as a value, not as text."""
+    """Return a JSONField as a JSON value, not as text."""
     return column if _on_postgres() else f"json({column})"
 
 
 def read_boolean(column: str) -> str:
-    """A BooleanField, which SQLite stores as 0 or 1."""
+    """Return a BooleanField as a JSON boolean. SQLite stores 0 or 1."""
     return column if _on_postgres() else f"json(iif({column}, 'true', 'false'))"
 
 
 def format_uuid(column: str) -> str:
-    """A UUIDField with hyphens. SQLite stores 32 hexadecimal digits."""
+    """Return a UUIDField with hyphens. SQLite stores 32 hexadecimal digits."""
     if _on_postgres():
         return column
     lengths, start, parts = (8, 4, 4, 4, 12), 1, []
@@ -39,7 +41,7 @@ def format_uuid(column: str) -> str:
 
 
 def format_timestamp(moment: str) -> str:
-    """A time as `clock.format_timestamp` does it: RFC 3339 in UTC, with microseconds if they are not zero."""
+    """Return a time in the format of `clock.format_timestamp`: RFC 3339 in UTC, with microseconds if they are not zero."""
     if _on_postgres():
         text = f"""to_char({moment} AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"""
         return f"replace({text}, '.000000Z', 'Z')"
@@ -47,5 +49,5 @@ def format_timestamp(moment: str) -> str:
 
 
 def format_seconds(duration: str) -> str:
-    """A DurationField in whole seconds. SQLite stores microseconds."""
+    """Return a DurationField in whole seconds. SQLite stores microseconds."""
     return f"trunc(extract(epoch FROM {duration}))" if _on_postgres() else f"{duration} / 1000000"

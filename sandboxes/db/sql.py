@@ -1,7 +1,8 @@
-"""Hand-written SQL for the hot paths: exec, renew and model call. Building an ORM query costs several times its execution.
+"""Hand-written SQL for the hot paths: exec, renew and model call.
 
-A statement is written by hand only where a benchmark shows that the ORM's query building dominates, or where
-the ORM cannot express the statement. Every statement runs on SQLite and PostgreSQL; values are always parameters."""
+A statement is written by hand only where a benchmark shows that Django takes longer to build the query than the database takes
+to execute it, or where the ORM cannot express the statement. Every statement runs on SQLite and PostgreSQL. Values are always
+parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ M = TypeVar("M", bound=Model)
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement, or the part of one after its first keywords, with the values of its parameters."""
+    """SQL text and the values of its parameters: a whole statement, or a part such as a condition."""
 
     text: str
     values: tuple[Any, ...] = ()
 
 
-ALWAYS = Statement("TRUE")  # condition
+ALWAYS = Statement("TRUE")  # condition that holds for every row
 
 
 def find_first(model: type[M], where: str, *values: Any) -> M | None:
@@ -40,7 +41,8 @@ def find_first_with_related(
 ) -> tuple[M, Sequence[Any]] | tuple[None, Sequence[Any]]:
     """Like find_first, and also load the row of the foreign key `key` and the scalar `subqueries` in the same query.
 
-    `values` are the parameters of the subqueries, then those of the condition. Returns the instance and the results."""
+    `values` are the parameters of the subqueries, then those of the condition. Returns the instance and the results of the
+    subqueries."""
     field = cast("ForeignKey[Any, Any]", model._meta.get_field(key))
     other = field.related_model
     join = f"{other._meta.db_table}.{other._meta.pk.column} = {model._meta.db_table}.{field.column}"
@@ -57,10 +59,11 @@ def find_joined(
 ) -> tuple[M | None, list[Any], Sequence[Any]]:
     """Like find_first, and also load a row of each joined table and the scalar `subqueries` in the same query.
 
-    Each join has a condition that at most one row matches. `values` are the parameters of the subqueries, of the joins, then of
-    the condition. Returns the instance, the joined rows, None where there is none, and the results of the subqueries."""
+    `joins` are models with a join condition that at most one of their rows matches. `values` are the parameters of the
+    subqueries, then those of the joins and of the condition. Returns the instance, an instance or None for each join, and the
+    results of the subqueries."""
     tables: list[type[Model]] = [model, *(other for other, _ in joins)]
-    selected = ", ".join([*(_describe_columns(each)[0] for each in tables), *(f"({subquery})" for subquery in subqueries)])
+    selected = ", ".join([*(_describe_columns(table)[0] for table in tables), *(f"({subquery})" for subquery in subqueries)])
     source = " ".join([
         model._meta.db_table, *(f"LEFT JOIN {other._meta.db_table} ON {condition}" for other, condition in joins)
     ])  # fmt: skip
@@ -70,10 +73,10 @@ def find_joined(
     [row] = rows
     instances: list[Model | None] = []
     start = 0
-    for each in tables:
-        names = _describe_columns(each)[1]
+    for table in tables:
+        names = _describe_columns(table)[1]
         columns = row[start : start + len(names)]
-        instances.append(None if columns[names.index(_get_key_name(each))] is None else _build_instance(each, columns))
+        instances.append(None if columns[names.index(_get_key_name(table))] is None else _build_instance(table, columns))
         start += len(names)
     return cast(M, instances[0]), instances[1:], row[start:]
 
@@ -92,7 +95,7 @@ def _build_instance(model: type[M], row: Sequence[Any]) -> M:
 
 
 def insert(row: Model) -> None:
-    """Insert one row. Only a primary key chosen by the database is read back."""
+    """Insert one row. The primary key is read back if the database chooses it; other values are not."""
     statement, fields = _build_insert(type(row), keyed=row.pk is not None)
     with connection.cursor() as cursor:
         cursor.execute(statement, [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields])
@@ -102,7 +105,9 @@ def insert(row: Model) -> None:
 
 
 def build_insert_from(row: Model, source: str) -> Statement:
-    """Build the INSERT of a row whose primary key is set, once for each row of a table or common table expression."""
+    """Build an INSERT of `row`, whose primary key is set, that inserts it once for each row of `source`.
+
+    `source` is a table or a common table expression with at most one row: without a row nothing is inserted."""
     statement, fields = _build_insert(type(row), keyed=True)
     names, _, _ = statement.partition(" VALUES ")
     values = tuple(field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields)
@@ -110,9 +115,9 @@ def build_insert_from(row: Model, source: str) -> Statement:
 
 
 def insert_if_absent(row: Model) -> bool:
-    """Insert a row whose primary key is set, unless a unique constraint is violated. Return whether the row was inserted.
+    """Insert a row whose primary key is set, unless it violates a unique constraint. Return whether the row was inserted.
 
-    Waits for a concurrent transaction that inserts a conflicting row."""
+    Waits for the end of a concurrent transaction that has inserted a conflicting row."""
     statement, fields = _build_insert(type(row), keyed=True)
     values = [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields]
     return execute(f"{statement} ON CONFLICT DO NOTHING", *values) == 1
@@ -128,15 +133,15 @@ def lock_rows(model: type[Model], where: str, *values: Any) -> None:
 
 
 def lock_key(key: str) -> None:
-    """Make transactions that lock the same key wait for each other until they end. Two keys may share a lock.
+    """Lock a key until the transaction ends: other transactions that lock the same key wait. Two keys may share a lock.
 
-    Lock the key before any row. No effect on SQLite, where a write transaction is exclusive."""
+    Lock a key before any row, or transactions deadlock. No effect on SQLite, where a write transaction is exclusive."""
     if connection.vendor == "postgresql":
         fetch_all("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", key)
 
 
 def fetch_all(statement: str, *values: Any) -> list[Sequence[Any]]:
-    """Execute a statement and return its rows with the driver's values."""
+    """Execute a statement and return its rows, with values as the driver returns them."""
     with connection.cursor() as cursor:
         cursor.execute(statement, [adapt_value(value) for value in values])
         rows: list[Sequence[Any]] = cursor.fetchall()
@@ -156,10 +161,11 @@ def update(model: type[Model], change: str, *values: Any) -> int:
 
 
 def update_then(model: type[Model], pk: UUID, change: Statement, then: Sequence[Statement]) -> bool:
-    """Execute one UPDATE of the row `pk`, and if it changed the row, the statements that read the new row as `changed`.
+    """Execute one UPDATE of the row `pk`, and if it changed the row, the statements `then`. Return whether the row was changed.
 
-    One statement on PostgreSQL: a chain of common table expressions, each of which takes the rows of the one before. SQLite
-    changes no rows in them. It executes the statements in turn, in a transaction, and has no round trips to save."""
+    `change` begins after SET. The statements `then` read the new row as `changed`. On PostgreSQL all of them are one statement,
+    a chain of common table expressions, which saves round trips. SQLite allows only SELECT in such expressions, and executes
+    the statements one after the other in a transaction."""
     table = model._meta.db_table
     if can_chain():
         steps = [("changed", Statement(f"UPDATE {table} SET {change.text} RETURNING {table}.*", change.values))]  # noqa: S608 - no user input
@@ -173,15 +179,16 @@ def update_then(model: type[Model], pk: UUID, change: Statement, then: Sequence[
 
 
 def can_chain() -> bool:
-    """Return whether the database executes statements that change rows as common table expressions."""
+    """Return whether a common table expression may change rows: on PostgreSQL only."""
     return connection.vendor == "postgresql"
 
 
 def execute_chain(steps: Sequence[tuple[str, Statement]], counted: Sequence[str]) -> Sequence[int]:
-    """Execute named statements as one, and return how many rows the `counted` ones return.
+    """Execute statements as common table expressions of one statement. Return the number of rows of each name in `counted`.
 
-    All see the rows as they were before the chain, so a statement that depends on another reads the rows it returns. They are
-    executed in the order in which they depend on each other, not in that of the text."""
+    `steps` are pairs of name and statement. Every step sees the tables as they were before the chain. A step that depends on
+    another step therefore reads the rows that the other one returns, by its name, and is executed after it. The order of
+    independent steps is undefined."""
     text = ", ".join(f"{name} AS ({statement.text})" for name, statement in steps)
     counts = ", ".join(f"(SELECT COUNT(*) FROM {name})" for name in counted)  # noqa: S608 - no user input
     values = [value for _, statement in steps for value in statement.values]
@@ -191,7 +198,7 @@ def execute_chain(steps: Sequence[tuple[str, Statement]], counted: Sequence[str]
 
 @cache
 def _describe_columns(model: type[Model]) -> tuple[str, list[str], list[tuple[int, Col, Callable[..., Any]]]]:
-    """Return the column list, the field names and the converters from driver values of a model."""
+    """Return the column list of a model, its field names, and the converters of driver values: (index, column, function)."""
     table, fields = model._meta.db_table, model._meta.concrete_fields
     columns: list[Col] = [field.get_col(table) for field in fields]
     casts = [
@@ -211,17 +218,17 @@ def _build_insert(model: type[Model], *, keyed: bool) -> tuple[str, list["Field[
 
 
 def to_datetime(value: datetime) -> datetime:
-    """Return the time that the driver returned for a column of a hand-written statement. SQLite stores UTC without the zone."""
+    """Convert a time that the driver returned for a hand-written statement. SQLite stores UTC without a time zone."""
     return value.replace(tzinfo=UTC) if value.tzinfo is None else value
 
 
 def to_uuid(value: Any) -> UUID:
-    """Return the UUID that the driver returned for a column of a hand-written statement. SQLite has text."""
+    """Convert a UUID that the driver returned for a hand-written statement. SQLite stores text."""
     return value if isinstance(value, UUID) else UUID(value)
 
 
 def adapt_value(value: Any) -> Any:
-    """Adapt a value to the driver: SQLite has no UUID or timestamp type."""
+    """Convert a parameter for the driver. SQLite has no UUID or timestamp type."""
     if isinstance(value, UUID):
         return value if connection.features.has_native_uuid_field else value.hex
     return connection.ops.adapt_datetimefield_value(value) if isinstance(value, datetime) else value

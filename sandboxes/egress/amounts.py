@@ -7,7 +7,7 @@ from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
 NANO_USD = Decimal("1e-9")  # precision of the cost columns
 MAX_USD = Decimal(10_000)  # of one call
 MAX_TOKENS = 10**9  # of one kind in one call
-# Error codes of answered calls: the stated cost or tokens are out of range; the tokens times the rate are.
+# Error codes of answered calls: out of range is the cost or a token count that the upstream stated, or the price by rate.
 REFUSED_AMOUNT_CODE, REFUSED_PRICE_CODE = REFUSED_CODES = ("amount_refused", "price_refused")
 
 
@@ -19,7 +19,7 @@ def parse_usd(value: object) -> Decimal | None:
         usd = Decimal(str(value)).quantize(NANO_USD, ROUND_HALF_UP)
     except InvalidOperation:
         return None
-    return abs(usd) if usd.is_finite() and 0 <= usd < MAX_USD else None  # abs: removes the sign of a negative zero
+    return abs(usd) if usd.is_finite() and 0 <= usd < MAX_USD else None  # abs() removes the sign of a negative zero
 
 
 def parse_tokens(value: object) -> int | None:

@@ -27,15 +27,16 @@ SETTLE_GRACE_PERIOD = timedelta(seconds=30)  # after a call's timeout, to record
 MINUTE = timedelta(minutes=1)
 MAX_LOGGED_REFUSALS_PER_MINUTE = 30  # per lease; further refusals are not stored
 RELAY_HEARTBEAT_TIMEOUT = timedelta(minutes=3)  # a relay connection not seen for this long is treated as closed
-# Per sandbox: its open run if it has exactly one, and the recent and the open calls of its lease. Open calls are found by
-# `ended_at IS NULL`, which is equivalent to the outcome but indexed: a lease may have made thousands of calls.
+# Subqueries of the query for a sandbox: its open run if exactly one is open, and the recent and the open calls of its lease.
+# Open calls are selected by `ended_at IS NULL`, which has an index, unlike the outcome: a lease may have made thousands of
+# calls.
 OPEN_RUN_SQL = """SELECT CASE count(*) WHEN 1 THEN max(CAST(id AS text)) END FROM sandboxes_run
     WHERE sandbox_id = sandboxes_sandbox.id AND ended_at IS NULL AND sandboxes_sandbox.open_runs > 0"""
 CALLS_LAST_MINUTE_SQL = """SELECT count(*) FROM sandboxes_llmcall
     WHERE holder = sandboxes_sandbox.holder AND started_at > %s AND outcome <> 'refused'"""
 CALLS_IN_FLIGHT_SQL = """SELECT count(*) FROM sandboxes_llmcall
     WHERE holder = sandboxes_sandbox.holder AND ended_at IS NULL AND deadline_at > %s"""
-SLOT_CONDITION_SQL = "slot = %s AND state <> 'destroyed'"  # must match the condition of the partial unique index
+SLOT_CONDITION_SQL = "slot = %s AND state <> 'destroyed'"  # as in the partial unique index, which the planner then uses
 
 
 class CallRefused(Exception):
@@ -57,7 +58,7 @@ class CallerIdentity:
     calls_in_flight: int
 
     def metadata(self, call_id: str) -> str:
-        """Identity of a call for the upstream's own log, as JSON. `attempt` is the sandbox's incarnation."""
+        """Return the identity of a call as JSON, for the upstream's log. `attempt` is the sandbox's incarnation."""
         fields = {
             "call": call_id, "run": str(self.run or ""), "attempt": self.sandbox.incarnation, "lease": str(self.holder),
             "agent": self.sandbox.agent_did, "environment": self.sandbox.environment_id,
@@ -76,9 +77,9 @@ def identify_caller(slot: int, *, now: datetime) -> CallerIdentity:
 
 
 def _is_elsewhere(sandbox: Sandbox) -> bool:
-    """Return whether the slot belongs to a sandbox of another host, and the caller therefore is another one.
+    """Return whether the sandbox of a slot is on another host, so that the caller must be a different sandbox.
 
-    A host that was declared lost and returns still runs sandboxes whose slots were given to others."""
+    A host that was declared lost and returns may still run sandboxes whose slots now belong to sandboxes of other hosts."""
     return sandbox.host_id is not None and not registry.is_local(sandbox)
 
 
@@ -98,9 +99,9 @@ def _build_no_lease_refusal() -> CallRefused:
 def open_model_call(
     slot: int, call_id: str, path: str, model: str, *, streamed: bool, size: int, now: datetime
 ) -> tuple[LlmCall, CallerIdentity]:
-    """Authorize a model call and write its row before anything is sent. `size` is the request body in bytes.
+    """Authorize a model call and write its row before anything is sent upstream. `size` is the request body's, in bytes.
 
-    Raise CallRefused, after recording the refusal, if policy, rate, budget or spend limit forbid the call."""
+    Raise CallRefused, after recording the refusal, if policy, call rate, budget or spend limit forbid the call."""
 
     def build(caller: CallerIdentity) -> LlmCall:
         row = _build_row(caller, call_id, path, now=now, kind=LlmCall.Kind.LLM, model=model, streamed=streamed, sent_bytes=size)
@@ -148,9 +149,10 @@ def open_relay_call(slot: int, call_id: str, path: str, *, now: datetime) -> tup
 def _admit_call(
     slot: int, build: Callable[[CallerIdentity], LlmCall], check: Callable[[CallerIdentity, Policy], None], *, now: datetime
 ) -> tuple[LlmCall, CallerIdentity]:
-    """Write the row of an admitted call, or of its refusal.
+    """Write the row of an admitted or refused call. `build` makes the row, and `check` raises CallRefused.
 
-    The lock on the sandbox row serializes its calls, so that concurrent requests cannot exceed the limit on calls in flight."""
+    The lock on the sandbox's row serializes the calls of the sandbox, so that concurrent requests cannot exceed the limit on
+    calls in flight."""
     with transaction.atomic():
         sql.lock_rows(Sandbox, SLOT_CONDITION_SQL, slot)
         caller = identify_caller(slot, now=now)
@@ -163,7 +165,7 @@ def _admit_call(
         else:
             sql.insert(row)
             return row, caller
-    raise refusal  # after the commit: the refusal's row has to stay
+    raise refusal  # after the commit, because an exception inside would roll the refusal's row back
 
 
 def _build_row(caller: CallerIdentity, call_id: str, path: str, *, now: datetime, **fields: object) -> LlmCall:
@@ -188,7 +190,7 @@ def _check_model(model: str, policy: Policy) -> None:
 
 
 def _check_call_rate(caller: CallerIdentity, policy: Policy) -> None:
-    """Check the limits against counted rows, so that they hold across processes and restarts."""
+    """Check the call limits against counts of rows: they hold for all processes together, and after a restart."""
     if caller.calls_last_minute >= policy.calls_per_minute:
         raise CallRefused(429, "too_many_calls", f"Rate limit reached: {policy.calls_per_minute} calls per minute.")
     if caller.calls_in_flight >= policy.most_calls_at_once:
@@ -204,7 +206,7 @@ def _check_budget(caller: CallerIdentity, now: datetime) -> None:
 
 
 def set_call_blocks(blocked_at: Mapping[UUID, datetime]) -> int:
-    """Refuse the model calls of these holders from their times on, and remove this refusal from all other sandboxes.
+    """Set the time from which the model calls of each given holder are refused, and clear it for all other sandboxes.
 
     Return the number of changed sandboxes. Idempotent."""
     marked = Sandbox.objects.filter(llm_blocked_at__isnull=False).values_list("pk", "holder")
@@ -221,7 +223,7 @@ def set_call_blocks(blocked_at: Mapping[UUID, datetime]) -> int:
 
 
 def _check_spend_limit(caller: CallerIdentity) -> None:
-    """Check the lease's spend limit. It can be exceeded by the cost of the calls in flight, whose number is limited."""
+    """Check the lease's spend limit. The cost of the calls in flight, whose number is limited, can exceed the limit."""
     limit = caller.sandbox.llm_limit
     if limit is not None and sum_spend(caller.holder) >= limit:
         message = f"This lease has reached its limit of {limit.normalize():f} USD for model calls."
@@ -229,7 +231,7 @@ def _check_spend_limit(caller: CallerIdentity) -> None:
 
 
 def sum_spend(holder: UUID) -> Decimal:
-    """Total cost of a lease's model calls so far, in USD. Unpriced calls count as zero."""
+    """Return the total cost of a lease's model calls so far, in USD. Unpriced calls count as zero."""
     total = LlmCall.objects.filter(holder=holder, cost__isnull=False).aggregate(total=Sum("cost"))["total"]
     return Decimal(total or 0)
 
@@ -277,14 +279,14 @@ def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
 
 
 def filter_held(pairs: Iterable[tuple[UUID, UUID]]) -> set[tuple[UUID, UUID]]:
-    """Return those (sandbox, holder) pairs whose sandbox is alive and still held by that holder."""
+    """Return the (sandbox, holder) pairs whose sandbox is alive and still held by the holder."""
     requested = {*pairs}
     alive = Sandbox.objects.filter(pk__in={sandbox for sandbox, _ in requested}, state__in=ALIVE_STATES, holder__isnull=False)
     return requested & {*alive.values_list("pk", "holder")}
 
 
 def extend_relay_deadlines(pks: Iterable[int], *, now: datetime) -> int:
-    """Extend the deadlines of open relay connections by RELAY_HEARTBEAT_TIMEOUT. Return the number extended."""
+    """Extend the deadlines of open relay connections to RELAY_HEARTBEAT_TIMEOUT from now. Return the number extended."""
     return LlmCall.objects.filter(pk__in=[*pks], ended_at__isnull=True).update(deadline_at=now + RELAY_HEARTBEAT_TIMEOUT)
 
 
@@ -294,9 +296,9 @@ def find_overdue(*, now: datetime) -> QuerySet[LlmCall]:
 
 
 def close_abandoned(*, now: datetime, limit: int = 200) -> int:
-    """Close calls past their deadline as lost. Return the number closed.
+    """Close up to `limit` calls past their deadline as lost. Return the number closed.
 
-    The closed calls stay unpriced until the upstream's records supply a cost."""
+    A closed call stays unpriced until an upstream record supplies its cost."""
     overdue = find_overdue(now=now).values_list("pk", flat=True)[:limit]
     return LlmCall.objects.filter(pk__in=list(overdue), ended_at__isnull=True).update(
         ended_at=now, outcome=LlmCall.Outcome.LOST

@@ -25,22 +25,22 @@ T = TypeVar("T")
 OUTCOME = LlmCall.Outcome
 HOLDER_CHECK_INTERVAL_SECONDS = 1.0  # upper bound on how long a call outlives its lease
 RELAY_HEARTBEAT_INTERVAL_SECONDS = 60.0
-CONNECTION_CHECK_INTERVAL_SECONDS = 1.0  # a database connection that worked is reused unchecked for this long
+CONNECTION_CHECK_INTERVAL_SECONDS = 1.0  # a database connection is reused for this long without a check
 MAX_DATABASE_THREADS = 8
 
 
 class DatabaseThreads:
-    """Thread pool for database work of the event loop. Each thread has its own connection."""
+    """Thread pool for the database work of the event loop. Each thread has its own database connection."""
 
     def __init__(self) -> None:
-        self._checks = threading.local()  # when each thread last checked its connection
+        self._checks = threading.local()  # `at`: monotonic time of the thread's last connection check
         self._executor = ThreadPoolExecutor(MAX_DATABASE_THREADS, thread_name_prefix="egress")
 
     async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call `function` in a thread. The call completes even if the awaiting task is cancelled.
 
-        After a lost connection the function is called a second time. Work committed by the first call is not duplicated,
-        because the call id is unique."""
+        After a lost connection the function is called a second time. A row that the first call committed is not inserted
+        again, because the call id is unique."""
 
         def run_in_thread() -> T:
             if time.monotonic() - getattr(self._checks, "at", 0.0) > CONNECTION_CHECK_INTERVAL_SECONDS:
@@ -51,7 +51,7 @@ class DatabaseThreads:
                 return function(*args, **kwargs)
             except CONNECTION_ERRORS:
                 close_old_connections()
-                # The end of a transaction on a lost connection may have opened the next one already.
+                # The end of a transaction whose connection was lost may have opened another connection already.
                 if connection.connection is not None and before in (None, connection.connection):
                     raise  # the connection was not lost: the error has another cause
                 return function(*args, **kwargs)
@@ -64,7 +64,7 @@ class DatabaseThreads:
 
 @dataclass
 class ActiveCall:
-    """A call in flight and the task that serves it."""
+    """A call in flight, and the asyncio task that serves it."""
 
     row: LlmCall
     caller: CallerIdentity
@@ -73,7 +73,7 @@ class ActiveCall:
 
     @property
     def holding(self) -> tuple[Any, Any]:
-        """(sandbox key, holder) that must still match for the call to continue."""
+        """Pair of sandbox and holder. The call continues only while the sandbox is held by this holder."""
         return self.caller.sandbox.pk, self.caller.holder
 
 
@@ -87,7 +87,7 @@ class CallTracker:
 
     @asynccontextmanager
     async def track(self, row: LlmCall, caller: CallerIdentity) -> AsyncIterator[CallResult]:
-        """Register a call for the duration of the block and settle its row at the end, also after an exception."""
+        """Register a call for the body of the `with`, and settle its row at the end, also after an exception."""
         result, call = CallResult(OUTCOME.CUT), ActiveCall(row, caller, asyncio.current_task())
         self.active[row.pk] = call
         try:
@@ -104,7 +104,7 @@ class CallTracker:
             del self.active[row.pk]
             try:
                 await self.database.run(authorization.settle_call, row, result, now=self.now())
-            except DatabaseError as error:  # the row stays open; a sweep closes it after its deadline, using the logs
+            except DatabaseError as error:  # the row stays open until a sweep closes it after its deadline or from the logs
                 log.error("end of a call not recorded", call=row.call_id, error=str(error))
 
     def cancel_all(self) -> None:
@@ -113,9 +113,9 @@ class CallTracker:
                 call.task.cancel()
 
     async def watch_leases(self) -> None:
-        """Cancel calls whose lease no longer holds its sandbox, and extend the deadlines of open relay connections.
+        """Cancel calls whose lease no longer holds the sandbox, and extend the deadlines of open relay connections.
 
-        Runs until cancelled. A database error postpones the check to the next interval; active calls continue meanwhile."""
+        Runs until cancelled. After a database error active calls continue, and the check is repeated at the next interval."""
         extended_at = time.monotonic()
         while True:
             await asyncio.sleep(HOLDER_CHECK_INTERVAL_SECONDS)

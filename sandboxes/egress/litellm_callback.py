@@ -5,7 +5,7 @@ This file runs inside LiteLLM's Python process and has no other dependency. Copy
     litellm_settings:
       callbacks: ["litellm_callback.records"]
 
-LiteLLM calls hooks by keyword and ignores their exceptions, so the parameters must have exactly these names."""
+LiteLLM calls hooks with keyword arguments and ignores their exceptions: a parameter of another name would lose all records."""
 
 import json
 import math
@@ -26,7 +26,7 @@ class RecordLogger(CustomLogger):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
-        os.close(open_for_append(path))  # fail when LiteLLM starts, not at the first call
+        os.close(open_for_append(path))  # an unusable path ends LiteLLM at its start, not at the first call
 
     async def async_log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
         self.write(kwargs, "success", start_time, end_time)
@@ -69,7 +69,7 @@ def build_record(kwargs: dict[str, Any], status: str, start_time: Any, end_time:
 
 
 def extract_metadata(call_log: dict[str, Any]) -> dict[str, Any]:
-    """Extract the identity sent by the egress proxy. The record identifies the caller even if the call's row is lost."""
+    """Extract the identity sent by the egress proxy, so that the record names the caller even if the call's row is lost."""
     metadata = (call_log.get("metadata") or {}).get("spend_logs_metadata")
     return (
         {name: metadata[name] for name in METADATA_FIELDS if isinstance(metadata.get(name), str | int)}
@@ -79,9 +79,10 @@ def extract_metadata(call_log: dict[str, Any]) -> dict[str, Any]:
 
 
 def extract_cost(kwargs: dict[str, Any], call_log: dict[str, Any], status: str) -> float | None:
-    """Cost in USD. None if LiteLLM has no price for the model, which it reports as 0.
+    """Return the cost in USD, or None if the price is unknown. LiteLLM reports 0 for a model without a price.
 
-    A model counts as free only if its deployment states a price of 0."""
+    A cost of 0 is trusted for a failed call, a cached answer, an answer without tokens, and a model whose deployment states its
+    price."""
     cost = kwargs.get("response_cost") if status == "success" else call_log.get("response_cost") or 0.0
     if cost is None or not math.isfinite(cost):
         return None
@@ -95,9 +96,9 @@ def to_timestamp(at: Any) -> float:
 
 
 def append_line(path: str, line: bytes) -> None:
-    """Append one line by a single write: several workers share the file, which may be renamed at any time.
+    """Append one line by a single write, because several workers append to the file. The file may be renamed at any time.
 
-    The leading newline terminates an incomplete line left by an interrupted writer."""
+    The leading newline ends an incomplete line that an interrupted writer left."""
     file = open_for_append(path)
     try:
         if os.write(file, b"\n" + line + b"\n") != len(line) + 2:

@@ -1,4 +1,4 @@
-"""Forwarding of model calls to the upstream: sanitized request, our credentials, redacted and metered response."""
+"""Forwarding of model calls to the upstream: sanitized request, control plane's credentials, redacted and metered response."""
 
 import asyncio
 import json
@@ -23,10 +23,10 @@ from sandboxes.models import LlmCall
 
 log = structlog.get_logger(__name__)
 OUTCOME = LlmCall.Outcome
-UNCHECKED_BODY_BYTES = 4 << 20  # read without consulting the policy, to save a query; the policy is checked afterwards
-MAX_ERROR_BYTES = 16 << 10  # of an upstream's error body, passed on to the sandbox
-PASSED_ERROR_STATUSES = (400, 404, 413, 422, 429)  # caused by the request: the sandbox can act on them
-STREAM_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # streams report usage only when the request opts in
+UNCHECKED_BODY_BYTES = 4 << 20  # read before the policy's limit is known, which saves a query; the limit is checked afterwards
+MAX_ERROR_BYTES = 16 << 10  # of an upstream's error body that is passed on to the sandbox
+PASSED_ERROR_STATUSES = (400, 404, 413, 422, 429)  # the sandbox can act on them: change the request, or wait
+STREAM_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # their streams report usage only if the request asks for it
 
 
 @dataclass
@@ -64,7 +64,7 @@ class ModelCallProxy:
         )
         try:
             row, caller = await asyncio.shield(opening)
-        except asyncio.CancelledError:  # the client disconnected while the row was being written: settle it
+        except asyncio.CancelledError:  # the client disconnected while the row was being written: settle the row
             async with self.calls.track(*await opening):
                 raise
         async with self.calls.track(row, caller) as result:
@@ -73,7 +73,7 @@ class ModelCallProxy:
             return await self._forward(request, body, row, caller, result, hide_usage=hide_usage)
 
     async def _read_body(self, request: web.Request, slot: int) -> bytes:
-        """Read the request body. Raise CallRefused if it exceeds the policy's limit."""
+        """Read the request body. Raise CallRefused if the body exceeds the policy's limit."""
         limit, content = UNCHECKED_BODY_BYTES, bytearray()
         if request.content_length is None or request.content_length > limit:
             limit = await self.calls.database.run(authorization.find_max_body_bytes, slot, now=self.calls.now())
@@ -144,8 +144,9 @@ class ModelCallProxy:
     ) -> web.StreamResponse:
         """Pass a response on as it arrives, redacted and metered.
 
-        The last part is written after the row is settled if the lease has a spend limit, so that the next call is checked
-        against the new total. For a response that is not a stream, one chunk is always withheld for the same reason."""
+        If the lease has a spend limit, the end of the response is written after the row is settled, so that the sandbox's next
+        call is checked against the new total. A response that is not a stream is passed on one chunk late for this reason: its
+        last chunk completes it for the sandbox."""
         redactor = SecretRedactor(settings.LLM_API_KEY)
         content_type = upstream.headers.get("Content-Type", "application/json")
         if _has_secret(content_type.encode()):
@@ -167,7 +168,7 @@ class ModelCallProxy:
                 await await_write(response.write(passed))
         rest = reader.feed(redactor.end()) + reader.end()
         result.received_bytes += len(rest)
-        result.outcome = OUTCOME.OK  # received completely: a later disconnect of the sandbox does not change that
+        result.outcome = OUTCOME.OK  # received completely: a later disconnect of the sandbox does not change the outcome
         if caller.sandbox.llm_limit is not None:
             await self.calls.database.run(authorization.settle_call, row, result, now=self.calls.now())
         await await_write(response.write(withheld + rest))
@@ -190,7 +191,7 @@ def _requests_usage(body: dict[str, Any]) -> bool:
 
 
 def _build_upstream_headers(request: web.Request, row: LlmCall, caller: CallerIdentity) -> dict[str, str]:
-    """Build credentials and LiteLLM's identity headers. Of the sandbox's headers only `anthropic-version` is passed on."""
+    """Build the headers with credentials and LiteLLM's identity. Only `anthropic-version` comes from the sandbox's request."""
     headers = {
         "x-litellm-call-id": row.call_id,
         "x-litellm-end-user-id": row.agent_did,
@@ -207,7 +208,7 @@ def _build_upstream_headers(request: web.Request, row: LlmCall, caller: CallerId
 
 
 def _report_upstream_failure(request: web.Request, result: CallResult, status: int, message: str) -> web.Response:
-    """Build an error response. If a response has begun, break the connection, so that the response does not seem complete."""
+    """Build an error response. If a response has begun, close the connection, so that its beginning does not seem complete."""
     if result.received_bytes:
         request.protocol.force_close()
         raise ClientDisconnected
@@ -215,7 +216,7 @@ def _report_upstream_failure(request: web.Request, result: CallResult, status: i
 
 
 async def _translate_error(response: aiohttp.ClientResponse, result: CallResult) -> web.Response:
-    """Build the sandbox's response to an upstream error, without credentials and without internals of the upstream."""
+    """Build the response for the sandbox to an error of the upstream, without credentials and without its internals."""
     result.outcome, result.code = OUTCOME.FAILED, f"upstream_{response.status}"
     content = await _read_prefix(response, MAX_ERROR_BYTES + len(settings.LLM_API_KEY))
     passed = {name: response.headers[name] for name in ("Content-Type", "Retry-After") if name in response.headers}
@@ -231,7 +232,7 @@ async def _translate_error(response: aiohttp.ClientResponse, result: CallResult)
 
 
 async def _read_prefix(response: aiohttp.ClientResponse, size: int) -> bytes:
-    """Read up to `size` bytes, across chunks."""
+    """Read up to the first `size` bytes of a response body."""
     content = b""
     while len(content) < size and (chunk := await response.content.read(size - len(content))):
         content += chunk

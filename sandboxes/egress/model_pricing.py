@@ -31,11 +31,11 @@ class Rate(Protocol):
 
 
 def calculate_price(rates: Iterable[Rate], model: str, input: int, cached: int, output: int, at: datetime) -> Decimal | None:
-    """Price of one call in USD, rounded to nine decimal places. None if no rate for the model was valid at `at`.
+    """Return the price of one call in USD, rounded to nine decimal places.
 
+    Return None if no rate for the model was valid at `at` (`find_rate`), or if the tokens or the price are out of range.
     `input` counts all input tokens; `cached` counts the input tokens read from the provider's cache. Tokens written to the
-    cache are priced as input, which is a fifth too low where a provider charges 25 % more for cache writes. See `find_rate` for
-    precedence.
+    cache are priced as input, which is a fifth too low where a provider charges 25 % more for cache writes.
 
     Example: at 2.50 for input, 1.25 for cached input and 10.00 for output, 1000 input tokens, 400 of them cached, and 50 output
     tokens cost (600 x 2.50 + 400 x 1.25 + 50 x 10.00) / 1,000,000 = 0.002500000 USD."""
@@ -63,8 +63,8 @@ def price_calls(now: datetime, limit: int = 1000) -> int:
     """Price up to `limit` ended calls without a price by their model's rate. Return the number priced.
 
     Existing prices are not changed, and a later upstream record replaces the price. The price of an interrupted or failed call
-    covers its reported tokens only: a lower bound. A call whose price or tokens are out of range gets the code
-    `price_refused` and is not tried again, so that such calls never keep others from being priced."""
+    is a lower bound, because it covers only the reported tokens. A call whose price or tokens are out of range gets the code
+    `price_refused` and is not selected again: many such calls would use up the `limit` of each pass."""
     rates = [*ModelRate.objects.filter(valid_from__lte=now)]
     priced = 0
     for row in find_priceable(rates, now=now)[:limit]:
@@ -95,7 +95,7 @@ def find_priceable(rates: list[ModelRate], *, now: datetime) -> QuerySet[LlmCall
         .exclude(code=REFUSED_PRICE_CODE)
         .filter(complete | partial, kind=LlmCall.Kind.LLM, ended_at__lte=now - wait)
     )
-    # Limited to models with an applicable rate: a program can request any number of other model names.
+    # Only models with an applicable rate are listed in the condition: a sandbox can call any number of other model names.
     models = ready.order_by().values_list("model").annotate(newest=Max("started_at"))
     since = {
         model: min(valid)

@@ -1,8 +1,9 @@
 """Container of the egress proxy: nginx between sandboxes and the egress server.
 
-The container has no network and no capabilities. The slots' sockets are mounted on one side and the egress server's socket on
-the other. nginx parses the HTTP of untrusted programs, admits the allowed paths, drops all headers except `anthropic-version`
-and passes the slot of each request. It holds no credentials. Requests that nginx refuses appear only in its access log."""
+The container has no network and no capabilities, and holds no credentials. It has the slots' sockets and the egress server's
+socket mounted. nginx parses the HTTP of untrusted programs, admits the allowed paths, and drops all headers except
+`anthropic-version` and those of a WebSocket handshake. It tells the egress server the slot of each request in a header. A
+request that nginx refuses appears only in nginx's access log."""
 
 import hashlib
 import io
@@ -31,7 +32,7 @@ from sandboxes.providers.docker.engine import Engine, translate_errors
 log = structlog.get_logger(__name__)
 INSTALLATION_LABEL = "leasehold.egress"  # identifies the installation among those that share an engine
 DIRECTORY_LABEL = "leasehold.egress.directory"  # host directory of the installation's sockets
-CONTAINER_TIMEOUT_SECONDS = 20.0  # each for starting to listen and for removal
+CONTAINER_TIMEOUT_SECONDS = 20.0  # for the start until nginx listens, and for the removal
 MEMORY_BYTES = 128 << 20
 
 
@@ -60,8 +61,8 @@ class NginxProxy:
                     user=f"{slots.get_proxy_uid()}:{slots.get_proxy_uid()}", hostname="egress",
                     labels={INSTALLATION_LABEL: get_installation_id(), DIRECTORY_LABEL: str(settings.EGRESS_DIR.absolute())},
                     host_config=self._build_host_config(), use_config_proxy=False,
-                    # Without an explicit stop signal the engine takes any signal as a stop, including the one that reopens
-                    # the log, and would not restart the container after a later crash.
+                    # Without an explicit stop signal the engine takes every signal as a stop by the user, also the one that
+                    # reopens the log, and would then not restart the container after a crash.
                     stop_signal="SIGTERM",
                 )  # fmt: skip
             except NotFound as error:
@@ -119,7 +120,7 @@ class NginxProxy:
             time.sleep(0.05)
 
     def get_state(self) -> str:
-        """Return the engine's state of the container, such as "running". Return "" if there is no container."""
+        """Return the container's state as the engine names it, such as "running". Return "" if there is no container."""
         try:
             with translate_errors():
                 return str(self.engine.client.inspect_container(self.name)["State"]["Status"])
@@ -154,10 +155,10 @@ def get_installation_id() -> str:
 
 
 def find_orphans(client: APIClient, *, now: datetime, grace: timedelta) -> list[str]:
-    """Return ids of proxy containers without a server, older than `grace`.
+    """Return the ids of proxy containers that are older than `grace` and have no egress server.
 
     A container is an orphan if it belongs to this installation and the egress server does not listen, or if the directory of
-    its installation no longer exists. An egress server that starts again creates a new container."""
+    its installation no longer exists. A restarted egress server creates a new container."""
     with translate_errors():
         containers = client.containers(all=True, filters={"label": INSTALLATION_LABEL})
     old = [container for container in containers if datetime.fromtimestamp(container["Created"], UTC) <= now - grace]
@@ -191,7 +192,7 @@ def is_listening(path: Path) -> bool:
 
 
 def list_required_sockets() -> list[Path]:
-    """Return the unix sockets that listen once the egress proxy of this host accepts calls: the server and the last slot."""
+    """Return the sockets that show that the egress proxy of this host accepts calls: the server's and the last slot's."""
     return [get_server_socket_path(), slots.ensure_root_directory() / str(settings.EGRESS_SLOTS - 1) / slots.SOCKET_NAME]
 
 
@@ -218,7 +219,7 @@ def ensure_logs_directory() -> Path:
 
 
 def build_image_context(base: str) -> bytes:
-    """Return the build context of the proxy's image as a tar. Deterministic for a given base image."""
+    """Return the build context of the proxy's image as a tar. Equal base images give equal bytes."""
     dockerfile = (
         f"FROM {base}\n"
         "RUN apt-get update && apt-get install -y --no-install-recommends nginx-light libnginx-mod-stream"

@@ -13,13 +13,13 @@ from sandboxes.models.policies import MAX_BODY_KIB
 SERVER_SOCKET = "server.sock"
 ACCESS_LOG_NAME = "access.log"
 REQUESTS_PER_SECOND, REQUEST_BURST, MAX_CONNECTIONS_PER_SLOT = 20, 40, 32  # HTTP requests and open requests of one slot
-MAX_SOCKETS_PER_SLOT = 128  # connections of one slot, including those that have sent nothing
+MAX_SOCKETS_PER_SLOT = 128  # connections of one slot, also those without a request
 MAX_WORKER_CONNECTIONS = 8192  # per worker, beyond the listening sockets
 # Paths inside the container.
 SLOTS_MOUNT, SERVER_MOUNT, LOGS_MOUNT, BACKEND_SOCKETS_DIRECTORY = "/s", "/server", "/logs", "/tmp/b"  # noqa: S108
 
 
-# A killed proxy leaves its sockets behind, which would make binding them fail.
+# A killed proxy leaves its sockets behind. nginx cannot bind a path that exists.
 CLEANUP_COMMAND = (
     f"find {SLOTS_MOUNT} -name {slots.SOCKET_NAME} -delete; "
     f"rm -rf {BACKEND_SOCKETS_DIRECTORY}; mkdir {BACKEND_SOCKETS_DIRECTORY}"
@@ -178,7 +178,7 @@ def write_configuration() -> dict[str, Path]:
 
 
 def max_open_files() -> int:
-    """Limit on open files of one nginx process. nginx counts each listening socket as a connection."""
+    """Return the limit on open files of one nginx process. nginx counts each listening socket as a connection."""
     return 2 * int(settings.EGRESS_SLOTS) + MAX_WORKER_CONNECTIONS + 512
 
 
@@ -210,7 +210,7 @@ def render_main_config() -> str:
 
 
 def proxy_timeout_seconds() -> int:
-    """Idle timeout of a proxied connection, in seconds."""
+    """Return the idle timeout of a proxied connection in seconds: longer than that of a model call."""
     return int(settings.LLM_TIMEOUT.total_seconds()) + 30
 
 

@@ -1,7 +1,7 @@
 """Offline policy: a deterministic stand-in for a chat model, so that a demo needs no credentials.
 
-It chooses one of the `legal_actions` in the state carried by the last user message. Every response identifies the offline
-policy in its model name and in the action."""
+The policy chooses one of the `legal_actions` of the state, which is the content of the last user message. Every response names
+the offline policy, as the model and in the action."""
 
 import hashlib
 import json

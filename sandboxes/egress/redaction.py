@@ -1,6 +1,6 @@
-"""Redaction of the upstream credential from streamed responses. Some upstreams quote request headers in their output."""
+"""Redaction of the upstream's credential from its responses, because some upstreams quote request headers."""
 
-MIN_SECRET_LENGTH = 16  # shorter values such as "ollama", a placeholder key, are ordinary words and are not redacted
+MIN_SECRET_LENGTH = 16  # characters; shorter keys, such as the placeholder "ollama", are ordinary words and are not redacted
 
 
 class SecretRedactor:

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 OUTCOME = LlmCall.Outcome
 MAX_MESSAGE_BYTES = 4 << 20  # one WebSocket message, in either direction
 PING_INTERVAL_SECONDS = 30.0
-# The decoded path. A percent sign is not accepted: an upstream would decode the remaining escape a second time.
+# Pattern of the decoded path. A percent sign is not accepted: the relay would decode the rest of a double escape.
 RELAY_PATH_PATTERN = re.compile(r"[A-Za-z0-9._~:/-]*")
 
 
@@ -67,7 +67,7 @@ class RelayProxy:
 
 
 def build_relay_headers(row: LlmCall, caller: CallerIdentity, *, now: datetime) -> dict[str, str]:
-    """Build the identity headers of a relay connection. An agent without a signing key connects without a service token."""
+    """Build the identity headers of a relay connection, with a service token if the agent has a signing key."""
     headers = {"x-leasehold-agent": row.agent_did, "x-leasehold-call-id": row.call_id}
     if settings.RELAY_AUD:
         with suppress(SigningKeyNotFound):

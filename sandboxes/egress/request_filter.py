@@ -1,7 +1,8 @@
 """Allow list for model requests: paths, fields, tools and content.
 
-A request comes from an untrusted program and is forwarded with our credentials. Fields that select another upstream or account,
-or that falsify the cost record, are dropped. Content that makes the provider fetch from the network is rejected."""
+A request comes from an untrusted program and is forwarded with the control plane's credentials. Fields that select another
+upstream or account, or that falsify the cost record, are dropped. Content that the provider would fetch from the network is
+rejected."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -38,8 +39,8 @@ FIELDS_BY_PATH = {
     "/v1/responses": RESPONSE_FIELDS,
 }
 MODELS_PATH = "/v1/models"  # answered by the egress server, free of charge
-REQUIRED_FIELDS = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/responses": "input"}  # default: messages
-# Types of tools executed by the client. All others, such as web search, are executed by the provider.
+REQUIRED_FIELDS = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/responses": "input"}  # other paths: messages
+# Types of tools that the client executes. The provider executes all others, such as web search.
 CLIENT_TOOL_PATTERNS = ("function", "custom", "bash_*", "text_editor_*", "computer_*", "memory_*", "local_shell", "apply_patch")
 SCHEMA_FIELDS = {"parameters", "input_schema", "schema"}
 TOOL_CALL_TYPES = ("tool_use", "function_call", "custom_tool_call")
@@ -52,7 +53,7 @@ def build_error_body(code: str, message: str) -> dict[str, Any]:
 
 
 class InvalidRequest(Exception):
-    """The request cannot be forwarded. `code` and `message` say why."""
+    """The request cannot be forwarded. `code` and `message` give the reason."""
 
     def __init__(self, code: str, message: str) -> None:
         self.code, self.message = code, message
@@ -75,7 +76,7 @@ def sanitize_request(path: str, body: Any, *, default_model: str) -> dict[str, A
     if any(_is_remote_content(part) for part in _walk_objects(allowed)):
         raise InvalidRequest("urls_not_fetched", "URLs and file ids are not fetched for sandboxes. Send the content inline.")
     if path == "/v1/responses":
-        allowed["store"] = False  # stored responses would be readable by other agents, which share the account
+        allowed["store"] = False  # other agents use the same account and could read stored responses
     return allowed
 
 
@@ -97,7 +98,7 @@ def _check_tools(tools: Any) -> None:
 
 
 def _walk_objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects of a request except tool schemas and tool call arguments, which may have any content."""
+    """Yield the JSON objects of a request, except tool schemas and arguments of tool calls, which may have any content."""
     pending = [(value, 0)]
     while pending:
         node, depth = pending.pop()
@@ -112,7 +113,7 @@ def _walk_objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _is_remote_content(part: dict[str, Any]) -> bool:
-    """Return whether the provider would fetch this content: a typed object with a URL other than data:, or with a file id."""
+    """Return whether the provider would fetch this content: an object with a type, and a URL other than data: or a file id."""
     kind = part.get("type")
     if not isinstance(kind, str):
         return False

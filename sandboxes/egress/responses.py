@@ -16,7 +16,7 @@ class ClientDisconnected(Exception):
 
 
 async def await_write(write: Awaitable[Any]) -> None:
-    """Await a write to the sandbox. Raise ClientDisconnected if its connection is closed."""
+    """Await a write to the sandbox. Raise ClientDisconnected if the sandbox has closed the connection."""
     try:
         await write
     except ConnectionResetError:
@@ -24,6 +24,6 @@ async def await_write(write: Awaitable[Any]) -> None:
 
 
 def build_error_response(status: int, code: str, message: str) -> web.Response:
-    """Build an error in the body format of the OpenAI and Anthropic SDKs. 429 and 503 carry Retry-After: 1 (second)."""
+    """Build an error response in the format of the OpenAI and Anthropic SDKs. 429 and 503 carry Retry-After: 1 (second)."""
     headers = {CODE_HEADER: code} | ({"Retry-After": "1"} if status in (429, 503) else {})
     return web.json_response(build_error_body(code, message), status=status, headers=headers)

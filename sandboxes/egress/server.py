@@ -1,8 +1,8 @@
 """LLM egress server: routes requests of sandboxes to the model upstream and the relay.
 
-nginx in front of this server terminates HTTP from sandboxes, admits the allowed paths, drops the requests' headers and passes
-the slot of each request in a header. Only this process holds the upstream credentials. Without containers there is no nginx,
-and the server listens on the slots' sockets itself."""
+nginx in front of this server terminates HTTP from sandboxes, admits the allowed paths, drops most headers of the requests, and
+adds a header with the slot. Only this process holds the upstream credentials. Where sandboxes are not containers there is no
+nginx, and the server listens on the slots' sockets itself."""
 
 import asyncio
 import socket
@@ -50,10 +50,10 @@ class EgressServer:
 
     @asynccontextmanager
     async def listening(self, sockets: dict[Path, int | None]) -> AsyncIterator[None]:
-        """Serve on unix sockets (path -> slot) for the duration of the block.
+        """Serve on unix sockets (path -> slot) during the body of the `with`.
 
-        The socket whose slot is None is nginx's: the slot is read from a request header there. All calls in flight are
-        cancelled at the end of the block, and the sockets are removed."""
+        nginx connects to the socket whose slot is None; its requests name their slot in a header. At the end of the body all
+        calls in flight are cancelled, and the sockets are removed."""
         runners: list[web.AppRunner] = []
         async with _open_client_session() as session:
             handlers = self._build_handlers(session)
@@ -140,13 +140,13 @@ def _open_client_session() -> aiohttp.ClientSession:
 
 
 async def _refuse_redirect(session: aiohttp.ClientSession, context: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
-    """Fail on any redirect. The relay path comes from a sandbox, which could otherwise redirect the server to another host."""
+    """Refuse every redirect. A sandbox chooses the path on the relay, and a redirect could lead the server to another host."""
     redirect.response.close()
     raise aiohttp.ClientError("redirect refused")
 
 
 def bind_unix_socket(path: Path) -> socket.socket:
-    """Bind a unix socket at `path`, replacing an existing one. Every user who can reach the directory may connect."""
+    """Bind a unix socket at `path`, replacing an existing one. Every user with access to the directory may connect."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))

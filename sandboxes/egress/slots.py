@@ -1,8 +1,8 @@
 """Unix-socket allocation for the egress proxy.
 
 Each slot is a unix socket in its own directory, mounted into one sandbox at a time at /run/leasehold. The proxy identifies a
-caller by its slot, independent of any claim in the request. A slot belongs to one incarnation of a sandbox, from before its
-creation until the provider has confirmed its end. A cold sandbox has no slot, and its next wake takes any free one."""
+caller by the slot, and ignores any identity stated in the request. A slot belongs to one incarnation of a sandbox, from before
+its creation until the provider has confirmed its end. A cold sandbox has no slot, and takes any free one when it wakes."""
 
 import os
 import random
@@ -22,21 +22,21 @@ SLOT_SAMPLE_SIZE = 16
 def choose_free_slot() -> int | None:
     """Return a slot that is currently free, or None.
 
-    The slot is not reserved: a unique index rejects the second insert of a live sandbox with the same slot, and the caller
-    retries after the IntegrityError."""
+    The slot is not reserved. If another sandbox takes it first, a unique index rejects the caller's row, and the caller retries
+    after the IntegrityError."""
     live = Sandbox.objects.exclude(state=SandboxState.DESTROYED).filter(slot__isnull=False)
     sample = random.sample(range(settings.EGRESS_SLOTS), min(SLOT_SAMPLE_SIZE, settings.EGRESS_SLOTS))
     free = {*sample} - {*live.filter(slot__in=sample).values_list("slot", flat=True)}
     if not free:
         free = {*range(settings.EGRESS_SLOTS)} - {*live.values_list("slot", flat=True)}
-    # No secret: a random choice makes concurrent collisions unlikely.
+    # Not a secret (S311): the random choice makes it unlikely that concurrent callers choose the same slot.
     return random.choice([*free]) if free else None  # noqa: S311
 
 
 def build_exhausted_error() -> CapacityExhausted:
     return CapacityExhausted(
         f"All {settings.EGRESS_SLOTS} egress slots are in use and none can be freed now: each of their sandboxes is running or "
-        "protected by a guarantee. A run that ends frees one. LEASEHOLD_EGRESS_SLOTS sets their number for all pools."
+        "protected by a guarantee. Try again when a run has ended. LEASEHOLD_EGRESS_SLOTS sets the number for all pools."
     )
 
 

@@ -59,15 +59,16 @@ class TokenUsage:
 class UsageReader:
     """Streaming parser of a response. `feed` returns the bytes to pass on.
 
-    `usage` is the usage seen so far. `complete` is set by a stream's final event, after which SDKs stop reading. With
-    `hide_usage` the event that carries only usage is dropped from a stream: a client that did not request it may reject it."""
+    `usage` is the usage read so far. `complete` is set by a stream's final event, after which SDKs stop reading. With
+    `hide_usage` the event that carries only usage is dropped from a stream, because a client that did not request such an event
+    may fail on it."""
 
     def __init__(self, content_type: str, *, hide_usage: bool = False) -> None:
         self.usage = TokenUsage()
         self.streamed = content_type.partition(";")[0].strip().lower() == "text/event-stream"
         self.complete = False
         self._hide_usage = hide_usage
-        self._pending = bytearray()  # of a stream the incomplete event, otherwise the whole document
+        self._pending = bytearray()  # of a stream the incomplete last event, otherwise the document so far
         self._has_overflowed = False
 
     def feed(self, chunk: bytes) -> bytes:
@@ -99,7 +100,7 @@ class UsageReader:
         return bytes(self._pending) if self._pending and self._read_event(bytes(self._pending)) else b""
 
     def _read_event(self, event: bytes) -> bool:
-        """Record an event's usage. Return whether to pass the event on."""
+        """Add an event's usage. Return whether to pass the event on."""
         lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
         document = _parse_json(data)

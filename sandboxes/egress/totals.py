@@ -1,4 +1,4 @@
-"""Token and cost totals of model calls, and the filters shared by totals and the lists they link to."""
+"""Token and cost totals of model calls. The console's lists use the same filters as the totals that link to them."""
 
 from dataclasses import dataclass
 from decimal import Decimal

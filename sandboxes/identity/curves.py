@@ -1,6 +1,6 @@
 """Keys on the two elliptic curves of AT Protocol: text forms, signatures and JWTs.
 
-Functions import `cryptography`, because it takes 8 MiB and most processes never handle a key."""
+`cryptography` is imported inside the functions: it takes 8 MiB of memory, and most processes never handle a key."""
 
 import base64
 import json
@@ -19,9 +19,9 @@ MAX_KEY_TEXT_CHARS = 64  # of a private key in text form
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve, by its class in `cryptography`, and the multicodec prefixes of its keys."""
+    """Elliptic curve, with the multicodec prefixes of its public and private keys."""
 
-    class_name: str
+    class_name: str  # in cryptography.hazmat.primitives.asymmetric.ec
     public: bytes
     private: bytes
 
@@ -45,7 +45,7 @@ CURVES = {
 
 @dataclass(frozen=True)
 class PrivateKey:
-    """Private key. `repr` omits the secret, so that tracebacks and logs do not contain it.
+    """Private key. Its `repr` omits the secret, which therefore does not appear in tracebacks and logs.
 
     Construction raises ValueError if the secret is not a private key of the curve."""
 
@@ -62,14 +62,14 @@ class PrivateKey:
 
     @property
     def public(self) -> str:
-        """Public key as multibase, the part after `did:key:`."""
+        """Public key in multibase: the part of a did:key identifier after `did:key:`."""
         from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
         point = self._key().public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
         return "z" + encode_base58(self.curve.public + point)
 
     def sign(self, message: bytes) -> bytes:
-        """Return r and s, 32 bytes each. AT Protocol accepts only the lower of the two valid values of s."""
+        """Sign a message with ECDSA and SHA-256. Return r and s, 32 bytes each, with the lower s that AT Protocol requires."""
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
@@ -91,9 +91,10 @@ def generate_key(algorithm: str = "ES256K") -> PrivateKey:
 
 
 def parse_private_key(text: str, algorithm: str = "") -> PrivateKey:
-    """Parse 64 hexadecimal digits (secp256k1 unless `algorithm` is given) or multibase, which names its curve.
+    """Parse a private key from 64 hexadecimal digits or from multibase.
 
-    Raise ValueError; the message does not contain the text."""
+    Hexadecimal digits are a key of `algorithm`, by default ES256K. Multibase names its curve, which must be the one of
+    `algorithm` if an algorithm is given. Raise ValueError; the message does not contain the text."""
     if re.fullmatch(r"[0-9a-fA-F]{64}", text):
         return PrivateKey(algorithm or "ES256K", bytes.fromhex(text))
     if not re.fullmatch(f"z[{BASE58_ALPHABET}]{{1,{MAX_KEY_TEXT_CHARS}}}", text):

@@ -1,4 +1,4 @@
-"""Agent signing keys and service tokens. Private keys never leave this module."""
+"""Agent signing keys and service tokens. No function returns a private key."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -38,7 +38,7 @@ def get_active_key(agent_did: str, *, lock: bool = False) -> SigningKey:
             raise SigningKeyNotFound
         if latest.revoked_at:
             raise SigningKeyRevoked
-        # Rotated between the two queries: the next iteration finds the successor.
+        # The key was rotated between the two queries: the next iteration finds its successor.
 
 
 def create_key(agent_did: str, *, now: datetime, actor: str = "", private: PrivateKey | None = None) -> SigningKey:
@@ -90,7 +90,7 @@ def revoke_active_key(agent_did: str, *, now: datetime, actor: str = "") -> Sign
 
 
 def revoke_key(key: SigningKey, *, now: datetime, actor: str = "") -> bool:
-    """Revoke `key`. Return False if it is not active."""
+    """Revoke `key`. Return False if `key` is not active."""
     return _end_key(key, revoked_at=now, ended_by=actor)
 
 
@@ -102,15 +102,15 @@ def _end_key(key: SigningKey, **changes: Any) -> bool:
 
 
 def reencrypt_keys() -> encryption.ReencryptionResult[SigningKey]:
-    """Encrypt every private key under the first encryption key, so that the others can be removed. Idempotent."""
+    """Encrypt every private key under the first encryption key, so that the other keys can be removed. Idempotent."""
     result: encryption.ReencryptionResult[SigningKey] = encryption.ReencryptionResult()
     for key in SigningKey.objects.filter(ACTIVE_KEY_FILTER):
         try:
-            private, newest = _decrypt_private_key(key)
+            private, is_current = _decrypt_private_key(key)
         except SigningKeyDecryptionFailed:
             result.undecryptable.append(key)
             continue
-        if newest:
+        if is_current:
             result.current += 1
         else:
             sealed = encryption.encrypt(private.secret, row=_encryption_context(key))
@@ -131,11 +131,11 @@ def build_verification_method(key: SigningKey) -> dict[str, str]:
 def _decrypt_private_key(key: SigningKey) -> tuple[PrivateKey, bool]:
     """Return the private key and whether the first encryption key encrypted it."""
     try:
-        secret, newest = encryption.decrypt(bytes(key.sealed or b""), row=_encryption_context(key))
+        secret, is_current = encryption.decrypt(bytes(key.sealed or b""), row=_encryption_context(key))
     except encryption.DecryptionFailed:
         log.error("signing key decryption failed", agent=key.agent_did, key=key.did_key)
         raise SigningKeyDecryptionFailed from None
-    return PrivateKey(key.algorithm, secret), newest
+    return PrivateKey(key.algorithm, secret), is_current
 
 
 def _encryption_context(key: SigningKey) -> str:
@@ -146,10 +146,10 @@ def _encryption_context(key: SigningKey) -> str:
 
 
 def create_service_token(
-    agent_did: str, *, aud: str, lxm: str, now: datetime, lifetime: timedelta = DEFAULT_TOKEN_LIFETIME, **more: Any
+    agent_did: str, *, aud: str, lxm: str, now: datetime, lifetime: timedelta = DEFAULT_TOKEN_LIFETIME, **options: Any
 ) -> str:
-    """Mint a service token for one method (an NSID) of one service (a DID). `more` is passed to mint_service_token."""
-    return mint_service_token(agent_did, aud=aud, lxm=lxm, now=now, lifetime=lifetime, **more)[0]
+    """Like mint_service_token, which takes the `options`. Return the token alone."""
+    return mint_service_token(agent_did, aud=aud, lxm=lxm, now=now, lifetime=lifetime, **options)[0]
 
 
 def mint_service_token(
@@ -163,9 +163,10 @@ def mint_service_token(
     actor: str = "",
     fence: Callable[[], object] | None = None,
 ) -> tuple[str, MintedToken]:
-    """Mint an AT Protocol service token and insert the row that records it, in one transaction.
+    """Mint an AT Protocol service token for one method (`lxm`, an NSID) of one service (`aud`, a DID).
 
-    `fence` is called first in that transaction; it locks the rows that grant the right to mint, and may raise.
+    Inserts the row that records the token, in the same transaction. `fence` is called first in this transaction: to lock the
+    rows that grant the right to mint, or to raise.
     Raise SigningKeyNotFound, SigningKeyRevoked, SigningKeyDecryptionFailed, or ValueError for a lifetime outside
     MIN_TOKEN_LIFETIME to MAX_TOKEN_LIFETIME."""
     if not MIN_TOKEN_LIFETIME <= lifetime <= MAX_TOKEN_LIFETIME:

@@ -1,7 +1,7 @@
-"""Claim on an open Run, and storage of its command's output while the command runs.
+"""Claim on an open Run, and storage of the output of its command while the command runs.
 
-Before and after the command the claim is kept by progress, as /data may take long to pull and to store. While the command runs,
-the deadline is the command's own: its timeout and KILL_GRACE."""
+Before and after the command, progress extends the claim: /data may take long to pull and to store. While the command runs, the
+deadline is fixed: its start, its timeout and KILL_GRACE."""
 
 from datetime import timedelta
 
@@ -13,8 +13,8 @@ from sandboxes.errors import ClaimLost
 from sandboxes.models import Run
 from sandboxes.providers.base import OutputView
 
-KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, in which the provider kills the command and reports the timeout
-DEADLINE_TOLERANCE = timedelta(seconds=5)  # a deadline with a smaller error is not corrected: KILL_GRACE covers the error
+KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, for the provider to kill the command and report the timeout
+DEADLINE_TOLERANCE = timedelta(seconds=5)  # a smaller error of a deadline is not corrected: KILL_GRACE covers it
 
 
 class RunClaim(Claim):
@@ -27,7 +27,7 @@ class RunClaim(Claim):
         self._stored_bytes = 0
 
     def begin_command(self, timeout: timedelta) -> None:
-        """Set the deadline for a command that starts now, unless the present one is nearly the same. Raises ClaimLost."""
+        """Set the deadline of a command that starts now, unless the present deadline is nearly the same. Raises ClaimLost."""
         with self.lock:
             deadline = self.clock() + timeout + KILL_GRACE
             self.forget_progress()
@@ -36,7 +36,7 @@ class RunClaim(Claim):
                 raise ClaimLost()
 
     def end_command(self) -> None:
-        """Count the end of the command as progress. A claim that was lost meanwhile is found when the Run is closed."""
+        """Count the end of the command as progress. A claim that was lost meanwhile is noticed when the Run is closed."""
         Progress.note_progress(self)
 
     def beat(self) -> None:
@@ -44,7 +44,7 @@ class RunClaim(Claim):
         super().beat()
 
     def store_output(self) -> None:
-        """Store the output so far in the open Run, if there is more than at the last call."""
+        """Store the output so far in the open Run, if there is more output than at the last call."""
         stdout, stderr = self.output.read()
         if len(stdout) + len(stderr) == self._stored_bytes:
             return

@@ -1,8 +1,8 @@
 """Operations in sandboxes, each recorded as a Run.
 
-A Run is opened before the provider is called, and closed after, also on failure. A sandbox is `running` exactly while it has
-open Runs: its state and its count of open Runs change in the transaction that opens or closes the Run. An eviction
-checks the state, and therefore never takes a sandbox in which an operation is active."""
+A Run is opened before the provider is called and closed afterwards, also on failure. A sandbox is `running` exactly while it
+has open Runs: the transaction that opens or closes a Run also changes the sandbox's state and its count of open Runs. An
+eviction checks the state, and therefore never stops a sandbox in which an operation is active."""
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,20 +56,20 @@ class Command:
     stdin: bytes = b""
     kind: str = "exec"
     turn_number: int | None = None
-    needs_data: bool = True  # /data is attached before the run and persisted after
+    needs_data: bool = True  # attach /data before the command and persist it afterwards
     run_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
 
 @dataclass
 class Operation:
-    """An open Run, with the sandbox and the provider it runs in."""
+    """An open Run, with its sandbox and the sandbox's provider."""
 
     run: Run
     sandbox: Sandbox
     provider: Provider
     claim: RunClaim
     result: ExecResult | None = None  # of the command; sets the outcome and the output of the Run
-    entered: bool = False  # the body of the operation began
+    entered: bool = False  # the body of the `with` has begun
     executing: bool = False  # the provider was asked to execute the command, and has not answered
     note: str = ""  # warning for the Run, such as a workspace over its limit
 
@@ -143,8 +143,8 @@ def _record_success(
 ) -> None:
     """Persist /data and close the Run, with retries while the database does not respond.
 
-    An error of the database would make the client repeat an operation that has run. Raises OutcomeUnknown if the database does
-    not respond within FAILOVER_PERIOD."""
+    After an error the client would repeat an operation that has taken effect. Raises OutcomeUnknown if the database does not
+    respond within FAILOVER_PERIOD."""
     outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.OK
 
     def record() -> None:
@@ -165,7 +165,8 @@ def _record_success(
 def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor: str) -> Exception:
     """Like _fail_operation, with retries while the database does not respond.
 
-    A Run that stays open ends at its deadline, and until then its client is told to wait."""
+    If the retries are exhausted the Run stays open until a sweep closes it after its deadline. Until then the client is told to
+    wait."""
     try:
         return retry_connection_errors(
             lambda: _fail_operation(opened, failed, now=clock(), actor=actor), "run not closed", clock=clock,
@@ -184,7 +185,7 @@ def _open_operation(request: allocation.SandboxRequest, command: Command, clock:
         run = open_run(sandbox, command, now=clock(), actor=actor, build_permission=request.guard.build_condition)
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
-        known = None  # since it was read, the sandbox was evicted or destroyed, or the holder has ended
+        known = None  # outdated: the sandbox was evicted or destroyed, or the holder has ended
         request.guard.check_active()
 
 
@@ -233,7 +234,7 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
 
 
 def _translate_error(failed: Exception) -> Exception:
-    """Return the error that a client gets for a failed call of the provider or the store, or another error unchanged."""
+    """Return the error to raise for a failed call of the provider or the store. Return any other error unchanged."""
     if isinstance(failed, (NoSuchFile, Rejected)):
         return failed
     if isinstance(failed, ProviderError):
@@ -244,7 +245,7 @@ def _translate_error(failed: Exception) -> Exception:
 
 
 def _kill_command(opened: Operation) -> bool:
-    """Kill the command of a provider that stopped responding. Return False if the command may still run."""
+    """Kill the command after its provider stopped responding. Return False if the command may still be running."""
     try:
         opened.provider.kill(opened.sandbox.ref, str(opened.run.pk))
     except Missing:
@@ -269,9 +270,9 @@ def open_run(
 ) -> Run | None:
     """Open a Run and count it in the sandbox, in one transaction.
 
-    `build_permission` returns a condition in SQL. It is called after the wait for the lock. Returns None if the sandbox is no
-    longer alive or no longer held by the same holder, or if the condition does not hold. Raises TooManyRuns at the limits of
-    open Runs, which are therefore never exceeded by concurrent calls."""
+    `build_permission` is called after the wait for the lock and returns a condition in SQL, such as the holder's fence. Returns
+    None if the condition does not hold, or if the sandbox is no longer alive or no longer held by this holder. Raises
+    TooManyRuns at a limit of open Runs. The lock serializes an agent's calls: concurrent calls do not exceed the limits."""
     assert sandbox.holder is not None  # ensured by allocation.ensure_running
     run = Run(
         id=command.run_id,
@@ -306,7 +307,7 @@ def open_run(
 def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> str:
     """Store the changes in /data. Returns "", or a note with the cause of the failure.
 
-    The result of the Run stands either way: the sandbox still has the changes, and a sweep stores them later."""
+    A failure does not change the outcome of the Run: the sandbox still has the changes, and a sweep stores them later."""
     try:
         data_sync.persist(attached, sandbox, provider, now=now)
     except Missing as missing:
@@ -328,10 +329,10 @@ def close_run(
     renewal: HolderRenewal | None = None,
     actor: str = "",
 ) -> bool:
-    """Close an open Run and subtract it from its sandbox's count. Returns False if it was closed before.
+    """Close an open Run and subtract it from its sandbox's count. Returns False if the Run was closed before.
 
-    Updates `run` to the stored values in both cases, and renews the holder in the same statement. Output is stored up to
-    RUN_OUTPUT_KEPT bytes a stream."""
+    Also executes `renewal`, in the same transaction. In both cases `run` has the stored values afterwards. Each output stream
+    is stored up to RUN_OUTPUT_KEPT bytes."""
     max_bytes = settings.RUN_OUTPUT_KEPT
     values: dict[str, object] = {"ended_at": now, "outcome": outcome.value, "note": note[:500]}
     if result:
@@ -429,7 +430,7 @@ def find_overdue(*, now: datetime) -> QuerySet[Run]:
 
 
 def find_abandoned(*, now: datetime) -> QuerySet[Run]:
-    """Select overdue Runs on the hosts that this process reaches: only there can their commands be killed."""
+    """Select the overdue Runs whose commands this process can kill: those on hosts that the process reaches."""
     return find_overdue(now=now).filter(registry.filter_local("sandbox__"))
 
 

@@ -11,11 +11,11 @@ from sandboxes.providers.base import WORKSPACE, Provider, ProviderError
 
 log = structlog.get_logger(__name__)
 MAX_WRITE_BYTES_PER_SECOND = 1 << 30  # assumed growth of a workspace, to decide whether a run may have exceeded the limit
-MEASURE_INTERVAL_FACTOR = 20  # time between measurements after runs, in durations of one: at most 5 % of the time is measuring
+MEASURE_INTERVAL_FACTOR = 20  # interval between measurements, in durations of the last one: at most 5 % of the time
 
 
 def require_workspace_space(provider: Provider, sandbox: Sandbox, *, now: datetime) -> None:
-    """Raise WorkspaceFull if the workspace was over its limit when last measured, and still is when measured now."""
+    """Raise WorkspaceFull if the workspace exceeded its limit at the last measurement and exceeds it at a new one."""
     limit = sandbox.pool.workspace_limit_mib << 20
     if (sandbox.workspace_bytes or 0) > limit and (size := measure_workspace(provider, sandbox, now=now)) > limit:
         raise WorkspaceFull(
@@ -29,8 +29,9 @@ def require_workspace_space(provider: Provider, sandbox: Sandbox, *, now: dateti
 def warn_if_workspace_full(provider: Provider, sandbox: Sandbox, *, now: datetime) -> str:
     """Measure the workspace after a run that may have exceeded its limit. Returns "", or a warning that the limit is exceeded.
 
-    There is no measurement while the workspace, growing by MAX_WRITE_BYTES_PER_SECOND since the last one, is below its limit,
-    nor within MEASURE_INTERVAL_FACTOR durations of the last one. The sweep `measure_workspaces` repeats a failed one."""
+    The measurement is skipped if the workspace cannot have reached its limit since the last measurement at
+    MAX_WRITE_BYTES_PER_SECOND, or if the last measurement is less than MEASURE_INTERVAL_FACTOR times its duration ago. The
+    `measure` sweep repeats a failed measurement."""
     limit = sandbox.pool.workspace_limit_mib << 20
     elapsed = (now - (sandbox.measured_at or sandbox.created_at)).total_seconds()
     may_exceed = (sandbox.workspace_bytes or 0) + elapsed * MAX_WRITE_BYTES_PER_SECOND > limit
@@ -47,7 +48,7 @@ def warn_if_workspace_full(provider: Provider, sandbox: Sandbox, *, now: datetim
 
 
 def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
-    """Measure /workspace, and store the size in the sandbox's row. Returns bytes. Raises the errors of Provider.size."""
+    """Measure /workspace and store its size in the sandbox's row. Returns bytes. Raises the errors of Provider.size."""
     started = time.monotonic()
     size = provider.size(sandbox.ref, WORKSPACE)
     sandbox.workspace_bytes, sandbox.measured_at, sandbox.measure_seconds = size, now, time.monotonic() - started

@@ -33,14 +33,14 @@ from sandboxes.stores.limits import (
     parse_stamped_key,
 )
 
-# An artifact may be replaced during a read. The listed version may then be removed, or no version may be listed: a directory
-# listing that runs while one name is added and another removed may contain neither.
+# A replacement during a read can remove the listed version. It can also hide both versions: a directory listing that runs while
+# one file is added and another is removed may contain neither.
 MAX_READ_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class ArtifactVersion:
-    """An index entry: the current version of an artifact, or one that was just replaced."""
+    """An index entry: the current version of an artifact, or a replaced version that is not removed yet."""
 
     name: str
     stamp: Stamp
@@ -72,7 +72,7 @@ class ArtifactIndex(ABC):
 
     @abstractmethod
     def load(self, version: ArtifactVersion) -> Artifact | None:
-        """Return the artifact of a version; None if it was removed since."""
+        """Return the artifact of a version; None if the version was removed since."""
 
     @abstractmethod
     def remove(self, versions: Sequence[ArtifactVersion], *, now: datetime) -> None: ...
@@ -135,7 +135,7 @@ class JournalArtifactIndex(ArtifactIndex):
     def compact_if_needed(self, *, now: datetime) -> None:
         def keep(records: list[Record]) -> list[Record]:
             rows, removed = _parse_rows(records)
-            # Removals are retained for a while: a compaction may have overtaken the writer of an addition.
+            # A recent removal is retained: the addition that it removes may reach the journal after this compaction.
             recent = [record for record in records if record not in rows and record.stamp.at > now - ORPHAN_GRACE_PERIOD]
             return [record for record, row in rows.items() if row["stamp"] not in removed] + recent
 
@@ -171,17 +171,17 @@ class ArtifactStore:
         check_size("put", "artifact", size, self.limits.max_artifact_bytes)
         source.seek(start)
         artifact = Artifact(name, WRITER.stamp(now), size, media_type, digest, actor)
-        self.store.upload(self._content(artifact), source)
+        self.store.upload(self._content_key(artifact), source)
         self.index.put(artifact)
         older = [version for version in self.index.versions(name) if version.stamp < artifact.stamp]
-        with suppress(DeleteRefused):  # in observe mode; `prune` removes replaced versions later
-            self._forget(older, now=now)
+        with suppress(DeleteRefused):  # raised in observe mode; `prune` removes replaced versions later
+            self._remove_versions(older, now=now)
         return artifact, bool(older)
 
     def read(self, name: str) -> Artifact | None:
-        """Return an artifact without its content; None if there is none."""
+        """Return an artifact's index entry; None if there is no artifact of this name."""
         for _ in range(MAX_READ_ATTEMPTS):
-            versions = self._versions(name)
+            versions = self._find_versions(name)
             artifacts = (self.index.load(version) for version in reversed(versions))
             if not versions or (artifact := next(filter(None, artifacts), None)):
                 return artifact if versions else None
@@ -195,13 +195,12 @@ class ArtifactStore:
             artifact = self.read(name)
             if artifact is None:
                 return None
-            if not self.store.download(self._content(artifact), target):
+            if not self.store.download(self._content_key(artifact), target):
                 continue  # replaced since the read
             target.seek(0)
             if _measure(target) != (artifact.size, artifact.sha256):
-                raise StoreError(
-                    self.store.name, "download", "the content does not match its digest", key=self._content(artifact)
-                )
+                key = self._content_key(artifact)
+                raise StoreError(self.store.name, "download", "the content does not match its digest", key=key)
             target.seek(0)
             return artifact
         raise StoreError(self.store.name, "download", "the content is missing", key=f"{self.prefix}/{name}")
@@ -215,8 +214,8 @@ class ArtifactStore:
 
     def remove(self, name: str, *, now: datetime) -> bool:
         """Remove an artifact. Return False if there was none."""
-        versions = self._versions(name)
-        self._forget(versions, now=now)
+        versions = self._find_versions(name)
+        self._remove_versions(versions, now=now)
         return bool(versions)
 
     def prune(self, bounds: RetentionBounds, *, now: datetime) -> PruneResult:
@@ -224,9 +223,9 @@ class ArtifactStore:
         versions = self.index.versions()
         current = {version.name: version for version in versions}
         oldest_first = sorted(current.values(), key=lambda version: version.stamp)
-        surplus = oldest_first[: bounds.surplus([(version.stamp.at, version.size) for version in oldest_first])]
+        surplus = oldest_first[: bounds.count_surplus([(version.stamp.at, version.size) for version in oldest_first])]
         removable = [version for version in versions if current[version.name] != version] + surplus
-        self._forget(removable, now=now)
+        self._remove_versions(removable, now=now)
         referenced = {version.stamp for version in versions}
         unreferenced = [
             key
@@ -239,16 +238,16 @@ class ArtifactStore:
             chain((version.size for version in removable), (parse_stamped_key(key)[1] for key in unreferenced))
         )
 
-    def _versions(self, name: str) -> Sequence[ArtifactVersion]:
+    def _find_versions(self, name: str) -> Sequence[ArtifactVersion]:
         if not re.fullmatch(NAME_PATTERN, name, re.ASCII):
             return []
         return next(filter(None, (self.index.versions(name) for _ in range(MAX_READ_ATTEMPTS))), [])
 
-    def _forget(self, versions: Sequence[ArtifactVersion], *, now: datetime) -> None:
+    def _remove_versions(self, versions: Sequence[ArtifactVersion], *, now: datetime) -> None:
         self.index.remove(versions, now=now)
-        self.store.remove_many([self._content(version) for version in versions])
+        self.store.remove_many([self._content_key(version) for version in versions])
 
-    def _content(self, version: ArtifactVersion) -> str:
+    def _content_key(self, version: ArtifactVersion) -> str:
         return f"{self.prefix}/{version.stamp}.{version.size}"
 
 

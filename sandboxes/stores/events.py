@@ -24,7 +24,7 @@ from sandboxes.stores.limits import (
 
 
 class EventLog(ABC):
-    """Payloads in the order of their stamps."""
+    """Storage of event payloads, in the order of their stamps."""
 
     @abstractmethod
     def append(self, payload: bytes, *, now: datetime) -> Stamp:
@@ -35,14 +35,14 @@ class EventLog(ABC):
 
     @abstractmethod
     def page(self, *, after: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Record], bool]:
-        """Return up to `limit` records after a stamp in the given order, and whether there are more."""
+        """Return up to `limit` records that follow the stamp `after` in the given order, and whether there are more."""
 
     @abstractmethod
     def prune(self, bounds: RetentionBounds) -> PruneResult: ...
 
 
 class KeyEventLog(EventLog):
-    """One key per event. A page lists all keys and reads the values of its own events."""
+    """Event log with one key per event. A page costs one listing of all keys and one read per event of the page."""
 
     def __init__(self, store: KeyValueStore, prefix: str) -> None:
         self.store, self.prefix = store, f"{prefix}/events"
@@ -63,7 +63,7 @@ class KeyEventLog(EventLog):
 
     def prune(self, bounds: RetentionBounds) -> PruneResult:
         keys = [*self._keys()]
-        removable = keys[: bounds.surplus([(stamp.at, size) for stamp, size, _ in keys])]
+        removable = keys[: bounds.count_surplus([(stamp.at, size) for stamp, size, _ in keys])]
         self.store.remove_many([key for _, _, key in removable])
         return PruneResult.from_sizes(size for _, size, _ in removable)
 
@@ -72,7 +72,7 @@ class KeyEventLog(EventLog):
 
 
 class JournalEventLog(EventLog):
-    """One journal record per event. A page replays the whole journal."""
+    """Event log with one journal record per event. A page replays the whole journal."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -87,13 +87,13 @@ class JournalEventLog(EventLog):
         return _paginate(self.journal.replay().records, after, newest_first, limit)
 
     def prune(self, bounds: RetentionBounds) -> PruneResult:
-        def surplus(records: Sequence[Record]) -> int:
-            return bounds.surplus([(record.stamp.at, len(record.payload)) for record in records])
+        def count_surplus(records: Sequence[Record]) -> int:
+            return bounds.count_surplus([(record.stamp.at, len(record.payload)) for record in records])
 
         is_compaction_due = count_segments(self.journal) >= COMPACTION_MIN_SEGMENTS
-        if not is_compaction_due and not surplus(self.journal.replay().records):
+        if not is_compaction_due and not count_surplus(self.journal.replay().records):
             return PruneResult()
-        dropped = compact_journal(self.journal, lambda records: records[surplus(records) :])
+        dropped = compact_journal(self.journal, lambda records: records[count_surplus(records) :])
         return PruneResult.from_sizes(len(record.payload) for record in dropped)
 
 
@@ -115,7 +115,7 @@ class Event:
 
 
 class EventStore:
-    """JSON documents in the order of their stamps, which the clocks of the appending processes determine."""
+    """Append-only JSON documents, ordered by their stamps: by the clocks of the processes that appended them."""
 
     def __init__(self, log: EventLog, limits: StoreLimits = DEFAULT_LIMITS) -> None:
         self.log, self.limits = log, limits
@@ -133,10 +133,10 @@ class EventStore:
         return self._event(stamp, payload) if stamp and payload is not None else None
 
     def page(self, *, after: Stamp | None = None, newest_first: bool = True, limit: int = 50) -> tuple[list[Event], bool]:
-        """Return up to `limit` events after a stamp, and whether there are more.
+        """Return up to `limit` events that follow the stamp `after`, and whether there are more.
 
-        A reader that pages oldest first misses an event that is appended after the read with an earlier stamp, by a process
-        whose clock is behind."""
+        A process whose clock is behind may append an event with a stamp before the end of the last page. A reader that pages
+        oldest first misses this event."""
         records, has_more = self.log.page(after=after, newest_first=newest_first, limit=limit)
         return [self._event(record.stamp, record.payload) for record in records], has_more
 
@@ -158,7 +158,7 @@ def parse_stamp(text: str) -> Stamp | None:
 
 
 def _paginate(records: Sequence[Any], after: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Any], bool]:
-    """Page through records, or tuples that begin with a stamp, given oldest first."""
+    """Return one page of `records`, which begin with a stamp and are sorted oldest first, and whether there are more."""
     ordered = records[::-1] if newest_first else records
     rest = [record for record in ordered if after is None or (record[0] < after if newest_first else record[0] > after)]
     return rest[:limit], len(rest) > limit

@@ -3,23 +3,27 @@
 A record is acknowledged when `append` returns. No crash, compaction or concurrent writer loses an acknowledged record. A crash
 can tear only the append in progress. Keys under the journal's prefix:
 
-    open/<generation>            empty marker of a compaction's start: later appends belong to this generation. Never removed
-    log/<generation>/<writer>    segment with one writer, if the store supports append
-    log/<generation>/<stamp>     otherwise: the records of one append, written once
-    snap/<generation>/<stamp>    all records of the earlier generations, which are obsolete once it exists
+    open/<generation>            empty key, written when a compaction starts: opens the generation for appends. Never removed
+    log/<generation>/<writer>    segment of one writer, on a store that supports append
+    log/<generation>/<stamp>     segment of one append, on a store that does not: written once
+    snap/<generation>/<stamp>    snapshot of the earlier generations; makes their segments and snapshots obsolete
     torn/<stamp>                 unreadable tail of a segment, saved by a compaction for inspection
 
 A record is framed as length, CRC-32 and body. The body starts with the record's stamp: the caller's time, the writer, the
-writer's sequence number. Replay orders records by stamp and returns each stamp once. The order is therefore that of the
+writer's sequence number. Replay orders records by stamp and returns each stamp once. Records are therefore in the order of the
 callers' clocks, and records that one process appended at the same time keep their order.
 
-Several processes append concurrently without a shared lock, because a lock can be held by a crashed machine, or be ineffective
-on a network file system. Instead every writer has its own keys, and a process becomes a new writer after a failed append, so
-that only the last record of a segment can be torn. An append is acknowledged only if its generation is still current after the
-write; otherwise the records are written again to the new generation, with the same stamps. A compaction opens the new
-generation before it reads the old ones: a record that it misses was not acknowledged at that time. Compactions may overlap: one
-that finds after reading that another has finished stops without an effect, and two snapshots of one generation hold the same
-records, which count once."""
+**Concurrent appends.** Several processes append without a shared lock: a crashed machine could hold the lock, and a network
+file system could ignore it. Each writer has its own keys. A process becomes a new writer after a failed append, so that only
+the last record of a segment can be torn.
+
+**Appends during a compaction.** The current generation is the highest open one. An append is acknowledged only if its
+generation is still current after the write; otherwise the records are written again, to the new generation and with the same
+stamps. A compaction opens the new generation before it reads the old ones. If it misses a record, the record is therefore not
+acknowledged, and its append repeats the write.
+
+**Overlapping compactions.** A compaction that finds a newer snapshot after its reads stops without writing one. Two compactions
+of one generation may both write a snapshot; replay reads both, and returns each record once."""
 
 import itertools
 import os
@@ -36,20 +40,21 @@ from typing import NamedTuple
 from sandboxes.storage.base import KeyValueStore, StoreError
 
 RECORD_HEADER = struct.Struct(">II")  # length and CRC-32 of the body
-# The body starts with the stamp. An empty body is invalid, so that a tail of zeros is torn and not a series of records.
+# Layout of the stamp at the start of each body. A body shorter than a stamp is invalid, so that a tail of zeros, which a file
+# system may leave after a crash, counts as torn and not as a series of empty records.
 STAMP_LAYOUT = struct.Struct(">Q8sQ")
 MIN_RECORD_BYTES = RECORD_HEADER.size + STAMP_LAYOUT.size  # a record without payload
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
-MAX_REPLAY_ATTEMPTS = 10  # replays restarted because compactions removed their segments
+MAX_REPLAY_ATTEMPTS = 10  # a compaction that removes segments during a replay makes the replay start again
 
 
 class Stamp(NamedTuple):
-    """Identifier and sort key of a record. Its text form sorts the same way."""
+    """Identifier and sort key of a record. The text forms of stamps sort in the same order."""
 
     micros: int  # microseconds since 1970
     writer: str  # 16 hexadecimal digits
-    number: int
+    number: int  # sequence number of the writer
 
     def __str__(self) -> str:
         return f"{self.micros:018d}-{self.writer}-{self.number:010d}"
@@ -69,7 +74,7 @@ class Stamp(NamedTuple):
 
 
 class Writer:
-    """Identity under which a process appends. A failed append and a fork start a new identity."""
+    """Identity under which a process appends. The identity changes after a failed append and in a forked child."""
 
     def __init__(self) -> None:
         self.start()
@@ -81,7 +86,8 @@ class Writer:
         self.rename()
 
     def rename(self) -> None:
-        self.name = f"{self._process}{next(self._failures) % (1 << 24):06x}"  # sorts after the previous name
+        # The new name sorts after the previous one, so that records of the same time keep their order.
+        self.name = f"{self._process}{next(self._failures) % (1 << 24):06x}"
 
     def stamp(self, now: datetime) -> Stamp:
         return self.stamps(now, 1)[0]
@@ -90,8 +96,8 @@ class Writer:
         name = self.name
         return [Stamp((now - EPOCH) // MICROSECOND, name, next(self._numbers)) for _ in range(count)]
 
-    def lock(self, prefix: str) -> threading.Lock:
-        """Return the lock that serializes appends to one segment between the threads of this process."""
+    def get_lock(self, prefix: str) -> threading.Lock:
+        """Return the lock that serializes the appends of this process to its segment under `prefix`. Prefixes may share it."""
         return self._locks[hash(prefix) % len(self._locks)]
 
 
@@ -115,13 +121,13 @@ class TornTail:
 
 @dataclass
 class ReplayResult:
-    records: list[Record]  # in order
+    records: list[Record]  # in the order of their stamps
     torn: list[TornTail] = field(default_factory=list)
 
 
 @dataclass
 class CompactionResult:
-    """Records dropped by a compaction, and the tails that it could not read."""
+    """Records dropped by a compaction, and the torn tails among its segments."""
 
     dropped: list[Record] = field(default_factory=list)
     torn: list[TornTail] = field(default_factory=list)
@@ -130,8 +136,8 @@ class CompactionResult:
 class Journal:
     """Journal under a key prefix.
 
-    With `sync` an acknowledged record survives a crash of the machine also on the filesystem store. On other stores it always
-    does."""
+    `sync` matters on the filesystem store only: with it an acknowledged record survives a crash of the machine, and not merely
+    of the process."""
 
     def __init__(self, store: KeyValueStore, prefix: str, *, sync: bool = True, writer: Writer = WRITER) -> None:
         self.store, self.prefix, self.sync, self.writer = store, prefix, sync, writer
@@ -139,26 +145,27 @@ class Journal:
     def append(self, *payloads: bytes, now: datetime) -> list[Stamp]:
         """Append records durably, in this order, and return their stamps.
 
-        Raise StoreError; then each record may or may not be stored, but none is torn in a replay."""
+        Raise StoreError. Each of the records is then either stored completely or absent from a replay."""
         if not payloads:
             return []
         with self._append_lock():
             stamps = self.writer.stamps(now, len(payloads))
             frames = b"".join(encode_record(Record(*stamped_payload)) for stamped_payload in zip(stamps, payloads, strict=True))
-            current = self._generation()
+            current = self._find_current_generation()
             while True:
                 generation = current
                 self._write(generation, stamps[0], frames)
-                current = self._generation()
+                current = self._find_current_generation()
                 if current == generation:
                     return stamps
 
     def replay(self) -> ReplayResult:
         """Return every record once, in order. Torn tails of segments are skipped and reported."""
         for _ in range(MAX_REPLAY_ATTEMPTS):
-            # Segments are listed before snapshots: a segment removed since is contained in a snapshot of the second listing.
-            segments = self._list_generations("log")
-            snapshots = self._list_generations("snap")
+            # Segments are listed before snapshots: a segment that was removed before the second listing is contained in a
+            # snapshot of that listing. A later removal makes `_read` return None.
+            segments = self._list_keys("log")
+            snapshots = self._list_keys("snap")
             base = max(snapshots.values(), default=0)
             kept = [key for key, generation in (segments | snapshots).items() if generation >= base]
             if result := self._read(kept):
@@ -168,28 +175,28 @@ class Journal:
     def compact(self, keep: Callable[[list[Record]], Iterable[Record]] | None = None) -> CompactionResult | None:
         """Write one snapshot of the records that `keep` selects (None: all), and remove the older segments and snapshots.
 
-        Return None, without a change, if another compaction was first. After a crash the next compaction completes the work."""
-        generation = self._generation() + 1
+        Return None, without a snapshot, if another compaction was first. The next compaction completes an interrupted one."""
+        generation = self._find_current_generation() + 1
         self.store.set(f"{self.prefix}/open/{generation:08d}", b"")
-        snapshots = self._list_generations("snap")
+        snapshots = self._list_keys("snap")
         base = max(snapshots.values(), default=0)
         older = [
             key
-            for key, generation_of_key in (self._list_generations("log") | snapshots).items()
+            for key, generation_of_key in (self._list_keys("log") | snapshots).items()
             if base <= generation_of_key < generation
         ]
         result = self._read(older)
-        if result is None or base >= generation or max(self._list_generations("snap").values(), default=0) > base:
+        if result is None or base >= generation or max(self._list_keys("snap").values(), default=0) > base:
             return None
         for torn in result.torn:
             self.store.set(f"{self.prefix}/torn/{self.writer.stamp(EPOCH)}", torn.tail)
         kept = result.records if keep is None else [*keep(result.records)]
         snapshot = b"".join(encode_record(record) for record in kept)
         self.store.set(f"{self.prefix}/snap/{generation:08d}/{self.writer.stamp(EPOCH)}", snapshot)
-        # A record appended too late to be read was not acknowledged, and is written again to the new generation.
+        # May remove a record that was appended after the read. Its append is not acknowledged yet, and repeats the write.
         obsolete = [
             key
-            for key, generation_of_key in (self._list_generations("log") | self._list_generations("snap")).items()
+            for key, generation_of_key in (self._list_keys("log") | self._list_keys("snap")).items()
             if generation_of_key < generation
         ]
         self.store.remove_many(obsolete)
@@ -197,7 +204,7 @@ class Journal:
         return CompactionResult([record for record in result.records if record.stamp not in kept_stamps], result.torn)
 
     def _append_lock(self) -> AbstractContextManager[object]:
-        return self.writer.lock(self.prefix) if self.store.supports_append else nullcontext()
+        return self.writer.get_lock(self.prefix) if self.store.supports_append else nullcontext()
 
     def _write(self, generation: int, first: Stamp, frames: bytes) -> None:
         log = f"{self.prefix}/log/{generation:08d}"
@@ -207,14 +214,14 @@ class Journal:
         try:
             self.store.append(f"{log}/{first.writer}", frames, sync=self.sync)
         except BaseException:
-            self.writer.rename()  # the segment may end in a torn record, which must stay the last
+            self.writer.rename()  # the segment may end in a torn record; a later append would be unreadable behind this record
             raise
 
-    def _generation(self) -> int:
+    def _find_current_generation(self) -> int:
         return max((int(key.rpartition("/")[2]) for key in self.store.list(f"{self.prefix}/open/")), default=0)
 
-    def _list_generations(self, kind: str) -> dict[str, int]:
-        """Return the keys of segments (`log`) or snapshots (`snap`) with their generation."""
+    def _list_keys(self, kind: str) -> dict[str, int]:
+        """Return the generation of each segment (`log`) or snapshot (`snap`), by key."""
         return {key: int(key.split("/")[-2]) for key in self.store.list(f"{self.prefix}/{kind}/")}
 
     def _read(self, keys: Sequence[str]) -> ReplayResult | None:

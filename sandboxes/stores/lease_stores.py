@@ -1,8 +1,8 @@
-"""Stores of a lease besides its files: chat history, artifacts, audit log, session index.
+"""Chat history, artifacts, audit log and session index of a lease.
 
-All keys are under `stores/<did>/<lease>/`:
+All keys are under `stores/<did>/<lease>/`. `<stamp>` is `journal.Stamp`:
 
-    chat, audit      events in the order of their stamps (see journal); an event is never changed
+    chat, audit      events in the order of their stamps; an event is never changed
         standard:    events/<stamp>.<size>
         journaled:   journal/…
     artifacts        content/<stamp>.<size>, and an index of the current versions. Write order: new content, index, removal of
@@ -11,13 +11,13 @@ All keys are under `stores/<did>/<lease>/`:
         journaled:   journal/…
     sessions         <session id>: one small document each, overwritten in place
 
-Standard mode uses one key per event and artifact. No value is read to be modified, and only session keys are written more than
-once, so stores that accept one write per second and key are supported. Journaled mode appends. Entries stored in one mode are
-not visible in the other; they are removed with their lease.
+Standard mode has one key per event and per version of an artifact. No value is read in order to be modified, and only session
+keys are written more than once. Journaled mode appends records to journals. An entry is visible in the mode in which it was
+stored; entries of both modes are removed with their lease.
 
-Every read queries the store, so several control planes on one store see each other's writes. The exception is Cloudflare KV,
-with up to a minute of delay: a listing may lack new keys and a session may be outdated. It also rejects a second write of a
-session within a second, which raises StoreError here."""
+Nothing is cached: processes on one store see each other's writes at once. The exception is Cloudflare KV, with a delay of up to
+a minute: a listing may lack new keys, and a session may be outdated. Cloudflare KV also accepts one write per second of a key,
+so a second write of a session within a second raises StoreError."""
 
 import json
 import re
@@ -50,8 +50,8 @@ from sandboxes.stores.limits import (
 log = structlog.get_logger(__name__)
 KEY_PREFIX = "stores/"
 OWNER_PATTERN = re.compile(rf"{KEY_PREFIX}([^/]+)/([0-9a-f]{{32}})/")
-PRUNE_MIN_BYTES, PRUNE_MIN_KEYS = 1 << 20, 64  # the sweep skips live leases below both
-LEASE_BATCH_SIZE = 100  # leases per call of `find_ended`
+PRUNE_MIN_BYTES, PRUNE_MIN_KEYS = 1 << 20, 64  # the sweep skips a live lease that exceeds neither
+LEASE_BATCH_SIZE = 100  # leases per call of `prune_stores(find_ended=…)`
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Session:
 
 
 class SessionStore:
-    """One small JSON document per session id. The last writer wins."""
+    """Session index of a lease: one small JSON document per session id. The last writer wins."""
 
     def __init__(self, store: KeyValueStore, prefix: str, limits: StoreLimits = DEFAULT_LIMITS) -> None:
         self.store, self.prefix, self.limits = store, prefix, limits
@@ -99,7 +99,7 @@ class SessionStore:
             for session_id in self._ids()
             if (session := self.read(session_id))
         )
-        removable = sessions[: bounds.surplus([(at, size) for at, size, _ in sessions])]
+        removable = sessions[: bounds.count_surplus([(at, size) for at, size, _ in sessions])]
         self.store.remove_many([f"{self.prefix}/{session_id}" for _, _, session_id in removable])
         return PruneResult.from_sizes(size for _, size, _ in removable)
 
@@ -148,15 +148,15 @@ class LeaseStores:
 
 
 def open_stores(did: str, lease: UUID) -> LeaseStores:
-    """Open the stores of a lease as configured."""
+    """Open the stores of a lease, in the configured storage mode."""
     return _open_stores(storage.get_store(), did, lease)
 
 
 def prune_stores(*, now: datetime, find_ended: Callable[[Sequence[UUID]], Collection[UUID]]) -> PruneResult:
     """Remove the stores of ended leases, and the oldest entries above the limits from the stores of other leases.
 
-    Lists the whole store. `find_ended` is called with batches of leases, and returns those whose stores may be removed. A
-    failure is recorded in the result and does not stop the sweep."""
+    Lists all stores. `find_ended` takes a batch of leases and returns those whose stores are to be removed. A failure is
+    recorded in the result and does not stop the sweep."""
     store, pruned = storage.get_store(), PruneResult()
     for (did, lease), entries, is_ended in _mark_ended(_group_by_lease(store), find_ended):
         try:
@@ -199,6 +199,6 @@ def _mark_ended(
 
 
 def _entry_size(entry: Entry) -> int:
-    """Return the size in bytes of an entry; if the store does not list sizes, the one in its key."""
+    """Return the size in bytes of an entry: as listed by the store, else as in the entry's key, else 0."""
     match = re.search(r"\.([0-9]+)\Z", entry.key)
     return entry.size if entry.size is not None else int(match[1]) if match else 0

@@ -19,7 +19,7 @@ MEDIA_TYPE_PATTERN = (
     rf"{_TOKEN_PATTERN}/{_TOKEN_PATTERN}"
     rf'(?: ?; ?{_TOKEN_PATTERN}=(?:{_TOKEN_PATTERN}|"[A-Za-z0-9!#$&^_.+:/ -]{{0,100}}")){{0,4}}'
 )
-ORPHAN_GRACE_PERIOD = timedelta(hours=1)  # older unreferenced content has no writer that could still reference it
+ORPHAN_GRACE_PERIOD = timedelta(hours=1)  # longer than the time between the upload of content and its index entry
 COMPACTION_MIN_SEGMENTS = 16  # journals with fewer segments are not compacted
 
 
@@ -42,28 +42,28 @@ DEFAULT_LIMITS = StoreLimits()
 
 @dataclass(frozen=True)
 class RetentionBounds:
-    """Retention limits; None means unlimited."""
+    """Retention limits of a store. None means unlimited."""
 
     since: datetime | None = None
     max_count: int | None = None
     max_total_bytes: int | None = None
 
-    def surplus(self, present: Sequence[tuple[datetime, int]]) -> int:
-        """Return how many entries to remove from the front. `present` has the time and size in bytes of each, oldest first."""
-        count, size = len(present), sum(size for _, size in present)
-        for index, (at, entry_size) in enumerate(present):
+    def count_surplus(self, entries: Sequence[tuple[datetime, int]]) -> int:
+        """Return the number of oldest entries to remove. `entries` are pairs of time and size in bytes, oldest first."""
+        count, size = len(entries), sum(size for _, size in entries)
+        for index, (at, entry_size) in enumerate(entries):
             too_old = self.since is not None and at < self.since
             too_many = self.max_count is not None and count > self.max_count
             too_large = self.max_total_bytes is not None and size > self.max_total_bytes
             if not (too_old or too_many or too_large):
                 return index
             count, size = count - 1, size - entry_size
-        return len(present)
+        return len(entries)
 
 
 @dataclass
 class PruneResult:
-    """Number and size of the removed entries, and one line for each lease that failed."""
+    """Number and size of the removed entries, and an error message for each lease whose stores could not be pruned."""
 
     count: int = 0
     size: int = 0  # bytes
@@ -88,7 +88,7 @@ def encode_json(document: Mapping[str, Any]) -> bytes:
 
 
 def parse_stamped_key(key: str) -> tuple[Stamp, int]:
-    """Return the stamp and the size in bytes from the last element of a key."""
+    """Parse the last element of a key, `<stamp>.<size>`. Return the stamp and the size in bytes."""
     stamp, _, size = key.rpartition("/")[2].partition(".")
     return Stamp.parse(stamp), int(size)
 
@@ -99,7 +99,7 @@ def count_segments(journal: Journal) -> int:
 
 
 def compact_journal(journal: Journal, keep: Callable[[list[Record]], list[Record]]) -> list[Record]:
-    """Compact a journal and return the dropped records; none if a concurrent compaction was first. Torn tails are logged."""
+    """Compact a journal, log its torn tails, and return the dropped records; none if a concurrent compaction was first."""
     result = journal.compact(keep)
     for torn in result.torn if result else ():
         log.warning("torn record", key=torn.key, offset=torn.offset, bytes=len(torn.tail))

@@ -1,10 +1,10 @@
-"""Check that the database, the store and the state directory belong to the same installation and the same history.
+"""Marks of the installation in its store and its state directory: detection of a restored or copied database.
 
-The prune and reconcile sweeps delete objects and sandboxes that the database does not know. A database restored from a backup,
-or a copy of it in another environment, does not know the newest state. Therefore a generation that only increases is stored in
-the database and, after it, as a mark in the store and in the state directory. A mark of another installation, or one with a
-higher generation than the database's, was written by another database: destructive sweeps are then refused until an operator
-confirms (`manage.py installation confirm`)."""
+The prune and reconcile sweeps delete objects and sandboxes that have no row. A database that was restored from a backup or
+copied to another environment lacks the newest rows. Each minute a sweep therefore increases a generation in the database, and
+then writes it as a mark to the store and to the state directory. A mark of another installation, or with a higher generation
+than the database's, was written by another database or by a later state of this one. Destructive sweeps are then refused until
+an operator confirms (`manage.py installation confirm`)."""
 
 import json
 import os
@@ -40,18 +40,18 @@ def get_installation() -> Installation:
 
 
 def has_recorded_mismatch() -> bool:
-    """Return whether the last check found a mismatch. One query, without a call to the store."""
+    """Return whether the last check found a mismatch, in one query and without a call to the store."""
     return Installation.objects.filter(pk=1).exclude(mismatch="").exists()
 
 
 def find_mismatch() -> str:
-    """Return the reason why the store or the state directory does not belong to this database, or "". Stores it in the row.
+    """Return the reason why the store or the state directory does not belong to this database, or "". Stores the reason.
 
     A missing mark in the store is a mismatch, unless this installation was never marked. A missing mark in the state directory
     is not: a new host has none. Raises StoreError if the store does not respond or the state directory cannot be read."""
-    was_marked = get_installation().generation > 0  # before the marks: another worker may write the first one in between
+    was_marked = get_installation().generation > 0  # read before the marks: another worker may write the first mark meanwhile
     marks = (("store", read_store_mark()), ("state directory", read_directory_mark()))
-    row = get_installation()  # after the marks: another host may increase the generation and write a mark in between
+    row = get_installation()  # read after the marks: another host may increase the generation and write a mark meanwhile
     reasons = []
     for place, mark in marks:
         if mark is None:
@@ -73,7 +73,7 @@ def find_mismatch() -> str:
 
 
 def mark_places(*, now: datetime) -> SweepResult:
-    """Sweep: increase the generation, and write it to the store and the state directory. Refused after a mismatch."""
+    """Increase the generation and write it to the store and the state directory, unless there is a mismatch. A sweep."""
     result = SweepResult()
     if mismatch := find_mismatch():
         result.failures.append(mismatch)
@@ -98,9 +98,9 @@ def run_destructive(sweep: Callable[[], SweepResult]) -> SweepResult:
 
 
 def confirm(*, now: datetime, actor: str) -> Installation:
-    """Accept the present store and state directory as those of this database. Destructive sweeps run again.
+    """Accept the present store and state directory as those of this database, so that destructive sweeps run again.
 
-    The generation becomes higher than every mark, so that another copy of the database is refused from now on."""
+    The generation becomes higher than every mark: another copy of the database is refused from now on."""
     marks = [mark for mark in (read_store_mark(), read_directory_mark()) if mark]
     row = get_installation()
     highest = max([row.generation, *(mark.generation for mark in marks)])
@@ -111,12 +111,12 @@ def confirm(*, now: datetime, actor: str) -> Installation:
 
 
 def read_store_mark() -> Mark | None:
-    """Return the mark in the store. Raises StoreError, also if the mark is unreadable."""
+    """Return the mark in the store, or None. Raises StoreError, also if the mark is malformed."""
     return _parse_mark(get_store().get(MARK_NAME), get_store().name)
 
 
 def read_directory_mark() -> Mark | None:
-    """Return the mark in the state directory. Raises StoreError if the mark is unreadable."""
+    """Return the mark in the state directory, or None. Raises StoreError if the mark cannot be read or is malformed."""
     try:
         content = _get_mark_path().read_bytes()
     except FileNotFoundError:
@@ -137,9 +137,10 @@ def _parse_mark(content: bytes | None, place: str) -> Mark | None:
 
 
 def _write_marks(*, now: datetime) -> None:
-    """Increase the generation in the database first: a crash in between leaves older marks, which are accepted.
+    """Increase the generation in the database, then write the marks.
 
-    Before the first increase the store therefore gets a mark of generation 0."""
+    A crash in between leaves older marks, which are accepted. It must not leave a store without a mark, which is a mismatch
+    once the generation is above 0: before its first increase the store gets a mark of generation 0."""
     row = get_installation()
     if not row.generation:
         get_store().set(MARK_NAME, _format_mark(row))

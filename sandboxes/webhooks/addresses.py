@@ -3,7 +3,7 @@
 from ipaddress import IPv4Address, IPv6Address, ip_network
 
 Address = IPv4Address | IPv6Address
-# Cloud metadata services outside the link-local range: these services return the credentials of this machine.
+# Cloud metadata services outside the link-local range. These services give out the credentials of this machine.
 CLOUD_METADATA_NETWORKS = [
     ip_network(net) for net in ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254")
 ]

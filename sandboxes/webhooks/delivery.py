@@ -26,24 +26,26 @@ from sandboxes.webhooks import subscriptions
 from sandboxes.webhooks.post_result import PostResult
 
 log = structlog.get_logger(__name__)
-# An attempt takes at most http_post.TIMEOUT_SECONDS and two short transactions. Afterwards its worker counts as dead.
+# A claimed delivery is due again after CLAIM_TIMEOUT: its worker has died, because an attempt takes at most
+# http_post.TIMEOUT_SECONDS and two short transactions.
 CLAIM_TIMEOUT = timedelta(minutes=2)
 INITIAL_BACKOFF, MAX_BACKOFF = timedelta(seconds=5), timedelta(hours=6)  # between two attempts
-# A delivery is given up after a failed attempt if it is older than RETRY_WINDOW and has had MIN_ATTEMPTS attempts. The second
-# condition covers a worker that was down for most of the window.
+# A delivery is abandoned after a failed attempt if it is older than RETRY_WINDOW and has had MIN_ATTEMPTS attempts. The number
+# of attempts matters if the worker was down for most of the window.
 RETRY_WINDOW = timedelta(days=3)
 MIN_ATTEMPTS = 10
-PASS_TIME_LIMIT = timedelta(seconds=30)  # of one pass
-HTTP_GONE = 410  # the receiver wants no further events
+PASS_TIME_LIMIT = timedelta(seconds=30)  # of one call of deliver_due, after which no further attempt begins
+HTTP_GONE = 410  # Standard Webhooks: the receiver asks to disable the webhook
 
 
 # --- the sweep ------------------------------------------------------------------------------------------------------
 
 
 def deliver_due(*, now: datetime) -> SweepResult:
-    """Attempt due deliveries, oldest first, for the webhook that has used the least time of this pass.
+    """Attempt due deliveries for up to PASS_TIME_LIMIT.
 
-    A slow webhook does not delay the others. A webhook whose attempt fails is skipped until the next pass."""
+    The next attempt is the oldest due delivery of the webhook whose attempts have taken the least time in this pass, so that a
+    slow receiver does not delay the others. After a failed attempt a webhook is skipped until the next pass."""
     result, clock = SweepResult(), clock_from(now)
     time_used: dict[uuid.UUID, timedelta] = {}
     skipped: set[uuid.UUID] = set()
@@ -54,7 +56,7 @@ def deliver_due(*, now: datetime) -> SweepResult:
         webhook = min(due, key=lambda pk: time_used.get(pk, timedelta(0)))
         try:
             outcome = deliver_next(webhook, now=started)
-        except Exception as failed:  # a bug triggered by one event must not stop the others
+        except Exception as failed:  # a bug that one event triggers must not stop the deliveries of the other webhooks
             log.exception("delivery failed", webhook=str(webhook))
             result.failures.append(f"{webhook}: {type(failed).__name__}: {failed}")
             outcome = ""
@@ -79,7 +81,7 @@ def find_due_webhooks(*, now: datetime) -> QuerySet[Webhook]:
 
 
 def find_due_deliveries(*, now: datetime) -> QuerySet[Delivery]:
-    """Return due deliveries, disabled webhooks included. A delivery whose worker has passed its deadline is due again."""
+    """Return due deliveries, also of disabled webhooks. Includes claimed deliveries whose CLAIM_TIMEOUT has passed."""
     return Delivery.objects.filter(due_at__lte=now)
 
 
@@ -138,23 +140,24 @@ def build_body(event: Event) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def build_headers(pk: uuid.UUID, body: bytes, secrets: Sequence[bytes], *, now: datetime) -> dict[str, str]:
+def build_headers(event_id: uuid.UUID, body: bytes, secrets: Sequence[bytes], *, now: datetime) -> dict[str, str]:
     timestamp = str(int(now.timestamp()))
-    signed = b".".join((str(pk).encode(), timestamp.encode(), body))
+    signed = b".".join((str(event_id).encode(), timestamp.encode(), body))
     signatures = (base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode() for secret in secrets)
     return {
         "Content-Type": "application/json",
         "User-Agent": "Leasehold",
-        "webhook-id": str(pk),
+        "webhook-id": str(event_id),
         "webhook-timestamp": timestamp,
         "webhook-signature": " ".join(f"v1,{signature}" for signature in signatures),
     }
 
 
 def record_result(delivery: Delivery, result: PostResult, *, now: datetime) -> str:
-    """Record the result of an attempt, and disable the webhook after status 410 or RETRY_WINDOW without a success.
+    """Record the result of an attempt. Returns the outcome, as deliver_next does; "lost race" if the claim is no longer valid.
 
-    Returns the outcome, as deliver_next does; "lost race" if the claim is no longer valid."""
+    Disables the webhook after status 410, or if the delivery of a real event is abandoned and no other delivery has succeeded
+    within RETRY_WINDOW."""
     exhausted = delivery.tries >= MIN_ATTEMPTS and now >= delivery.asked_at + RETRY_WINDOW
     final = delivery.event.kind == EventType.TEST or exhausted
     attempt = {"last_status": result.status, "last_error": result.error[:300]}
@@ -168,7 +171,7 @@ def record_result(delivery: Delivery, result: PostResult, *, now: datetime) -> s
         )
         changes = {"due_at": now + wait}
     with transaction.atomic(durable=True):
-        # The webhook's row first: resume and remove lock in the same order.
+        # Updates the webhook before its delivery: `resume_webhook` and `remove_webhook` lock the rows in the same order.
         webhook = Webhook.objects.filter(pk=delivery.webhook_id)
         webhook.update(last_at=now, **attempt, **({} if result.error else {"last_delivered_at": now}))
         if not Delivery.objects.filter(pk=delivery.pk, claim=delivery.claim).update(claim=None, **changes, **attempt):

@@ -1,8 +1,8 @@
 """HTTP POST to a configured URL, protected against server-side request forgery and slow receivers.
 
-The host name is resolved once and the connection uses exactly the checked addresses, so DNS rebinding has no effect.
-Redirects are not followed, and proxies of the environment are not used. Only the status and the Retry-After header of the
-response are read."""
+The host name is resolved once, and the connection uses exactly the checked addresses: DNS rebinding has no effect. Redirects
+are not followed, and proxy settings of the environment are ignored. Only the status and the Retry-After header of the response
+are read."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ def post(
     """Send a POST and return the result. Failures are results, not exceptions. `internal` allows private addresses."""
     deadline = time.monotonic() + timeout
     try:
-        destination = yarl.URL(url, encoded=True)  # one parse result for the check and the connection
+        destination = yarl.URL(url, encoded=True)  # parsed once, so that the check and the connection have the same host
         host = destination.host or ""
         addresses = _resolve(host, timeout)
         for address in addresses:
@@ -61,7 +61,7 @@ def post(
 
 
 def _resolve(host: str, timeout: float) -> list[Address]:
-    """Return all addresses of a host name. getaddrinfo has no timeout, so it runs in its own thread."""
+    """Return all addresses of a host name. getaddrinfo has no timeout and therefore runs in its own thread."""
     results: SimpleQueue[Any] = SimpleQueue()
 
     def resolve() -> None:
@@ -102,12 +102,12 @@ class _PinnedResolver(AbstractResolver):
 async def _post(
     destination: yarl.URL, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float
 ) -> PostResult:
-    trust = (
+    ssl_context = (
         _load_ssl_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
         if destination.scheme == "https"
         else False
     )
-    connector = aiohttp.TCPConnector(resolver=_PinnedResolver(addresses), ssl=trust, force_close=True)
+    connector = aiohttp.TCPConnector(resolver=_PinnedResolver(addresses), ssl=ssl_context, force_close=True)
     async with (
         asyncio.timeout(timeout),
         aiohttp.ClientSession(
@@ -121,9 +121,10 @@ async def _post(
 
 @cache
 def _load_ssl_context(*locations: str | None) -> ssl.SSLContext:
-    """Return a context with OpenSSL's trust store. OpenSSL reads SSL_CERT_FILE and SSL_CERT_DIR itself.
+    """Return a context with OpenSSL's trust store, which SSL_CERT_FILE and SSL_CERT_DIR may replace.
 
-    Cached by the values of both variables, because loading the trust store takes longer than a request."""
+    OpenSSL reads both variables itself. `locations` are their values, as the cache key: loading the trust store takes longer
+    than a request."""
     return ssl.create_default_context()
 
 

@@ -1,4 +1,4 @@
-"""Transactional outbox: events are inserted in the transaction of the fact, then sent by sandboxes.webhooks.delivery."""
+"""Transactional outbox: events are inserted in the transaction of their fact. sandboxes.webhooks.delivery sends them."""
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -13,14 +13,14 @@ from sandboxes.hosts import queues
 from sandboxes.models.webhooks import ENABLED, Delivery, Event, EventType, Webhook
 
 EVENT_RETENTION = timedelta(days=30)  # of events and their deliveries
-MAX_QUEUED_TASKS = 100  # above this backlog the scheduled sweep delivers
+MAX_QUEUED_TASKS = 100  # with a larger backlog no task is added, and the scheduled sweep delivers
 
 
 def enqueue_event(kind: str, *, key: str, payload: Mapping[str, Any], now: datetime) -> Event | None:
-    """Insert an event and one delivery for each subscribed webhook. Return None if the event exists.
+    """Insert an event and one delivery for each subscribed webhook. Return None if the event exists already.
 
-    Called in the transaction of the fact. `key` identifies the event within its kind; `payload` is sent to receivers and
-    must not contain secrets."""
+    Call it in the transaction of the fact. `key` identifies the event within its kind. `payload` is sent to receivers and must
+    not contain secrets."""
     event = Event(kind=EventType(kind).value, key=key, payload=dict(payload), at=now)
     with transaction.atomic(savepoint=False):
         if not sql.insert_if_absent(event):

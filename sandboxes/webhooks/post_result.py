@@ -6,8 +6,8 @@ from datetime import timedelta
 
 @dataclass(frozen=True)
 class PostResult:
-    """Status of the response, or the error if there was no response. `error` is also set for a status outside 200 to 299."""
+    """Status of the response, and the error of a failed POST."""
 
-    status: int | None = None
-    error: str = ""  # "" on success
+    status: int | None = None  # None without a response
+    error: str = ""  # "" after a status from 200 to 299
     retry_after: timedelta = timedelta(0)

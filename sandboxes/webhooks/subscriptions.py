@@ -22,7 +22,9 @@ ROTATION_OVERLAP = timedelta(hours=24)  # both secrets sign during the overlap
 def add_webhook(
     url: str, kinds: Sequence[str] = (), *, now: datetime, actor: str = "", description: str = "", internal: bool = False
 ) -> tuple[Webhook, str]:
-    """Add a webhook for the given event types (none: all). Return it and the only copy of its secret. Raise ValidationError."""
+    """Add a webhook for some event types, by default for all. Return the webhook and the only copy of its secret.
+
+    Raise ValidationError."""
     webhook = Webhook(url=url, kinds=list(kinds), description=description, internal=internal, created_at=now, created_by=actor)
     webhook.full_clean(exclude=["sealed"], validate_constraints=False)
     sealed, secret = _generate_secret(webhook.pk)
@@ -35,7 +37,7 @@ def add_webhook(
 def rotate_secret(webhook: Webhook, *, now: datetime, actor: str = "") -> str | None:
     """Generate a new secret and return its only copy. The previous secret also signs for ROTATION_OVERLAP.
 
-    Return None if the webhook was removed, or rotated since it was read."""
+    Return None if the webhook was removed, or if its secret was rotated since `webhook` was read."""
     sealed, secret = _generate_secret(webhook.pk)
     rotated = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, sealed=webhook.sealed).update(
         sealed=sealed, sealed_before=webhook.sealed, before_until=now + ROTATION_OVERLAP
@@ -46,7 +48,9 @@ def rotate_secret(webhook: Webhook, *, now: datetime, actor: str = "") -> str | 
 
 
 def pause_webhook(pk: UUID, *, actor: str = "") -> bool:
-    """Pause a webhook: no new deliveries, and pending deliveries wait. Return False if it was paused or removed before."""
+    """Pause a webhook: later events create no delivery for it, and pending deliveries wait.
+
+    Return False if the webhook was paused or removed before."""
     paused = Webhook.objects.filter(NOT_REMOVED, pk=pk, active=True).update(active=False)
     if paused:
         log.info("webhook paused", webhook=str(pk), actor=actor)
@@ -54,7 +58,9 @@ def pause_webhook(pk: UUID, *, actor: str = "") -> bool:
 
 
 def resume_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
-    """Resume a paused or disabled webhook, and make its pending deliveries due now. Return False if the webhook was active."""
+    """Resume a paused or disabled webhook, and make its pending deliveries due now.
+
+    Return False if the webhook was active already, or was removed."""
     stopped = Q(active=False) | Q(disabled_at__isnull=False)
     with transaction.atomic():
         resumed = Webhook.objects.filter(NOT_REMOVED & stopped, pk=pk).update(active=True, disabled_at=None)
@@ -70,7 +76,7 @@ def resume_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
 def remove_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
     """Remove a webhook: delete its secret and abandon pending deliveries. Return False if the webhook was removed before.
 
-    The row and its deliveries stay: a concurrent transaction may be inserting a delivery that refers to it."""
+    The rows of the webhook and its deliveries stay: a concurrent transaction may be inserting a delivery of this webhook."""
     with transaction.atomic():
         removed = Webhook.objects.filter(NOT_REMOVED, pk=pk).update(
             removed_at=now, sealed=None, sealed_before=None, before_until=None, active=False
@@ -83,12 +89,12 @@ def remove_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
 
 
 def abandon_deliveries(webhook: UUID, *, now: datetime) -> None:
-    """Abandon all pending deliveries of a webhook. Called in the transaction that disables or removes it."""
+    """Abandon all pending deliveries of a webhook. Called in the transaction that disables or removes the webhook."""
     Delivery.objects.filter(webhook=webhook, due_at__isnull=False).update(due_at=None, claim=None, given_up_at=now)
 
 
 def load_signing_secrets(webhook: Webhook, *, now: datetime) -> list[bytes]:
-    """Return the valid secrets, newest first. Raise encryption.DecryptionFailed if no configured key decrypts one."""
+    """Return the valid secrets, newest first. Raise encryption.DecryptionFailed if no configured key decrypts one of them."""
     sealed = [webhook.sealed]
     if webhook.before_until and now < webhook.before_until:
         sealed.append(webhook.sealed_before)
@@ -96,21 +102,21 @@ def load_signing_secrets(webhook: Webhook, *, now: datetime) -> list[bytes]:
 
 
 def reencrypt_secrets(*, now: datetime) -> encryption.ReencryptionResult[Webhook]:
-    """Encrypt every secret under the first encryption key, so that the others can be removed. Idempotent."""
+    """Encrypt every secret under the first encryption key, so that the other keys can be removed. Idempotent."""
     result: encryption.ReencryptionResult[Webhook] = encryption.ReencryptionResult()
     for webhook in Webhook.objects.filter(NOT_REMOVED):
         row = _encryption_context(webhook.pk)
         try:
-            secret, newest = encryption.decrypt(bytes(webhook.sealed or b""), row=row)
-            changes: dict[str, bytes | None] = {} if newest else {"sealed": encryption.encrypt(secret, row=row)}
+            secret, is_current = encryption.decrypt(bytes(webhook.sealed or b""), row=row)
+            changes: dict[str, bytes | None] = {} if is_current else {"sealed": encryption.encrypt(secret, row=row)}
             if webhook.sealed_before:
-                before, newest = encryption.decrypt(bytes(webhook.sealed_before), row=row)
+                before, is_current = encryption.decrypt(bytes(webhook.sealed_before), row=row)
                 overlap_ended = webhook.before_until is None or webhook.before_until <= now
                 changes |= (
                     {"sealed_before": None}
                     if overlap_ended
                     else {}
-                    if newest
+                    if is_current
                     else {"sealed_before": encryption.encrypt(before, row=row)}
                 )
         except encryption.DecryptionFailed:

@@ -1,6 +1,7 @@
 """Ingestion of nginx's access log, one JSON line per request, matched to call rows by request id.
 
-The log covers requests that have no row: those refused by nginx. It also reveals calls whose server process died."""
+The log has requests without a row: those that nginx refused. It also shows which open calls belong to a server process that
+died."""
 
 import json
 import re
@@ -28,7 +29,7 @@ REFUSAL_CODES = {
 }  # fmt: skip
 MAX_REFUSED_ROWS_PER_HOUR = 100  # per sandbox
 PADDED_STATUS_PATTERN = re.compile(r'("status": ?)0+(?=\d)')  # nginx pads a status below 100 with zeros: invalid JSON
-CLOSE_GRACE_PERIOD = timedelta(seconds=60)  # after the end of a request, for the server to settle its row
+CLOSE_GRACE_PERIOD = timedelta(seconds=60)  # after the end of a request, for the server to settle the row
 MAX_LOG_BYTES = 32 << 20  # size at which the log is rotated
 HOUR = timedelta(hours=1)
 
@@ -64,9 +65,9 @@ def find_abandoned(*, now: datetime) -> QuerySet[LlmCall]:
 def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
     """Apply lines inside the transaction that advances the file position. Return counts.
 
-    A request without a row is inserted immediately. After an early disconnect the server may be about to insert the same row.
-    The call id is unique and the server inserts before it forwards, so if the log comes first the server refuses the call, and
-    if the server comes first the insert here is ignored."""
+    A request without a row is inserted at once, although the server may be about to insert the same row after an early
+    disconnect of the client. The call id is unique, and the server inserts before it forwards. If the insert here is first, the
+    server refuses the call; if the server's is first, the insert here is ignored."""
     parsed = [parse_line(line) for line in lines]
     lines_by_call = {line.call_id: line for line in parsed if line and not (line.uri == MODELS_PATH and line.status == 200)}
     counts = Counter(malformed=parsed.count(None))
@@ -83,7 +84,7 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
 
 
 def _build_rows(lines: list[AccessLogLine], counts: Counter[str]) -> list[LlmCall]:
-    """Build rows for requests without one. Refusals are limited per sandbox: an agent can provoke any number of them."""
+    """Build rows for requests without one. Refusals are limited per sandbox, because an agent can cause any number of them."""
     find_sandbox = _build_sandbox_lookup(lines)
     remaining: dict[tuple[Any, datetime], int] = {}
     rows = []
@@ -111,8 +112,8 @@ def _build_rows(lines: list[AccessLogLine], counts: Counter[str]) -> list[LlmCal
 def _build_sandbox_lookup(lines: list[AccessLogLine]) -> Callable[[AccessLogLine], Sandbox | None]:
     """Return a function that finds the sandbox that held a request's slot at the time of the request.
 
-    A sandbox that has become cold since has no slot: the few requests that nginx refused to it and that were not read before,
-    within a minute, are stored without a sandbox."""
+    A sandbox that has become cold since has no slot any more. Its last refused requests, of up to a minute before, are then
+    stored without a sandbox."""
     slots: dict[int, list[tuple[datetime, Sandbox]]] = {}
     for sandbox in Sandbox.objects.filter(slot__in={line.slot for line in lines}):
         slots.setdefault(sandbox.slot or 0, []).append((sandbox.slot_since or sandbox.created_at, sandbox))
@@ -145,7 +146,7 @@ def _build_row(line: AccessLogLine, sandbox: Sandbox | None) -> LlmCall:
 
 
 def parse_line(line: bytes) -> AccessLogLine | None:
-    """Parse one line. Return None if it is malformed. URI, sizes and timing are controlled by a sandbox."""
+    """Parse one line. Return None if the line is malformed: a sandbox controls the URI, the sizes and the timing in it."""
     try:
         fields = json.loads(PADDED_STATUS_PATTERN.sub(r"\1", line.decode(errors="replace")), parse_float=Decimal)
         ended_at = datetime.fromtimestamp(_parse_number(fields["at"], 1 << 33), UTC)
@@ -182,10 +183,13 @@ def _clean_text(text: str) -> str:
 def rotate_log(path: Path, reopen: Callable[[], object], *, now: datetime, max_bytes: int = MAX_LOG_BYTES) -> bool:
     """Rotate the log once it exceeds `max_bytes`. Return whether a new log was started.
 
-    1. Rename the log. 2. Call `reopen`, which makes nginx open its log by name; it may be called repeatedly. 3. Delete the
-    renamed log in a later call, once it is completely ingested. Safe to stop at any step and to repeat."""
+    1. Rename the log.
+    2. Call `reopen`, which makes nginx open a new log by name. May be called repeatedly.
+    3. In a later call, delete the renamed log once it is ingested completely.
+
+    Safe to stop at any step and to repeat."""
     old = path.with_name(f"{path.name}.1")
-    collect_access_log(path, now)  # creates the read position: without one the renamed file would never be read
+    collect_access_log(path, now)  # creates the read position, without which the renamed file would never be read
     if old.exists():
         reopen()  # the process that renamed the log may have died before reopening it
         checkpoint("log reopened", path)

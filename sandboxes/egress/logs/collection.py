@@ -11,19 +11,13 @@ from sandboxes.egress.logs import access_log, upstream_records
 from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
-FAILURE_COUNTERS = {
-    "malformed",
-    "unread lost",
-    "unknown",
-    "unmetered",
-    "out of range",
-}  # counters that need an operator's attention
+FAILURE_COUNTERS = {"malformed", "unread lost", "unknown", "unmetered", "out of range"}  # reported as failures of the sweep
 
 
 def collect_call_logs(*, now: datetime) -> SweepResult:
     """Ingest new log lines and records, then price calls by rate. Safe to run concurrently.
 
-    A missing access log is normal where no nginx runs. A missing LEASEHOLD_LLM_RECORDS file is a failure."""
+    A missing access log is no failure, because not every host runs nginx. A missing LEASEHOLD_LLM_RECORDS file is one."""
     result = SweepResult()
     sources = [("requests", access_log.collect_access_log, access_log_path())]
     if settings.LLM_RECORDS:

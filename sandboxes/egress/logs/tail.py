@@ -22,18 +22,18 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models import LogPosition
 
 log = structlog.get_logger(__name__)
-LineHandler = Callable[[list[bytes]], Counter[str]]  # takes lines without line ends, inside a transaction; returns counts
-BATCH_BYTES = 256 << 10  # read and applied in one transaction; a longer line is malformed
+LineHandler = Callable[[list[bytes]], Counter[str]]  # applies lines, without line ends, in a transaction; returns counts
+BATCH_BYTES = 256 << 10  # read and applied in one transaction; a line of more bytes is malformed
 HEAD_BYTES = 512  # prefix that identifies a file
 SETTLE_PERIOD = timedelta(seconds=30)  # a renamed file without writes for this long is complete
-PASS_TIME_LIMIT = timedelta(seconds=60)  # of one call of ingest_file
+PASS_TIME_LIMIT = timedelta(seconds=60)  # of one call of ingest_file, after which no further batch begins
 
 
 def ingest_file(path: Path, apply: LineHandler, *, now: datetime) -> Counter[str]:
-    """Apply every complete line not yet applied. Return the counts of `apply` and of problems with the file.
+    """Apply every complete line that was not applied before. Return the counts of `apply` and of problems with the file.
 
-    An incomplete last line is left for the next call. A renamed file is searched in the same directory, under a name that
-    begins with the file's name. If it is missing or compressed at the next call, its remainder counts as "unread lost"."""
+    An incomplete last line is left for the next call. A renamed file is searched in the same directory, among the names that
+    begin with the file's name. If the renamed file is missing or compressed, its unread remainder counts as "unread lost"."""
     counts: Counter[str] = Counter()
     clock = clock_from(now)
     while clock() <= now + PASS_TIME_LIMIT and _ingest_batch(path, apply, counts, now=clock()):
@@ -42,7 +42,7 @@ def ingest_file(path: Path, apply: LineHandler, *, now: datetime) -> Counter[str
 
 
 def _ingest_batch(path: Path, apply: LineHandler, counts: Counter[str], *, now: datetime) -> bool:
-    """Apply one batch of lines, or advance to the next file. Return False if done or if another reader is ahead."""
+    """Apply one batch of lines, or advance to the next file. Return False at the end, or if another reader is ahead."""
     position = find_position(path) or _create_position(path, now=now)
     if position is None:
         return False
@@ -124,7 +124,7 @@ def _update_position(position: LogPosition, *, now: datetime, **values: object) 
 def _open_positioned_file(path: Path, position: LogPosition) -> BinaryIO | None:
     """Open the file at the position: the one at `path`, or an earlier one renamed in the same directory."""
     for candidate in _list_candidates(path):
-        with suppress(FileNotFoundError if candidate == path else OSError):  # other entries may be unreadable
+        with suppress(FileNotFoundError if candidate == path else OSError):  # other files of the directory may be unreadable
             file = candidate.open("rb")
             if _is_at_position(file, position):
                 return file

@@ -1,6 +1,6 @@
 """Ingestion of LiteLLM's cost records, written by litellm_callback.py and matched to call rows by call id.
 
-A record is the most reliable source of a price and replaces a price from other sources. It does not change a call's outcome."""
+A record is the most reliable source of a price and replaces a price from another source. Records do not change outcomes."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from sandboxes.models import LlmCall
 log = structlog.get_logger(__name__)
 OWN_CALL_ID_PATTERN = re.compile(r"[0-9a-f]{32}")  # format of the proxy's ids; LiteLLM's other clients have other ids
 CALL_ID_PATTERN = re.compile(r"[!-~]{1,256}")
-RECORD_TIMEOUT = timedelta(minutes=1)  # after the end of a call, an absent record counts as missing
+RECORD_TIMEOUT = timedelta(minutes=1)  # after the end of a call, for its record to arrive
 TOKEN_COLUMNS = ("input_tokens", "cached_tokens", "output_tokens")
 
 
@@ -37,7 +37,7 @@ class UpstreamRecord:
     input_tokens: int | None
     cached_tokens: int | None
     output_tokens: int | None
-    has_refused_counts: bool = False  # stated token counts that are out of range, and ignored
+    has_refused_counts: bool = False  # a stated token count is out of range, and is ignored
 
 
 def collect_records(path: Path, now: datetime) -> Counter[str]:
@@ -48,7 +48,7 @@ def collect_records(path: Path, now: datetime) -> Counter[str]:
 
 
 def find_unmetered(now: datetime) -> QuerySet[LlmCall]:
-    """Return answered calls without an upstream record. Their cost is unknown or unconfirmed."""
+    """Return answered calls without an upstream record, whose cost is therefore unknown or unconfirmed."""
     if not settings.LLM_RECORDS:
         return LlmCall.objects.none()
     return LlmCall.objects.filter(
@@ -83,7 +83,7 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
 
 
 def _count_missing(call_ids: list[str], counts: Counter[str]) -> None:
-    """Count records without a row. A row precedes its call, so the database was restored or LiteLLM has other clients."""
+    """Count records without a row. Rows precede their calls: the database was restored, or LiteLLM has other clients."""
     own_ids = [call_id for call_id in call_ids if OWN_CALL_ID_PATTERN.fullmatch(call_id)]
     counts["unknown"] += len(own_ids)
     counts["from other clients"] += len(call_ids) - len(own_ids)
@@ -94,7 +94,7 @@ def _count_missing(call_ids: list[str], counts: Counter[str]) -> None:
 def _is_applicable(record: UpstreamRecord, row: LlmCall) -> bool:
     """Return whether a record describes the result of a call.
 
-    A failed attempt without cost applies only if the call failed too: another attempt may have succeeded."""
+    The record of a failed attempt without cost applies only if the call failed too: another attempt may have succeeded."""
     if not record.failed or record.cost:
         return True
     return row.outcome in (LlmCall.Outcome.FAILED, LlmCall.Outcome.LOST) and not row.output_tokens
@@ -115,7 +115,7 @@ def _apply_record(record: UpstreamRecord, row: LlmCall, *, now: datetime) -> Non
 
 
 def parse_line(line: bytes) -> UpstreamRecord | None:
-    """Parse one line. Return None if it is malformed."""
+    """Parse one line. Return None if the line is malformed."""
     try:
         fields = json.loads(line, parse_float=Decimal)
     except (ValueError, RecursionError):

@@ -43,7 +43,7 @@ def work(name: str) -> str:
 def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cluster.Conf, "POLL", 0.01)
     monkeypatch.setattr(cluster.Conf, "CLUSTER_NAME", QUEUE)
-    monkeypatch.setattr(cluster, "GUARD_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(cluster, "CHECK_INTERVAL_SECONDS", 0.01)
     RELEASED.clear()
     yield
     RELEASED.set()

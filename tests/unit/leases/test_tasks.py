@@ -70,7 +70,7 @@ def test_a_requested_snapshot_whose_process_died_after_its_task_is_taken_by_a_la
         raise StillRunning("still running")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tasks, "run_outlasting", outlast)
+        patch.setattr(tasks, "run_in_work_thread", outlast)
         assert deliver() == "still running"
     assert resume() == "still running"  # the claim of the run is not over
     Run.objects.filter(kind="file").update(released=True)

@@ -19,7 +19,7 @@ class Command(BaseCommand):
         try:
             queue = registry.get_queue_name()
         except ProviderError as error:
-            raise CommandError(f"The queue of this host is not known until its engine responds: {error}") from error
+            raise CommandError(f"The queue of this host is named after its engine, which does not respond: {error}") from error
         cluster = Cluster(queue, HeartbeatFile())
         cluster.install_signal_handlers()
         cluster.run()

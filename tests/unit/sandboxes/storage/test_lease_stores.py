@@ -154,7 +154,7 @@ def test_surplus_is_minimal(
             and (max_total_bytes is None or sum(size for _, size in rest) <= max_total_bytes)
         )
 
-    surplus = bounds.surplus(ordered)
+    surplus = bounds.count_surplus(ordered)
     assert within(ordered[surplus:])
     assert not any(within(ordered[fewer:]) for fewer in range(surplus))
 

@@ -100,7 +100,7 @@ def start_raw_container(name: str, image: str) -> None:
     """Create and start a container like a sandbox, with the minimum of engine calls."""
     limits = {"Memory": 512 << 20, "MemorySwap": 512 << 20, "NanoCpus": 10**9, "PidsLimit": 256}
     hardened = {"NetworkMode": "none", "CapDrop": ["ALL"], "SecurityOpt": ["no-new-privileges:true"], "Init": True}
-    config = {"Image": image, "Entrypoint": ["sleep", "infinity"], "User": "10002:10002", "WorkingDir": "/workspace"}
+    config = {"Image": image, "Entrypoint": ["sleep", "infinity"], "User": "10001:10001", "WorkingDir": "/workspace"}
     logs = {"LogConfig": {"Type": "none"}, "IpcMode": "private", "CgroupnsMode": "private"}
     call_engine("POST", f"/containers/create?name={name}", {**config, "HostConfig": {**limits, **hardened, **logs}})
     call_engine("POST", f"/containers/{name}/start")

@@ -11,7 +11,7 @@ from sandboxes.providers.memory.programs import ProgramResult
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 
-SOON = NOW + timedelta(seconds=5)
+SHORTLY = NOW + timedelta(seconds=5)
 
 
 def abandon_run(lease, crash_at, step: str) -> Run:
@@ -25,7 +25,7 @@ def abandon_run(lease, crash_at, step: str) -> Run:
 def test_retained_result_closes_the_run_before_its_deadline_and_is_acknowledged(grant, memory, crash_at):
     memory.programs["sh"] = lambda call: ProgramResult(3, b"done\n")
     run = abandon_run(grant(), crash_at, "run answered")
-    assert sweeps.recover_stalled(now=SOON).counts == {"runs closed": 1}
+    assert sweeps.recover_stalled(now=SHORTLY).counts == {"runs closed": 1}
     run.refresh_from_db()
     assert (run.outcome, run.exit_code, bytes(run.stdout)) == (RunOutcome.FAILED, 3, b"done\n")
     assert "restarted or killed" in run.note
@@ -36,7 +36,7 @@ def test_retained_result_closes_the_run_before_its_deadline_and_is_acknowledged(
 def test_command_that_still_runs_continues_until_its_deadline_and_is_killed_then(grant, memory, crash_at, monkeypatch):
     run = abandon_run(grant(), crash_at, "run opened")
     monkeypatch.setattr(memory, "find_exec", lambda ref, mark: ExecState(running=True))
-    assert sweeps.recover_stalled(now=SOON).counts == {"runs continued": 1}
+    assert sweeps.recover_stalled(now=SHORTLY).counts == {"runs continued": 1}
     assert sweeps.recover_stalled(now=run.deadline_at).counts == {"runs closed": 1}
     run.refresh_from_db()
     assert (run.outcome, run.exit_code) == (RunOutcome.LOST, None)
@@ -46,10 +46,10 @@ def test_command_that_still_runs_continues_until_its_deadline_and_is_killed_then
 def test_run_stays_open_while_the_provider_does_not_respond(grant, memory, crash_at):
     run = abandon_run(grant(), crash_at, "run answered")
     with memory.fail("find_exec", Unavailable("restarting")):
-        assert len(sweeps.recover_stalled(now=SOON).failures) == 1
+        assert len(sweeps.recover_stalled(now=SHORTLY).failures) == 1
     run.refresh_from_db()
     assert run.ended_at is None
-    assert sweeps.recover_stalled(now=SOON).counts == {"runs closed": 1}
+    assert sweeps.recover_stalled(now=SHORTLY).counts == {"runs closed": 1}
 
 
 @pytest.mark.parametrize("step", ["run opened", "run answered"])
@@ -57,5 +57,5 @@ def test_command_runs_once(grant, memory, crash_at, step):
     starts = []
     memory.programs["sh"] = lambda call: starts.append(call) or ProgramResult()
     abandon_run(grant(), crash_at, step)
-    sweeps.recover_stalled(now=SOON)
+    sweeps.recover_stalled(now=SHORTLY)
     assert len(starts) == (step == "run answered")

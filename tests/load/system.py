@@ -18,7 +18,7 @@ import psycopg
 
 from tests.commands.manage import MANAGE, get_runtime_dir, run_manage
 from tests.e2e.conftest import HEALTHY, Home
-from tests.support.servers.engines import PrivateEngine, private_engine
+from tests.support.servers.engines import SANDBOX_IMAGE, PrivateEngine, private_engine
 from tests.support.servers.ports import find_free_ports
 from tests.support.waiting import wait_until
 
@@ -137,7 +137,7 @@ def run_system(directory: Path, *, live_restore: bool) -> Iterator[System]:
         postgres.create()
         with private_engine(directory / "engine", live_restore=live_restore) as engine, run_upstream() as upstream:
             env = {"DATABASE_URL": postgres.url, "DOCKER_HOST": engine.url, "LEASEHOLD_LLM_URL": upstream, **SETTINGS}
-            home = Home(directory, **env)
+            home = Home(directory, LEASEHOLD_SANDBOX_IMAGE=SANDBOX_IMAGE, **env)
             system = System(postgres, engine, home)
             try:
                 system.manage("migrate", "--verbosity", "0")

@@ -25,7 +25,8 @@ from tests.conftest import skip_or_fail
 from tests.support.database import CACHE
 from tests.support.waiting import wait_until
 
-IMAGES = ("leasehold-sandbox:latest", "leasehold-egress:latest")
+SANDBOX_IMAGE = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")
+IMAGES = (SANDBOX_IMAGE, "leasehold-egress:latest")
 CGROUP_ROOTS = (Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*"))  # version 2, and the controllers of version 1
 CALL_TIMEOUT_SECONDS = 60
 CACHE_SECONDS = 7 * 24 * 3600  # for layers of images that were replaced; another run may be using them

@@ -77,7 +77,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...], Mapping[tuple[str, ...], Callabl
         },
     ),
     "evictions": (
-        "Sandboxes evicted to make room for another one, by their state before.",
+        "Sandboxes evicted to make room for another one, by their state before; suspended ones count as waiting.",
         ("tier",),
         {
             ("cold",): lambda pool: pool.evicted_cold,

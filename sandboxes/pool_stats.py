@@ -25,7 +25,7 @@ class Stats:
 
     `warm_hits` (runs in a sandbox that had run something since its start), `woken_*`, `slept`, `claimed_warm` and `evicted_*`
     count since the pool was created. `slept` counts evictions for any reason. `evicted_*` count places that were freed for
-    another sandbox, by the state of the evicted sandbox."""
+    another sandbox, by the state of the evicted sandbox; `evicted_waiting` includes suspended ones."""
 
     capacity: int
     used: int
@@ -34,6 +34,7 @@ class Stats:
     warm: int
     running: int
     waiting: int
+    suspended: int
     evicting: int
     destroying: int
     warm_hits: int

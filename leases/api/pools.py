@@ -46,7 +46,7 @@ class PoolStatsSerializer(serializers.Serializer):
     slept = build_count_field(help_text="Times a sandbox was put to sleep, for any reason.")
     evicted_cold = build_count_field(help_text="Evictions of a cold sandbox.")
     evicted_warm = build_count_field(help_text="Evictions of a warm sandbox, which has no unsaved state.")
-    evicted_waiting = build_count_field(help_text="Evictions of a waiting sandbox, whose state is stored first.")
+    evicted_waiting = build_count_field(help_text="Evictions of a waiting or suspended sandbox, whose state is stored first.")
     quarantined = build_count_field(help_text="Sandboxes whose destruction failed too often.")
     stalled = build_count_field(help_text="Sandboxes past their deadline that no sweep has handled.")
     lost = build_count_field(help_text="Sandboxes that their provider lost while a lease held them.")
@@ -115,6 +115,7 @@ def serialize_pool_stats(stats: Stats) -> dict[str, Any]:
         "warming": stats.warming,
         "warm": stats.warm,
         "waiting": stats.waiting,
+        "suspended": stats.suspended,
         "running": stats.running,
         "evicting": stats.evicting,
         "destroying": stats.destroying,

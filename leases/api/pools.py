@@ -32,6 +32,7 @@ class PoolStatsSerializer(serializers.Serializer):
     warming = build_count_field()
     warm = build_count_field()
     waiting = build_count_field()
+    suspended = build_count_field(help_text="Waiting, with frozen processes.")
     running = build_count_field()
     evicting = build_count_field()
     destroying = build_count_field()

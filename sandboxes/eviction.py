@@ -53,8 +53,8 @@ def evict(
     """Evict one sandbox: store its state, then destroy its process. Returns whether it is cold now.
 
     Only `warm`, `waiting` and `suspended` sandboxes are evicted. A sandbox with an open Run is `running`, so the claiming
-    UPDATE does not match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays alive and
-    `last_error` has the cause. Raises WrongHost."""
+    UPDATE does not match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays
+    alive and `last_error` has the cause. Raises WrongHost."""
     if settings.OBSERVE:
         return False  # the provider would refuse the destroy, and the sandbox would stay in `evicting`
     sandbox = Sandbox.objects.get(pk=pk)

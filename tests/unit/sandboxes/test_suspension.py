@@ -17,7 +17,7 @@ from tests.conftest import MINUTE, NOW
 from tests.support.leases import get_sandbox, read, run, write
 
 pytestmark = pytest.mark.django_db
-SOON, LATER = NOW + MINUTE, NOW + 3 * MINUTE  # the sandbox is due for suspension; every claim has ended, but not the idle time
+DUE, LATER = NOW + MINUTE, NOW + 3 * MINUTE  # the sandbox is due for suspension; every claim has ended, but not the idle time
 TIMES = {"suspend_after": timedelta(seconds=30)}
 
 
@@ -33,7 +33,7 @@ def sandbox(lease: Lease) -> Sandbox:
 
 @pytest.fixture
 def suspended(sandbox: Sandbox, memory: MemoryProvider) -> Sandbox:
-    assert passes.suspend_waiting(now=SOON).counts == {"suspended": 1}
+    assert passes.suspend_waiting(now=DUE).counts == {"suspended": 1}
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.frozen, sandbox.claim, sandbox.deadline_at) == ("suspended", True, None, None)
     assert memory.inspect(sandbox.ref).suspended
@@ -53,9 +53,9 @@ def start(lease: Lease, *, keep_awake: bool = False) -> processes.Process:
 
 def test_waiting_sandbox_is_suspended_after_its_time_and_resumed_by_the_next_exec(lease, sandbox, memory) -> None:
     assert passes.suspend_waiting(now=NOW + timedelta(seconds=29)).counts == {}
-    assert passes.suspend_waiting(now=SOON).counts == {"suspended": 1}
+    assert passes.suspend_waiting(now=DUE).counts == {"suspended": 1}
     assert memory.inspect(sandbox.ref).suspended
-    assert read(lease, now=SOON) == "kept"
+    assert read(lease, now=DUE) == "kept"
     assert_awake(sandbox, memory)
     moves = Transition.objects.filter(sandbox=sandbox).order_by("-pk").values_list("was", "to", "code")[:3]
     assert [*moves] == [
@@ -76,9 +76,9 @@ def test_sandbox_of_a_type_without_the_setting_or_of_a_provider_that_cannot_is_n
 
 def test_process_that_asked_for_it_keeps_its_sandbox_awake(lease, sandbox, memory) -> None:
     watcher, other = start(lease, keep_awake=True), start(lease)
-    assert passes.suspend_waiting(now=SOON).counts == {}
-    processes.kill_process(watcher, now=SOON)
-    assert passes.suspend_waiting(now=SOON).counts == {"suspended": 1}
+    assert passes.suspend_waiting(now=DUE).counts == {}
+    processes.kill_process(watcher, now=DUE)
+    assert passes.suspend_waiting(now=DUE).counts == {"suspended": 1}
     other.refresh_from_db()
     assert other.state == "running"
 
@@ -86,9 +86,9 @@ def test_process_that_asked_for_it_keeps_its_sandbox_awake(lease, sandbox, memor
 def test_sweeps_leave_a_suspended_sandbox_frozen(lease, memory) -> None:
     start(lease)
     sandbox = get_sandbox(lease)
-    assert passes.suspend_waiting(now=SOON).counts == {"suspended": 1}
+    assert passes.suspend_waiting(now=DUE).counts == {"suspended": 1}
     before = len(memory.calls)
-    processes.refresh_by_holder(lease.pk, now=SOON)
+    processes.refresh_by_holder(lease.pk, now=DUE)
     assert sweeps.recover_stalled(now=LATER).failures == []
     assert passes.measure_workspaces(now=LATER).failures == []
     assert passes.record_readings(now=LATER).counts == {}
@@ -101,10 +101,10 @@ def test_reading_a_log_and_killing_a_process_resume_the_sandbox(lease, memory) -
     process = start(lease)
     sandbox = get_sandbox(lease)
     for act in (
-        lambda: processes.read_log(process, start=0, length=100, now=SOON).content == b"started\n",
-        lambda: processes.kill_process(process, now=SOON + MINUTE).state == "killed",
+        lambda: processes.read_log(process, start=0, length=100, now=DUE).content == b"started\n",
+        lambda: processes.kill_process(process, now=DUE + MINUTE).state == "killed",
     ):
-        assert passes.suspend_waiting(now=SOON + MINUTE).counts == {"suspended": 1}
+        assert passes.suspend_waiting(now=DUE + MINUTE).counts == {"suspended": 1}
         assert act()
         assert_awake(sandbox, memory)
 
@@ -133,7 +133,7 @@ def test_last_state_of_a_suspended_sandbox_is_stored_when_its_lease_ends(lease, 
 @pytest.mark.parametrize("step", ["suspension claimed", "frozen"])
 def test_crash_at_any_step_of_a_suspension_is_continued_by_the_sweep(step, lease, sandbox, memory, crash_at) -> None:
     with crash_at(step):
-        passes.suspend_waiting(now=SOON)
+        passes.suspend_waiting(now=DUE)
     assert sweeps.recover_stalled(now=LATER).counts["suspensions finished"] == 1
     assert memory.inspect(sandbox.ref).suspended
     assert read(lease, now=LATER) == "kept"
@@ -143,7 +143,7 @@ def test_crash_at_any_step_of_a_suspension_is_continued_by_the_sweep(step, lease
 @pytest.mark.parametrize("step", ["suspension claimed", "frozen"])
 def test_exec_takes_over_a_suspension_whose_worker_died(step, lease, sandbox, memory, crash_at) -> None:
     with crash_at(step):
-        passes.suspend_waiting(now=SOON)
+        passes.suspend_waiting(now=DUE)
     assert read(lease, now=LATER) == "kept"
     assert_awake(sandbox, memory)
 
@@ -151,7 +151,7 @@ def test_exec_takes_over_a_suspension_whose_worker_died(step, lease, sandbox, me
 @pytest.mark.parametrize("step", ["run opened", "thawed"])
 def test_crash_at_any_step_of_a_resume_leaves_a_usable_sandbox(step, lease, suspended, memory, crash_at) -> None:
     with crash_at(step):
-        run(lease, now=SOON)
+        run(lease, now=DUE)
     assert sweeps.recover_stalled(now=NOW + 20 * MINUTE).counts["runs closed"] == 1
     assert read(lease, now=NOW + 20 * MINUTE) == "kept"
     assert_awake(suspended, memory)
@@ -159,16 +159,16 @@ def test_crash_at_any_step_of_a_resume_leaves_a_usable_sandbox(step, lease, susp
 
 def test_failed_suspension_leaves_the_sandbox_waiting_and_usable(lease, sandbox, memory) -> None:
     with memory.fail("suspend", Unavailable("engine down")):
-        assert len(passes.suspend_waiting(now=SOON).failures) == 1
+        assert len(passes.suspend_waiting(now=DUE).failures) == 1
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.frozen) == ("waiting", True)  # whether the engine has frozen it is unknown
-    assert read(lease, now=SOON) == "kept"
+    assert read(lease, now=DUE) == "kept"
     assert_awake(sandbox, memory)
 
 
 def test_failed_resume_runs_nothing_and_is_repeated_by_the_next_exec(lease, suspended, memory) -> None:
     with memory.fail("resume", Unavailable("engine down")), pytest.raises(execution.SandboxError):
-        run(lease, now=SOON)
+        run(lease, now=DUE)
     assert Run.objects.order_by("-started_at").values_list("outcome", flat=True)[0] == "failed"
     assert read(lease, now=LATER) == "kept"
     assert_awake(suspended, memory)
@@ -182,8 +182,8 @@ def test_exec_waits_for_the_worker_that_suspends_its_sandbox(lease, sandbox, mem
         Sandbox.objects.update(claim=None, deadline_at=None)
 
     monkeypatch.setattr("sandboxes.pool.allocation.time.sleep", confirm)
-    at_checkpoint("frozen", lambda: run(lease, now=SOON))
-    assert passes.suspend_waiting(now=SOON).counts == {"lost race": 1}
+    at_checkpoint("frozen", lambda: run(lease, now=DUE))
+    assert passes.suspend_waiting(now=DUE).counts == {"lost race": 1}
     assert len(waits) == 1
     assert_awake(sandbox, memory)
 
@@ -192,17 +192,17 @@ def test_exec_waits_for_the_worker_that_suspends_its_sandbox(lease, sandbox, mem
 def test_worker_that_outlasts_its_claim_leaves_nothing_frozen(act, lease, sandbox, memory) -> None:
     def use(ref: str) -> None:
         Sandbox.objects.update(deadline_at=F("deadline_at") - MINUTE)
-        assert read(lease, now=SOON) == "kept" if act == "exec" else eviction.evict(sandbox.pk, now=SOON)
+        assert read(lease, now=DUE) == "kept" if act == "exec" else eviction.evict(sandbox.pk, now=DUE)
 
     with memory.before("suspend", use):
-        passes.suspend_waiting(now=SOON)
+        passes.suspend_waiting(now=DUE)
     if act == "exec":
         assert_awake(sandbox, memory)
     assert read(lease, now=LATER) == "kept"
 
 
 def test_sandbox_used_since_it_was_read_is_not_suspended(lease, sandbox, memory) -> None:
-    run(lease, now=SOON)
+    run(lease, now=DUE)
     assert not suspension.suspend(sandbox, now=LATER)
     assert_awake(sandbox, memory)
 

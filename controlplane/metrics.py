@@ -54,7 +54,7 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "sandboxes_lost": ("Sandboxes lost by their provider while a lease held them.", lambda pool: pool.lost),
     "admission_queue_length": ("Requests that wait for a place in the full pool.", lambda pool: pool.queue_length),
     "oldest_waiting_seconds": (
-        "Time since the last use of the least recently used waiting sandbox; 0 if there is none.",
+        "Time since the last use of the least recently used waiting or suspended sandbox; 0 if there is none.",
         lambda pool: pool.oldest_waiting.total_seconds(),
     ),
     "warm_target": ("Target number of ready sandboxes without a lease.", lambda pool: pool.warm_target),

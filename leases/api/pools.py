@@ -53,7 +53,7 @@ class PoolStatsSerializer(serializers.Serializer):
     lost = build_count_field(help_text="Sandboxes that their provider lost while a lease held them.")
     queue_length = build_count_field(help_text="Requests that wait for a place.")
     oldest_waiting_seconds = serializers.FloatField(
-        required=False, help_text="Idle time of the sandbox that has waited longest; 0 without waiting sandboxes."
+        required=False, help_text="Idle time of the waiting or suspended sandbox that has waited longest; 0 if there is none."
     )
     warm_target = build_count_field(help_text="Pre-warmed sandboxes to keep ready.")
     warm_ready = build_count_field(help_text="Pre-warmed sandboxes that are ready.")

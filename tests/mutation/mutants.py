@@ -286,11 +286,14 @@ MUTANTS = (
         tests=[f"{TEST_STATE_LOSS}::test_guarantee_is_checked_when_a_victim_is_chosen_and_when_its_place_is_taken"],
     ),
     Mutant(
-        name="leasing-wait-outlives-the-lease",
+        name="leasing-run-after-the-end-of-the-lease",
         path="leases/guard.py",
-        before="        leasing.require_active(self.lease_id, now=self.clock())\n        budgets",
-        after="        budgets",
-        tests=[f"{TEST_EXECUTION}::test_lease_that_ends_while_its_sandbox_starts_runs_nothing"],
+        before="AND status = %s AND expires_at > %s",
+        after="AND (status = %s OR expires_at > %s)",
+        tests=[
+            f"{TEST_EXECUTION}::test_lease_that_ends_while_its_sandbox_starts_runs_nothing",
+            f"{TEST_EXECUTION}::test_lease_that_ends_while_its_process_is_suspended_runs_nothing",
+        ],
     ),
     Mutant(
         name="eviction-of-a-lost-sandbox",

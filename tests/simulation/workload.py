@@ -302,7 +302,8 @@ class Workload:
         if source is None or target is None or source is target or source.lease is None:
             return
         lease, name = source.lease, f"fork{self.count}"
-        expected = {**self.world.promises.expectations.get(lease).workspace}
+        copied = self.world.promises.expectations.get(lease)
+        expected = {**copied.workspace}
         request = leasing.LeaseRequest(
             target.agent, target.environment, ENVIRONMENT_TYPE, pool=self.options.pool, ttl=self.options.ttl,
             sleep_after=self.options.sleep_after,
@@ -311,7 +312,9 @@ class Workload:
 
             def settle() -> None:
                 for event in LeaseEvent.objects.filter(kind="forked", actor=name).exclude(lease=lease):
-                    self.world.promises.expectations.get(event.lease_id, target.agent).workspace |= expected
+                    found = self.world.promises.expectations.get(event.lease_id, target.agent)
+                    if not copied.discarded:  # a fork of discarded state copies the snapshot before it
+                        found.workspace |= expected
                 release()
 
             act = lambda: fork.fork(Lease.objects.get(pk=lease), request, now=database_time.now(), actor=name)  # noqa: E731

@@ -1,5 +1,6 @@
 """Suspension of waiting sandboxes: when it happens, what ends it, and which crashes and races it survives."""
 
+import uuid
 from datetime import timedelta
 
 import pytest
@@ -8,7 +9,7 @@ from django.db.models import F
 from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType, Lease
 from sandboxes import eviction, processes, suspension
-from sandboxes.models import Run, Sandbox, Transition
+from sandboxes.models import Attachment, Run, Sandbox, Transition
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -199,6 +200,53 @@ def test_worker_that_outlasts_its_claim_leaves_nothing_frozen(act, lease, sandbo
     if act == "exec":
         assert_awake(sandbox, memory)
     assert read(lease, now=LATER) == "kept"
+
+
+@pytest.mark.parametrize("rival", ["process call", "run"])
+def test_exec_that_read_its_sandbox_before_a_suspension_resumes_it(
+    rival, lease, sandbox, memory, at_checkpoint, crash_at
+) -> None:
+    def suspend_and_die_while_resuming() -> None:
+        assert passes.suspend_waiting(now=DUE).counts == {"suspended": 1}
+        if rival == "run":
+            with crash_at("run opened"):
+                run(lease, now=DUE)
+        else:
+            with memory.fail("resume", Unavailable("engine down")), pytest.raises(Unavailable):
+                suspension.ensure_awake(sandbox, memory, now=DUE)
+
+    at_checkpoint("sandbox ready", suspend_and_die_while_resuming)
+    assert read(lease, now=DUE) == "kept"
+    assert not memory.inspect(sandbox.ref).suspended
+
+
+def test_claimed_suspension_is_left_to_its_worker(lease, suspended, memory, at_checkpoint, monkeypatch) -> None:
+    def claim() -> None:
+        Sandbox.objects.update(claim=uuid.uuid4(), deadline_at=NOW + timedelta(hours=1))
+
+    ended: list[float] = []
+
+    def end_claim(seconds: float) -> None:
+        ended.append(seconds)
+        Sandbox.objects.update(claim=None, deadline_at=None)
+
+    monkeypatch.setattr("sandboxes.suspension.time.sleep", end_claim)
+    at_checkpoint("sandbox ready", claim)  # after the row was read
+    assert read(lease, now=DUE) == "kept"
+    assert passes.suspend_waiting(now=LATER).counts == {"suspended": 1}
+    claim()
+    assert not eviction.evict(suspended.pk, now=LATER)
+    assert passes.evict_idle(now=NOW + 20 * MINUTE).counts == {}
+    suspension.ensure_awake(suspended, memory, now=LATER)
+    assert len(ended) == 2
+    assert_awake(suspended, memory)
+
+
+def test_sandbox_with_unsaved_data_is_not_suspended_before_the_data_is_stored(lease, sandbox, memory) -> None:
+    Attachment.objects.update(unsaved_since=NOW)
+    assert passes.suspend_waiting(now=DUE).counts == {}
+    Attachment.objects.update(full=True)  # not retried
+    assert passes.suspend_waiting(now=DUE).counts == {"suspended": 1}
 
 
 def test_sandbox_used_since_it_was_read_is_not_suspended(lease, sandbox, memory) -> None:

@@ -134,7 +134,7 @@ def test_eviction_and_starting_run_never_both_succeed(used_lease, at_checkpoint)
 
 
 def test_resume_eviction_and_suspension_at_once_lose_nothing(used_lease: Lease, memory: MemoryProvider) -> None:
-    """Whoever is first, the command runs with its files, and no sandbox stays frozen unless its row says so."""
+    """In any order, the commands run with their files, and a sandbox is frozen only while its row is suspended."""
     sandbox = Sandbox.objects.get()
     for attempt in range(5):
         now = NOW + (attempt + 1) * MINUTE

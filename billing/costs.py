@@ -34,6 +34,7 @@ from billing.models import (
 from billing.money_sums import MAX_RECORD_USD, limit_usd, nanos_to_decimal, sum_exact
 from billing.totals import BILLABLE_STATES
 from sandboxes.lifecycle import checkpoint
+from sandboxes.models import SandboxState
 
 SQL_BATCH_SIZE = 500  # rows per statement; SQLite limits the number of values
 OWNER_COLUMNS = ("agent_did", "environment_id", "holder", "provider")
@@ -211,12 +212,16 @@ def iter_sandbox_usage(
     No rate may begin within that part. `condition` limits the usage records."""
     owned = condition or Q()
     sizes = ("memory_mib", "millicpus", "measured")
-    durations = _query_durations(day, begin, end, *sizes, item=UsageKind.TIME).filter(owned)
-    for *owner, memory_mib, millicpus, measured, duration in durations:
-        size = find_instance_type(owner[-1], memory_mib, millicpus)
-        quantities = pricing.compute_allocated_quantities(
-            duration // MICROSECOND, memory_mib=memory_mib, millicpus=millicpus, disk_mb=get_disk_mb(owner[-1], size)
-        )
+    durations = _query_durations(day, begin, end, *sizes, "state", item=UsageKind.TIME).filter(owned)
+    for *owner, memory_mib, millicpus, measured, state, duration in durations:
+        size, micros = find_instance_type(owner[-1], memory_mib, millicpus), duration // MICROSECOND
+        disk_mb = get_disk_mb(owner[-1], size)
+        if state == SandboxState.SUSPENDED:
+            quantities = pricing.compute_suspended_quantities(micros, memory_mib=memory_mib, disk_mb=disk_mb)
+        else:
+            quantities = pricing.compute_allocated_quantities(
+                micros, memory_mib=memory_mib, millicpus=millicpus, disk_mb=disk_mb
+            )
         yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], size, begin, by_use=False if measured else None)]
     for *owner, memory_mib, millicpus, cpu_micros, mib_micros in _iter_measured_use(day, begin, end, owned):
         quantities = pricing.compute_used_quantities(cpu_micros=cpu_micros, mib_micros=mib_micros)
@@ -239,8 +244,8 @@ def _apply_rates(
 def _query_durations(
     day: date, begin: datetime, end: datetime, *sizes: str, item: str
 ) -> QuerySet[UsageRecord, tuple[Any, ...]]:
-    """Sum billable time within a part of a day, by owner and by the columns in `sizes`."""
-    billable = Q(state__in=BILLABLE_STATES) if item == UsageKind.TIME else Q()
+    """Sum billable and suspended time within a part of a day, by owner and by the columns in `sizes`."""
+    billable = Q(state__in=(*BILLABLE_STATES, SandboxState.SUSPENDED)) if item == UsageKind.TIME else Q()
     rows = UsageRecord.objects.filter(billable, day=day, item=item, began_at__lt=end, ended_at__gt=begin)
     duration = Least(F("ended_at"), Value(end)) - Greatest(F("began_at"), Value(begin))
     total = Sum(ExpressionWrapper(duration, DurationField()))

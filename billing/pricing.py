@@ -14,6 +14,7 @@ DECIMAL_PLACES, CENT_PLACES = 9, 2
 BASE_UNITS_PER_UNIT = {
     "time": MICROSECONDS_PER_HOUR,  # microseconds in a sandbox-hour
     "memory": 1024 * MICROSECONDS_PER_HOUR,  # microseconds x MiB in a GiB-hour
+    "suspend": 1024 * MICROSECONDS_PER_HOUR,  # microseconds x MiB in a GiB-hour
     "cpu": 1000 * MICROSECONDS_PER_MINUTE,  # microseconds x millicpus in a vCPU-minute
     "disk": 1000 * MICROSECONDS_PER_HOUR,  # microseconds x MB in a GB-hour
     "storage": 10**9 * HOURS_PER_MONTH * MICROSECONDS_PER_HOUR,  # microseconds x bytes in a GB-month
@@ -54,6 +55,13 @@ def find_rate(rates: Iterable[RateT], provider: str, instance_type: str, item: s
 def compute_allocated_quantities(micros: int, *, memory_mib: int, millicpus: int, disk_mb: int) -> dict[str, int]:
     """Return the resources allocated to a sandbox of this size for `micros` microseconds, in base units by item."""
     return {"time": micros, "memory": micros * memory_mib, "cpu": micros * millicpus, "disk": micros * disk_mb}
+
+
+def compute_suspended_quantities(micros: int, *, memory_mib: int, disk_mb: int) -> dict[str, int]:
+    """Return what a sandbox suspended for `micros` microseconds keeps allocated, in base units by item.
+
+    The memory has a price of its own, and a suspended sandbox counts neither as sandbox time nor as CPU."""
+    return {"suspend": micros * memory_mib, "disk": micros * disk_mb}
 
 
 def compute_used_quantities(*, cpu_micros: int, mib_micros: int) -> dict[str, int]:

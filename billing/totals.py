@@ -14,9 +14,11 @@ from django.db.models.lookups import Exact
 from billing.dates import EPOCH_DATE
 from billing.models import HOUSE_ACCOUNT_NAME, CostRecord, Membership, UsageKind, UsageRecord
 from billing.money_sums import nanos_to_decimal, sum_exact
-from sandboxes.models import ALIVE_STATES
+from sandboxes.models import AWAKE_STATES
 
-BILLABLE_STATES = ALIVE_STATES  # sandbox time is charged while ready for use, not while warming, evicting, cold or destroying
+# Sandbox time is charged while ready for use, not while warming, evicting, cold or destroying. Suspended time is charged by an
+# item of its own (billing.costs).
+BILLABLE_STATES = AWAKE_STATES
 TOTAL_DURATION = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
 GROUP_BY_COLUMNS = {
     "agent": "agent_did", "lease": "holder", "environment": "environment_id", "provider": "provider", "day": "day",

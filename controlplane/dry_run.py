@@ -12,6 +12,7 @@ from billing.models import Budget, Unpriced
 from leases import budget_enforcement, turns
 from leases import sweeps as leases
 from leases.models import Lease
+from sandboxes import suspension
 from sandboxes.egress import authorization, model_pricing
 from sandboxes.egress.logs import access_log
 from sandboxes.models import ModelRate, Pool, Sandbox
@@ -47,6 +48,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "close run": lambda now: operations.find_abandoned(now=now)[:MAX_LISTED],
         "destroy overdue sandbox": lambda now: passes.find_overdue_starts(now=now)[:MAX_LISTED],
         "finish eviction of sandbox": lambda now: passes.find_overdue_evictions(now=now)[:MAX_LISTED],
+        "finish suspension of sandbox": lambda now: passes.find_overdue_suspensions(now=now)[:MAX_LISTED],
         "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
         "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
         "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
@@ -59,6 +61,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "close lease": lambda now: leases.find_leases_to_close()[:MAX_LISTED],
     },
     "idle": {"put sandbox to sleep": lambda now: passes.find_idle(now=now)[:MAX_LISTED]},
+    "suspend": {"suspend sandbox": lambda now: suspension.find_due(now=now)[:MAX_LISTED]},
     "cold": {
         "destroy cold sandbox": lambda now: passes.find_expired_cold(now=now)[:MAX_LISTED],
         "delete local copy": lambda now: passes.find_leftover_local_copies()[:MAX_LISTED],

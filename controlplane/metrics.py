@@ -54,7 +54,7 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "sandboxes_lost": ("Sandboxes lost by their provider while a lease held them.", lambda pool: pool.lost),
     "admission_queue_length": ("Requests that wait for a place in the full pool.", lambda pool: pool.queue_length),
     "oldest_waiting_seconds": (
-        "Time since the last use of the least recently used waiting sandbox; 0 if there is none.",
+        "Time since the last use of the least recently used waiting or suspended sandbox; 0 if there is none.",
         lambda pool: pool.oldest_waiting.total_seconds(),
     ),
     "warm_target": ("Target number of ready sandboxes without a lease.", lambda pool: pool.warm_target),
@@ -77,7 +77,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...], Mapping[tuple[str, ...], Callabl
         },
     ),
     "evictions": (
-        "Sandboxes evicted to make room for another one, by their state before.",
+        "Sandboxes evicted to make room for another one, by their state before; suspended ones count as waiting.",
         ("tier",),
         {
             ("cold",): lambda pool: pool.evicted_cold,

@@ -32,7 +32,10 @@ class LeaseGuard:
         leasing.require_active(self.lease_id, now=self.clock())
         environment_type = lease.environment_type
         return HolderTerms(
-            excludes=environment_type.snapshot_excludes, llm_limit=lease.llm_limit, policy=environment_type.policy
+            excludes=environment_type.snapshot_excludes,
+            llm_limit=lease.llm_limit,
+            policy=environment_type.policy,
+            suspend_after=environment_type.suspend_after,
         )
 
     def build_condition(self) -> Statement:

@@ -21,6 +21,8 @@ ENVIRONMENT_ID_DESCRIPTION = "1 to 200 letters, digits and . _ : @ -, the first 
 CONDITION_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 CONDITION_DESCRIPTION = "1 to 64 letters, digits and . _ -, the first a letter or digit"
 
+MIN_SUSPEND_AFTER = timedelta(seconds=1)
+
 # Django %-formats the message of a validator.
 validate_did = RegexValidator(rf"\A{DID_PATTERN}\Z", f"Not {DID_DESCRIPTION}.".replace("%", "%%"))
 
@@ -52,6 +54,11 @@ def check_sleep_after(value: str) -> None:
         durations.parse_duration(value)
     except ValueError as error:
         raise ValidationError(str(error)) from None
+
+
+def check_suspend_after(value: timedelta) -> None:
+    if value < MIN_SUSPEND_AFTER:
+        raise ValidationError(f"Must be at least {MIN_SUSPEND_AFTER.total_seconds():.0f} second.")
 
 
 def default_turn_argv() -> list[str]:
@@ -146,6 +153,11 @@ class EnvironmentType(models.Model):
         validators=[check_sleep_after],
         help_text='Idle time before eviction, such as "5m". Empty: SANDBOX_SLEEP_AFTER, else LEASEHOLD_IDLE_TIMEOUT.',
     )
+    suspend_after = models.DurationField(
+        null=True, blank=True, validators=[check_suspend_after],
+        help_text="A waiting sandbox is suspended after this time: its processes are frozen and keep their memory. Applies "
+        "to new sandboxes at providers that can suspend. Empty: never.",
+    )  # fmt: skip
     snapshot_excludes = models.JSONField(
         default=list, blank=True, validators=[check_excludes],
         help_text='Names or patterns excluded from snapshots of /workspace, such as "node_modules", ".venv" or "*.pyc".',

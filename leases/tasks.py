@@ -84,7 +84,7 @@ def request_sleep(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, g
 
 def enqueue_idle_sweep() -> None:
     """Queue an `idle` sweep to evict due sandboxes at once. Best effort: the schedule also runs it."""
-    for host in _find_hosts_with_work(SandboxState.WAITING, SandboxState.WARM):
+    for host in _find_hosts_with_work(SandboxState.WAITING, SandboxState.SUSPENDED, SandboxState.WARM):
         if OrmQ.objects.count() < MAX_QUEUED_TASKS:
             queues.enqueue("leases.tasks.sweep_idle", group="idle", host=host)
 

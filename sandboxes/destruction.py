@@ -13,6 +13,7 @@ from django.db import transaction
 from django.db.models import F, Q
 from django.db.models.functions import Greatest
 
+from sandboxes import suspension
 from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
 from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
 from sandboxes.errors import ClaimLost, WorkspaceFull
@@ -135,7 +136,8 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     """Destroy one sandbox in `destroying` at its provider, and release its place. Returns whether it is destroyed now.
 
     1. Claim the row, if it is due, not in quarantine, and on a host that this process reaches.
-    2. Persist /data and, as a snapshot, the workspace of an incarnation with unsaved state, as `final_persist` says.
+    2. Persist /data and, as a snapshot, the workspace of an incarnation with unsaved state, as `final_persist` says. Resume a
+       suspended sandbox before.
     3. Take the last reading.
     4. Destroy at the provider. "Missing" counts as destroyed.
     5. Move the row to `destroyed`, and release its place.
@@ -197,6 +199,8 @@ def _persist_last_state(sandbox: Sandbox, provider: Provider, claim: Claim, cloc
     A missing process leaves nothing to store, but its volumes may still exist."""
     unsaved = sandbox.holder and sandbox.final_persist == FinalPersist.ALL and workspace.has_unsaved_state(sandbox)
     with suppress(Missing):
+        if sandbox.final_persist != FinalPersist.NONE:
+            suspension.thaw(sandbox, provider)
         data_sync.persist_final(sandbox, provider, now=clock(), discard=sandbox.final_persist == FinalPersist.NONE)
     if unsaved:
         try:

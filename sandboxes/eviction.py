@@ -11,12 +11,12 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
-from sandboxes import destruction
+from sandboxes import destruction, suspension
 from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
-from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, advance, checkpoint
+from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, SUSPENDED, WAITING, WARM, advance, checkpoint
 from sandboxes.models import (
     GONE_STATES,
     Pool,
@@ -52,18 +52,19 @@ def evict(
 ) -> bool:
     """Evict one sandbox: store its state, then destroy its process. Returns whether it is cold now.
 
-    Only `warm` and `waiting` sandboxes are evicted. A sandbox with an open Run is `running`, so the claiming UPDATE does not
-    match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays alive and
-    `last_error` has the cause. Raises WrongHost."""
+    Only `warm`, `waiting` and `suspended` sandboxes are evicted. A sandbox with an open Run is `running`, so the claiming
+    UPDATE does not match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays
+    alive and `last_error` has the cause. Raises WrongHost."""
     if settings.OBSERVE:
         return False  # the provider would refuse the destroy, and the sandbox would stay in `evicting`
     sandbox = Sandbox.objects.get(pk=pk)
     token = uuid.uuid4()
     registry.require_local(sandbox)
     evictable = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)
-    for was in (WAITING, WARM):
+    for was in (WAITING, WARM, SUSPENDED):
         if advance(
-            pk, was, EVICTING, now=now, code=code, reason=reason, actor=actor, guard=evictable & (guard or Q()),
+            pk, was, EVICTING, now=now, code=code, reason=reason, actor=actor,
+            guard=evictable & suspension.filter_unclaimed(now) & (guard or Q()),
             claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=1, idle_at=None,
         ):  # fmt: skip
             return finish_eviction(pk, token, now=now, actor=actor)
@@ -75,7 +76,7 @@ def request_eviction(pk: uuid.UUID, *, now: datetime, actor: str, reason: str, g
 
     Returns False if the sandbox cannot be evicted, because it is running, in flight, cold, lost or without a holder.
     Idempotent."""
-    evictable = Q(state__in=(WAITING, WARM), holder__isnull=False, lost_at__isnull=True)
+    evictable = Q(state__in=(WAITING, WARM, SUSPENDED), holder__isnull=False, lost_at__isnull=True)
     due = Sandbox.objects.filter(evictable, guard or Q(), pk=pk).update(idle_at=now)
     if due:
         log.info("eviction requested", sandbox=str(pk), actor=actor, reason=reason)
@@ -85,7 +86,8 @@ def request_eviction(pk: uuid.UUID, *, now: datetime, actor: str, reason: str, g
 def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     """Finish the eviction of a claimed sandbox. Returns whether it is cold now. Safe to repeat after a crash at any step.
 
-    1. Store the state, unless it is stored since the last run or the incarnation has had no run.
+    1. Store the state, unless it is stored since the last run or the incarnation has had no run. Resume a suspended sandbox
+       before.
     2. Destroy the process.
     3. Move the row to `cold`.
 
@@ -149,6 +151,7 @@ def _persist_state(sandbox: Sandbox, provider: Provider, claim: Claim, clock: Cl
     """Store the state of this incarnation, unless nothing in it is unsaved. Returns False if the claim was lost."""
     if not workspace.has_unsaved_state(sandbox):
         return True
+    suspension.thaw(sandbox, provider)
     data_sync.persist_final(sandbox, provider, now=clock())
     return workspace.persist_claimed(sandbox, provider, claim, clock=clock)
 
@@ -176,7 +179,7 @@ def record_missing(
     if sandbox.persisted or not runs.exists():
         unused = ~Exists(runs.filter(sandbox=OuterRef("pk"))) | Q(persisted=True)
         with transaction.atomic():
-            for was in (WARM, WAITING):
+            for was in (WARM, WAITING, SUSPENDED):
                 if advance(
                     sandbox.pk, was, EVICTING, now=now, code=TransitionReason.PROVIDER_LOST, actor=actor,
                     guard=unchanged & unused, claim=uuid.uuid4(), deadline_at=now, idle_at=None,
@@ -208,7 +211,7 @@ def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime, guard: Q | None = 
 
 
 def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "", spare_unused: bool = False) -> bool:
-    """Free a place for this agent: cold before warm before waiting, the least recently used of each tier first.
+    """Free a place for this agent: cold before warm before waiting or suspended, the least recently used of each tier first.
 
     Never evicts a running sandbox, one that a guarantee protects, or with `spare_unused` one that has just been started for its
     first use. Returns False if no sandbox can be evicted. True means that one attempt was made: it may have failed, or a
@@ -225,7 +228,8 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "", sp
         victim.pk, now=clock(), code=code, reason=reason, actor=actor, guard=Q(state=victim.state)
     ):
         return True  # the victim is in use again, or its state could not be stored and find_victim skips it until its next try
-    release_cold(victim.pk, now=clock(), reason=reason, actor=actor, for_agent=agent_did, tier=victim.state)
+    tier = WAITING if victim.state == SUSPENDED else victim.state
+    release_cold(victim.pk, now=clock(), reason=reason, actor=actor, for_agent=agent_did, tier=tier)
     return True
 
 
@@ -238,7 +242,7 @@ def find_victim(pool: Pool, *, agent_did: str, now: datetime, spare_unused: bool
 
 
 def free_slot(*, agent_did: str, now: datetime, actor: str = "") -> bool:
-    """Free an egress slot for this agent: warm before waiting, the least recently used of each tier of all pools first.
+    """Free an egress slot for this agent: warm before waiting or suspended, the least recently used of each tier first.
 
     The evicted sandbox is cold and keeps its place. Exceptions and the returned value are those of free_place."""
     clock = clock_from(now)
@@ -278,7 +282,10 @@ def _order_victims(*, agent_did: str, now: datetime) -> QuerySet[Sandbox]:
     ).exclude(agent_did=agent_did)
     postponed = Q(persist_failures__gt=0, idle_at__gt=now)
     within_reach = Q(tier=0) | registry.filter_local()
-    candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, within_reach, tier__isnull=False, lost_at__isnull=True)
+    in_transition = Q(state=SUSPENDED, deadline_at__isnull=False)
+    candidates = Sandbox.objects.filter(
+        ~Exists(guaranteed), ~postponed, ~in_transition, within_reach, tier__isnull=False, lost_at__isnull=True
+    )
     return candidates.order_by("tier", "last_used_at")
 
 
@@ -294,9 +301,9 @@ def release_cold(
 ) -> bool:
     """Release the place of a cold sandbox. Its row becomes `destroyed`; its snapshots stay for the holder's next use.
 
-    `for_agent` is the agent that needs the place; empty: the cold TTL has passed. `tier` is the state before the eviction and
-    selects the pool's counter. Returns False if the sandbox woke meanwhile, or if the release would take a guaranteed place
-    for another agent."""
+    `for_agent` is the agent that needs the place; empty: the cold TTL has passed. `tier` is the state before the eviction
+    (`waiting` for a suspended sandbox) and selects the pool's counter. Returns False if the sandbox woke meanwhile, or if the
+    release would take a guaranteed place for another agent."""
     sandbox = Sandbox.objects.get(pk=pk)
     code = TransitionReason.CAPACITY if for_agent else TransitionReason.COLD_TTL
     with transaction.atomic():

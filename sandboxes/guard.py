@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Protocol
 
@@ -17,6 +17,7 @@ class HolderTerms:
     excludes: Sequence[str] = ()  # patterns of paths that workspace snapshots exclude
     llm_limit: Decimal | None = None  # USD that model calls may cost; None: unlimited
     policy: Policy | None = None  # None: the built-in policy "sealed"
+    suspend_after: timedelta | None = None  # time in `waiting` after which the sandbox is suspended; None: never
 
 
 @dataclass

@@ -18,6 +18,7 @@ from sandboxes.models import Sandbox, SandboxState, processes
 from sandboxes.models import TransitionReason as Reason
 
 WARMING, WARM, RUNNING, WAITING = SandboxState.WARMING, SandboxState.WARM, SandboxState.RUNNING, SandboxState.WAITING
+SUSPENDED = SandboxState.SUSPENDED
 EVICTING, COLD = SandboxState.EVICTING, SandboxState.COLD
 DESTROYING, DESTROYED = SandboxState.DESTROYING, SandboxState.DESTROYED
 
@@ -32,8 +33,12 @@ EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (WARM, RUNNING): (Reason.RUN_STARTED,),
     (WAITING, RUNNING): (Reason.RUN_STARTED,),
     (RUNNING, WAITING): (Reason.RUN_ENDED,),
+    (WAITING, SUSPENDED): (Reason.IDLE,),
+    (SUSPENDED, RUNNING): (Reason.RUN_STARTED,),
+    (SUSPENDED, WAITING): (Reason.RESUMED, Reason.SUSPEND_FAILED),
     (WARM, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST),
     (WAITING, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST),
+    (SUSPENDED, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST),
     (EVICTING, WAITING): (Reason.PERSIST_FAILED,),
     (EVICTING, COLD): (Reason.PERSISTED, Reason.NOTHING_UNSAVED),
     (COLD, WARMING): (Reason.WOKEN,),
@@ -41,6 +46,7 @@ EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (WARM, DESTROYING): (*_LIVE_END_REASONS, Reason.CAPACITY, Reason.SURPLUS),
     (RUNNING, DESTROYING): _LIVE_END_REASONS,
     (WAITING, DESTROYING): _LIVE_END_REASONS,
+    (SUSPENDED, DESTROYING): _LIVE_END_REASONS,
     (EVICTING, DESTROYING): (*_LIVE_END_REASONS, Reason.EVICTION_STALLED),
     (COLD, DESTROYING): (*_END_REASONS, Reason.CAPACITY, Reason.COLD_TTL),
     (DESTROYING, DESTROYING): (Reason.DISCARDED,),
@@ -71,16 +77,20 @@ BEGIN_FIRST_RUN_SQL = (
     "state = 'running', state_since = %s, last_used_at = %s, open_runs = 1, idle_at = NULL, warm_hits = warm_hits + %s, "
     "persisted = FALSE, persist_failures = 0 "
     "WHERE id = %s AND holder = %s AND state = %s"
-    f" AND incarnation = %s AND {AGENT_OPEN_RUNS_SQL} < %s"
+    f" AND incarnation = %s AND frozen = %s AND {AGENT_OPEN_RUNS_SQL} < %s"
+)
+# A suspension whose worker holds a claim is not undone: the worker might freeze the sandbox after the run has begun.
+BEGIN_SUSPENDED_RUN_SQL = (
+    f"claim = NULL, claimed_by = '', deadline_at = NULL, {BEGIN_FIRST_RUN_SQL} AND (deadline_at IS NULL OR deadline_at < %s)"
 )
 BEGIN_CONCURRENT_RUN_SQL = (
     "open_runs = open_runs + 1, last_used_at = %s, warm_hits = warm_hits + 1 "
     "WHERE id = %s AND holder = %s AND state = 'running'"
-    f" AND incarnation = %s AND open_runs < %s AND {AGENT_OPEN_RUNS_SQL} < %s"
+    f" AND incarnation = %s AND frozen = %s AND open_runs < %s AND {AGENT_OPEN_RUNS_SQL} < %s"
 )
 COUNT_OPEN_RUNS_SQL = (
     f"SELECT agent_did, open_runs, {AGENT_OPEN_RUNS_SQL} FROM sandboxes_sandbox "  # noqa: S608 - no user input
-    "WHERE id = %s AND holder = %s AND state IN ('warm', 'running', 'waiting')"
+    "WHERE id = %s AND holder = %s AND state IN ('warm', 'running', 'waiting', 'suspended')"
 )
 END_RUN_SQL = (
     "open_runs = open_runs - 1, last_used_at = %s, "
@@ -144,13 +154,13 @@ def advance(
 
     `code` is the cause, and `reason` a text for operators (default: the label of the code). `guard` restricts the UPDATE beyond
     the state; `changes` are further columns. A move to `cold` or `destroying` closes the rows of the sandbox's processes, and a
-    move to `cold` releases its egress slot.
+    move to `cold` releases its egress slot and ends its suspension.
     Raises IllegalTransition if EDGES does not list the edge with this code."""
     _require_edge(was, to, code)
     if was == RUNNING and to != RUNNING:
         changes.setdefault("open_runs", 0)
     if to == COLD:
-        changes["slot"] = None
+        changes |= {"slot": None, "frozen": False}
     with transaction.atomic():
         moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
         if moved:  # the UPDATE holds the row's lock, so the INSERT reads the values that it wrote
@@ -169,30 +179,36 @@ def start_run(
     now: datetime,
     actor: str = "",
     likely: SandboxState = WAITING,
+    frozen: bool = False,
     run: sql.Statement | None = None,
     permission: sql.Statement = sql.ALWAYS,
 ) -> SandboxState | None:
     """Count one more open Run of a sandbox. Returns the sandbox's previous state.
 
     `run` inserts the Run from the row `changed` (sql.update_then), so that an eviction sees both or neither. `likely` is the
-    state that is tried first: with the right one, the whole is one statement on PostgreSQL.
+    state that is tried first: with the right one, the whole is one statement on PostgreSQL. `frozen` is the value that the
+    caller has read: the caller of a frozen sandbox has to resume it.
 
-    Returns None if the sandbox is not alive, has been woken since, or another holder has it, or if `permission`, a condition in
-    SQL, does not hold. Raises TooManyRuns if the holder or its agent has reached LEASEHOLD_MAX_RUNS_PER_LEASE or
-    LEASEHOLD_MAX_RUNS_PER_AGENT.
+    Returns None if the sandbox is not alive, is being suspended, has been suspended, resumed or woken since, or another holder
+    has it, or if `permission`, a condition in SQL, does not hold. Raises TooManyRuns if the holder or its agent has reached
+    LEASEHOLD_MAX_RUNS_PER_LEASE or LEASEHOLD_MAX_RUNS_PER_AGENT.
 
     A Run counts as a warm hit, unless it is the first one since the start of the sandbox. The caller holds the agent's
     lock_key, taken by an earlier statement, so that two transactions that start Runs in two sandboxes of the agent count each
     other's."""
     agent_limit, inserts = settings.MAX_RUNS_PER_AGENT, [run] if run else []
-    for was in sorted((WAITING, WARM, RUNNING), key=lambda each: each != likely):
+    states = (WAITING, WARM, RUNNING, *([SUSPENDED] if frozen else []))
+    for was in sorted(states, key=lambda each: each != likely):
         if was == RUNNING:
-            values: tuple[Any, ...] = (now, pk, holder, incarnation, settings.MAX_RUNS_PER_LEASE, agent_limit)
+            values: tuple[Any, ...] = (now, pk, holder, incarnation, frozen, settings.MAX_RUNS_PER_LEASE, agent_limit)
             text, then = BEGIN_CONCURRENT_RUN_SQL, inserts
         else:
-            values = (now, now, int(was == WAITING), pk, holder, was.value, incarnation, agent_limit)
+            values = (now, now, int(was != WARM), pk, holder, was.value, incarnation, frozen, agent_limit)
+            text = BEGIN_FIRST_RUN_SQL
+            if was == SUSPENDED:
+                text, values = BEGIN_SUSPENDED_RUN_SQL, (*values, now)
             transition = _build_transitions("changed", was=was, code=Reason.RUN_STARTED, actor=actor)
-            text, then = BEGIN_FIRST_RUN_SQL, [transition, *inserts]
+            then = [transition, *inserts]
         change = sql.Statement(f"{text} AND {permission.text}", (*values, *permission.values))
         if sql.update_then(Sandbox, pk, change, then):
             return was

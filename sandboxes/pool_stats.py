@@ -25,7 +25,7 @@ class Stats:
 
     `warm_hits` (runs in a sandbox that had run something since its start), `woken_*`, `slept`, `claimed_warm` and `evicted_*`
     count since the pool was created. `slept` counts evictions for any reason. `evicted_*` count places that were freed for
-    another sandbox, by the state of the evicted sandbox."""
+    another sandbox, by the state of the evicted sandbox; `evicted_waiting` includes suspended ones."""
 
     capacity: int
     used: int
@@ -34,6 +34,7 @@ class Stats:
     warm: int
     running: int
     waiting: int
+    suspended: int
     evicting: int
     destroying: int
     warm_hits: int
@@ -51,7 +52,7 @@ class Stats:
     warm_target: int
     warm_ready: int  # pre-warmed, without a holder
     queue_length: int  # requests that wait for a place in the full pool
-    oldest_waiting: timedelta  # time since the last use of the longest waiting sandbox; 0 if no sandbox is waiting
+    oldest_waiting: timedelta  # time since the last use of the longest waiting or suspended sandbox; 0 if there is none
 
     @property
     def total(self) -> int:
@@ -87,7 +88,7 @@ def collect_pool_stats(*, now: datetime) -> list[PoolStats]:
         .annotate(
             **{name: Count("pk", filter=condition) for name, condition in filters.items()},
             **{f"now_{name}": Sum(name) for name in SANDBOX_COUNTER_FIELDS},
-            waiting_since=Min("last_used_at", filter=Q(state=SandboxState.WAITING)),
+            waiting_since=Min("last_used_at", filter=Q(state__in=(SandboxState.WAITING, SandboxState.SUSPENDED))),
         )
     )
     live = {row["pool_id"]: row for row in rows}

@@ -13,12 +13,13 @@ from datetime import datetime, timedelta
 from django.db import transaction
 from django.db.models import QuerySet
 
+from sandboxes import suspension
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, SandboxNotHeld, TooManyProcesses
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import ALIVE_STATES, Run, RunOutcome, Sandbox, SandboxState
+from sandboxes.models import ALIVE_STATES, AWAKE_STATES, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.models.processes import Process, ProcessStatus
 from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, Missing, ProcessOutput, ProcessState, Provider, ProviderError, Rejected
@@ -43,6 +44,7 @@ class ProcessSpec:
     cwd: str = WORKSPACE
     name: str = ""
     process_id: uuid.UUID = field(default_factory=uuid.uuid4)
+    keep_awake: bool = False  # the sandbox is not suspended while the process runs
 
 
 def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
@@ -92,6 +94,7 @@ def _insert_process(sandbox: Sandbox, spec: ProcessSpec, *, now: datetime) -> Pr
             argv=list(spec.argv),
             cwd=spec.cwd,
             env_names=sorted(spec.env),
+            keep_awake=spec.keep_awake,
             started_at=now,
             starts_by=now + START_TIMEOUT,
         )
@@ -103,7 +106,9 @@ def find_by_holder(holder: uuid.UUID) -> QuerySet[Process]:
 
 
 def refresh_by_holder(holder: uuid.UUID, *, now: datetime) -> None:
-    """Update the rows of a holder's open processes from the provider. Raises ProviderCallFailed if it did not respond."""
+    """Update the rows of a holder's open processes from the provider, except in a suspended sandbox, where none ends.
+
+    Raises ProviderCallFailed if the provider did not respond."""
     try:
         _close_ended_in_sandbox(find_by_holder(holder).filter(ended_at__isnull=True).select_related("sandbox"), now=now)
     except ProviderError as failed:
@@ -111,7 +116,7 @@ def refresh_by_holder(holder: uuid.UUID, *, now: datetime) -> None:
 
 
 def kill_process(process: Process, *, now: datetime) -> Process:
-    """Kill a process and all its descendants. Returns its row. Idempotent.
+    """Kill a process and all its descendants. Returns its row. A suspended sandbox is resumed. Idempotent.
 
     The row of a process that exited before stays `exited`, but its remaining descendants are killed. Raises ProviderCallFailed
     if the kill failed, and SandboxBusy while the process is being started or its sandbox is being evicted. An eviction
@@ -120,6 +125,7 @@ def kill_process(process: Process, *, now: datetime) -> Process:
         registry.require_local(process.sandbox)
         try:
             provider = registry.get_sandbox_provider(process.sandbox)
+            suspension.ensure_awake(process.sandbox, provider, now=now)
             provider.kill(process.sandbox.ref, str(process.pk))
             state = provider.processes(process.sandbox.ref, [str(process.pk)]).get(str(process.pk))
         except Missing as missing:  # reconcile handles the missing sandbox
@@ -139,17 +145,17 @@ def kill_process(process: Process, *, now: datetime) -> Process:
     return process
 
 
-def read_log(process: Process, *, start: int, length: int) -> ProcessOutput:
-    """Read up to `length` bytes of a process's output from offset `start`.
+def read_log(process: Process, *, start: int, length: int, now: datetime) -> ProcessOutput:
+    """Read up to `length` bytes of a process's output from offset `start`. A suspended sandbox is resumed.
 
     Raises ProcessOutputGone once its sandbox is cold or gone, and ProviderCallFailed if the provider did not respond."""
     if not _is_sandbox_alive(process):
         raise ProcessOutputGone()
     registry.require_local(process.sandbox)
+    provider = registry.get_sandbox_provider(process.sandbox)
     try:
-        return registry.get_sandbox_provider(process.sandbox).log(
-            process.sandbox.ref, str(process.pk), start=start, length=length
-        )
+        suspension.ensure_awake(process.sandbox, provider, now=now)
+        return provider.log(process.sandbox.ref, str(process.pk), start=start, length=length)
     except Missing as missing:
         raise ProcessOutputGone() from missing
     except ProviderError as failed:
@@ -177,7 +183,7 @@ def _poll_log(process: Process, text: str, *, start: int, within: timedelta, clo
         ended = process.ended_at is not None
         while True:
             try:
-                content, end = read_log(process, start=start, length=LOG_CHUNK_BYTES)
+                content, end = read_log(process, start=start, length=LOG_CHUNK_BYTES, now=clock())
             except ProcessOutputGone:
                 return False
             searched = content if end - len(content) > start else tail + content
@@ -222,10 +228,10 @@ def _refresh_process(process: Process, *, now: datetime) -> None:
 
 
 def _close_ended_in_sandbox(open_processes: Iterable[Process], *, now: datetime) -> int:
-    """Close the rows of ended processes among the open ones of one sandbox. Returns their number. Raises ProviderError.
+    """Close the rows of ended processes among the open ones of one awake sandbox. Returns their number. Raises ProviderError.
 
     A sandbox that the provider does not have closes all of them; `reconcile` records the missing sandbox."""
-    running = [process for process in open_processes if _is_sandbox_alive(process)]
+    running = [process for process in open_processes if _is_sandbox_alive(process, AWAKE_STATES)]
     if not running:
         return 0
     sandbox = running[0].sandbox
@@ -233,6 +239,7 @@ def _close_ended_in_sandbox(open_processes: Iterable[Process], *, now: datetime)
     provider = registry.get_sandbox_provider(sandbox)
     confirmed = _find_confirmed(running)
     try:
+        suspension.thaw(sandbox, provider)
         states = provider.processes(sandbox.ref, [str(process.pk) for process in running])
     except Missing as missing:
         note = f"The provider has no such sandbox: {missing}"[:500]
@@ -282,7 +289,7 @@ def _close_process(
     return bool(open_rows.update(state=state, ended_at=now, exit_code=exit_code, note=note))
 
 
-def _is_sandbox_alive(process: Process) -> bool:
-    """Return whether the sandbox is alive in the incarnation in which the process was started."""
-    same_incarnation = Sandbox.objects.filter(pk=process.sandbox_id, incarnation=process.incarnation, state__in=ALIVE_STATES)
+def _is_sandbox_alive(process: Process, states: Sequence[SandboxState] = ALIVE_STATES) -> bool:
+    """Return whether the sandbox is in one of these states in the incarnation in which the process was started."""
+    same_incarnation = Sandbox.objects.filter(pk=process.sandbox_id, incarnation=process.incarnation, state__in=states)
     return same_incarnation.filter(lost_at__isnull=True).exists()

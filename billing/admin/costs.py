@@ -51,6 +51,7 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.formatting import pluralize
+from sandboxes.models import SandboxState
 
 MAX_USAGE_RECORDS_SHOWN = 50  # on the page of a cost record
 EXPORT_FIELDS = [
@@ -65,6 +66,12 @@ USAGE_ITEM_BY_PRICED_ITEM = {
     BillableItem.STORAGE: UsageKind.STORAGE,
     BillableItem.LLM: UsageKind.TOKENS,
     BillableItem.REQUEST: UsageKind.RUNS,
+}
+
+# States of the time behind an item. The items not listed are priced by awake time.
+STATES_BY_PRICED_ITEM = {
+    BillableItem.SUSPENSION: (SandboxState.SUSPENDED,),
+    BillableItem.DISK: (*BILLABLE_STATES, SandboxState.SUSPENDED),
 }
 
 
@@ -293,7 +300,8 @@ def explain_amount(row: CostRecord) -> list[CalculationStep]:
 
 def _find_usage_records(row: CostRecord) -> QuerySet[UsageRecord]:
     item = _get_usage_item(row)
-    kind = Q(item=item, state__in=BILLABLE_STATES) if item == UsageKind.TIME else Q(item=item)
+    states = STATES_BY_PRICED_ITEM.get(BillableItem(row.item), BILLABLE_STATES)
+    kind = Q(item=item, state__in=states) if item == UsageKind.TIME else Q(item=item)
     if item == UsageKind.USE:  # without measurement, the allocated amount is priced
         kind |= Q(item=UsageKind.TIME, state__in=BILLABLE_STATES, measured=False)
     if row.rate and row.item != BillableItem.REQUEST:  # requests are priced by the rate at the start of the day

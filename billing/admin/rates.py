@@ -40,14 +40,14 @@ from sandboxes.providers import PROVIDER_CLASSES
 AVAILABLE_PROVIDERS_FILTER = Q(provider__in=[*PROVIDER_CLASSES, STORE_PROVIDER])
 ITEM_LABELS = {
     BillableItem.TIME: "sandbox time", BillableItem.MEMORY: "memory", BillableItem.CPU: "CPU", BillableItem.DISK: "disk",
-    BillableItem.STORAGE: "storage", BillableItem.REQUEST: "requests (runs)", BillableItem.PLAN: "plan",
-    BillableItem.LLM: "model calls",
+    BillableItem.SUSPENSION: "suspended memory", BillableItem.STORAGE: "storage", BillableItem.REQUEST: "requests (runs)",
+    BillableItem.PLAN: "plan", BillableItem.LLM: "model calls",
 }  # fmt: skip
 ESTIMATE_PROVIDERS = ["cloudflare", "daytona", "modal", "runloop", "langsmith", "kubernetes"]  # shipped rates, for estimates
 UNIT_LABELS = {
     BillableItem.TIME: "sandbox-hour", BillableItem.MEMORY: "GiB-hour", BillableItem.CPU: "vCPU-minute",
-    BillableItem.DISK: "GB-hour", BillableItem.STORAGE: "GB-month", BillableItem.REQUEST: "request",
-    BillableItem.PLAN: "month", BillableItem.LLM: "call",
+    BillableItem.DISK: "GB-hour", BillableItem.SUSPENSION: "GiB-hour", BillableItem.STORAGE: "GB-month",
+    BillableItem.REQUEST: "request", BillableItem.PLAN: "month", BillableItem.LLM: "call",
 }  # fmt: skip
 
 

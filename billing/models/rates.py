@@ -22,6 +22,7 @@ class BillableItem(models.TextChoices):
     MEMORY = "memory", "GiB-hours of memory"
     CPU = "cpu", "vCPU-minutes"
     DISK = "disk", "GB-hours of disk"
+    SUSPENSION = "suspend", "GiB-hours of suspended memory"
     STORAGE = "storage", "GB-months of storage"
     REQUEST = "request", "requests (runs)"
     PLAN = "plan", "months of a plan"

@@ -123,6 +123,7 @@ def build_fleet_summary(now: datetime | None = None) -> FleetSummary:
             alarm=bool(capacity) and used >= capacity,
         ),
         _build_tile("Running sandboxes", SandboxAdmin, "running", now),
+        _build_tile("Suspended sandboxes", SandboxAdmin, "suspended", now, note="processes frozen, memory kept"),
         Tile(
             "Cold sandboxes",
             f"{cold:,}",

@@ -26,7 +26,10 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
     fieldsets = [
         (None, {"fields": ["name", "pool", "policy", "restricted"]}),
         ("Lease lifetime", {"fields": ["ttl", "max_ttl", "expiry_conditions"]}),
-        ("Turns and eviction", {"fields": ["turn_argv", "turn_timeout", "sleep_after", "snapshot_excludes"]}),
+        (
+            "Turns, suspension and eviction",
+            {"fields": ["turn_argv", "turn_timeout", "suspend_after", "sleep_after", "snapshot_excludes"]},
+        ),
         (
             "Model calls",
             {
@@ -40,6 +43,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
         "max_ttl": "Hard limit",
         "expiry_conditions": "End conditions",
         "turn_argv": "Turn command",
+        "suspend_after": "Suspend after",
         "sleep_after": "Evict after",
         "snapshot_excludes": "Excluded from snapshots",
         "llm_limit": "Spend limit (USD)",
@@ -53,8 +57,9 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
         return render_two_lines(f"{format_duration(row.ttl)} idle", f"{format_duration(row.max_ttl)} in total")
 
     @display(description="Evict after")
-    def sleeps(self, row: EnvironmentType) -> str:
-        return row.sleep_after or "default"
+    def sleeps(self, row: EnvironmentType) -> SafeString:
+        suspended = f"suspended after {format_duration(row.suspend_after)}" if row.suspend_after else "not suspended"
+        return render_two_lines(row.sleep_after or "default", suspended)
 
     @display(description="End conditions")
     def conditions(self, row: EnvironmentType) -> str:

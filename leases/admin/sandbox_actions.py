@@ -41,7 +41,8 @@ def _can_discard(sandbox: Sandbox) -> bool:
 
 
 def _can_evict(sandbox: Sandbox) -> bool:
-    return sandbox.state in (SandboxState.WAITING, SandboxState.WARM) and sandbox.holder is not None and sandbox.lost_at is None
+    evictable = (SandboxState.WAITING, SandboxState.SUSPENDED, SandboxState.WARM)
+    return sandbox.state in evictable and sandbox.holder is not None and sandbox.lost_at is None
 
 
 def _describe_current_state(sandbox: Sandbox) -> str:

@@ -88,7 +88,7 @@ class SandboxSerializer(serializers.Serializer):
     state = serializers.ChoiceField(
         SandboxState.choices,
         help_text="cold: state stored, no process; warm: awake without unsaved state; waiting: awake with unsaved state; "
-        "running: a run is open.",
+        "suspended: like waiting, with frozen processes that the next use resumes; running: a run is open.",
     )
     provider = serializers.CharField()
     isolated = serializers.BooleanField(help_text="Commands cannot reach the host, other sandboxes or the network.")

@@ -32,6 +32,7 @@ class PoolStatsSerializer(serializers.Serializer):
     warming = build_count_field()
     warm = build_count_field()
     waiting = build_count_field()
+    suspended = build_count_field(help_text="Waiting, with frozen processes.")
     running = build_count_field()
     evicting = build_count_field()
     destroying = build_count_field()
@@ -46,13 +47,13 @@ class PoolStatsSerializer(serializers.Serializer):
     slept = build_count_field(help_text="Times a sandbox was put to sleep, for any reason.")
     evicted_cold = build_count_field(help_text="Evictions of a cold sandbox.")
     evicted_warm = build_count_field(help_text="Evictions of a warm sandbox, which has no unsaved state.")
-    evicted_waiting = build_count_field(help_text="Evictions of a waiting sandbox, whose state is stored first.")
+    evicted_waiting = build_count_field(help_text="Evictions of a waiting or suspended sandbox, whose state is stored first.")
     quarantined = build_count_field(help_text="Sandboxes whose destruction failed too often.")
     stalled = build_count_field(help_text="Sandboxes past their deadline that no sweep has handled.")
     lost = build_count_field(help_text="Sandboxes that their provider lost while a lease held them.")
     queue_length = build_count_field(help_text="Requests that wait for a place.")
     oldest_waiting_seconds = serializers.FloatField(
-        required=False, help_text="Idle time of the sandbox that has waited longest; 0 without waiting sandboxes."
+        required=False, help_text="Idle time of the waiting or suspended sandbox that has waited longest; 0 if there is none."
     )
     warm_target = build_count_field(help_text="Pre-warmed sandboxes to keep ready.")
     warm_ready = build_count_field(help_text="Pre-warmed sandboxes that are ready.")
@@ -115,6 +116,7 @@ def serialize_pool_stats(stats: Stats) -> dict[str, Any]:
         "warming": stats.warming,
         "warm": stats.warm,
         "waiting": stats.waiting,
+        "suspended": stats.suspended,
         "running": stats.running,
         "evicting": stats.evicting,
         "destroying": stats.destroying,

@@ -16,7 +16,7 @@ from rest_framework.response import Response
 
 from leases import execution
 from leases.api.base import schema
-from leases.api.base.fields import StrictCharField, StrictIntegerField, encode_output, parse_encoding
+from leases.api.base.fields import StrictBooleanField, StrictCharField, StrictIntegerField, encode_output, parse_encoding
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
@@ -45,6 +45,9 @@ class NewProcessSerializer(ProgramSerializer):
         help_text="Literal text: respond once the process has printed it or has ended, or after `wait_seconds`.",
     )  # fmt: skip
     wait_seconds = StrictIntegerField(min_value=1, max_value=MAX_WAIT_SECONDS, default=DEFAULT_WAIT_SECONDS)
+    keep_awake = StrictBooleanField(
+        default=False, help_text="Do not suspend the sandbox while the process runs. It is still evicted when it is idle."
+    )
 
 
 class ProcessSerializer(serializers.Serializer):
@@ -57,6 +60,7 @@ class ProcessSerializer(serializers.Serializer):
         ProcessStatus.choices,
         help_text="exited: ended on its own; killed: ended on request; gone: ended with its sandbox; failed: not started.",
     )
+    keep_awake = serializers.BooleanField(help_text="The sandbox is not suspended while the process runs.")
     started_at = serializers.DateTimeField()
     ended_at = serializers.DateTimeField(allow_null=True, help_text="Time at which the end was observed.")
     exit_code = serializers.IntegerField(allow_null=True, help_text="128 + n if ended by signal n.")
@@ -116,14 +120,15 @@ class ProcessListView(ProcessApiView):
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Start a program in the background of the lease's sandbox, without stdin. At most 16 run at once.
 
-        The process ends on its own, by DELETE, when the sandbox is evicted, or when the lease ends. It does not keep the
-        sandbox awake. A program that does not exist exits with 127."""
+        The process ends on its own, by DELETE, when the sandbox is evicted, or when the lease ends. It does not delay the
+        eviction. With `keep_awake` the sandbox is not suspended while the process runs. A program that does not exist exits
+        with 127."""
         data = self.validate_body(NEW_PROCESS_SERIALIZER)
         text, wait = data.get("wait_for"), timedelta(seconds=data["wait_seconds"])
 
         def act(run_id: UUID) -> StatusAndBody:
             clock = clock_from(self.now)
-            spec = ProcessSpec(data["argv"], data["env"], data["cwd"], data["name"], run_id)
+            spec = ProcessSpec(data["argv"], data["env"], data["cwd"], data["name"], run_id, data["keep_awake"])
             try:
                 with LONG_CALLS.admit():  # one call: after the start, the wait is not refused
                     with execution.use_lease(pk, now=self.now, spends=True) as sandbox_request:
@@ -189,7 +194,7 @@ class ProcessLogView(ProcessApiView):
         clock = clock_from(self.now)
         with execution.use_lease(pk, now=self.now):
             found = processes.wait_for_log(process, text, start=start, within=wait, now=clock()) if text else None
-            log = processes.read_log(process, start=start, length=length)
+            log = processes.read_log(process, start=start, length=length, now=clock())
         return Response(serialize_process_log(log, found, encoding))
 
 
@@ -208,6 +213,7 @@ def serialize_process(process: Process) -> dict[str, Any]:
         "cwd": process.cwd,
         "env_names": process.env_names,
         "state": process.state,
+        "keep_awake": process.keep_awake,
         "started_at": format_timestamp(process.started_at),
         "ended_at": format_timestamp(process.ended_at) if process.ended_at else None,
         "exit_code": process.exit_code,

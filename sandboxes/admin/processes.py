@@ -51,8 +51,8 @@ class ProcessAdmin(ReadOnlyModelAdmin):
         "all": ListTab("All", "No processes yet. Clients start background processes through the API."),
     }
     fieldsets = build_all_fields_fieldset(
-        "id", "sandbox", "holder", "agent_did", "incarnation", "name", "argv", "cwd", "env_names", "started_at", "starts_by",
-        "state", "ended_at", "exit_code", "note",
+        "id", "sandbox", "holder", "agent_did", "incarnation", "name", "argv", "cwd", "env_names", "keep_awake", "started_at",
+        "starts_by", "state", "ended_at", "exit_code", "note",
     )  # fmt: skip
 
     @display(description="Command")
@@ -84,6 +84,7 @@ class ProcessAdmin(ReadOnlyModelAdmin):
                     format_process_duration(row),
                     note="until the end was detected" if row.ended_at else "",
                 ),
+                SummaryField("Keeps awake", "yes" if row.keep_awake else "no", note="prevents suspension of its sandbox"),
                 SummaryField("Started", render_time_ago(row.started_at), note=render_timestamp(row.started_at)),
                 build_sandbox_field(row),
                 build_holder_field(row.holder),

@@ -46,6 +46,7 @@ from sandboxes.models import ALIVE_STATES, GONE_STATES, Host, Sandbox, SandboxSt
 from sandboxes.models.state import Attachment, SnapshotKind
 
 MAX_PANEL_ROWS = 25  # newest entries of each table on a sandbox's page
+UNSTORED_STATES = (SandboxState.RUNNING, SandboxState.WAITING, SandboxState.SUSPENDED)  # with changes since the last store
 RUN_TRANSITIONS_FILTER = Q(to=SandboxState.RUNNING) | Q(
     was=SandboxState.RUNNING, to=SandboxState.WAITING
 )  # duplicates of the entry of the run
@@ -110,10 +111,10 @@ class SandboxAdmin(ReadOnlyModelAdmin):
     list_tabs = SANDBOX_TABS
     fieldsets = build_all_fields_fieldset(
         "id", "pool", "agent_did", "environment_id", "holder", "state", "state_since", "incarnation", "provider",
-        "isolated", "ref", "image", "memory_mib", "millicpus", "pids", "policy", "open_runs", "idle_after", "idle_at",
-        "last_used_at", "prepared", "source", "workspace_bytes", "measured_at", "warm_hits", "woken_local", "woken_cloud",
-        "woken_fresh", "lost_at", "claimed_by", "deadline_at", "tries", "persist_failures", "quarantined_at", "created_at",
-        "destroyed_at",
+        "isolated", "ref", "image", "memory_mib", "millicpus", "pids", "policy", "open_runs", "suspend_after", "frozen",
+        "idle_after", "idle_at", "last_used_at", "prepared", "source", "workspace_bytes", "measured_at", "warm_hits",
+        "woken_local", "woken_cloud", "woken_fresh", "lost_at", "claimed_by", "deadline_at", "tries", "persist_failures",
+        "quarantined_at", "created_at", "destroyed_at",
     )  # fmt: skip
     change_form_outer_before_template = "admin/sandboxes/sandbox/history.html"
     row_actions = {"retry_destroy": RETRY_DESTROY_ACTION}
@@ -266,11 +267,15 @@ def get_unsaved_attachment(row: Sandbox, attachment: Attachment | None) -> Attac
 
 def build_background_processes_field(row: Sandbox) -> SummaryField:
     """Build the number of running background processes."""
-    running = row.processes.filter(ended_at__isnull=True).count()
+    open_processes = row.processes.filter(ended_at__isnull=True)
+    running = open_processes.count()
+    note = "they do not prevent eviction"
+    if row.suspend_after and running and open_processes.filter(keep_awake=True).exists():
+        note = "they prevent suspension, but not eviction"
     return SummaryField(
         "Background processes",
         f"{running:,}",
-        note="they do not prevent eviction" if running else "",
+        note=note if running else "",
         href=build_changelist_url("sandboxes_process", slice="all", sandbox=row.pk) if running else "",
     )
 
@@ -312,7 +317,7 @@ def build_wake_source_field(row: Sandbox, stored: list[Snapshot]) -> SummaryFiel
     newest = next((each for each in stored if each.forgotten_at is None), None)
     if newest is None:
         return SummaryField("Next wake from", "no stored state", note="starts fresh")
-    next_store = "; stored again when evicted" if row.state in (SandboxState.RUNNING, SandboxState.WAITING) else ""
+    next_store = "; stored again when evicted" if row.state in UNSTORED_STATES else ""
     note = format_html("stored {}{}", render_time_ago(newest.at), next_store)
     return SummaryField("Next wake from", SOURCE_LABELS["local" if newest.local else "cloud"], note=note)
 

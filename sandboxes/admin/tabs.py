@@ -19,6 +19,11 @@ RUNNING_TAB = ListTab(
 WAITING_TAB = ListTab(
     "Waiting", "No waiting sandboxes. A sandbox waits between two runs of its lease.", lambda now: Q(state=SandboxState.WAITING)
 )
+SUSPENDED_TAB = ListTab(
+    "Suspended",
+    "No suspended sandboxes. Set a time to suspend on an environment type to freeze its waiting sandboxes.",
+    lambda now: Q(state=SandboxState.SUSPENDED),
+)
 UNCLAIMED_TAB = ListTab(
     "Unclaimed",
     "No unclaimed sandboxes. Set the warm target of a pool to keep some ready.",
@@ -54,6 +59,7 @@ SANDBOX_TABS = {
     "live": LIVE_TAB,
     "running": RUNNING_TAB,
     "waiting": WAITING_TAB,
+    "suspended": SUSPENDED_TAB,
     "unclaimed": UNCLAIMED_TAB,
     "evicting": EVICTING_TAB,
     "cold": COLD_TAB,

@@ -12,6 +12,7 @@ from sandboxes.models.readings import Reading
 from sandboxes.models.runs import RUN_KINDS, Run, RunOutcome
 from sandboxes.models.sandboxes import (
     ALIVE_STATES,
+    AWAKE_STATES,
     GONE_STATES,
     IN_FLIGHT_STATES,
     FinalPersist,
@@ -26,6 +27,7 @@ from sandboxes.models.webhooks import Delivery, Event, Webhook
 
 __all__ = [
     "ALIVE_STATES",
+    "AWAKE_STATES",
     "GONE_STATES",
     "IN_FLIGHT_STATES",
     "RUN_KINDS",

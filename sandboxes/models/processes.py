@@ -18,7 +18,7 @@ class ProcessStatus(models.TextChoices):
 
 
 class Process(models.Model):
-    """One background process in one incarnation of a sandbox. A process does not keep its sandbox awake and ends with it."""
+    """One background process in one incarnation of a sandbox. It ends with its sandbox, and does not delay an eviction."""
 
     # Also the environment mark that identifies its child processes, and the id of the Run that started it.
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
@@ -30,6 +30,7 @@ class Process(models.Model):
     argv = models.JSONField()
     cwd = models.CharField(max_length=4096)
     env_names = models.JSONField(default=list, help_text="Names only; values may be secret.")
+    keep_awake = models.BooleanField(default=False, help_text="The sandbox is not suspended while the process runs.")
     started_at = models.DateTimeField()
     starts_by = models.DateTimeField(help_text="Deadline of the start. A process not listed by then counts as never started.")
     state = models.CharField(max_length=16, choices=ProcessStatus.choices, default=ProcessStatus.RUNNING)

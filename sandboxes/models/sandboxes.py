@@ -20,6 +20,7 @@ class SandboxState(models.TextChoices):
     WARM = "warm"  # ready, nothing unsaved
     RUNNING = "running"  # at least one Run is open
     WAITING = "waiting"  # ready, with unsaved changes of earlier Runs
+    SUSPENDED = "suspended"  # like waiting, with frozen processes; without a claim once the provider has confirmed it
     EVICTING = "evicting"  # state being stored
     COLD = "cold"  # state stored, no process
     DESTROYING = "destroying"  # destroy requested, not yet confirmed by the provider
@@ -34,8 +35,10 @@ class FinalPersist(models.TextChoices):
     NONE = "none"  # an operator has discarded it
 
 
-IN_FLIGHT_STATES = (SandboxState.WARMING, SandboxState.EVICTING, SandboxState.DESTROYING)
-ALIVE_STATES = (SandboxState.WARM, SandboxState.RUNNING, SandboxState.WAITING)
+AWAKE_STATES = (SandboxState.WARM, SandboxState.RUNNING, SandboxState.WAITING)
+ALIVE_STATES = (*AWAKE_STATES, SandboxState.SUSPENDED)
+# With a deadline, a worker owns a sandbox in one of these states. Only `suspended` may have none: no work is in progress then.
+IN_FLIGHT_STATES = (SandboxState.WARMING, SandboxState.SUSPENDED, SandboxState.EVICTING, SandboxState.DESTROYING)
 GONE_STATES = (SandboxState.DESTROYING, SandboxState.DESTROYED)
 
 
@@ -78,6 +81,12 @@ class Sandbox(models.Model):
     )
     open_runs = models.PositiveIntegerField(default=0)
     idle_after = models.DurationField(default=timedelta(minutes=30), help_text="Idle time after which the sandbox is evicted.")
+    suspend_after = models.DurationField(
+        null=True, blank=True, help_text="Time in waiting after which the sandbox is suspended. Empty: never."
+    )
+    frozen = models.BooleanField(
+        default=False, editable=False, help_text="Its processes may be frozen: they are resumed before the next use."
+    )
     last_used_at = models.DateTimeField()
     idle_at = models.DateTimeField(null=True, blank=True, help_text="Time of eviction if the sandbox stays idle.")
     prepared = models.BooleanField(default=False, help_text="The lease's initial files are written.")
@@ -122,7 +131,7 @@ class Sandbox(models.Model):
         expression=Case(
             When(state="cold", then=Value(0)),
             When(state="warm", then=Value(1)),
-            When(state="waiting", then=Value(2)),
+            When(state__in=["waiting", "suspended"], then=Value(2)),
             default=Value(None),
         ),
         output_field=models.SmallIntegerField(null=True),
@@ -145,6 +154,7 @@ class Sandbox(models.Model):
                 condition=~Q(state__in=["warming", "evicting", "destroying"]) | Q(deadline_at__isnull=False),
                 name="sandbox_in_flight_has_deadline",
             ),
+            models.CheckConstraint(condition=~Q(state="suspended") | Q(frozen=True), name="sandbox_suspended_is_frozen"),
             models.CheckConstraint(
                 condition=Q(state="destroyed", destroyed_at__isnull=False)
                 | (~Q(state="destroyed") & Q(destroyed_at__isnull=True)),

@@ -16,6 +16,8 @@ class TransitionReason(models.TextChoices):
     CAPACITY = "capacity", "place needed"  # by another holder: the pool is full
     BUDGET = "budget", "budget spent"
     RESTORE = "restore", "earlier snapshot restored"
+    RESUMED = "resumed", "resumed"  # from suspension, without a run
+    SUSPEND_FAILED = "suspend_failed", "could not be suspended"
     PERSIST_FAILED = "persist_failed", "state could not be stored"
     PERSISTED = "persisted", "stored"  # state stored, process destroyed
     NOTHING_UNSAVED = "nothing_unsaved", "nothing unsaved was in it"  # no state to store, process gone

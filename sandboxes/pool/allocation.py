@@ -16,7 +16,7 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import F, Q, QuerySet
 
-from sandboxes import eviction, providers
+from sandboxes import eviction, providers, suspension
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import slots
@@ -80,13 +80,13 @@ def find_by_holder(holder: uuid.UUID) -> Sandbox | None:
 def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now: datetime, actor: str = "") -> Sandbox:
     """Return the holder's sandbox in an alive state. Idempotent, and safe to call from many processes at once.
 
-    1. If the holder has an alive sandbox, return that one.
+    1. If the holder has an alive sandbox, return that one. The next run resumes a suspended one.
     2. If the holder's sandbox is cold, wake it.
     3. Otherwise claim a pre-warmed sandbox, or start a new one.
 
     `known` is the holder's sandbox as it was just read, which saves reading it again.
 
-    Blocks while this or another process starts or evicts the sandbox. Raises CapacityExhausted,
+    Blocks while this or another process starts, suspends or evicts the sandbox. Raises CapacityExhausted,
     QuotaExceeded or PoolDraining if no place is available, DiskFull if a new sandbox is needed and a disk of the control plane
     is low, SandboxNotReady if the start failed, SandboxLost if the stored state is gone, WrongHost if the sandbox or its
     stored state is on a host that this process does not reach, and SandboxBusy if another process has not finished after
@@ -94,7 +94,8 @@ def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
     sandbox = known or find_by_holder(request.holder)
-    if sandbox and sandbox.state in ALIVE_STATES and not sandbox.lost_at and registry.is_local(sandbox):
+    is_ready = sandbox and sandbox.state in ALIVE_STATES and not suspension.is_in_transition(sandbox, now=clock())
+    if sandbox and is_ready and not sandbox.lost_at and registry.is_local(sandbox):
         sandbox.pool = request.pool
         return sandbox
     while (ready := _start_or_wake(request, sandbox, now=clock(), actor=actor)) is None:
@@ -113,7 +114,7 @@ def _start_or_wake(request: SandboxRequest, sandbox: Sandbox | None, *, now: dat
         raise SandboxLost()
     if sandbox and sandbox.state != COLD:
         registry.require_local(sandbox)
-        if sandbox.state not in ALIVE_STATES:
+        if sandbox.state not in ALIVE_STATES or suspension.is_in_transition(sandbox, now=clock()):
             return None
         sandbox.pool = request.pool
         return sandbox
@@ -160,6 +161,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
                 holder=request.holder, agent_did=request.agent_did, environment_id=request.environment_id,
                 idle_after=request.idle_after, last_used_at=now, idle_at=now + request.idle_after, prepared=False,
                 excludes=[*terms.excludes], llm_limit=terms.llm_limit, policy=policy, final_persist=request.final_persist,
+                suspend_after=_resolve_suspend_after(terms, request.pool),
             )  # fmt: skip
             if not claimed:
                 transaction.set_rollback(True)  # undoes _take_quota
@@ -216,6 +218,7 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
     with transaction.atomic(durable=True):
         terms = request.guard.fence()
         sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)
+        sandbox.suspend_after = _resolve_suspend_after(terms, request.pool)
         position = _find_position(request, now=now)  # before _take_quota, which changes the order
         insert_warming(sandbox, now=now, code=TransitionReason.REQUESTED, actor=actor)
         _take_quota(request)
@@ -242,6 +245,14 @@ def _leave_queue(request: SandboxRequest, position: Position, *, now: datetime) 
 def _resolve_policy(terms: HolderTerms) -> Policy | None:
     """Return the policy to store. The built-in policy is stored as None, so that "sealed" has one representation."""
     return None if terms.policy is None or terms.policy.built_in else terms.policy
+
+
+def _resolve_suspend_after(terms: HolderTerms, pool: Pool) -> timedelta | None:
+    """Return the time to store: None where the provider cannot suspend sandboxes."""
+    if terms.suspend_after is None:
+        return None
+    provider = providers.get_provider(pool.provider or providers.get_default_provider_name())
+    return terms.suspend_after if provider.can_suspend else None
 
 
 def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:

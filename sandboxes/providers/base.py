@@ -101,8 +101,9 @@ class ProviderSandbox:
 
     ref: str
     name: str
-    running: bool  # False: paused, stopped or partly created; exec resumes it or raises Unavailable
+    running: bool  # False: suspended, stopped or partly created; exec resumes it or raises Unavailable
     created_at: datetime  # provider's clock
+    suspended: bool = False
     is_remnant: bool = False  # only leftovers such as volumes exist: inspect raises Missing, destroy removes them
 
 
@@ -184,6 +185,7 @@ class Provider(ABC):
     isolated: bool  # commands cannot reach the host, other sandboxes or the network
     enforces_limits: bool  # memory, CPU and process limits hold, and ExecResult.oom is reported
     measures_usage: bool  # `stats` returns measurements
+    can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
 
     @abstractmethod
     def engine_id(self) -> str:
@@ -265,6 +267,19 @@ class Provider(ABC):
         """Kill all processes of the exec or background process with this mark, and return once they are gone.
 
         Idempotent. No such process, or a sandbox that is not running, is success; raise Missing if there is no sandbox."""
+
+    @abstractmethod
+    def suspend(self, ref: str) -> None:
+        """Freeze all processes of the sandbox: they use no CPU time, and keep their memory. Idempotent.
+
+        Until `resume`, only `inspect`, `list`, `stats`, `suspend` and `destroy` have to work; other methods may raise
+        Unavailable or resume the sandbox. Raise Unavailable if the sandbox does not run."""
+
+    @abstractmethod
+    def resume(self, ref: str) -> None:
+        """Thaw the processes of a suspended sandbox, and return once they run. Idempotent. Raise Missing.
+
+        A sandbox that is not suspended, or that does not run, is success."""
 
     @abstractmethod
     def destroy(self, ref: str) -> None:

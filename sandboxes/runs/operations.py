@@ -13,9 +13,9 @@ from datetime import datetime, timedelta
 import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Q, QuerySet
+from django.db.models import Exists, Q, QuerySet
 
-from sandboxes import eviction, lifecycle
+from sandboxes import eviction, lifecycle, suspension
 from sandboxes.claims import hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
@@ -110,7 +110,7 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
     """Open a Run in the holder's sandbox for the body of the `with`. The sandbox is not evicted meanwhile.
 
     1. Start or wake the sandbox, and open the Run.
-    2. Write the holder's first files and attach /data, if they are not in the sandbox yet.
+    2. Resume a suspended sandbox. Write the holder's first files and attach /data, if they are not in the sandbox yet.
     3. Run the body.
     4. Persist the changes in /data, and close the Run.
 
@@ -193,6 +193,9 @@ def _prepare_sandbox(
     opened: Operation, request: allocation.SandboxRequest, command: Command, clock: Clock
 ) -> Attachment | None:
     sandbox, provider = opened.sandbox, opened.provider
+    if sandbox.frozen:
+        still_open = Run.objects.filter(pk=opened.run.pk, ended_at__isnull=True)
+        suspension.thaw(sandbox, provider, guard=Q(Exists(still_open)))
     if not sandbox.prepared:
         starts.put_files(sandbox, provider, request.files)
         Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
@@ -296,7 +299,7 @@ def open_run(
         sql.lock_key(f"runs of {sandbox.agent_did}")
         if not lifecycle.start_run(
             sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=SandboxState(sandbox.state),
-            run=insert, permission=build_permission(),
+            frozen=sandbox.frozen, run=insert, permission=build_permission(),
         ):  # fmt: skip
             return None
     run._state.adding = False
@@ -418,8 +421,10 @@ def interrupt_run(run: Run, *, note: str, now: datetime, actor: str = "") -> boo
     Returns False if the Run was closed before. Raises ProviderError if the kill failed; the Run then stays open."""
     sandbox = run.sandbox
     if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:
+        provider = registry.get_sandbox_provider(sandbox)
         with suppress(Missing):  # the command is gone with its sandbox, which reconcile marks as lost
-            registry.get_sandbox_provider(sandbox).kill(sandbox.ref, str(run.pk))
+            suspension.thaw(sandbox, provider)
+            provider.kill(sandbox.ref, str(run.pk))
     return close_run(run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
 
 

@@ -21,7 +21,7 @@ from django.db.models.functions import Coalesce
 from sandboxes.claims import hold, note_progress
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import DataFull, SandboxBusy
-from sandboxes.models import ALIVE_STATES, Sandbox, SandboxState
+from sandboxes.models import AWAKE_STATES, Sandbox, SandboxState
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, DataStorageMode
 from sandboxes.providers.base import DATA, Missing, Provider, ProviderError, Rejected, TooLarge
 from sandboxes.state import changes, mounts, pull
@@ -190,9 +190,11 @@ def require_free_space(attachment: Attachment, sandbox: Sandbox, provider: Provi
 
 
 def find_unsaved() -> QuerySet[Attachment]:
-    """Return attachments with changes that could not be stored, oldest first. Data above the limits is excluded."""
+    """Return attachments with changes that could not be stored, oldest first. Data above the limits is excluded.
+
+    A sandbox with such changes is not suspended."""
     current = Attachment.objects.filter(unsaved_since__isnull=False, full=False, incarnation=F("sandbox__incarnation"))
-    alive = current.filter(sandbox__state__in=ALIVE_STATES, sandbox__lost_at__isnull=True)
+    alive = current.filter(sandbox__state__in=AWAKE_STATES, sandbox__lost_at__isnull=True)
     return alive.select_related("data", "sandbox__pool").order_by("unsaved_since")
 
 

@@ -13,12 +13,12 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import destruction, eviction
+from sandboxes import destruction, eviction, suspension
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import capacity, registry
-from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance_many
+from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, SUSPENDED, WAITING, WARM, WARMING, advance_many
 from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
 from sandboxes.pool import admission_queue
 from sandboxes.pool.allocation import find_local_unclaimed, start_warm
@@ -63,7 +63,7 @@ def evict_idle(*, now: datetime, limit: int = 500, batch_size: int = 4) -> Sweep
 
     Only `batch_size` sandboxes are claimed at a time, because a request for a claimed sandbox waits until its eviction ends."""
     result, clock = SweepResult(), clock_from(now)
-    for was in (WAITING, WARM):
+    for was in (WAITING, SUSPENDED, WARM):
         while sum(result.counts.values()) + len(result.failures) < limit and clock() <= now + PASS_TIME_LIMIT:
             token = uuid.uuid4()
             if not claim_idle(was, token, now=now, limit=batch_size):
@@ -95,9 +95,24 @@ def _evict_one(pk: uuid.UUID, token: uuid.UUID, result: SweepResult, *, now: dat
         result.failures.append(f"{pk}: {failed}")
 
 
+def suspend_waiting(*, now: datetime, limit: int = 500) -> SweepResult:
+    """Suspend the sandboxes that have waited for the time that their environment type sets."""
+    result, clock = SweepResult(), clock_from(now)
+    for sandbox in suspension.find_due(now=now)[:limit]:
+        if clock() > now + PASS_TIME_LIMIT:
+            break
+        try:
+            result.note("suspended" if suspension.suspend(sandbox, now=clock(), actor="sweep") else "lost race")
+        except Missing:
+            result.note("gone")  # reconcile handles missing sandboxes
+        except ProviderError as failed:
+            result.failures.append(f"{sandbox.pk}: {failed}")
+    return result
+
+
 def find_idle(*, now: datetime) -> QuerySet[Sandbox]:
     """Select held sandboxes that were not used for their idle time."""
-    idle = Q(idle_at__lte=now, holder__isnull=False, lost_at__isnull=True)
+    idle = suspension.filter_unclaimed(now) & Q(idle_at__lte=now, holder__isnull=False, lost_at__isnull=True)
     return Sandbox.objects.filter(idle, registry.filter_local())
 
 
@@ -195,7 +210,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
 
     1. Close a Run with the result that its sandbox retained. Otherwise kill its command, and close the Run as lost.
     2. Schedule the destruction of a sandbox that did not become ready.
-    3. Continue an eviction at the step where it stopped."""
+    3. Continue an eviction or a suspension at the step where it stopped."""
     result = SweepResult()
     for run in operations.find_abandoned(now=now)[:limit]:
         try:
@@ -210,6 +225,12 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
         result.note("stalled starts destroyed" if destroyed else "lost race")
     for sandbox in find_overdue_evictions(now=now)[:limit]:
         _resume_eviction(sandbox, result, now=now)
+    for sandbox in find_overdue_suspensions(now=now)[:limit]:
+        try:
+            suspended = suspension.continue_suspension(sandbox, now=now, actor="sweep")
+            result.note("suspensions finished" if suspended else "lost race")
+        except ProviderError as failed:
+            result.failures.append(f"{sandbox.pk}: {failed}")
     result.note("abandoned requests for a place deleted", admission_queue.purge_abandoned(now=now))
     return result
 
@@ -239,6 +260,12 @@ def find_overdue_starts(*, now: datetime) -> QuerySet[Sandbox]:
 def find_overdue_evictions(*, now: datetime) -> QuerySet[Sandbox]:
     """Select sandboxes in `evicting` past their deadline."""
     overdue = Sandbox.objects.filter(registry.filter_local(), state=EVICTING, deadline_at__lt=now, lost_at__isnull=True)
+    return overdue.order_by("deadline_at")
+
+
+def find_overdue_suspensions(*, now: datetime) -> QuerySet[Sandbox]:
+    """Select sandboxes in `suspended` past the deadline of the worker that suspends them."""
+    overdue = Sandbox.objects.filter(registry.filter_local(), state=SUSPENDED, deadline_at__lt=now, lost_at__isnull=True)
     return overdue.order_by("deadline_at")
 
 
@@ -279,7 +306,9 @@ def measure_workspaces(*, now: datetime, limit: int = 50) -> SweepResult:
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            size = workspace_limit.measure_workspace(registry.get_sandbox_provider(sandbox), sandbox, now=clock())
+            provider = registry.get_sandbox_provider(sandbox)
+            suspension.thaw(sandbox, provider)
+            size = workspace_limit.measure_workspace(provider, sandbox, now=clock())
         except Missing:
             result.note("gone")  # reconcile handles missing sandboxes
         except ProviderError as failed:
@@ -314,7 +343,7 @@ def find_readable() -> QuerySet[Sandbox]:
 def find_unmeasured() -> QuerySet[Sandbox]:
     """Select waiting sandboxes whose workspace was not measured since their last use."""
     stale = Q(measured_at__isnull=True) | Q(measured_at__lt=F("last_used_at"))
-    used = Sandbox.objects.filter(stale, registry.filter_local(), tier=2, lost_at__isnull=True).select_related("pool")
+    used = Sandbox.objects.filter(stale, registry.filter_local(), state=WAITING, lost_at__isnull=True).select_related("pool")
     return used.order_by(F("measured_at").asc(nulls_first=True))
 
 

@@ -8,11 +8,11 @@ import structlog
 from django.core.exceptions import ImproperlyConfigured
 from django.db.models import Q
 
-from sandboxes import eviction, providers
+from sandboxes import eviction, providers, suspension
 from sandboxes.egress import nginx
 from sandboxes.hosts import registry
 from sandboxes.hosts.bound_provider import require_engine
-from sandboxes.lifecycle import COLD, DESTROYED
+from sandboxes.lifecycle import COLD, DESTROYED, SUSPENDED
 from sandboxes.models import ALIVE_STATES, Pool, Sandbox
 from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
 from sandboxes.sweep_log import SweepResult
@@ -27,6 +27,7 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
     - Listed, and named by no such row (earlier incarnations included): destroyed once older than `grace`. The row of a younger
       sandbox may not be committed yet.
     - Alive in its row, not listed, and missing when inspected by name: cold if nothing in it was unsaved, otherwise lost.
+    - Listed as suspended, and not `suspended` in its row: resumed. Listed as running, and `suspended` in its row: frozen again.
     - A listing that fails, is empty or comes from another engine changes nothing.
     - An egress proxy without a server is removed, once older than `grace`."""
     result = SweepResult()
@@ -39,6 +40,7 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
             _destroy_orphans(pool, name, host_id, listed, result, now=now, grace=grace)
             if listed:
                 _handle_missing(alive, listed, result, now=now)
+                _repair_suspensions(alive, listed, result, now=now)
             elif alive:
                 result.failures.append(f'pool "{pool}", {name}: lists nothing, but {len(alive)} rows are alive')
         except (ProviderError, ImproperlyConfigured) as failed:
@@ -117,3 +119,19 @@ def _handle_missing(alive: list[Sandbox], listed: list[ProviderSandbox], result:
             registry.get_sandbox_provider(sandbox).inspect(sandbox.ref)
         except Missing as missing:
             result.note(eviction.record_missing(sandbox, str(missing), now=now, actor="sweep") or "lost race")
+
+
+def _repair_suspensions(alive: list[Sandbox], listed: list[ProviderSandbox], result: SweepResult, *, now: datetime) -> None:
+    """Resume frozen sandboxes whose rows are not suspended, and freeze those that were suspended before the listing."""
+    listed_by_name = {entry.name: entry for entry in listed}
+    for sandbox in alive:
+        entry = listed_by_name.get(sandbox.name)
+        if entry is None:
+            continue
+        is_suspended = sandbox.state == SUSPENDED
+        if entry.suspended and not is_suspended:
+            resumed = suspension.recover_frozen(sandbox, registry.get_sandbox_provider(sandbox))
+            result.note("frozen sandboxes resumed" if resumed else "lost race")
+        elif entry.running and is_suspended and sandbox.deadline_at is None:
+            suspended = suspension.continue_suspension(sandbox, now=now, actor="sweep")
+            result.note("suspended sandboxes frozen" if suspended else "lost race")

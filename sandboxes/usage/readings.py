@@ -10,8 +10,8 @@ from django.db import IntegrityError, transaction
 from django.db.models import QuerySet
 
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.lifecycle import WARM, WARMING, checkpoint
-from sandboxes.models import ALIVE_STATES, Reading, Sandbox, Transition
+from sandboxes.lifecycle import SUSPENDED, WARM, WARMING, checkpoint
+from sandboxes.models import AWAKE_STATES, Reading, Sandbox, Transition
 from sandboxes.providers.base import Missing, Provider, ProviderError, ResourceUsage
 
 log = structlog.get_logger(__name__)
@@ -68,6 +68,7 @@ def _build_reading(
         return None
     if since is None:
         return None
+    since = max(since, _find_last_resume(sandbox) or since)
     return Reading(
         sandbox=sandbox, incarnation=sandbox.incarnation, number=previous.number + 1 if previous else 1, holder=sandbox.holder,
         since=since, at=max(clock(), since + MICROSECOND), counted=counter, cpu_micros=cpu_micros,
@@ -101,6 +102,12 @@ def _find_ready_time(sandbox: Sandbox) -> datetime | None:
     return transitions.filter(to=WARM, was=WARMING, pk__gt=latest_start).values_list("at", flat=True).first()
 
 
+def _find_last_resume(sandbox: Sandbox) -> datetime | None:
+    """Return the end of the last suspension. A reading before each suspension has the use until then."""
+    resumed = Transition.objects.filter(sandbox=sandbox, was=SUSPENDED).order_by("-pk")
+    return resumed.values_list("at", flat=True).first()
+
+
 def record_final_reading(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
     """Store a reading of any size before the sandbox is destroyed. A failure is logged and does not stop the destroy."""
     try:
@@ -112,5 +119,7 @@ def record_final_reading(sandbox: Sandbox, provider: Provider, *, now: datetime)
 
 
 def find_readable() -> QuerySet[Sandbox]:
-    """Return the sandboxes with readable usage, most recently used first. The next pass includes the use of a skipped one."""
-    return Sandbox.objects.filter(measured=True, state__in=ALIVE_STATES, lost_at__isnull=True).order_by("-last_used_at", "pk")
+    """Return the sandboxes with readable usage, most recently used first. The next pass includes the use of a skipped one.
+
+    A suspended sandbox uses no CPU time, and the price of its memory is another."""
+    return Sandbox.objects.filter(measured=True, state__in=AWAKE_STATES, lost_at__isnull=True).order_by("-last_used_at", "pk")

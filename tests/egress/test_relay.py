@@ -35,7 +35,7 @@ def wait_for_output(process: Process, text: str, *, start: int = 0) -> bool:
 
 
 def printed(process: Process) -> bytes:
-    return processes.read_log(process, start=0, length=1 << 16)[0]
+    return processes.read_log(process, start=0, length=1 << 16, now=NOW)[0]
 
 
 def test_watcher_connects_as_its_agent_and_prints_events(enter: Enter, relayed: RelaySwitch, egress: EgressStack) -> None:
@@ -60,7 +60,7 @@ def test_watcher_connects_as_its_agent_and_prints_events(enter: Enter, relayed: 
     assert wait_for_output(process, "\nlast\n")
     lines = printed(process).decode().splitlines()
     assert lines == ["Connected to relay", "first event", base64.b64encode(b"\x00\xff").decode(), "é" * 4_000, "last"]
-    content, after = processes.read_log(process, start=len("Connected to relay\n"), length=5)
+    content, after = processes.read_log(process, start=len("Connected to relay\n"), length=5, now=NOW)
     assert (content, after) == (b"first", 24)
     assert [*processes.find_by_holder(leased.lease.pk)] == [process] and process.state == "running"
     assert token not in printed(process).decode()

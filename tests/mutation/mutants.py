@@ -1,7 +1,8 @@
 """Mutants: one small defect each, with the tests that are expected to fail because of the defect.
 
 `before` occurs exactly once in the file at `path`. Paths of sources and tests are constants, so that a renamed file is one
-changed line. Ordered by area: pool, lifecycle, runs, eviction, leasing, metering, pricing, budgets, API keys, egress."""
+changed line. Ordered by area: pool, lifecycle, runs, eviction, suspension, leasing, metering, pricing, budgets, API keys,
+egress."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ POOL, STARTS = "sandboxes/pool/allocation.py", "sandboxes/pool/starts.py"
 LIFECYCLE, RUNS = "sandboxes/lifecycle.py", "sandboxes/runs/operations.py"
 EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
 ADMISSION_QUEUE = "sandboxes/pool/admission_queue.py"
+SUSPENSION, TEST_SUSPENSION = "sandboxes/suspension.py", "tests/unit/sandboxes/test_suspension.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
 RENEWAL, TEST_RENEWAL = "leases/renewal.py", "tests/unit/leases/test_renewal.py"
 LEASING, AUTHENTICATION, API_KEYS = "leases/leasing.py", "leases/api/base/authentication.py", "leases/api_keys.py"
@@ -281,8 +283,8 @@ MUTANTS = (
     Mutant(
         name="eviction-guaranteed-place-chosen",
         path=EVICTION,
-        before="candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed,",
-        after="candidates = Sandbox.objects.filter(~postponed,",
+        before="        ~Exists(guaranteed), ~postponed, ~in_transition,",
+        after="        ~postponed, ~in_transition,",
         tests=[f"{TEST_STATE_LOSS}::test_guarantee_is_checked_when_a_victim_is_chosen_and_when_its_place_is_taken"],
     ),
     Mutant(
@@ -308,6 +310,35 @@ MUTANTS = (
         before="sandbox.tries, sandbox.tries >= settings.DESTROY_TRIES",
         after="sandbox.tries, sandbox.tries > settings.DESTROY_TRIES",
         tests=[f"{TEST_LEASING}::test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined"],
+    ),
+    # --- suspension ---
+    Mutant(
+        name="suspension-run-in-a-frozen-sandbox",
+        path=LIFECYCLE,
+        before='f" AND incarnation = %s AND frozen = %s AND open_runs',
+        after='f" AND incarnation = %s AND %s IS NOT NULL AND open_runs',
+        tests=[f"{TEST_SUSPENSION}::test_exec_that_read_its_sandbox_before_a_suspension_resumes_it"],
+    ),
+    Mutant(
+        name="suspension-claim-of-another-worker-ignored",
+        path=LIFECYCLE,
+        before=" AND (deadline_at IS NULL OR deadline_at < %s)",
+        after=" AND (deadline_at IS NULL OR %s IS NOT NULL)",
+        tests=[f"{TEST_SUSPENSION}::test_claimed_suspension_is_left_to_its_worker"],
+    ),
+    Mutant(
+        name="suspension-late-worker-leaves-a-run-frozen",
+        path=SUSPENSION,
+        before="    recover_frozen(sandbox, provider)  #",
+        after="    #",
+        tests=[f"{TEST_SUSPENSION}::test_worker_that_outlasts_its_claim_leaves_nothing_frozen"],
+    ),
+    Mutant(
+        name="suspension-memory-charged-twice",
+        path="sandboxes/usage/readings.py",
+        before="    since = max(since, _find_last_resume(sandbox) or since)\n",
+        after="",
+        tests=[f"{TEST_USE}::test_suspended_time_is_charged_by_its_own_item_alone"],
     ),
     # --- leasing ---
     Mutant(

@@ -133,6 +133,29 @@ def test_eviction_and_starting_run_never_both_succeed(used_lease, at_checkpoint)
     assert (sandbox.state, sandbox.incarnation) == ("waiting", 1)
 
 
+def test_resume_eviction_and_suspension_at_once_lose_nothing(used_lease: Lease, memory: MemoryProvider) -> None:
+    """In any order, the commands run with their files, and a sandbox is frozen only while its row is suspended."""
+    sandbox = Sandbox.objects.get()
+    for attempt in range(5):
+        now = NOW + (attempt + 1) * MINUTE
+        Sandbox.objects.update(suspend_after=MINUTE / 4)
+        acts = [
+            partial(read, used_lease, now=now),
+            partial(eviction.evict, sandbox.pk, now=now, reason="test"),
+            partial(passes.suspend_waiting, now=now),
+            partial(read, used_lease, now=now),
+        ]
+        if attempt % 2:
+            passes.suspend_waiting(now=now)
+        with run_in_threads(len(acts)) as together:
+            results = together(lambda index, acts=acts: acts[index]())
+        assert (results[0], results[3]) == ("kept", "kept"), results
+        sandbox.refresh_from_db()
+        if sandbox.state != "cold":
+            assert memory.inspect(sandbox.ref).suspended == (sandbox.state == "suspended")
+            assert sandbox.frozen == (sandbox.state == "suspended") and sandbox.deadline_at is None
+
+
 def test_run_during_an_eviction_waits_and_wakes_the_sandbox(used_lease, at_checkpoint) -> None:
     results: list[object] = []
     rival = make_rival(results, lambda: read(used_lease))

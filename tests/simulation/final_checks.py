@@ -26,7 +26,7 @@ from tests.simulation.expectations import read_snapshot
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-READY_STATES = {"warm", "running", "waiting"}  # billed
+READY_STATES = {"warm", "running", "waiting", "suspended"}  # billed
 USAGE_FIELDS = [
     "item", "source", "day", "began_at", "ended_at", "sandbox_id", "holder", "agent_did", "provider", "state", "memory_mib",
     "millicpus", "cpu_micros", "mib_micros", "size_bytes", "usd",
@@ -79,6 +79,7 @@ def check_nothing_is_stuck(world: "World") -> None:
     """Promise 11: no row waits for a process that is dead."""
     stuck = {
         "sandbox": Sandbox.objects.filter(state__in=("warming", "evicting", "destroying", "running")),
+        "suspension": Sandbox.objects.filter(state="suspended", deadline_at__isnull=False),
         "lost sandbox": Sandbox.objects.filter(lost_at__isnull=False).exclude(state="destroyed"),
         "open run": Run.objects.filter(ended_at=None),
         "ended lease": Lease.objects.filter(status=LeaseStatus.EXPIRED),
@@ -89,6 +90,10 @@ def check_nothing_is_stuck(world: "World") -> None:
         for row in rows:
             detail = {name: str(value) for name, value in vars(row).items() if name in STUCK_FIELDS and value}
             world.promises.violate(11, f"stuck {kind} {row.pk}: {detail}")
+    suspended = {sandbox.name for sandbox in Sandbox.objects.filter(state="suspended")}
+    for name, sandbox in [item for host in world.hosts for item in host.provider._sandboxes.items()]:
+        if sandbox.suspended != (name in suspended):
+            world.promises.violate(11, f"{name} is {'frozen' if sandbox.suspended else 'awake'}, unlike its row")
 
 
 STUCK_FIELDS = ("state", "deadline_at", "tries", "last_error", "quarantined_at", "lost_at", "status", "end_reason", "note")

@@ -107,9 +107,13 @@ def set_up(world: World, options: Options) -> None:
         Quota.objects.create(pool=pool, agent_did=options.agents[0], guaranteed=options.guaranteed)
     EnvironmentType.objects.update_or_create(
         name=ENVIRONMENT_TYPE,
-        defaults={"expiry_conditions": ["game.finished"], "max_ttl": timedelta(days=30), "turn_argv": [PROGRAM]},
-    )
+        defaults={
+            "expiry_conditions": ["game.finished"], "max_ttl": timedelta(days=30), "turn_argv": [PROGRAM],
+            "suspend_after": options.suspend_after,
+        },
+    )  # fmt: skip
     Rate.objects.create(provider="memory", item="time", usd="0.37", valid_from=EPOCH + timedelta(hours=30))
+    Rate.objects.create(provider="memory", item="suspend", usd="0.11", valid_from=EPOCH + timedelta(hours=20))
     world.promises.budgets = options.budget_hours is not None
     if options.budget_hours:
         Budget.objects.create(

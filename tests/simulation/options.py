@@ -38,6 +38,9 @@ class Options:
                              "vanish": 1, "outage": 1, "host_loss": 3, "http": 30}.items():  # fmt: skip
             if random.random() < 0.5:
                 self.weights[name] = weight
+        self.suspend_after = random.choice((None, timedelta(seconds=1), timedelta(seconds=30)))
+        if self.suspend_after:
+            self.sweep_weights["suspend"] = 6
         if length:
             self._lengthen(length)
 

@@ -102,11 +102,11 @@ class Workload:
         self, kind: str, name: str, act: Callable[[], object], settle: Callable[[], object], host: "Host | None" = None
     ) -> None:
         """Run an operation in a process. `settle` is called once: after the operation, or when its process is killed."""
+        self.count += 1  # also without a process: a client repeats its request, and no other request has its name
         processes = [process for process in self.world.processes if f".{kind}" in process.name and host in (None, process.host)]
         if not processes:
             settle()
             return
-        self.count += 1
         process = self.random.choice(processes)
         expected_errors = TASK_FAILURES if kind == "worker" else REFUSALS
 

@@ -36,6 +36,7 @@ from sandboxes.providers.docker import replacement, seccomp
 from sandboxes.providers.docker.commands import AGENT_UID
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, translate_errors
 from sandboxes.providers.docker.files import ContainerFilesProvider
+from sandboxes.providers.docker.suspension import ContainerSuspensionProvider
 from sandboxes.providers.launcher import BackgroundProcessProvider
 
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
@@ -67,7 +68,7 @@ def is_daemon_available() -> bool:
     return True
 
 
-class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
+class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, BackgroundProcessProvider):
     """Provider for one Docker daemon: DOCKER_HOST, over a unix socket or plain TCP."""
 
     name = "docker"
@@ -250,6 +251,7 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
             name=inspected["Name"].lstrip("/"),
             running=inspected["State"]["Status"] == "running",
             created_at=datetime.fromisoformat(inspected["Created"]),
+            suspended=inspected["State"]["Paused"],
         )
 
     def stats(self, ref: str) -> ResourceUsage | None:
@@ -267,6 +269,7 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
                 name=name,
                 running=container["State"] == "running",
                 created_at=datetime.fromtimestamp(container["Created"], UTC),
+                suspended=container["State"] == "paused",
             )
             for container in containers
             if (name := container["Labels"].get("leasehold.name"))  # set on all sandboxes

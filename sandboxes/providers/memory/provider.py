@@ -110,6 +110,7 @@ class MemorySandbox:
     spec: SandboxSpec
     created_at: datetime
     running: bool = True
+    suspended: bool = False
     used: ResourceUsage = field(default_factory=lambda: ResourceUsage(0, 0))
     files: Files = field(default_factory=lambda: Files({WORKSPACE: Folder(), DATA: Folder()}))
     background: dict[str, BackgroundProgram] = field(default_factory=dict)  # by mark
@@ -124,6 +125,7 @@ class MemoryProvider(HookedCalls, Provider):
     isolated = True
     enforces_limits = True
     measures_usage = True
+    can_suspend = True
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -172,7 +174,8 @@ class MemoryProvider(HookedCalls, Provider):
 
     def stop(self, ref: str) -> None:
         """Stop a sandbox and its processes, as by a restart of its host. Raise Missing."""
-        self._get(ref).running = False
+        sandbox = self._get(ref)
+        sandbox.running = sandbox.suspended = False
 
     def use(self, ref: str, *, cpu_micros: int = 0, memory_bytes: int | None = None) -> None:
         """Add CPU time to a sandbox's usage, and set its memory usage."""
@@ -267,9 +270,23 @@ class MemoryProvider(HookedCalls, Provider):
 
     def kill(self, ref: str, mark: str) -> None:
         with self.hooked_call("kill", ref), self._lock:
-            background = self._get(ref).background  # an exec's program never outlives the exec
+            sandbox = self._get(ref)
+            if sandbox.suspended:
+                self._running(ref)
+            background = sandbox.background  # an exec's program never outlives the exec
             if mark in background and background[mark].state().running:
                 background[mark].killed = True
+
+    def suspend(self, ref: str) -> None:
+        with self.hooked_call("suspend", ref), self._lock:
+            sandbox = self._get(ref)
+            if not sandbox.running:
+                raise Unavailable(f"{ref} does not run.")
+            sandbox.suspended = True
+
+    def resume(self, ref: str) -> None:
+        with self.hooked_call("resume", ref), self._lock:
+            self._get(ref).suspended = False
 
     def destroy(self, ref: str) -> None:
         with self.hooked_call("destroy", ref), self._lock:
@@ -400,6 +417,8 @@ class MemoryProvider(HookedCalls, Provider):
         sandbox = self._get(ref)
         if not sandbox.running:
             raise Unavailable(f"{ref} does not run.")
+        if sandbox.suspended:  # stricter than Docker, which resumes the sandbox: a missing `resume` shows in tests
+            raise Unavailable(f"{ref} is suspended.")
         return sandbox
 
 
@@ -414,4 +433,5 @@ def _build_call(
 
 
 def _describe_sandbox(sandbox: MemorySandbox) -> ProviderSandbox:
-    return ProviderSandbox(sandbox.spec.name, sandbox.spec.name, sandbox.running, sandbox.created_at)
+    name, is_running = sandbox.spec.name, sandbox.running and not sandbox.suspended
+    return ProviderSandbox(name, name, is_running, sandbox.created_at, suspended=sandbox.suspended)

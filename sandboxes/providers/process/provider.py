@@ -89,6 +89,7 @@ class ProcessProvider(BackgroundProcessProvider):
     isolated = False
     enforces_limits = False
     measures_usage = False
+    can_suspend = False  # the processes have no cgroup of their own, and a stopped shell would be seen by its parent
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or Path(settings.STATE_DIR) / "process").resolve()
@@ -201,6 +202,12 @@ class ProcessProvider(BackgroundProcessProvider):
     def kill(self, ref: str, mark: str) -> None:
         self.inspect(ref)
         _kill_run(mark)
+
+    def suspend(self, ref: str) -> None:
+        raise Rejected("The process provider cannot suspend sandboxes.")
+
+    def resume(self, ref: str) -> None:
+        self.inspect(ref)
 
     def destroy(self, ref: str) -> None:
         with translate_disk_errors():

@@ -26,8 +26,9 @@ def processes_url(lease: dict[str, Any]) -> str:
 
 
 def test_a_process_is_started_listed_and_returned(ada: ApiClient, processes_url: str) -> None:
-    started = ada.post(processes_url, WATCH)
+    started = ada.post(processes_url, WATCH | {"keep_awake": True})
     result = started.json()
+    assert result["keep_awake"] is True
     assert (started.status_code, result["state"], result["exit_code"], result["found"]) == (201, "running", None, None)
     assert (result["name"], result["argv"], result["env_names"]) == ("watcher", WATCH["argv"], ["TOKEN"])
     shown = ada.get(f"{processes_url}/{result['process_id']}").json()

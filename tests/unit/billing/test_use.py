@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
+from fractions import Fraction
 from random import Random
 from typing import Any
 
@@ -18,7 +19,7 @@ from billing.intervals import prorate
 from billing.metering import meter_usage
 from billing.models import CostRecord, Rate, UsageKind, UsageRecord
 from leases import execution, leasing
-from leases.models import Lease
+from leases.models import EnvironmentType, Lease
 from sandboxes.models import Reading, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
@@ -37,6 +38,7 @@ from tests.support.billing import (
     list_cost_values,
     parse_utc,
 )
+from tests.support.leases import get_sandbox, run
 
 pytestmark = pytest.mark.django_db
 DAY, SECOND = timedelta(days=1), timedelta(seconds=1)
@@ -257,3 +259,27 @@ def test_request_rate_depends_on_the_instance_type() -> None:
     create_runs("2026-11-02T09:00", 2, create_sandbox("did:plc:bob", memory_mib=512))
     price()
     assert dict(list_cost_values("agent_did", "usd", item="request")) == {ADA: 10, "did:plc:bob": 4}
+
+
+def test_suspended_time_is_charged_by_its_own_item_alone(grant: Callable[..., Lease], memory: Any, stopped_clock: None) -> None:
+    """20 minutes awake around an hour suspended, of 512 MiB: no sandbox time, CPU or measured memory for the hour."""
+    EnvironmentType.objects.update(suspend_after=10 * MINUTE)
+    rates = {"time": "3", "suspend": "0.5", "memory": "0.1"}
+    for item, usd in rates.items():
+        create_rate(item, usd, "2026-01-01", "memory", by_use=item == "memory")
+    lease = grant(ADA, sleep_after=20 * HOUR)
+    run(lease)
+    sandbox = get_sandbox(lease)
+    memory.use(sandbox.ref, cpu_micros=10**6, memory_bytes=1 << 30)
+    assert sweeps.suspend_waiting(now=NOW + 10 * MINUTE).counts == {"suspended": 1}
+    assert sweeps.record_readings(now=NOW + 40 * MINUTE).counts == {}
+    run(lease, now=NOW + 70 * MINUTE)
+    memory.use(sandbox.ref, cpu_micros=10**6)
+    assert sweeps.record_readings(now=NOW + 80 * MINUTE).counts == {"read": 1}
+    meter_usage(now=NOW + 80 * MINUTE)
+    costs.price_usage(now=NOW + 80 * MINUTE)
+    third = costs.pricing.round_half_up(Fraction(1, 3))
+    assert {each.key: (each.usd, each.quantities[each.key]) for each in totals.sum_costs("item")} == {
+        "time": (USD(1), third), "suspend": (USD("0.25"), USD("0.5")), "memory": (USD("0.033333333"), third),
+    }  # fmt: skip
+    assert totals.sum_sandbox_time("lease") == {str(lease.pk): 20 * MINUTE}

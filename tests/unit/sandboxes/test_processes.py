@@ -125,7 +125,7 @@ def test_process_does_not_prevent_eviction_and_ends_with_it(lease, process) -> N
     assert ended.sandbox.state == "cold"
     assert (ended.state, ended.exit_code, ended.note) == ("gone", None, "Sandbox evicted: stored")
     with pytest.raises(ProcessOutputGone):
-        processes.read_log(ended, start=0, length=10)
+        processes.read_log(ended, start=0, length=10, now=NOW)
     run(lease, now=NOW + 11 * MINUTE)
     assert processes.kill_process(ended, now=NOW + 11 * MINUTE).state == "gone"
     assert start(lease, now=NOW + 11 * MINUTE).incarnation == 2
@@ -210,8 +210,8 @@ def test_processes_beyond_the_limit_are_refused(lease) -> None:
 
 
 def test_log_is_read_from_an_offset(process) -> None:
-    assert processes.read_log(process, start=0, length=4) == (b"conn", 4)
-    assert processes.read_log(process, start=4, length=100) == (b"ected\n", 10)
+    assert processes.read_log(process, start=0, length=4, now=NOW) == (b"conn", 4)
+    assert processes.read_log(process, start=4, length=100, now=NOW) == (b"ected\n", 10)
 
 
 def test_wait_ends_when_the_text_is_printed_or_the_process_ends(lease, process) -> None:

@@ -1,0 +1,156 @@
+"""Suspension of waiting sandboxes: their processes are frozen, use no CPU time, and keep their memory.
+
+A row is `suspended` before the provider freezes its processes, and its column `frozen` is set until the provider has
+confirmed that they run again. The caller that moves a row out of `suspended` calls `thaw` before its next call of the provider.
+A crash at any step therefore leaves a claim past its deadline, which a sweep continues, or a row that the next use resumes."""
+
+import time
+import uuid
+from datetime import datetime, timedelta
+
+import structlog
+from django.conf import settings
+from django.db.models import DurationField, Exists, ExpressionWrapper, F, OuterRef, Q, QuerySet, Value
+
+from sandboxes.db.clock import clock_from
+from sandboxes.errors import SandboxBusy
+from sandboxes.hosts import registry
+from sandboxes.lifecycle import COLD, DESTROYED, SUSPENDED, WAITING, advance, checkpoint
+from sandboxes.models import Attachment, Sandbox, TransitionReason
+from sandboxes.models.processes import Process
+from sandboxes.providers.base import Provider, ProviderError
+from sandboxes.usage import readings
+
+log = structlog.get_logger(__name__)
+SUSPENSION_TTL = timedelta(seconds=10)  # of the claim of a worker that suspends a sandbox; runs wait for the claim to end
+POLL_INTERVAL_SECONDS = 0.02  # between two reads of a row that another process is suspending
+
+
+def filter_unclaimed(now: datetime) -> Q:
+    """Build the condition that no worker is suspending the sandbox. The deadline of a worker that died has passed."""
+    return ~Q(state=SUSPENDED) | Q(deadline_at__isnull=True) | Q(deadline_at__lt=now)
+
+
+def is_in_transition(sandbox: Sandbox, *, now: datetime) -> bool:
+    """Return whether a worker is suspending the sandbox."""
+    return sandbox.state == SUSPENDED and sandbox.deadline_at is not None and sandbox.deadline_at >= now
+
+
+def find_due(*, now: datetime) -> QuerySet[Sandbox]:
+    """Select the waiting sandboxes that are to be suspended now."""
+    waiting = Sandbox.objects.filter(_build_suspendable_filter(), registry.filter_local(), state=WAITING)
+    waited = ExpressionWrapper(Value(now) - F("state_since"), DurationField())
+    return waiting.alias(waited=waited).filter(waited__gte=F("suspend_after")).order_by("state_since")
+
+
+def _build_suspendable_filter() -> Q:
+    """Build the condition that a waiting sandbox may be suspended: nothing in it has to go on or is still to be stored."""
+    keeping_awake = Process.objects.filter(sandbox=OuterRef("pk"), keep_awake=True, ended_at__isnull=True)
+    unsaved = Attachment.objects.filter(
+        pk=OuterRef("pk"), incarnation=OuterRef("incarnation"), unsaved_since__isnull=False, full=False
+    )
+    held = Q(suspend_after__isnull=False, holder__isnull=False, lost_at__isnull=True)
+    return held & ~Exists(keeping_awake) & ~Exists(unsaved)
+
+
+def suspend(sandbox: Sandbox, *, now: datetime, actor: str = "") -> bool:
+    """Suspend one waiting sandbox. Returns whether it is suspended now; False also for a provider that cannot suspend.
+
+    `sandbox` is the row as it was read: a sandbox that was used since is not suspended. Raises ProviderError; the sandbox then
+    waits again."""
+    clock, provider = clock_from(now), registry.get_sandbox_provider(sandbox)
+    if not provider.can_suspend or settings.OBSERVE:
+        return False
+    # The measured use ends before the suspended time begins, which has a price of its own.
+    readings.record_reading(sandbox, provider, now=now, min_cpu_micros=0)
+    token, unchanged = uuid.uuid4(), Q(incarnation=sandbox.incarnation, state_since=sandbox.state_since)
+    claimed = advance(
+        sandbox.pk, WAITING, SUSPENDED, now=clock(), code=TransitionReason.IDLE, actor=actor,
+        guard=unchanged & _build_suspendable_filter(), frozen=True, claim=token, claimed_by=settings.INSTANCE,
+        deadline_at=clock() + SUSPENSION_TTL,
+    )  # fmt: skip
+    if not claimed:
+        return False
+    checkpoint("suspension claimed", sandbox)
+    return _finish(sandbox, provider, token, now=clock(), actor=actor)
+
+
+def continue_suspension(sandbox: Sandbox, *, now: datetime, actor: str = "") -> bool:
+    """Freeze a suspended sandbox again: after the death of its worker, or if its processes turn out to run.
+
+    `sandbox` is the row as it was read. Returns whether it is suspended now. Raises ProviderError as `suspend` does."""
+    clock, token = clock_from(now), uuid.uuid4()
+    unchanged = Q(state_since=sandbox.state_since, claim=sandbox.claim, deadline_at=sandbox.deadline_at)
+    claimed = Sandbox.objects.filter(unchanged, filter_unclaimed(now), pk=sandbox.pk, state=SUSPENDED).update(
+        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + SUSPENSION_TTL
+    )
+    return bool(claimed) and _finish(sandbox, registry.get_sandbox_provider(sandbox), token, now=clock(), actor=actor)
+
+
+def _finish(sandbox: Sandbox, provider: Provider, token: uuid.UUID, *, now: datetime, actor: str) -> bool:
+    """Freeze the processes, and end the claim. Returns whether the sandbox is suspended."""
+    clock, own_claim = clock_from(now), Q(claim=token)
+    try:
+        provider.suspend(sandbox.ref)
+    except ProviderError as failed:
+        advance(
+            sandbox.pk, SUSPENDED, WAITING, now=clock(), code=TransitionReason.SUSPEND_FAILED, actor=actor, guard=own_claim,
+            reason=f"could not be suspended: {failed}", claim=None, claimed_by="", deadline_at=None,
+        )  # fmt: skip
+        raise
+    checkpoint("frozen", sandbox)
+    confirmed = Sandbox.objects.filter(own_claim, pk=sandbox.pk, state=SUSPENDED).update(
+        claim=None, claimed_by="", deadline_at=None
+    )
+    if confirmed:
+        log.info("suspended", sandbox=str(sandbox.pk), agent=sandbox.agent_did)
+        return True
+    recover_frozen(sandbox, provider)  # this worker was slow: the sandbox has been used since
+    return False
+
+
+def recover_frozen(sandbox: Sandbox, provider: Provider) -> bool:
+    """Resume a sandbox that was found frozen, unless it is suspended or gone. Returns whether it was resumed."""
+    same_incarnation = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation)
+    if not same_incarnation.exclude(state__in=(SUSPENDED, COLD, DESTROYED)).update(frozen=True):
+        return False
+    sandbox.frozen = True
+    thaw(sandbox, provider)
+    log.warning("frozen sandbox resumed", sandbox=str(sandbox.pk))
+    return True
+
+
+def thaw(sandbox: Sandbox, provider: Provider, *, guard: Q | None = None) -> None:
+    """Resume the processes of a sandbox that has left the state `suspended`. Does nothing if they are known to run.
+
+    `guard` is a condition under which the sandbox cannot have been suspended since it left that state. Idempotent, and safe to
+    call concurrently. Raises ProviderError."""
+    if not sandbox.frozen:
+        return
+    rows = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, frozen=True).exclude(state=SUSPENDED)
+    if guard is None:  # each suspension changes state_since
+        since = rows.values_list("state_since", flat=True).first()
+        if since is None:  # resumed by another process, or suspended again
+            return
+        guard = Q(state_since=since)
+    provider.resume(sandbox.ref)
+    checkpoint("thawed", sandbox)
+    rows.filter(guard).update(frozen=False)
+    sandbox.frozen = False
+
+
+def ensure_awake(sandbox: Sandbox, provider: Provider, *, now: datetime, actor: str = "") -> None:
+    """Resume a suspended sandbox for a call of the provider that is no run. Its time until the next suspension begins again.
+
+    Raises ProviderError, and SandboxBusy if another process has not finished its suspension in time."""
+    clock = clock_from(now)
+    while (current := Sandbox.objects.get(pk=sandbox.pk)).state == SUSPENDED:
+        if advance(
+            sandbox.pk, SUSPENDED, WAITING, now=clock(), code=TransitionReason.RESUMED, actor=actor,
+            guard=filter_unclaimed(clock()), claim=None, claimed_by="", deadline_at=None,
+        ):  # fmt: skip
+            continue
+        if clock() > now + 2 * SUSPENSION_TTL:
+            raise SandboxBusy("The sandbox is still being suspended by another process. Try again in a moment.")
+        time.sleep(POLL_INTERVAL_SECONDS)
+    thaw(current, provider)

@@ -1,0 +1,55 @@
+"""Suspension: frozen processes that keep their state, at every provider that can suspend, and a refusal at the others."""
+
+import pytest
+
+from sandboxes.providers.base import Missing, Rejected
+from tests.conformance.conftest import unique_name
+
+LOOP = ["sh", "-c", "while :; do :; done"]
+CALLS_WHILE_SUSPENDED = 20  # of the engine: a loop that runs would use CPU time meanwhile
+
+
+def test_suspended_sandbox_uses_no_cpu_and_keeps_its_processes(bench):
+    box, mark = bench.box(), unique_name()
+    box.write("kept", b"kept")
+    box.provider.start(box.ref, LOOP if box.provider.name == "docker" else ["sleep", "300"], env={}, mark=mark)
+    box.provider.resume(box.ref)  # no effect before a suspension
+    if not box.provider.can_suspend:
+        with pytest.raises(Rejected):
+            box.provider.suspend(box.ref)
+        return
+    for _ in range(2):  # idempotent
+        box.provider.suspend(box.ref)
+        found = box.provider.inspect(box.ref)
+        assert (found.running, found.suspended) == (False, True)
+    [listed] = box.provider.list(bench.owner)
+    used = box.provider.stats(box.ref)
+    assert (listed.running, listed.suspended, used is None) == (False, True, False)
+    for _ in range(CALLS_WHILE_SUSPENDED):
+        box.provider.inspect(box.ref)
+    assert box.provider.stats(box.ref).cpu_micros == used.cpu_micros
+    for _ in range(2):
+        box.provider.resume(box.ref)
+        assert (box.provider.inspect(box.ref).running, box.provider.inspect(box.ref).suspended) == (True, False)
+    assert box.provider.processes(box.ref, [mark])[mark].running
+    assert (box.read("kept"), box.run("true").exit_code) == (b"kept", 0)
+
+
+def test_process_is_killed_after_a_resume(limiting_bench):
+    box, mark = limiting_bench.box(), unique_name()
+    box.provider.start(box.ref, ["sleep", "300"], env={}, mark=mark)
+    box.provider.suspend(box.ref)
+    box.provider.resume(box.ref)
+    box.provider.kill(box.ref, mark)
+    assert not box.provider.processes(box.ref, [mark])[mark].running
+
+
+def test_suspended_sandbox_is_destroyed(limiting_bench):
+    box = limiting_bench.box()
+    box.provider.start(box.ref, ["sleep", "300"], env={}, mark=unique_name())
+    box.provider.suspend(box.ref)
+    box.provider.destroy(box.ref)
+    assert box.provider.list(limiting_bench.owner) == []
+    for act in (box.provider.suspend, box.provider.resume):
+        with pytest.raises(Missing):
+            act(box.ref)

@@ -409,8 +409,10 @@ def _find_command(run: Run) -> ExecState | None:
     sandbox = run.sandbox
     if run.kind not in ("exec", "turn") or sandbox.state in GONE_STATES or sandbox.incarnation != run.incarnation:
         return None
+    provider = registry.get_sandbox_provider(sandbox)
     try:
-        return registry.get_sandbox_provider(sandbox).find_exec(sandbox.ref, str(run.pk))
+        suspension.thaw(sandbox, provider)  # the process may have died before it resumed the sandbox
+        return provider.find_exec(sandbox.ref, str(run.pk))
     except Missing:
         return None
 

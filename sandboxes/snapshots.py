@@ -11,7 +11,7 @@ from uuid import UUID
 from django.conf import settings
 from django.db import transaction
 
-from sandboxes import eviction
+from sandboxes import eviction, suspension
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import SandboxBusy, SandboxLost, SandboxNotHeld, SnapshotNotFound, StoreUnavailable
@@ -139,22 +139,24 @@ def wait_until_settled(holder: UUID, *, now: datetime) -> Sandbox | None:
     """Wait until the holder's sandbox is alive or cold, and return it. Returns None if the holder has none.
 
     Raises SandboxLost, SandboxBusy if the sandbox is still in flight after SANDBOX_START_TIMEOUT, and TooManyLongCalls."""
-    if _is_settled(sandbox := allocation.find_by_holder(holder)):
+    if _is_settled(sandbox := allocation.find_by_holder(holder), now=now):
         return sandbox
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
     with LONG_CALLS.admit():
-        while not _is_settled(sandbox := allocation.find_by_holder(holder)):
+        while not _is_settled(sandbox := allocation.find_by_holder(holder), now=clock()):
             if clock() > deadline:
                 raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
             time.sleep(allocation.POLL_INTERVAL_SECONDS)
     return sandbox
 
 
-def _is_settled(sandbox: Sandbox | None) -> bool:
+def _is_settled(sandbox: Sandbox | None, *, now: datetime) -> bool:
     if sandbox and sandbox.lost_at:
         raise SandboxLost()
-    return sandbox is None or sandbox.state == COLD or sandbox.state in ALIVE_STATES
+    if sandbox is None or sandbox.state == COLD:
+        return True
+    return sandbox.state in ALIVE_STATES and not suspension.is_in_transition(sandbox, now=now)
 
 
 def _snapshot_alive(request: SandboxRequest, name: str, *, now: datetime, actor: str, record: SnapshotCallback) -> Snapshot:

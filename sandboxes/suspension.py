@@ -38,7 +38,8 @@ def is_in_transition(sandbox: Sandbox, *, now: datetime) -> bool:
 
 def find_due(*, now: datetime) -> QuerySet[Sandbox]:
     """Select the waiting sandboxes that are to be suspended now."""
-    waiting = Sandbox.objects.filter(_build_suspendable_filter(), registry.filter_local(), state=WAITING)
+    # Tier 2 is `waiting` and `suspended`. The index sandbox_eviction_order has the rows with a tier.
+    waiting = Sandbox.objects.filter(_build_suspendable_filter(), registry.filter_local(), tier=2, state=WAITING)
     waited = ExpressionWrapper(Value(now) - F("state_since"), DurationField())
     return waiting.alias(waited=waited).filter(waited__gte=F("suspend_after")).order_by("state_since")
 

@@ -182,6 +182,11 @@ class SandboxAdmin(ReadOnlyModelAdmin):
                 *([build_host_field(row.host)] if row.host else []),
                 build_policy_field(row.policy),
                 SummaryField("Last used", render_time_ago(row.last_used_at), note=format_eviction_time(row)),
+                *(
+                    [SummaryField("Suspended after", format_duration(row.suspend_after), note="in waiting")]
+                    if row.suspend_after
+                    else []
+                ),
                 build_workspace_field(row),
                 *([build_agent_data_field(attachment)] if attachment else []),
                 *([build_wake_source_field(row, stored)] if stored or row.state not in GONE_STATES else []),

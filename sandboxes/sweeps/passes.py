@@ -343,8 +343,8 @@ def find_readable() -> QuerySet[Sandbox]:
 def find_unmeasured() -> QuerySet[Sandbox]:
     """Select waiting sandboxes whose workspace was not measured since their last use."""
     stale = Q(measured_at__isnull=True) | Q(measured_at__lt=F("last_used_at"))
-    used = Sandbox.objects.filter(stale, registry.filter_local(), state=WAITING, lost_at__isnull=True).select_related("pool")
-    return used.order_by(F("measured_at").asc(nulls_first=True))
+    waiting = Sandbox.objects.filter(registry.filter_local(), tier=2, state=WAITING, lost_at__isnull=True)
+    return waiting.filter(stale).select_related("pool").order_by(F("measured_at").asc(nulls_first=True))
 
 
 def release_instance(instance: str, *, now: datetime) -> int:

@@ -138,6 +138,7 @@ class ClientSession(asyncio.Protocol):
     async def _open(self, container: str, wait: float) -> None:
         session = await self._gateway.wait_for_session(container, wait)
         if session is None:
+            self._gateway.counts["not connected"] += 1
             self.send(encode_control_frame({"error": "not_connected"}))
             self._transport.close()
             return
@@ -162,8 +163,9 @@ class ClientSession(asyncio.Protocol):
 class AgentGateway:
     """Sessions of the agents of this host. All methods run in the event loop of `listening`.
 
-    `counts` has the numbers of sessions begun (`sessions`), of violations of the protocol (`violations`) and of connections by
-    other processes than an agent (`rejections`), since the process started."""
+    `counts` has the numbers of sessions begun (`sessions`), of violations of the protocol (`violations`), of connections by
+    other processes than an agent (`rejections`) and of clients that found no agent (`not connected`), since the last
+    `take_counts`."""
 
     def __init__(self, identify: IdentifyPeer = identify_container) -> None:
         self.counts = Counter[str]()
@@ -195,25 +197,38 @@ class AgentGateway:
             for path in slot_sockets:
                 path.unlink(missing_ok=True)
 
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts, and begin again at zero."""
+        counts, self.counts = self.counts, Counter()
+        return dict(counts)
+
     def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
         try:
             connection, _ = listener.accept()
-        except OSError:  # the peer has gone, or too many files are open
+        except (BlockingIOError, ConnectionAbortedError):  # the peer has gone
             return
-        loop = asyncio.get_running_loop()
+        except OSError as error:  # too many open files
+            log.error("gateway accepts no connection", error=str(error))
+            self._pause(listener)
+            return
         try:
             container = self._identify(connection)
         except UnknownPeer as refused:
             self.counts["rejections"] += 1
             log.info("connection to the gateway rejected", reason=str(refused))
             connection.close()
-            loop.remove_reader(listener)
-            loop.call_later(REJECTION_PAUSE_SECONDS, self._resume, listener)
+            self._pause(listener)
             return
         connection.setblocking(False)
         task = loop.create_task(loop.connect_accepted_socket(lambda: AgentSession(self, container), connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _pause(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        loop.call_later(REJECTION_PAUSE_SECONDS, self._resume, listener)
 
     def _resume(self, listener: socket.socket) -> None:
         if listener.fileno() != -1:

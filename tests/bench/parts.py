@@ -17,12 +17,13 @@ PARTS: dict[str, dict[str, str]] = {
     "footprint": {},
     "pool": {},
     "places": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
+    "execs": {"LEASEHOLD_WEB_WORKERS": "1"},
     "release": {},
     "egress": {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""},
     "state": {"LEASEHOLD_DATA_MOST_MIB": "1024"},
     "billing": {},
 }
-DOCKER_PARTS = {"places", "release", "egress"}
+DOCKER_PARTS = {"places", "execs", "release", "egress"}
 
 
 def run_part(part: str, name: str, database_url: str, directory: Path) -> None:

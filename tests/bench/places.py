@@ -1,28 +1,25 @@
-"""Latency of exec, wake and join on the Docker Engine through HTTP, against the raw engine calls they need.
+"""Latency of wake and join on the Docker Engine through HTTP, against the raw engine calls they need.
 
 Reference figures of the prototype, with processes instead of containers: resume from warm 1.7 ms, from cold 32 ms."""
 
 import os
 import uuid
-from datetime import timedelta
 
 from django.utils import timezone
 
 from leases import api_keys
-from sandboxes import destruction, eviction, providers
+from sandboxes import destruction, eviction
 from sandboxes.models import Pool, Sandbox, TransitionReason
 from sandboxes.pool import allocation
-from tests.bench.measure import BenchCase, interleave, list_process_tree, print_report
+from tests.bench.measure import BenchCase, interleave, print_report
 from tests.bench.server import ApiClient, destroy_raw_container, exec_raw, run_control_plane, start_raw_container
 
-EXEC_COUNT = int(os.environ.get("BENCH_EXECS", "100"))
 START_COUNT = int(os.environ.get("BENCH_STARTS", "12"))
 DID = "did:web:bench.invalid"
 
 
 def main() -> None:
-    with run_control_plane() as (up, port):
-        bench_execs(port, up.pid)
+    with run_control_plane() as (_, port):
         bench_wakes(port)
         bench_claims(port)
     print("\n  prototype, with processes: resume from warm 1.7 ms, from cold 32 ms", flush=True)
@@ -30,21 +27,6 @@ def main() -> None:
 
 def create_client(port: int) -> ApiClient:
     return ApiClient(port, api_keys.issue_key([DID], now=timezone.now())[1])
-
-
-def bench_execs(port: int, up: int) -> None:
-    """Exec of `true` in a live sandbox, which the prototype called a resume from warm."""
-    api, provider, minute = create_client(port), providers.get_provider("docker"), timedelta(minutes=1)
-    lease = api.post("/environments/exec/join", {"agent_did": DID, "environment_type": "coding"})["id"]
-    ref = Sandbox.objects.get(holder=lease).ref
-    post = api.calls(f"/leases/{lease}/exec", {"argv": ["true"]})
-    raw_case = BenchCase("raw: create, start, inspect", lambda number: exec_raw(ref, ["true"]))
-    provider_case = BenchCase(
-        "provider.exec", lambda number: provider.exec(ref, ["true"], env={}, timeout=minute, mark=str(uuid.uuid4()))
-    )
-    lease_case = BenchCase("exec on waiting through HTTP", lambda number: post(), lambda: list_process_tree(up))
-    interleave([raw_case, provider_case, lease_case], rounds=EXEC_COUNT, warmup=10)
-    print_report("exec of `true` in a live sandbox", [raw_case, provider_case, lease_case], raw=raw_case, aim="1.15x")
 
 
 def bench_wakes(port: int) -> None:

@@ -5,8 +5,10 @@ import resource
 import signal
 import time
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -61,20 +63,21 @@ class Command(BaseCommand):
         try:
             container = await asyncio.to_thread(lambda: NginxProxy(Engine()))
             agents = [slots.ensure_agent_directory(slot) / slots.AGENT_SOCKET_NAME for slot in range(settings.EGRESS_SLOTS)]
+            gateway = AgentGateway()
             async with (
-                AgentGateway().listening(agents, settings.AGENT_GATEWAY),
+                gateway.listening(agents, settings.AGENT_GATEWAY),
                 EgressServer().listening({nginx.get_server_socket_path(): None}),
             ):
                 await asyncio.to_thread(container.start)
                 try:
                     self.stdout.write(f"egress: {settings.EGRESS_SLOTS} slots through {container.name}")
-                    await self._supervise(container, stop)
+                    await self._supervise(container, stop, gateway)
                 finally:
                     await asyncio.to_thread(container.stop)
         except ProviderError as error:
             raise CommandError(str(error)) from error
 
-    async def _supervise(self, container: NginxProxy | None, stop: asyncio.Event) -> None:
+    async def _supervise(self, container: NginxProxy | None, stop: asyncio.Event, gateway: AgentGateway | None = None) -> None:
         """Record heartbeats and restart a removed or stopped container, until `stop` is set.
 
         The engine itself restarts a container whose process has crashed."""
@@ -82,7 +85,8 @@ class Command(BaseCommand):
         while not stop.is_set():
             if time.monotonic() - last_heartbeat >= HEARTBEAT_INTERVAL.total_seconds():
                 last_heartbeat = time.monotonic()
-                await asyncio.to_thread(self._record_heartbeat, container)
+                counts = gateway.take_counts() if gateway else {}
+                await asyncio.to_thread(self._record_heartbeat, container, counts)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), PROXY_CHECK_INTERVAL_SECONDS)
                 return
@@ -93,19 +97,23 @@ class Command(BaseCommand):
             except ProviderError as error:  # the engine is unavailable: retried at the next check
                 log.warning("egress proxy check failed", error=str(error))
 
-    def _record_heartbeat(self, container: NginxProxy | None) -> None:
+    def _record_heartbeat(self, container: NginxProxy | None, counts: Mapping[str, int]) -> None:
         close_old_connections()
-        record_heartbeat(container)
+        record_heartbeat(container, counts)
 
 
-def record_heartbeat(container: NginxProxy | None) -> None:
-    """Record a sweep row, which the health check reads, and rotate nginx's access log."""
+def record_heartbeat(container: NginxProxy | None, counts: Mapping[str, int] = MappingProxyType({})) -> None:
+    """Record a sweep row, which the health check reads, and rotate nginx's access log.
+
+    `counts` are those of the gateway since the last heartbeat. The row shows them."""
     now = database_time.now()
 
     def rotate() -> SweepResult:
         result = SweepResult()
         if container and access_log.rotate_log(collection.access_log_path(), container.reopen_log, now=now):
             result.note("logs rotated")
+        for name, count in counts.items():
+            result.note(f"agent {name}", count)
         return result
 
     try:

@@ -288,9 +288,8 @@ def read_cgroup_mb(pid: int) -> float:
 
 @cache
 def find_bridge_pid(ref: str) -> int:
-    """Return the pid of the bridge, a child of the engine's process 1."""
-    first = get_init_pid(ref)
-    return next(pid for pid in list_process_tree(first) - {first} if b"bridge.py" in read_command_line(pid))
+    """Return the pid of process 1, which serves the bridge."""
+    return get_init_pid(ref)
 
 
 # --- start ------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from tests.unit.sandboxes.egress.test_litellm_callback import CHAT, MESSAGES, WH
 __all__ = ["litellm"]
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 ROOT = Path(__file__).resolve().parents[2]
-BRIDGE = ROOT / "sandboxes" / "image" / "bridge.py"
+AGENT = ROOT / "sandboxes" / "image" / "agent.py"  # serves the bridge
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 MESSAGE = {"messages": [{"role": "user", "content": "Hello."}]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -299,7 +299,7 @@ def bridge(leased: LeasedSandbox) -> Iterator[int]:
     [port] = ports.find_free_ports()
     assert leased.box.slot is not None
     path = slots.ensure_slot_directory(leased.box.slot) / slots.SOCKET_NAME
-    process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(path)])
+    process = subprocess.Popen([sys.executable, "-I", "-S", AGENT, "/no/gateway", "/no/shim", str(port), path])
     try:
         wait_until(lambda: answers(port), "the bridge listens")
         yield port

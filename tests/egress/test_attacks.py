@@ -372,7 +372,8 @@ print(status)
 
 def test_unfinished_requests_block_only_their_own_sandbox(scene: AttackScene) -> None:
     with run_in_thread(lambda: scene.eve.python(HELD)) as holding:
-        wait_until(lambda: scene.eve.run("test", "-e", "held").exit_code == 0, "all connections are held")
+        wait_until(lambda: holding.done() or scene.eve.run("test", "-e", "held").exit_code == 0, "all connections are held")
+        assert not holding.done(), holding.result()
         scene.forget()
         assert scene.ada.call_model(3) == [200] * 3
         scene.left(ADA, ADA, ADA)

@@ -143,10 +143,13 @@ class Heartbeat:
     def beat(self) -> None:
         """Extend each claim whose work made progress. A lost claim, or a database that fails, affects no other claim."""
         for progress in [*self._held]:
+            if progress not in self._held:  # its work has ended during this beat
+                continue
             try:
                 progress.beat()
             except ClaimLost:
-                log.warning("claim lost", claim=str(progress))
+                if progress in self._held:
+                    log.warning("claim lost", claim=str(progress))
             except DatabaseError as error:  # tried again at the next beat
                 log.warning("claim not extended", error=str(error))
 

@@ -131,12 +131,14 @@ class AgentClient:
         with self._connect(0.0) as connection:
             return self._request(connection, run_id, {"verb": "kill", "run": run_id})[1].state
 
-    def read(self, run_id: str, stream: str, offset: int, *, wait: float = 0.0) -> tuple[bytes, RunState]:
-        """Return at most 64 KiB of output from a byte offset, and the run's state.
+    def read(
+        self, run_id: str, stream: str, offset: int, *, wait: float = 0.0, timeout: float = RESPONSE_SECONDS
+    ) -> tuple[bytes, RunState]:
+        """Return at most 64 KiB of output from a byte offset, and the run's state, within `wait` and `timeout` seconds.
 
         Raise NotConnected, ConnectionLost, ProtocolError."""
         with self._connect(0.0) as connection:
-            frame, state = self._read(connection, run_id, stream, offset, wait)
+            frame, state = self._read(connection, run_id, stream, offset, wait, timeout)
             return frame.body, state
 
     @contextmanager
@@ -171,9 +173,11 @@ class AgentClient:
             raise ProtocolError("more output than stated")
         return bytes(content)
 
-    def _read(self, connection: AgentConnection, run_id: str, stream: str, offset: int, wait: float) -> tuple[Frame, RunState]:
+    def _read(
+        self, connection: AgentConnection, run_id: str, stream: str, offset: int, wait: float, timeout: float = 0.0
+    ) -> tuple[Frame, RunState]:
         head = {"verb": "read", "run": run_id, "stream": stream, "offset": offset, "wait": wait}
-        return self._request(connection, run_id, head, timeout=wait + RESPONSE_SECONDS)
+        return self._request(connection, run_id, head, timeout=wait + (timeout or RESPONSE_SECONDS))
 
     def _request(
         self, connection: AgentConnection, run_id: str, head: Mapping[str, object], body: bytes = b"", *, timeout: float = 0.0

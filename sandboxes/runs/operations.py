@@ -102,6 +102,7 @@ def exec_in_sandbox(
         opened.claim.end_command()
         opened.result = result
         opened.note = workspace_limit.warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
+    opened.provider.acknowledge_exec(opened.sandbox.ref, str(command.run_id))  # the result is recorded
     return opened.run, result
 
 
@@ -155,8 +156,6 @@ def _record_success(
     run_id = str(opened.run.pk)
     try:
         retry_connection_errors(record, "run not closed", clock=clock, run=run_id)
-        if opened.result:
-            opened.provider.acknowledge_exec(opened.sandbox.ref, run_id)
     except RetriesExhausted as failed:
         exit_code = opened.result.exit_code if opened.result else None
         raise OutcomeUnknown(run_id=run_id, exit_code=exit_code) from failed

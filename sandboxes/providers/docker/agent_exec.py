@@ -1,6 +1,7 @@
 """Execs by the agent in a container: its client, the output of a running command, and results that outlive their caller."""
 
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 
@@ -15,6 +16,8 @@ from sandboxes.providers.docker.engine import Engine
 
 log = structlog.get_logger(__name__)
 STREAMS = ("stdout", "stderr")
+READ_TIMEOUT_SECONDS = 0.5  # of the output of a running command
+READ_PAUSE_SECONDS = 30.0  # after a read without a response
 fallbacks = Counter[str]()  # execs of this process by the engine although a gateway exists, by reason
 
 
@@ -33,18 +36,29 @@ def note_fallback(engine: Engine, ref: str, reason: str) -> None:
 
 
 class AgentOutput:
-    """Output of a running command, as far as the agent retains it. Each call fetches what is new."""
+    """Output of a running command, as far as the agent retains it. Each call fetches what is new.
+
+    The heartbeat of all claims of this process calls it, so an agent that does not respond is not asked again for a while."""
 
     def __init__(self, agent: AgentClient, run_id: str, stream: str) -> None:
         self._agent, self._run_id, self._stream = agent, run_id, stream
-        self._content, self._lock = bytearray(), threading.Lock()
+        self._content, self._lock, self._next_read = bytearray(), threading.Lock(), 0.0
 
     def __bytes__(self) -> bytes:
         with self._lock:
-            with suppress(NotConnected, ConnectionLost, ProtocolError):
-                while content := self._agent.read(self._run_id, self._stream, len(self._content))[0]:
-                    self._content += content
+            if time.monotonic() >= self._next_read:
+                self._fetch()
             return bytes(self._content)
+
+    def _fetch(self) -> None:
+        try:
+            while content := self._read(len(self._content)):
+                self._content += content
+        except (NotConnected, ConnectionLost, ProtocolError):
+            self._next_read = time.monotonic() + READ_PAUSE_SECONDS
+
+    def _read(self, offset: int) -> bytes:
+        return self._agent.read(self._run_id, self._stream, offset, timeout=READ_TIMEOUT_SECONDS)[0]
 
 
 def acknowledge(agent: AgentClient, run_id: str) -> None:

@@ -13,6 +13,7 @@ from sandboxes.agent import client, gateway, runs
 from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected
 from sandboxes.agent.protocol import HEADER
 from sandboxes.agent.runs import NotStarted, OutcomeUnknown
+from sandboxes.providers.docker import agent_exec
 from tests.support.sandbox_agent import Gateway, frame, make_run
 from tests.support.waiting import wait_until
 
@@ -209,3 +210,16 @@ def test_process_that_is_no_agent_is_rejected(monkeypatch):
         assert is_disconnected(dial(server))  # the socket accepts connections again
     finally:
         server.close()
+
+
+def test_silent_agent_is_asked_for_output_once(server, monkeypatch):
+    """The heartbeat of all claims reads output, and must not wait again and again."""
+    monkeypatch.setattr(agent_exec, "READ_TIMEOUT_SECONDS", 0.2)
+    theirs = dial(server)
+    server.boot()
+    output = agent_exec.AgentOutput(server.client, "r1", "stdout")
+    assert (bytes(output), bytes(output)) == (b"", b"")
+    assert read_request(theirs)[1]["verb"] == "read"
+    theirs.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)

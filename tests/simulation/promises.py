@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 # Time for which an act may outlast the check before it: a thread that is not scheduled, not one that waits for a port.
+# Faults that may stop the heartbeat actor of a process, or its connection to the database.
+HEARTBEAT_FAULTS = ("pause", "kill", "kill at checkpoint", "statement", "commit before", "commit after")
 CHECK_TOLERANCE = timedelta(seconds=3)
 
 
@@ -79,6 +81,18 @@ class Promises:
             actor = work.actor
             if work.run_id == mark and actor and not (actor.killed or actor.done or actor.stalled) and not self.budgets:
                 self.violate(6, f"run {mark} is killed as abandoned while {actor.name} waits for it")
+
+    def check_claim_lost(self, run_id: UUID) -> None:
+        """Check that no sweep has closed a run as past its deadline while its transfers of files made progress.
+
+        Only in histories without faults that may stop the heartbeat of the claims."""
+        actor, rates = self.world.scheduler.current, self.world.faults.rates
+        parted = any(host.parted_until for host in self.world.hosts)
+        if actor is None or actor.slowed or parted or any(rates.get(kind) for kind in HEARTBEAT_FAULTS):
+            return
+        with self.world.uninterrupted():
+            if Run.objects.filter(pk=run_id, outcome="lost", note__startswith="Past its deadline").exists():
+                self.violate(6, f"run {run_id} was closed as abandoned while the transfers of {actor.name} made progress")
 
     def check_checkpoint(self, name: str, subject: Any) -> None:
         """Check, when a row was committed, that its lease had not ended by its clock."""

@@ -46,6 +46,7 @@ class Actor:
         self.done, self.error = False, None  # type: bool, BaseException | None
         self.polls = 0
         self.committed_at = scheduler.seconds  # time of the last commit
+        self.slowed = False  # waited without progress at least once
         self.stalled = False  # made no progress for so long that others may take over its work
         self.baton = create_baton()
         self.thread = threading.Thread(target=self._run, daemon=True)

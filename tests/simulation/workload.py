@@ -16,7 +16,7 @@ from leases import conditions, execution, fork, leasing, snapshots, tasks
 from leases.errors import LeaseError
 from leases.models import Lease, LeaseEvent
 from sandboxes.db import database_time
-from sandboxes.errors import SandboxError
+from sandboxes.errors import ClaimLost, SandboxError
 from sandboxes.hosts.bound_provider import compute_host_id
 from sandboxes.models import Pool, Snapshot
 from sandboxes.pool import allocation
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tests.simulation.options import Options
     from tests.simulation.world import Host, Process, World
 
+STALLED_SWEEP_SHARE = 0.15  # of the pauses of a slow transfer in which the sweep `stalled` starts
 MAX_FILES = 4  # of one lease; older ones are removed
 # What the product may answer while faults occur. Any other exception is a finding.
 REFUSALS = (SandboxError, LeaseError, BudgetExhausted, OperationalError, StoreError, Lease.DoesNotExist)
@@ -84,6 +85,7 @@ class Workload:
         self.unanswered: list[Callable[[], bool]] = []  # return whether a queued request has its outcome
         self.http, self.outages = HttpClients(self), Outages(self)
         world.on_kill = self._settle_killed
+        world.on_transfer_pause = self.start_stalled_sweep
 
     # --- choice -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +177,11 @@ class Workload:
         expected = self.world.promises.expectations.get(lease, seat.agent)
         order, losses = self.build_order(expected, lease, name), expected.losses
         command = Command([PROGRAM, json.dumps(order)], timedelta(seconds=order["timeout"]), run_id=uuid.uuid4())
-        run, result = execution.exec_command(lease, command, now=database_time.now())
+        try:
+            run, result = execution.exec_command(lease, command, now=database_time.now())
+        except ClaimLost:
+            self.world.promises.check_claim_lost(command.run_id)
+            raise
         if result.exit_code == 0 and not result.timed_out:
             seat.host = self.world.host
             if expected.losses == losses:
@@ -340,6 +346,11 @@ class Workload:
         names = schedules.SWEEP_NAMES
         name = self.random.choices(names, [self.options.sweep_weights.get(name, 1) for name in names])[0]
         self.spawn("worker", f"sweep-{name}{self.count}", lambda: schedules.run(name), lambda: None)
+
+    def start_stalled_sweep(self) -> None:
+        """Take over the work of processes past their deadlines, as the schedule does each minute."""
+        if self.random.random() < STALLED_SWEEP_SHARE:
+            self.spawn("worker", f"sweep-stalled{self.count}", lambda: schedules.run("stalled"), lambda: None)
 
     def start_task(self) -> None:
         """A worker takes a task from the queue, also one that another worker has not finished after the retry time."""

@@ -68,6 +68,7 @@ class World:
         self.faults = faults
         self.directory = Path(tempfile.mkdtemp(prefix="lh-sim-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
         self.promises = Promises(self)
+        self.on_transfer_pause: Callable[[], object] = lambda: None
         self.store = SimulatedStore(self)
         self.hosts = [Host(self, number, drift=self._draw_drift(drifts)) for number in range(1, hosts + 1)]
         self.main_host = self.hosts[0]
@@ -181,13 +182,15 @@ class World:
     def pause_transfer(self) -> None:
         """Let some seconds pass between two chunks of a transfer, which makes progress all the time."""
         if self.scheduler.current and not self.scheduler.detached and self.faults.enabled:
+            self.on_transfer_pause()
             self.scheduler.sleep(self.random.uniform(1.0, MAX_CHUNK_SECONDS))
 
     def stall(self) -> None:
         """Let the current actor do nothing for a long time, as if its machine or its peer had stopped."""
         seconds = self.random.choice(SLOW_SECONDS)
-        if self.scheduler.current and seconds > MAX_CHUNK_SECONDS:
-            self.scheduler.current.stalled = True
+        if self.scheduler.current:
+            self.scheduler.current.slowed = True
+            self.scheduler.current.stalled |= seconds > MAX_CHUNK_SECONDS
         self.scheduler.sleep(seconds)
 
     def occurs(self, kind: str) -> bool:

@@ -134,16 +134,20 @@ class AgentClient:
     def read(
         self, run_id: str, stream: str, offset: int, *, wait: float = 0.0, timeout: float = RESPONSE_SECONDS
     ) -> tuple[bytes, RunState]:
-        """Return at most 64 KiB of output from a byte offset, and the run's state, within `wait` and `timeout` seconds.
+        """Return at most 256 KiB of output from a byte offset, and the run's state, within `wait` and `timeout` seconds.
 
         Raise NotConnected, ConnectionLost, ProtocolError."""
         with self._connect(0.0) as connection:
             frame, state = self._read(connection, run_id, stream, offset, wait, timeout)
             return frame.body, state
 
+    def open(self, wait: float) -> AgentConnection:
+        """Open a connection, and wait up to `wait` seconds for the agent. Raise NotConnected."""
+        return AgentConnection(self._gateway, self._container, wait=wait)
+
     @contextmanager
     def _connect(self, wait: float) -> Iterator[AgentConnection]:
-        with AgentConnection(self._gateway, self._container, wait=wait) as connection:
+        with self.open(wait) as connection:
             try:
                 yield connection
             except ProtocolError as error:

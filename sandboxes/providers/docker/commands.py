@@ -63,7 +63,7 @@ class ContainerCommandProvider(Provider):
         output: OutputView | None = None,
         retain: bool = False,
     ) -> ExecResult:
-        _check_command(argv, env, cwd)
+        check_command(argv, env, cwd)
         output = output or OutputView()
         # The same mark may be used again for a command of the control plane, but an agent starts a run only once.
         run_id = mark if retain else f"{mark}/{uuid.uuid4().hex}"
@@ -257,9 +257,6 @@ class ContainerCommandProvider(Provider):
         with contextlib.suppress(Missing, Conflict), translate_errors():  # gone or not running: no process is left
             self._engine.client.kill(run.ref)
 
-    def _output_directory(self, ref: str) -> str:
-        return "/tmp/.leasehold"  # noqa: S108 - inside the container
-
     def kill(self, ref: str, mark: str) -> None:
         agent = agent_exec.find_agent(self._engine, ref)
         killed = agent is not None and agent_exec.kill(agent, mark)  # also reaches daemons with an environment of their own
@@ -316,7 +313,8 @@ def _parse_start_failure(message: bytes, cap: int) -> tuple[int, BoundedBuffer, 
     return 127 if is_missing else 126, BoundedBuffer(cap), BoundedBuffer(cap, f"{text}\n".encode())
 
 
-def _check_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+def check_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+    """Raise Rejected unless the command can be passed to a program."""
     if not argv:
         raise Rejected("argv must not be empty.")
     if not cwd.startswith("/"):

@@ -45,8 +45,8 @@ PROTOCOL = "leasehold-agent"
 HEADER = struct.Struct(">III")
 MAX_HEAD_BYTES = 4 << 10
 MAX_BODY_BYTES = 256 << 10
-MAX_REQUEST_HEAD_BYTES = 8 << 10  # as in image/agent/main.py
-MAX_REQUEST_BODY_BYTES = 4 << 20  # as in image/agent/main.py: command and stdin
+MAX_REQUEST_HEAD_BYTES = 8 << 10  # as in image/agent/connection.py
+MAX_REQUEST_BODY_BYTES = 4 << 20  # as in image/agent/connection.py: command and stdin
 MAX_BOOT_CHARACTERS = 64
 STATES = ("running", "ended", "busy", "acknowledged", "unknown")
 

@@ -11,29 +11,23 @@ children of its own: a fork bomb cannot starve it. File operations run in proces
 The same loop serves the bridge (bridge.py) from PORT of the loopback interface to the unix socket UPSTREAM.
 Standard library only; executed by its path as an isolated Python (-I -S)."""
 
-import _socket as socket  # without the standard module's 1.3 MiB of enumerations and helpers
 import contextlib
 import ctypes
 import json
 import os
 import select
 import signal
-import struct
 import sys
 import time
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, DIRECTORY)  # an isolated Python does not search the program's directory
 
+from connection import GatewayConnection, InvalidRequest  # noqa: E402
 from processes import HELPER_IDLE_SECONDS, Helper, Shim  # noqa: E402
 from runs import HEAD, MAX_UNWRITTEN_BYTES, STREAM, STREAMS, TAIL, Run  # noqa: E402
 
-VERSION = 2
-HEADER = struct.Struct(">III")  # request id, bytes of the JSON head, bytes of the body
-MAX_HEAD_BYTES = 8 << 10
-MAX_REQUEST_BODY_BYTES = 4 << 20
 MAX_CHUNK_BYTES = 256 << 10  # of output in one response
-MAX_UNSENT_BYTES = 1 << 20  # no further request is read while more is unsent
 MAX_RUNS = 256  # retained, running or ended
 MIN_RETENTION_SECONDS = 600.0  # of a result that is not acknowledged; older ones make room for further runs
 MAX_RETAINED_BYTES = 32 << 20  # of output, over all runs; output beyond is dropped and counted
@@ -41,7 +35,6 @@ MAX_ENDED_PROCESSES = 16  # ended background processes whose output is retained
 MAX_TOMBSTONES = 65536  # ids of acknowledged runs, which are never started again
 MAX_WAIT_SECONDS = 60.0
 KILL_STEP_SECONDS = 0.005
-RECONNECT_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 CGROUP_FILES = {"memory_bytes": ("memory.current", "memory/memory.usage_in_bytes"),
@@ -49,24 +42,17 @@ CGROUP_FILES = {"memory_bytes": ("memory.current", "memory/memory.usage_in_bytes
 _libc = ctypes.CDLL(None)
 
 
-class InvalidRequest(Exception):
-    """The request is malformed."""
-
-
-class Agent:
+class Agent(GatewayConnection):
     """Connection to the control plane, and the runs of this sandbox."""
 
     def __init__(self, path, shim_path):
-        self.path, self.shim_path, self.boot = path, shim_path, os.urandom(16).hex()
+        super().__init__(path)
+        self.shim_path = shim_path
         self.runs, self.tombstones, self.retained_bytes = {}, {}, 0
         self.exit_codes = {}  # of ended background processes whose output was dropped
         helper = next(name for name in ("helper.pyc", "helper.py") if os.path.exists(f"{DIRECTORY}/{name}"))
         self.helper = Helper(["python3", "-I", "-S", f"{DIRECTORY}/{helper}"])
-        self.connection, self.received, self.unsent = None, bytearray(), bytearray()
-        self.attempts, self.next_attempt = 0, 0.0
         self.waits = []  # (deadline, run id, request id, predicate, answer)
-        self.handlers = {}  # fd -> function(events)
-        self.epoll = select.epoll()
         wakeup, signals = os.pipe()
         for fd in (wakeup, signals):
             os.set_blocking(fd, False)
@@ -75,17 +61,6 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # commands of the same user could send these
         self.watch(wakeup, select.EPOLLIN, lambda _: self.reap(wakeup))
-
-    def watch(self, fd, events, handler):
-        if fd in self.handlers:
-            self.epoll.modify(fd, events)
-        else:
-            self.epoll.register(fd, events)
-        self.handlers[fd] = handler
-
-    def unwatch(self, fd):
-        if self.handlers.pop(fd, None):
-            self.epoll.unregister(fd)
 
     def serve(self):
         """Answer requests until the process is killed."""
@@ -111,72 +86,8 @@ class Agent:
         earliest = min(times, default=float("inf"))
         return max(earliest - now, 0) if earliest < float("inf") else -1
 
-    # Connection
-
-    def connect(self):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.setblocking(False)  # a full backlog is an error
-        try:
-            connection.connect(self.path)
-        except OSError:
-            connection.close()
-            self.postpone_connect()
-            return
-        self.connection = connection
-        self.watch(connection.fileno(), select.EPOLLIN, self.transfer)
-        self.respond(0, {"protocol": "leasehold-agent", "version": VERSION, "boot": self.boot})
-
-    def postpone_connect(self):
-        """Set the time of the next attempt: later and later, until a gateway sends a request."""
-        delay = RECONNECT_SECONDS[min(self.attempts, len(RECONNECT_SECONDS) - 1)]
-        self.attempts, self.next_attempt = self.attempts + 1, time.monotonic() + delay
-
-    def disconnect(self):
-        self.unwatch(self.connection.fileno())
-        self.connection.close()
-        self.connection, self.received, self.unsent, self.waits = None, bytearray(), bytearray(), []
-        self.postpone_connect()
-
-    def transfer(self, events):
-        try:
-            if events & select.EPOLLOUT:
-                self.flush()
-            if events & ~select.EPOLLOUT:
-                chunk = self.connection.recv(1 << 18)
-                if not chunk:
-                    raise ConnectionError
-                self.received += chunk
-            self.parse()
-        except BlockingIOError:
-            pass
-        except (OSError, InvalidRequest, ValueError, KeyError, TypeError):
-            self.disconnect()
-
-    def parse(self):
-        while self.connection and len(self.unsent) < MAX_UNSENT_BYTES and len(self.received) >= HEADER.size:
-            request_id, head_size, body_size = HEADER.unpack_from(self.received)
-            if head_size > MAX_HEAD_BYTES or body_size > MAX_REQUEST_BODY_BYTES:
-                raise InvalidRequest
-            end = HEADER.size + head_size + body_size
-            if len(self.received) < end:
-                break
-            head = json.loads(bytes(self.received[HEADER.size : HEADER.size + head_size]))
-            body = bytes(self.received[HEADER.size + head_size : end])
-            del self.received[:end]
-            self.attempts = 0
-            self.dispatch(request_id, head, body)
-
-    def respond(self, request_id, head, body=b""):
-        content = json.dumps(head, separators=(",", ":")).encode()
-        self.unsent += HEADER.pack(request_id, len(content), len(body)) + content + body
-        self.flush()
-
-    def flush(self):
-        with contextlib.suppress(BlockingIOError):
-            while self.unsent:
-                del self.unsent[: self.connection.send(self.unsent)]
-        reading = select.EPOLLIN if len(self.unsent) < MAX_UNSENT_BYTES else 0
-        self.watch(self.connection.fileno(), reading | (select.EPOLLOUT if self.unsent else 0), self.transfer)
+    def drop_requests(self):
+        self.waits = []
 
     # Verbs
 
@@ -361,7 +272,8 @@ class Agent:
             return
         for run in runs:
             run.kill()
-            run.is_abandoned = run.is_abandoned or head.get("forget", False)
+            if head.get("forget"):
+                run.abandon()
         deadline = time.monotonic() + MAX_WAIT_SECONDS
         self.answer_later(
             deadline, head["run"], request_id, lambda: not any(run.killing for run in runs), lambda: (runs[0].describe(), b"")

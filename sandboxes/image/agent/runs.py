@@ -72,7 +72,7 @@ class Run:
         self.exit_code = None
         self.ended_at = 0.0
         self.timed_out = self.shim_gone = self.shim_lost = False
-        self.is_abandoned = False  # nobody will read the result
+        self.is_abandoned = False  # no client will read the result
         self.command_pid = 0  # once the command has started; also its process group
         self.killing = None
         self._report = b""
@@ -144,6 +144,7 @@ class Run:
         for output in self.outputs.values():
             output.release(output.end)
             output.cap = 0
+        self.idle = 0
 
     # Stdin
 
@@ -215,6 +216,9 @@ class Run:
         os.close(self.process.report)
         self.process.report = None
         self.shim_gone = True
+        if self.exit_code is None and isinstance(self.process, HelperCall) and not self.command_pid:  # the helper was killed
+            self.loop.refuse(self)
+            return
         if self.exit_code is None:  # the shim was killed; process 1 has adopted its processes
             self.shim_lost = not isinstance(self.process, HelperCall)
             if self.shim_lost and self.killing is None:
@@ -288,11 +292,19 @@ class Run:
         self.killing = None
         self.loop.answer_waits(time.monotonic())
 
-    def check_deadline(self, now):
-        if self.exit_code is not None and self.idle and now >= self.deadline:  # nobody has read it to its end
+    def abandon(self):
+        """Drop the result, now or once the run has ended."""
+        self.is_abandoned = True
+        if self.exit_code is not None:
             self.loop.forget(self)
+
+    def check_deadline(self, now):
+        if self.exit_code is not None and self.idle and now >= self.deadline:  # no client has read the output to its end
+            self.abandon()
         if self.exit_code is None and not self.timed_out and now >= self.deadline:
             self.timed_out = True
+            if now < self._limit:  # idle: the client has gone
+                self.abandon()
             self.deadline = self._limit = now + MAX_KILL_SECONDS
             self.kill()
         if self.killing:

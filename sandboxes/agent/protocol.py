@@ -29,13 +29,15 @@ A command is `{"argv": …, "env": …, "cwd": …}`, with `"terminal": [rows, c
 `head`, the first `cap` bytes per stream, until `ack`; `stream`, all that the client has not read yet, while the command waits
 for the client; `tail`, the last bytes of both streams together, without an end by `ack`. `open`: stdin follows by `write`.
 `idle`: seconds without a request for the run, after which the run ends. `forget`: a result that the response has in full is
-not retained, nor is that of a run killed with `forget`.
+not retained, nor is that of a run killed with `forget`. `digest` (also of wait): a directory; the response to an ended run
+has its digest, that of sandboxes/state/changes.py, if the directory is small.
 A state is `running`, `ended`, `busy` (nothing was started), `acknowledged` or `unknown`. `stdout` and `stderr` of a running or
 ended run are pairs of the offset after the last kept byte and the bytes dropped after it. The control plane requests output
 by offset, so a slow reader delays no other request and no window is needed. Nothing that the agent sends is trusted: any
 violation ends the connection."""
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -48,6 +50,7 @@ MAX_BODY_BYTES = 256 << 10
 MAX_REQUEST_HEAD_BYTES = 8 << 10  # as in image/agent/connection.py
 MAX_REQUEST_BODY_BYTES = 4 << 20  # as in image/agent/connection.py: command and stdin
 MAX_BOOT_CHARACTERS = 64
+_DIGEST_PATTERN = re.compile(r"([0-9a-f]{64})?")
 STATES = ("running", "ended", "busy", "acknowledged", "unknown")
 
 
@@ -91,6 +94,7 @@ class RunState(NamedTuple):
     offset: int = 0  # of the output in the body of a response to `read`
     more: bool = False  # further output can be read at once
     written: int = 0  # bytes of stdin received
+    digest: str = ""  # of the directory named in the request
 
 
 def encode_frame(request_id: int, head: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -156,8 +160,11 @@ def parse_state(run_id: str, frame: Frame) -> RunState:
     (stdout, stdout_dropped), (stderr, stderr_dropped) = _parse_sizes(head.get("stdout")), _parse_sizes(head.get("stderr"))
     if inline and (state != "ended" or len(frame.body) != stdout + stderr):
         raise ProtocolError("invalid output")
+    digest = head.get("digest", "")
+    if not isinstance(digest, str) or not _DIGEST_PATTERN.fullmatch(digest):
+        raise ProtocolError("invalid digest")
     retained, dropped = (stdout, stderr), (stdout_dropped, stderr_dropped)
-    return RunState(state, code, timed_out, retained, dropped, inline, offset, more, written)
+    return RunState(state, code, timed_out, retained, dropped, inline, offset, more, written, digest)
 
 
 def _parse_sizes(value: object) -> tuple[int, int]:

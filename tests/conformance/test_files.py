@@ -11,6 +11,7 @@ import pytest
 from sandboxes.image import files
 from sandboxes.providers.base import DATA, WORKSPACE, BadPath, NoSuchFile, Rejected, TooLarge
 from sandboxes.providers.docker.files import _parse_listing
+from sandboxes.state import changes
 from tests.conformance.conftest import BY_ENGINE, make_box_fixture
 from tests.support.storage.tars import directory, file, link, pack
 
@@ -414,6 +415,14 @@ os.utime('d/1', (-5, -5)); os.utime('d/2', (1 << 33, 1 << 33)); os.chmod('d/3', 
 os.chmod('d/5', 0); os.chmod('d/e', 0)
 way = '/'.join(['w' * 250] * 15); os.makedirs(way); open(way + '/' + 'f' * 200, 'w'); os.chdir(way); os.makedirs('long' * 60)
 """
+
+
+def test_digest_stated_by_the_agent_is_that_of_the_listing(container):
+    script = "mkdir -p d/e; echo x >d/f; ln -s d/f link; mkfifo pipe; touch 'two\nlines' \"$(printf '\\377')\"; chmod 751 d"
+    result = container.run("sh", "-c", script, cwd=DATA, digest_data=True)
+    assert result.data_digest == changes.digest_manifest(container.look())
+    assert container.run("touch", "d/f", cwd=DATA, digest_data=True).data_digest not in ("", result.data_digest)
+    assert container.run("sh", "-c", "for n in $(seq 300); do : >$n; done", cwd=DATA, digest_data=True).data_digest == ""
 
 
 def test_agent_and_engine_return_the_same_results(container, settings, tmp_path):

@@ -24,6 +24,7 @@ DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, DIRECTORY)  # an isolated Python does not search the program's directory
 
 from connection import GatewayConnection, InvalidRequest  # noqa: E402
+from digests import digest_directory  # noqa: E402
 from processes import HELPER_IDLE_SECONDS, Helper, Shim  # noqa: E402
 from runs import HEAD, MAX_UNWRITTEN_BYTES, STREAM, STREAMS, TAIL, Run  # noqa: E402
 
@@ -192,6 +193,8 @@ class Agent(GatewayConnection):
         complete = run.exit_code is not None and not any(output.start or output.is_full() for output in outputs)
         if not complete or run.keep == TAIL or sum(len(output.content) for output in outputs) > MAX_CHUNK_BYTES:
             return state, b""
+        if head.get("digest"):
+            state["digest"] = digest_directory(head["digest"])
         content = b"".join(bytes(output.content) for output in outputs)
         if head.get("forget"):
             self.forget(run)

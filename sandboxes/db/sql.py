@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
-from django.db import connection, transaction
+from django.db import DEFAULT_DB_ALIAS, connection, connections, transaction
 from django.db.models import Field, ForeignKey, Model
 from django.db.models.expressions import Col
 
@@ -94,17 +94,17 @@ def _get_key_name(model: type[Model]) -> str:
 
 def _build_instance(model: type[M], row: Sequence[Any], defer: tuple[str, ...] = ()) -> M:
     _, names, casts = _describe_columns(model, defer)
-    values = [*row]
+    values, database = [*row], connections[DEFAULT_DB_ALIAS]  # `connection` looks the database up at each access
     for index, column, convert in casts:
-        values[index] = convert(values[index], column, connection)
-    return model.from_db(connection.alias, names, values)
+        values[index] = convert(values[index], column, database)
+    return model.from_db(DEFAULT_DB_ALIAS, names, values)
 
 
 def insert(row: Model) -> None:
     """Insert one row. The primary key is read back if the database chooses it; other values are not."""
     statement, fields = _build_insert(type(row), keyed=row.pk is not None)
     with connection.cursor() as cursor:
-        cursor.execute(statement, [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields])
+        cursor.execute(statement, _prepare_values(row, fields))
         if row.pk is None:
             [[row.pk]] = cursor.fetchall()
     row._state.adding, row._state.db = False, connection.alias
@@ -116,7 +116,7 @@ def build_insert_from(row: Model, source: str) -> Statement:
     `source` is a table or a common table expression with at most one row: without a row nothing is inserted."""
     statement, fields = _build_insert(type(row), keyed=True)
     names, _, _ = statement.partition(" VALUES ")
-    values = tuple(field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields)
+    values = tuple(_prepare_values(row, fields))
     return Statement(f"{names} SELECT {', '.join(['%s'] * len(fields))} FROM {source}", values)  # noqa: S608 - no user input
 
 
@@ -125,7 +125,7 @@ def insert_if_absent(row: Model) -> bool:
 
     Waits for the end of a concurrent transaction that has inserted a conflicting row."""
     statement, fields = _build_insert(type(row), keyed=True)
-    values = [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields]
+    values = _prepare_values(row, fields)
     return execute(f"{statement} ON CONFLICT DO NOTHING", *values) == 1
 
 
@@ -215,6 +215,11 @@ def _describe_columns(
         for convert in connection.ops.get_db_converters(column) + column.get_db_converters(connection)
     ]
     return ", ".join(f"{table}.{field.column}" for field in fields), [field.attname for field in fields], casts
+
+
+def _prepare_values(row: Model, fields: Sequence["Field[Any, Any]"]) -> list[Any]:
+    database = connections[DEFAULT_DB_ALIAS]
+    return [field.get_db_prep_save(getattr(row, field.attname), database) for field in fields]
 
 
 @cache

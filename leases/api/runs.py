@@ -127,8 +127,12 @@ class ExecView(HotLeaseApiView):
                 raise
             return 200, serialize_exec_result(run, result, encoding)
 
+        def rebuild(run: Run) -> StatusAndBody | None:
+            answer = rebuild_exec_result(run, encoding)
+            return (200, answer) if answer else None
+
         max_duration = settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE
-        return self.execute_once(act, max_duration=max_duration, repeatable=False)
+        return self.execute_once(act, max_duration=max_duration, repeatable=False, rebuild=rebuild)
 
 
 class RunListView(LeaseApiView):
@@ -172,6 +176,20 @@ def serialize_exec_result(run: Run, result: ExecResult, encoding: str) -> dict[s
         "duration_seconds": result.duration.total_seconds(),
         "note": run.note,
     }
+
+
+def rebuild_exec_result(run: Run, encoding: str) -> dict[str, Any] | None:
+    """Answer of an exec whose process died before it responded. None if the result is not known or not stored completely.
+
+    `duration_seconds` then includes the time until the end of the run was recorded."""
+    if run.ended_at is None or run.outcome == RunOutcome.LOST or run.exit_code is None:
+        return None
+    if (run.stdout_bytes, run.stderr_bytes) != (len(run.stdout), len(run.stderr)):
+        return None
+    return serialize_exec_result(run, ExecResult(
+        exit_code=run.exit_code, stdout=bytes(run.stdout), stderr=bytes(run.stderr), timed_out=run.timed_out, oom=run.oom,
+        truncated=run.truncated, duration=run.ended_at - run.started_at,
+    ), encoding)  # fmt: skip
 
 
 def serialize_run(run: Run) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_a_join_whose_answer_was_lost_returns_the_only_lease_when_it_is_repeated
     )
 
 
-@pytest.mark.parametrize("step", ["key claimed", "run opened", "run answered", "acted"])
+@pytest.mark.parametrize("step", ["key claimed", "run opened", "run answered"])
 def test_exec_of_a_dead_process_is_never_repeated(ada: ApiClient, run_path: str, crash_at, step: str) -> None:
     with crash_at(step):
         ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
@@ -160,16 +160,41 @@ def test_exec_whose_run_is_lost_is_answered_before_its_deadline(ada: ApiClient, 
     assert "Retry-After" not in response.headers
 
 
-def test_exec_that_ended_without_a_response_is_answered_with_its_exit_code(ada: ApiClient, run_path: str, crash_at) -> None:
+def test_exec_whose_process_died_after_its_run_ended_is_answered_with_its_result(ada: ApiClient, run_path, crash_at) -> None:
+    body = {"argv": ["sh", "-c", "echo out; echo err >&2; exit 3"]}
     with crash_at("acted"):
-        ada.post(run_path, {"argv": ["false"]}, idempotency_key="k1")
-    assert ada.post(run_path, {"argv": ["false"]}, idempotency_key="k1").json()["code"] == "idempotency_in_progress"
+        ada.post(run_path, body, idempotency_key="k1")
+    response = ada.post(run_path, body, idempotency_key="k1")
+    expected = ada.post(run_path, body).json()
+    assert (response.status_code, response.headers["Idempotent-Replayed"]) == (200, "true")
+    differing = {"run_id", "duration_seconds"}
+    assert {name: value for name, value in response.json().items() if name not in differing} == {
+        name: value for name, value in expected.items() if name not in differing
+    }
+    assert response.json()["run_id"] == str(Run.objects.earliest("started_at").pk)
+
+
+def test_abandoned_exec_is_answered_with_the_result_that_the_sandbox_retained(ada: ApiClient, run_path, crash_at) -> None:
+    with crash_at("run answered"):
+        ada.post(run_path, {"argv": ["echo", "hello"]}, idempotency_key="k1")
+    assert ada.post(run_path, {"argv": ["echo", "hello"]}, idempotency_key="k1").json()["code"] == "idempotency_in_progress"
+    passes.recover_stalled(now=timezone.now() + timedelta(hours=1))
+    response = ada.post(run_path, {"argv": ["echo", "hello"]}, idempotency_key="k1")
+    assert (response.status_code, response.json()["stdout"]) == (200, "hello\n")
+
+
+def test_exec_with_output_that_is_not_stored_is_answered_with_its_exit_code(ada, run_path, crash_at, settings) -> None:
+    settings.RUN_OUTPUT_KEPT = 0
+    with crash_at("acted"):
+        ada.post(run_path, {"argv": ["sh", "-c", "echo x; exit 1"]}, idempotency_key="k1")
+    again = ada.post(run_path, {"argv": ["sh", "-c", "echo x; exit 1"]}, idempotency_key="k1")
+    assert again.json()["code"] == "idempotency_in_progress"
     Run.objects.update(started_at=F("started_at") - timedelta(minutes=2), ended_at=F("ended_at") - timedelta(minutes=2))
-    problem = ada.post(run_path, {"argv": ["false"]}, idempotency_key="k1").json()
+    problem = ada.post(run_path, {"argv": ["sh", "-c", "echo x; exit 1"]}, idempotency_key="k1").json()
     assert (problem["code"], problem["outcome"], problem["exit_code"]) == ("outcome_unknown", "failed", 1)
 
 
-@pytest.mark.parametrize("step", ["key claimed", "run opened", "acted"])
+@pytest.mark.parametrize("step", ["key claimed", "run opened"])
 def test_exec_of_a_dead_instance_is_answered_at_once(ada: ApiClient, run_path: str, crash_at, settings, step: str) -> None:
     settings.INSTANCE = "up-a.web"
     with crash_at(step):

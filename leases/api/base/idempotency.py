@@ -33,8 +33,10 @@ HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
 # Between the end of a run and the storage of its response: time to renew the lease, or to destroy a one-shot sandbox.
 RESPONSE_GRACE_PERIOD = timedelta(minutes=1)
+REPLAY_HEADERS = {"Idempotent-Replayed": "true"}
 INTERRUPTED = "The first request with this Idempotency-Key was interrupted and may have had an effect. It is not repeated."
 RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
+RunAnswer = Callable[[Run], StatusAndBody | None]  # answer of a request whose run has ended, None if the row does not suffice
 
 
 class KeyReused(Conflict):
@@ -59,13 +61,14 @@ def execute_once(
     body: bytes = b"",
     max_duration: timedelta = timedelta(minutes=1),
     repeatable: bool = True,
+    rebuild: RunAnswer | None = None,
 ) -> HttpResponse:
     """Call `act` and build the response; with an Idempotency-Key, once per key holder.
 
     After `max_duration`, without a transfer of state in between, an unfinished `act` counts as abandoned, and a repeated
-    request is executed if the operation is `repeatable`. Otherwise its run ends the wait earlier: at once if the run
-    is lost, else RESPONSE_GRACE_PERIOD after the run's end. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted
-    operation that is not repeatable."""
+    request is executed if the operation is `repeatable`. Otherwise its run ends the wait earlier: with the answer that
+    `rebuild` makes of the ended run, at once if the run is lost, else RESPONSE_GRACE_PERIOD after the run's end. Raises
+    KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
         return _build_response(*act(uuid.uuid4()))
@@ -75,7 +78,7 @@ def execute_once(
     fingerprint = hashlib.sha256(f"{request.method} {request.get_full_path()}\n".encode() + body).hexdigest()
     row, claimed = _claim_key(holder, key, fingerprint, now=now, until=now + max_duration, repeatable=repeatable)
     if not claimed:
-        return _replay_response(row, fingerprint, None if repeatable else _derive_run_id(holder, row), now=now)
+        return _replay_response(row, fingerprint, None if repeatable else _derive_run_id(holder, row), rebuild, now=now)
     checkpoint("key claimed", row)
     # After the deadline another process may have taken over with a new started_at. Its row must not be overwritten.
     own_row = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at, status_code=None)
@@ -140,14 +143,16 @@ def _claim_key(
     raise InProgress()
 
 
-def _replay_response(row: IdempotentRequest, fingerprint: str, run_id: uuid.UUID | None, *, now: datetime) -> HttpResponse:
+def _replay_response(
+    row: IdempotentRequest, fingerprint: str, run_id: uuid.UUID | None, rebuild: RunAnswer | None, *, now: datetime
+) -> HttpResponse:
     if row.fingerprint != fingerprint:
         raise KeyReused()
     if row.status_code is not None:
-        return HttpResponse(
-            row.body, status=row.status_code, content_type="application/json", headers={"Idempotent-Replayed": "true"}
-        )
+        return HttpResponse(row.body, status=row.status_code, content_type="application/json", headers=REPLAY_HEADERS)
     run = Run.objects.filter(pk=run_id).defer("stdout", "stderr").first() if run_id else None
+    if run is not None and run.ended_at is not None and rebuild is not None and (answer := rebuild(run)):
+        return _build_response(*answer, headers=REPLAY_HEADERS)
     if run_id is None or (row.deadline_at > now and not _is_run_settled(run, now=now)):
         raise InProgress()
     if run is None:
@@ -175,6 +180,6 @@ def _may_have_started(run_id: uuid.UUID) -> bool:
     return Run.objects.filter(pk=run_id).exclude(outcome=RunOutcome.FAILED, exit_code=None).exists()
 
 
-def _build_response(status: int, data: Mapping[str, Any]) -> HttpResponse:
+def _build_response(status: int, data: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> HttpResponse:
     """Render at once: the body that is stored and replayed is then the body that was sent."""
-    return HttpResponse(encode_json(data), status=status, content_type=JsonRenderer.media_type)
+    return HttpResponse(encode_json(data), status=status, content_type=JsonRenderer.media_type, headers=headers)

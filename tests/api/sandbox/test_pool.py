@@ -125,7 +125,7 @@ def test_a_workspace_over_its_limit_refuses_exec_with_its_size(ada: ApiClient, u
     url = f"leases/{used_lease['id']}"
     update_pool(pool, workspace_limit_mib=1)
     assert ada.post(f"{url}/exec", {"argv": ["sh", "-c", "head -c 3000000 /dev/zero >big"]}).status_code == 200
-    assert passes.measure_workspaces(now=timezone.now()).counts == {"over the limit": 1}
+    passes.measure_workspaces(now=timezone.now())  # unless the command was slow enough for a measurement of its own
     response = ada.post(f"{url}/exec", TRUE)
     problem = response.json()
     assert (response.status_code, problem["code"], problem["limit_bytes"]) == (409, "workspace_full", 1 << 20)

@@ -17,7 +17,7 @@ from leases import execution, leasing
 from leases.errors import Conflict
 from leases.execution import LeaseClaim
 from leases.guard import LeaseGuard
-from leases.leasing import LeaseRequest
+from leases.leasing import GrantBasis, LeaseRequest
 from leases.models import Lease
 from sandboxes import eviction
 from sandboxes.claims import hold
@@ -58,11 +58,11 @@ class _GrantingGuard(LeaseGuard):
 
     def fence(self) -> HolderTerms:
         now = self.clock()
-        current, elapsed = leasing.find_held_lease(self.request, now=now)
-        if current and not elapsed:
+        basis = leasing.read_basis(self.request)
+        if basis.held and not leasing.check_held(self.request, basis.held, now=now):
             raise _LeaseHeld
         try:
-            lease = leasing.grant(self.request, elapsed=current, now=now, actor=self.actor, admit=self.admit)
+            lease = leasing.grant(self.request, basis, now=now, actor=self.actor, admit=self.admit)
         except IntegrityError:
             raise _LeaseHeld from None
         super().check_affordable()
@@ -131,19 +131,21 @@ def _acquire_now(request: LeaseRequest, *, now: datetime, actor: str, admit: Cal
     """Return the held lease, or grant one, with a started sandbox in both cases. Raise CapacityExhausted without a place."""
     clock = clock_from(now)
     for _ in range(leasing.MAX_ACQUIRE_ATTEMPTS):
-        current, elapsed = leasing.find_held_lease(request, now=clock())
-        if current and not elapsed:
-            execution.ensure_sandbox_ready(current.pk, now=clock(), actor=actor)
-            return current, False
+        basis = leasing.read_basis(request)
+        if basis.held and not leasing.check_held(request, basis.held, now=clock()):
+            execution.ensure_sandbox_ready(basis.held.pk, now=clock(), actor=actor)
+            return basis.held, False
         try:
-            return _grant_with_place(replace(request, id=request.id or uuid4()), clock, actor=actor, admit=admit), True
+            return _grant_with_place(replace(request, id=request.id or uuid4()), basis, clock, actor=actor, admit=admit), True
         except _LeaseHeld:
             continue
     raise Conflict(leasing.CONCURRENT_ACQUIRES)
 
 
-def _grant_with_place(request: LeaseRequest, clock: Clock, *, actor: str, admit: Callable[[], object]) -> Lease:
-    lease = leasing.build_lease(request, now=clock())
+def _grant_with_place(
+    request: LeaseRequest, basis: GrantBasis, clock: Clock, *, actor: str, admit: Callable[[], object]
+) -> Lease:
+    lease = leasing.build_lease(request, basis, now=clock())
     guard = _GrantingGuard(
         lease.pk, clock, size=execution.get_sandbox_size(lease.pool), request=request, actor=actor, admit=admit
     )
@@ -213,13 +215,13 @@ def _may_get_place(request: LeaseRequest, pool: Pool, position: Position, *, now
 
 
 def _has_place(request: LeaseRequest, *, now: datetime) -> bool:
-    current, elapsed = leasing.find_held_lease(request, now=now)
-    return current is not None and not elapsed and allocation.find_by_holder(current.pk) is not None
+    held = leasing.find_held_lease(request, now=now)
+    return held is not None and allocation.find_by_holder(held.pk) is not None
 
 
 def _find_pool(request: LeaseRequest, *, now: datetime) -> Pool:
-    current, elapsed = leasing.find_held_lease(request, now=now)
-    return current.pool if current and not elapsed else leasing.find_type_and_pool(request)[1]
+    held = leasing.find_held_lease(request, now=now)
+    return held.pool if held else leasing.find_type_and_pool(request)[1]
 
 
 def _find_position(request: LeaseRequest, pool: Pool, *, now: datetime) -> Position:

@@ -104,6 +104,24 @@ def insert(row: Model) -> None:
     row._state.adding, row._state.db = False, connection.alias
 
 
+def insert_all(rows: Sequence[Model]) -> None:
+    """Insert rows of several models in their order: as one statement on PostgreSQL. Keys that the database chooses are not
+    read back."""
+    statements = [_build_insert_of(row) for row in rows]
+    if can_chain():
+        execute_chain([(f"inserted_{number}", statement) for number, statement in enumerate(statements)], [])
+    else:
+        for statement in statements:
+            execute(statement.text, *statement.values)
+    for row in rows:
+        row._state.adding, row._state.db = False, connection.alias
+
+
+def _build_insert_of(row: Model) -> Statement:
+    text, fields = _build_insert(type(row), keyed=row.pk is not None)
+    return Statement(text, tuple(field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields))
+
+
 def build_insert_from(row: Model, source: str) -> Statement:
     """Build an INSERT of `row`, whose primary key is set, that inserts it once for each row of `source`.
 
@@ -190,7 +208,7 @@ def execute_chain(steps: Sequence[tuple[str, Statement]], counted: Sequence[str]
     another step therefore reads the rows that the other one returns, by its name, and is executed after it. The order of
     independent steps is undefined."""
     text = ", ".join(f"{name} AS ({statement.text})" for name, statement in steps)
-    counts = ", ".join(f"(SELECT COUNT(*) FROM {name})" for name in counted)  # noqa: S608 - no user input
+    counts = ", ".join(f"(SELECT COUNT(*) FROM {name})" for name in counted) or "1"  # noqa: S608 - no user input
     values = [value for _, statement in steps for value in statement.values]
     [row] = fetch_all(f"WITH {text} SELECT {counts}", *values)
     return row

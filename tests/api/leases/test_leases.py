@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import uuid
+from collections import Counter
 from datetime import datetime, timedelta
 from uuid import UUID
 
@@ -85,6 +86,17 @@ def test_a_key_without_its_scheme_renews_nothing(ada: ApiClient, lease) -> None:
 def test_a_renewal_is_one_statement(ada: ApiClient, lease, django_assert_num_queries) -> None:
     with django_assert_num_queries(1):
         assert ada.post(f"leases/{lease['id']}/renew").status_code == 200
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_new_lease_takes_few_statements_and_one_commit(ada: ApiClient, acquire_body) -> None:
+    """The key, the rows that decide, the inserts and the key's token. SQLite inserts the three rows one after the other."""
+    ada.post("leases", acquire_body(environment_id="earlier"))
+    with CaptureQueriesContext(connection) as statements:
+        assert ada.post("leases", acquire_body()).status_code == 201
+    verbs = Counter(statement["sql"].partition(" ")[0] for statement in statements)
+    on_postgres = connection.vendor == "postgresql"
+    assert (len(statements), verbs["SELECT"], verbs["COMMIT"]) == (6 if on_postgres else 8, 2, 1)
 
 
 def test_releasing_twice_returns_the_same_and_the_timeline_names_the_key(ada: ApiClient, lease) -> None:

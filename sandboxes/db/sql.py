@@ -12,8 +12,9 @@ from typing import Any, TypeVar, cast
 from uuid import UUID
 
 from django.db import connection, transaction
-from django.db.models import Field, ForeignKey, Model
+from django.db.models import Field, ForeignKey, Model, QuerySet
 from django.db.models.expressions import Col
+from django.db.models.sql import UpdateQuery
 
 M = TypeVar("M", bound=Model)
 
@@ -105,8 +106,9 @@ def insert(row: Model) -> None:
 
 
 def insert_all(rows: Sequence[Model]) -> None:
-    """Insert rows of several models in their order: as one statement on PostgreSQL. Keys that the database chooses are not
-    read back."""
+    """Insert rows of several models in their order, in the caller's transaction: as one statement on PostgreSQL.
+
+    Keys that the database chooses are not read back."""
     statements = [_build_insert_of(row) for row in rows]
     if can_chain():
         execute_chain([(f"inserted_{number}", statement) for number, statement in enumerate(statements)], [])
@@ -194,6 +196,29 @@ def update_then(model: type[Model], pk: UUID, change: Statement, then: Sequence[
         for statement in then if changed else ():
             execute(f"WITH changed AS (SELECT * FROM {table} WHERE id = %s) {statement.text}", pk, *statement.values)  # noqa: S608 - no user input
     return bool(changed)
+
+
+def insert_then(row: Model, then: Sequence[Statement]) -> None:
+    """Insert a row whose primary key is set, and execute the statements `then`, which read the new row as `changed`.
+
+    As one statement on PostgreSQL, like update_then. Call it in a transaction: on SQLite it is several statements."""
+    table, insertion = row._meta.db_table, _build_insert_of(row)
+    if can_chain():
+        steps = [("changed", Statement(f"{insertion.text} RETURNING {table}.*", insertion.values))]
+        execute_chain([*steps, *((f"then_{number}", statement) for number, statement in enumerate(then))], [])
+    else:
+        execute(insertion.text, *insertion.values)
+        for statement in then:
+            execute(f"WITH changed AS (SELECT * FROM {table} WHERE id = %s) {statement.text}", row.pk, *statement.values)  # noqa: S608 - no user input
+    row._state.adding, row._state.db = False, connection.alias
+
+
+def build_update(rows: "QuerySet[Any]", **changes: Any) -> Statement:
+    """Build the UPDATE that `rows.update(**changes)` executes, for a chain. Raise EmptyResultSet if no row can match."""
+    query = cast(UpdateQuery, rows.query.chain(UpdateQuery))
+    query.add_update_values(changes)
+    text, values = query.get_compiler(connection=connection).as_sql()
+    return Statement(text, tuple(values))
 
 
 def can_chain() -> bool:

@@ -17,10 +17,12 @@ from django_q.models import OrmQ
 from leases import api_keys
 from leases.errors import RateLimited
 from leases.models import AgentKey, Lease, LeaseEvent
-from sandboxes.models import Sandbox
+from sandboxes.models import Pool, Sandbox, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import File, MemoryProvider
+from sandboxes.sweeps import passes
 from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient, assert_refused, expire_lease, list_operations, select_fields
+from tests.support.leases import update_pool
 
 pytestmark = pytest.mark.django_db
 
@@ -235,6 +237,25 @@ def test_join_starts_the_sandbox_once(ada: ApiClient, join_body, memory: MemoryP
     assert json.loads(config.content)["leaseId"] == shown["id"]
     times = {name: again.json()[name] for name in ("expires_at", "last_activity")}
     assert (again.status_code, again.json()) == (200, shown | {"is_new": False} | times)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(("prewarmed", "limits", "commits"), [(False, (14, 21), 1), (True, (24, 35), 2)])
+def test_a_join_takes_few_statements(ada: ApiClient, join_body, pool: Pool, prewarmed: bool, limits, commits: int) -> None:
+    """On PostgreSQL one commit with the grant and the place. A pre-warmed sandbox gets its files by a run."""
+    ada.post("environments/earlier/join", join_body())  # inserts the agent's quota
+    if prewarmed:
+        update_pool(pool, warm_target=1)
+        passes.warm_pools(now=timezone.now())
+    with CaptureQueriesContext(connection) as statements:
+        assert ada.post("environments/game-1/join", join_body()).status_code == 201
+    assert Sandbox.objects.filter(environment_id="game-1", source="fresh", prepared=True).exists()
+    assert Transition.objects.filter(sandbox__environment_id="game-1", code="claimed").exists() is prewarmed
+    verbs = Counter(statement["sql"].partition(" ")[0] for statement in statements)
+    if connection.vendor == "postgresql":
+        assert (len(statements), verbs["COMMIT"]) == (limits[0], commits)
+    else:
+        assert len(statements) == limits[1]
 
 
 def test_a_join_whose_start_failed_is_repeated_with_a_new_lease(ada: ApiClient, join_body, memory: MemoryProvider) -> None:

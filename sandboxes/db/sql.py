@@ -56,15 +56,21 @@ def find_first_with_related(
 
 
 def find_joined(
-    model: type[M], joins: Sequence[tuple[type[Model], str]], subqueries: Sequence[str], where: str, *values: Any
+    model: type[M],
+    joins: Sequence[tuple[type[Model], str]],
+    subqueries: Sequence[str],
+    where: str,
+    *values: Any,
+    deferred: tuple[str, ...] = (),
 ) -> tuple[M | None, list[Any], Sequence[Any]]:
     """Like find_first, and also load a row of each joined table and the scalar `subqueries` in the same query.
 
     `joins` are models with a join condition that at most one of their rows matches. `values` are the parameters of the
-    subqueries, then those of the joins and of the condition. Returns the instance, an instance or None for each join, and the
-    results of the subqueries."""
-    tables: list[type[Model]] = [model, *(other for other, _ in joins)]
-    selected = ", ".join([*(_describe_columns(table)[0] for table in tables), *(f"({subquery})" for subquery in subqueries)])
+    subqueries, then those of the joins and of the condition. `deferred` are fields of `model` that are read at their first
+    use. Returns the instance, an instance or None for each join, and the results of the subqueries."""
+    tables: list[tuple[type[Model], tuple[str, ...]]] = [(model, deferred), *((other, ()) for other, _ in joins)]
+    columns_of_tables = [_describe_columns(*table)[0] for table in tables]
+    selected = ", ".join([*columns_of_tables, *(f"({subquery})" for subquery in subqueries)])
     source = " ".join([
         model._meta.db_table, *(f"LEFT JOIN {other._meta.db_table} ON {condition}" for other, condition in joins)
     ])  # fmt: skip
@@ -74,10 +80,11 @@ def find_joined(
     [row] = rows
     instances: list[Model | None] = []
     start = 0
-    for table in tables:
-        names = _describe_columns(table)[1]
+    for table, left_out in tables:
+        names = _describe_columns(table, left_out)[1]
         columns = row[start : start + len(names)]
-        instances.append(None if columns[names.index(_get_key_name(table))] is None else _build_instance(table, columns))
+        is_absent = columns[names.index(_get_key_name(table))] is None
+        instances.append(None if is_absent else _build_instance(table, columns, left_out))
         start += len(names)
     return cast(M, instances[0]), instances[1:], row[start:]
 
@@ -87,8 +94,8 @@ def _get_key_name(model: type[Model]) -> str:
     return model._meta.pk.attname
 
 
-def _build_instance(model: type[M], row: Sequence[Any]) -> M:
-    _, names, casts = _describe_columns(model)
+def _build_instance(model: type[M], row: Sequence[Any], deferred: tuple[str, ...] = ()) -> M:
+    _, names, casts = _describe_columns(model, deferred)
     values = [*row]
     for index, column, convert in casts:
         values[index] = convert(values[index], column, connection)
@@ -240,9 +247,11 @@ def execute_chain(steps: Sequence[tuple[str, Statement]], counted: Sequence[str]
 
 
 @cache
-def _describe_columns(model: type[Model]) -> tuple[str, list[str], list[tuple[int, Col, Callable[..., Any]]]]:
+def _describe_columns(
+    model: type[Model], deferred: tuple[str, ...] = ()
+) -> tuple[str, list[str], list[tuple[int, Col, Callable[..., Any]]]]:
     """Return the column list of a model, its field names, and the converters of driver values: (index, column, function)."""
-    table, fields = model._meta.db_table, model._meta.concrete_fields
+    table, fields = model._meta.db_table, [field for field in model._meta.concrete_fields if field.name not in deferred]
     columns: list[Col] = [field.get_col(table) for field in fields]
     casts = [
         (index, column, convert)

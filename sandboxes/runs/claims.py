@@ -6,6 +6,7 @@ deadline is fixed: its start, its timeout and KILL_GRACE."""
 from datetime import timedelta
 
 from django.conf import settings
+from django.db.models import QuerySet
 
 from sandboxes.claims import Claim, Progress
 from sandboxes.db.clock import Clock
@@ -21,10 +22,14 @@ class RunClaim(Claim):
     """Claim of the process that waits for a Run's result."""
 
     def __init__(self, run: Run, clock: Clock) -> None:
-        open_run = Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True)
-        super().__init__(open_run, deadline=run.deadline_at, clock=clock)
+        super().__init__(Run.objects.none(), deadline=run.deadline_at, clock=clock)
+        self._run_id, self._token = run.pk, run.claim
         self.output = OutputView()
         self._stored_bytes = 0
+
+    def _get_rows(self) -> QuerySet[Run]:
+        """Return the open Run. Built when needed: most commands end before their claim is extended."""
+        return Run.objects.filter(pk=self._run_id, claim=self._token, ended_at__isnull=True)
 
     def begin_command(self, timeout: timedelta) -> None:
         """Set the deadline of a command that starts now, unless the present deadline is nearly the same. Raises ClaimLost."""

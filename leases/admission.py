@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from typing import NamedTuple
 from uuid import UUID, uuid4
 
 from django.db import IntegrityError, transaction
@@ -16,8 +17,8 @@ from django.db import IntegrityError, transaction
 from leases import execution, leasing
 from leases.errors import Conflict
 from leases.execution import LeaseClaim
-from leases.guard import LeaseGuard
-from leases.leasing import LeaseRequest
+from leases.guard import LeaseGuard, build_terms
+from leases.leasing import GrantBasis, LeaseRequest
 from leases.models import Lease
 from sandboxes import eviction
 from sandboxes.claims import hold
@@ -28,7 +29,7 @@ from sandboxes.errors import CapacityExhausted, TooManyLongCalls
 from sandboxes.guard import HolderTerms
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import WAITING_CALLS, is_shutting_down
-from sandboxes.models import Pool, Run
+from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.pool import admission_queue, allocation
 from sandboxes.pool.admission_queue import ABANDONED_AFTER, RETRY_AFTER_SECONDS, Position
 from sandboxes.runs.claims import KILL_GRACE
@@ -40,6 +41,14 @@ RENEW_INTERVAL = ABANDONED_AFTER / 3
 JOIN_ARGV = ["join"]  # of the operation with which a join writes the first files into a pre-warmed sandbox
 
 Sleep = Callable[[float], object]
+
+
+class Admission(NamedTuple):
+    """Lease with a started sandbox."""
+
+    lease: Lease
+    is_new: bool  # this call granted the lease
+    sandbox: Sandbox | None  # None: destroyed since its start
 
 
 class _LeaseHeld(Exception):
@@ -55,23 +64,25 @@ class _GrantingGuard(LeaseGuard):
     request: LeaseRequest
     actor: str
     admit: Callable[[], object]
+    just_read: list[GrantBasis]  # serves the first transaction; a later one, after an eviction, reads the rows again
 
     def fence(self) -> HolderTerms:
         now = self.clock()
-        current, elapsed = leasing.find_held_lease(self.request, now=now)
-        if current and not elapsed:
+        basis = self.just_read.pop() if self.just_read else leasing.read_basis(self.request)
+        if basis.held and not leasing.check_held(self.request, basis.held, now=now):
             raise _LeaseHeld
         try:
-            lease = leasing.grant(self.request, elapsed=current, now=now, actor=self.actor, admit=self.admit)
+            lease = leasing.grant(self.request, basis, now=now, actor=self.actor, admit=self.admit)
         except IntegrityError:
             raise _LeaseHeld from None
-        super().check_affordable()
+        if basis.has_budgets:
+            super().check_affordable()
         if now + KILL_GRACE > lease.expires_at:  # a start may take longer than a short TTL
             leasing.renew(lease, now=now, lasts=KILL_GRACE)
-        return super().fence()
+        return build_terms(lease)
 
     def check_affordable(self) -> None:
-        if sql.find_first(Lease, "id = %s", self.lease_id):  # else `fence` checks the budgets
+        with suppress(Lease.DoesNotExist):  # not granted yet: `fence` checks the budgets
             super().check_affordable()
 
 
@@ -84,8 +95,8 @@ def acquire_with_place(
     admit: Callable[[], object] = bool,
     clock: Clock | None = None,
     sleep: Sleep = time.sleep,
-) -> tuple[Lease, bool]:
-    """Acquire a lease and start its sandbox. Wait in the queue of the pool if it is full. Return as `leasing.acquire` does.
+) -> Admission:
+    """Acquire a lease and start its sandbox. Wait in the queue of the pool if it is full.
 
     A call that gets no place within `wait` raises CapacityExhausted with `position` and `queue_length`. Its position is kept
     for ABANDONED_AFTER, so that a repeated call goes on from there; with a `wait` of 0 a client can poll. A process in which
@@ -116,6 +127,15 @@ def find_position(agent_did: str, environment_id: str, *, now: datetime) -> tupl
     return pool, admission_queue.find_position(pool, agent_did, environment_id, now=now)
 
 
+def read_admission(pk: UUID, *, is_new: bool) -> Admission:
+    """Read a lease with its pool and its sandbox in one query. Raise Lease.DoesNotExist."""
+    lease, (pool, sandbox), _ = sql.find_joined(Lease, execution.LEASE_JOINS, [], "leases_lease.id = %s", pk)
+    if lease is None:
+        raise Lease.DoesNotExist
+    lease.pool = pool
+    return Admission(lease, is_new, sandbox)
+
+
 @contextmanager
 def _leave_queue_on_error(request: LeaseRequest) -> Iterator[None]:
     try:
@@ -127,30 +147,33 @@ def _leave_queue_on_error(request: LeaseRequest) -> Iterator[None]:
         raise
 
 
-def _acquire_now(request: LeaseRequest, *, now: datetime, actor: str, admit: Callable[[], object]) -> tuple[Lease, bool]:
+def _acquire_now(request: LeaseRequest, *, now: datetime, actor: str, admit: Callable[[], object]) -> Admission:
     """Return the held lease, or grant one, with a started sandbox in both cases. Raise CapacityExhausted without a place."""
     clock = clock_from(now)
     for _ in range(leasing.MAX_ACQUIRE_ATTEMPTS):
-        current, elapsed = leasing.find_held_lease(request, now=clock())
-        if current and not elapsed:
-            execution.ensure_sandbox_ready(current.pk, now=clock(), actor=actor)
-            return current, False
+        basis = leasing.read_basis(request)
+        if basis.held and not leasing.check_held(request, basis.held, now=clock()):
+            execution.ensure_sandbox_ready(basis.held.pk, now=clock(), actor=actor)
+            return read_admission(basis.held.pk, is_new=False)
         try:
-            return _grant_with_place(replace(request, id=request.id or uuid4()), clock, actor=actor, admit=admit), True
+            return _grant_with_place(replace(request, id=request.id or uuid4()), basis, clock, actor=actor, admit=admit)
         except _LeaseHeld:
             continue
     raise Conflict(leasing.CONCURRENT_ACQUIRES)
 
 
-def _grant_with_place(request: LeaseRequest, clock: Clock, *, actor: str, admit: Callable[[], object]) -> Lease:
-    lease = leasing.build_lease(request, now=clock())
+def _grant_with_place(
+    request: LeaseRequest, basis: GrantBasis, clock: Clock, *, actor: str, admit: Callable[[], object]
+) -> Admission:
+    lease = leasing.build_lease(request, basis, now=clock())
     guard = _GrantingGuard(
-        lease.pk, clock, size=execution.get_sandbox_size(lease.pool), request=request, actor=actor, admit=admit
-    )
-    sandbox_request = replace(execution.build_sandbox_request(lease, now=clock()), guard=guard)
+        lease.pk, clock, size=execution.get_sandbox_size(lease.pool), request=request, actor=actor, admit=admit,
+        just_read=[basis],
+    )  # fmt: skip
+    sandbox_request = replace(execution.build_sandbox_request(lease, now=clock()), guard=guard, is_new_holder=True)
     with end_on_error(lease.pk, clock=clock, actor=actor), hold(LeaseClaim(lease, clock)):
         allocation.ensure_running(sandbox_request, now=clock(), actor=actor)
-        return Lease.objects.get(pk=lease.pk)
+        return read_admission(lease.pk, is_new=True)
 
 
 @contextmanager
@@ -213,13 +236,13 @@ def _may_get_place(request: LeaseRequest, pool: Pool, position: Position, *, now
 
 
 def _has_place(request: LeaseRequest, *, now: datetime) -> bool:
-    current, elapsed = leasing.find_held_lease(request, now=now)
-    return current is not None and not elapsed and allocation.find_by_holder(current.pk) is not None
+    held = leasing.find_held_lease(request, now=now)
+    return held is not None and allocation.find_by_holder(held.pk) is not None
 
 
 def _find_pool(request: LeaseRequest, *, now: datetime) -> Pool:
-    current, elapsed = leasing.find_held_lease(request, now=now)
-    return current.pool if current and not elapsed else leasing.find_type_and_pool(request)[1]
+    held = leasing.find_held_lease(request, now=now)
+    return held.pool if held else leasing.find_type_and_pool(request)[1]
 
 
 def _find_position(request: LeaseRequest, pool: Pool, *, now: datetime) -> Position:

@@ -6,17 +6,17 @@ import re
 import secrets
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from functools import cache
 from uuid import UUID
 
 import structlog
 from django.core.exceptions import ValidationError
-from django.db.models import F, FloatField, Q, Value
-from django.db.models.functions import Least
+from django.db.models import F, Q
 
 from leases import allow_lists
 from leases.errors import Conflict, InvalidRequest, KeyExpired, RateLimited
 from leases.models import DID_DESCRIPTION, Agent, AgentKey, KeyScope, Lease, default_key_scopes, validate_did
-from sandboxes.db import sql
+from sandboxes.db import dialect, sql
 from sandboxes.db.clock import format_timestamp
 
 log = structlog.get_logger(__name__)
@@ -24,6 +24,7 @@ log = structlog.get_logger(__name__)
 KEY_PATTERN = r"lh_([0-9a-f]{8})_[A-Za-z0-9_-]{43}"
 ACTIVE_KEY_SQL = "leases_agentkey.prefix = %s AND leases_agentkey.revoked_at IS NULL"
 ROTATION_OVERLAP = timedelta(hours=24)
+SECONDS_PER_MINUTE = 60
 LAST_USED_WRITE_INTERVAL = timedelta(minutes=1)  # saves most requests a second write
 
 
@@ -172,6 +173,20 @@ def _explain_refused_rotation(row: AgentKey, now: datetime) -> str:
     )
 
 
+@cache
+def _build_take_token() -> str:
+    """Return the UPDATE that takes a token. A request that is overtaken by a later one refills nothing."""
+    refilled = f"tokens + {dialect.seconds_between('tokens_at', '%s')} * %s"
+    level = (
+        "CASE WHEN tokens_at IS NULL THEN %s WHEN tokens_at > %s THEN tokens "
+        f"ELSE {dialect.least(refilled, '%s')} END"
+    )  # fmt: skip
+    return (
+        f"UPDATE leases_agentkey SET tokens = {level} - 1, tokens_at = CASE WHEN tokens_at > %s THEN tokens_at ELSE %s END "  # noqa: S608 - no user input
+        f"WHERE id = %s AND {level} >= 1"
+    )
+
+
 def revoke_key(pk: int, *, now: datetime) -> bool:
     """Revoke a key. Return False if it was revoked before."""
     return bool(AgentKey.objects.filter(pk=pk, revoked_at__isnull=True).update(revoked_at=now))
@@ -180,18 +195,13 @@ def revoke_key(pk: int, *, now: datetime) -> bool:
 def consume_rate_limit_token(key: AgentKey, *, per_minute: int, now: datetime) -> None:
     """Take one token from the key's bucket of new leases. Raise RateLimited with `retry_after` in seconds if it is empty.
 
-    The bucket holds `per_minute` tokens and refills continuously; 0 disables the limit. Guarded UPDATEs keep concurrent
-    requests from overdrawing it."""
+    The bucket holds `per_minute` tokens and refills continuously; 0 disables the limit. One UPDATE refills the bucket up to
+    now and takes the token, so that concurrent requests neither overdraw the bucket nor refill it twice."""
     if not per_minute:
         return
-    bucket = AgentKey.objects.filter(pk=key.pk)
-    full_refill_due = Q(tokens_at__isnull=True) | Q(tokens_at__lt=now - timedelta(minutes=1))
-    if not bucket.filter(full_refill_due).update(tokens=float(per_minute), tokens_at=now):
-        gained = (now - (key.tokens_at or now)).total_seconds() * per_minute / 60
-        if gained >= 1:  # the guard on tokens_at lets one of several concurrent requests refill
-            full = Value(float(per_minute), output_field=FloatField())
-            bucket.filter(tokens_at=key.tokens_at).update(tokens=Least(F("tokens") + gained, full), tokens_at=now)
-    if not bucket.filter(tokens__gte=1).update(tokens=F("tokens") - 1):
+    full = float(per_minute)
+    level_values = (full, now, now, full / SECONDS_PER_MINUTE, full)
+    if not sql.execute(_build_take_token(), *level_values, now, now, key.pk, *level_values):
         error = RateLimited(f"Rate limit of this key exceeded: {per_minute} new leases per minute.")
         error.retry_after = max(1, round(60 / per_minute))
         raise error

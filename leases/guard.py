@@ -7,6 +7,7 @@ from billing import budgets
 from billing.budgets import SandboxSize
 from leases import leasing
 from leases.models import Lease, LeaseStatus
+from sandboxes.db import sql
 from sandboxes.db.clock import Clock
 from sandboxes.db.sql import Statement
 from sandboxes.guard import HolderTerms
@@ -29,14 +30,7 @@ class LeaseGuard:
         event of the lease must not wait for a transaction that takes the two locks in the opposite order."""
         leases = Lease.objects.select_for_update(no_key=True, of=("self",)).select_related("environment_type__policy")
         lease = leases.get(pk=self.lease_id)
-        leasing.require_active(self.lease_id, now=self.clock())
-        environment_type = lease.environment_type
-        return HolderTerms(
-            excludes=environment_type.snapshot_excludes,
-            llm_limit=lease.llm_limit,
-            policy=environment_type.policy,
-            suspend_after=environment_type.suspend_after,
-        )
+        return build_terms(leasing.check_active(lease, now=self.clock()))
 
     def build_condition(self) -> Statement:
         active = "SELECT 1 FROM leases_lease WHERE leases_lease.id = %s AND status = %s AND expires_at > %s"
@@ -46,11 +40,26 @@ class LeaseGuard:
         leasing.require_active(self.lease_id, now=self.clock())
 
     def check_affordable(self) -> None:
-        leasing.require_active(self.lease_id, now=self.clock())
-        budgets.require_budget(self.lease_id, now=self.clock())
-        budgets.require_room(self.lease_id, size=self.size, now=self.clock())
+        lease, _, budget_flags = sql.find_joined(
+            Lease, [], [budgets.ANY_EXHAUSTED_SQL, budgets.ANY_HARD_SQL], "leases_lease.id = %s", self.lease_id
+        )
+        leasing.check_active(lease, now=self.clock())
+        if any(budget_flags):
+            budgets.require_budget(self.lease_id, now=self.clock())
+            budgets.require_room(self.lease_id, size=self.size, now=self.clock())
 
     def check_proceed(self) -> None:
         """Raise BudgetExhausted once a spent budget's grace period is over."""
         if self.check_budget:
             budgets.require_budget(self.lease_id, now=self.clock(), after_grace=True)
+
+
+def build_terms(lease: Lease) -> HolderTerms:
+    """Build the terms of a lease for its sandbox."""
+    environment_type = lease.environment_type
+    return HolderTerms(
+        excludes=environment_type.snapshot_excludes,
+        llm_limit=lease.llm_limit,
+        policy=environment_type.policy,
+        suspend_after=environment_type.suspend_after,
+    )

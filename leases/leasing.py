@@ -9,15 +9,17 @@ from uuid import UUID, uuid4
 import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
+from django.db.models import Model
 
 from billing import budgets
+from billing.models import Tab
 from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded, NotAllowed
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
 from sandboxes import destruction, stop_reasons
 from sandboxes.db import durations, sql
 from sandboxes.db.clock import format_timestamp
-from sandboxes.models import Pool
+from sandboxes.models import Policy, Pool
 from sandboxes.models.webhooks import EventType
 from sandboxes.pool import allocation
 from sandboxes.webhooks import outbox
@@ -28,6 +30,14 @@ MAX_ACQUIRE_ATTEMPTS = 5
 CONCURRENT_ACQUIRES = "The lease is repeatedly acquired and released by concurrent requests. Try again."
 # The status is a literal, not a parameter: PostgreSQL uses a partial index in a prepared statement only with the literal.
 ACTIVE_LEASE_SQL = "agent_did = %s AND environment_id = %s AND status = 'active'"
+AGENT_EXISTS_SQL = "SELECT EXISTS (SELECT 1 FROM leases_agent WHERE did = %s)"
+BASIS_JOINS: list[tuple[type[Model], str]] = [
+    (
+        Lease,
+        "leases_lease.agent_did = %s AND leases_lease.environment_id = %s AND leases_lease.status = 'active'",
+    ),
+    (Policy, "sandboxes_policy.id = leases_environmenttype.policy_id"),
+]
 RENEW_SQL = (
     "expires_at = %s, expires_minute = %s, last_activity_at = %s WHERE id = %s AND status = 'active' "
     "AND expires_at > %s AND last_activity_at <= %s AND expires_at <= %s"
@@ -49,6 +59,17 @@ class LeaseRequest:
     key_id: str = ""  # API key of the caller, "" without one; budgets may apply to the key
     allowed: AllowLists | None = None  # of the caller's API key; None: no restriction
     id: UUID | None = None  # key of the new lease, which must be unused; None generates one
+
+
+@dataclass(frozen=True)
+class GrantBasis:
+    """Rows that decide about a request for a lease, read in one query."""
+
+    held: Lease | None  # the agent's active lease in the environment; a clock of it may have elapsed
+    environment_type: EnvironmentType | None  # of the request, with its policy
+    pool: Pool | None
+    knows_agent: bool = False
+    has_budgets: bool = False  # a hard budget exists, and may apply to the lease
 
 
 def compute_expires_at(*, renewed_at: datetime, ttl: timedelta, max_expires_at: datetime) -> datetime:
@@ -75,53 +96,81 @@ def acquire(request: LeaseRequest, *, now: datetime, actor: str = "", admit: Cal
     Raise InvalidRequest or NotAllowed naming the field, Conflict if the held lease has another environment type,
     BudgetExhausted if a budget leaves no room for a new lease."""
     for _ in range(MAX_ACQUIRE_ATTEMPTS):
-        current, elapsed = find_held_lease(request, now=now)
-        if current and not elapsed:
-            return current, False
+        basis = read_basis(request)
+        if basis.held and not check_held(request, basis.held, now=now):
+            return basis.held, False
         try:
             with transaction.atomic(durable=True):
-                return grant(request, elapsed=current, now=now, actor=actor, admit=admit), True
+                return grant(request, basis, now=now, actor=actor, admit=admit), True
         except IntegrityError:
             continue  # a concurrent call granted it after the SELECT: return that lease
     raise Conflict(CONCURRENT_ACQUIRES)
 
 
-def find_held_lease(request: LeaseRequest, *, now: datetime) -> tuple[Lease | None, str]:
-    """Return the agent's active lease in the environment, and its elapsed clock if no sweep has ended it yet.
+def read_basis(request: LeaseRequest) -> GrantBasis:
+    """Read the rows that decide about a request. Plan: lookups in unique indexes, and one in a partial index of budgets."""
+    pool_condition, values = _build_pool_condition(request)
+    environment_type, joined, flags = sql.find_joined(
+        EnvironmentType, [*BASIS_JOINS, (Pool, pool_condition)], [AGENT_EXISTS_SQL, budgets.ANY_HARD_SQL],
+        "leases_environmenttype.name = %s",
+        request.agent_did, request.agent_did, request.environment_id, *values, request.environment_type,
+    )  # fmt: skip
+    if environment_type is None:  # an unknown type: the agent may hold a lease of another one
+        held = sql.find_first(Lease, ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
+        return GrantBasis(held, None, None)
+    held, policy, pool = joined
+    environment_type.policy = policy
+    return GrantBasis(held, environment_type, pool, *map(bool, flags))
 
-    Raise Conflict if it has another environment type."""
-    current = sql.find_first(Lease, ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
-    elapsed = find_elapsed_clock(current, now) if current else ""
-    if current and not elapsed and current.environment_type_id != request.environment_type:
+
+def check_held(request: LeaseRequest, held: Lease, *, now: datetime) -> str:
+    """Return the elapsed clock of the agent's active lease in the environment; "" if the lease goes on.
+
+    Raise Conflict if it goes on and has another environment type."""
+    elapsed = find_elapsed_clock(held, now)
+    if not elapsed and held.environment_type_id != request.environment_type:
         raise Conflict(
-            f'This agent holds a lease of type "{current.environment_type_id}" in this environment.', field="environment_type"
+            f'This agent holds a lease of type "{held.environment_type_id}" in this environment.', field="environment_type"
         )
-    return current, elapsed
+    return elapsed
+
+
+def find_held_lease(request: LeaseRequest, *, now: datetime) -> Lease | None:
+    """Return the agent's active lease in the environment, unless a clock of it has elapsed. Raise the error of check_held."""
+    held = sql.find_first(Lease, ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
+    return None if held is None or check_held(request, held, now=now) else held
 
 
 def grant(
-    request: LeaseRequest, *, elapsed: Lease | None, now: datetime, actor: str = "", admit: Callable[[], object] = bool
+    request: LeaseRequest, basis: GrantBasis, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool
 ) -> Lease:
-    """Grant a lease in the caller's transaction, and end the agent's `elapsed` one in the environment, if there is one.
+    """Grant a lease in the caller's transaction, and end the elapsed one that `basis` names, if there is one.
 
     Raise IntegrityError if the agent holds a lease in the environment, and the errors of `acquire`."""
-    if elapsed:
-        end(elapsed.pk, reason=find_elapsed_clock(elapsed, now), now=now, actor="acquire")
-    lease = build_lease(request, now=now)
-    if sql.find_first(Agent, "did = %s", request.agent_did) is None:
+    if basis.held:
+        end(basis.held.pk, reason=find_elapsed_clock(basis.held, now), now=now, actor="acquire")
+    lease = build_lease(request, basis, now=now)
+    if not basis.knows_agent:
         Agent.objects.get_or_create(did=request.agent_did)
-    lease.save(force_insert=True)
-    LeaseEvent.objects.create(lease=lease, at=now, kind="granted", actor=actor)
-    budgets.open_tab(
-        lease.pk, agent_did=request.agent_did, environment_type=request.environment_type, key_id=request.key_id, now=now
-    )
+    tab = Tab(
+        holder=lease.pk, agent_did=request.agent_did, environment_type=request.environment_type, key_id=request.key_id,
+        opened_at=now,
+    )  # fmt: skip
+    rows: list[Model] = [lease, LeaseEvent(lease=lease, at=now, kind="granted", actor=actor), tab]
+    if basis.has_budgets:
+        # The lease first: a concurrent grant of the same lease violates its constraint before it finds no room in a budget.
+        sql.insert_all(rows[:1])
+        budgets.lock_for_grant(tab, now=now)
+        sql.insert_all(rows[1:])
+    else:
+        sql.insert_all(rows)
     admit()
     return lease
 
 
-def build_lease(request: LeaseRequest, *, now: datetime) -> Lease:
+def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> Lease:
     """Build a new lease without saving it. Raise InvalidRequest or NotAllowed, naming the field."""
-    environment_type, pool_row = find_type_and_pool(request)
+    environment_type, pool_row = require_placement(request, basis)
     max_ttl = request.max_ttl or environment_type.max_ttl
     if max_ttl > environment_type.max_ttl:
         raise InvalidRequest(
@@ -153,10 +202,12 @@ def build_lease(request: LeaseRequest, *, now: datetime) -> Lease:
 
 def find_type_and_pool(request: LeaseRequest) -> tuple[EnvironmentType, Pool]:
     """Return the environment type and the pool of a new lease. Raise InvalidRequest or NotAllowed, naming the field."""
-    pool_condition, values = _build_pool_condition(request)
-    environment_type, [pool_row], _ = sql.find_joined(
-        EnvironmentType, [(Pool, pool_condition)], [], "leases_environmenttype.name = %s", *values, request.environment_type
-    )
+    return require_placement(request, read_basis(request))
+
+
+def require_placement(request: LeaseRequest, basis: GrantBasis) -> tuple[EnvironmentType, Pool]:
+    """Like find_type_and_pool, of rows that were just read."""
+    environment_type, pool_row = basis.environment_type, basis.pool
     if environment_type is None:
         known = ", ".join(
             row.name for row in EnvironmentType.objects.all()
@@ -165,7 +216,7 @@ def find_type_and_pool(request: LeaseRequest) -> tuple[EnvironmentType, Pool]:
         raise InvalidRequest("environment_type", f"There is no such environment type. Known: {known}.")
     if request.allowed and not request.allowed.allows_environment_type(environment_type):
         raise NotAllowed("This API key may not use that environment type.", field="environment_type")
-    if not isinstance(pool_row, Pool):
+    if pool_row is None:
         raise InvalidRequest("pool", "There is no such pool.")
     if request.allowed and not request.allowed.allows_placement(pool_row, environment_type):
         raise NotAllowed("This API key may not use that pool.", field="pool")

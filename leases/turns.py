@@ -13,6 +13,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from leases import admission, execution, leasing
+from leases.admission import Admission
 from leases.errors import TurnInProgress
 from leases.models import Lease, Turn
 from sandboxes.claims import Claim, hold
@@ -21,7 +22,6 @@ from sandboxes.errors import ProviderCallFailed, SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, RunOutcome
-from sandboxes.pool.allocation import find_by_holder
 from sandboxes.runs.operations import KILL_GRACE, Command
 
 log = structlog.get_logger(__name__)
@@ -39,20 +39,22 @@ def join_environment(
     now: datetime,
     actor: str = "",
     admit: Callable[[], object] = bool,
-) -> tuple[Lease, bool]:
+) -> Admission:
     """Acquire a lease and start its sandbox, with /workspace/config.json in place. Idempotent.
 
     The lease is granted with its place, after up to `wait` in the queue of a full pool (admission.acquire_with_place). A join
-    that raises an error leaves no lease that it granted. Return the lease and whether this call granted it."""
+    that raises an error leaves no lease that it granted."""
     clock = clock_from(now)
     with LONG_CALLS.admit():
-        lease, is_new = admission.acquire_with_place(request, wait=wait, now=now, actor=actor, admit=admit)
+        admitted = admission.acquire_with_place(request, wait=wait, now=now, actor=actor, admit=admit)
+        lease, is_new, sandbox = admitted
+        if sandbox and sandbox.prepared:
+            return admitted
         with admission.end_on_error(lease.pk, clock=clock, actor=actor) if is_new else nullcontext():
-            sandbox = find_by_holder(lease.pk)
-            if sandbox is None or not sandbox.prepared:  # a pre-warmed sandbox gets its files with its first operation
-                no_op = Command(argv=admission.JOIN_ARGV, timeout=settings.EXEC_TIMEOUT, kind="file")
-                execution.call_in_sandbox(lease.pk, no_op, lambda provider, sandbox: None, now=clock(), actor=actor)
-            return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
+            # A pre-warmed sandbox gets its files with its first operation, and /data with the first one that needs it.
+            no_op = Command(argv=admission.JOIN_ARGV, timeout=settings.EXEC_TIMEOUT, kind="file", needs_data=False)
+            execution.call_in_sandbox(lease.pk, no_op, lambda provider, sandbox: None, now=clock(), actor=actor)
+            return admission.read_admission(lease.pk, is_new=is_new)
 
 
 def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime, actor: str = "") -> Turn:

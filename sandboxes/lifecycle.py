@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID
 
 from django.conf import settings
+from django.core.exceptions import EmptyResultSet
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
@@ -115,8 +116,7 @@ def insert_warming(sandbox: Sandbox, *, now: datetime, code: Reason, actor: str 
 
     Call this function in the transaction that takes the place in the pool."""
     sandbox.state, sandbox.state_since = WARMING, now
-    sandbox.save(force_insert=True)
-    _insert_transitions("WHERE id = %s", sandbox.pk, was=None, code=code, actor=actor)
+    sql.insert_then(sandbox, [_build_transitions("changed", was=None, code=code, actor=actor)])
 
 
 def _insert_transitions(
@@ -161,13 +161,30 @@ def advance(
         changes.setdefault("open_runs", 0)
     if to == COLD:
         changes |= {"slot": None, "frozen": False}
+    changes |= {"state": to, "state_since": now}
+    rows = Sandbox.objects.filter(guard or Q(), pk=pk, state=was)
+    note = _build_transitions("changed", was=was, code=code, reason=reason, actor=actor)
+    if to not in (COLD, DESTROYING) and sql.can_chain():
+        return _update_and_note(rows, changes, note)
     with transaction.atomic():
-        moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
-        if moved:  # the UPDATE holds the row's lock, so the INSERT reads the values that it wrote
+        if sql.can_chain():
+            moved = _update_and_note(rows, changes, note)
+        elif moved := bool(rows.update(**changes)):
             _insert_transitions("WHERE id = %s", pk, was=was, code=code, reason=reason, actor=actor)
-            if to in (COLD, DESTROYING):
-                verb = "evicted" if to == COLD else "destroyed"
-                processes.close_all_processes(pk, now=now, note=f"Sandbox {verb}: {reason or code.label}")
+        if moved and to in (COLD, DESTROYING):
+            verb = "evicted" if to == COLD else "destroyed"
+            processes.close_all_processes(pk, now=now, note=f"Sandbox {verb}: {reason or code.label}")
+    return moved
+
+
+def _update_and_note(rows: QuerySet[Sandbox], changes: dict[str, Any], note: sql.Statement) -> bool:
+    """Update the row and insert its Transition in one statement. Return whether a row was updated."""
+    try:
+        update = sql.build_update(rows, **changes)
+    except EmptyResultSet:
+        return False
+    changed = sql.Statement(f"{update.text} RETURNING sandboxes_sandbox.*", update.values)
+    [moved] = sql.execute_chain([("changed", changed), ("noted", note)], ["changed"])
     return bool(moved)
 
 

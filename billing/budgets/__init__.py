@@ -35,11 +35,12 @@ meanwhile."""
 
 from billing.budgets.admission import (
     ANY_EXHAUSTED_SQL,
+    ANY_HARD_SQL,
     close_tab,
     find_exhausted,
     find_exhausted_for_lease,
     get_minimum_reservation,
-    open_tab,
+    lock_for_grant,
     require_budget,
     require_room,
 )
@@ -61,6 +62,7 @@ from billing.budgets.updates import save_budget, set_active, update_spending
 
 __all__ = [
     "ANY_EXHAUSTED_SQL",
+    "ANY_HARD_SQL",
     "SWEEP_INTERVAL",
     "Disclosure",
     "ReservationBasis",
@@ -82,7 +84,7 @@ __all__ = [
     "get_stop_delay",
     "is_exhausted",
     "is_over",
-    "open_tab",
+    "lock_for_grant",
     "require_budget",
     "require_room",
     "restrict_refusal",

@@ -20,15 +20,19 @@ from sandboxes.db import sql
 
 EXHAUSTED_SQL = "exhausted_at IS NOT NULL AND active AND hard"  # the condition of the partial index budget_exhausted
 ANY_EXHAUSTED_SQL = f"SELECT EXISTS (SELECT 1 FROM billing_budget WHERE {EXHAUSTED_SQL})"  # noqa: S608 - no user input
+ANY_HARD_SQL = "SELECT EXISTS (SELECT 1 FROM billing_budget WHERE active AND hard)"
 EXHAUSTED_FOR_LEASE_SQL = f"{EXHAUSTED_SQL} AND (scope IN ('all', 'account') OR subject IN (%s, %s, %s))"
 
 
-def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str, now: datetime) -> None:
-    """Reserve a new lease's minimum in its budgets. Call it in the transaction that grants the lease.
+def lock_for_grant(tab: Tab, *, now: datetime) -> None:
+    """Lock the hard budgets of a new lease, and check their room for its minimum. The caller inserts `tab` in the same
+    transaction, which reserves the minimum.
 
-    Raise BudgetExhausted if a hard budget has no room. The lease's hard budgets stay locked until the transaction ends, so
-    that concurrent grants count this lease. Without a hard budget nothing is locked."""
-    lease_filter = build_lease_filter(agent_did=agent_did, environment_type=environment_type, key_id=key_id, now=now)
+    Raise BudgetExhausted if a hard budget has no room. The budgets stay locked until the transaction ends, so that concurrent
+    grants count this lease. Needs no call while no hard budget exists (ANY_HARD_SQL)."""
+    lease_filter = build_lease_filter(
+        agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now
+    )
     hard = (
         Budget.objects.select_for_update(no_key=True, of=("self",)).filter(lease_filter, active=True, hard=True).order_by("pk")
     )
@@ -40,9 +44,6 @@ def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str
     }
     if full_budgets:
         raise _build_refusal(full_budgets, now=now)
-    sql.insert(
-        Tab(holder=holder, agent_did=agent_did, environment_type=environment_type, key_id=key_id, opened_at=now)
-    )  # fmt: skip
 
 
 def _has_room(budget: Budget, active_leases: int, *, now: datetime) -> bool:

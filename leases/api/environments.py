@@ -11,12 +11,12 @@ from rest_framework import serializers
 from rest_framework.exceptions import AuthenticationFailed
 from rest_framework.response import Response
 
-from leases import admission, api_keys, conditions, turns
+from leases import admission, api_keys, conditions, leasing, turns
 from leases.api.base import schema
 from leases.api.base.fields import PatternField, StrictIntegerField, StrictSerializer, build_did_field, validate_url_value
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.views import ApiRequest, ApiView
-from leases.api.leases import ACQUIRE_SERIALIZER, LeaseSerializer, NewLeaseSerializer, build_lease_request, render_lease
+from leases.api.leases import ACQUIRE_SERIALIZER, LeaseSerializer, NewLeaseSerializer, build_lease_request, serialize_lease
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import begin_reclaim
 from sandboxes.db import database_time
@@ -112,11 +112,12 @@ class EnvironmentJoinView(ApiView):
         wait = None if seconds is None else timedelta(seconds=seconds)
 
         def act(run_id: UUID) -> StatusAndBody:
-            lease, is_new = turns.join_environment(
+            lease, is_new, sandbox = turns.join_environment(
                 build_lease_request(data, self.caller), wait=wait, now=self.now, actor=self.actor,
                 admit=self.admit_after_wait if wait else self.consume_creation_token,
             )  # fmt: skip
-            return 201 if is_new else 200, render_lease(lease, now=self.now) | {"is_new": is_new}
+            shown = serialize_lease(leasing.apply_elapsed_clock(lease, self.now), sandbox, is_new=is_new)
+            return 201 if is_new else 200, shown
 
         max_duration = (wait or timedelta(0)) + settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE
         return self.execute_once(act, max_duration=max_duration)

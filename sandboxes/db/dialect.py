@@ -18,6 +18,13 @@ def add_duration(moment: str, duration: str) -> str:
     return f"({moment} + {duration})" if _on_postgres() else f"django_format_dtdelta('+', {moment}, {duration})"
 
 
+def seconds_between(earlier: str, later: str) -> str:
+    """Return the time between two moments in seconds. Django defines the function on each connection to SQLite."""
+    if _on_postgres():
+        return f"EXTRACT(EPOCH FROM {later} - {earlier})::float"
+    return f"(django_timestamp_diff({later}, {earlier}) / 1000000.0)"
+
+
 def least(first: str, second: str) -> str:
     """Return the smaller of two values that are not NULL."""
     return f"{'LEAST' if _on_postgres() else 'MIN'}({first}, {second})"

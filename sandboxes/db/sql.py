@@ -12,8 +12,9 @@ from typing import Any, TypeVar, cast
 from uuid import UUID
 
 from django.db import DEFAULT_DB_ALIAS, connection, connections, transaction
-from django.db.models import Field, ForeignKey, Model
+from django.db.models import Field, ForeignKey, Model, QuerySet
 from django.db.models.expressions import Col
+from django.db.models.sql import UpdateQuery
 
 M = TypeVar("M", bound=Model)
 
@@ -60,15 +61,16 @@ def find_joined(
     subqueries: Sequence[str],
     where: str,
     *values: Any,
-    defer: tuple[str, ...] = (),
+    deferred: tuple[str, ...] = (),
 ) -> tuple[M | None, list[Any], Sequence[Any]]:
     """Like find_first, and also load a row of each joined table and the scalar `subqueries` in the same query.
 
     `joins` are models with a join condition that at most one of their rows matches. `values` are the parameters of the
-    subqueries, then those of the joins and of the condition. `defer` names fields of `model` that are loaded when they are
-    used. Returns the instance, an instance or None for each join, and the results of the subqueries."""
-    tables: list[tuple[type[Model], tuple[str, ...]]] = [(model, defer), *((other, ()) for other, _ in joins)]
-    selected = ", ".join([*(_describe_columns(*table)[0] for table in tables), *(f"({subquery})" for subquery in subqueries)])
+    subqueries, then those of the joins and of the condition. `deferred` are fields of `model` that are read at their first
+    use. Returns the instance, an instance or None for each join, and the results of the subqueries."""
+    tables: list[tuple[type[Model], tuple[str, ...]]] = [(model, deferred), *((other, ()) for other, _ in joins)]
+    columns_of_tables = [_describe_columns(*table)[0] for table in tables]
+    selected = ", ".join([*columns_of_tables, *(f"({subquery})" for subquery in subqueries)])
     source = " ".join([
         model._meta.db_table, *(f"LEFT JOIN {other._meta.db_table} ON {condition}" for other, condition in joins)
     ])  # fmt: skip
@@ -78,11 +80,11 @@ def find_joined(
     [row] = rows
     instances: list[Model | None] = []
     start = 0
-    for table, deferred in tables:
-        names = _describe_columns(table, deferred)[1]
+    for table, left_out in tables:
+        names = _describe_columns(table, left_out)[1]
         columns = row[start : start + len(names)]
         is_absent = columns[names.index(_get_key_name(table))] is None
-        instances.append(None if is_absent else _build_instance(table, columns, deferred))
+        instances.append(None if is_absent else _build_instance(table, columns, left_out))
         start += len(names)
     return cast(M, instances[0]), instances[1:], row[start:]
 
@@ -92,8 +94,8 @@ def _get_key_name(model: type[Model]) -> str:
     return model._meta.pk.attname
 
 
-def _build_instance(model: type[M], row: Sequence[Any], defer: tuple[str, ...] = ()) -> M:
-    _, names, casts = _describe_columns(model, defer)
+def _build_instance(model: type[M], row: Sequence[Any], deferred: tuple[str, ...] = ()) -> M:
+    _, names, casts = _describe_columns(model, deferred)
     values, database = [*row], connections[DEFAULT_DB_ALIAS]  # `connection` looks the database up at each access
     for index, column, convert in casts:
         values[index] = convert(values[index], column, database)
@@ -108,6 +110,25 @@ def insert(row: Model) -> None:
         if row.pk is None:
             [[row.pk]] = cursor.fetchall()
     row._state.adding, row._state.db = False, connection.alias
+
+
+def insert_all(rows: Sequence[Model]) -> None:
+    """Insert rows of several models in their order, in the caller's transaction: as one statement on PostgreSQL.
+
+    Keys that the database chooses are not read back."""
+    statements = [_build_insert_of(row) for row in rows]
+    if can_chain():
+        execute_chain([(f"inserted_{number}", statement) for number, statement in enumerate(statements)], [])
+    else:
+        for statement in statements:
+            execute(statement.text, *statement.values)
+    for row in rows:
+        row._state.adding, row._state.db = False, connection.alias
+
+
+def _build_insert_of(row: Model) -> Statement:
+    text, fields = _build_insert(type(row), keyed=row.pk is not None)
+    return Statement(text, tuple(field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields))
 
 
 def build_insert_from(row: Model, source: str) -> Statement:
@@ -184,6 +205,29 @@ def update_then(model: type[Model], pk: UUID, change: Statement, then: Sequence[
     return bool(changed)
 
 
+def insert_then(row: Model, then: Sequence[Statement]) -> None:
+    """Insert a row whose primary key is set, and execute the statements `then`, which read the new row as `changed`.
+
+    As one statement on PostgreSQL, like update_then. Call it in a transaction: on SQLite it is several statements."""
+    table, insertion = row._meta.db_table, _build_insert_of(row)
+    if can_chain():
+        steps = [("changed", Statement(f"{insertion.text} RETURNING {table}.*", insertion.values))]
+        execute_chain([*steps, *((f"then_{number}", statement) for number, statement in enumerate(then))], [])
+    else:
+        execute(insertion.text, *insertion.values)
+        for statement in then:
+            execute(f"WITH changed AS (SELECT * FROM {table} WHERE id = %s) {statement.text}", row.pk, *statement.values)  # noqa: S608 - no user input
+    row._state.adding, row._state.db = False, connection.alias
+
+
+def build_update(rows: "QuerySet[Any]", **changes: Any) -> Statement:
+    """Build the UPDATE that `rows.update(**changes)` executes, for a chain. Raise EmptyResultSet if no row can match."""
+    query = cast(UpdateQuery, rows.query.chain(UpdateQuery))
+    query.add_update_values(changes)
+    text, values = query.get_compiler(connection=connection).as_sql()
+    return Statement(text, tuple(values))
+
+
 def can_chain() -> bool:
     """Return whether a common table expression may change rows: on PostgreSQL only."""
     return connection.vendor == "postgresql"
@@ -196,7 +240,7 @@ def execute_chain(steps: Sequence[tuple[str, Statement]], counted: Sequence[str]
     another step therefore reads the rows that the other one returns, by its name, and is executed after it. The order of
     independent steps is undefined."""
     text = ", ".join(f"{name} AS ({statement.text})" for name, statement in steps)
-    counts = ", ".join(f"(SELECT COUNT(*) FROM {name})" for name in counted)  # noqa: S608 - no user input
+    counts = ", ".join(f"(SELECT COUNT(*) FROM {name})" for name in counted) or "1"  # noqa: S608 - no user input
     values = [value for _, statement in steps for value in statement.values]
     [row] = fetch_all(f"WITH {text} SELECT {counts}", *values)
     return row
@@ -204,10 +248,10 @@ def execute_chain(steps: Sequence[tuple[str, Statement]], counted: Sequence[str]
 
 @cache
 def _describe_columns(
-    model: type[Model], defer: tuple[str, ...] = ()
+    model: type[Model], deferred: tuple[str, ...] = ()
 ) -> tuple[str, list[str], list[tuple[int, Col, Callable[..., Any]]]]:
     """Return the column list of a model, its field names, and the converters of driver values: (index, column, function)."""
-    table, fields = model._meta.db_table, [field for field in model._meta.concrete_fields if field.name not in defer]
+    table, fields = model._meta.db_table, [field for field in model._meta.concrete_fields if field.name not in deferred]
     columns: list[Col] = [field.get_col(table) for field in fields]
     casts = [
         (index, column, convert)

@@ -7,7 +7,7 @@ which a sweep in sandboxes.sweeps.passes takes the next step."""
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 
@@ -20,13 +20,7 @@ from sandboxes import eviction, providers, suspension
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import slots
-from sandboxes.errors import (
-    CapacityExhausted,
-    PoolDraining,
-    QuotaExceeded,
-    SandboxBusy,
-    SandboxLost,
-)
+from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded, SandboxBusy, SandboxLost
 from sandboxes.guard import OPEN_GUARD, Guard, HolderRenewal, HolderTerms
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
@@ -55,6 +49,7 @@ class SandboxRequest:
     final_persist: FinalPersist = FinalPersist.ALL  # stored before the sandbox is destroyed
     guard: Guard = OPEN_GUARD
     renewal: HolderRenewal | None = None  # executed with the end of each run
+    is_new_holder: bool = False  # the holder has neither a sandbox nor stored state, and its guard checks the budgets
     known: Sandbox | None = None  # the holder's sandbox, as the caller has just read it
 
 
@@ -69,6 +64,10 @@ class _NoFreeSlot(Exception):
     """No egress slot is free. Rolls the reservation back."""
 
 
+TAKE_QUOTA_SQL = (
+    "UPDATE sandboxes_quota SET used = used + 1 WHERE pool_id = %s AND agent_did = %s AND (most IS NULL OR used < most)"
+)
+TAKE_PLACE_SQL = "UPDATE sandboxes_pool SET used = used + 1 WHERE id = %s AND NOT draining AND used < capacity - %s"
 HELD_SQL = "sandboxes_sandbox.state NOT IN ('destroying', 'destroyed')"
 
 
@@ -93,7 +92,7 @@ def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now
     SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
-    sandbox = known or find_by_holder(request.holder)
+    sandbox = known or (None if request.is_new_holder else find_by_holder(request.holder))
     is_ready = sandbox and sandbox.state in ALIVE_STATES and not suspension.is_in_transition(sandbox, now=clock())
     if sandbox and is_ready and not sandbox.lost_at and registry.is_local(sandbox):
         sandbox.pool = request.pool
@@ -102,7 +101,7 @@ def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now
         if clock() > deadline:
             raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
         time.sleep(POLL_INTERVAL_SECONDS)
-        sandbox = find_by_holder(request.holder)
+        sandbox, request = find_by_holder(request.holder), replace(request, is_new_holder=False)
     request.guard.check_affordable()  # again: a start, a wake or the wait for another process may take minutes
     return ready
 
@@ -118,14 +117,15 @@ def _start_or_wake(request: SandboxRequest, sandbox: Sandbox | None, *, now: dat
             return None
         sandbox.pool = request.pool
         return sandbox
-    workspace.require_within_reach(request.holder)
-    request.guard.check_affordable()
+    if not request.is_new_holder:
+        workspace.require_within_reach(request.holder)
+        request.guard.check_affordable()
     if sandbox:
         return wake(sandbox, now=clock(), actor=actor)
     if claimed := claim_warm(request, now=clock(), actor=actor):
         return claimed
     if reserved := reserve_place(request, now=clock(), actor=actor):
-        return start_reserved(reserved, now=clock(), actor=actor, files=request.files)
+        return start_reserved(reserved, now=clock(), actor=actor, files=request.files, is_new_holder=request.is_new_holder)
     return None
 
 
@@ -136,7 +136,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
     or another memory size."""
     if request.memory_mib not in (None, request.pool.memory_mib):
         return None  # pre-warmed sandboxes have the pool's memory size
-    if not request.pool.warm_target or workspace.find_latest(request.holder):
+    if not request.pool.warm_target or (not request.is_new_holder and workspace.find_latest(request.holder)):
         return None  # stored state is unpacked while a sandbox starts
     try:
         with transaction.atomic(durable=True):
@@ -221,15 +221,34 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
         sandbox.suspend_after = _resolve_suspend_after(terms, request.pool)
         position = _find_position(request, now=now)  # before _take_quota, which changes the order
         insert_warming(sandbox, now=now, code=TransitionReason.REQUESTED, actor=actor)
-        _take_quota(request)
-        _leave_queue(request, position, now=now)
-        if not take_place(request.pool, ahead=position.ahead):
+        if not _take_quota_and_place(request, position, now=now):
             _refuse_if_draining(request.pool)
             raise _PoolFull(position)
         if sandbox.slot is None:  # checked last: a request that is refused for another reason evicts no sandbox
             raise _NoFreeSlot
     checkpoint("reserved", sandbox)
     return sandbox
+
+
+def _take_quota_and_place(request: SandboxRequest, position: Position, *, now: datetime) -> bool:
+    """Count the sandbox for its agent and in its pool, and remove the request from the queue. Return whether a place was free.
+
+    One statement on PostgreSQL if the agent's row exists and the request has not waited. The place is the last row to be
+    locked: its condition on `counted` does not refer to the row, and is therefore evaluated first. Raise QuotaExceeded."""
+    if sql.can_chain() and not position.is_queued:
+        place = f"{TAKE_PLACE_SQL} AND EXISTS (SELECT 1 FROM counted) RETURNING 1"  # noqa: S608 - no user input
+        counted, placed = sql.execute_chain(
+            [
+                ("counted", sql.Statement(f"{TAKE_QUOTA_SQL} RETURNING 1", (request.pool.pk, request.agent_did))),
+                ("placed", sql.Statement(place, (request.pool.pk, position.ahead))),
+            ],
+            ["counted", "placed"],
+        )
+        if counted:
+            return bool(placed)
+    _take_quota(request)
+    _leave_queue(request, position, now=now)
+    return take_place(request.pool, ahead=position.ahead)
 
 
 def _find_position(request: SandboxRequest, *, now: datetime) -> Position:
@@ -326,20 +345,17 @@ def take_place(pool: Pool, *, ahead: int = 0) -> bool:
 
     Returns whether a place was taken. Call this function last in its transaction, because the pool's row stays locked until the
     commit."""
-    has_free_place = Q(used__lt=F("capacity") - ahead, draining=False)
-    return bool(Pool.objects.filter(has_free_place, pk=pool.pk).update(used=F("used") + 1))
+    return sql.execute(TAKE_PLACE_SQL, pool.pk, ahead) > 0
 
 
 def _take_quota(request: SandboxRequest) -> None:
     """Count one more sandbox for the agent, or raise QuotaExceeded."""
-    quotas = Quota.objects.filter(pool=request.pool, agent_did=request.agent_did)
-    below_limit = Q(most__isnull=True) | Q(used__lt=F("most"))
-    if quotas.filter(below_limit).update(used=F("used") + 1):
+    if sql.execute(TAKE_QUOTA_SQL, request.pool.pk, request.agent_did):
         return
     quota, _ = Quota.objects.get_or_create(
         pool=request.pool, agent_did=request.agent_did, defaults={"most": settings.MAX_SANDBOXES_PER_AGENT or None}
     )
-    if not quotas.filter(below_limit).update(used=F("used") + 1):
+    if not sql.execute(TAKE_QUOTA_SQL, request.pool.pk, request.agent_did):
         raise QuotaExceeded(
             f'{request.agent_did} has {quota.used} sandboxes in the pool "{request.pool}", and its quota is {quota.most}. '
             "Releasing one of its leases frees a place.",

@@ -6,10 +6,11 @@ start leaves a row in `warming` with a deadline, after which sandboxes.sweeps.pa
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
+from typing import Any
 
 import structlog
 from django.conf import settings
-from django.db import IntegrityError
+from django.db import IntegrityError, transaction
 from django.db.models import F, Q
 
 from sandboxes import destruction, eviction
@@ -29,8 +30,10 @@ log = structlog.get_logger(__name__)
 MAX_EVICTION_ATTEMPTS = 8  # per request, before CapacityExhausted
 
 
-def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[str, bytes]) -> Sandbox:
-    """Start the sandbox of a row in `warming`. Returns the row in `warm`.
+def start_reserved(
+    sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[str, bytes], is_new_holder: bool = False
+) -> Sandbox:
+    """Start the sandbox of a row in `warming`. Returns the row in `warm`. A new holder has no stored state.
 
     1. Create the sandbox, and wait until it runs commands.
     2. Unpack the holder's newest snapshot, or write `files` if there is none.
@@ -52,7 +55,8 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
             claim.note_progress()
             provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
             claim.note_progress()
-            source, prepared = _restore_state(sandbox, provider, files, now=clock())
+            holder = None if is_new_holder else sandbox.holder
+            source, prepared = _restore_state(sandbox, holder, provider, files, now=clock())
             checkpoint("prepared", sandbox)
             is_ready = _mark_ready(sandbox, source, prepared=prepared, now=clock(), actor=actor)
     except StateLost as lost:
@@ -72,22 +76,28 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
         # The row left `warming` meanwhile. A destroy may have been confirmed before the provider had created anything.
         _discard(provider, sandbox)
         raise _build_overtaken_error(sandbox)
-    if _has_stored_state(sandbox, source):
-        seconds = round((clock() - now).total_seconds(), 3)
-        log.info("wake", sandbox=str(sandbox.pk), source=source, agent=sandbox.agent_did, seconds=seconds)
+    if not _has_stored_state(sandbox, source):
+        return sandbox  # with the values that were just written
+    seconds = round((clock() - now).total_seconds(), 3)
+    log.info("wake", sandbox=str(sandbox.pk), source=source, agent=sandbox.agent_did, seconds=seconds)
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
 
 
 def _mark_ready(sandbox: Sandbox, source: str, *, prepared: bool, now: datetime, actor: str) -> bool:
-    """Move the row to `warm`. Returns False if another process moved the row first."""
+    """Move the row to `warm`, and set its values in memory. Returns False if another process moved the row first."""
     is_wake = _has_stored_state(sandbox, source)
     counters = {f"woken_{source}": F(f"woken_{source}") + 1} if is_wake else {}
-    return advance(
+    changes: dict[str, Any] = {
+        "claim": None, "deadline_at": None, "tries": 0, "last_error": "", "source": source, "prepared": prepared,
+        "idle_at": now + sandbox.idle_after if sandbox.holder else None,
+    }  # fmt: skip
+    moved = advance(
         sandbox.pk, WARMING, WARM, now=now, actor=actor, guard=Q(claim=sandbox.claim, incarnation=sandbox.incarnation),
-        code=TransitionReason.READY, reason=f"ready, state: {source}" if is_wake else "",
-        claim=None, deadline_at=None, tries=0, last_error="", source=source, prepared=prepared,
-        idle_at=now + sandbox.idle_after if sandbox.holder else None, **counters,
+        code=TransitionReason.READY, reason=f"ready, state: {source}" if is_wake else "", **changes, **counters,
     )  # fmt: skip
+    for name, value in {**changes, "state": WARM, "state_since": now}.items() if moved else ():
+        setattr(sandbox, name, value)
+    return moved
 
 
 def _has_stored_state(sandbox: Sandbox, source: str) -> bool:
@@ -102,11 +112,13 @@ def _build_overtaken_error(sandbox: Sandbox) -> SandboxError:
     return SandboxNotHeld("The lease ended while its sandbox was being started.")
 
 
-def _restore_state(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes], *, now: datetime) -> tuple[str, bool]:
-    """Unpack the holder's newest snapshot, or write `files` if there is none.
+def _restore_state(
+    sandbox: Sandbox, holder: uuid.UUID | None, provider: Provider, files: Mapping[str, bytes], *, now: datetime
+) -> tuple[str, bool]:
+    """Unpack the newest snapshot of `holder`, or write `files` if there is none.
 
     Returns the source of the state ("local", "cloud" or "fresh"), and whether the holder's first files are in the sandbox."""
-    snapshot = workspace.find_latest(sandbox.holder) if sandbox.holder else None
+    snapshot = workspace.find_latest(holder) if holder else None
     if snapshot:
         source, hydrated = workspace.hydrate(snapshot, sandbox.ref, provider, now=now)
         return source, workspace.is_own(hydrated)
@@ -175,10 +187,11 @@ def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandb
     sandbox.ref, sandbox.claim, sandbox.slot = sandbox.name, uuid.uuid4(), slot
     sandbox.host = registry.get_placement_host(sandbox.provider, now=now)
     sandbox.deadline_at = now + settings.SANDBOX_START_TIMEOUT
-    claimed = advance(
-        sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
-        incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
-        deadline_at=sandbox.deadline_at, last_used_at=now, persisted=False, slot=slot, slot_since=now,
-        host=sandbox.host,
-    )  # fmt: skip
+    with transaction.atomic():  # the caller handles an IntegrityError
+        claimed = advance(
+            sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
+            incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
+            deadline_at=sandbox.deadline_at, last_used_at=now, persisted=False, slot=slot, slot_since=now,
+            host=sandbox.host,
+        )  # fmt: skip
     return sandbox if claimed else None

@@ -22,14 +22,14 @@ class RunClaim(Claim):
     """Claim of the process that waits for a Run's result."""
 
     def __init__(self, run: Run, clock: Clock) -> None:
-        token = run.claim
-
-        def find_open_run() -> QuerySet[Run]:
-            return Run.objects.filter(pk=run.pk, claim=token, ended_at__isnull=True)
-
-        super().__init__(find_open_run, deadline=run.deadline_at, clock=clock)
+        super().__init__(Run.objects.none(), deadline=run.deadline_at, clock=clock)
+        self._run_id, self._token = run.pk, run.claim
         self.output = OutputView()
         self._stored_bytes = 0
+
+    def _get_rows(self) -> QuerySet[Run]:
+        """Return the open Run. Built when needed: most commands end before their claim is extended."""
+        return Run.objects.filter(pk=self._run_id, claim=self._token, ended_at__isnull=True)
 
     def begin_command(self, timeout: timedelta) -> None:
         """Set the deadline of a command that starts now, unless the present deadline is nearly the same. Raises ClaimLost."""

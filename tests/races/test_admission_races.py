@@ -53,7 +53,7 @@ def test_all_waiting_requests_are_served_in_turn_and_hold_no_transaction_while_t
 
     def join(number: int) -> None:
         request = build_request(pool, number)
-        lease, _ = admission.acquire_with_place(request, wait=MINUTE, now=NOW + number * SECOND, sleep=pause)
+        lease = admission.acquire_with_place(request, wait=MINUTE, now=NOW + number * SECOND, sleep=pause).lease
         served.append(request.agent_did)
         leasing.release(lease.pk, now=NOW + MINUTE)
         sweeps.reclaim(now=NOW + MINUTE)

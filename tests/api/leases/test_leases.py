@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import uuid
+from collections import Counter
 from datetime import datetime, timedelta
 from uuid import UUID
 
@@ -16,10 +17,12 @@ from django_q.models import OrmQ
 from leases import api_keys
 from leases.errors import RateLimited
 from leases.models import AgentKey, Lease, LeaseEvent
-from sandboxes.models import Sandbox
+from sandboxes.models import Pool, Sandbox, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import File, MemoryProvider
+from sandboxes.sweeps import passes
 from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient, assert_refused, expire_lease, list_operations, select_fields
+from tests.support.leases import update_pool
 
 pytestmark = pytest.mark.django_db
 
@@ -85,6 +88,17 @@ def test_a_key_without_its_scheme_renews_nothing(ada: ApiClient, lease) -> None:
 def test_a_renewal_is_one_statement(ada: ApiClient, lease, django_assert_num_queries) -> None:
     with django_assert_num_queries(1):
         assert ada.post(f"leases/{lease['id']}/renew").status_code == 200
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_new_lease_takes_few_statements_and_one_commit(ada: ApiClient, acquire_body) -> None:
+    """The key, the rows that decide, the inserts and the key's token. SQLite inserts the three rows one after the other."""
+    ada.post("leases", acquire_body(environment_id="earlier"))
+    with CaptureQueriesContext(connection) as statements:
+        assert ada.post("leases", acquire_body()).status_code == 201
+    verbs = Counter(statement["sql"].partition(" ")[0] for statement in statements)
+    on_postgres = connection.vendor == "postgresql"
+    assert (len(statements), verbs["SELECT"], verbs["COMMIT"]) == (6 if on_postgres else 8, 2, 1)
 
 
 def test_releasing_twice_returns_the_same_and_the_timeline_names_the_key(ada: ApiClient, lease) -> None:
@@ -223,6 +237,25 @@ def test_join_starts_the_sandbox_once(ada: ApiClient, join_body, memory: MemoryP
     assert json.loads(config.content)["leaseId"] == shown["id"]
     times = {name: again.json()[name] for name in ("expires_at", "last_activity")}
     assert (again.status_code, again.json()) == (200, shown | {"is_new": False} | times)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(("prewarmed", "limits", "commits"), [(False, (14, 21), 1), (True, (24, 35), 2)])
+def test_a_join_takes_few_statements(ada: ApiClient, join_body, pool: Pool, prewarmed: bool, limits, commits: int) -> None:
+    """On PostgreSQL one commit with the grant and the place. A pre-warmed sandbox gets its files by a run."""
+    ada.post("environments/earlier/join", join_body())  # inserts the agent's quota
+    if prewarmed:
+        update_pool(pool, warm_target=1)
+        passes.warm_pools(now=timezone.now())
+    with CaptureQueriesContext(connection) as statements:
+        assert ada.post("environments/game-1/join", join_body()).status_code == 201
+    assert Sandbox.objects.filter(environment_id="game-1", source="fresh", prepared=True).exists()
+    assert Transition.objects.filter(sandbox__environment_id="game-1", code="claimed").exists() is prewarmed
+    verbs = Counter(statement["sql"].partition(" ")[0] for statement in statements)
+    if connection.vendor == "postgresql":
+        assert (len(statements), verbs["COMMIT"]) == (limits[0], commits)
+    else:
+        assert len(statements) == limits[1]
 
 
 def test_a_join_whose_start_failed_is_repeated_with_a_new_lease(ada: ApiClient, join_body, memory: MemoryProvider) -> None:

@@ -71,7 +71,7 @@ def join(pool: Pool) -> Callable[..., tuple[Lease, bool]]:
         return admission.acquire_with_place(
             LeaseRequest(agent, environment, "catan", pool=pool.name),
             wait=wait * SECOND, now=timeline.now, clock=timeline, sleep=timeline.sleep,
-        )  # fmt: skip
+        )[:2]  # fmt: skip
 
     return acquire
 

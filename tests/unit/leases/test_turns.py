@@ -167,7 +167,7 @@ def test_a_turn_whose_process_died_after_the_run_returns_the_printed_action(leas
 
 def test_join_makes_the_sandbox_ready_with_its_config(pool: Pool, memory: MemoryProvider) -> None:
     request = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
-    lease, is_new = turns.join_environment(request, now=NOW)
+    lease, is_new, _ = turns.join_environment(request, now=NOW)
     sandbox = Sandbox.objects.get(holder=lease.pk)
     assert (is_new, sandbox.state) == (True, "warm")
     config = json.loads(memory.read_file(sandbox.ref, "/workspace/config.json", limit=10_000))

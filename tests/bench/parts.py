@@ -24,7 +24,7 @@ PARTS: dict[str, dict[str, str]] = {
     "egress": {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""},
     "state": {"LEASEHOLD_DATA_MOST_MIB": "1024"},
     "billing": {},
-    "density": {"LEASEHOLD_WEB_THREADS": "32"},
+    "density": {"LEASEHOLD_WEB_THREADS": "32", "LEASEHOLD_MAX_SANDBOXES": "1000"},
 }
 DEFAULT_PARTS = ("cases", "lease_pages", "execs", "files", "places", "release")
 DOCKER_PARTS = {"execs", "files", "places", "release", "egress", "density"}

@@ -22,7 +22,9 @@ CONCURRENT_ROUNDS = 2
 CLIENT_COUNT, SANDBOX_COUNT = 8, 32
 DATA_FILE_COUNT = 10
 DIDS = [f"did:web:bench-{number}.invalid" for number in range(4)]  # one agent has at most 16 open runs
-MEGABYTE = ["head", "-c", "1000000", "/dev/zero"]
+TEXT_SCRIPT = "head -c 750000 /dev/urandom | base64 >/workspace/text"
+TEXT_MEGABYTE = ["head", "-c", "1000000", "/workspace/text"]
+ZERO_MEGABYTE = ["head", "-c", "1000000", "/dev/zero"]  # JSON escapes a NUL byte with six characters
 MINUTE = timedelta(minutes=1)
 
 
@@ -33,6 +35,7 @@ def main() -> None:
         leases = bench_leases.join_many(port, key, environments)
         refs = bench_leases.find_refs(leases)
         bench_latency(ApiClient(port, key), leases[0], refs[0], up.pid)
+        bench_output(ApiClient(port, key), leases[0], refs[0], up.pid)
         bench_unchanged_data(leases[0])
         connections.close_all()  # the clients are forked from this process
         title = f"exec of `true`, {CLIENT_COUNT} at once on one sandbox"
@@ -41,9 +44,13 @@ def main() -> None:
         bench_concurrency(title, port, key, leases, refs, up.pid, clients=SANDBOX_COUNT)
 
 
+def run_raw(ref: str, argv: list[str]) -> None:
+    assert exec_raw(ref, argv) == 0
+
+
 def bench_latency(api: ApiClient, lease: str, ref: str, up: int) -> None:
     provider = providers.get_provider("docker")
-    post, post_megabyte = (api.calls(f"/leases/{lease}/exec", {"argv": argv}) for argv in (["true"], MEGABYTE))
+    post = api.calls(f"/leases/{lease}/exec", {"argv": ["true"]})
 
     def exec_by_provider(number: int) -> object:
         return provider.exec(ref, ["true"], env={}, timeout=MINUTE, mark=str(uuid.uuid4()))
@@ -51,7 +58,7 @@ def bench_latency(api: ApiClient, lease: str, ref: str, up: int) -> None:
     def list_pids() -> set[int]:
         return bench_leases.list_server_pids(up)
 
-    raw = BenchCase("raw: create, start, inspect", lambda number: exec_raw(ref, ["true"]))
+    raw = BenchCase("raw: create, start, inspect", lambda number: run_raw(ref, ["true"]))
     direct = BenchCase("provider.exec", exec_by_provider)
     aim = Aim("exec of `true` through HTTP : raw engine exec", p50_ratio=0.12, p95_ratio=0.25)
     http = BenchCase("through HTTP", lambda number: post(), list_pids, aim=aim)
@@ -61,11 +68,18 @@ def bench_latency(api: ApiClient, lease: str, ref: str, up: int) -> None:
     alone = BenchCase("through HTTP, alone", lambda number: post(), list_pids)
     interleave([alone], rounds=EXEC_COUNT, warmup=10)
     print_report("exec of `true`, against the raw calls above", [alone], raw=raw)
-    raw = BenchCase("raw: create, start, inspect", lambda number: exec_raw(ref, MEGABYTE))
-    aim = Aim("exec with 1 MB of output : raw", p50_ratio=0.3)
-    http = BenchCase("through HTTP", lambda number: post_megabyte(), list_pids, aim=aim)
-    interleave([raw, http], rounds=EXEC_COUNT, warmup=10)
-    print_report("exec with 1 MB of output", [raw, http], raw=raw)
+
+
+def bench_output(api: ApiClient, lease: str, ref: str, up: int) -> None:
+    api.post(f"/leases/{lease}/exec", {"argv": ["sh", "-c", TEXT_SCRIPT]})
+    assert len(api.post(f"/leases/{lease}/exec", {"argv": TEXT_MEGABYTE})["stdout"]) == 10**6
+    post_text, post_zeros = (api.calls(f"/leases/{lease}/exec", {"argv": argv}) for argv in (TEXT_MEGABYTE, ZERO_MEGABYTE))
+    raw = BenchCase("raw: create, start, inspect", lambda number: run_raw(ref, TEXT_MEGABYTE))
+    zeros = BenchCase("NUL bytes through HTTP", lambda number: post_zeros(), lambda: bench_leases.list_server_pids(up))
+    text = BenchCase("text through HTTP", lambda number: post_text(), lambda: bench_leases.list_server_pids(up))
+    text.aim = Aim("exec with 1 MB of output : raw", p50_ratio=0.3)
+    interleave([raw, zeros, text], rounds=EXEC_COUNT, warmup=10)
+    print_report("exec with 1 MB of output", [raw, zeros, text], raw=raw)
 
 
 def bench_unchanged_data(lease: str) -> None:
@@ -89,7 +103,7 @@ def bench_unchanged_data(lease: str) -> None:
 
 def bench_concurrency(title: str, port: int, key: str, leases: list[str], refs: list[str], up: int, *, clients: int) -> None:
     def make_raw(client: int) -> Callable[[int], object]:
-        return lambda number: exec_raw(refs[client % len(refs)], ["true"])
+        return lambda number: run_raw(refs[client % len(refs)], ["true"])
 
     def make_http(client: int) -> Callable[[int], object]:
         call = ApiClient(port, key).calls(f"/leases/{leases[client % len(leases)]}/exec", {"argv": ["true"]})

@@ -21,6 +21,7 @@ from tests.bench.table import Aim
 
 START_COUNT = int(os.environ.get("BENCH_STARTS", "12"))
 WORKSPACE_FILES = 10  # of 1 MB each
+WARM_POOL = "warmed"
 DID = "did:web:bench.invalid"
 FILL_SCRIPT = """
 import os, sys
@@ -60,6 +61,9 @@ class Joins:
         self.api.post(f"/leases/{self.leases[number]}/exec", {"argv": ["true"]})
 
     def destroy(self, number: int) -> None:
+        """Destroy the sandbox. Its join has claimed a pre-warmed one exactly if the pool is that of the pre-warmed ones."""
+        sandbox = Sandbox.objects.get(holder=self.leases[number])
+        assert sandbox.warm_hits == (self.pool == WARM_POOL)
         bench_leases.destroy(self.leases[number])
 
 
@@ -79,8 +83,8 @@ def bench_creates(port: int, up: int) -> None:
 
 def bench_claims(port: int, up: int) -> None:
     """Join of an environment with a pre-warmed sandbox, without and with a first exec."""
-    warmed = Pool.objects.create(name="warmed", provider="docker", warm_target=1)
-    joins, raw = Joins(port, "warmed"), build_raw_start(f"lh-bench-{uuid.uuid4().hex[:12]}")
+    warmed = Pool.objects.create(name=WARM_POOL, provider="docker", warm_target=1)
+    joins, raw = Joins(port, WARM_POOL), build_raw_start(f"lh-bench-{uuid.uuid4().hex[:12]}")
 
     def warm_one(number: int) -> None:
         assert allocation.start_warm(warmed, now=timezone.now())
@@ -126,6 +130,8 @@ def bench_wakes(port: int, up: int) -> None:
         aim=Aim("wake from cold with a 10 MB workspace : create + start + untar", p50_ratio=1.0),
     )
     interleave([raw_case, wake], rounds=START_COUNT, warmup=2)
+    restored = api.post(f"/leases/{lease}/exec", {"argv": ["test", "-s", f"/workspace/file-{WORKSPACE_FILES - 1}"]})
+    assert restored["exit_code"] == 0
     print_report("wake from cold", [raw_case, wake], raw=raw_case)
 
 

@@ -24,8 +24,8 @@ t: install ## run the tests that need no service, on SQLite: make t ARGS="-k nam
 test: install ## run all tests on SQLite and PostgreSQL, with a Docker Engine if available
 	@.ci/services run .ci/test $(ARGS)
 
-bench: install ## run the benchmarks, relative to the raw operation
-	@.ci/services run $(py) -m tests.bench
+bench: install ## measure against the raw operations: make bench ARGS="density", ARGS=--all
+	@.ci/services run $(py) -m tests.bench $(ARGS)
 
 chaos: install ## run the load with random kills for 20 minutes (root, Docker, PostgreSQL): make chaos ARGS="--minutes 5"
 	@$(py) -m tests.load $(ARGS)

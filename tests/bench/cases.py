@@ -52,6 +52,10 @@ def adapt_datetime(value: Any) -> Any:
     return value if connection.vendor == "postgresql" else connection.ops.adapt_datetimefield_value(value)
 
 
+def adapt_uuid(value: uuid.UUID | str) -> Any:
+    return value if connection.features.has_native_uuid_field else uuid.UUID(str(value)).hex
+
+
 def list_database_pids() -> list[int]:
     """Process ids of PostgreSQL's backends for this database and of its shared workers; empty for SQLite."""
     if connection.vendor != "postgresql":

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.bench.server import REPO_DIR
@@ -12,18 +13,22 @@ from tests.bench.server import REPO_DIR
 # The parts, with their environment. A web server of `places` has few threads: each plans every statement once.
 PARTS: dict[str, dict[str, str]] = {
     "cases": {},
-    "api_overhead": {"SANDBOX_PROVIDER": "memory"},
     "lease_pages": {"SANDBOX_PROVIDER": "memory"},
+    "execs": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "48"},
+    "files": {"LEASEHOLD_WEB_WORKERS": "1"},
+    "places": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
+    "release": {},
+    "api_overhead": {"SANDBOX_PROVIDER": "memory"},
     "footprint": {},
     "pool": {},
-    "places": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
-    "execs": {"LEASEHOLD_WEB_WORKERS": "1"},
-    "release": {},
     "egress": {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""},
     "state": {"LEASEHOLD_DATA_MOST_MIB": "1024"},
     "billing": {},
+    "density": {"LEASEHOLD_WEB_THREADS": "32", "LEASEHOLD_MAX_SANDBOXES": "1000"},
 }
-DOCKER_PARTS = {"places", "execs", "release", "egress"}
+DEFAULT_PARTS = ("cases", "lease_pages", "execs", "files", "places", "release")
+DOCKER_PARTS = {"execs", "files", "places", "release", "egress", "density"}
+MAX_DESTROY_THREADS = 4
 
 
 def run_part(part: str, name: str, database_url: str, directory: Path) -> None:
@@ -35,7 +40,7 @@ def run_part(part: str, name: str, database_url: str, directory: Path) -> None:
         return
     print(f"\n===== {part}, {name}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores =====", flush=True)
     try:
-        importlib.import_module(f"tests.bench.{part}").main()
+        importlib.import_module(f"tests.bench.{'docker.' * (part in DOCKER_PARTS)}{part}").main()
     finally:
         destroy_sandboxes()
 
@@ -70,5 +75,6 @@ def destroy_sandboxes() -> None:
 
     for pool in Pool.objects.all():
         provider = providers.get_provider(pool.provider or providers.get_default_provider_name())
-        for sandbox in provider.list(str(pool.owner)):
-            provider.destroy(sandbox.ref)
+        refs = [sandbox.ref for sandbox in provider.list(str(pool.owner))]
+        with ThreadPoolExecutor(MAX_DESTROY_THREADS) as threads:
+            list(threads.map(provider.destroy, refs))

@@ -58,22 +58,50 @@ class ApiClient:
     def calls(self, path: str, body: dict[str, Any] | None = None) -> Callable[[], bytes]:
         """Return a function that repeats one POST and returns the response body."""
         content = json.dumps(body).encode() if body else b""
-        header = (
-            f"POST /api/v1{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.key}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        )
-        request = header.encode() + content
+        request = self._build_request("POST", path, content)
 
         def call() -> bytes:
-            self.socket.sendall(request)
-            response = http.client.HTTPResponse(self.socket)
-            response.begin()
-            body_text = response.read()
-            if response.status >= 400:
-                raise SystemExit(f"{path}: {response.status} {body_text[:300]!r}")
-            return body_text
+            return self._send(request, path).read()
 
         return call
+
+    def get(self, path: str) -> http.client.HTTPResponse:
+        """Send one GET and return the response with its body unread. Read the body before the next request."""
+        return self._send(self._build_request("GET", path, b""), path)
+
+    def _build_request(self, method: str, path: str, content: bytes) -> bytes:
+        header = (
+            f"{method} /api/v1{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
+        return header.encode() + content
+
+    def _send(self, request: bytes, path: str) -> http.client.HTTPResponse:
+        self.socket.sendall(request)
+        response = http.client.HTTPResponse(self.socket)
+        response.begin()
+        if response.status >= 400:
+            raise SystemExit(f"{path}: {response.status} {response.read()[:300]!r}")
+        return response
+
+
+class FirstByte:
+    """Reads responses up to their first byte and, apart from that, to their end. `size` is checked if given."""
+
+    def __init__(self, open_response: Callable[[], http.client.HTTPResponse], size: int | None = None) -> None:
+        self._open, self._size = open_response, size
+
+    def receive(self, number: int) -> None:
+        self._response = self._open()
+        assert self._response.read(1)
+
+    def drain(self, number: int) -> None:
+        remaining = len(self._response.read())
+        assert self._size is None or remaining == self._size - 1, remaining
+
+    def read_all(self) -> None:
+        self.receive(0)
+        self.drain(0)
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -82,10 +110,16 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect("/var/run/docker.sock")
 
 
-def call_engine(method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """Send one request to the Docker Engine."""
-    connection = _UnixConnection("localhost")
-    connection.request(method, path, json.dumps(body) if body is not None else None, {"Content-Type": "application/json"})
+def connect_engine() -> http.client.HTTPConnection:
+    return _UnixConnection("localhost")
+
+
+def call_engine(method: str, path: str, body: dict[str, Any] | None = None, *, archive: bytes = b"") -> bytes:
+    """Send one request to the Docker Engine, with a JSON body or a tar."""
+    connection = connect_engine()
+    content: bytes | str | None = archive or (json.dumps(body) if body is not None else None)
+    content_type = "application/x-tar" if archive else "application/json"
+    connection.request(method, path, content, {"Content-Type": content_type})
     try:
         response = connection.getresponse()
         body_text = response.read()

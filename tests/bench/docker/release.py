@@ -1,0 +1,64 @@
+"""Release of a lease on the Docker Engine through HTTP, until the answer and until the container is confirmed gone."""
+
+import os
+import time
+import uuid
+
+from django.conf import settings
+
+from tests.bench.cases import adapt_uuid, open_driver
+from tests.bench.docker import leases as bench_leases
+from tests.bench.measure import BenchCase, interleave, print_report
+from tests.bench.server import ApiClient, destroy_raw_container, exec_raw, run_control_plane, start_raw_container
+from tests.bench.table import Aim
+
+ROUNDS = int(os.environ.get("BENCH_STARTS", "12"))
+POLL_SECONDS = 0.002
+GONE_SQL = "SELECT 1 FROM sandboxes_sandbox WHERE holder = %s AND state = 'destroyed'"
+MAX_SECONDS = 30.0
+DID = "did:web:bench.invalid"
+
+
+def main() -> None:
+    """Each round uses new sandboxes. One that has run `true` stores the state of an empty workspace at its end."""
+    with run_control_plane(with_worker=True) as (up, port):
+        api = ApiClient(port, bench_leases.create_key(DID))
+        run, name = uuid.uuid4().hex[:8], f"lh-bench-{uuid.uuid4().hex[:12]}"
+        leases: dict[int, str] = {}
+        execute = open_driver()  # polling by the ORM would take CPU time from the measured processes
+
+        def start_unused(number: int) -> None:
+            leases[number] = bench_leases.join(api, f"{run}-{number}", DID)
+
+        def start(number: int) -> None:
+            start_unused(number)
+            api.post(f"/leases/{leases[number]}/exec", {"argv": ["true"]})
+
+        def start_raw(number: int) -> None:
+            start_raw_container(name, settings.SANDBOX_IMAGE)
+            assert exec_raw(name, ["true"]) == 0
+
+        def release(number: int) -> None:
+            api.post(f"/leases/{leases[number]}/release")
+
+        def wait_until_gone(number: int) -> None:
+            give_up_at = time.monotonic() + MAX_SECONDS
+            while not execute(GONE_SQL, [adapt_uuid(leases[number])]):
+                assert time.monotonic() < give_up_at
+                time.sleep(POLL_SECONDS)
+
+        def release_and_wait(number: int) -> None:
+            release(number)
+            wait_until_gone(number)
+
+        def list_pids() -> set[int]:
+            return bench_leases.list_server_pids(up.pid)
+
+        raw = BenchCase("raw: delete", lambda number: destroy_raw_container(name), before=start_raw)
+        gone = BenchCase("release until confirmed gone", release_and_wait, list_pids, before=start)
+        gone.aim = Aim("release until confirmed gone : raw delete", p50_ratio=1.5)
+        answer = BenchCase("answer of release", release, list_pids, before=start, after=wait_until_gone)
+        answer.aim = Aim("answer of a release", p50_ms=10)
+        unused = BenchCase("the same, nothing to store", release_and_wait, list_pids, before=start_unused)
+        interleave([raw, answer, gone, unused], rounds=ROUNDS, warmup=1)
+        print_report("release until the container is confirmed gone", [raw, answer, gone, unused], raw=raw)

@@ -83,12 +83,14 @@ class AgentConnection:
             return False
         try:
             self._socket.setblocking(False)
-            chunk = self._socket.recv(CHUNK_BYTES)
+            while chunk := self._socket.recv(CHUNK_BYTES):  # also after ignored responses there may be the end
+                if not self._feed(chunk) or self._frames:
+                    return False
         except BlockingIOError:
             return True
         except OSError:
             return False
-        return bool(chunk) and self._feed(chunk) and not self._frames
+        return False
 
     def report(self, violation: str) -> None:
         """Make the gateway end the agent's session."""

@@ -121,15 +121,15 @@ class FileOperation:
                 error = self._read(self._connection, "stderr", 0)[0].body if state.exit_code else b""
                 yield from self._finish(state, b"", error)
             finally:
-                if not is_done:  # also if the caller reads no further
-                    self._connection.send(self._id, {"verb": "kill", "forget": True})
+                # A kill also if the caller reads no further.
+                self._connection.send(self._id, {"verb": "ack"} if is_done else {"verb": "kill", "forget": True})
 
     def _start(self, stdin: BinaryIO | None) -> tuple[Frame, RunState]:
         content = stdin.read(MAX_INLINE_STDIN_BYTES) if isinstance(stdin, io.BytesIO) else b""
         follows = stdin is not None and not (isinstance(stdin, io.BytesIO) and stdin.tell() == stdin.getbuffer().nbytes)
         command = json.dumps({"words": [*self._words]}).encode()
         head = {"verb": "exec", "boot": self._connection.boot, "timeout": 0, "idle": ABANDONED_SECONDS, "cap": MAX_ERROR_BYTES}
-        head |= {"keep": "stream", "forget": True, "open": follows, "command_bytes": len(command)}
+        head |= {"keep": "stream", "open": follows, "command_bytes": len(command)}
         head["wait"] = 0 if follows else FIRST_WAIT_SECONDS
         timeout = FIRST_WAIT_SECONDS + FIRST_RESPONSE_SECONDS
         frame, state = self._connection.request(self._id, head, command + content, timeout=timeout)

@@ -40,7 +40,6 @@ class AgentRun:
     timeout: float  # seconds
     stdin: bytes = b""
     cap: int = 1 << 20  # bytes per stream
-    forget: bool = False  # a result that arrives in one response needs no `acknowledge`
     digest: str = ""  # directory whose digest is part of the result, if it is small
 
     def encode(self) -> tuple[bytes, bytes]:
@@ -58,7 +57,6 @@ class AgentResult:
     timed_out: bool
     dropped: tuple[int, int]
     digest: str = ""  # SHA-256 in hexadecimal, as by state.changes.digest_manifest
-    is_forgotten: bool = False  # by the agent
 
 
 class AgentClient:
@@ -99,7 +97,7 @@ class AgentClient:
     ) -> AgentResult:
         """Request the run and wait for its result. Raise NotStarted, OutcomeUnknown, ConnectionLost, ProtocolError."""
         wait, grace = FIRST_WAIT_SECONDS, FIRST_RESPONSE_SECONDS
-        head = {"verb": "exec", "run": run.id, "boot": boot, "timeout": run.timeout, "cap": run.cap, "forget": run.forget}
+        head = {"verb": "exec", "run": run.id, "boot": boot, "timeout": run.timeout, "cap": run.cap}
         head, body = head | {"command_bytes": len(command), "digest": run.digest}, command + stdin
         while True:
             wait = min(wait, max(deadline - time.monotonic(), 0.0))
@@ -112,7 +110,7 @@ class AgentClient:
                 raise OutcomeUnknown(f"The agent has no result of this run: {state.state}")
             if time.monotonic() > deadline:
                 raise OutcomeUnknown("The run has not ended by its deadline.")
-            head, body = {"verb": "wait", "run": run.id, "forget": run.forget, "digest": run.digest}, b""
+            head, body = {"verb": "wait", "run": run.id, "digest": run.digest}, b""
             wait, grace = WAIT_SECONDS, RESPONSE_SECONDS
 
     def find(self, run_id: str, *, cap: int) -> AgentResult | RunState:
@@ -170,8 +168,7 @@ class AgentClient:
         else:
             stdout = self._read_stream(connection, run.id, "stdout", state)
             stderr = self._read_stream(connection, run.id, "stderr", state)
-        is_forgotten = state.inline and run.forget
-        return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped, state.digest, is_forgotten)
+        return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped, state.digest)
 
     def _read_stream(self, connection: AgentConnection, run_id: str, stream: str, ended: RunState) -> bytes:
         size, content = ended.retained[stream == "stderr"], bytearray()

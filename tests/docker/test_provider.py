@@ -19,6 +19,7 @@ from django.core.management import CommandError, call_command
 from docker import APIClient
 
 from leases import execution, leasing
+from sandboxes.agent.client import AgentConnection
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import ExecResult, Missing, Rejected, ResourceUsage, SandboxSpec, Unavailable
 from sandboxes.providers.docker import engine
@@ -352,6 +353,15 @@ def test_exec_resumes_a_stopped_or_paused_container(box: Box, how: str) -> None:
     docker(how, box.ref)
     assert not box.provider.inspect(box.ref).running
     assert box.run("cat", "/data/file").stdout == b"kept\n"
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("executor", ["agent"], indirect=True)
+def test_exec_over_a_connection_to_an_ended_container_starts_it(box: Box, monkeypatch: Any) -> None:
+    assert box.run("true").exit_code == 0
+    docker("kill", box.ref)
+    monkeypatch.setattr(AgentConnection, "is_reusable", lambda _: True)  # the end of the connection was not seen yet
+    assert box.run("echo", "out").stdout == b"out\n"
 
 
 @pytest.mark.usefixtures("executor")

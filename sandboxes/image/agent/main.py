@@ -196,10 +196,7 @@ class Agent(GatewayConnection):
             return state, b""
         if head.get("digest"):
             state["digest"] = digest_directory(head["digest"])
-        content = b"".join(bytes(output.content) for output in outputs)
-        if head.get("forget"):
-            self.forget(run)
-        return state | {"inline": True}, content
+        return state | {"inline": True}, b"".join(bytes(output.content) for output in outputs)
 
     def read(self, request_id, head, body):
         """Return output from a byte offset, at once if there is some, else when there is or the run ends."""

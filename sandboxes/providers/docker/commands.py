@@ -70,7 +70,7 @@ class ContainerCommandProvider(Provider):
         # The same mark may be used again for a command of the control plane, but an agent starts a run only once.
         run_id = mark if retain else f"{mark}/{uuid.uuid4().hex}"
         environment, digested = {**env, MARK_VARIABLE: mark}, DATA if digest_data else ""
-        run = AgentRun(run_id, argv, environment, cwd, timeout.total_seconds(), stdin, cap, forget=not retain, digest=digested)
+        run = AgentRun(run_id, argv, environment, cwd, timeout.total_seconds(), stdin, cap, digested)
         result = self._exec_by_agent(ref, run, output, retain=retain)
         if result:
             return result
@@ -105,7 +105,7 @@ class ContainerCommandProvider(Provider):
             if time.monotonic() < started + run.timeout:
                 raise Unavailable(f"The outcome of a command in {ref} is unknown: {error}") from error
             result = AgentResult(137, *output.read(), timed_out=True, dropped=(0, 0))
-        if not retain and not result.is_forgotten:
+        if not retain:
             agent_exec.acknowledge(agent, run.id)
         return ExecResult(
             exit_code=result.exit_code,
@@ -119,7 +119,10 @@ class ContainerCommandProvider(Provider):
         )
 
     def _require_running(self, ref: str, since: float) -> None:
-        """Raise Missing if the container has stopped since then (seconds since 1970). Unpause it if it is paused."""
+        """Raise NotStarted if the container ended before `since` (seconds since 1970) and does not run, Missing if it stopped
+        since then. Unpause it if it is paused."""
+        if self._engine.ended_before(ref, since):
+            raise NotStarted("The container was not running.")
         if self._engine.has_stopped(ref, since):
             raise Missing(f"{ref} stopped while the command ran.")
         self._ensure_running(ref)

@@ -211,6 +211,11 @@ class Engine:
             return None
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)
 
+    def ended_before(self, ref: str, since: float) -> bool:
+        """Return whether the container does not run, and stopped before `since` (seconds since 1970). Raise Missing."""
+        state = self.call("GET", f"/containers/{ref}/json")["State"]
+        return not state["Running"] and _parse_timestamp(state["FinishedAt"]) < since
+
     def has_stopped(self, ref: str, since: float) -> bool:
         """Return whether the container has stopped or restarted after `since` (seconds since 1970). Raise Missing.
 

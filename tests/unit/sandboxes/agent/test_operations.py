@@ -102,6 +102,25 @@ def test_operation_continues_after_a_restart_of_the_gateway(gateway, agent, tmp_
     started.join()
 
 
+@pytest.mark.usefixtures("agent")
+def test_operation_whose_response_was_lost_has_its_result(gateway, tmp_path, monkeypatch):
+    respond, lost = AgentConnection.request, list[Frame]()
+
+    def lose_first(connection: AgentConnection, *words: Any, **fields: Any) -> Frame:
+        frame = respond(connection, *words, **fields)
+        if not lost:
+            lost.append(frame)
+            raise ConnectionLost("the response was lost")
+        return frame
+
+    monkeypatch.setattr(AgentConnection, "request", lose_first)
+    (tmp_path / "f").write_bytes(b"content")
+    assert b"".join(operate(gateway, "read", str(tmp_path), "10", stdin=b"f")) == b"content"
+    assert lost
+    monkeypatch.undo()
+    wait_until(lambda: list_runs(gateway) == {}, "the operation is forgotten")
+
+
 def test_operation_that_nobody_reads_ends_and_is_forgotten(gateway, agent, tmp_path):
     (tmp_path / "f").write_bytes(bytes(8 << 20))
     chunks = operate(gateway, "read", str(tmp_path), str(9 << 20), stdin=b"f")

@@ -36,7 +36,7 @@ from sandboxes.providers.docker import replacement, seccomp
 from sandboxes.providers.docker.commands import AGENT_UID
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, translate_errors
 from sandboxes.providers.docker.files import ContainerFilesProvider
-from sandboxes.providers.docker.suspension import ContainerSuspensionProvider
+from sandboxes.providers.docker.suspension import LIVE_STATES, ContainerSuspensionProvider
 from sandboxes.providers.launcher import BackgroundProcessProvider
 
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
@@ -222,6 +222,8 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Backgr
         engine = self._engine
         replacement.remove_replacement(engine, ref)
         inspected = engine.call("GET", f"/containers/{ref}/json")
+        if inspected["State"]["Running"]:
+            self._thaw_in_kernel(ref)  # version 1 of cgroups kills no frozen process
         engine.call("DELETE", f"/containers/{ref}?force=true&v=true")
         if not inspected["State"]["Running"]:
             replacement.kill_leftover_processes(inspected["Id"])
@@ -246,12 +248,13 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Backgr
             if not replacement.complete_replacement(self._engine, ref):
                 raise
             inspected = self._engine.call("GET", f"/containers/{ref}/json")
+        suspended = self._is_suspended(ref, inspected["State"]["Status"])
         return ProviderSandbox(
             ref=inspected["Name"].lstrip("/"),
             name=inspected["Name"].lstrip("/"),
-            running=inspected["State"]["Status"] == "running",
+            running=inspected["State"]["Status"] in LIVE_STATES and not suspended,
             created_at=datetime.fromisoformat(inspected["Created"]),
-            suspended=inspected["State"]["Paused"],
+            suspended=suspended,
         )
 
     def stats(self, ref: str) -> ResourceUsage | None:
@@ -263,17 +266,13 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Backgr
             # Volumes are listed first, because a volume outlives its container.
             volumes = self._engine.client.volumes(filters=label)["Volumes"] or []
             containers = self._engine.client.containers(all=True, filters=label)
-        sandboxes = [
-            ProviderSandbox(
-                ref=name,
-                name=name,
-                running=container["State"] == "running",
-                created_at=datetime.fromtimestamp(container["Created"], UTC),
-                suspended=container["State"] == "paused",
-            )
-            for container in containers
-            if (name := container["Labels"].get("leasehold.name"))  # set on all sandboxes
-        ]
+        sandboxes = []
+        for container in containers:
+            if name := container["Labels"].get("leasehold.name"):  # set on all sandboxes
+                suspended = self._is_suspended(name, container["State"])
+                running = container["State"] in LIVE_STATES and not suspended
+                created_at = datetime.fromtimestamp(container["Created"], UTC)
+                sandboxes.append(ProviderSandbox(name, name, running, created_at, suspended=suspended))
         return sandboxes + _find_remnants(volumes, {sandbox.name for sandbox in sandboxes})
 
 

@@ -19,6 +19,7 @@ from docker.errors import APIError
 
 from sandboxes.providers.base import Missing
 from sandboxes.providers.docker.engine import Conflict, Engine
+from sandboxes.providers.docker.freezer import find_freezer
 
 log = structlog.get_logger(__name__)
 # Messages of containerd and runc, which the engine reports with status 409 or 500.
@@ -102,5 +103,7 @@ def _kill_member(pid: int, container: str) -> None:
     try:
         if container in Path(f"/proc/{pid}/cgroup").read_text():  # read again, because the pid may have been reused
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            if freezer := find_freezer(pid, container):
+                freezer.thaw()  # a frozen process does not end before
     finally:
         os.close(descriptor)

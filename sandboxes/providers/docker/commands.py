@@ -25,7 +25,7 @@ from sandboxes.providers.base import (
     Rejected,
     Unavailable,
 )
-from sandboxes.providers.docker import agent_exec, replacement
+from sandboxes.providers.docker import agent_exec, parked_networks, replacement
 from sandboxes.providers.docker.engine import Conflict, Engine, translate_errors
 from sandboxes.providers.docker.exec_stream import BoundedBuffer, EngineExec
 
@@ -246,14 +246,20 @@ class ContainerCommandProvider(Provider):
         self._engine.client.unpause(ref)
 
     def _start(self, ref: str, container: str) -> None:
-        """Start the container with this id. Start a replacement if the engine has a stale task of this id."""
+        """Start the container with this id, or a replacement if the engine has a stale task of this id.
+
+        A container whose parked network namespace is gone is replaced, too."""
         client = self._engine.client
         try:
             client.start(container)  # no effect if it is running
         except APIError as error:
-            if not replacement.is_stale_task(error):
+            if replacement.is_stale_task(error):
+                reason = "stale task of a killed engine"
+            elif parked_networks.is_gone(error, container):
+                reason = "started again without its parked network namespace"
+            else:
                 raise
-            replacement.replace_container(self._engine, ref, container)
+            replacement.replace_container(self._engine, ref, container, reason=reason)
             client.start(ref)
 
     def _kill(self, run: EngineExec) -> None:

@@ -42,7 +42,7 @@ def get_replacement_name(ref: str) -> str:
     return f"{ref}-replacement"
 
 
-def replace_container(engine: Engine, ref: str, container: str) -> None:
+def replace_container(engine: Engine, ref: str, container: str, *, reason: str) -> None:
     """Replace the stopped container with this id by a new one, which is not started. May be called again at any time.
 
     No effect if the container was already replaced or removed. Raise Conflict if it runs.
@@ -55,7 +55,9 @@ def replace_container(engine: Engine, ref: str, container: str) -> None:
         inspected = engine.call("GET", f"/containers/{container}/json")
     except Missing:
         return
-    body = {**inspected["Config"], "Image": inspected["Image"], "HostConfig": inspected["HostConfig"]}
+    # Not the network namespace of a parked container, which belongs to one start.
+    host_config = {**inspected["HostConfig"], "NetworkMode": "none"}
+    body = {**inspected["Config"], "Image": inspected["Image"], "HostConfig": host_config}
     with suppress(Conflict):  # exists since an interrupted or concurrent replacement of this container
         engine.call("POST", f"/containers/create?name={get_replacement_name(ref)}", body)
     with suppress(Missing):
@@ -69,7 +71,7 @@ def replace_container(engine: Engine, ref: str, container: str) -> None:
     except Conflict:  # a concurrent replacement was first, and this one was created after it
         remove_replacement(engine, ref)
         return
-    log.warning("container replaced", name=ref, container=container, reason="stale task of a killed engine")
+    log.warning("container replaced", name=ref, container=container, reason=reason)
 
 
 def complete_replacement(engine: Engine, ref: str) -> bool:

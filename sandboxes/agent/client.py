@@ -62,6 +62,11 @@ class AgentConnection:
             raise ProtocolError("response to another request")
         return frame
 
+    def send(self, head: Mapping[str, Any]) -> None:
+        """Send a request whose response is not waited for. The connection is closed afterwards. Raise nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(encode_frame(next(self._ids), head))
+
     def report(self, violation: str) -> None:
         """Make the gateway end the agent's session."""
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Wire protocol between the control plane and the agent in a sandbox (sandboxes/image/agent.py).
+"""Wire protocol between the control plane and the agent in a sandbox (sandboxes/image/agent/main.py).
 
 The agent opens a connection to the gateway (gateway.py), over which the processes of the control plane send their requests
 (client.py). A frame is a request id and the sizes of head and body (three big-endian 32-bit integers), a
@@ -15,29 +15,42 @@ session.
 | ping | | boot |
 | exec | run, boot, timeout, wait (s), cap (bytes per stream), command_bytes; body: command as JSON, stdin | state of the run |
 | wait | run, wait (s) | state of the run |
-| read | run, stream, offset, wait (s) | state of the run; body: output from `offset`, at most 64 KiB |
+| read | run, stream, offset, wait (s), limit | state of the run, offset, more; body: output from `offset`, at most 256 KiB |
+| write | run, offset, last, wait (s); body: stdin from `offset` | state of the run, written (bytes of stdin received) |
+| signal | run, signal (number) | state of the run |
+| resize | run, rows, columns | state of the run |
 | ack | run | |
-| kill | run | state of the run, once all processes of it and of its parts, `run/part`, are gone |
-| list | | body: exit codes of the retained runs as JSON |
+| kill | run, forget | state of the run, once all processes of it and of its parts, `run/part`, are gone |
+| list | runs (ids; all if absent) | body: exit codes of the known runs as JSON, null while running |
+| stats | | cpu_micros, memory_bytes, processes: current usage of the sandbox, as far as its cgroup is visible |
 
+A command is `{"argv": …, "env": …, "cwd": …}`, with `"terminal": [rows, columns]` for one with a terminal of its own, or
+`{"words": …}`, the command line of a file operation (image/files.py). Further fields of exec: `keep`, the output that is kept:
+`head`, the first `cap` bytes per stream, until `ack`; `stream`, all that the client has not read yet, while the command waits
+for the client; `tail`, the last bytes of both streams together, without an end by `ack`. `open`: stdin follows by `write`.
+`idle`: seconds without a request for the run, after which the run ends. `forget`: a result that the response has in full is
+not retained, nor is that of a run killed with `forget`. `digest` (also of wait): a directory; the response to an ended run
+has its digest, that of sandboxes/state/changes.py, if the directory is small.
 A state is `running`, `ended`, `busy` (nothing was started), `acknowledged` or `unknown`. `stdout` and `stderr` of a running or
-ended run are pairs of bytes retained and bytes dropped after them. The control plane requests output by offset, so a slow
-reader delays no other request and no window is needed. Nothing that the agent sends is trusted: any violation ends the
-connection."""
+ended run are pairs of the offset after the last kept byte and the bytes dropped after it. The control plane requests output
+by offset, so a slow reader delays no other request and no window is needed. Nothing that the agent sends is trusted: any
+violation ends the connection."""
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-VERSION = 1
+VERSION = 2
 PROTOCOL = "leasehold-agent"
 HEADER = struct.Struct(">III")
 MAX_HEAD_BYTES = 4 << 10
-MAX_BODY_BYTES = 64 << 10
-MAX_REQUEST_HEAD_BYTES = 8 << 10  # as in image/agent.py
-MAX_REQUEST_BODY_BYTES = 4 << 20  # as in image/agent.py: command and stdin
+MAX_BODY_BYTES = 256 << 10
+MAX_REQUEST_HEAD_BYTES = 8 << 10  # as in image/agent/connection.py
+MAX_REQUEST_BODY_BYTES = 4 << 20  # as in image/agent/connection.py: command and stdin
 MAX_BOOT_CHARACTERS = 64
+_DIGEST_PATTERN = re.compile(r"([0-9a-f]{64})?")
 STATES = ("running", "ended", "busy", "acknowledged", "unknown")
 
 
@@ -78,6 +91,10 @@ class RunState(NamedTuple):
     retained: tuple[int, int] = (0, 0)  # bytes of stdout and stderr
     dropped: tuple[int, int] = (0, 0)  # bytes of stdout and stderr after the retained ones
     inline: bool = False  # the body of the response has stdout and stderr in full
+    offset: int = 0  # of the output in the body of a response to `read`
+    more: bool = False  # further output can be read at once
+    written: int = 0  # bytes of stdin received
+    digest: str = ""  # of the directory named in the request
 
 
 def encode_frame(request_id: int, head: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -134,14 +151,20 @@ def parse_state(run_id: str, frame: Frame) -> RunState:
     if state not in ("running", "ended"):
         return RunState(state)
     code, timed_out, inline = head.get("exit_code"), head.get("timed_out"), head.get("inline", False)
-    if type(timed_out) is not bool or type(inline) is not bool:
+    more, offset, written = head.get("more", False), head.get("offset", 0), head.get("written", 0)
+    if not type(timed_out) is type(inline) is type(more) is bool:
         raise ProtocolError("invalid flags")
+    _parse_sizes([offset, written])
     if (code is None) != (state == "running") or not (code is None or (type(code) is int and 0 <= code <= 255)):
         raise ProtocolError("invalid exit code")
     (stdout, stdout_dropped), (stderr, stderr_dropped) = _parse_sizes(head.get("stdout")), _parse_sizes(head.get("stderr"))
     if inline and (state != "ended" or len(frame.body) != stdout + stderr):
         raise ProtocolError("invalid output")
-    return RunState(state, code, timed_out, (stdout, stderr), (stdout_dropped, stderr_dropped), inline)
+    digest = head.get("digest", "")
+    if not isinstance(digest, str) or not _DIGEST_PATTERN.fullmatch(digest):
+        raise ProtocolError("invalid digest")
+    retained, dropped = (stdout, stderr), (stdout_dropped, stderr_dropped)
+    return RunState(state, code, timed_out, retained, dropped, inline, offset, more, written, digest)
 
 
 def _parse_sizes(value: object) -> tuple[int, int]:

@@ -40,6 +40,8 @@ class AgentRun:
     timeout: float  # seconds
     stdin: bytes = b""
     cap: int = 1 << 20  # bytes per stream
+    forget: bool = False  # a result that arrives in one response needs no `acknowledge`
+    digest: str = ""  # directory whose digest is part of the result, if it is small
 
     def encode(self) -> tuple[bytes, bytes]:
         """Return (command as JSON, stdin)."""
@@ -55,6 +57,8 @@ class AgentResult:
     stderr: bytes
     timed_out: bool
     dropped: tuple[int, int]
+    digest: str = ""  # SHA-256 in hexadecimal, as by state.changes.digest_manifest
+    is_forgotten: bool = False  # by the agent
 
 
 class AgentClient:
@@ -95,8 +99,8 @@ class AgentClient:
     ) -> AgentResult:
         """Request the run and wait for its result. Raise NotStarted, OutcomeUnknown, ConnectionLost, ProtocolError."""
         wait, grace = FIRST_WAIT_SECONDS, FIRST_RESPONSE_SECONDS
-        head = {"verb": "exec", "run": run.id, "boot": boot, "timeout": run.timeout, "cap": run.cap}
-        head, body = head | {"command_bytes": len(command)}, command + stdin
+        head = {"verb": "exec", "run": run.id, "boot": boot, "timeout": run.timeout, "cap": run.cap, "forget": run.forget}
+        head, body = head | {"command_bytes": len(command), "digest": run.digest}, command + stdin
         while True:
             wait = min(wait, max(deadline - time.monotonic(), 0.0))
             frame, state = self._request(connection, run.id, head | {"wait": wait}, body, timeout=wait + grace)
@@ -108,7 +112,8 @@ class AgentClient:
                 raise OutcomeUnknown(f"The agent has no result of this run: {state.state}")
             if time.monotonic() > deadline:
                 raise OutcomeUnknown("The run has not ended by its deadline.")
-            head, body, wait, grace = {"verb": "wait", "run": run.id}, b"", WAIT_SECONDS, RESPONSE_SECONDS
+            head, body = {"verb": "wait", "run": run.id, "forget": run.forget, "digest": run.digest}, b""
+            wait, grace = WAIT_SECONDS, RESPONSE_SECONDS
 
     def find(self, run_id: str, *, cap: int) -> AgentResult | RunState:
         """Return the result of an ended run, or another state. Raise NotConnected, ConnectionLost, ProtocolError."""
@@ -134,16 +139,20 @@ class AgentClient:
     def read(
         self, run_id: str, stream: str, offset: int, *, wait: float = 0.0, timeout: float = RESPONSE_SECONDS
     ) -> tuple[bytes, RunState]:
-        """Return at most 64 KiB of output from a byte offset, and the run's state, within `wait` and `timeout` seconds.
+        """Return at most 256 KiB of output from a byte offset, and the run's state, within `wait` and `timeout` seconds.
 
         Raise NotConnected, ConnectionLost, ProtocolError."""
         with self._connect(0.0) as connection:
             frame, state = self._read(connection, run_id, stream, offset, wait, timeout)
             return frame.body, state
 
+    def open(self, wait: float) -> AgentConnection:
+        """Open a connection, and wait up to `wait` seconds for the agent. Raise NotConnected."""
+        return AgentConnection(self._gateway, self._container, wait=wait)
+
     @contextmanager
     def _connect(self, wait: float) -> Iterator[AgentConnection]:
-        with AgentConnection(self._gateway, self._container, wait=wait) as connection:
+        with self.open(wait) as connection:
             try:
                 yield connection
             except ProtocolError as error:
@@ -160,7 +169,8 @@ class AgentClient:
         else:
             stdout = self._read_stream(connection, run.id, "stdout", state)
             stderr = self._read_stream(connection, run.id, "stderr", state)
-        return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped)
+        is_forgotten = state.inline and run.forget
+        return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped, state.digest, is_forgotten)
 
     def _read_stream(self, connection: AgentConnection, run_id: str, stream: str, ended: RunState) -> bytes:
         size, content = ended.retained[stream == "stderr"], bytearray()

@@ -118,6 +118,7 @@ class ExecResult:
     oom: bool = False  # the kernel killed a process for lack of memory during the command
     truncated: bool = False  # a stream exceeded the cap; the excess was read and dropped
     duration: timedelta = timedelta(0)
+    data_digest: str = ""  # of the manifest of /data after the command, as by state.changes.digest_manifest; "" if not known
 
 
 class ExecState(NamedTuple):
@@ -223,6 +224,7 @@ class Provider(ABC):
         mark: str,
         output: OutputView | None = None,
         retain: bool = False,
+        digest_data: bool = False,
     ) -> ExecResult:
         """Run `argv` without a shell and wait for it. Execs may run concurrently.
 
@@ -230,7 +232,8 @@ class Provider(ABC):
         session, and no process of another exec. Each output stream is cut to its first `cap` bytes. A program that does not
         exist is a result with exit code 127. `output` shows the streams while the command runs. Raise Missing if the sandbox
         stopped, restarted or was removed while the command ran; a command that a signal ends in a running sandbox is a
-        result. With `retain` the sandbox keeps the result until `acknowledge_exec`, if the provider can."""
+        result. With `retain` the sandbox keeps the result until `acknowledge_exec`, if the provider can. With `digest_data`
+        the result has a `data_digest`, if the provider can tell it at little cost."""
 
     @abstractmethod
     def find_exec(self, ref: str, mark: str) -> ExecState | None:

@@ -35,6 +35,7 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox, SandboxState
+from sandboxes.models.state import DataStorageMode
 from sandboxes.pool import allocation, starts
 from sandboxes.providers.base import WORKSPACE, ExecResult, ExecState, Missing, NoSuchFile, Provider, ProviderError, Rejected
 from sandboxes.runs import workspace_limit
@@ -72,6 +73,7 @@ class Operation:
     entered: bool = False  # the body of the `with` has begun
     executing: bool = False  # the provider was asked to execute the command, and has not answered
     note: str = ""  # warning for the Run, such as a workspace over its limit
+    digest_data: bool = False  # the digest of /data after the command saves a listing; never asked of a mounted /data
 
 
 def exec_in_sandbox(
@@ -97,6 +99,7 @@ def exec_in_sandbox(
             mark=str(command.run_id),
             output=opened.claim.output,
             retain=True,
+            digest_data=opened.digest_data,
         )
         opened.executing = False
         opened.claim.end_command()
@@ -128,6 +131,7 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
         with hold(opened.claim):
             try:
                 attached = _prepare_sandbox(opened, request, command, clock)
+                opened.digest_data = attached is not None and attached.data.keeping != DataStorageMode.MOUNT
                 opened.entered = True
                 yield opened
             except Exception as failed:
@@ -149,7 +153,8 @@ def _record_success(
     outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.OK
 
     def record() -> None:
-        unsaved = _persist_data(attached, opened.sandbox, opened.provider, now=clock()) if attached else ""
+        digest = opened.result.data_digest if opened.result else ""
+        unsaved = _persist_data(attached, opened.sandbox, opened.provider, digest, now=clock()) if attached else ""
         note = " ".join(filter(None, [opened.note, unsaved]))
         close_run(
             opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, renewal=renewal, actor=actor,
@@ -308,12 +313,12 @@ def open_run(
     return run
 
 
-def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> str:
-    """Store the changes in /data. Returns "", or a note with the cause of the failure.
+def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, digest: str, *, now: datetime) -> str:
+    """Store the changes in /data, whose current digest may be known. Returns "", or a note with the cause of the failure.
 
     A failure does not change the outcome of the Run: the sandbox still has the changes, and a sweep stores them later."""
     try:
-        data_sync.persist(attached, sandbox, provider, now=now)
+        data_sync.persist(attached, sandbox, provider, now=now, digest=digest)
     except Missing as missing:
         eviction.mark_lost(sandbox, str(missing), now=now)
         return f"The sandbox was lost after the command, and its changes are not stored: {missing}"

@@ -113,13 +113,19 @@ def _seed_skill(attachment: Attachment, sandbox: Sandbox, provider: Provider, sk
     attachment.skill = skill
 
 
-def persist(attachment: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime, last: bool = False) -> bool:
+def persist(
+    attachment: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime, last: bool = False, digest: str = ""
+) -> bool:
     """Store the sandbox's changes of /data. Return whether any row was written.
+
+    `digest` is the current digest of the manifest, if it is known: without a change /data is not listed.
 
     Raise DataFull above the agent's limits; then nothing is stored. After a StoreError or ProviderError the rows are unchanged.
     The changes of a sandbox that its lease no longer holds are stored only by the caller that destroys it (`last`)."""
     if attachment.data.keeping == DataStorageMode.MOUNT:
         return False  # s3fs has written to the bucket already
+    if digest and digest == attachment.look and not attachment.unsaved_since:
+        return False
     clock = clock_from(now)
     for _ in range(MAX_ATTEMPTS):
         note_progress()

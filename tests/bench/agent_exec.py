@@ -2,6 +2,7 @@
 
 python -m tests.bench.agent_exec [IMAGE]    IMAGE: run the agent as process 1 of a container (mounted, not rebuilt)"""
 
+import io
 import itertools
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from tests.support.sandbox_agent import Gateway, make_run, start_agent, start_container
+from sandboxes.agent.operations import FileOperation
+from tests.support.sandbox_agent import SANDBOX, Gateway, make_run, start_agent, start_container
 
 ROUNDS = 500
 
@@ -31,8 +33,8 @@ def read_memory(pid: str) -> str:
 
 
 def measure_agent(gateway: Gateway, pid: str) -> None:
-    gateway.session()
-    time.sleep(0.5)
+    with gateway.client.open(5) as connection:
+        measure("ping on one connection", lambda: connection.request({"verb": "ping"}, timeout=5))
     print(f"idle agent: {read_memory(pid)}")
     client, ids = gateway.client, itertools.count()
 
@@ -41,9 +43,20 @@ def measure_agent(gateway: Gateway, pid: str) -> None:
         assert client.run(make_run(run_id, *argv, cap=cap)).exit_code == 0
         client.acknowledge(run_id)
 
-    measure("ping", lambda: gateway.session().request({"verb": "ping"}, timeout=5))
+    def operate(*words: str, stdin: bytes = b"") -> None:
+        operation = FileOperation(client, words, idle_timeout=20, check=lambda: None)
+        assert sum(map(len, operation.run(io.BytesIO(stdin)))) >= 0
+
     measure("exec true and acknowledge", lambda: run("true"))
     measure("exec with 1 MB of output", lambda: run("head", "-c", "1000000", "/dev/zero"))
+    operate("write", "/dev/shm", stdin=b"leasehold-bench/file\0" + bytes(4096))
+    print(f"after the first file operation: {read_memory(pid)}")
+    measure("read a file of 4 KiB", lambda: operate("read", "/dev/shm", "5000", stdin=b"leasehold-bench/file"))
+    measure("write a file of 4 KiB", lambda: operate("write", "/dev/shm", stdin=b"leasehold-bench/file\0" + bytes(4096)))
+    measure("list its directory", lambda: operate("look", "/dev/shm", "deep", "1000", stdin=b"leasehold-bench\0"))
+    operate("write", "/dev/shm", stdin=b"leasehold-bench/file\0" + bytes(10_000_000))
+    measure("read a file of 10 MB", lambda: operate("read", "/dev/shm", str(1 << 30), stdin=b"leasehold-bench/file"))
+    operate("clear", "/dev/shm/leasehold-bench")
     began, threads = time.perf_counter(), [threading.Thread(target=lambda: [run("true") for _ in range(100)]) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -64,7 +77,7 @@ def run_in_container(gateway: Gateway, image: str) -> None:
 
 
 def main() -> None:
-    gateway = Gateway()
+    gateway = Gateway("" if sys.argv[1:] else SANDBOX)
     if sys.argv[1:]:
         run_in_container(gateway, sys.argv[1])
     else:

@@ -25,8 +25,7 @@ from tests.conftest import DOCKER_IMAGE
 from tests.support.storage.tars import TarMember, pack
 
 MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
-BY_EXEC = "docker by exec"  # without access to the container's files from the host
-BY_ENGINE = "docker by engine"  # commands by the engine's exec instead of the agent in the container
+BY_ENGINE = "docker by engine"  # commands and file operations by the engine's exec instead of the agent in the container
 
 
 def unique_name():
@@ -182,7 +181,7 @@ def make_box_fixture(*kinds, root=WORKSPACE):
     """Create a fixture parametrized by provider and access path, with an empty sandbox that tests do not destroy."""
 
     @pytest.fixture(params=make_params(kinds))
-    def fixture(request, tmp_path, monkeypatch):
+    def fixture(request, tmp_path):
         bench = make_bench(request, tmp_path)
         if request.param.startswith("docker"):
             box = request.getfixturevalue("shared_container")()
@@ -190,8 +189,6 @@ def make_box_fixture(*kinds, root=WORKSPACE):
                 box.provider.clear(box.ref, directory)
         else:
             box = bench.box()
-        if request.param == BY_EXEC:
-            monkeypatch.setattr(DockerProvider, "_call_on_host", lambda self, ref, act, *roots: None)
         yield replace(box, root=root)
         bench.clean()
 

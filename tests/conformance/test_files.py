@@ -1,4 +1,4 @@
-"""Conformance of file verbs: every provider, and Docker both on the host and by exec."""
+"""Conformance of file verbs: every provider, and Docker both by the agent and by the engine."""
 
 import io
 import os
@@ -10,17 +10,17 @@ import pytest
 
 from sandboxes.image import files
 from sandboxes.providers.base import DATA, WORKSPACE, BadPath, NoSuchFile, Rejected, TooLarge
-from sandboxes.providers.docker.files import MAX_HOST_FILES, _parse_listing
-from sandboxes.providers.docker.provider import DockerProvider
-from tests.conformance.conftest import BY_EXEC, make_box_fixture
+from sandboxes.providers.docker.files import _parse_listing
+from sandboxes.state import changes
+from tests.conformance.conftest import BY_ENGINE, make_box_fixture
 from tests.support.storage.tars import directory, file, link, pack
 
 ODD = [
     "-rf", "with space", "ünïcode 漢字 🎲", "--", "two\nlines", "tab\there", 'it\'s "quoted" $HOME `id` \\', "*", ".hidden",
     "a" * 255,
 ]  # fmt: skip
-box = make_box_fixture("memory", "process", "docker", BY_EXEC, root=DATA)
-real = make_box_fixture("process", "docker", BY_EXEC, root=DATA)
+box = make_box_fixture("memory", "process", "docker", BY_ENGINE, root=DATA)
+real = make_box_fixture("process", "docker", BY_ENGINE, root=DATA)
 container = make_box_fixture("docker", root=DATA)
 
 
@@ -151,8 +151,8 @@ def test_unreadable_entries_are_listed_and_transferred_and_keep_their_mode(real)
     assert b"".join(real.provider.get_files(real.ref, DATA)) == tar
 
 
-def test_more_files_than_one_host_tar_holds_are_listed_fetched_and_removed(box):
-    names = [f"d{number % 20:02}/file {number}" for number in range(MAX_HOST_FILES + 100)]
+def test_hundreds_of_files_are_listed_fetched_and_removed(box):
+    names = [f"d{number % 20:02}/file {number}" for number in range(600)]
     box.put(*(file(name, name.encode()) for name in names))
     there = box.look()
     assert len(there) == len(names) + 20
@@ -395,34 +395,16 @@ def test_concurrent_seeds_copy_the_skill_once(box):
     assert box.look().keys() == {"skills", "skills/catan", "skills/catan/prompt.md"}
 
 
-# --- Docker: host access and exec --------------------------------------------------------------------------------------------
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root reaches a container's files from outside")
+# --- Docker: agent and engine ------------------------------------------------------------------------------------------------
 
 
-@as_root
-def test_host_access_needs_no_exec_and_its_files_are_owned_by_the_agent(container, monkeypatch):
-    def forbid_execs(patch):
-        patch.setattr(container.provider, "_create_exec", lambda *args, **options: pytest.fail("an exec"))
-
-    with monkeypatch.context() as patch:
-        forbid_execs(patch)
-        container.write("a/f", b"x")
-        container.put(file("b/g", b"y"), file("b/locked", b"z", mode=0), directory("b", mode=0))
+def test_agent_needs_no_exec_and_its_files_are_owned_by_the_agents_user(container, monkeypatch):
+    monkeypatch.setattr(container.provider, "_create_exec", lambda *args, **options: pytest.fail("an exec"))
+    container.write("a/f", b"x")
+    container.put(file("b/g", b"y"), file("b/locked", b"z", mode=0), directory("b", mode=0))
     assert container.run("stat", "-c", "%u:%g", "a", "a/f", "b", cwd=DATA).stdout.split() == [b"10001:10001"] * 3
-    forbid_execs(monkeypatch)
-    assert container.look(under="a").keys() == {"a/f"}
     assert container.get(only=["a/f", "b/locked"]) == {"a/f": b"x", "b/locked": b"z"}
-    assert (container.read("a/f"), container.range("b/g", 0, 9)) == (b"x", (b"y", 1))
-    assert container.provider.size(container.ref, DATA) == 3
     assert (container.look()["b"].mode, container.look()["b/locked"].mode) == (0, 0)
-    with pytest.raises(NoSuchFile):
-        container.read("nothing")
-    container.provider.remove_file(container.ref, f"{DATA}/b/g")
-    container.remove("a/f", "a")
-    container.provider.seed(container.ref, "catan")
-    container.provider.clear(container.ref, DATA)
-    assert container.look() == {}
 
 
 MUCH = r"""
@@ -435,8 +417,15 @@ way = '/'.join(['w' * 250] * 15); os.makedirs(way); open(way + '/' + 'f' * 200, 
 """
 
 
-@as_root
-def test_host_access_and_exec_return_the_same_results(container, monkeypatch):
+def test_digest_stated_by_the_agent_is_that_of_the_listing(container):
+    script = "mkdir -p d/e; echo x >d/f; ln -s d/f link; mkfifo pipe; touch 'two\nlines' \"$(printf '\\377')\"; chmod 751 d"
+    result = container.run("sh", "-c", script, cwd=DATA, digest_data=True)
+    assert result.data_digest == changes.digest_manifest(container.look())
+    assert container.run("touch", "d/f", cwd=DATA, digest_data=True).data_digest not in ("", result.data_digest)
+    assert container.run("sh", "-c", "for n in $(seq 300); do : >$n; done", cwd=DATA, digest_data=True).data_digest == ""
+
+
+def test_agent_and_engine_return_the_same_results(container, settings, tmp_path):
     container.python(MUCH)
 
     def answers():
@@ -447,33 +436,19 @@ def test_host_access_and_exec_return_the_same_results(container, monkeypatch):
             "manifest": there,
             "entries": container.look(deep=False, under="d"),
             "some": b"".join(container.provider.get_files(container.ref, DATA, only=some, exclude=["*9"])),
-            "many": b"".join(container.provider.get_files(container.ref, DATA, only=[path for path in paths if path != "d/5"])),
             "file": container.read("d/e/two\nlines"),
             "range": container.range("d/4", (1 << 33) - 5, 10),
             "size": container.provider.size(container.ref, DATA),
         }
 
-    outside = answers()
-    assert len(outside["manifest"]) == 625
-    assert outside["manifest"]["d/1"].mtime == 0
-    monkeypatch.setattr(DockerProvider, "_call_on_host", lambda self, ref, act, *roots: None)
-    assert answers() == outside
+    by_agent = answers()
+    assert len(by_agent["manifest"]) == 625
+    assert by_agent["manifest"]["d/1"].mtime == 0
+    settings.AGENT_GATEWAY = tmp_path / "none"
+    assert answers() == by_agent
 
 
-@as_root
-def test_slow_host_access_falls_back_to_exec(container, monkeypatch):
-    container.write("a/b", b"x")
-    monkeypatch.setattr("sandboxes.providers.docker.files.HOST_TIMEOUT_SECONDS", -1.0)
-    monkeypatch.setattr("sandboxes.providers.docker.files.MAX_HOST_TAR_BYTES", 100)
-    assert container.look().keys() == {"a", "a/b"}
-    assert container.get(only=["a/b"]) == {"a/b": b"x"}
-    assert container.provider.size(container.ref, DATA) == 1
-    container.remove("a/b")
-    container.provider.clear(container.ref, DATA)
-    assert container.look() == {}
-
-
-def test_restarted_container_is_accessible_on_the_host(container):
+def test_files_are_accessible_after_a_restart_of_the_container(container):
     container.write("a")
     assert container.look().keys() == {"a"}
     container.provider._engine.client.restart(container.ref, timeout=0)

@@ -77,7 +77,7 @@ IMITATE = """
 import json, os, socket, struct
 connection = socket.socket(socket.AF_UNIX)
 connection.connect("/run/leasehold-agent/agent.sock")
-head = json.dumps({"protocol": "leasehold-agent", "version": 1, "boot": "0" * 32}).encode()
+head = json.dumps({"protocol": "leasehold-agent", "version": 2, "boot": "0" * 32}).encode()
 try:
     connection.sendall(struct.pack(">III", 0, len(head), 0) + head)
     print(connection.recv(1))

@@ -26,6 +26,8 @@ CHILDREN = ("web", "queue")
 class Home:
     """A control plane whose state is below one directory. Its processes have that directory in their environment."""
 
+    launcher: tuple[str, ...] = (sys.executable,)
+
     def __init__(self, path: Path, **env: str) -> None:
         self.path, self.env = path, env
         self.log = path / "up.log"
@@ -37,7 +39,7 @@ class Home:
         output = self.read_log()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(MANAGE), "up", "--port", str(self.port), *args],
+                [*self.launcher, str(MANAGE), "up", "--port", str(self.port), *args],
                 env=build_environment(self.path, **self.env), stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         self.wait_for_line("up: ready\n", times=output.count("up: ready\n") + 1)

@@ -40,11 +40,15 @@ class Fleet(Home):
         assert process.returncode == 0, process.stdout + process.stderr
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        return self.request("POST", path, body or {})
+
+    def request(self, method: str, path: str, content: dict[str, Any] | bytes | None = None) -> tuple[int, dict[str, Any]]:
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
-            headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
-            connection.request("POST", f"/api/v1{path}", json.dumps(body or {}), headers)
+            is_json = isinstance(content, dict)
+            headers = {"Authorization": f"Bearer {self.key}"} | ({"Content-Type": "application/json"} if is_json else {})
+            connection.request(method, f"/api/v1{path}", json.dumps(content) if is_json else content, headers)
             response = connection.getresponse()
-            return response.status, json.loads(response.read())
+            return response.status, json.loads(response.read() or b"{}")
 
     def join(self, number: int) -> str | None:
         """Join an environment. Return the lease id, or None if the request got no response."""
@@ -94,6 +98,19 @@ class Fleet(Home):
         self.process.wait(timeout=HEALTHY)
         wait_until(lambda: not self.find_processes(), "all its processes have ended")
 
+    def remove(self) -> None:
+        """Kill all processes, and remove all containers and the runtime directory."""
+        for pid in self.find_processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process:
+            self.process.wait(timeout=HEALTHY)
+        for name in self.list_containers():
+            providers.get_provider("docker").destroy(name)
+        with override_settings(EGRESS_DIR=get_runtime_dir(self.path) / "egress"):
+            NginxProxy(Engine()).stop()
+        shutil.rmtree(get_runtime_dir(self.path), ignore_errors=True)
+
 
 @pytest.fixture
 def fleet(tmp_path: Path, docker_ready: None) -> Iterator[Fleet]:
@@ -113,16 +130,7 @@ def fleet(tmp_path: Path, docker_ready: None) -> Iterator[Fleet]:
     assert run_manage(tmp_path, "migrate", **fleet.env).returncode == 0
     fleet.key = json.loads(run_manage(tmp_path, "create_key", "--operator", "--json", **fleet.env).stdout)["key"]
     yield fleet
-    for pid in fleet.find_processes():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if fleet.process:
-        fleet.process.wait(timeout=HEALTHY)
-    for name in fleet.list_containers():
-        providers.get_provider("docker").destroy(name)
-    with override_settings(EGRESS_DIR=get_runtime_dir(tmp_path) / "egress"):
-        NginxProxy(Engine()).stop()
-    shutil.rmtree(get_runtime_dir(tmp_path), ignore_errors=True)
+    fleet.remove()
     if settings.ON_POSTGRES:
         with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as database:
             database.execute(f"DROP DATABASE {database_name} WITH (FORCE)")

@@ -38,7 +38,7 @@ from tests.unit.sandboxes.egress.test_litellm_callback import CHAT, MESSAGES, WH
 __all__ = ["litellm"]
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 ROOT = Path(__file__).resolve().parents[2]
-AGENT = ROOT / "sandboxes" / "image" / "agent.py"  # serves the bridge
+AGENT = ROOT / "sandboxes" / "image" / "agent" / "main.py"  # serves the bridge
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 MESSAGE = {"messages": [{"role": "user", "content": "Hello."}]}
 BODIES: dict[str, dict[str, Any]] = {

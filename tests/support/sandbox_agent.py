@@ -17,7 +17,7 @@ from sandboxes.agent.protocol import HEADER
 from sandboxes.agent.runs import AgentClient, AgentRun
 from sandboxes.providers.base import AGENT_DIRECTORY
 
-AGENT = Path(__file__).resolve().parents[2] / "sandboxes" / "image" / "agent.py"
+AGENT = Path(__file__).resolve().parents[2] / "sandboxes" / "image" / "agent" / "main.py"
 SHIM_SOURCE = AGENT.with_name("shim.c")
 SANDBOX = "sandbox"
 

@@ -22,10 +22,13 @@ fallbacks = Counter[str]()  # execs of this process by the engine although a gat
 
 
 def find_agent(engine: Engine, ref: str) -> AgentClient | None:
-    """Return a client for the agent of a container, or None if no gateway was ever started here. Raise Missing."""
+    """Return a client for the agent of a container. Raise Missing.
+
+    None if no gateway was ever started here, or if the gateway cannot identify the agent (gVisor, Kata)."""
     if not settings.AGENT_GATEWAY.exists():
         return None
-    return AgentClient(settings.AGENT_GATEWAY, engine.container_id(ref))
+    container = engine.container_id(ref)
+    return AgentClient(settings.AGENT_GATEWAY, container) if container else None
 
 
 def note_fallback(engine: Engine, ref: str, reason: str) -> None:

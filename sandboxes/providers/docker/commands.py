@@ -14,6 +14,7 @@ from docker.errors import APIError
 from sandboxes.agent.runs import AgentResult, AgentRun, NotStarted, OutcomeUnknown
 from sandboxes.image import reap
 from sandboxes.providers.base import (
+    DATA,
     MARK_VARIABLE,
     WORKSPACE,
     ExecResult,
@@ -62,12 +63,14 @@ class ContainerCommandProvider(Provider):
         mark: str,
         output: OutputView | None = None,
         retain: bool = False,
+        digest_data: bool = False,
     ) -> ExecResult:
-        _check_command(argv, env, cwd)
+        check_command(argv, env, cwd)
         output = output or OutputView()
         # The same mark may be used again for a command of the control plane, but an agent starts a run only once.
         run_id = mark if retain else f"{mark}/{uuid.uuid4().hex}"
-        run = AgentRun(run_id, argv, {**env, MARK_VARIABLE: mark}, cwd, timeout.total_seconds(), stdin, cap)
+        environment, digested = {**env, MARK_VARIABLE: mark}, DATA if digest_data else ""
+        run = AgentRun(run_id, argv, environment, cwd, timeout.total_seconds(), stdin, cap, forget=not retain, digest=digested)
         result = self._exec_by_agent(ref, run, output, retain=retain)
         if result:
             return result
@@ -102,7 +105,7 @@ class ContainerCommandProvider(Provider):
             if time.monotonic() < started + run.timeout:
                 raise Unavailable(f"The outcome of a command in {ref} is unknown: {error}") from error
             result = AgentResult(137, *output.read(), timed_out=True, dropped=(0, 0))
-        if not retain:
+        if not retain and not result.is_forgotten:
             agent_exec.acknowledge(agent, run.id)
         return ExecResult(
             exit_code=result.exit_code,
@@ -112,6 +115,7 @@ class ContainerCommandProvider(Provider):
             oom=engine.was_oom_killed(ref, oom_kills_before, since, result.exit_code),
             truncated=any(result.dropped),
             duration=timedelta(seconds=time.monotonic() - started),
+            data_digest=result.digest,
         )
 
     def _require_running(self, ref: str, since: float) -> None:
@@ -278,9 +282,6 @@ class ContainerCommandProvider(Provider):
         with contextlib.suppress(Missing, Conflict), translate_errors():  # gone or not running: no process is left
             self._engine.client.kill(run.ref)
 
-    def _output_directory(self, ref: str) -> str:
-        return "/tmp/.leasehold"  # noqa: S108 - inside the container
-
     def kill(self, ref: str, mark: str) -> None:
         self._wake(ref)  # a frozen process does not end before it is thawed
         agent = agent_exec.find_agent(self._engine, ref)
@@ -340,7 +341,8 @@ def _parse_start_failure(message: bytes, cap: int) -> tuple[int, BoundedBuffer, 
     return 127 if is_missing else 126, BoundedBuffer(cap), BoundedBuffer(cap, f"{text}\n".encode())
 
 
-def _check_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+def check_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+    """Raise Rejected unless the command can be passed to a program."""
     if not argv:
         raise Rejected("argv must not be empty.")
     if not cwd.startswith("/"):

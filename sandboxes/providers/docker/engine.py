@@ -101,8 +101,8 @@ class Engine:
     def __init__(self) -> None:
         self.client = APIClient(**kwargs_from_env(), version="auto", timeout=CALL_TIMEOUT_SECONDS, max_pool_size=64)
         self.cgroups: dict[str, Cgroup | None] = {}
-        self.first_processes: dict[str, tuple[int, str]] = {}  # container -> (pid of process 1, container id); may be outdated
-        self.container_ids: dict[str, str] = {}  # name -> id of the container; may be outdated
+        # name -> id of the container, empty if its processes run on another kernel; may be outdated
+        self.container_ids: dict[str, str] = {}
         self._host = urlsplit(parse_host(os.environ.get("DOCKER_HOST"), tls="tls" in kwargs_from_env()))
         self._idle: deque[_EngineConnection] = deque(maxlen=64)
         info = self.client.info()
@@ -190,11 +190,14 @@ class Engine:
             return None
 
     def container_id(self, ref: str) -> str:
-        """Return the id of the container with this name. It may be outdated. Raise Missing."""
+        """Return the id of the container with this name, empty if its processes run on another kernel. Raise Missing.
+
+        The id may be outdated."""
         if ref not in self.container_ids:
             if len(self.container_ids) > 10_000:
                 self.container_ids.clear()
-            self.container_ids[ref] = str(self.call("GET", f"/containers/{ref}/json")["Id"])
+            inspected = self.call("GET", f"/containers/{ref}/json")
+            self.container_ids[ref] = str(inspected["Id"]) if shares_kernel(inspected) else ""
         return self.container_ids[ref]
 
     def usage(self, ref: str) -> ResourceUsage | None:

@@ -1,8 +1,8 @@
 """Parked network namespaces: containers that are started ahead, so that a sandbox's start need not create a namespace.
 
-With the network mode "none" the engine spends half of a container's start on the empty network namespace. A parked container has
-such a namespace, and does nothing. A sandbox that starts in the namespace of a parked container is the only one to do so, and
-the parked container is removed as soon as the sandbox has started: the namespace lives on in the sandbox alone.
+With the network mode "none" the engine spends half of a container's start on the empty network namespace. A parked container
+has such a namespace, and does nothing. A sandbox that starts in the namespace of a parked container is the only one to do so,
+and the parked container is removed as soon as the sandbox has started: the namespace lives on in the sandbox alone.
 
 Parked containers have fixed names, so that any number of processes keep the same few. A process claims one by renaming it. The
 new name contains the container's id: the engine refuses a second rename to the same name, so one process succeeds.

@@ -2,7 +2,7 @@
 
 The container's name is the sandbox's name and its ref. Two volumes belong to a container, for /workspace and for /data, so a
 stopped container is started again and has lost only its processes and its tmpfs. All other directories are read-only.
-Process 1 is the agent (image/agent.py), the parent of all commands that it starts. Commands run as the same user, and cannot
+Process 1 is the agent (image/agent/), the parent of all commands that it starts. Commands run as the same user, and cannot
 end, stop or trace it: the kernel keeps signals of its own namespace away from process 1, and it is not dumpable."""
 
 import os
@@ -36,8 +36,8 @@ from sandboxes.providers.docker import parked_networks, replacement, seccomp
 from sandboxes.providers.docker.commands import AGENT_UID
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, translate_errors
 from sandboxes.providers.docker.files import ContainerFilesProvider
+from sandboxes.providers.docker.processes import ContainerProcessesProvider
 from sandboxes.providers.docker.suspension import LIVE_STATES, ContainerSuspensionProvider
-from sandboxes.providers.launcher import BackgroundProcessProvider
 
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
 CREATED_AT_LABEL = "leasehold.made_at"
@@ -45,7 +45,7 @@ INIT_COMMAND = (
     "python3",
     "-I",
     "-S",
-    "/opt/leasehold/agent.pyc",
+    "/opt/leasehold/agent/main.pyc",
     base.AGENT_SOCKET,
     "/opt/leasehold/shim",
     base.EGRESS_LOOPBACK_ADDRESS.rpartition(":")[2],
@@ -68,7 +68,7 @@ def is_daemon_available() -> bool:
     return True
 
 
-class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, BackgroundProcessProvider):
+class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, ContainerProcessesProvider):
     """Provider for one Docker daemon: DOCKER_HOST, over a unix socket or plain TCP."""
 
     name = "docker"
@@ -208,11 +208,11 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Backgr
         raise Unavailable(f"{ref} is not ready after {timeout}: {reason}")
 
     def _is_init_running(self, ref: str) -> bool:
-        """Return whether process 1 has executed agent.pyc. False if the container's processes are not visible from here."""
+        """Return whether process 1 has executed main.pyc. False if the container's processes are not visible from here."""
         try:
             cgroup = self._engine.cgroup(ref)
             pids = cgroup.processes.read_text().split() if cgroup else []
-            return any(b"agent.pyc" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
+            return any(b"agent/main.pyc" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
         except OSError:
             return False
 
@@ -225,7 +225,6 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Backgr
             except Missing:  # repeated until confirmed: the engine may answer 204 during another removal
                 self._engine.cgroups.pop(ref, None)
                 self._engine.container_ids.pop(ref, None)
-                self._engine.first_processes.pop(ref, None)
                 if self._remove_volumes(ref):
                     return
             except Conflict:  # another removal is in progress

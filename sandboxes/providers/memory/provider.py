@@ -214,6 +214,7 @@ class MemoryProvider(HookedCalls, Provider):
         mark: str,
         output: OutputView | None = None,
         retain: bool = False,
+        digest_data: bool = False,
     ) -> ExecResult:
         with self.hooked_call("exec", ref):  # without the lock: execs run concurrently, and a program may block
             sandbox = self._running(ref)

@@ -156,6 +156,7 @@ class ProcessProvider(BackgroundProcessProvider):
         mark: str,
         output: OutputView | None = None,
         retain: bool = False,
+        digest_data: bool = False,
     ) -> ExecResult:
         directory, started = self._open(ref), time.monotonic()
         if not argv or not cwd.startswith("/"):

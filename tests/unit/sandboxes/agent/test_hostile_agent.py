@@ -17,7 +17,7 @@ from sandboxes.providers.docker import agent_exec
 from tests.support.sandbox_agent import Gateway, frame, make_run
 from tests.support.waiting import wait_until
 
-HELLO = frame(0, b'{"protocol":"leasehold-agent","version":1,"boot":"0123456789abcdef"}')
+HELLO = frame(0, b'{"protocol":"leasehold-agent","version":2,"boot":"0123456789abcdef"}')
 ENDED = {"run": "r1", "state": "ended", "exit_code": 0, "timed_out": False, "stdout": [0, 0], "stderr": [0, 0], "inline": True}
 
 
@@ -146,7 +146,7 @@ def test_result_that_changes_between_two_reads_is_no_result(server):
 
 
 @pytest.mark.parametrize(
-    "greeting", [b"", b"\0" * 5, HELLO.replace(b":1", b":2"), frame(1, b"{}"), HELLO * 2, HELLO.replace(b'"0', b'7,"x":"')]
+    "greeting", [b"", b"\0" * 5, HELLO.replace(b":2", b":1"), frame(1, b"{}"), HELLO * 2, HELLO.replace(b'"0', b'7,"x":"')]
 )
 def test_session_begins_with_one_greeting(server, greeting):
     assert is_disconnected(dial(server, greeting))

@@ -1,4 +1,4 @@
-"""image/agent.py as a process, with the control plane's client: runs, output by offset, kills and reconnections."""
+"""image/agent/main.py as a process, with the control plane's client: runs, output by offset, kills and reconnections."""
 
 import contextlib
 import signal

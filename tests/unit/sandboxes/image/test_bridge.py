@@ -1,4 +1,4 @@
-"""image/bridge.py in the agent's process: bytes are copied in both directions without delay."""
+"""image/agent/bridge.py in the agent's process: bytes are copied in both directions without delay."""
 
 import socket
 import subprocess
@@ -13,7 +13,7 @@ import pytest
 from tests.support.servers import ports
 from tests.support.waiting import wait_until
 
-AGENT = Path(__file__).resolve().parents[4] / "sandboxes" / "image" / "agent.py"
+AGENT = Path(__file__).resolve().parents[4] / "sandboxes" / "image" / "agent" / "main.py"
 TURNS = 60
 QUICK = 0.035  # seconds; a busy machine may exceed it occasionally
 

@@ -1,6 +1,7 @@
 """Synchronization of an agent's /data between its sandboxes: pull, persist, conflicts, store failures, crashes."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import PurePosixPath
 
@@ -15,6 +16,7 @@ from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import Entry, File, Folder, Link, MemoryProvider
 from sandboxes.runs.operations import Command
 from sandboxes.state import data_sync, pruning
+from sandboxes.state.changes import digest_manifest
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.sweeps import passes
@@ -86,6 +88,22 @@ def test_exec_without_changes_costs_one_manifest(one: Lease, memory: MemoryProvi
     assert read(one, "note") == "hello"
     assert [verb for verb, _ in memory.calls] == ["exec", "manifest"]
     assert set(get_store().list()) == objects
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_exec_that_states_the_recorded_digest_costs_no_manifest(one: Lease, memory, monkeypatch, is_changed: bool) -> None:
+    exec_without_digest = memory.exec
+
+    def exec_with_digest(ref, argv, **more):
+        result = exec_without_digest(ref, argv, **more)
+        return replace(result, data_digest=digest_manifest(memory.manifest(ref, DATA))) if more["digest_data"] else result
+
+    write(one, "a", "1")
+    monkeypatch.setattr(memory, "exec", exec_with_digest)
+    memory.calls.clear()
+    sh(one, f"echo 2 >{DATA}/a" if is_changed else "true")
+    manifest_count = [verb for verb, _ in memory.calls].count("manifest") - 1  # without this test's own
+    assert (manifest_count > 0) == is_changed
 
 
 def test_only_changed_files_are_uploaded(one: Lease, memory: MemoryProvider) -> None:

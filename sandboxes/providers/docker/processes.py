@@ -1,0 +1,63 @@
+"""Background processes in Docker containers: by the agent, or by image/launch.py where no agent can be reached at all."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from sandboxes.agent.client import ConnectionLost, NotConnected
+from sandboxes.agent.operations import AgentProcesses
+from sandboxes.agent.protocol import ProtocolError
+from sandboxes.agent.runs import NotStarted
+from sandboxes.providers.arguments import check_range
+from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE, ProcessOutput, ProcessState, Unavailable
+from sandboxes.providers.docker import agent_exec
+from sandboxes.providers.docker.commands import ContainerCommandProvider, check_command
+from sandboxes.providers.launcher import BackgroundProcessProvider
+
+
+class ContainerProcessesProvider(ContainerCommandProvider, BackgroundProcessProvider):
+    """Background process verbs of DockerProvider.
+
+    A host either has a gateway or not, so all processes of a container are started in the same way."""
+
+    def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
+        check_command(argv, env, cwd)
+        agent = self._find_processes(ref)
+        if agent is None:
+            return super().start(ref, argv, env=env, cwd=cwd, mark=mark)
+        with _translate_errors(ref):
+            return _to_state(agent.start(mark, argv, {**env, MARK_VARIABLE: mark}, cwd))
+
+    def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:
+        agent = self._find_processes(ref)
+        if agent is None:
+            return super().processes(ref, marks)
+        with _translate_errors(ref):
+            return {mark: _to_state(code) for mark, code in agent.list_exit_codes(marks).items()}
+
+    def log(self, ref: str, mark: str, *, start: int, length: int) -> ProcessOutput:
+        agent = self._find_processes(ref)
+        if agent is None:
+            return super().log(ref, mark, start=start, length=length)
+        check_range(start, length)
+        with _translate_errors(ref):
+            return ProcessOutput(*(agent.read_log(mark, start=start, length=length) or (b"", start)))
+
+    def _find_processes(self, ref: str) -> AgentProcesses | None:
+        agent, since = agent_exec.find_agent(self._engine, ref), time.time()
+        return AgentProcesses(agent, check=lambda: self._require_running(ref, since)) if agent else None
+
+    def _output_directory(self, ref: str) -> str:
+        return "/tmp/.leasehold"  # noqa: S108 - inside the container
+
+
+@contextlib.contextmanager
+def _translate_errors(ref: str) -> Iterator[None]:
+    try:
+        yield
+    except (NotStarted, NotConnected, ConnectionLost, ProtocolError) as error:
+        raise Unavailable(f"The background processes of {ref} cannot be reached: {error}") from error
+
+
+def _to_state(exit_code: int | None) -> ProcessState:
+    return ProcessState(running=exit_code is None, exit_code=exit_code)

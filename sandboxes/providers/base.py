@@ -272,7 +272,7 @@ class Provider(ABC):
         Idempotent. No such process, or a sandbox that is not running, is success; raise Missing if there is no sandbox."""
 
     def prepare_starts(self) -> Mapping[str, int]:
-        """Keep ready what makes the next start faster, and remove what is left of it. Idempotent. Return counts by result."""
+        """Prepare resources that make the next starts faster, and remove outdated ones. Idempotent. Return counts by result."""
         return {}
 
     @abstractmethod

@@ -65,6 +65,8 @@ def configure(database_url: str, directory: Path, **env: str) -> None:
 
 def destroy_sandboxes() -> None:
     """Destroy the sandboxes of all pools at their providers."""
+    from django.test import override_settings
+
     from sandboxes import providers
     from sandboxes.models import Pool
 
@@ -72,3 +74,5 @@ def destroy_sandboxes() -> None:
         provider = providers.get_provider(pool.provider or providers.get_default_provider_name())
         for sandbox in provider.list(str(pool.owner)):
             provider.destroy(sandbox.ref)
+        with override_settings(PARKED_NETWORKS=0):
+            provider.prepare_starts()

@@ -5,14 +5,18 @@ Reference figures of the prototype, with processes instead of containers: resume
 import os
 import uuid
 
+from django.conf import settings
 from django.utils import timezone
 
 from leases import api_keys
 from sandboxes import destruction, eviction
 from sandboxes.models import Pool, Sandbox, TransitionReason
 from sandboxes.pool import allocation
+from sandboxes.providers.docker import parked_networks
+from sandboxes.providers.docker.engine import Engine
 from tests.bench.measure import BenchCase, interleave, print_report
 from tests.bench.server import ApiClient, destroy_raw_container, exec_raw, run_control_plane, start_raw_container
+from tests.support.waiting import wait_until
 
 START_COUNT = int(os.environ.get("BENCH_STARTS", "12"))
 DID = "did:web:bench.invalid"
@@ -20,6 +24,7 @@ DID = "did:web:bench.invalid"
 
 def main() -> None:
     with run_control_plane() as (_, port):
+        bench_creates(port)
         bench_wakes(port)
         bench_claims(port)
     print("\n  prototype, with processes: resume from warm 1.7 ms, from cold 32 ms", flush=True)
@@ -27,6 +32,34 @@ def main() -> None:
 
 def create_client(port: int) -> ApiClient:
     return ApiClient(port, api_keys.issue_key([DID], now=timezone.now())[1])
+
+
+def bench_creates(port: int) -> None:
+    """Join that creates a container, with and without a parked network namespace.
+
+    The server parks the next one one second after each join. That is waited for, and not part of any figure."""
+    api, run, engine = create_client(port), uuid.uuid4().hex[:8], Engine()
+    name = f"lh-bench-{run}"
+
+    def join(number: int) -> None:
+        assert api.post(f"/environments/{run}-{number}/join", {"agent_did": DID, "environment_type": "coding"})["is_new"]
+
+    def unpark(number: int) -> None:
+        while parked := parked_networks.claim(engine):
+            parked_networks.remove(engine, parked)
+
+    def destroy(number: int) -> None:
+        sandbox = Sandbox.objects.get(environment_id=f"{run}-{number}")
+        assert destruction.schedule_destroy(sandbox.pk, now=timezone.now(), code=TransitionReason.OPERATOR)
+        assert destruction.destroy(sandbox.pk, now=timezone.now())
+        wait_until(lambda: parked_networks.find_parked(engine, 0), "the server has parked a network namespace")
+
+    raw = BenchCase("raw: create, start", lambda number: start_raw_container(name, settings.SANDBOX_IMAGE))
+    raw.after = lambda number: destroy_raw_container(name)
+    unparked = BenchCase("join through HTTP, none parked", join, before=unpark, after=destroy)
+    parked = BenchCase("join through HTTP, one parked", join, after=destroy)
+    interleave([raw, unparked, parked], rounds=START_COUNT, warmup=2)
+    print_report("join without a pre-warmed sandbox", [raw, unparked, parked], raw=raw, aim="0.8x")
 
 
 def bench_wakes(port: int) -> None:

@@ -41,13 +41,21 @@ def claim(engine: Engine) -> str | None:
     """Return the id of a parked container that no other start uses. None: there is none, or no answer."""
     for number in range(settings.PARKED_NETWORKS):
         try:
-            parked = engine.call("GET", f"/containers/{_get_name(number)}/json")
-            if parked["State"]["Running"]:
-                _mark_used(engine, parked["Id"])
-                return str(parked["Id"])
-        except ProviderError:  # not started yet, or another process was first
+            if parked := find_parked(engine, number):
+                _mark_used(engine, parked)
+                return parked
+        except ProviderError:  # another process was first, or the engine does not respond, as the start will show
             continue
     return None
+
+
+def find_parked(engine: Engine, number: int) -> str | None:
+    """Return the id of a parked container that runs and is not claimed, by its number from 0. Raise ProviderError."""
+    try:
+        parked = engine.call("GET", f"/containers/{_get_name(number)}/json")
+    except Missing:
+        return None
+    return str(parked["Id"]) if parked["State"]["Running"] else None
 
 
 def park(engine: Engine) -> int:

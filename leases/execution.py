@@ -124,7 +124,7 @@ class LeaseClaim(Claim):
 
     def __init__(self, lease: Lease, clock: Clock, *, lasts: timedelta = timedelta(0)) -> None:
         ttl = max(lasts + operations.KILL_GRACE, CLAIM_TTL)
-        super().__init__(Lease.objects.none(), deadline=lease.expires_at, clock=clock, ttl=ttl)
+        super().__init__(Lease.objects.none, deadline=lease.expires_at, clock=clock, ttl=ttl)
         self._lease = lease
 
     def _write(self, deadline: datetime, **changes: object) -> bool:

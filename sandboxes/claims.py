@@ -7,7 +7,7 @@ Correctness does not depend on the heartbeat: without it a long transfer loses i
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import datetime, timedelta
@@ -45,10 +45,18 @@ class Progress:
 
 
 class Claim(Progress):
-    """Claim on the rows of a query, which must select them only while they are claimed: by a token, for instance."""
+    """Claim on the rows of a query, which must select them only while they are claimed: by a token, for instance.
+
+    `rows` may be a function that builds the query, since most claims end before their deadline is extended."""
 
     def __init__(
-        self, rows: QuerySet[Any], *, deadline: datetime, clock: Clock, column: str = "deadline_at", ttl: timedelta = CLAIM_TTL
+        self,
+        rows: QuerySet[Any] | Callable[[], QuerySet[Any]],
+        *,
+        deadline: datetime,
+        clock: Clock,
+        column: str = "deadline_at",
+        ttl: timedelta = CLAIM_TTL,
     ) -> None:
         self._rows, self._column, self.deadline, self.clock, self.ttl = rows, column, deadline, clock, ttl
         super().__init__()
@@ -84,10 +92,10 @@ class Claim(Progress):
         return True
 
     def _get_rows(self) -> QuerySet[Any]:
-        return self._rows
+        return self._rows() if callable(self._rows) else self._rows
 
     def __str__(self) -> str:
-        return f"{self._rows.model.__name__} until {self.deadline}"
+        return f"{self._get_rows().model.__name__} until {self.deadline}"
 
     def note_progress(self) -> None:
         """Count one more step. Raises ClaimLost once the heartbeat has found the claim lost. Thread-safe."""
@@ -114,7 +122,7 @@ class SelfGuardedClaim(Claim):
     """Claim on a row without a token: the deadline that this worker wrote last identifies its claim."""
 
     def _get_rows(self) -> QuerySet[Any]:
-        return self._rows.filter(**{self._column: self.deadline})
+        return super()._get_rows().filter(**{self._column: self.deadline})
 
 
 class Heartbeat:

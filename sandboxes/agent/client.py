@@ -4,7 +4,9 @@ import contextlib
 import itertools
 import os
 import socket
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,7 @@ from sandboxes.agent.gateway import encode_control_frame
 from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame, encode_frame, parse_hello
 
 CHUNK_BYTES = 1 << 18
+MAX_IDLE_CONNECTIONS = 64  # of a process; the oldest is closed
 GREETING_TIMEOUT_SECONDS = 2.0  # in addition to the time that the gateway is asked to wait
 
 
@@ -30,12 +33,14 @@ class ConnectionLost(Exception):
 
 
 class AgentConnection:
-    """One connection, used by one thread."""
+    """One connection, used by one thread at a time."""
 
     def __init__(self, gateway: Path, container: str, *, wait: float) -> None:
         """Connect, and wait up to `wait` seconds for the container's agent. Raise NotConnected."""
+        self.key = os.fspath(gateway), container
         self._reader, self._ids = FrameReader(), itertools.count(1)
         self._frames: list[RawFrame] = []
+        self._awaited, self._ignored = 0, set[int]()  # ids of requests without a response yet
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.settimeout(GREETING_TIMEOUT_SECONDS)
@@ -51,7 +56,7 @@ class AgentConnection:
 
     def request(self, head: Mapping[str, Any], body: bytes = b"", *, timeout: float) -> Frame:
         """Send one request and wait up to `timeout` seconds for its response. Raise ConnectionLost, ProtocolError."""
-        request_id = next(self._ids)
+        request_id = self._awaited = next(self._ids)
         try:
             self._socket.settimeout(timeout)
             self._socket.sendall(encode_frame(request_id, head, body))
@@ -60,12 +65,30 @@ class AgentConnection:
         frame = self._receive(timeout=timeout)
         if frame.request_id != request_id:
             raise ProtocolError("response to another request")
+        self._awaited = 0
         return frame
 
     def send(self, head: Mapping[str, Any]) -> None:
-        """Send a request whose response is not waited for. The connection is closed afterwards. Raise nothing."""
-        with contextlib.suppress(OSError):
-            self._socket.sendall(encode_frame(next(self._ids), head))
+        """Send a request whose response is ignored. Raise ConnectionLost if the connection has ended."""
+        request_id = next(self._ids)
+        self._ignored.add(request_id)
+        try:
+            self._socket.sendall(encode_frame(request_id, head))
+        except OSError as error:
+            raise ConnectionLost(f"The request was not sent: {error}") from error
+
+    def is_reusable(self) -> bool:
+        """Return whether the connection is open, and every response that was waited for has arrived."""
+        if self._awaited:
+            return False
+        try:
+            self._socket.setblocking(False)
+            chunk = self._socket.recv(CHUNK_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return bool(chunk) and self._feed(chunk) and not self._frames
 
     def report(self, violation: str) -> None:
         """Make the gateway end the agent's session."""
@@ -79,7 +102,21 @@ class AgentConnection:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
+        """Keep the connection for later operations, unless one has failed."""
+        if error is None and not self._awaited:
+            idle_connections.put(self)
+        else:
+            self.close()
+
+    def _feed(self, chunk: bytes) -> bool:
+        """Add the frames of a chunk, without ignored responses. Return False if the agent violates the protocol."""
+        try:
+            frames = self._reader.feed(chunk)
+        except ProtocolError:
+            return False
+        self._frames += [frame for frame in frames if frame.request_id not in self._ignored]
+        self._ignored -= {frame.request_id for frame in frames}
+        return True
 
     def _receive(self, *, timeout: float) -> Frame:
         deadline = time.monotonic() + timeout
@@ -91,5 +128,45 @@ class AgentConnection:
                 raise ConnectionLost(f"No response: {error}") from error
             if not chunk:
                 raise ConnectionLost("The connection has ended.")
-            self._frames = self._reader.feed(chunk)
+            if not self._feed(chunk):
+                raise ProtocolError("invalid frame")
         return self._frames.pop(0).parse()
+
+
+class IdleConnections:
+    """Open connections of this process that no thread uses, by gateway and container."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connections = OrderedDict[AgentConnection, None]()  # the least recently used first
+
+    def take(self, gateway: Path, container: str) -> AgentConnection | None:
+        """Return the most recently used connection to an agent, or None."""
+        key = os.fspath(gateway), container
+        while True:
+            with self._lock:
+                found = next((connection for connection in reversed(self._connections) if connection.key == key), None)
+                if found is None:
+                    return None
+                del self._connections[found]
+            if found.is_reusable():
+                return found
+            found.close()
+
+    def put(self, connection: AgentConnection) -> None:
+        with self._lock:
+            self._connections[connection] = None
+            excess = self._connections.popitem(last=False)[0] if len(self._connections) > MAX_IDLE_CONNECTIONS else None
+        if excess:
+            excess.close()
+
+    def clear(self) -> None:
+        """Forget all connections, in a process that has been forked."""
+        self._lock = threading.Lock()
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+
+
+idle_connections = IdleConnections()
+os.register_at_fork(after_in_child=idle_connections.clear)

@@ -3,11 +3,13 @@
 Every request may be repeated: operations and processes have ids, output and stdin have byte offsets. A restart of the gateway
 therefore interrupts nothing."""
 
+import contextlib
 import io
 import json
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import BinaryIO, Self
 
 from sandboxes.agent.client import AgentConnection, ConnectionLost, GatewayDown, NotConnected
@@ -77,7 +79,8 @@ class RepeatingConnection:
     def send(self, run_id: str, head: Mapping[str, object]) -> None:
         """Send a request whose effect is not waited for, if the connection is open."""
         if self._connection:
-            self._connection.send({**head, "run": run_id})
+            with contextlib.suppress(ConnectionLost):
+                self._connection.send({**head, "run": run_id})
 
     def close(self) -> None:
         if self._connection:
@@ -87,8 +90,10 @@ class RepeatingConnection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._connection:
+            self._connection.__exit__(kind, error, traceback)
+            self._connection = None
 
 
 class FileOperation:

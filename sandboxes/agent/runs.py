@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected
+from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected, idle_connections
 from sandboxes.agent.protocol import MAX_REQUEST_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
 
 CONNECT_SECONDS = 0.5  # for the agent of a container that has just started
@@ -125,9 +125,9 @@ class AgentClient:
             return self._collect(connection, AgentRun(run_id, (), {}, "/", 0.0, cap=cap), frame, state)
 
     def acknowledge(self, run_id: str) -> None:
-        """Let the agent drop a recorded result. Idempotent. Raise NotConnected, ConnectionLost, ProtocolError."""
+        """Let the agent drop a recorded result, without waiting for it. Raise NotConnected, ConnectionLost."""
         with self._connect(0.0) as connection:
-            connection.request({"verb": "ack", "run": run_id}, timeout=RESPONSE_SECONDS)
+            connection.send({"verb": "ack", "run": run_id})
 
     def kill(self, run_id: str) -> str:
         """Kill all processes of a run. Return its state once the agent reports them gone, "unknown" if there is no such run.
@@ -147,8 +147,9 @@ class AgentClient:
             return frame.body, state
 
     def open(self, wait: float) -> AgentConnection:
-        """Open a connection, and wait up to `wait` seconds for the agent. Raise NotConnected."""
-        return AgentConnection(self._gateway, self._container, wait=wait)
+        """Return an idle connection, or open one and wait up to `wait` seconds for the agent. Raise NotConnected."""
+        idle = idle_connections.take(self._gateway, self._container)
+        return idle or AgentConnection(self._gateway, self._container, wait=wait)
 
     @contextmanager
     def _connect(self, wait: float) -> Iterator[AgentConnection]:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
-from django.db import connection, transaction
+from django.db import DEFAULT_DB_ALIAS, connection, connections, transaction
 from django.db.models import Field, ForeignKey, Model
 from django.db.models.expressions import Col
 
@@ -55,15 +55,20 @@ def find_first_with_related(
 
 
 def find_joined(
-    model: type[M], joins: Sequence[tuple[type[Model], str]], subqueries: Sequence[str], where: str, *values: Any
+    model: type[M],
+    joins: Sequence[tuple[type[Model], str]],
+    subqueries: Sequence[str],
+    where: str,
+    *values: Any,
+    defer: tuple[str, ...] = (),
 ) -> tuple[M | None, list[Any], Sequence[Any]]:
     """Like find_first, and also load a row of each joined table and the scalar `subqueries` in the same query.
 
     `joins` are models with a join condition that at most one of their rows matches. `values` are the parameters of the
-    subqueries, then those of the joins and of the condition. Returns the instance, an instance or None for each join, and the
-    results of the subqueries."""
-    tables: list[type[Model]] = [model, *(other for other, _ in joins)]
-    selected = ", ".join([*(_describe_columns(table)[0] for table in tables), *(f"({subquery})" for subquery in subqueries)])
+    subqueries, then those of the joins and of the condition. `defer` names fields of `model` that are loaded when they are
+    used. Returns the instance, an instance or None for each join, and the results of the subqueries."""
+    tables: list[tuple[type[Model], tuple[str, ...]]] = [(model, defer), *((other, ()) for other, _ in joins)]
+    selected = ", ".join([*(_describe_columns(*table)[0] for table in tables), *(f"({subquery})" for subquery in subqueries)])
     source = " ".join([
         model._meta.db_table, *(f"LEFT JOIN {other._meta.db_table} ON {condition}" for other, condition in joins)
     ])  # fmt: skip
@@ -73,10 +78,11 @@ def find_joined(
     [row] = rows
     instances: list[Model | None] = []
     start = 0
-    for table in tables:
-        names = _describe_columns(table)[1]
+    for table, deferred in tables:
+        names = _describe_columns(table, deferred)[1]
         columns = row[start : start + len(names)]
-        instances.append(None if columns[names.index(_get_key_name(table))] is None else _build_instance(table, columns))
+        is_absent = columns[names.index(_get_key_name(table))] is None
+        instances.append(None if is_absent else _build_instance(table, columns, deferred))
         start += len(names)
     return cast(M, instances[0]), instances[1:], row[start:]
 
@@ -86,19 +92,19 @@ def _get_key_name(model: type[Model]) -> str:
     return model._meta.pk.attname
 
 
-def _build_instance(model: type[M], row: Sequence[Any]) -> M:
-    _, names, casts = _describe_columns(model)
-    values = [*row]
+def _build_instance(model: type[M], row: Sequence[Any], defer: tuple[str, ...] = ()) -> M:
+    _, names, casts = _describe_columns(model, defer)
+    values, database = [*row], connections[DEFAULT_DB_ALIAS]  # `connection` looks the database up at each access
     for index, column, convert in casts:
-        values[index] = convert(values[index], column, connection)
-    return model.from_db(connection.alias, names, values)
+        values[index] = convert(values[index], column, database)
+    return model.from_db(DEFAULT_DB_ALIAS, names, values)
 
 
 def insert(row: Model) -> None:
     """Insert one row. The primary key is read back if the database chooses it; other values are not."""
     statement, fields = _build_insert(type(row), keyed=row.pk is not None)
     with connection.cursor() as cursor:
-        cursor.execute(statement, [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields])
+        cursor.execute(statement, _prepare_values(row, fields))
         if row.pk is None:
             [[row.pk]] = cursor.fetchall()
     row._state.adding, row._state.db = False, connection.alias
@@ -110,7 +116,7 @@ def build_insert_from(row: Model, source: str) -> Statement:
     `source` is a table or a common table expression with at most one row: without a row nothing is inserted."""
     statement, fields = _build_insert(type(row), keyed=True)
     names, _, _ = statement.partition(" VALUES ")
-    values = tuple(field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields)
+    values = tuple(_prepare_values(row, fields))
     return Statement(f"{names} SELECT {', '.join(['%s'] * len(fields))} FROM {source}", values)  # noqa: S608 - no user input
 
 
@@ -119,7 +125,7 @@ def insert_if_absent(row: Model) -> bool:
 
     Waits for the end of a concurrent transaction that has inserted a conflicting row."""
     statement, fields = _build_insert(type(row), keyed=True)
-    values = [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields]
+    values = _prepare_values(row, fields)
     return execute(f"{statement} ON CONFLICT DO NOTHING", *values) == 1
 
 
@@ -197,9 +203,11 @@ def execute_chain(steps: Sequence[tuple[str, Statement]], counted: Sequence[str]
 
 
 @cache
-def _describe_columns(model: type[Model]) -> tuple[str, list[str], list[tuple[int, Col, Callable[..., Any]]]]:
+def _describe_columns(
+    model: type[Model], defer: tuple[str, ...] = ()
+) -> tuple[str, list[str], list[tuple[int, Col, Callable[..., Any]]]]:
     """Return the column list of a model, its field names, and the converters of driver values: (index, column, function)."""
-    table, fields = model._meta.db_table, model._meta.concrete_fields
+    table, fields = model._meta.db_table, [field for field in model._meta.concrete_fields if field.name not in defer]
     columns: list[Col] = [field.get_col(table) for field in fields]
     casts = [
         (index, column, convert)
@@ -207,6 +215,11 @@ def _describe_columns(model: type[Model]) -> tuple[str, list[str], list[tuple[in
         for convert in connection.ops.get_db_converters(column) + column.get_db_converters(connection)
     ]
     return ", ".join(f"{table}.{field.column}" for field in fields), [field.attname for field in fields], casts
+
+
+def _prepare_values(row: Model, fields: Sequence["Field[Any, Any]"]) -> list[Any]:
+    database = connections[DEFAULT_DB_ALIAS]
+    return [field.get_db_prep_save(getattr(row, field.attname), database) for field in fields]
 
 
 @cache

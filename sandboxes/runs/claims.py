@@ -6,6 +6,7 @@ deadline is fixed: its start, its timeout and KILL_GRACE."""
 from datetime import timedelta
 
 from django.conf import settings
+from django.db.models import QuerySet
 
 from sandboxes.claims import Claim, Progress
 from sandboxes.db.clock import Clock
@@ -21,8 +22,12 @@ class RunClaim(Claim):
     """Claim of the process that waits for a Run's result."""
 
     def __init__(self, run: Run, clock: Clock) -> None:
-        open_run = Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True)
-        super().__init__(open_run, deadline=run.deadline_at, clock=clock)
+        token = run.claim
+
+        def find_open_run() -> QuerySet[Run]:
+            return Run.objects.filter(pk=run.pk, claim=token, ended_at__isnull=True)
+
+        super().__init__(find_open_run, deadline=run.deadline_at, clock=clock)
         self.output = OutputView()
         self._stored_bytes = 0
 

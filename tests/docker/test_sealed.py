@@ -27,7 +27,7 @@ from tests.support.waiting import run_with_growing_timeouts, wait_until
 
 pytestmark = pytest.mark.docker
 MEMORY_MIB, PIDS = 128, 64
-PROCESSES_OF_OURS = ("ps ", "python3 -I -S /opt/leasehold/agent/", "/opt/leasehold/shim")
+PROCESSES_OF_OURS = ("ps ", "python3 -I -S /opt/leasehold/agent", "/opt/leasehold/shim")
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "uts")
 BOMB = """
 import os, time

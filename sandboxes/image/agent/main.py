@@ -20,8 +20,9 @@ import signal
 import sys
 import time
 
-DIRECTORY = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, DIRECTORY)  # an isolated Python does not search the program's directory
+# An isolated Python does not search the program's directory. In the image this file is agent.pyc, above its modules in agent/.
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, f"{HERE}/agent"]
 
 from connection import GatewayConnection, InvalidRequest  # noqa: E402
 from digests import digest_directory  # noqa: E402
@@ -51,8 +52,8 @@ class Agent(GatewayConnection):
         self.shim_path = shim_path
         self.runs, self.tombstones, self.retained_bytes = {}, {}, 0
         self.exit_codes = {}  # of ended background processes whose output was dropped
-        helper = next(name for name in ("helper.pyc", "helper.py") if os.path.exists(f"{DIRECTORY}/{name}"))
-        self.helper = Helper(["python3", "-I", "-S", f"{DIRECTORY}/{helper}"])
+        helper = next(path for path in (f"{HERE}/agent/helper.pyc", f"{HERE}/helper.py") if os.path.exists(path))
+        self.helper = Helper(["python3", "-I", "-S", helper])
         self.waits = []  # (deadline, run id, request id, predicate, answer)
         wakeup, signals = os.pipe()
         for fd in (wakeup, signals):

@@ -45,7 +45,7 @@ INIT_COMMAND = (
     "python3",
     "-I",
     "-S",
-    "/opt/leasehold/agent/main.pyc",
+    "/opt/leasehold/agent.pyc",
     base.AGENT_SOCKET,
     "/opt/leasehold/shim",
     base.EGRESS_LOOPBACK_ADDRESS.rpartition(":")[2],
@@ -208,11 +208,11 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Contai
         raise Unavailable(f"{ref} is not ready after {timeout}: {reason}")
 
     def _is_init_running(self, ref: str) -> bool:
-        """Return whether process 1 has executed main.pyc. False if the container's processes are not visible from here."""
+        """Return whether process 1 has executed agent.pyc. False if the container's processes are not visible from here."""
         try:
             cgroup = self._engine.cgroup(ref)
             pids = cgroup.processes.read_text().split() if cgroup else []
-            return any(b"agent/main.pyc" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
+            return any(b"agent.pyc" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
         except OSError:
             return False
 

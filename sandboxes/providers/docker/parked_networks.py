@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 LABEL = "leasehold.parked"  # runtime directory of the installation, which all its processes on the engine's host share
 SANDBOX_LABEL = "leasehold.name"
 REPLACE_DELAY_SECONDS = 1.0  # the first commands of the new sandbox come first
-MEMORY_BYTES = 16 << 20  # limit; a parked container uses 6 MiB, most of them by the engine's own process for it
+MEMORY_BYTES = 64 << 20  # limit, of which the runtime needs up to 20 MiB at the start; a parked container then uses 3 MiB
 # Messages of the engine for the start of a container whose parked container was removed, or has stopped.
 GONE_PATTERN = re.compile(
     r"No such container: (?P<id>[0-9a-f]{64})|cannot join network of a non running container", re.IGNORECASE

@@ -132,11 +132,14 @@ class FileOperation:
         head |= {"keep": "stream", "open": follows, "command_bytes": len(command)}
         head["wait"] = 0 if follows else FIRST_WAIT_SECONDS
         timeout = FIRST_WAIT_SECONDS + FIRST_RESPONSE_SECONDS
-        frame, state = self._connection.request(self._id, head, command + content, timeout=timeout)
-        if state.state == "busy":
+        try:
+            frame, state = self._connection.request(self._id, head, command + content, timeout=timeout)
+            if state.state == "busy":
+                raise NotStarted("The agent cannot start a process.")
+        except NotStarted:
             if stdin is not None and content:
                 stdin.seek(-len(content), io.SEEK_CUR)
-            raise NotStarted("The agent cannot start a process.")
+            raise
         if follows and stdin is not None and state.state == "running":
             frame, state = self._write(stdin, len(content))
         self._require_known(state)

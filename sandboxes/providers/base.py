@@ -271,6 +271,10 @@ class Provider(ABC):
 
         Idempotent. No such process, or a sandbox that is not running, is success; raise Missing if there is no sandbox."""
 
+    def prepare_starts(self) -> Mapping[str, int]:
+        """Prepare resources that make the next starts faster, and remove outdated ones. Idempotent. Return counts by result."""
+        return {}
+
     @abstractmethod
     def suspend(self, ref: str) -> None:
         """Freeze all processes of the sandbox: they use no CPU time, and keep their memory. Idempotent.

@@ -6,8 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -40,7 +40,7 @@ class AgentConnection:
         self.key = os.fspath(gateway), container
         self._reader, self._ids = FrameReader(), itertools.count(1)
         self._frames: list[RawFrame] = []
-        self._awaited, self._ignored = 0, set[int]()  # ids of requests without a response yet
+        self._awaited, self._ignored = deque[int](), set[int]()  # ids of requests without a response yet
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.settimeout(GREETING_TIMEOUT_SECONDS)
@@ -56,17 +56,16 @@ class AgentConnection:
 
     def request(self, head: Mapping[str, Any], body: bytes = b"", *, timeout: float) -> Frame:
         """Send one request and wait up to `timeout` seconds for its response. Raise ConnectionLost, ProtocolError."""
-        request_id = self._awaited = next(self._ids)
-        try:
-            self._socket.settimeout(timeout)
-            self._socket.sendall(encode_frame(request_id, head, body))
-        except OSError as error:
-            raise ConnectionLost(f"The request was not sent: {error}") from error
-        frame = self._receive(timeout=timeout)
-        if frame.request_id != request_id:
-            raise ProtocolError("response to another request")
-        self._awaited = 0
-        return frame
+        self._send(next(self._ids), head, body, timeout=timeout)
+        return self._receive_response(timeout=timeout)
+
+    def request_all(self, heads: Sequence[Mapping[str, Any]], *, timeout: float) -> list[Frame]:
+        """Send several requests at once and wait up to `timeout` seconds for each response.
+
+        The agent answers in the order of the requests if none of them waits. Raise ConnectionLost, ProtocolError."""
+        for head in heads:
+            self._send(next(self._ids), head, b"", timeout=timeout)
+        return [self._receive_response(timeout=timeout) for _ in heads]
 
     def send(self, head: Mapping[str, Any]) -> None:
         """Send a request whose response is ignored. Raise ConnectionLost if the connection has ended."""
@@ -109,6 +108,22 @@ class AgentConnection:
             idle_connections.put(self)
         else:
             self.close()
+
+    def _send(self, request_id: int, head: Mapping[str, Any], body: bytes, *, timeout: float) -> None:
+        self._awaited.append(request_id)
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.sendall(encode_frame(request_id, head, body))
+        except OSError as error:
+            raise ConnectionLost(f"The request was not sent: {error}") from error
+
+    def _receive_response(self, *, timeout: float) -> Frame:
+        """Return the response to the oldest awaited request."""
+        frame = self._receive(timeout=timeout)
+        if frame.request_id != self._awaited[0]:
+            raise ProtocolError("response to another request")
+        self._awaited.popleft()
+        return frame
 
     def _feed(self, chunk: bytes) -> bool:
         """Add the frames of a chunk, without ignored responses. Return False if the agent violates the protocol."""

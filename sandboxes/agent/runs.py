@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected, idle_connections
-from sandboxes.agent.protocol import MAX_REQUEST_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
+from sandboxes.agent.protocol import MAX_BODY_BYTES, MAX_REQUEST_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
 
 CONNECT_SECONDS = 0.5  # for the agent of a container that has just started
 FIRST_WAIT_SECONDS = FIRST_RESPONSE_SECONDS = 0.5  # of the first request: a container that does not respond is noticed early
@@ -166,20 +166,26 @@ class AgentClient:
         if state.inline:
             stdout, stderr = frame.body[: state.retained[0]], frame.body[state.retained[0] :]
         else:
-            stdout = self._read_stream(connection, run.id, "stdout", state)
-            stderr = self._read_stream(connection, run.id, "stderr", state)
+            stdout, stderr = self._read_streams(connection, run.id, state)
         return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped, state.digest)
 
-    def _read_stream(self, connection: AgentConnection, run_id: str, stream: str, ended: RunState) -> bytes:
-        size, content = ended.retained[stream == "stderr"], bytearray()
-        while len(content) < size:
-            frame, state = self._read(connection, run_id, stream, len(content), 0.0)
-            if not frame.body or state.retained != ended.retained or state.exit_code != ended.exit_code:
+    def _read_streams(self, connection: AgentConnection, run_id: str, ended: RunState) -> tuple[bytes, bytes]:
+        """Return stdout and stderr of an ended run."""
+        pieces = [
+            (stream, offset, min(size - offset, MAX_BODY_BYTES))
+            for stream, size in zip(("stdout", "stderr"), ended.retained, strict=True)
+            for offset in range(0, size, MAX_BODY_BYTES)
+        ]
+        heads = [{"verb": "read", "run": run_id, "stream": stream, "offset": offset, "wait": 0} for stream, offset, _ in pieces]
+        contents: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+        for (stream, offset, size), frame in zip(pieces, connection.request_all(heads, timeout=RESPONSE_SECONDS), strict=True):
+            state = parse_state(run_id, frame)
+            if state.retained != ended.retained or state.exit_code != ended.exit_code:
                 raise ProtocolError("the result has changed")
-            content += frame.body
-        if len(content) > size:
-            raise ProtocolError("more output than stated")
-        return bytes(content)
+            if state.offset != offset or len(frame.body) != size:
+                raise ProtocolError("less or more output than stated")
+            contents[stream].append(frame.body)
+        return b"".join(contents["stdout"]), b"".join(contents["stderr"])
 
     def _read(
         self, connection: AgentConnection, run_id: str, stream: str, offset: int, wait: float, timeout: float = 0.0

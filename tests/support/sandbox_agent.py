@@ -77,8 +77,9 @@ def build_shim() -> str:
     return path
 
 
-def start_agent(path: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-I", "-S", AGENT, path, build_shim()], start_new_session=True)
+def start_agent(path: str, shim: str = "") -> "subprocess.Popen[bytes]":
+    """Start the agent. `shim` is a program instead of shim.c."""
+    return subprocess.Popen([sys.executable, "-I", "-S", AGENT, path, shim or build_shim()], start_new_session=True)
 
 
 def start_container(gateway: Gateway, image: str) -> str:

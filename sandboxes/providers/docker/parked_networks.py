@@ -139,7 +139,10 @@ def _park(engine: Engine, number: int) -> bool:
             pass
         except Missing:  # the image is not built yet, and no sandbox can start either
             return False
-    engine.call("POST", f"/containers/{name}/start")
+    try:
+        engine.call("POST", f"/containers/{name}/start")
+    except Missing:  # started and claimed by other processes meanwhile
+        return False
     return True
 
 

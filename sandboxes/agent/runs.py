@@ -144,6 +144,22 @@ class AgentClient:
             frame, state = self._read(connection, run_id, stream, offset, wait, timeout)
             return frame.body, state
 
+    def is_silent(self, *, timeout: float) -> bool:
+        """Return whether the connected agent answers neither of two pings, each within half of `timeout` (seconds).
+
+        False if no agent is connected. The second ping has a connection of its own, in case that the first one is at fault."""
+        for _ in range(2):
+            try:
+                with AgentConnection(self._gateway, self._container, wait=0.0) as connection:
+                    connection.request({"verb": "ping"}, timeout=timeout / 2)
+                    return False
+            except ConnectionLost as error:
+                if not isinstance(error.__cause__, TimeoutError):
+                    return False
+            except (NotConnected, ProtocolError):
+                return False
+        return True
+
     def open(self, wait: float) -> AgentConnection:
         """Return an idle connection, or open one and wait up to `wait` seconds for the agent. Raise NotConnected."""
         idle = idle_connections.take(self._gateway, self._container)

@@ -289,6 +289,14 @@ class Provider(ABC):
         A sandbox that is not suspended, or that does not run, is success."""
 
     @abstractmethod
+    def find_unresponsive(self, refs: Collection[str], *, timeout: timedelta) -> set[str]:
+        """Return those of these sandboxes whose agent is connected and does not respond within `timeout`. Raise Unavailable."""
+
+    @abstractmethod
+    def restart(self, ref: str) -> None:
+        """Kill all processes of the sandbox, and start it with the same /workspace and /data. Raise Missing."""
+
+    @abstractmethod
     def destroy(self, ref: str) -> None:
         """Destroy the sandbox in any state, and return once it is gone. Idempotent."""
 

@@ -37,7 +37,8 @@ from sandboxes.providers.docker.commands import AGENT_UID
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, translate_errors
 from sandboxes.providers.docker.files import ContainerFilesProvider
 from sandboxes.providers.docker.processes import ContainerProcessesProvider
-from sandboxes.providers.docker.suspension import LIVE_STATES, ContainerSuspensionProvider
+from sandboxes.providers.docker.restart import ContainerRestartProvider
+from sandboxes.providers.docker.suspension import LIVE_STATES
 
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
 CREATED_AT_LABEL = "leasehold.made_at"
@@ -68,7 +69,7 @@ def is_daemon_available() -> bool:
     return True
 
 
-class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, ContainerProcessesProvider):
+class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, ContainerProcessesProvider):
     """Provider for one Docker daemon: DOCKER_HOST, over a unix socket or plain TCP."""
 
     name = "docker"

@@ -150,6 +150,14 @@ class AgentConnection:
         return self._frames.pop(0).parse()
 
 
+def report_fallback(gateway: Path, reason: str) -> None:
+    """Let the gateway count an operation that no agent has started. A gateway that does not run counts nothing."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(GREETING_TIMEOUT_SECONDS)
+        connection.connect(os.fspath(gateway))
+        connection.sendall(encode_control_frame({"fallback": reason}))
+
+
 class IdleConnections:
     """Open connections of this process that no thread uses, by gateway and container."""
 

@@ -52,7 +52,7 @@ class RepeatingConnection:
         try:
             self._connection: AgentConnection | None = client.open(CONNECT_SECONDS)
         except NotConnected as error:
-            raise NotStarted(str(error)) from error
+            raise NotStarted(str(error), "not_connected") from error
         self.boot = self._connection.boot
 
     def request(self, run_id: str, head: Mapping[str, object], body: bytes = b"", *, timeout: float) -> tuple[Frame, RunState]:
@@ -135,7 +135,7 @@ class FileOperation:
         try:
             frame, state = self._connection.request(self._id, head, command + content, timeout=timeout)
             if state.state == "busy":
-                raise NotStarted("The agent cannot start a process.")
+                raise NotStarted("The agent cannot start a process.", "busy")
         except NotStarted:
             if stdin is not None and content:
                 stdin.seek(-len(content), io.SEEK_CUR)
@@ -204,7 +204,7 @@ class AgentProcesses:
         if state.state == "acknowledged":  # it ended long ago
             return self.list_exit_codes([run_id])[run_id]
         if state.state not in ("running", "ended"):
-            raise NotStarted("The agent cannot start a process.")
+            raise NotStarted("The agent cannot start a process.", "busy")
         return state.exit_code
 
     def list_exit_codes(self, run_ids: Sequence[str]) -> dict[str, int | None]:

@@ -18,11 +18,14 @@ END_SECONDS = 5.0  # for the agent's own kill after the run's timeout
 RECONNECT_PAUSE_SECONDS = 0.1  # while the gateway restarts
 
 
-TOO_LONG = "The command and its input are too long."
-
-
 class NotStarted(Exception):
-    """No agent was reached, or the agent refused the run: nothing was started, and the caller may use another way."""
+    """No agent was reached, or the agent refused the run: nothing was started, and the caller may use another way.
+
+    `reason` is one of `gateway.FALLBACK_REASONS`."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class OutcomeUnknown(Exception):
@@ -73,7 +76,7 @@ class AgentClient:
         if the agent restarted, violated the protocol or does not respond before the deadline."""
         command, stdin = run.encode()
         if len(command) + len(stdin) > MAX_REQUEST_BODY_BYTES:
-            raise NotStarted(TOO_LONG)
+            raise NotStarted("The command and its input are too long.", "too_long")
         deadline, sent = time.monotonic() + run.timeout + END_SECONDS, bool(boot)
         while True:
             try:
@@ -82,7 +85,7 @@ class AgentClient:
                     return self._run_on(connection, run, boot, command, stdin, deadline)
             except NotConnected as error:
                 if not sent:
-                    raise NotStarted(str(error)) from error
+                    raise NotStarted(str(error), "not_connected") from error
                 check()
                 time.sleep(RECONNECT_PAUSE_SECONDS)
             except ConnectionLost:
@@ -105,7 +108,7 @@ class AgentClient:
             if state.state == "ended":
                 return self._collect(connection, run, frame, state)
             if state.state == "busy":
-                raise NotStarted("The agent cannot start a process, or retains too many results.")
+                raise NotStarted("The agent cannot start a process, or retains too many results.", "busy")
             if state.state != "running":
                 raise OutcomeUnknown(f"The agent has no result of this run: {state.state}")
             if time.monotonic() > deadline:

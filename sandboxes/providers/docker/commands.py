@@ -95,7 +95,7 @@ class ContainerCommandProvider(Provider):
         try:
             result = agent.run(run, check=lambda: self._require_running(ref, since))
         except NotStarted as error:
-            agent_exec.note_fallback(engine, ref, str(error))
+            agent_exec.note_fallback(engine, ref, error)
             output.attach(b"", b"")
             return None
         except OutcomeUnknown as error:
@@ -122,7 +122,7 @@ class ContainerCommandProvider(Provider):
         """Raise NotStarted if the container ended before `since` (seconds since 1970) and does not run, Missing if it stopped
         since then. Resume it if it is frozen."""
         if self._engine.ended_before(ref, since):
-            raise NotStarted("The container was not running.")
+            raise NotStarted("The container was not running.", "not_running")
         if self._engine.has_stopped(ref, since):
             raise Missing(f"{ref} stopped while the command ran.")
         self._ensure_running(ref)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.agent.client import report_fallback
 from sandboxes.agent.runs import AgentRun, OutcomeUnknown
 from tests.support.sandbox_agent import Gateway, make_run, start_agent
 from tests.support.waiting import wait_until
@@ -61,6 +62,16 @@ def test_output_is_read_again_from_any_offset_until_acknowledged(gateway):
     assert [gateway.client.read("r1", "stdout", offset)[0] for offset in (4, 0, 10)] == [b"456789", b"0123456789", b""]
     gateway.client.acknowledge("r1")
     assert gateway.client.read("r1", "stdout", 0)[1].state == "acknowledged"
+
+
+@pytest.mark.usefixtures("agent")
+def test_gateway_counts_agents_executions_and_fallbacks(gateway):
+    gateway.client.run(make_run("r1", "true"))
+    gateway.client.acknowledge("r1")
+    for reason in ("busy", "busy", "unknown"):
+        report_fallback(gateway.client_path, reason)
+    wanted = {"connected": 1, "sessions": 1, "executions": 1, "fallbacks busy": 2}
+    wait_until(lambda: gateway.gateway.read_counts() == wanted, "all is counted")
 
 
 @pytest.mark.usefixtures("agent")

@@ -14,6 +14,7 @@ from tests.bench.server import REPO_DIR
 PARTS: dict[str, dict[str, str]] = {
     "cases": {},
     "lease_pages": {"SANDBOX_PROVIDER": "memory"},
+    "rates": {},
     "execs": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "48"},
     "files": {"LEASEHOLD_WEB_WORKERS": "1"},
     "places": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
@@ -26,7 +27,7 @@ PARTS: dict[str, dict[str, str]] = {
     "billing": {},
     "density": {"LEASEHOLD_WEB_THREADS": "32", "LEASEHOLD_MAX_SANDBOXES": "1000"},
 }
-DEFAULT_PARTS = ("cases", "lease_pages", "execs", "files", "places", "release")
+DEFAULT_PARTS = ("cases", "rates", "lease_pages", "execs", "files", "places", "release")
 DOCKER_PARTS = {"execs", "files", "places", "release", "egress", "density"}
 MAX_DESTROY_THREADS = 4
 

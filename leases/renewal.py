@@ -44,7 +44,7 @@ def renew_with_key(pk: UUID, key: str, *, now: datetime) -> datetime | None:
         _build_renew_with_key(),
         *_assigned_values(now), pk, *_guard_values(now), match[1], digest, digest, now, now, recently_used,
     )  # fmt: skip
-    return sql.to_datetime(rows[0][0]) if rows else None
+    return dialect.to_datetime(rows[0][0]) if rows else None
 
 
 def renew_many(pks: Sequence[UUID], agents: Collection[str] | None, *, now: datetime) -> dict[UUID, Renewal]:
@@ -62,7 +62,7 @@ def renew_many(pks: Sequence[UUID], agents: Collection[str] | None, *, now: date
         f"UPDATE leases_lease SET {_build_assignments()} WHERE id IN ({ids}) AND {_build_guards()} RETURNING id, expires_at",  # noqa: S608 - no user input
         *_assigned_values(now), *values, *_guard_values(now),
     )  # fmt: skip
-    outcomes = {sql.to_uuid(pk): Renewal(sql.to_datetime(expires_at)) for pk, expires_at in rows}
+    outcomes = {dialect.to_uuid(pk): Renewal(dialect.to_datetime(expires_at)) for pk, expires_at in rows}
     if refused := [pk for pk in pks if pk not in outcomes]:
         outcomes |= _explain_refusals(refused, agents, now=now)
     return {pk: outcomes[pk] for pk in pks}

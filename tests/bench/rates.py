@@ -156,7 +156,7 @@ class Exchange:
         self.connection.sendall(self._request)
 
     def receive(self) -> bool:
-        """Receive what is there. Return whether the answer is complete."""
+        """Receive the next bytes. Return whether the answer is complete."""
         received = self.connection.recv(RECEIVE_BYTES)
         self._received += received
         head, separator, body = self._received.partition(b"\r\n\r\n")

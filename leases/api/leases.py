@@ -29,7 +29,7 @@ from leases.api.base.fields import (
 )
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
-from leases.api.base.renderers import JsonRenderer, encode_json
+from leases.api.base.renderers import JsonRenderer
 from leases.api.base.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
 from leases.api.lease_documents import build_lease_document
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
@@ -242,7 +242,7 @@ class LeaseRenewView(HotLeaseApiView):
         if self._is_plain(request):
             scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
             if scheme == "Bearer" and (until := renewal.renew_with_key(kwargs["pk"], key, now=database_time.now())):
-                return HttpResponse(encode_json({"expires_at": until}), content_type=JsonRenderer.media_type)
+                return HttpResponse(f'{{"expires_at": "{format_timestamp(until)}"}}', content_type=JsonRenderer.media_type)
         return super().dispatch(request, *args, **kwargs)
 
     def _is_plain(self, request: HttpRequest) -> bool:

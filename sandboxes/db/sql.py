@@ -173,6 +173,14 @@ def fetch_all(statement: str, *values: Any) -> list[Sequence[Any]]:
     return rows
 
 
+def fetch_named(statement: str, **values: Any) -> list[Sequence[Any]]:
+    """Like fetch_all, with named parameters, "%(name)s". Each value is converted and sent once, however often it is used."""
+    with connection.cursor() as cursor:
+        cursor.execute(statement, {name: dialect.adapt_value(value) for name, value in values.items()})
+        rows: list[Sequence[Any]] = cursor.fetchall()
+    return rows
+
+
 def execute(statement: str, *values: Any) -> int:
     """Execute a statement and return the number of affected rows."""
     with connection.cursor() as cursor:

@@ -239,17 +239,9 @@ class LeaseRenewView(HotLeaseApiView):
     """Renews in one statement where that suffices, and otherwise step by step, which also finds the reason of a refusal."""
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-        if self._is_plain(request):
-            scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
-            if scheme == "Bearer" and (until := renewal.renew_with_key(kwargs["pk"], key, now=database_time.now())):
-                return HttpResponse(f'{{"expires_at": "{format_timestamp(until)}"}}', content_type=JsonRenderer.media_type)
+        if body := renew_plainly(request.META, kwargs["pk"]):
+            return HttpResponse(body, content_type=JsonRenderer.media_type)
         return super().dispatch(request, *args, **kwargs)
-
-    def _is_plain(self, request: HttpRequest) -> bool:
-        """Return whether the request has nothing but a path and a key: no body, query or Idempotency-Key."""
-        meta = request.META
-        is_empty = meta.get("CONTENT_LENGTH") in (None, "", "0") and "HTTP_TRANSFER_ENCODING" not in meta
-        return request.method == "POST" and is_empty and not meta.get("QUERY_STRING") and "HTTP_IDEMPOTENCY_KEY" not in meta
 
     @extend_schema(
         operation_id="leases_renew",
@@ -311,6 +303,18 @@ class LeaseReleaseView(LeaseApiView):
             return 200, render_lease(lease, now=self.now)
 
         return self.execute_once(act)
+
+
+def renew_plainly(meta: Mapping[str, Any], pk: UUID) -> bytes | None:
+    """Renew a lease in one statement, and return the body of the answer. `meta` are the WSGI variables of the request.
+
+    Returns None if nothing was renewed: the request has more than a path and a key, or the statement does not suffice."""
+    is_empty = meta.get("CONTENT_LENGTH") in (None, "", "0") and "HTTP_TRANSFER_ENCODING" not in meta
+    if meta["REQUEST_METHOD"] != "POST" or not is_empty or meta.get("QUERY_STRING") or "HTTP_IDEMPOTENCY_KEY" in meta:
+        return None
+    scheme, _, key = meta.get("HTTP_AUTHORIZATION", "").partition(" ")
+    until = renewal.renew_with_key(pk, key, now=database_time.now()) if scheme == "Bearer" else None
+    return f'{{"expires_at": "{format_timestamp(until)}"}}'.encode() if until else None
 
 
 def build_lease_request(data: Mapping[str, Any], caller: Caller) -> leasing.LeaseRequest:

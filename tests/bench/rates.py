@@ -19,7 +19,7 @@ from django.utils import timezone
 from leases import api_keys
 from tests.bench import bare_view
 from tests.bench.cases import list_database_pids
-from tests.bench.measure import Timing, list_process_tree, print_report, read_cpu_seconds
+from tests.bench.measure import Timing, list_process_tree, print_report, read_cpu_seconds, refresh_statistics
 from tests.bench.server import ApiClient, run_control_plane
 from tests.bench.table import Aim
 
@@ -60,6 +60,7 @@ def main() -> None:
         def list_pids() -> Sequence[int]:
             return [*list_process_tree(up.pid), *list_database_pids()]
 
+        refresh_statistics()
         for count in CONNECTION_COUNTS:
             bench_renewals(port, api, leases[:count], list_pids)
         for size in BATCH_SIZES:

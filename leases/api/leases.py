@@ -31,7 +31,7 @@ from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.renderers import JsonRenderer
 from leases.api.base.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
-from leases.api.lease_documents import build_lease_document
+from leases.api.lease_documents import build_lease_document, find_document_position
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
 from leases.errors import InvalidRequest
 from leases.models import (
@@ -185,9 +185,9 @@ class LeaseListView(ApiView):
         if status := request.GET.get("status"):
             leases = leases.filter(self._build_status_filter(status))
         documents: QuerySet[Any, Any] = leases.annotate(document=build_lease_document(self.now))
-        page, next_url = paginate(documents.values_list("leased_at", "pk", "document", named=True), "leased_at", request)
-        results = ", ".join(row.document for row in page)
-        body = f'{{"results": [{results}], "next": {json.dumps(next_url)}}}'
+        texts: QuerySet[Any, str] = documents.values_list("document", flat=True)
+        page, next_url = paginate(texts, "leased_at", request, find_position=find_document_position)
+        body = f'{{"results": [{", ".join(page)}], "next": {json.dumps(next_url)}}}'
         return HttpResponse(body, content_type=JsonRenderer.media_type)
 
     def _build_status_filter(self, status: str) -> Q:

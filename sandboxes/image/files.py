@@ -7,23 +7,27 @@ concurrently can make a call fail, but cannot redirect it. For the same reason m
 Files and directories whose owner has no permissions on them are opened nevertheless, so that state is always saved: permissions
 are granted temporarily, and the mode is restored.
 One file with the standard library only: sandboxes execute it by its path as an isolated Python (-I -S), which imports no module
-beside it. Providers on the host import the same file."""
+beside it. Providers on the host import the same file. Modules that few operations need are imported by these, because their
+imports take longer than reading or writing a small file."""
+
+from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import itertools
 import math
 import os
-import re
-import shutil
 import stat
 import sys
-import tarfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
-from typing import BinaryIO, Self
+
+TYPE_CHECKING = False  # as in typing, whose import takes milliseconds
+if TYPE_CHECKING:
+    import re
+    import tarfile
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from typing import BinaryIO, Self
 
 NO_FILE, BAD_PATH, TOO_LARGE = 3, 4, 5  # exit codes of the command line
 CHUNK_BYTES = 1 << 18
@@ -156,6 +160,8 @@ def pack(
 
     Sockets, pipes and paths longer than MAX_PATH_BYTES are omitted. A file whose size changes during the read is truncated or
     padded with zeros to its initial size. `only` and `exclude` as in Provider.get_files."""
+    import tarfile
+
     skip, until = build_exclude_filter(exclude), time.monotonic() + seconds
     entries = _walk(root, skip=skip, until=until) if only is None else _walk_selected(root, only, skip, until)
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK_BYTES) as tar:
@@ -184,10 +190,21 @@ def unpack(root: str, source: BinaryIO) -> None:
     Raise BadPath for a member that is outside of `root`, would be written through a symbolic link, or is a device or a pipe,
     and for a truncated tar. Symbolic links may have any target: virtual environments contain absolute ones, and links are
     never followed here."""
+    import tarfile
+
+    try:
+        _unpack(root, source)
+    except tarfile.TarError as error:
+        raise BadPath(str(error)) from error
+
+
+def _unpack(root: str, source: BinaryIO) -> None:
+    import tarfile
+
     directories: list[tuple[tuple[str, ...], int, float]] = []
     with (
         _DirectoryTree(root, writing=True) as tree,
-        tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=_EndCheckingTarInfo) as tar,
+        tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=_build_member_type()) as tar,
     ):
         for member in tar:
             parts = _resolve_member_path(member.name)
@@ -226,7 +243,8 @@ def seed(source: str, under: str, root: str, kind: str) -> None:
                     tree.open(parts, make=True)
                 elif stat.S_ISREG(status.st_mode):
                     with _open_regular(parent, name) as file, _create_file(tree.open(parts[:-1]), name) as copy:
-                        shutil.copyfileobj(file, copy)
+                        while chunk := file.read(CHUNK_BYTES):
+                            copy.write(chunk)
                         os.fchmod(copy.fileno(), status.st_mode & 0o755 | 0o644)
             parent = tree.open(("skills",))
             os.rename(new, kind, src_dir_fd=parent, dst_dir_fd=parent)
@@ -254,10 +272,13 @@ def list_path_prefixes(path: str) -> Iterator[str]:
 
 
 def _compile_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
+    import fnmatch
+    import re
+
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
 
 
-def _write_member(tree: "_DirectoryTree", parts: tuple[str, ...], member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
+def _write_member(tree: _DirectoryTree, parts: tuple[str, ...], member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
     parent, name = tree.open(parts[:-1], make=True), parts[-1]
     status = _lstat_or_none(parent, name)
     if status is not None and stat.S_ISDIR(status.st_mode):
@@ -282,7 +303,7 @@ def _write_member(tree: "_DirectoryTree", parts: tuple[str, ...], member: tarfil
         raise BadPath(f"{member.name} is a device or a pipe")
 
 
-def _link_member(tree: "_DirectoryTree", old: tuple[str, ...], new: tuple[str, ...]) -> None:
+def _link_member(tree: _DirectoryTree, old: tuple[str, ...], new: tuple[str, ...]) -> None:
     source_directory = os.dup(tree.open(old[:-1]))
     try:
         parent = tree.open(new[:-1])
@@ -296,16 +317,22 @@ def _link_member(tree: "_DirectoryTree", old: tuple[str, ...], new: tuple[str, .
         os.close(source_directory)
 
 
-class _EndCheckingTarInfo(tarfile.TarInfo):
-    """Records on the tar that the end-of-archive block was read. A stream truncated between members looks complete."""
+@cache
+def _build_member_type() -> type[tarfile.TarInfo]:
+    import tarfile
 
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
-        try:
-            return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            tar.ended = True  # type: ignore[attr-defined]
-            raise
+    class EndCheckingTarInfo(tarfile.TarInfo):
+        """Records on the tar that the end-of-archive block was read. A stream truncated between members looks complete."""
+
+        @classmethod
+        def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
+            try:
+                return super().fromtarfile(tar)
+            except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+                tar.ended = True  # type: ignore[attr-defined]
+                raise
+
+    return EndCheckingTarInfo
 
 
 def _resolve_member_path(name: str) -> tuple[str, ...]:
@@ -637,7 +664,7 @@ def main(argv: Sequence[str]) -> int:
     except FileNotFoundError as error:
         print(f"no such file: {error.filename}", file=sys.stderr)
         return NO_FILE
-    except (BadPath, tarfile.TarError) as error:
+    except BadPath as error:
         print(error, file=sys.stderr)
         return BAD_PATH
     except TooLarge as error:

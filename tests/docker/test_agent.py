@@ -1,5 +1,6 @@
 """The agent as process 1 of a container: commands of the same user cannot end, trace or read it."""
 
+import io
 import subprocess
 import threading
 import uuid
@@ -7,22 +8,26 @@ from collections.abc import Iterator
 
 import pytest
 
+from sandboxes.agent.operations import FileOperation
 from tests.conftest import DOCKER_IMAGE
 from tests.support.sandbox_agent import Gateway, make_run, start_container
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.docker
 TRACE = """
-import ctypes, os
+import ctypes, os, subprocess
 libc = ctypes.CDLL(None, use_errno=True)
 PTRACE_ATTACH = 16
-print(libc.ptrace(PTRACE_ATTACH, 1, 0, 0))
-for name in ("environ", "mem", "fd", "maps", "task/1/mem"):
-    try:
-        os.listdir("/proc/1/fd") if name == "fd" else open(f"/proc/1/{name}", "rb").read(1)
-        print(name, "is readable")
-    except PermissionError:
-        pass
+helper = int(subprocess.check_output(["pgrep", "-P", "1", "-x", "python3"]))
+for pid in (1, helper):
+    print(libc.ptrace(PTRACE_ATTACH, pid, 0, 0))
+    for name in ("environ", "mem", "fd", "maps", f"task/{pid}/mem"):
+        try:
+            os.listdir(f"/proc/{pid}/fd") if name == "fd" else open(f"/proc/{pid}/{name}", "rb").read(1)
+            print(name, "is readable")
+        except PermissionError:
+            pass
+os.kill(helper, 9)  # is replaced
 """
 DAEMON = """
 import os, time
@@ -63,8 +68,9 @@ def test_killing_every_visible_process_ends_this_run_only(gateway):
     assert gateway.client.run(make_run("kill-all", "sh", "-c", "kill -9 -1")).exit_code == 137
 
 
-def test_agent_cannot_be_traced_or_read(gateway):
-    assert gateway.client.run(make_run("trace", "python3", "-c", TRACE)).stdout == b"-1\n"
+def test_agent_and_its_helper_cannot_be_traced_or_read(gateway):
+    list(FileOperation(gateway.client, ("size", "/data"), idle_timeout=20, check=lambda: None).run(io.BytesIO()))
+    assert gateway.client.run(make_run("trace", "python3", "-c", TRACE)).stdout == b"-1\n-1\n"
 
 
 def test_run_cannot_read_another_runs_channel(gateway):

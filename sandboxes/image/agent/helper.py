@@ -1,34 +1,32 @@
-"""File operations for the agent: a process that has loaded files.py, and forks for each operation.
+"""File operations for the agent: a fork of the agent that has loaded files.py, and forks for each operation.
 
-    helper.py    descriptor 3 is a sequential-packet socket
+The operations arrive over a sequential-packet socket. Each message is a JSON list, the command line of files.py, with four
+descriptors: stdin, stdout, stderr and the report, to which the operation writes "S PID" and "CODE" as the shim does. Ends when
+the agent closes the socket. Unlike the agent, the helper can be killed by commands of the same user. Standard library only."""
 
-Each message is a JSON list, the command line of files.py, with four descriptors: stdin, stdout, stderr and the report, to
-which the operation writes "S PID" and "CODE" as the shim does. Ends when the agent closes the socket. Unlike the agent, the
-helper can be killed and traced by commands of the same user, who gain no access to files by that. Standard library only."""
-
+import _socket as socket  # without the standard module's enumerations and helpers
 import json
 import os
 import signal
-import socket
-import sys
+import struct
 
-DIRECTORY = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [DIRECTORY, os.path.dirname(DIRECTORY)]  # an isolated Python does not search the program's directory
-
-import files  # noqa: E402
+import files
 
 NOT_STARTED, FAILED = -1, 1
 MAX_MESSAGE_BYTES = 64 << 10
 REPORT_FD = 3
+RIGHTS = struct.Struct("4i")
 
 
-def main():
-    channel = socket.socket(fileno=REPORT_FD)
+def serve(descriptor):
+    """Execute operations until the agent closes the socket with this descriptor."""
+    channel = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     while True:
-        content, fds, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 4)
+        content, ancillary, _, _ = channel.recvmsg(MAX_MESSAGE_BYTES, socket.CMSG_SPACE(RIGHTS.size))
         if not content:
             return
+        fds = [fd for _, _, rights in ancillary for fd in RIGHTS.unpack(rights)]
         try:
             if os.fork() == 0:
                 operate(json.loads(content), fds)
@@ -56,7 +54,3 @@ def operate(words, fds):
     finally:
         os.write(REPORT_FD, b"%d\n" % code)
         os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -52,8 +52,7 @@ class Agent(GatewayConnection):
         self.shim_path = shim_path
         self.runs, self.tombstones, self.retained_bytes = {}, {}, 0
         self.exit_codes = {}  # of ended background processes whose output was dropped
-        helper = next(path for path in (f"{HERE}/agent/helper.pyc", f"{HERE}/helper.py") if os.path.exists(path))
-        self.helper = Helper(["python3", "-I", "-S", helper])
+        self.helper = Helper(run_helper)
         self.waits = []  # (deadline, run id, request id, predicate, answer)
         wakeup, signals = os.pipe()
         for fd in (wakeup, signals):
@@ -343,6 +342,13 @@ class Agent(GatewayConnection):
         """List children of the agent that it did not start: processes whose shim was killed."""
         known = {run.process.pid for run in self.runs.values() if not run.shim_gone} | {self.helper.pid}
         return {pid for pid, (parent, _) in parents.items() if parent == os.getpid() and pid not in known}
+
+
+def run_helper(channel):
+    sys.path.append(os.path.dirname(HERE))  # of files.py in the source tree
+    from helper import serve
+
+    serve(channel)
 
 
 def main(path, shim_path, port="", upstream=""):

@@ -64,7 +64,7 @@ def read_all(connection: AgentConnection, run_id: str, stream: str = "stdout") -
 
 def find_helper(agent: "subprocess.Popen[bytes]") -> int:
     """Return the process id of the agent's helper, or 0."""
-    done = subprocess.run(["pgrep", "-P", str(agent.pid), "-f", "helper.py"], capture_output=True, text=True, check=False)
+    done = subprocess.run(["pgrep", "-P", str(agent.pid), "-f", "main.py"], capture_output=True, text=True, check=False)
     return int(done.stdout or 0)
 
 

@@ -18,6 +18,9 @@ from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame
 CHUNK_BYTES = 1 << 18
 MAX_IDLE_CONNECTIONS = 64  # of a process; the oldest is closed
 GREETING_TIMEOUT_SECONDS = 2.0  # in addition to the time that the gateway is asked to wait
+RESTART_SECONDS = 5.0  # for the gateway to be started again, before operations are left to the engine
+RECONNECT_PAUSE_SECONDS = 0.1
+_down_since: dict[str, float] = {}  # gateway -> monotonic time of the first refused connection, until one is accepted
 
 
 class NotConnected(Exception):
@@ -45,10 +48,12 @@ class AgentConnection:
         try:
             self._socket.settimeout(GREETING_TIMEOUT_SECONDS)
             self._socket.connect(os.fspath(gateway))
+            _down_since.pop(os.fspath(gateway), None)
             self._socket.sendall(encode_control_frame({"sandbox": container, "wait": wait}))
             self.boot = parse_hello(self._receive(timeout=wait + GREETING_TIMEOUT_SECONDS))
         except ConnectionRefusedError as error:
             self._socket.close()
+            _down_since.setdefault(os.fspath(gateway), time.monotonic())
             raise GatewayDown("The gateway is not running.") from error
         except (OSError, ConnectionLost, ProtocolError) as error:
             self._socket.close()
@@ -148,6 +153,19 @@ class AgentConnection:
             if not self._feed(chunk):
                 raise ProtocolError("invalid frame")
         return self._frames.pop(0).parse()
+
+
+def connect_through_restart(gateway: Path, container: str, *, wait: float) -> AgentConnection:
+    """Connect, and wait for a gateway that is being started again, until it has been down for RESTART_SECONDS.
+
+    Raise NotConnected."""
+    while True:
+        try:
+            return AgentConnection(gateway, container, wait=wait)
+        except GatewayDown:
+            if time.monotonic() - _down_since.get(os.fspath(gateway), 0.0) > RESTART_SECONDS:
+                raise
+            time.sleep(RECONNECT_PAUSE_SECONDS)
 
 
 def report_fallback(gateway: Path, reason: str) -> None:

@@ -32,7 +32,9 @@ HELLO_TIMEOUT_SECONDS = 5.0
 REJECTION_PAUSE_SECONDS = 0.2  # for which a slot accepts nothing after a connection of another process than its agent
 MAX_UNSENT_BYTES = 2 * MAX_REQUEST_BODY_BYTES  # to one agent; beyond, it does not read, and the next request ends its session
 MAX_PENDING_REQUESTS = 1024  # to one agent, without a response
-MAX_WAIT_SECONDS = 10.0  # of a client for an agent to connect
+MAX_WAIT_SECONDS = 0.5  # of a client for an agent to connect: the agent of a container that has just started
+# After the gateway's start, for all agents to connect again. Longer than RECONNECT_SECONDS in image/agent/connection.py.
+SETTLE_SECONDS = 3.0
 EXEC_HEAD_START = b'{"verb":"exec",'  # as encoded by the client
 # Why an operation was left to the engine: no agent was connected, its container did not run, it could not start a process or
 # retains too many results, or the command is too long for a request.
@@ -138,8 +140,7 @@ class ClientSession(asyncio.Protocol):
             if "fallback" in head:
                 self._gateway.count_fallback(str(head["fallback"]))
                 return
-            wait = min(float(head["wait"]), MAX_WAIT_SECONDS)
-            self._opening = asyncio.get_running_loop().create_task(self._open(str(head["sandbox"]), wait))
+            self._opening = asyncio.get_running_loop().create_task(self._open(str(head["sandbox"]), float(head["wait"])))
         else:
             raise ProtocolError("request before the greeting")
 
@@ -180,6 +181,7 @@ class AgentGateway:
         self._sessions: dict[str, AgentSession] = {}
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # of clients, by container
         self._tasks: set[asyncio.Task[object]] = set()
+        self._settled_at = 0.0
 
     @contextlib.asynccontextmanager
     async def listening(self, slot_sockets: list[Path], client_socket: Path) -> AsyncIterator[None]:
@@ -188,6 +190,7 @@ class AgentGateway:
         The client socket is left. A process whose connection to it is refused waits for the gateway's next start before it
         gives up the result of a run."""
         loop = asyncio.get_running_loop()
+        self._settled_at = loop.time() + SETTLE_SECONDS
         listeners = [bind_listener(path, mode=0o666) for path in slot_sockets]
         server = await loop.create_unix_server(lambda: ClientSession(self), sock=bind_listener(client_socket, mode=0o600))
         try:
@@ -260,7 +263,10 @@ class AgentGateway:
             del self._sessions[session.container]
 
     async def wait_for_session(self, container: str, seconds: float) -> AgentSession | None:
-        """Return the session of a container's agent, or None if there is none within `seconds`."""
+        """Return the session of a container's agent, or None if there is none within `seconds`.
+
+        Waits at most MAX_WAIT_SECONDS, but after the gateway's start until all agents have had the time to connect."""
+        seconds = min(seconds, max(MAX_WAIT_SECONDS, self._settled_at - asyncio.get_running_loop().time()))
         if container not in self._sessions and seconds > 0:
             waiter = asyncio.get_running_loop().create_future()
             waiters = self._waiters.setdefault(container, set())

@@ -12,13 +12,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from sandboxes.agent.client import AgentConnection, ConnectionLost, GatewayDown, NotConnected
+from sandboxes.agent.client import RECONNECT_PAUSE_SECONDS, AgentConnection, ConnectionLost, GatewayDown, NotConnected
 from sandboxes.agent.protocol import MAX_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
 from sandboxes.agent.runs import (
     CONNECT_SECONDS,
     FIRST_RESPONSE_SECONDS,
     FIRST_WAIT_SECONDS,
-    RECONNECT_PAUSE_SECONDS,
     RESPONSE_SECONDS,
     AgentClient,
     NotStarted,
@@ -50,7 +49,7 @@ class RepeatingConnection:
         """Connect. Raise NotStarted."""
         self._client, self._check = client, check
         try:
-            self._connection: AgentConnection | None = client.open(CONNECT_SECONDS)
+            self._connection: AgentConnection | None = client.open_to_start()
         except NotConnected as error:
             raise NotStarted(str(error), "not_connected") from error
         self.boot = self._connection.boot

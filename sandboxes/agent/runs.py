@@ -7,15 +7,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected, idle_connections
+from sandboxes.agent.client import (
+    RECONNECT_PAUSE_SECONDS,
+    AgentConnection,
+    ConnectionLost,
+    NotConnected,
+    connect_through_restart,
+    idle_connections,
+)
 from sandboxes.agent.protocol import MAX_BODY_BYTES, MAX_REQUEST_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
 
-CONNECT_SECONDS = 0.5  # for the agent of a container that has just started
+CONNECT_SECONDS = 3.0  # for an agent to connect; the gateway waits less unless it has just started
 FIRST_WAIT_SECONDS = FIRST_RESPONSE_SECONDS = 0.5  # of the first request: a container that does not respond is noticed early
 WAIT_SECONDS = 30.0  # of each further request
 RESPONSE_SECONDS = 5.0  # for a response, in addition to the time that the agent is asked to wait
 END_SECONDS = 5.0  # for the agent's own kill after the run's timeout
-RECONNECT_PAUSE_SECONDS = 0.1  # while the gateway restarts
 
 
 class NotStarted(Exception):
@@ -80,7 +86,7 @@ class AgentClient:
         deadline, sent = time.monotonic() + run.timeout + END_SECONDS, bool(boot)
         while True:
             try:
-                with self._connect(CONNECT_SECONDS) as connection:
+                with self._connect(CONNECT_SECONDS, to_start=not sent) as connection:
                     boot, sent = boot or connection.boot, True
                     return self._run_on(connection, run, boot, command, stdin, deadline)
             except NotConnected as error:
@@ -168,9 +174,14 @@ class AgentClient:
         idle = idle_connections.take(self._gateway, self._container)
         return idle or AgentConnection(self._gateway, self._container, wait=wait)
 
+    def open_to_start(self) -> AgentConnection:
+        """Like `open`, for an operation that begins: also wait for the gateway, if it is being started again."""
+        idle = idle_connections.take(self._gateway, self._container)
+        return idle or connect_through_restart(self._gateway, self._container, wait=CONNECT_SECONDS)
+
     @contextmanager
-    def _connect(self, wait: float) -> Iterator[AgentConnection]:
-        with self.open(wait) as connection:
+    def _connect(self, wait: float, *, to_start: bool = False) -> Iterator[AgentConnection]:
+        with self.open_to_start() if to_start else self.open(wait) as connection:
             try:
                 yield connection
             except ProtocolError as error:

@@ -31,11 +31,11 @@ def find_agent(engine: Engine, ref: str) -> AgentClient | None:
     return AgentClient(settings.AGENT_GATEWAY, container) if container else None
 
 
-def note_fallback(engine: Engine, ref: str, error: NotStarted) -> None:
-    """Count and log an exec that the engine executes instead of the agent."""
+def note_fallback(engine: Engine, ref: str, error: NotStarted, mark: str = "") -> None:
+    """Count and log an exec that the engine executes instead of the agent. `mark` identifies the exec of a run."""
     engine.container_ids.pop(ref, None)  # the container may have been replaced
     fallbacks[error.reason] += 1
-    log.info("exec by the engine", sandbox=ref, reason=str(error))
+    log.info("exec by the engine", sandbox=ref, run=mark, reason=str(error))
     report_fallback(settings.AGENT_GATEWAY, error.reason)
 
 

@@ -95,7 +95,7 @@ class ContainerCommandProvider(Provider):
         try:
             result = agent.run(run, check=lambda: self._require_running(ref, since))
         except NotStarted as error:
-            agent_exec.note_fallback(engine, ref, error)
+            agent_exec.note_fallback(engine, ref, error, run.env[MARK_VARIABLE])
             output.attach(b"", b"")
             return None
         except OutcomeUnknown as error:

@@ -12,7 +12,7 @@ from django.conf import settings
 from django.utils import timezone
 
 from sandboxes import eviction
-from sandboxes.models import Pool, Sandbox
+from sandboxes.models import Pool, Sandbox, Transition, TransitionReason
 from sandboxes.pool import allocation
 from sandboxes.providers.docker import parked_networks
 from sandboxes.providers.docker.engine import Engine
@@ -66,7 +66,8 @@ class Joins:
     def destroy(self, number: int) -> None:
         """Destroy the sandbox. Its join has claimed a pre-warmed one exactly if the pool is that of the pre-warmed ones."""
         sandbox = Sandbox.objects.get(holder=self.leases[number])
-        assert sandbox.warm_hits == (self.pool == WARM_POOL)
+        prewarmed = Transition.objects.filter(sandbox=sandbox, code=TransitionReason.PREWARMED)
+        assert prewarmed.exists() == (self.pool == WARM_POOL)
         bench_leases.destroy(self.leases[number])
 
 

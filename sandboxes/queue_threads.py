@@ -77,12 +77,21 @@ class WorkThreads:
     def __init__(self, *, wait: timedelta = TASK_WAIT, clock: Callable[[], float] = time.monotonic) -> None:
         self.wait, self._clock = wait, clock
         self._threads: list[WorkThread[Any]] = []
+        self._lock = threading.Lock()  # several tasks call `run` at the same time, each in a thread of the queue
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         """Call `work` in a thread and return its result, or raise its exception.
 
         Raises StillRunning if the call has not ended after TASK_WAIT. Also raises StillRunning, without calling `work`, if
         MAX_THREADS_PER_NAME calls of this name are running already."""
+        with self._lock:
+            thread = self._start(name, work)
+        if not thread.ended.wait(self.wait.total_seconds()):
+            raise StillRunning("still running in the background")
+        return thread.get_result()
+
+    def _start(self, name: str, work: Callable[[], T]) -> WorkThread[T]:
+        """Start a thread, or raise StillRunning at the limit. The caller holds the lock."""
         self._threads = [thread for thread in self._threads if not thread.ended.is_set()]
         running = [thread for thread in self._threads if thread.name == name]
         if len(running) >= MAX_THREADS_PER_NAME:
@@ -93,9 +102,7 @@ class WorkThreads:
             raise StillRunning(f"{len(running)} earlier passes are still running")
         thread = WorkThread(name, work, clock=self._clock)
         self._threads.append(thread)
-        if not thread.ended.wait(self.wait.total_seconds()):
-            raise StillRunning("still running in the background")
-        return thread.get_result()
+        return thread
 
     def end_process(self) -> None:
         """End the process at once: there is no other way to end a hung thread."""

@@ -15,7 +15,7 @@ from sandboxes.egress import authorization, offline_model
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.authorization import CallerIdentity, CallRefused, CallResult
 from sandboxes.egress.call_tracking import CallTracker
-from sandboxes.egress.redaction import SecretRedactor
+from sandboxes.egress.redaction import SecretRedactor, is_secret
 from sandboxes.egress.request_filter import InvalidRequest, sanitize_request
 from sandboxes.egress.responses import ClientDisconnected, await_write, build_error_response
 from sandboxes.egress.token_usage import UsageReader
@@ -240,7 +240,7 @@ async def _read_prefix(response: aiohttp.ClientResponse, size: int) -> bytes:
 
 
 def _has_secret(content: bytes) -> bool:
-    return bool(settings.LLM_API_KEY) and settings.LLM_API_KEY.encode() in content
+    return is_secret(settings.LLM_API_KEY) and settings.LLM_API_KEY.encode() in content
 
 
 def _redact(content: bytes) -> str:

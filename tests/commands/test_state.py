@@ -322,6 +322,8 @@ def test_snapshots_are_listed_by_lease_id_sandbox_id_or_name(grant) -> None:
 
 def test_the_exit_code_reports_success_or_failure(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("django.core.management.base.connections.close_all", lambda: None)
+    # A second setup would bind the root logger to this test's stderr, which is closed when later tests log.
+    monkeypatch.setattr("django.setup", lambda: None)
     put("note", "1")
     execute_from_command_line(["manage.py", "state", "ls", ADA])
     assert capsys.readouterr() == ("       1 B  note\n", "")

@@ -3,7 +3,7 @@
 from datetime import timedelta
 from multiprocessing import Value
 from queue import SimpleQueue
-from threading import Event
+from threading import Event, Lock, Thread, current_thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,3 +69,43 @@ def test_the_process_ends_once_all_threads_of_a_name_hang_and_not_while_one_make
     assert ended == [now.seconds]
     assert progress.empty()
     released.set()
+
+
+def test_simultaneous_tasks_start_no_more_threads_of_a_name_than_the_limit() -> None:
+    """The clock is read between the count of the threads and the start of another one: there the second task arrives."""
+    released, arrived, answers, arrivals = Event(), Event(), list[str](), list[Thread]()
+
+    class ObservedLock:
+        lock = Lock()
+
+        def __enter__(self) -> None:
+            if current_thread() is second:
+                arrived.set()
+            self.lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+
+    def run() -> None:
+        with pytest.raises(StillRunning) as raised:
+            threads.run("idle", lambda: released.wait(30))
+        answers.append(str(raised.value))
+
+    def read_clock() -> float:
+        if current_thread() is second:
+            arrived.set()
+        elif len(answers) == MAX_THREADS_PER_NAME - 1 and not arrivals:
+            arrivals.append(second)
+            second.start()
+            assert arrived.wait(30)
+        return 0.0
+
+    second = Thread(target=run)
+    threads = WorkThreads(wait=timedelta(0), clock=read_clock)
+    threads._lock = ObservedLock()  # type: ignore[assignment]
+    for _ in range(MAX_THREADS_PER_NAME):
+        run()
+    second.join(30)
+    released.set()
+    started = "still running in the background"
+    assert sorted(answers) == ["4 earlier passes are still running", *[started] * MAX_THREADS_PER_NAME]

@@ -251,6 +251,12 @@ def test_upstream_error_containing_the_credential_is_not_passed_on(upstream: Fak
     assert status == 502 and "sk-secret" not in json.dumps(reply)
 
 
+def test_upstream_error_containing_a_placeholder_key_is_passed_on(settings, upstream: FakeUpstream, socket_path: Path) -> None:
+    settings.LLM_API_KEY = "ollama"
+    upstream.status, upstream.body = 404, b'{"error": "model not found, try ollama pull"}'
+    assert post(socket_path, COMPLETION_REQUEST) == (404, {"error": "model not found, try ollama pull"})
+
+
 def test_unreachable_upstream_is_a_failed_call(settings, upstream: FakeUpstream, socket_path: Path) -> None:
     settings.LLM_URL = "http://127.0.0.1:1/v1"
     assert post(socket_path, COMPLETION_REQUEST)[0] == 502

@@ -1,5 +1,6 @@
 """Redaction of a credential that is split across chunks of a response."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,12 @@ def test_bytes_that_cannot_begin_the_secret_are_passed_on_immediately() -> None:
     assert redact([b"data: a\n\n", b"data: s", b"t\n\n"]) == [b"data: a\n\n", b"data: ", b"st\n\n", b""]
 
 
-def test_short_key_is_not_redacted() -> None:
-    assert redact([b"run it in ollama"], "ollama") == [b"run it in ollama", b""]
-    assert redact([b"no key"], "") == [b"no key", b""]
+@pytest.mark.parametrize("key", ["", "ollama", "lm-studio", "1234", "sk-1", "k" * 15])
+def test_placeholder_key_is_not_redacted(key: str) -> None:
+    content = f"task-1234 runs {key} in".encode()
+    assert redact([content], key) == [content, b""]
+
+
+@pytest.mark.parametrize("key", ["sk-1234", "k" * 16])
+def test_shortest_secret_key_is_redacted(key: str) -> None:
+    assert redact([f"Received key {key}.".encode()], key) == [b"Received key " + b"*" * len(key) + b".", b""]

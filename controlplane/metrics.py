@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 from leases.models import Lease, LeaseStatus
 from sandboxes import pool_stats
 from sandboxes.agent.gateway import FALLBACK_REASONS
-from sandboxes.db import database_time
+from sandboxes.db import database_time, dialect
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import EDGES, START_REASONS
 from sandboxes.models import Host, Sweep
@@ -189,12 +189,13 @@ def _get_host_name(sweep: Sweep) -> str:
 @contextmanager
 def _limit_statement_time() -> Iterator[None]:
     """Limit the duration of each statement, on PostgreSQL only: on SQLite the transaction would wait for every writer."""
-    if connection.vendor != "postgresql":
+    statement = dialect.statement_timeout(STATEMENT_TIMEOUT_MS)
+    if not statement:
         yield
         return
     with transaction.atomic():
         with connection.cursor() as cursor:
-            cursor.execute(f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT_MS}")
+            cursor.execute(statement)
         yield
 
 

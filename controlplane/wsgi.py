@@ -8,9 +8,11 @@ from django.core.wsgi import get_wsgi_application
 from sandboxes import long_calls
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
-application = get_wsgi_application()
+django_application = get_wsgi_application()
 
+from controlplane.application import Application  # noqa: E402 - imports models
 from leases import reclaim_threads  # noqa: E402 - imports models
 
+application = Application(django_application)
 long_calls.set_limits(settings.WEB_THREADS)
 reclaim_threads.THREADS.set_maximum(reclaim_threads.MAX_THREADS)

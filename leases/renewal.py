@@ -16,6 +16,8 @@ from leases import api_keys, leasing
 from leases.models import KeyScope, Lease
 from sandboxes.db import dialect, sql
 
+KEY_REGEX = re.compile(api_keys.KEY_PATTERN, re.ASCII)
+
 
 @dataclass(frozen=True)
 class Renewal:
@@ -35,16 +37,14 @@ def renew_with_key(pk: UUID, key: str, *, now: datetime) -> datetime | None:
     Plan: a nested loop over two unique indexes, leases_agentkey.prefix and the primary key of leases_lease. The only changed
     column with an index is `expires_minute`, which changes once a minute: all other updates are heap-only (HOT). Digests are
     not compared in constant time: a digest is the hash of a random key, and a known digest gives no access."""
-    match = re.fullmatch(api_keys.KEY_PATTERN, key, re.ASCII)
+    match = KEY_REGEX.fullmatch(key)
     if match is None:
         return None
-    digest = api_keys.hash_key(key)
-    recently_used = now - api_keys.LAST_USED_WRITE_INTERVAL
-    rows = sql.fetch_all(
+    rows = sql.fetch_named(
         _build_renew_with_key(),
-        *_assigned_values(now), pk, *_guard_values(now), match[1], digest, digest, now, now, recently_used,
+        now=now, pk=pk, prefix=match[1], digest=api_keys.hash_key(key), used_since=now - api_keys.LAST_USED_WRITE_INTERVAL,
     )  # fmt: skip
-    return sql.to_datetime(rows[0][0]) if rows else None
+    return dialect.to_datetime(rows[0][0]) if rows else None
 
 
 def renew_many(pks: Sequence[UUID], agents: Collection[str] | None, *, now: datetime) -> dict[UUID, Renewal]:
@@ -54,15 +54,16 @@ def renew_many(pks: Sequence[UUID], agents: Collection[str] | None, *, now: date
 
     Plan: the inner SELECT locks the rows in the order of the primary key, so that two batches with the same leases wait for
     each other instead of deadlocking. The UPDATE joins the locked rows by the primary key."""
-    condition, values = dialect.in_list("id"), [dialect.adapt_list(pks)]
+    condition, values = dialect.in_list("id", "%(pks)s"), {"pks": dialect.adapt_list(pks)}
     if agents is not None:
-        condition, values = f"{condition} AND {dialect.in_list('agent_did')}", [*values, dialect.adapt_list(agents)]
+        condition += f" AND {dialect.in_list('agent_did', '%(agents)s')}"
+        values["agents"] = dialect.adapt_list(agents)
     ids = dialect.lock_in_order("leases_lease", condition)
-    rows = sql.fetch_all(
+    rows = sql.fetch_named(
         f"UPDATE leases_lease SET {_build_assignments()} WHERE id IN ({ids}) AND {_build_guards()} RETURNING id, expires_at",  # noqa: S608 - no user input
-        *_assigned_values(now), *values, *_guard_values(now),
+        now=now, **values,
     )  # fmt: skip
-    outcomes = {sql.to_uuid(pk): Renewal(sql.to_datetime(expires_at)) for pk, expires_at in rows}
+    outcomes = {dialect.to_uuid(pk): Renewal(dialect.to_datetime(expires_at)) for pk, expires_at in rows}
     if refused := [pk for pk in pks if pk not in outcomes]:
         outcomes |= _explain_refusals(refused, agents, now=now)
     return {pk: outcomes[pk] for pk in pks}
@@ -86,36 +87,26 @@ def _build_renew_with_key() -> str:
     scope = dialect.list_contains("key.scopes", f"'{KeyScope.LEASES.value}'")
     return (
         f"UPDATE leases_lease SET {_build_assignments()} FROM leases_agentkey AS key "  # noqa: S608 - no user input
-        f"WHERE leases_lease.id = %s AND {_build_guards()} "
-        "AND key.prefix = %s AND key.revoked_at IS NULL "
-        "AND (key.digest = %s OR (key.previous_digest = %s AND key.previous_valid_until > %s)) "
-        "AND (key.expires_at IS NULL OR key.expires_at > %s) AND key.last_used_at >= %s "
+        f"WHERE leases_lease.id = %(pk)s AND {_build_guards()} "
+        "AND key.prefix = %(prefix)s AND key.revoked_at IS NULL "
+        "AND (key.digest = %(digest)s OR (key.previous_digest = %(digest)s AND key.previous_valid_until > %(now)s)) "
+        "AND (key.expires_at IS NULL OR key.expires_at > %(now)s) AND key.last_used_at >= %(used_since)s "
         f"AND {may_act} AND {scope} RETURNING leases_lease.expires_at"
     )
 
 
 def _build_new_end() -> str:
-    """Return the new `expires_at`. Parameter: the present time."""
-    return dialect.least(dialect.add_duration("%s", "leases_lease.ttl"), "leases_lease.max_expires_at")
+    """Return the new `expires_at`."""
+    return dialect.least(dialect.add_duration("%(now)s", "leases_lease.ttl"), "leases_lease.max_expires_at")
 
 
 def _build_assignments() -> str:
-    """Return the assignments of a renewal. Parameters: `_assigned_values`."""
     new_end = _build_new_end()
-    return f"expires_at = {new_end}, expires_minute = {dialect.epoch_minute(new_end)}, last_activity_at = %s"
-
-
-def _assigned_values(now: datetime) -> list[datetime]:
-    return [now, now, now]
+    return f"expires_at = {new_end}, expires_minute = {dialect.epoch_minute(new_end)}, last_activity_at = %(now)s"
 
 
 def _build_guards() -> str:
-    """Return the guards of a renewal. Parameters: `_guard_values`."""
     return (
-        "leases_lease.status = 'active' AND leases_lease.expires_at > %s AND leases_lease.last_activity_at <= %s "
+        "leases_lease.status = 'active' AND leases_lease.expires_at > %(now)s AND leases_lease.last_activity_at <= %(now)s "
         f"AND leases_lease.expires_at <= {_build_new_end()}"
     )
-
-
-def _guard_values(now: datetime) -> list[datetime]:
-    return [now, now, now]

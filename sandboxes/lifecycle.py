@@ -13,7 +13,7 @@ from django.core.exceptions import EmptyResultSet
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
-from sandboxes.db import sql
+from sandboxes.db import dialect, sql
 from sandboxes.errors import IllegalTransition, TooManyRuns
 from sandboxes.models import Sandbox, SandboxState, processes
 from sandboxes.models import TransitionReason as Reason
@@ -164,10 +164,10 @@ def advance(
     changes |= {"state": to, "state_since": now}
     rows = Sandbox.objects.filter(guard or Q(), pk=pk, state=was)
     note = _build_transitions("changed", was=was, code=code, reason=reason, actor=actor)
-    if to not in (COLD, DESTROYING) and sql.can_chain():
+    if to not in (COLD, DESTROYING) and dialect.can_chain():
         return _update_and_note(rows, changes, note)
     with transaction.atomic():
-        if sql.can_chain():
+        if dialect.can_chain():
             moved = _update_and_note(rows, changes, note)
         elif moved := bool(rows.update(**changes)):
             _insert_transitions("WHERE id = %s", pk, was=was, code=code, reason=reason, actor=actor)
@@ -281,7 +281,7 @@ def finish_run(
     renewals = [("renewed", sql.Statement(f"{renew.text} RETURNING 1", renew.values))] if renew else []
     subtract = sql.Statement(END_RUN_SQL, (now, resumed, now, now + idle_after, pk, incarnation))
     note = _build_transitions("changed WHERE state = 'waiting'", was=RUNNING, code=Reason.RUN_ENDED, actor=actor)
-    if sql.can_chain():
+    if dialect.can_chain():
         after_renewal = "AND (SELECT COUNT(*) FROM renewed) >= 0 " if renew else ""
         close_text = f"{close.text} AND EXISTS (SELECT 1 FROM locked) RETURNING 1"  # noqa: S608 - no user input
         lock = f"SELECT id FROM sandboxes_sandbox WHERE id = %s {after_renewal}FOR NO KEY UPDATE"  # noqa: S608 - no user input

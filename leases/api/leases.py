@@ -29,9 +29,9 @@ from leases.api.base.fields import (
 )
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
-from leases.api.base.renderers import JsonRenderer, encode_json
+from leases.api.base.renderers import JsonRenderer
 from leases.api.base.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
-from leases.api.lease_documents import build_lease_document
+from leases.api.lease_documents import build_lease_document, find_document_position
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
 from leases.errors import InvalidRequest
 from leases.models import (
@@ -185,9 +185,9 @@ class LeaseListView(ApiView):
         if status := request.GET.get("status"):
             leases = leases.filter(self._build_status_filter(status))
         documents: QuerySet[Any, Any] = leases.annotate(document=build_lease_document(self.now))
-        page, next_url = paginate(documents.values_list("leased_at", "pk", "document", named=True), "leased_at", request)
-        results = ", ".join(row.document for row in page)
-        body = f'{{"results": [{results}], "next": {json.dumps(next_url)}}}'
+        texts: QuerySet[Any, str] = documents.values_list("document", flat=True)
+        page, next_url = paginate(texts, "leased_at", request, find_position=find_document_position)
+        body = f'{{"results": [{", ".join(page)}], "next": {json.dumps(next_url)}}}'
         return HttpResponse(body, content_type=JsonRenderer.media_type)
 
     def _build_status_filter(self, status: str) -> Q:
@@ -239,17 +239,9 @@ class LeaseRenewView(HotLeaseApiView):
     """Renews in one statement where that suffices, and otherwise step by step, which also finds the reason of a refusal."""
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-        if self._is_plain(request):
-            scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
-            if scheme == "Bearer" and (until := renewal.renew_with_key(kwargs["pk"], key, now=database_time.now())):
-                return HttpResponse(encode_json({"expires_at": until}), content_type=JsonRenderer.media_type)
+        if body := renew_plainly(request.META, kwargs["pk"]):
+            return HttpResponse(body, content_type=JsonRenderer.media_type)
         return super().dispatch(request, *args, **kwargs)
-
-    def _is_plain(self, request: HttpRequest) -> bool:
-        """Return whether the request has nothing but a path and a key: no body, query or Idempotency-Key."""
-        meta = request.META
-        is_empty = meta.get("CONTENT_LENGTH") in (None, "", "0") and "HTTP_TRANSFER_ENCODING" not in meta
-        return request.method == "POST" and is_empty and not meta.get("QUERY_STRING") and "HTTP_IDEMPOTENCY_KEY" not in meta
 
     @extend_schema(
         operation_id="leases_renew",
@@ -311,6 +303,18 @@ class LeaseReleaseView(LeaseApiView):
             return 200, render_lease(lease, now=self.now)
 
         return self.execute_once(act)
+
+
+def renew_plainly(meta: Mapping[str, Any], pk: UUID) -> bytes | None:
+    """Renew a lease in one statement, and return the body of the answer. `meta` are the WSGI variables of the request.
+
+    Returns None if nothing was renewed: the request has more than a path and a key, or the statement does not suffice."""
+    is_empty = meta.get("CONTENT_LENGTH") in (None, "", "0") and "HTTP_TRANSFER_ENCODING" not in meta
+    if meta["REQUEST_METHOD"] != "POST" or not is_empty or meta.get("QUERY_STRING") or "HTTP_IDEMPOTENCY_KEY" in meta:
+        return None
+    scheme, _, key = meta.get("HTTP_AUTHORIZATION", "").partition(" ")
+    until = renewal.renew_with_key(pk, key, now=database_time.now()) if scheme == "Bearer" else None
+    return f'{{"expires_at": "{format_timestamp(until)}"}}'.encode() if until else None
 
 
 def build_lease_request(data: Mapping[str, Any], caller: Caller) -> leasing.LeaseRequest:

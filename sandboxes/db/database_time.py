@@ -13,6 +13,8 @@ from django.db import Error as DatabaseError
 from django.db import connection
 from django.utils import timezone
 
+from sandboxes.db import dialect
+
 log = structlog.get_logger(__name__)
 CHECK_INTERVAL_SECONDS = 60.0
 TOLERATED_SKEW = timedelta(seconds=1)  # not corrected: the grace periods cover it, and a measurement includes a round trip
@@ -49,11 +51,12 @@ meter = SkewMeter()
 
 def measure_skew() -> timedelta:
     """Return the database's time minus this host's, with an error of up to half a round trip. SQLite has no clock: 0."""
-    if connection.vendor != "postgresql":
+    query = dialect.clock_query()
+    if not query:
         return timedelta(0)
     before = timezone.now()
     with connection.cursor() as cursor:
-        cursor.execute("SELECT clock_timestamp()")
+        cursor.execute(query)
         [database_time] = cursor.fetchone()
     after = timezone.now()
     midpoint: datetime = before + (after - before) / 2

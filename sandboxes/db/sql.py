@@ -6,7 +6,6 @@ parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar, cast
 from uuid import UUID
@@ -15,6 +14,8 @@ from django.db import DEFAULT_DB_ALIAS, connection, connections, transaction
 from django.db.models import Field, ForeignKey, Model, QuerySet
 from django.db.models.expressions import Col
 from django.db.models.sql import UpdateQuery
+
+from sandboxes.db import dialect
 
 M = TypeVar("M", bound=Model)
 
@@ -117,7 +118,7 @@ def insert_all(rows: Sequence[Model]) -> None:
 
     Keys that the database chooses are not read back."""
     statements = [_build_insert_of(row) for row in rows]
-    if can_chain():
+    if dialect.can_chain():
         execute_chain([(f"inserted_{number}", statement) for number, statement in enumerate(statements)], [])
     else:
         for statement in statements:
@@ -151,26 +152,31 @@ def insert_if_absent(row: Model) -> bool:
 
 
 def lock_rows(model: type[Model], where: str, *values: Any) -> None:
-    """Lock the rows that match a condition in SQL until the transaction ends.
-
-    FOR NO KEY UPDATE does not delay inserts of rows that refer to a locked row. No effect on SQLite, where a write
-    transaction is exclusive."""
-    if connection.features.has_select_for_no_key_update:
-        fetch_all(f"SELECT 1 FROM {model._meta.db_table} WHERE {where} FOR NO KEY UPDATE", *values)  # noqa: S608 - no user input
+    """Lock the rows that match a condition in SQL until the transaction ends. No effect on SQLite, see `dialect.row_lock`."""
+    if lock := dialect.row_lock():
+        fetch_all(f"SELECT 1 FROM {model._meta.db_table} WHERE {where} {lock}", *values)  # noqa: S608 - no user input
 
 
 def lock_key(key: str) -> None:
     """Lock a key until the transaction ends: other transactions that lock the same key wait. Two keys may share a lock.
 
     Lock a key before any row, or transactions deadlock. No effect on SQLite, where a write transaction is exclusive."""
-    if connection.vendor == "postgresql":
-        fetch_all("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", key)
+    if statement := dialect.advisory_lock():
+        fetch_all(statement, key)
 
 
 def fetch_all(statement: str, *values: Any) -> list[Sequence[Any]]:
     """Execute a statement and return its rows, with values as the driver returns them."""
     with connection.cursor() as cursor:
-        cursor.execute(statement, [adapt_value(value) for value in values])
+        cursor.execute(statement, [dialect.adapt_value(value) for value in values])
+        rows: list[Sequence[Any]] = cursor.fetchall()
+    return rows
+
+
+def fetch_named(statement: str, **values: Any) -> list[Sequence[Any]]:
+    """Like fetch_all, with named parameters, "%(name)s". Each value is converted and sent once, however often it is used."""
+    with connection.cursor() as cursor:
+        cursor.execute(statement, {name: dialect.adapt_value(value) for name, value in values.items()})
         rows: list[Sequence[Any]] = cursor.fetchall()
     return rows
 
@@ -178,7 +184,7 @@ def fetch_all(statement: str, *values: Any) -> list[Sequence[Any]]:
 def execute(statement: str, *values: Any) -> int:
     """Execute a statement and return the number of affected rows."""
     with connection.cursor() as cursor:
-        cursor.execute(statement, [adapt_value(value) for value in values])
+        cursor.execute(statement, [dialect.adapt_value(value) for value in values])
         return int(cursor.rowcount)
 
 
@@ -194,7 +200,7 @@ def update_then(model: type[Model], pk: UUID, change: Statement, then: Sequence[
     a chain of common table expressions, which saves round trips. SQLite allows only SELECT in such expressions, and executes
     the statements one after the other in a transaction."""
     table = model._meta.db_table
-    if can_chain():
+    if dialect.can_chain():
         steps = [("changed", Statement(f"UPDATE {table} SET {change.text} RETURNING {table}.*", change.values))]  # noqa: S608 - no user input
         steps += [(f"then_{number}", statement) for number, statement in enumerate(then)]
         return bool(execute_chain(steps, ["changed"])[0])
@@ -210,7 +216,7 @@ def insert_then(row: Model, then: Sequence[Statement]) -> None:
 
     As one statement on PostgreSQL, like update_then. Call it in a transaction: on SQLite it is several statements."""
     table, insertion = row._meta.db_table, _build_insert_of(row)
-    if can_chain():
+    if dialect.can_chain():
         steps = [("changed", Statement(f"{insertion.text} RETURNING {table}.*", insertion.values))]
         execute_chain([*steps, *((f"then_{number}", statement) for number, statement in enumerate(then))], [])
     else:
@@ -226,11 +232,6 @@ def build_update(rows: "QuerySet[Any]", **changes: Any) -> Statement:
     query.add_update_values(changes)
     text, values = query.get_compiler(connection=connection).as_sql()
     return Statement(text, tuple(values))
-
-
-def can_chain() -> bool:
-    """Return whether a common table expression may change rows: on PostgreSQL only."""
-    return connection.vendor == "postgresql"
 
 
 def execute_chain(steps: Sequence[tuple[str, Statement]], counted: Sequence[str]) -> Sequence[int]:
@@ -272,20 +273,3 @@ def _build_insert(model: type[Model], *, keyed: bool) -> tuple[str, list["Field[
     names, placeholders = ", ".join(f'"{field.column}"' for field in fields), ", ".join(["%s"] * len(fields))
     returning = "" if keyed else f" RETURNING {model._meta.pk.column}"
     return f"INSERT INTO {model._meta.db_table} ({names}) VALUES ({placeholders}){returning}", fields  # noqa: S608 - no user input
-
-
-def to_datetime(value: datetime) -> datetime:
-    """Convert a time that the driver returned for a hand-written statement. SQLite stores UTC without a time zone."""
-    return value.replace(tzinfo=UTC) if value.tzinfo is None else value
-
-
-def to_uuid(value: Any) -> UUID:
-    """Convert a UUID that the driver returned for a hand-written statement. SQLite stores text."""
-    return value if isinstance(value, UUID) else UUID(value)
-
-
-def adapt_value(value: Any) -> Any:
-    """Convert a parameter for the driver. SQLite has no UUID or timestamp type."""
-    if isinstance(value, UUID):
-        return value if connection.features.has_native_uuid_field else value.hex
-    return connection.ops.adapt_datetimefield_value(value) if isinstance(value, datetime) else value

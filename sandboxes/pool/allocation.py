@@ -17,7 +17,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import F, Q, QuerySet
 
 from sandboxes import eviction, providers, suspension
-from sandboxes.db import sql
+from sandboxes.db import dialect, sql
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import slots
 from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded, SandboxBusy, SandboxLost
@@ -235,7 +235,7 @@ def _take_quota_and_place(request: SandboxRequest, position: Position, *, now: d
 
     One statement on PostgreSQL if the agent's row exists and the request has not waited. The place is the last row to be
     locked: its condition on `counted` does not refer to the row, and is therefore evaluated first. Raise QuotaExceeded."""
-    if sql.can_chain() and not position.is_queued:
+    if dialect.can_chain() and not position.is_queued:
         place = f"{TAKE_PLACE_SQL} AND EXISTS (SELECT 1 FROM counted) RETURNING 1"  # noqa: S608 - no user input
         counted, placed = sql.execute_chain(
             [

@@ -12,30 +12,20 @@ from datetime import timedelta
 from typing import Any
 
 from django.core.handlers.wsgi import WSGIHandler
-from django.http import HttpRequest, HttpResponse
 from django.test import RequestFactory
-from django.urls import path
 from django.utils import timezone
 
 from leases import api_keys, execution, leasing
 from leases.models import Lease
 from sandboxes.db import sql
 from sandboxes.runs.operations import Command
+from tests.bench import bare_view
 from tests.bench.measure import BenchCase, get_own_pids, interleave, print_report
 
 RENEWALS = int(os.environ.get("BENCH_CALLS", "2000"))  # per round
 EXECS = int(os.environ.get("BENCH_EXECS", "300"))  # per round
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 DID = "did:web:bench.invalid"
-
-
-def renew_bare(request: HttpRequest, pk: uuid.UUID) -> HttpResponse:
-    now = timezone.now()
-    sql.update(Lease, "last_activity_at = %s, expires_at = %s WHERE id = %s", now, now + timedelta(hours=4), pk)
-    return HttpResponse(b"{}", content_type="application/json")
-
-
-urlpatterns = [path("api/v1/bare/<uuid:pk>", renew_bare)]
 
 
 def main() -> None:
@@ -57,7 +47,7 @@ def main() -> None:
 
     def call_bare_view(number: int) -> None:
         request = factory.post(f"/api/v1/bare/{pk}", "", content_type="application/json")
-        request.urlconf = __name__
+        request.urlconf = bare_view.__name__
         assert handler.get_response(request).status_code == 200
 
     def renew(number: int) -> None:

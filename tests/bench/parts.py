@@ -10,10 +10,12 @@ from pathlib import Path
 
 from tests.bench.server import REPO_DIR
 
-# The parts, with their environment. A web server of `places` has few threads: each plans every statement once.
+# The parts, with their environment. The web servers of `places` and `lease_pages` have few threads:
+# each plans every statement once.
 PARTS: dict[str, dict[str, str]] = {
     "cases": {},
-    "lease_pages": {"SANDBOX_PROVIDER": "memory"},
+    "lease_pages": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
+    "rates": {},
     "execs": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "48"},
     "files": {"LEASEHOLD_WEB_WORKERS": "1"},
     "places": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
@@ -26,7 +28,7 @@ PARTS: dict[str, dict[str, str]] = {
     "billing": {},
     "density": {"LEASEHOLD_WEB_THREADS": "32", "LEASEHOLD_MAX_SANDBOXES": "1000"},
 }
-DEFAULT_PARTS = ("cases", "lease_pages", "execs", "files", "places", "release")
+DEFAULT_PARTS = ("cases", "rates", "lease_pages", "execs", "files", "places", "release")
 DOCKER_PARTS = {"execs", "files", "places", "release", "egress", "density"}
 MAX_DESTROY_THREADS = 4
 

@@ -14,7 +14,7 @@ from django.utils import timezone
 
 from sandboxes import eviction, lifecycle
 from sandboxes.claims import CLAIM_TTL
-from sandboxes.db import sql
+from sandboxes.db import dialect
 from sandboxes.models import Pool, Quota, RunOutcome, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.runs import operations
@@ -141,7 +141,7 @@ def bench_large_sweep() -> None:
     def update_raw(number: int) -> None:
         parameters = [now, uuid.uuid4(), settings.INSTANCE, now + CLAIM_TTL, now]
         with connection.cursor() as cursor:
-            cursor.execute(statement, [sql.adapt_value(value) for value in parameters])
+            cursor.execute(statement, [dialect.adapt_value(value) for value in parameters])
             assert len(cursor.fetchall()) == SWEPT_ROWS
 
     def claim_all(number: int) -> None:

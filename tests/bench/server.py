@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,11 +18,14 @@ REPO_DIR = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def run_control_plane(*, with_worker: bool = False) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+def run_control_plane(
+    *, with_worker: bool = False, settings_module: str = "controlplane.settings"
+) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     """Run `manage.py up`, by default without the queue worker. Yield its process and its port."""
     [port] = find_free_ports()
     argv = [sys.executable, str(REPO_DIR / "manage.py"), "up", "--port", str(port)] + ["--no-worker"] * (not with_worker)
-    up = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+    environment = os.environ | {"DJANGO_SETTINGS_MODULE": settings_module}
+    up = subprocess.Popen(argv, stdout=subprocess.DEVNULL, env=environment)
     try:
         _wait_for(port, up)
         yield up, port
@@ -58,7 +62,7 @@ class ApiClient:
     def calls(self, path: str, body: dict[str, Any] | None = None) -> Callable[[], bytes]:
         """Return a function that repeats one POST and returns the response body."""
         content = json.dumps(body).encode() if body else b""
-        request = self._build_request("POST", path, content)
+        request = self.build_request("POST", f"/api/v1{path}", content)
 
         def call() -> bytes:
             return self._send(request, path).read()
@@ -67,11 +71,11 @@ class ApiClient:
 
     def get(self, path: str) -> http.client.HTTPResponse:
         """Send one GET and return the response with its body unread. Read the body before the next request."""
-        return self._send(self._build_request("GET", path, b""), path)
+        return self._send(self.build_request("GET", f"/api/v1{path}"), path)
 
-    def _build_request(self, method: str, path: str, content: bytes) -> bytes:
+    def build_request(self, method: str, path: str, content: bytes = b"") -> bytes:
         header = (
-            f"{method} /api/v1{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.key}\r\n"
+            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.key}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         return header.encode() + content

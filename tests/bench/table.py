@@ -42,7 +42,7 @@ class Aim:
         limits = [
             (self.p50_ratio, case.p50 / raw.p50, "{:.2f}x p50", False),
             (self.p95_ratio, case.p95 / raw.p95, "{:.2f}x p95", False),
-            (self.rate_ratio, case.rate / raw.rate, "{:.1f}x rate", True),
+            (self.rate_ratio, case.rate / raw.rate, "{:.2f}x rate", True),
             (self.p50_ms, 1e3 * case.p50, "{:.1f} ms", False),
             (self.rate, case.rate, "{:.0f}/s", True),
         ]

@@ -5,6 +5,7 @@ are `{"results", "next"}` without `previous`."""
 
 import base64
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -18,11 +19,16 @@ DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 200
 Row = TypeVar("Row")
 
 
-def paginate(rows: QuerySet[Any, Row], sort_column: str, request: Request) -> tuple[list[Row], str | None]:
+Position = tuple[datetime, Any]  # timestamp of the sort column and primary key
+
+
+def paginate(
+    rows: QuerySet[Any, Row], sort_column: str, request: Request, *, find_position: Callable[[Row], Position] | None = None
+) -> tuple[list[Row], str | None]:
     """Return one page, newest first by the timestamp `sort_column`, and the URL of the next page or None.
 
-    `rows` are instances, or named tuples with `pk` and the sort column. The cursor names the last row of the previous page, so
-    new rows do not shift the pages. Raises InvalidRequest for an invalid `limit` or `cursor`."""
+    `rows` are instances, unless `find_position` finds the position of a row. The cursor names the last row of the previous
+    page, so new rows do not shift the pages. Raises InvalidRequest for an invalid `limit` or `cursor`."""
     limit = parse_limit(request)
     if cursor := request.GET.get("cursor"):
         timestamp, pk = _decode_cursor(cursor, rows.model)
@@ -36,7 +42,8 @@ def paginate(rows: QuerySet[Any, Row], sort_column: str, request: Request) -> tu
     if len(page) <= limit:
         return page, None
     last: Any = page[limit - 1]
-    cursor = base64.urlsafe_b64encode(f"{getattr(last, sort_column).astimezone(UTC).isoformat()} {last.pk}".encode()).decode()
+    timestamp, pk = find_position(last) if find_position else (getattr(last, sort_column), last.pk)
+    cursor = base64.urlsafe_b64encode(f"{timestamp.astimezone(UTC).isoformat()} {pk}".encode()).decode()
     return page[:limit], f"{request.path}?{urlencode({**request.GET.dict(), 'cursor': cursor})}"
 
 
@@ -48,7 +55,7 @@ def parse_limit(request: Request) -> int:
     return limit
 
 
-def _decode_cursor(cursor: str, model: type[Model]) -> tuple[datetime, Any]:
+def _decode_cursor(cursor: str, model: type[Model]) -> Position:
     try:
         timestamp, pk = base64.b64decode(cursor, altchars=b"-_", validate=True).decode().split(" ")
         key = model._meta.pk.to_python(pk)

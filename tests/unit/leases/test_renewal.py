@@ -29,9 +29,11 @@ def read_ends(lease: Lease) -> tuple:
     return Lease.objects.values_list("expires_at", "expires_minute", "last_activity_at").get(pk=lease.pk)
 
 
-@pytest.mark.parametrize("after", [timedelta(0), MINUTE / 7, 30 * MINUTE, 90 * MINUTE], ids=str)
+@pytest.mark.parametrize(
+    "after", [timedelta(0), MINUTE / 7, MINUTE - timedelta(microseconds=1), 30 * MINUTE, 90 * MINUTE], ids=str
+)
 def test_one_statement_sets_what_the_single_steps_set(grant, after: timedelta) -> None:
-    """Beyond max_ttl, at a fraction of a second, and at the same time as the grant."""
+    """Beyond max_ttl, at a fraction of a second, in the last one of a minute, and at the same time as the grant."""
     lease, twin = (grant(environment=name, ttl=2 * HOUR, max_ttl=3 * HOUR) for name in ("e1", "e2"))
     key, now = issue(), NOW + after
     AgentKey.objects.update(last_used_at=now)

@@ -17,7 +17,7 @@ from sandboxes.egress import authorization, model_pricing
 from sandboxes.egress.logs import access_log
 from sandboxes.models import ModelRate, Pool, Sandbox
 from sandboxes.providers.base import ProviderSandbox
-from sandboxes.runs import operations
+from sandboxes.runs import abandoned
 from sandboxes.state import data_sync, pruning
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import agent_restarts, passes, reconciliation
@@ -45,7 +45,7 @@ def _iter_orphans(now: datetime) -> Iterable[ProviderSandbox]:
 DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "expire": {"end lease": lambda now: leases.find_elapsed_leases(now=now)[:MAX_LISTED]},
     "stalled": {
-        "close run": lambda now: operations.find_abandoned(now=now)[:MAX_LISTED],
+        "close run": lambda now: abandoned.find_abandoned(now=now)[:MAX_LISTED],
         "destroy overdue sandbox": lambda now: passes.find_overdue_starts(now=now)[:MAX_LISTED],
         "finish eviction of sandbox": lambda now: passes.find_overdue_evictions(now=now)[:MAX_LISTED],
         "finish suspension of sandbox": lambda now: passes.find_overdue_suspensions(now=now)[:MAX_LISTED],

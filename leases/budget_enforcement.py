@@ -17,7 +17,7 @@ from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
 from sandboxes.models import GONE_STATES, Run, Sandbox, TransitionReason
 from sandboxes.pool import allocation
 from sandboxes.providers.base import ProviderError
-from sandboxes.runs import operations
+from sandboxes.runs import abandoned
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
@@ -110,7 +110,7 @@ def _kill_runs(sandbox: Sandbox, *, now: datetime) -> None:
     """Kill the open runs of a sandbox and close their rows. A waiting caller receives the error of an ended lease."""
     for run in Run.objects.filter(sandbox=sandbox, ended_at__isnull=True).select_related("sandbox"):
         try:
-            operations.interrupt_run(
+            abandoned.interrupt_run(
                 run, note="Killed: a budget of the lease is exhausted and its grace period is over.", now=now, actor="sweep"
             )
         except ProviderError as failed:  # the sandbox stays running and the next pass retries

@@ -11,7 +11,7 @@ from django.db.models import Case, Count, F, Min, Q, QuerySet, Sum, Value, When
 from sandboxes.db import sql
 from sandboxes.destruction import SANDBOX_COUNTER_FIELDS
 from sandboxes.models import GONE_STATES, IN_FLIGHT_STATES, Attachment, Pool, Quota, Sandbox, SandboxState
-from sandboxes.runs import operations
+from sandboxes.runs import abandoned
 
 LIVE_STATES = [state for state in SandboxState if state != SandboxState.DESTROYED]
 RECENT_PERIOD = timedelta(minutes=10)  # longer than usual scrape intervals, so that no transition is missed between two scrapes
@@ -119,7 +119,7 @@ def build_stalled_filter(now: datetime) -> Q:
     """Build the filter of sandboxes that are in flight or running, and past their deadline by more than STALLED_AFTER."""
     overdue = now - STALLED_AFTER
     in_flight = Q(state__in=IN_FLIGHT_STATES, deadline_at__lt=overdue, quarantined_at__isnull=True)
-    return in_flight | Q(state=SandboxState.RUNNING, pk__in=operations.find_overdue(now=overdue).order_by().values("sandbox"))
+    return in_flight | Q(state=SandboxState.RUNNING, pk__in=abandoned.find_overdue(now=overdue).order_by().values("sandbox"))
 
 
 def _build_pool_stats(

@@ -1,4 +1,4 @@
-"""Runs, one command in one sandbox each: columns, constraints and indexes. The verbs are in sandboxes.runs.operations."""
+"""Runs, one command in one sandbox each: columns, constraints and indexes. The verbs are in sandboxes.runs."""
 
 import uuid
 from datetime import timedelta

@@ -23,7 +23,7 @@ from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, Sandbo
 from sandboxes.pool import admission_queue
 from sandboxes.pool.allocation import find_local_unclaimed, start_warm
 from sandboxes.providers.base import Missing, ProviderError
-from sandboxes.runs import operations, workspace_limit
+from sandboxes.runs import abandoned, workspace_limit
 from sandboxes.state import workspace
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 from sandboxes.usage import readings
@@ -224,9 +224,9 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     2. Schedule the destruction of a sandbox that did not become ready.
     3. Continue an eviction or a suspension at the step where it stopped."""
     result = SweepResult()
-    for run in operations.find_abandoned(now=now)[:limit]:
+    for run in abandoned.find_abandoned(now=now)[:limit]:
         try:
-            result.note(operations.close_abandoned_run(run, now=now))
+            result.note(abandoned.close_abandoned_run(run, now=now))
         except ProviderError as failed:
             result.failures.append(f"run {run.pk}: {failed}")
     for sandbox in find_overdue_starts(now=now)[:limit]:

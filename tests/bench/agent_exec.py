@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from sandboxes.agent.operations import FileOperation
-from tests.support.sandbox_agent import SANDBOX, Gateway, make_run, start_agent, start_container
+from tests.support.sandbox_agent import SANDBOX, Gateway, make_run, running_container, start_agent
 
 ROUNDS = 500
 
@@ -66,14 +66,11 @@ def measure_agent(gateway: Gateway, pid: str) -> None:
 
 
 def run_in_container(gateway: Gateway, image: str) -> None:
-    name = start_container(gateway, image)
-    try:
+    with running_container(gateway, image) as name:
         inspected = subprocess.run(
             ["docker", "inspect", "-f", "{{.State.Pid}}", name], check=True, capture_output=True, text=True
         )
         measure_agent(gateway, inspected.stdout.strip())
-    finally:
-        subprocess.run(["docker", "rm", "-f", name], check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
 """The agent as process 1 of a container: commands of the same user cannot end, trace or read it."""
 
 import io
-import subprocess
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from sandboxes.agent.operations import FileOperation
 from tests.conftest import DOCKER_IMAGE
-from tests.support.sandbox_agent import Gateway, make_run, start_container
+from tests.support.sandbox_agent import Gateway, make_run, running_container
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.docker
@@ -43,12 +43,9 @@ time.sleep(1000)
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[Gateway]:
-    gateway = Gateway(container="")
-    name = start_container(gateway, DOCKER_IMAGE)
-    gateway.boot()
-    yield gateway
-    subprocess.run(["docker", "rm", "-f", name], check=True, stdout=subprocess.DEVNULL)
-    gateway.close()
+    with closing(Gateway(container="")) as gateway, running_container(gateway, DOCKER_IMAGE):
+        gateway.boot()
+        yield gateway
 
 
 @pytest.fixture(autouse=True)

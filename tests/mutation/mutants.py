@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runs-abandoned-run-not-killed",
-        path=RUNS,
+        path="sandboxes/runs/abandoned.py",
         before="if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:",
         after="if sandbox.state in GONE_STATES and sandbox.incarnation == run.incarnation:",
         tests=[f"{TEST_CRASHES}::test_command_of_an_abandoned_run_is_killed_before_its_sandbox_is_waiting"],

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import uuid
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -89,14 +90,18 @@ def start_agent(path: str, shim: str = "") -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-I", "-S", AGENT, path, shim or build_shim()], start_new_session=True)
 
 
-def start_container(gateway: Gateway, image: str) -> str:
-    """Start a container with the image's agent as process 1, and address the gateway's client to it. Return its name."""
+@contextlib.contextmanager
+def running_container(gateway: Gateway, image: str) -> Iterator[str]:
+    """Run a container with the image's agent as process 1, and address the gateway's client to it. Yield its name."""
     name = f"leasehold-agent-test-{uuid.uuid4().hex[:8]}"
     command = ["docker", "run", "-d", "--name", name, "--network", "none", "--cap-drop", "ALL", "--read-only"]
     command += ["--security-opt", "no-new-privileges", "-v", f"{gateway.mount}:{AGENT_DIRECTORY}:ro", image]
-    container = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    gateway.client = AgentClient(gateway.client_path, container)
-    return name
+    try:
+        container = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        gateway.client = AgentClient(gateway.client_path, container)
+        yield name
+    finally:
+        subprocess.run(["docker", "rm", "-f", name], check=True, stdout=subprocess.DEVNULL)
 
 
 def make_run(run_id: str, *argv: str, timeout: float = 30.0, stdin: bytes = b"", cap: int = 1 << 20, **env: str) -> AgentRun:

@@ -1,0 +1,88 @@
+"""Open Runs closed by another process than the one that waits for their command: abandoned by that process, or interrupted."""
+
+import uuid
+from contextlib import suppress
+from datetime import datetime
+
+from django.db.models import Q, QuerySet
+
+from sandboxes import suspension
+from sandboxes.hosts import registry
+from sandboxes.models import GONE_STATES, Run, RunOutcome
+from sandboxes.providers.base import ExecState, Missing
+from sandboxes.runs.operations import classify_outcome, close_run
+
+
+def close_abandoned_run(run: Run, *, now: datetime) -> str:
+    """Close a Run whose waiting process is dead, or has missed the deadline. Return the outcome for the sweep's counts.
+
+    - "runs closed": with the result that the sandbox has retained, or else as lost, with the exit code unknown.
+    - "runs continued": the command still runs, and has time until the Run's deadline.
+    - "lost race": the Run was closed before, or its deadline was extended.
+
+    The Run is claimed first, so that a process that still waits finds its claim lost. A command without a result is killed
+    next, because it would otherwise continue in a sandbox whose state is `waiting`. Raises ProviderError if the kill failed or
+    the provider does not respond; the Run then stays open for the next try."""
+    state = _find_command(run)
+    if state and state.running and now < run.deadline_at:
+        return "runs continued"
+    unchanged = Run.objects.filter(pk=run.pk, claim=run.claim, deadline_at=run.deadline_at, ended_at__isnull=True)
+    if not unchanged.update(claim=uuid.uuid4()):
+        return "lost race"
+    note = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
+    if run.note:
+        note = f"The provider stopped responding, and the exit code is unknown. {run.note}"[:500]
+    elif run.released:
+        note = f"The control plane's process that waited for the command ({run.claimed_by}) was restarted or killed."
+    if state and state.result:
+        closed = close_run(
+            run,
+            now=now,
+            outcome=classify_outcome(state.result),
+            result=state.result,
+            note=note if run.released else "",
+            actor="sweep",
+        )
+        registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
+    else:
+        if run.released and not run.note:
+            note += " The command was killed, and its exit code is unknown. The output is that of the time until then."
+        closed = interrupt_run(run, note=note, now=now, actor="sweep")
+    return "runs closed" if closed else "lost race"
+
+
+def _find_command(run: Run) -> ExecState | None:
+    """Return the state of an open Run's command in its sandbox, or None if nothing is known of it. Raises ProviderError."""
+    sandbox = run.sandbox
+    if run.kind not in ("exec", "turn") or sandbox.state in GONE_STATES or sandbox.incarnation != run.incarnation:
+        return None
+    provider = registry.get_sandbox_provider(sandbox)
+    try:
+        suspension.thaw(sandbox, provider)  # the process may have died before it resumed the sandbox
+        return provider.find_exec(sandbox.ref, str(run.pk))
+    except Missing:
+        return None
+
+
+def interrupt_run(run: Run, *, note: str, now: datetime, actor: str = "") -> bool:
+    """Kill the command of an open Run, and close the Run as lost with `note`.
+
+    Returns False if the Run was closed before. Raises ProviderError if the kill failed; the Run then stays open."""
+    sandbox = run.sandbox
+    if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:
+        provider = registry.get_sandbox_provider(sandbox)
+        with suppress(Missing):  # the command is gone with its sandbox, which reconcile marks as lost
+            suspension.thaw(sandbox, provider)
+            provider.kill(sandbox.ref, str(run.pk))
+    return close_run(run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
+
+
+def find_overdue(*, now: datetime) -> QuerySet[Run]:
+    """Select open Runs past their deadline, or whose waiting process is known to be dead."""
+    overdue = Run.objects.filter(Q(deadline_at__lt=now) | Q(released=True), ended_at__isnull=True)
+    return overdue.select_related("sandbox").order_by("deadline_at")
+
+
+def find_abandoned(*, now: datetime) -> QuerySet[Run]:
+    """Select the overdue Runs whose commands this process can kill: those on hosts that the process reaches."""
+    return find_overdue(now=now).filter(registry.filter_local("sandbox__"))

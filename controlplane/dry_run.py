@@ -20,7 +20,7 @@ from sandboxes.providers.base import ProviderSandbox
 from sandboxes.runs import operations
 from sandboxes.state import data_sync, pruning
 from sandboxes.sweep_log import SweepResult
-from sandboxes.sweeps import passes, reconciliation
+from sandboxes.sweeps import agent_restarts, passes, reconciliation
 from sandboxes.webhooks import delivery, outbox
 
 MAX_LISTED = 200  # rows that --dry-run lists per query
@@ -62,6 +62,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     },
     "idle": {"put sandbox to sleep": lambda now: passes.find_idle(now=now)[:MAX_LISTED]},
     "suspend": {"suspend sandbox": lambda now: suspension.find_due(now=now)[:MAX_LISTED]},
+    "restart": {"restart sandbox": lambda now: agent_restarts.find_unresponsive()},
     "cold": {
         "destroy cold sandbox": lambda now: passes.find_expired_cold(now=now)[:MAX_LISTED],
         "delete local copy": lambda now: passes.find_leftover_local_copies()[:MAX_LISTED],

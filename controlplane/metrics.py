@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from leases.models import Lease, LeaseStatus
 from sandboxes import pool_stats
+from sandboxes.agent.gateway import FALLBACK_REASONS
 from sandboxes.db import database_time, dialect
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import EDGES, START_REASONS
@@ -44,6 +45,8 @@ PROXY_HEADERS = ("HTTP_FORWARDED", "HTTP_X_FORWARDED_", "HTTP_X_REAL_IP", "HTTP_
 CACHE_SECONDS = 2.0
 PLAIN_TEXT = "text/plain; charset=utf-8"
 STATEMENT_TIMEOUT_MS = 600  # for each of nine statements, so that a scrape takes less than 5 seconds
+
+GATEWAY_EVENTS = ("sessions", "executions", "violations", "rejections")
 
 GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "pool_capacity": ("Maximum number of sandboxes.", lambda pool: pool.capacity),
@@ -140,6 +143,7 @@ class MetricsSnapshot:
     transitions: dict[tuple[str, str, str], int]  # (pool, target state, reason) -> number in the last ten minutes
     leases: dict[str, int]
     sweeps: dict[tuple[str, ...], float]  # (name, host or "") -> seconds since the last success
+    gateways: dict[str, dict[str, int]]  # host -> counts of AgentGateway.read_counts
     hosts: dict[tuple[str, ...], float]  # (host, state) -> seconds since the last heartbeat
     queue: int
     mismatch: bool
@@ -149,6 +153,7 @@ class MetricsSnapshot:
 def read_snapshot(*, now: datetime) -> MetricsSnapshot:
     """Read all values from current rows only. Raise DatabaseError."""
     with _limit_statement_time():
+        sweeps = [*Sweep.objects.select_related("host")]
         return MetricsSnapshot(
             pools=pool_stats.collect_pool_stats(now=now),
             transitions=pool_stats.count_recent_transitions(now=now),
@@ -158,9 +163,14 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
                 for status in (LeaseStatus.ACTIVE, LeaseStatus.EXPIRED)
             },
             sweeps={
-                (name, host or ""): max((now - succeeded_at).total_seconds(), 0.0)
-                for name, host, succeeded_at in Sweep.objects.values_list("name", "host__name", "succeeded_at")
-                if succeeded_at
+                (sweep.name, _get_host_name(sweep)): max((now - sweep.succeeded_at).total_seconds(), 0.0)
+                for sweep in sweeps
+                if sweep.succeeded_at
+            },
+            gateways={
+                _get_host_name(sweep): {name.removeprefix("agent "): count for name, count in sweep.counts.items()}
+                for sweep in sweeps
+                if sweep.name == "egress"
             },
             hosts={
                 (host.name, registry.get_state(host, now=now)): (now - (host.heartbeat_at or host.created_at)).total_seconds()
@@ -170,6 +180,10 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
             mismatch=installation.has_recorded_mismatch(),
             disk=disk_space.measure_free_space(),
         )
+
+
+def _get_host_name(sweep: Sweep) -> str:
+    return sweep.host.name if sweep.host else ""
 
 
 @contextmanager
@@ -243,6 +257,7 @@ class SnapshotCollector(Collector):
             GaugeMetricFamily, "host_heartbeat_age_seconds", "Time since a worker last reached the engine of each host.",
             ["host", "state"], snapshot.hosts,
         )  # fmt: skip
+        yield from _build_gateway_families(snapshot.gateways)
         yield _build_family(GaugeMetricFamily, "queue_depth", "Queued tasks.", [], {(): snapshot.queue})
         yield _build_family(
             GaugeMetricFamily, "clock_skew_seconds", "Clock of the scraped host minus the database's; each host has its own.",
@@ -257,6 +272,28 @@ class SnapshotCollector(Collector):
             GaugeMetricFamily, "disk_free_bytes", "Free space of the control plane's disks on the host that responds.",
             ["directory"], {(name,): free for name, free in snapshot.disk.items()},
         )  # fmt: skip
+
+
+def _build_gateway_families(gateways: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
+    """Build the families of the agents in the sandboxes. Counters begin again at 0 with the egress process of a host."""
+    yield _build_family(
+        GaugeMetricFamily, "agents_connected", "Agents in sandboxes that are connected to the gateway of each host.",
+        ["host"], {(host,): counts.get("connected", 0) for host, counts in gateways.items()},
+    )  # fmt: skip
+    yield _build_family(
+        CounterMetricFamily, "agent_events",
+        "Sessions of agents, executions by agents, violations of their protocol and rejected connections of other processes.",
+        ["host", "event"],
+        {(host, event): counts.get(event, 0) for host, counts in gateways.items() for event in GATEWAY_EVENTS},
+    )  # fmt: skip
+    yield _build_family(
+        CounterMetricFamily, "agent_fallbacks", "Commands and file operations executed by the engine instead of an agent.",
+        ["host", "reason"],
+        {
+            (host, reason): counts.get(f"fallbacks {reason}", 0)
+            for host, counts in gateways.items() for reason in FALLBACK_REASONS
+        },
+    )  # fmt: skip
 
 
 def _build_family(

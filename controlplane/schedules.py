@@ -23,7 +23,7 @@ from sandboxes.models import Host
 from sandboxes.queue_threads import StillRunning, run_in_work_thread
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
-from sandboxes.sweeps import installation, passes
+from sandboxes.sweeps import agent_restarts, installation, passes
 from sandboxes.sweeps.heartbeat import record_heartbeats
 from sandboxes.webhooks import delivery
 
@@ -86,6 +86,7 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "persist":   ScheduledSweep(1,  "store /data changes that only a sandbox has",          pruning.persist_unsaved),
     "idle":      ScheduledSweep(1,  "put idle sandboxes to sleep",                          passes.evict_idle),
     "suspend":   ScheduledSweep(1,  "suspend waiting sandboxes",                            passes.suspend_waiting),
+    "restart":   ScheduledSweep(1,  "restart sandboxes whose agent does not respond",      agent_restarts.restart_unresponsive),
     "cold":      ScheduledSweep(5,  "destroy cold sandboxes past their TTL, old snapshots", leases.destroy_cold),
     "warm":      ScheduledSweep(1,  "start sandboxes up to each pool's warm target",        passes.warm_pools),
     "reconcile": ScheduledSweep(5,  "find orphaned and lost sandboxes at the providers",    reconcile),
@@ -100,17 +101,17 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "webhooks":  ScheduledSweep(1,  "deliver due webhook events",                           delivery.deliver_due),
 }
 # fmt: on
-# Sweeps that destroy, suspend, delete, end leases or notify: refused while the installation does not match, and counted in
-# observe mode.
+# Sweeps that destroy, suspend, restart, delete, end leases or notify: refused while the installation does not match, and
+# counted in observe mode.
 DESTRUCTIVE_SWEEPS = frozenset(
-    {"expire", "stalled", "reclaim", "idle", "suspend", "cold", "warm", "reconcile", "prune", "budgets", "webhooks"}
+    {"expire", "stalled", "reclaim", "idle", "suspend", "restart", "cold", "warm", "reconcile", "prune", "budgets", "webhooks"}
 )
 # Sweeps that concern an engine, its sandboxes or the directories of a machine: each host's worker runs them for its host. The
 # others concern the whole installation and run once, on any host.
 HOST_SWEEPS = frozenset(
     {
-        HEARTBEAT, "hosts", "mark", "stalled", "reclaim", "persist", "idle", "suspend", "cold", "warm", "reconcile", "measure",
-        "read", "prune", "collect", "budgets",
+        HEARTBEAT, "hosts", "mark", "stalled", "reclaim", "persist", "idle", "suspend", "restart", "cold", "warm", "reconcile",
+        "measure", "read", "prune", "collect", "budgets",
     }
 )  # fmt: skip
 SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # run by `manage.py sweep`

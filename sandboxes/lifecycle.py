@@ -37,14 +37,14 @@ EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (WAITING, SUSPENDED): (Reason.IDLE,),
     (SUSPENDED, RUNNING): (Reason.RUN_STARTED,),
     (SUSPENDED, WAITING): (Reason.RESUMED, Reason.SUSPEND_FAILED),
-    (WARM, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST),
-    (WAITING, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST),
+    (WARM, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST, Reason.AGENT_UNRESPONSIVE),
+    (WAITING, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST, Reason.AGENT_UNRESPONSIVE),
     (SUSPENDED, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST),
-    (EVICTING, WAITING): (Reason.PERSIST_FAILED,),
+    (EVICTING, WAITING): (Reason.PERSIST_FAILED, Reason.AGENT_RESTARTED, Reason.RESTART_FAILED),
     (EVICTING, COLD): (Reason.PERSISTED, Reason.NOTHING_UNSAVED),
     (COLD, WARMING): (Reason.WOKEN,),
     (WARMING, DESTROYING): (*_LIVE_END_REASONS, Reason.START_FAILED, Reason.START_STALLED, Reason.STATE_LOST),
-    (WARM, DESTROYING): (*_LIVE_END_REASONS, Reason.CAPACITY, Reason.SURPLUS),
+    (WARM, DESTROYING): (*_LIVE_END_REASONS, Reason.CAPACITY, Reason.SURPLUS, Reason.AGENT_UNRESPONSIVE),
     (RUNNING, DESTROYING): _LIVE_END_REASONS,
     (WAITING, DESTROYING): _LIVE_END_REASONS,
     (SUSPENDED, DESTROYING): _LIVE_END_REASONS,
@@ -94,7 +94,7 @@ COUNT_OPEN_RUNS_SQL = (
     "WHERE id = %s AND holder = %s AND state IN ('warm', 'running', 'waiting', 'suspended')"
 )
 END_RUN_SQL = (
-    "open_runs = open_runs - 1, last_used_at = %s, "
+    "open_runs = open_runs - 1, last_used_at = %s, frozen = frozen AND NOT %s, "
     "state = CASE WHEN open_runs > 1 THEN state ELSE 'waiting' END, "
     "state_since = CASE WHEN open_runs > 1 THEN state_since ELSE %s END, "
     "idle_at = CASE WHEN open_runs > 1 THEN idle_at ELSE %s END "
@@ -265,19 +265,21 @@ def finish_run(
     idle_after: timedelta,
     close: sql.Statement,
     renew: sql.Statement | None = None,
+    resumed: bool = False,
     now: datetime,
     actor: str = "",
 ) -> Finished:
     """Close a Run, subtract it from its sandbox, and move the sandbox to `waiting` after its last one. All or nothing.
 
     `close` is the UPDATE of the Run, guarded by its being open; nothing is subtracted if it changes no row, nor from a sandbox
-    that has left `running`. `renew` is an UPDATE that renews the sandbox's holder; it is independent of the rest.
+    that has left `running`. `renew` is an UPDATE that renews the sandbox's holder; it is independent of the rest. With
+    `resumed`, the Run has resumed the sandbox's processes, which have not been suspended since.
 
     The rows are locked in the order holder, sandbox, Run, in which the end of a lease and schedule_destroy lock them. On
     PostgreSQL it is one statement with one commit. Each part depends on the one before by a subquery without a reference to
     its own row, which is evaluated before the first row is read. Plan: four lookups by primary keys."""
     renewals = [("renewed", sql.Statement(f"{renew.text} RETURNING 1", renew.values))] if renew else []
-    subtract = sql.Statement(END_RUN_SQL, (now, now, now + idle_after, pk, incarnation))
+    subtract = sql.Statement(END_RUN_SQL, (now, resumed, now, now + idle_after, pk, incarnation))
     note = _build_transitions("changed WHERE state = 'waiting'", was=RUNNING, code=Reason.RUN_ENDED, actor=actor)
     if dialect.can_chain():
         after_renewal = "AND (SELECT COUNT(*) FROM renewed) >= 0 " if renew else ""

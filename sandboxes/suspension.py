@@ -1,8 +1,9 @@
 """Suspension of waiting sandboxes: their processes are frozen, use no CPU time, and keep their memory.
 
 A row is `suspended` before the provider freezes its processes, and its column `frozen` is set until the provider has
-confirmed that they run again. The caller that moves a row out of `suspended` calls `thaw` before its next call of the provider.
-A crash at any step therefore leaves a claim past its deadline, which a sweep continues, or a row that the next use resumes."""
+confirmed that they run again. The caller that moves a row out of `suspended` calls `thaw` or `thaw_for_run` before its next
+call of the provider. A crash at any step therefore leaves a claim past its deadline, which a sweep continues, or a row that the
+next use resumes."""
 
 import time
 import uuid
@@ -113,31 +114,42 @@ def _finish(sandbox: Sandbox, provider: Provider, token: uuid.UUID, *, now: date
 def recover_frozen(sandbox: Sandbox, provider: Provider) -> bool:
     """Resume a sandbox that was found frozen, unless it is suspended or gone. Returns whether it was resumed."""
     same_incarnation = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation)
-    if not same_incarnation.exclude(state__in=(SUSPENDED, COLD, DESTROYED)).update(frozen=True):
+    rows = same_incarnation.exclude(state__in=(SUSPENDED, COLD, DESTROYED))
+    # The end of a run may clear `frozen` in between, but the run may have ended before the processes were frozen.
+    if not rows.update(frozen=True) or not _resume_unless_suspended(sandbox, provider, rows):
         return False
-    sandbox.frozen = True
-    thaw(sandbox, provider)
     log.warning("frozen sandbox resumed", sandbox=str(sandbox.pk))
     return True
 
 
-def thaw(sandbox: Sandbox, provider: Provider, *, guard: Q | None = None) -> None:
+def thaw(sandbox: Sandbox, provider: Provider) -> None:
     """Resume the processes of a sandbox that has left the state `suspended`. Does nothing if they are known to run.
 
-    `guard` is a condition under which the sandbox cannot have been suspended since it left that state. Idempotent, and safe to
-    call concurrently. Raises ProviderError."""
-    if not sandbox.frozen:
-        return
-    rows = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, frozen=True).exclude(state=SUSPENDED)
-    if guard is None:  # each suspension changes state_since
-        since = rows.values_list("state_since", flat=True).first()
-        if since is None:  # resumed by another process, or suspended again
-            return
-        guard = Q(state_since=since)
+    Idempotent, and safe to call concurrently. Raises ProviderError."""
+    if sandbox.frozen:
+        rows = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, frozen=True)
+        _resume_unless_suspended(sandbox, provider, rows.exclude(state=SUSPENDED))
+
+
+def thaw_for_run(sandbox: Sandbox, provider: Provider) -> None:
+    """Resume the processes for an open Run, which keeps the sandbox from being suspended. Raises ProviderError.
+
+    The row stays `frozen` until the end of the Run clears it, in the statement that closes the Run. Runs that begin meanwhile
+    resume the processes again, without effect."""
     provider.resume(sandbox.ref)
     checkpoint("thawed", sandbox)
-    rows.filter(guard).update(frozen=False)
+
+
+def _resume_unless_suspended(sandbox: Sandbox, provider: Provider, rows: QuerySet[Sandbox]) -> bool:
+    """Resume the processes and record it, unless there is no such row: resumed by another process, or suspended again."""
+    since = rows.values_list("state_since", flat=True).first()
+    if since is None:
+        return False
+    provider.resume(sandbox.ref)
+    checkpoint("thawed", sandbox)
+    rows.filter(state_since=since).update(frozen=False)  # each suspension changes state_since
     sandbox.frozen = False
+    return True
 
 
 def ensure_awake(sandbox: Sandbox, provider: Provider, *, now: datetime, actor: str = "") -> None:

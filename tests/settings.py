@@ -15,6 +15,7 @@ os.environ.setdefault("LEASEHOLD_RUNTIME_DIR", os.path.join(HERE, "run"))
 os.environ.setdefault("DATABASE_URL", f"sqlite:///{HERE}/leasehold.sqlite3")
 os.environ.setdefault("LEASEHOLD_LOG_LEVEL", "WARNING")
 os.environ.setdefault("LEASEHOLD_MIN_FREE_DISK", "0")  # tests mount disks of a few KiB
+os.environ.setdefault("LEASEHOLD_PARKED_NETWORKS", "0")  # no containers beside those of the test
 
 from controlplane.settings import *  # noqa: E402, F403
 

@@ -6,8 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +18,9 @@ from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame
 CHUNK_BYTES = 1 << 18
 MAX_IDLE_CONNECTIONS = 64  # of a process; the oldest is closed
 GREETING_TIMEOUT_SECONDS = 2.0  # in addition to the time that the gateway is asked to wait
+RESTART_SECONDS = 5.0  # for the gateway to be started again, before operations are left to the engine
+RECONNECT_PAUSE_SECONDS = 0.1
+_down_since: dict[str, float] = {}  # gateway -> monotonic time of the first refused connection, until one is accepted
 
 
 class NotConnected(Exception):
@@ -40,15 +43,17 @@ class AgentConnection:
         self.key = os.fspath(gateway), container
         self._reader, self._ids = FrameReader(), itertools.count(1)
         self._frames: list[RawFrame] = []
-        self._awaited, self._ignored = 0, set[int]()  # ids of requests without a response yet
+        self._awaited, self._ignored = deque[int](), set[int]()  # ids of requests without a response yet
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.settimeout(GREETING_TIMEOUT_SECONDS)
             self._socket.connect(os.fspath(gateway))
+            _down_since.pop(os.fspath(gateway), None)
             self._socket.sendall(encode_control_frame({"sandbox": container, "wait": wait}))
             self.boot = parse_hello(self._receive(timeout=wait + GREETING_TIMEOUT_SECONDS))
         except ConnectionRefusedError as error:
             self._socket.close()
+            _down_since.setdefault(os.fspath(gateway), time.monotonic())
             raise GatewayDown("The gateway is not running.") from error
         except (OSError, ConnectionLost, ProtocolError) as error:
             self._socket.close()
@@ -56,17 +61,16 @@ class AgentConnection:
 
     def request(self, head: Mapping[str, Any], body: bytes = b"", *, timeout: float) -> Frame:
         """Send one request and wait up to `timeout` seconds for its response. Raise ConnectionLost, ProtocolError."""
-        request_id = self._awaited = next(self._ids)
-        try:
-            self._socket.settimeout(timeout)
-            self._socket.sendall(encode_frame(request_id, head, body))
-        except OSError as error:
-            raise ConnectionLost(f"The request was not sent: {error}") from error
-        frame = self._receive(timeout=timeout)
-        if frame.request_id != request_id:
-            raise ProtocolError("response to another request")
-        self._awaited = 0
-        return frame
+        self._send(next(self._ids), head, body, timeout=timeout)
+        return self._receive_response(timeout=timeout)
+
+    def request_all(self, heads: Sequence[Mapping[str, Any]], *, timeout: float) -> list[Frame]:
+        """Send several requests at once and wait up to `timeout` seconds for each response.
+
+        The agent answers in the order of the requests if none of them waits. Raise ConnectionLost, ProtocolError."""
+        for head in heads:
+            self._send(next(self._ids), head, b"", timeout=timeout)
+        return [self._receive_response(timeout=timeout) for _ in heads]
 
     def send(self, head: Mapping[str, Any]) -> None:
         """Send a request whose response is ignored. Raise ConnectionLost if the connection has ended."""
@@ -110,6 +114,22 @@ class AgentConnection:
         else:
             self.close()
 
+    def _send(self, request_id: int, head: Mapping[str, Any], body: bytes, *, timeout: float) -> None:
+        self._awaited.append(request_id)
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.sendall(encode_frame(request_id, head, body))
+        except OSError as error:
+            raise ConnectionLost(f"The request was not sent: {error}") from error
+
+    def _receive_response(self, *, timeout: float) -> Frame:
+        """Return the response to the oldest awaited request."""
+        frame = self._receive(timeout=timeout)
+        if frame.request_id != self._awaited[0]:
+            raise ProtocolError("response to another request")
+        self._awaited.popleft()
+        return frame
+
     def _feed(self, chunk: bytes) -> bool:
         """Add the frames of a chunk, without ignored responses. Return False if the agent violates the protocol."""
         try:
@@ -133,6 +153,27 @@ class AgentConnection:
             if not self._feed(chunk):
                 raise ProtocolError("invalid frame")
         return self._frames.pop(0).parse()
+
+
+def connect_through_restart(gateway: Path, container: str, *, wait: float) -> AgentConnection:
+    """Connect, and wait for a gateway that is being started again, until it has been down for RESTART_SECONDS.
+
+    Raise NotConnected."""
+    while True:
+        try:
+            return AgentConnection(gateway, container, wait=wait)
+        except GatewayDown:
+            if time.monotonic() - _down_since.get(os.fspath(gateway), 0.0) > RESTART_SECONDS:
+                raise
+            time.sleep(RECONNECT_PAUSE_SECONDS)
+
+
+def report_fallback(gateway: Path, reason: str) -> None:
+    """Let the gateway count an operation that no agent has started. A gateway that does not run counts nothing."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(GREETING_TIMEOUT_SECONDS)
+        connection.connect(os.fspath(gateway))
+        connection.sendall(encode_control_frame({"fallback": reason}))
 
 
 class IdleConnections:

@@ -32,7 +32,13 @@ HELLO_TIMEOUT_SECONDS = 5.0
 REJECTION_PAUSE_SECONDS = 0.2  # for which a slot accepts nothing after a connection of another process than its agent
 MAX_UNSENT_BYTES = 2 * MAX_REQUEST_BODY_BYTES  # to one agent; beyond, it does not read, and the next request ends its session
 MAX_PENDING_REQUESTS = 1024  # to one agent, without a response
-MAX_WAIT_SECONDS = 10.0  # of a client for an agent to connect
+MAX_WAIT_SECONDS = 0.5  # of a client for an agent to connect: the agent of a container that has just started
+# After the gateway's start, for all agents to connect again. Longer than RECONNECT_SECONDS in image/agent/connection.py.
+SETTLE_SECONDS = 3.0
+EXEC_HEAD_START = b'{"verb":"exec",'  # as encoded by the client
+# Why an operation was left to the engine: no agent was connected, its container did not run, it could not start a process or
+# retains too many results, or the command is too long for a request.
+FALLBACK_REASONS = ("not_connected", "not_running", "busy", "too_long")
 IdentifyPeer = Callable[[socket.socket], str]
 
 
@@ -73,6 +79,7 @@ class AgentSession(asyncio.Protocol):
             return
         request_id = next(self._ids) % (1 << 32) or next(self._ids)
         self._pending[request_id] = client, frame.request_id
+        self._gateway.counts["executions"] += frame.head.startswith(EXEC_HEAD_START)
         self._transport.write(frame.encode(request_id))
 
     def end(self, violation: str = "") -> None:
@@ -130,15 +137,16 @@ class ClientSession(asyncio.Protocol):
             self._session.end(str(frame.parse().head["violation"]))
         elif self._opening is None:
             head = frame.parse().head
-            wait = min(float(head["wait"]), MAX_WAIT_SECONDS)
-            self._opening = asyncio.get_running_loop().create_task(self._open(str(head["sandbox"]), wait))
+            if "fallback" in head:
+                self._gateway.count_fallback(str(head["fallback"]))
+                return
+            self._opening = asyncio.get_running_loop().create_task(self._open(str(head["sandbox"]), float(head["wait"])))
         else:
             raise ProtocolError("request before the greeting")
 
     async def _open(self, container: str, wait: float) -> None:
         session = await self._gateway.wait_for_session(container, wait)
         if session is None:
-            self._gateway.counts["not connected"] += 1
             self.send(encode_control_frame({"error": "not_connected"}))
             self._transport.close()
             return
@@ -163,9 +171,9 @@ class ClientSession(asyncio.Protocol):
 class AgentGateway:
     """Sessions of the agents of this host. All methods run in the event loop of `listening`.
 
-    `counts` has the numbers of sessions begun (`sessions`), of violations of the protocol (`violations`), of connections by
-    other processes than an agent (`rejections`) and of clients that found no agent (`not connected`), since the last
-    `take_counts`."""
+    `counts` has the numbers of sessions begun (`sessions`), of requests to start a command or file operation (`executions`), of
+    operations left to the engine (`fallbacks REASON`), of violations of the protocol (`violations`) and of connections by other
+    processes than an agent (`rejections`), since the start of this process."""
 
     def __init__(self, identify: IdentifyPeer = identify_container) -> None:
         self.counts = Counter[str]()
@@ -173,6 +181,7 @@ class AgentGateway:
         self._sessions: dict[str, AgentSession] = {}
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # of clients, by container
         self._tasks: set[asyncio.Task[object]] = set()
+        self._settled_at = 0.0
 
     @contextlib.asynccontextmanager
     async def listening(self, slot_sockets: list[Path], client_socket: Path) -> AsyncIterator[None]:
@@ -181,6 +190,7 @@ class AgentGateway:
         The client socket is left. A process whose connection to it is refused waits for the gateway's next start before it
         gives up the result of a run."""
         loop = asyncio.get_running_loop()
+        self._settled_at = loop.time() + SETTLE_SECONDS
         listeners = [bind_listener(path, mode=0o666) for path in slot_sockets]
         server = await loop.create_unix_server(lambda: ClientSession(self), sock=bind_listener(client_socket, mode=0o600))
         try:
@@ -197,10 +207,15 @@ class AgentGateway:
             for path in slot_sockets:
                 path.unlink(missing_ok=True)
 
-    def take_counts(self) -> dict[str, int]:
-        """Return the counts, and begin again at zero."""
-        counts, self.counts = self.counts, Counter()
-        return dict(counts)
+    def count_fallback(self, reason: str) -> None:
+        """Count an operation left to the engine. Raise ValueError for an unknown reason."""
+        if reason not in FALLBACK_REASONS:
+            raise ValueError(reason)
+        self.counts[f"fallbacks {reason}"] += 1
+
+    def read_counts(self) -> dict[str, int]:
+        """Return the counts, and the number of agents that are connected now (`connected`)."""
+        return {**self.counts, "connected": len(self._sessions)}
 
     def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -248,7 +263,10 @@ class AgentGateway:
             del self._sessions[session.container]
 
     async def wait_for_session(self, container: str, seconds: float) -> AgentSession | None:
-        """Return the session of a container's agent, or None if there is none within `seconds`."""
+        """Return the session of a container's agent, or None if there is none within `seconds`.
+
+        Waits at most MAX_WAIT_SECONDS, but after the gateway's start until all agents have had the time to connect."""
+        seconds = min(seconds, max(MAX_WAIT_SECONDS, self._settled_at - asyncio.get_running_loop().time()))
         if container not in self._sessions and seconds > 0:
             waiter = asyncio.get_running_loop().create_future()
             waiters = self._waiters.setdefault(container, set())

@@ -12,13 +12,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from sandboxes.agent.client import AgentConnection, ConnectionLost, GatewayDown, NotConnected
+from sandboxes.agent.client import RECONNECT_PAUSE_SECONDS, AgentConnection, ConnectionLost, GatewayDown, NotConnected
 from sandboxes.agent.protocol import MAX_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
 from sandboxes.agent.runs import (
     CONNECT_SECONDS,
     FIRST_RESPONSE_SECONDS,
     FIRST_WAIT_SECONDS,
-    RECONNECT_PAUSE_SECONDS,
     RESPONSE_SECONDS,
     AgentClient,
     NotStarted,
@@ -50,9 +49,9 @@ class RepeatingConnection:
         """Connect. Raise NotStarted."""
         self._client, self._check = client, check
         try:
-            self._connection: AgentConnection | None = client.open(CONNECT_SECONDS)
+            self._connection: AgentConnection | None = client.open_to_start()
         except NotConnected as error:
-            raise NotStarted(str(error)) from error
+            raise NotStarted(str(error), "not_connected") from error
         self.boot = self._connection.boot
 
     def request(self, run_id: str, head: Mapping[str, object], body: bytes = b"", *, timeout: float) -> tuple[Frame, RunState]:
@@ -132,11 +131,14 @@ class FileOperation:
         head |= {"keep": "stream", "open": follows, "command_bytes": len(command)}
         head["wait"] = 0 if follows else FIRST_WAIT_SECONDS
         timeout = FIRST_WAIT_SECONDS + FIRST_RESPONSE_SECONDS
-        frame, state = self._connection.request(self._id, head, command + content, timeout=timeout)
-        if state.state == "busy":
+        try:
+            frame, state = self._connection.request(self._id, head, command + content, timeout=timeout)
+            if state.state == "busy":
+                raise NotStarted("The agent cannot start a process.", "busy")
+        except NotStarted:
             if stdin is not None and content:
                 stdin.seek(-len(content), io.SEEK_CUR)
-            raise NotStarted("The agent cannot start a process.")
+            raise
         if follows and stdin is not None and state.state == "running":
             frame, state = self._write(stdin, len(content))
         self._require_known(state)
@@ -201,7 +203,7 @@ class AgentProcesses:
         if state.state == "acknowledged":  # it ended long ago
             return self.list_exit_codes([run_id])[run_id]
         if state.state not in ("running", "ended"):
-            raise NotStarted("The agent cannot start a process.")
+            raise NotStarted("The agent cannot start a process.", "busy")
         return state.exit_code
 
     def list_exit_codes(self, run_ids: Sequence[str]) -> dict[str, int | None]:

@@ -122,9 +122,9 @@ class FrameReader:
             body_start = offset + HEADER.size + head_size
             if len(self._buffer) < body_start + body_size:
                 break
-            head = bytes(self._buffer[offset + HEADER.size : body_start])
-            offset = body_start + body_size
-            frames.append(RawFrame(request_id, head, bytes(self._buffer[body_start:offset])))
+            head_start, offset = offset + HEADER.size, body_start + body_size
+            with memoryview(self._buffer) as view:
+                frames.append(RawFrame(request_id, bytes(view[head_start:body_start]), bytes(view[body_start:offset])))
         del self._buffer[:offset]
         return frames
 

@@ -7,22 +7,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected, idle_connections
-from sandboxes.agent.protocol import MAX_REQUEST_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
+from sandboxes.agent.client import (
+    RECONNECT_PAUSE_SECONDS,
+    AgentConnection,
+    ConnectionLost,
+    NotConnected,
+    connect_through_restart,
+    idle_connections,
+)
+from sandboxes.agent.protocol import MAX_BODY_BYTES, MAX_REQUEST_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
 
-CONNECT_SECONDS = 0.5  # for the agent of a container that has just started
+CONNECT_SECONDS = 3.0  # for an agent to connect; the gateway waits less unless it has just started
 FIRST_WAIT_SECONDS = FIRST_RESPONSE_SECONDS = 0.5  # of the first request: a container that does not respond is noticed early
 WAIT_SECONDS = 30.0  # of each further request
 RESPONSE_SECONDS = 5.0  # for a response, in addition to the time that the agent is asked to wait
 END_SECONDS = 5.0  # for the agent's own kill after the run's timeout
-RECONNECT_PAUSE_SECONDS = 0.1  # while the gateway restarts
-
-
-TOO_LONG = "The command and its input are too long."
 
 
 class NotStarted(Exception):
-    """No agent was reached, or the agent refused the run: nothing was started, and the caller may use another way."""
+    """No agent was reached, or the agent refused the run: nothing was started, and the caller may use another way.
+
+    `reason` is one of `gateway.FALLBACK_REASONS`."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class OutcomeUnknown(Exception):
@@ -73,16 +82,16 @@ class AgentClient:
         if the agent restarted, violated the protocol or does not respond before the deadline."""
         command, stdin = run.encode()
         if len(command) + len(stdin) > MAX_REQUEST_BODY_BYTES:
-            raise NotStarted(TOO_LONG)
+            raise NotStarted("The command and its input are too long.", "too_long")
         deadline, sent = time.monotonic() + run.timeout + END_SECONDS, bool(boot)
         while True:
             try:
-                with self._connect(CONNECT_SECONDS) as connection:
+                with self._connect(CONNECT_SECONDS, to_start=not sent) as connection:
                     boot, sent = boot or connection.boot, True
                     return self._run_on(connection, run, boot, command, stdin, deadline)
             except NotConnected as error:
                 if not sent:
-                    raise NotStarted(str(error)) from error
+                    raise NotStarted(str(error), "not_connected") from error
                 check()
                 time.sleep(RECONNECT_PAUSE_SECONDS)
             except ConnectionLost:
@@ -105,7 +114,7 @@ class AgentClient:
             if state.state == "ended":
                 return self._collect(connection, run, frame, state)
             if state.state == "busy":
-                raise NotStarted("The agent cannot start a process, or retains too many results.")
+                raise NotStarted("The agent cannot start a process, or retains too many results.", "busy")
             if state.state != "running":
                 raise OutcomeUnknown(f"The agent has no result of this run: {state.state}")
             if time.monotonic() > deadline:
@@ -144,14 +153,35 @@ class AgentClient:
             frame, state = self._read(connection, run_id, stream, offset, wait, timeout)
             return frame.body, state
 
+    def is_silent(self, *, timeout: float) -> bool:
+        """Return whether the connected agent answers neither of two pings, each within half of `timeout` (seconds).
+
+        False if no agent is connected. The second ping has a connection of its own, in case that the first one is at fault."""
+        for _ in range(2):
+            try:
+                with AgentConnection(self._gateway, self._container, wait=0.0) as connection:
+                    connection.request({"verb": "ping"}, timeout=timeout / 2)
+                    return False
+            except ConnectionLost as error:
+                if not isinstance(error.__cause__, TimeoutError):
+                    return False
+            except (NotConnected, ProtocolError):
+                return False
+        return True
+
     def open(self, wait: float) -> AgentConnection:
         """Return an idle connection, or open one and wait up to `wait` seconds for the agent. Raise NotConnected."""
         idle = idle_connections.take(self._gateway, self._container)
         return idle or AgentConnection(self._gateway, self._container, wait=wait)
 
+    def open_to_start(self) -> AgentConnection:
+        """Like `open`, for an operation that begins: also wait for the gateway, if it is being started again."""
+        idle = idle_connections.take(self._gateway, self._container)
+        return idle or connect_through_restart(self._gateway, self._container, wait=CONNECT_SECONDS)
+
     @contextmanager
-    def _connect(self, wait: float) -> Iterator[AgentConnection]:
-        with self.open(wait) as connection:
+    def _connect(self, wait: float, *, to_start: bool = False) -> Iterator[AgentConnection]:
+        with self.open_to_start() if to_start else self.open(wait) as connection:
             try:
                 yield connection
             except ProtocolError as error:
@@ -166,20 +196,26 @@ class AgentClient:
         if state.inline:
             stdout, stderr = frame.body[: state.retained[0]], frame.body[state.retained[0] :]
         else:
-            stdout = self._read_stream(connection, run.id, "stdout", state)
-            stderr = self._read_stream(connection, run.id, "stderr", state)
+            stdout, stderr = self._read_streams(connection, run.id, state)
         return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped, state.digest)
 
-    def _read_stream(self, connection: AgentConnection, run_id: str, stream: str, ended: RunState) -> bytes:
-        size, content = ended.retained[stream == "stderr"], bytearray()
-        while len(content) < size:
-            frame, state = self._read(connection, run_id, stream, len(content), 0.0)
-            if not frame.body or state.retained != ended.retained or state.exit_code != ended.exit_code:
+    def _read_streams(self, connection: AgentConnection, run_id: str, ended: RunState) -> tuple[bytes, bytes]:
+        """Return stdout and stderr of an ended run."""
+        pieces = [
+            (stream, offset, min(size - offset, MAX_BODY_BYTES))
+            for stream, size in zip(("stdout", "stderr"), ended.retained, strict=True)
+            for offset in range(0, size, MAX_BODY_BYTES)
+        ]
+        heads = [{"verb": "read", "run": run_id, "stream": stream, "offset": offset, "wait": 0} for stream, offset, _ in pieces]
+        contents: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+        for (stream, offset, size), frame in zip(pieces, connection.request_all(heads, timeout=RESPONSE_SECONDS), strict=True):
+            state = parse_state(run_id, frame)
+            if state.retained != ended.retained or state.exit_code != ended.exit_code:
                 raise ProtocolError("the result has changed")
-            content += frame.body
-        if len(content) > size:
-            raise ProtocolError("more output than stated")
-        return bytes(content)
+            if state.offset != offset or len(frame.body) != size:
+                raise ProtocolError("less or more output than stated")
+            contents[stream].append(frame.body)
+        return b"".join(contents["stdout"]), b"".join(contents["stderr"])
 
     def _read(
         self, connection: AgentConnection, run_id: str, stream: str, offset: int, wait: float, timeout: float = 0.0

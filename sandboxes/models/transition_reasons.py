@@ -18,6 +18,9 @@ class TransitionReason(models.TextChoices):
     RESTORE = "restore", "earlier snapshot restored"
     RESUMED = "resumed", "resumed"  # from suspension, without a run
     SUSPEND_FAILED = "suspend_failed", "could not be suspended"
+    AGENT_UNRESPONSIVE = "agent_unresponsive", "agent does not respond"  # process 1 of the sandbox
+    AGENT_RESTARTED = "agent_restarted", "restarted"
+    RESTART_FAILED = "restart_failed", "could not be restarted"
     PERSIST_FAILED = "persist_failed", "state could not be stored"
     PERSISTED = "persisted", "stored"  # state stored, process destroyed
     NOTHING_UNSAVED = "nothing_unsaved", "nothing unsaved was in it"  # no state to store, process gone

@@ -271,6 +271,10 @@ class Provider(ABC):
 
         Idempotent. No such process, or a sandbox that is not running, is success; raise Missing if there is no sandbox."""
 
+    def prepare_starts(self) -> Mapping[str, int]:
+        """Prepare resources that make the next starts faster, and remove outdated ones. Idempotent. Return counts by result."""
+        return {}
+
     @abstractmethod
     def suspend(self, ref: str) -> None:
         """Freeze all processes of the sandbox: they use no CPU time, and keep their memory. Idempotent.
@@ -283,6 +287,14 @@ class Provider(ABC):
         """Thaw the processes of a suspended sandbox, and return once they run. Idempotent. Raise Missing.
 
         A sandbox that is not suspended, or that does not run, is success."""
+
+    @abstractmethod
+    def find_unresponsive(self, refs: Collection[str], *, timeout: timedelta) -> set[str]:
+        """Return those of these sandboxes whose agent is connected and does not respond within `timeout`. Raise Unavailable."""
+
+    @abstractmethod
+    def restart(self, ref: str) -> None:
+        """Kill all processes of the sandbox, and start it with the same /workspace and /data. Raise Missing."""
 
     @abstractmethod
     def destroy(self, ref: str) -> None:

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Exists, Q, QuerySet
+from django.db.models import Q, QuerySet
 
 from sandboxes import eviction, lifecycle, suspension
 from sandboxes.claims import hold
@@ -156,7 +156,10 @@ def _record_success(
         digest = opened.result.data_digest if opened.result else ""
         unsaved = _persist_data(attached, opened.sandbox, opened.provider, digest, now=clock()) if attached else ""
         note = " ".join(filter(None, [opened.note, unsaved]))
-        close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, renewal=renewal, actor=actor)
+        close_run(
+            opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, renewal=renewal, actor=actor,
+            resumed=opened.sandbox.frozen,
+        )  # fmt: skip
 
     run_id = str(opened.run.pk)
     try:
@@ -198,8 +201,7 @@ def _prepare_sandbox(
 ) -> Attachment | None:
     sandbox, provider = opened.sandbox, opened.provider
     if sandbox.frozen:
-        still_open = Run.objects.filter(pk=opened.run.pk, ended_at__isnull=True)
-        suspension.thaw(sandbox, provider, guard=Q(Exists(still_open)))
+        suspension.thaw_for_run(sandbox, provider)
     if not sandbox.prepared:
         starts.put_files(sandbox, provider, request.files)
         Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
@@ -334,10 +336,12 @@ def close_run(
     result: ExecResult | None = None,
     note: str = "",
     renewal: HolderRenewal | None = None,
+    resumed: bool = False,
     actor: str = "",
 ) -> bool:
     """Close an open Run and subtract it from its sandbox's count. Returns False if the Run was closed before.
 
+    With `resumed`, the Run has resumed its sandbox (`suspension.thaw_for_run`), and that is recorded as well.
     Also executes `renewal`, in the same transaction. In both cases `run` has the stored values afterwards. Each output stream
     is stored up to RUN_OUTPUT_KEPT bytes."""
     max_bytes = settings.RUN_OUTPUT_KEPT
@@ -358,7 +362,7 @@ def close_run(
     close = sql.Statement(text, (*values.values(), run.pk))
     finished = lifecycle.finish_run(
         run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, close=close,
-        renew=renewal.build(now) if renewal else None, now=now, actor=actor,
+        renew=renewal.build(now) if renewal else None, resumed=resumed, now=now, actor=actor,
     )  # fmt: skip
     if renewal:
         renewal.done = finished.renewed

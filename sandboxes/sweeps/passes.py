@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import destruction, eviction, suspension
+from sandboxes import destruction, eviction, providers, suspension
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.errors import SandboxError
@@ -145,7 +145,7 @@ def find_leftover_local_copies() -> QuerySet[Snapshot]:
 
 
 def warm_pools(*, now: datetime) -> SweepResult:
-    """Destroy surplus pre-warmed sandboxes, and start sandboxes in pools below their warm target.
+    """Destroy surplus pre-warmed sandboxes, and start sandboxes in pools below their warm target. Prepare further starts.
 
     After MAX_WARM_FAILURES failed starts in a row a pool's circuit breaker opens, with exponential backoff."""
     result, clock = SweepResult(), clock_from(now)
@@ -167,7 +167,19 @@ def warm_pools(*, now: datetime) -> SweepResult:
                 _count_warm_failure(pool, failed, now=clock())
                 result.failures.append(f'pool "{pool}": {failed}')
             pool.refresh_from_db()
+    _prepare_starts(result)
     return result
+
+
+def _prepare_starts(result: SweepResult) -> None:
+    pools = Pool.objects.filter(draining=False).values_list("provider", flat=True).distinct()
+    for name in sorted({pool or providers.get_default_provider_name() for pool in pools}):
+        try:
+            for key, count in providers.get_provider(name).prepare_starts().items():
+                if count:
+                    result.note(key, count)
+        except (ProviderError, ImproperlyConfigured) as failed:
+            result.failures.append(f"{name}: {failed}")
 
 
 def find_surplus() -> list[uuid.UUID]:

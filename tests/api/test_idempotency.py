@@ -23,9 +23,11 @@ pytestmark = pytest.mark.django_db
 
 
 def advance_time(time: timedelta) -> None:
-    """Move the times of all stored requests back."""
-    columns = ("started_at", "deadline_at", "expires_at")
-    IdempotentRequest.objects.update(**{name: F(name) - time for name in columns})
+    """Move the times of all stored requests and runs back."""
+    for model, columns in {
+        IdempotentRequest: ("started_at", "deadline_at", "expires_at"), Run: ("started_at", "deadline_at")
+    }.items():  # fmt: skip
+        model.objects.update(**{name: F(name) - time for name in columns})
 
 
 @pytest.fixture
@@ -195,11 +197,16 @@ def test_exec_with_output_that_is_not_stored_is_answered_with_its_exit_code(ada,
 
 
 @pytest.mark.parametrize("step", ["key claimed", "run opened"])
-def test_exec_of_a_dead_instance_is_answered_at_once(ada: ApiClient, run_path: str, crash_at, settings, step: str) -> None:
+def test_exec_of_a_dead_instance_is_answered_once_it_has_no_open_run(
+    ada: ApiClient, run_path, crash_at, settings, step
+) -> None:
     settings.INSTANCE = "up-a.web"
     with crash_at(step):
         ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert sweeps.release_instance("up-a", now=timezone.now())
+    if step == "run opened":  # its command may be running
+        assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").json()["code"] == "idempotency_in_progress"
+        passes.recover_stalled(now=timezone.now())
     response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
 

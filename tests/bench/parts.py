@@ -72,6 +72,8 @@ def configure(database_url: str, directory: Path, **env: str) -> None:
 
 def destroy_sandboxes() -> None:
     """Destroy the sandboxes of all pools at their providers."""
+    from django.test import override_settings
+
     from sandboxes import providers
     from sandboxes.models import Pool
 
@@ -80,3 +82,5 @@ def destroy_sandboxes() -> None:
         refs = [sandbox.ref for sandbox in provider.list(str(pool.owner))]
         with ThreadPoolExecutor(MAX_DESTROY_THREADS) as threads:
             list(threads.map(provider.destroy, refs))
+        with override_settings(PARKED_NETWORKS=0):
+            provider.prepare_starts()

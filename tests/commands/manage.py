@@ -27,6 +27,7 @@ def build_environment(home: Path, **env: str) -> dict[str, str]:
     """Environment of a development installation on SQLite with the process provider, with all state below `home`."""
     return {
         "PATH": os.environ["PATH"], "LEASEHOLD_ENV_FILE": "", "DEBUG": "1", "SANDBOX_PROVIDER": "process",
+        "LEASEHOLD_PARKED_NETWORKS": "0",
         "SECRET_KEY": "for-tests-only-0123456789abcdef0123456789abcdef",
         "LEASEHOLD_STATE_DIR": str(home / "state"), "LEASEHOLD_RUNTIME_DIR": str(get_runtime_dir(home)),
         "DATABASE_URL": f"sqlite:///{home / 'leasehold.sqlite3'}", **env,

@@ -223,6 +223,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_ALLOW_UNISOLATED": ("1", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_SANDBOX_IMAGE": ("other:1", image_of_sandbox),
     "LEASEHOLD_DOCKER_RUNTIME": ("runsc", "docker::test_runtime_setting_is_passed_to_the_engine"),
+    "LEASEHOLD_PARKED_NETWORKS": (
+        "2", "tests/docker/test_parked_networks.py::test_sweep_keeps_as_many_as_the_setting_and_removes_the_rest",
+    ),
     "LEASEHOLD_SANDBOX_TIMEOUT_SECONDS": ("7", start_timeout),
     "LEASEHOLD_SANDBOX_MEMORY_MIB": ("64", size_of_new_pool),
     "LEASEHOLD_SANDBOX_MILLICPUS": ("100", size_of_new_pool),

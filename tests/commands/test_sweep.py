@@ -24,8 +24,8 @@ from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
 NAMES = [
-    "hosts", "mark", "expire", "stalled", "reclaim", "persist", "idle", "suspend", "cold", "warm", "reconcile", "recount",
-    "measure", "weigh", "read", "prune", "collect", "meter", "budgets", "webhooks",
+    "hosts", "mark", "expire", "stalled", "reclaim", "persist", "idle", "suspend", "restart", "cold", "warm", "reconcile",
+    "recount", "measure", "weigh", "read", "prune", "collect", "meter", "budgets", "webhooks",
 ]  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
         f"expire: would end lease {used.pk}",
         f"stalled: would close run {run.pk}",
         f"reclaim: would destroy sandbox {destroying.pk}",
-        *(f"{name}: nothing to do" for name in ("persist", "idle", "suspend", "cold", "warm")),
+        *(f"{name}: nothing to do" for name in ("persist", "idle", "suspend", "restart", "cold", "warm")),
         "reconcile: would destroy orphan leasehold-orphan-1",
         *[f"recount: would recount pool {pk}" for pk in Pool.objects.order_by("pk").values_list("pk", flat=True)],
         f"measure: would measure workspace of sandbox {Sandbox.objects.get(holder=used.pk).pk}",

@@ -99,6 +99,20 @@ def test_list_and_destroy_affect_only_the_named_sandboxes(bench):
     assert second.run("echo", "still here").stdout == b"still here\n"
 
 
+def test_restart_keeps_the_files_and_ends_all_processes(bench):
+    box, mark = bench.box(), unique_name()
+    box.write("kept", b"kept")
+    box.provider.write_file(box.ref, f"{DATA}/kept", b"kept")
+    box.provider.start(box.ref, ["sleep", "300"], env={}, mark=mark)
+    assert box.provider.find_unresponsive([box.ref], timeout=timedelta(seconds=20)) == set()
+    box.provider.restart(box.ref)
+    box.provider.wait_ready(box.ref, timeout=READY_TIMEOUT)
+    state = box.provider.processes(box.ref, [mark]).get(mark)
+    assert state is None or not state.running
+    assert (box.read("kept"), box.provider.read_file(box.ref, f"{DATA}/kept", limit=10)) == (b"kept", b"kept")
+    assert box.run("true").exit_code == 0
+
+
 def test_sandbox_recreated_under_a_name_is_empty(bench):
     spec = bench.spec()
     for _ in range(2):
@@ -112,6 +126,7 @@ def test_sandbox_recreated_under_a_name_is_empty(bench):
 
 VERBS = {
     "wait_ready": lambda p, ref: p.wait_ready(ref, timeout=timedelta(seconds=5)),
+    "restart": lambda p, ref: p.restart(ref),
     "exec": lambda p, ref: p.exec(ref, ["true"], env={}, timeout=READY_TIMEOUT, mark=uuid4().hex),
     "kill": lambda p, ref: p.kill(ref, unique_name()),
     "inspect": lambda p, ref: p.inspect(ref),

@@ -192,14 +192,14 @@ def test_replacement_interrupted_by_a_crash_is_completed_by_the_next_call(
         with monkeypatch.context() as crash:
             crash.setattr(engine, "call", call_until_crash)
             with pytest.raises(SimulatedCrash):
-                replacement.replace_container(engine, ref, container)
+                replacement.replace_container(engine, ref, container, reason="stale task")
         match next_call:
             case "inspect":
                 assert provider.inspect(ref).name == ref
             case "create":
                 provider.create(SandboxSpec(ref, ref, memory_mib=128))
             case "replace":
-                replacement.replace_container(engine, ref, container)
+                replacement.replace_container(engine, ref, container, reason="stale task")
             case "destroy":
                 provider.destroy(ref)
                 assert provider.list(ref) == []
@@ -216,7 +216,7 @@ def test_replacement_has_the_same_settings_and_other_processes_find_its_cgroup()
         assert other.stats(ref)
         before = client.inspect_container(ref)
         client.kill(ref)
-        replacement.replace_container(provider._engine, ref, container)
+        replacement.replace_container(provider._engine, ref, container, reason="stale task")
         execute(provider, ref, "true")
         after = client.inspect_container(ref)
         assert after["Id"] != container
@@ -230,12 +230,12 @@ def test_replacement_has_the_same_settings_and_other_processes_find_its_cgroup()
 def test_late_replacement_touches_no_newer_and_no_running_container() -> None:
     with make_stopped_box() as (provider, ref, container):
         engine = provider._engine
-        replacement.replace_container(engine, ref, container)
+        replacement.replace_container(engine, ref, container, reason="stale task")
         execute(provider, ref, "true")
         newer = engine.client.inspect_container(ref)["Id"]
-        replacement.replace_container(engine, ref, container)
+        replacement.replace_container(engine, ref, container, reason="stale task")
         with pytest.raises(Conflict):
-            replacement.replace_container(engine, ref, newer)
+            replacement.replace_container(engine, ref, newer, reason="stale task")
         assert engine.client.inspect_container(ref)["State"]["Running"]
         assert engine.client.inspect_container(ref)["Id"] == newer
         assert provider.inspect(ref).created_at > timezone.now() - timedelta(hours=1)

@@ -347,10 +347,13 @@ def test_timeout_shorter_than_the_start_leaves_no_process(box: Box) -> None:
 
 
 @pytest.mark.usefixtures("executor")
-@pytest.mark.parametrize("how", ["pause", "kill"])
-def test_exec_resumes_a_stopped_or_paused_container(box: Box, how: str) -> None:
+@pytest.mark.parametrize("how", ["pause", "kill", "freeze"])
+def test_exec_resumes_a_stopped_or_frozen_container(box: Box, how: str) -> None:
     box.run("sh", "-c", "echo kept > /data/file")
-    docker(how, box.ref)
+    if how == "freeze":
+        box.provider.suspend(box.ref)
+    else:
+        docker(how, box.ref)
     assert not box.provider.inspect(box.ref).running
     assert box.run("cat", "/data/file").stdout == b"kept\n"
 

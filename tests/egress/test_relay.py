@@ -115,7 +115,9 @@ def test_watcher_of_an_agent_without_a_key_reconnects_after_an_outage_and_follow
     assert wait_for_output(process, unreachable)
     relayed.relay.redirect = ""
     assert wait_for_output(process, "Connected to relay\n")
-    assert egress.upstream.requests == [] and len(relayed.relay.connections) == 2
+    assert egress.upstream.requests == []
+    attempts = len(relayed.relay.connections)
+    assert attempts >= 2  # with the redirect possibly several
     before = len(printed(process))
     relayed.off()
     assert wait_for_output(process, "Not connected to relay: closed by the relay", start=before)
@@ -124,7 +126,7 @@ def test_watcher_of_an_agent_without_a_key_reconnects_after_an_outage_and_follow
     assert wait_for_output(process, "\nConnected to relay\n", start=before)
     relayed.send("news")
     assert wait_for_output(process, "news\n", start=before)
-    assert len(relayed.relay.connections) == 3 and process.state == "running"
+    assert len(relayed.relay.connections) == attempts + 1 and process.state == "running"
     assert {headers["x-leasehold-agent"] for _, headers in relayed.relay.connections} == {"did:plc:ada"}
     assert not any("authorization" in headers for _, headers in relayed.relay.connections) and not MintedToken.objects.exists()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,12 @@ import uuid
 from functools import cache
 from pathlib import Path
 
-from sandboxes.agent.client import AgentConnection
+from sandboxes.agent.client import AgentConnection, NotConnected
 from sandboxes.agent.gateway import AgentGateway
 from sandboxes.agent.protocol import HEADER
 from sandboxes.agent.runs import AgentClient, AgentRun
 from sandboxes.providers.base import AGENT_DIRECTORY
+from tests.support.waiting import wait_until
 
 AGENT = Path(__file__).resolve().parents[2] / "sandboxes" / "image" / "agent" / "main.py"
 SHIM_SOURCE = AGENT.with_name("shim.c")
@@ -59,8 +61,13 @@ class Gateway:
 
     def boot(self) -> str:
         """Return the boot id of the agent, waiting for its connection."""
-        with self.connect() as connection:
-            return connection.boot
+
+        def find_boot() -> str:
+            with contextlib.suppress(NotConnected), self.connect() as connection:
+                return connection.boot
+            return ""
+
+        return wait_until(find_boot, "the agent is connected")
 
     def close(self) -> None:
         self.stop()
@@ -77,8 +84,9 @@ def build_shim() -> str:
     return path
 
 
-def start_agent(path: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-I", "-S", AGENT, path, build_shim()], start_new_session=True)
+def start_agent(path: str, shim: str = "") -> "subprocess.Popen[bytes]":
+    """Start the agent. `shim` is a program instead of shim.c."""
+    return subprocess.Popen([sys.executable, "-I", "-S", AGENT, path, shim or build_shim()], start_new_session=True)
 
 
 def start_container(gateway: Gateway, image: str) -> str:

@@ -33,6 +33,7 @@ HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
 # Between the end of a run and the storage of its response: time to renew the lease, or to destroy a one-shot sandbox.
 RESPONSE_GRACE_PERIOD = timedelta(minutes=1)
+RUN_CLOSE_GRACE_PERIOD = timedelta(minutes=5)  # between the deadline of an open run and its end by a sweep
 REPLAY_HEADERS = {"Idempotent-Replayed": "true"}
 INTERRUPTED = "The first request with this Idempotency-Key was interrupted and may have had an effect. It is not repeated."
 RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
@@ -67,7 +68,8 @@ def execute_once(
 
     After `max_duration`, without a transfer of state in between, an unfinished `act` counts as abandoned, and a repeated
     request is executed if the operation is `repeatable`. Otherwise its run ends the wait earlier: with the answer that
-    `rebuild` makes of the ended run, at once if the run is lost, else RESPONSE_GRACE_PERIOD after the run's end. Raises
+    `rebuild` makes of the ended run, at once if the run is lost, else RESPONSE_GRACE_PERIOD after the run's end. With
+    `rebuild` the answer is InProgress while the run is open, until RUN_CLOSE_GRACE_PERIOD after its deadline. Raises
     KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
@@ -153,11 +155,17 @@ def _replay_response(
     run = Run.objects.filter(pk=run_id).defer("stdout", "stderr").first() if run_id else None
     if run is not None and run.ended_at is not None and rebuild is not None and (answer := rebuild(run)):
         return _build_response(*answer, headers=REPLAY_HEADERS)
-    if run_id is None or (row.deadline_at > now and not _is_run_settled(run, now=now)):
+    is_awaited = rebuild is not None and run is not None and _is_close_awaited(run, now=now)
+    if run_id is None or is_awaited or (row.deadline_at > now and not _is_run_settled(run, now=now)):
         raise InProgress()
     if run is None:
         raise OutcomeUnknown(INTERRUPTED)
     raise OutcomeUnknown(INTERRUPTED, run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
+
+
+def _is_close_awaited(run: Run, *, now: datetime) -> bool:
+    """Return whether a sweep is to close an open run: with the result of its command, or at its deadline."""
+    return run.ended_at is None and now < run.deadline_at + RUN_CLOSE_GRACE_PERIOD
 
 
 def _is_run_settled(run: Run | None, *, now: datetime) -> bool:

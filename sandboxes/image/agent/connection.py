@@ -99,8 +99,15 @@ class GatewayConnection:
 
     def respond(self, request_id, head, body=b""):
         content = json.dumps(head, separators=(",", ":")).encode()
-        self.unsent += HEADER.pack(request_id, len(content), len(body)) + content + body
-        self.flush()
+        parts = [HEADER.pack(request_id, len(content), len(body)) + content, body]
+        if not self.unsent:  # a large body is sent without a copy
+            with contextlib.suppress(BlockingIOError):
+                sent = self.connection.sendmsg(parts)
+                parts = [parts[0][sent:], memoryview(body)[max(sent - len(parts[0]), 0) :]]
+        for part in parts:
+            self.unsent += part
+        if self.unsent:
+            self.flush()
 
     def flush(self):
         with contextlib.suppress(BlockingIOError):

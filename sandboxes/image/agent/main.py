@@ -191,11 +191,11 @@ class Agent(GatewayConnection):
     def summary(self, run, head):
         """State with the output of a short run, so that one request is enough for it."""
         state, outputs = run.describe(), run.outputs.values()
+        if run.exit_code is not None and head.get("digest"):
+            state["digest"] = digest_directory(head["digest"])
         complete = run.exit_code is not None and not any(output.start or output.is_full() for output in outputs)
         if not complete or run.keep == TAIL or sum(len(output.content) for output in outputs) > MAX_CHUNK_BYTES:
             return state, b""
-        if head.get("digest"):
-            state["digest"] = digest_directory(head["digest"])
         return state | {"inline": True}, b"".join(bytes(output.content) for output in outputs)
 
     def read(self, request_id, head, body):

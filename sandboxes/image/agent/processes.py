@@ -12,9 +12,17 @@ import time
 
 PATIENCE_SECONDS = 1.0  # of a kill, after which all processes are stopped for a moment
 HELPER_IDLE_SECONDS = 60.0  # after which the helper ends, and its memory is free
-F_SETPIPE_SZ, PIPE_BYTES = 1031, 1 << 18
+F_SETPIPE_SZ, PIPE_BYTES, LARGE_PIPE_BYTES = 1031, 1 << 16, 1 << 18
 TIOCSWINSZ = 0x5414
 MAX_TERMINAL_SIZE = 1000  # rows or columns
+
+
+def enlarge_pipe(fd):
+    """Let a pipe hold LARGE_PIPE_BYTES instead of PIPE_BYTES, if the user's limit permits."""
+    import fcntl
+
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, F_SETPIPE_SZ, LARGE_PIPE_BYTES)
 
 
 class _Pipes:
@@ -37,12 +45,8 @@ class _Pipes:
             os.close(fd)
 
     def enlarge(self):
-        """Let stdin and stdout hold more bytes, if the user's limit permits."""
-        import fcntl
-
         for fd in (self.stdin, self.outputs[1]):
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(fd, F_SETPIPE_SZ, PIPE_BYTES)
+            enlarge_pipe(fd)
 
     def hand_over(self):
         """Close the ends of the process, and make the agent's non-blocking."""

@@ -8,7 +8,7 @@ import select
 import signal
 import time
 
-from processes import HelperCall, TreeKill
+from processes import PIPE_BYTES, HelperCall, TreeKill, enlarge_pipe
 
 READ_BYTES = 256 << 10  # of a pipe at once
 KILLED_EXIT_CODE, NOT_STARTED = 137, -1
@@ -50,7 +50,8 @@ class Output:
         """Return (offset of the bytes, bytes). Kept output starts at a later offset if older output was dropped."""
         offset = min(max(offset, self.start), self.end)
         first = offset - self.start
-        return offset, bytes(self.content[first : first + limit])
+        with memoryview(self.content) as content:
+            return offset, bytes(content[first : first + limit])
 
     def release(self, offset):
         """Drop all bytes before the offset."""
@@ -75,7 +76,7 @@ class Run:
         self.is_abandoned = False  # no client will read the result
         self.command_pid = 0  # once the command has started; also its process group
         self.killing = None
-        self._report = b""
+        self._report, self._unsent_signals = b"", {}
         for stream, fd in process.outputs.items():
             loop.watch(fd, select.EPOLLIN, lambda _, stream=stream: self.read_output(stream))
         loop.watch(process.report, select.EPOLLIN, lambda _: self.read_report())
@@ -118,6 +119,8 @@ class Run:
                 os.close(fd)
             self.loop.answer_waits(time.monotonic())
             return False
+        if len(chunk) >= PIPE_BYTES and fd != self.process.terminal:
+            enlarge_pipe(fd)
         if self.exit_code is None or self.keep != HEAD:  # a result does not change after the end
             self._add(output, chunk)
         return True
@@ -204,6 +207,8 @@ class Run:
             if code == b"S":
                 self.command_pid = int(message)
                 self.process.pid = self.process.pid or self.command_pid
+                for number in self._unsent_signals:
+                    self.send_signal(number)
                 self.loop.answer_waits(time.monotonic())
             elif int(code) == NOT_STARTED:
                 self.loop.refuse(self)
@@ -254,10 +259,14 @@ class Run:
         return offset, content, offset + len(content) < output.end or output.is_full()
 
     def send_signal(self, number):
-        """Send a signal to the command and its process group, if it runs. Raise ValueError for an invalid number."""
+        """Send a signal to the command and its process group, if it runs. Raise ValueError for an invalid number.
+
+        The command may print before the shim reports its start. The signal is then sent after the report."""
         if not 0 < number < signal.NSIG:
             raise ValueError
-        if self.command_pid and self.exit_code is None:
+        if not self.command_pid:
+            self._unsent_signals[number] = None
+        elif self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.command_pid, number)
 

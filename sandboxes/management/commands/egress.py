@@ -85,7 +85,7 @@ class Command(BaseCommand):
         while not stop.is_set():
             if time.monotonic() - last_heartbeat >= HEARTBEAT_INTERVAL.total_seconds():
                 last_heartbeat = time.monotonic()
-                counts = gateway.take_counts() if gateway else {}
+                counts = gateway.read_counts() if gateway else {}
                 await asyncio.to_thread(self._record_heartbeat, container, counts)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), PROXY_CHECK_INTERVAL_SECONDS)
@@ -105,7 +105,7 @@ class Command(BaseCommand):
 def record_heartbeat(container: NginxProxy | None, counts: Mapping[str, int] = MappingProxyType({})) -> None:
     """Record a sweep row, which the health check reads, and rotate nginx's access log.
 
-    `counts` are those of the gateway since the last heartbeat. The row shows them."""
+    `counts` are those of the gateway, AgentGateway.read_counts. The row and the metrics show them."""
     now = database_time.now()
 
     def rotate() -> SweepResult:

@@ -8,9 +8,9 @@ from contextlib import suppress
 import structlog
 from django.conf import settings
 
-from sandboxes.agent.client import ConnectionLost, GatewayDown, NotConnected
+from sandboxes.agent.client import ConnectionLost, GatewayDown, NotConnected, report_fallback
 from sandboxes.agent.protocol import ProtocolError
-from sandboxes.agent.runs import AgentClient, AgentResult
+from sandboxes.agent.runs import AgentClient, AgentResult, NotStarted
 from sandboxes.providers.base import ExecResult, ExecState, Unavailable
 from sandboxes.providers.docker.engine import Engine
 
@@ -31,11 +31,12 @@ def find_agent(engine: Engine, ref: str) -> AgentClient | None:
     return AgentClient(settings.AGENT_GATEWAY, container) if container else None
 
 
-def note_fallback(engine: Engine, ref: str, reason: str) -> None:
-    """Count and log an exec that the engine executes instead of the agent."""
+def note_fallback(engine: Engine, ref: str, error: NotStarted, mark: str = "") -> None:
+    """Count and log an exec that the engine executes instead of the agent. `mark` identifies the exec of a run."""
     engine.container_ids.pop(ref, None)  # the container may have been replaced
-    fallbacks[reason] += 1
-    log.info("exec by the engine", sandbox=ref, reason=reason)
+    fallbacks[error.reason] += 1
+    log.info("exec by the engine", sandbox=ref, run=mark, reason=str(error))
+    report_fallback(settings.AGENT_GATEWAY, error.reason)
 
 
 class AgentOutput:

@@ -26,7 +26,7 @@ from sandboxes.providers.base import (
     Rejected,
     Unavailable,
 )
-from sandboxes.providers.docker import agent_exec, replacement
+from sandboxes.providers.docker import agent_exec, parked_networks, replacement
 from sandboxes.providers.docker.engine import Conflict, Engine, translate_errors
 from sandboxes.providers.docker.exec_stream import BoundedBuffer, EngineExec
 
@@ -95,7 +95,7 @@ class ContainerCommandProvider(Provider):
         try:
             result = agent.run(run, check=lambda: self._require_running(ref, since))
         except NotStarted as error:
-            agent_exec.note_fallback(engine, ref, str(error))
+            agent_exec.note_fallback(engine, ref, error, run.env[MARK_VARIABLE])
             output.attach(b"", b"")
             return None
         except OutcomeUnknown as error:
@@ -120,9 +120,9 @@ class ContainerCommandProvider(Provider):
 
     def _require_running(self, ref: str, since: float) -> None:
         """Raise NotStarted if the container ended before `since` (seconds since 1970) and does not run, Missing if it stopped
-        since then. Unpause it if it is paused."""
+        since then. Resume it if it is frozen."""
         if self._engine.ended_before(ref, since):
-            raise NotStarted("The container was not running.")
+            raise NotStarted("The container was not running.", "not_running")
         if self._engine.has_stopped(ref, since):
             raise Missing(f"{ref} stopped while the command ran.")
         self._ensure_running(ref)
@@ -216,10 +216,11 @@ class ContainerCommandProvider(Provider):
                 raise
 
     def _create_exec(self, ref: str, argv: Sequence[str], user: int, gid: int, **options: Any) -> str:
-        """Create an exec, starting or unpausing the container if necessary. Return the exec's id."""
+        """Create an exec, starting or resuming the container if necessary. Return the exec's id."""
         body = {"Cmd": [*argv], "User": f"{user}:{gid}", "AttachStdout": True, "AttachStderr": True, **options}
         for _ in range(5):
             try:
+                self._wake(ref)
                 return str(self._engine.call("POST", f"/containers/{ref}/exec", body)["Id"])
             except Conflict:
                 self._ensure_running(ref)
@@ -229,23 +230,43 @@ class ContainerCommandProvider(Provider):
         raise Unavailable(f"The container {ref} does not stay running")
 
     def _ensure_running(self, ref: str) -> None:
-        client = self._engine.client
         with contextlib.suppress(Conflict, Missing), translate_errors():  # another thread may be doing the same
-            inspected = client.inspect_container(ref)
+            inspected = self._engine.client.inspect_container(ref)
             if inspected["State"]["Paused"]:
-                client.unpause(ref)
+                self._unpause(ref)
             elif not inspected["State"]["Running"]:
                 self._start(ref, inspected["Id"])
+            else:
+                self._wake(ref)
+
+    def _wake(self, ref: str) -> None:
+        """Resume a container whose processes are frozen, without a call of the engine if they are not. Raise Missing."""
+        if self._engine.is_frozen(ref):
+            self.resume(ref)
+
+    def _unpause(self, ref: str) -> None:
+        """Unpause a container that the engine has paused. The engine fails to if the container was thawed without it."""
+        cgroup = self._engine.cgroup(ref)
+        if cgroup and cgroup.freezer and cgroup.freezer.is_writable():
+            with contextlib.suppress(OSError):
+                cgroup.freezer.freeze()
+        self._engine.client.unpause(ref)
 
     def _start(self, ref: str, container: str) -> None:
-        """Start the container with this id. Start a replacement if the engine has a stale task of this id."""
+        """Start the container with this id, or a replacement if the engine has a stale task of this id.
+
+        A container whose parked network namespace is gone is replaced, too."""
         client = self._engine.client
         try:
             client.start(container)  # no effect if it is running
         except APIError as error:
-            if not replacement.is_stale_task(error):
+            if replacement.is_stale_task(error):
+                reason = "stale task of a killed engine"
+            elif parked_networks.is_gone(error, container):
+                reason = "started again without its parked network namespace"
+            else:
                 raise
-            replacement.replace_container(self._engine, ref, container)
+            replacement.replace_container(self._engine, ref, container, reason=reason)
             client.start(ref)
 
     def _kill(self, run: EngineExec) -> None:
@@ -265,6 +286,7 @@ class ContainerCommandProvider(Provider):
             self._engine.client.kill(run.ref)
 
     def kill(self, ref: str, mark: str) -> None:
+        self._wake(ref)  # a frozen process does not end before it is thawed
         agent = agent_exec.find_agent(self._engine, ref)
         killed = agent is not None and agent_exec.kill(agent, mark)  # also reaches daemons with an environment of their own
         gid = self._engine.exec_gid(mark)
@@ -274,6 +296,8 @@ class ContainerCommandProvider(Provider):
             raise Unavailable(f"The processes of exec {mark} in {ref} could not be killed")
 
     def _kill_by_mark(self, ref: str, mark: str, gid: int | None) -> bool:
+        with contextlib.suppress(ProviderError):
+            self._wake(ref)
         return self._kill_by_mark_on_host(ref, mark, gid) or self._kill_by_mark_in_container(ref, mark, gid)
 
     def _kill_by_mark_in_container(self, ref: str, mark: str, gid: int | None) -> bool:

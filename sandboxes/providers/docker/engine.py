@@ -23,6 +23,7 @@ from docker.utils import kwargs_from_env, parse_host
 from requests.exceptions import RequestException
 
 from sandboxes.providers.base import Missing, ProviderError, Rejected, ResourceUsage, Unavailable
+from sandboxes.providers.docker.freezer import Freezer, find_freezer
 
 CALL_TIMEOUT_SECONDS = 60  # of one API call
 EXEC_GIDS = range(1 << 20, (1 << 31) - 1)
@@ -69,6 +70,7 @@ class Cgroup(NamedTuple):
     oom: Path  # contains a line "oom_kill N"
     cpu: Path  # nanoseconds (version 1), or a line "usage_usec N" (version 2)
     memory: Path  # bytes; memory.stat is in the same directory
+    freezer: Freezer | None = None
 
     def has_processes(self) -> bool:
         """Return whether the container has a process. False after the container has stopped or was replaced."""
@@ -158,23 +160,34 @@ class Engine:
         raise Rejected("DOCKER_HOST must be a unix socket or plain TCP: stdin cannot be half-closed over TLS or ssh.")
 
     def cgroup(self, ref: str) -> Cgroup | None:
-        """Return the container's cgroup, or None if it is not visible, as on another host.
+        """Return the container's cgroup, or None if it does not run or is not visible, as on another host. Raise Missing.
 
         Unlike the pid of process 1, the cgroup stays the same when the container is restarted, but not when it is replaced."""
-        cached = self.cgroups.get(ref)
-        if ref not in self.cgroups or (cached and not cached.has_processes()):
-            with translate_errors():
-                inspected = self.client.inspect_container(ref)
-            if not inspected["State"]["Pid"]:
-                self.cgroups.pop(ref, None)
-                return None
-            if not shares_kernel(inspected):
-                self.cgroups[ref] = None
-                return None
-            if len(self.cgroups) > 10_000:
-                self.cgroups.clear()
-            self.cgroups[ref] = _find_cgroup(inspected["State"]["Pid"], inspected["Id"])
-        return self.cgroups.get(ref)
+        if ref in self.cgroups:
+            cached = self.cgroups[ref]
+            if cached is None or cached.has_processes():
+                return cached
+        inspected = self.call("GET", f"/containers/{ref}/json")
+        pid = inspected["State"]["Pid"]
+        cgroup = _find_cgroup(pid, inspected["Id"]) if pid and shares_kernel(inspected) else None
+        # A container that has just stopped is not invisible, which would be remembered.
+        if cgroup is None and (not pid or self.call("GET", f"/containers/{ref}/json")["State"]["Pid"] != pid):
+            self.cgroups.pop(ref, None)
+            return None
+        if len(self.cgroups) > 10_000:
+            self.cgroups.clear()
+        self.cgroups[ref] = cgroup
+        return cgroup
+
+    def is_frozen(self, ref: str) -> bool | None:
+        """Return whether the kernel has frozen the container's processes. None: not visible, or not running. Raise Missing.
+
+        The engine does not know of a container that was frozen without it."""
+        try:
+            cgroup = self.cgroup(ref)
+            return cgroup.freezer.is_frozen() if cgroup and cgroup.freezer else None
+        except OSError:  # stopped meanwhile
+            return None
 
     def container_id(self, ref: str) -> str:
         """Return the id of the container with this name, empty if its processes run on another kernel. Raise Missing.
@@ -289,6 +302,6 @@ def _find_cgroup(pid: int, container: str) -> Cgroup | None:
         path = paths.get("", "")
         directory = Path(f"/sys/fs/cgroup{path}")
         rest = (directory / "memory.events", directory / "cpu.stat", directory / "memory.current")
-    cgroup = Cgroup(directory / "cgroup.procs", *rest)
+    cgroup = Cgroup(directory / "cgroup.procs", *rest, find_freezer(pid, container))
     # If this process runs in a container itself, the pid denotes an unrelated process. The id in the path excludes that.
     return cgroup if container in path and os.access(cgroup.oom, os.R_OK) else None

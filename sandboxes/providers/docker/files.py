@@ -146,7 +146,7 @@ class ContainerFilesProvider(ContainerCommandProvider):
                 yield from _translate_operation_errors(operation.run(stdin), ref, words)
                 return
             except NotStarted as error:
-                agent_exec.note_fallback(self._engine, ref, str(error))
+                agent_exec.note_fallback(self._engine, ref, error)
         yield from self._stream_output_by_engine(ref, words, stdin)
 
     def _stream_output_by_engine(self, ref: str, words: Sequence[str], stdin: BinaryIO | None) -> Iterator[bytes]:

@@ -32,12 +32,13 @@ from sandboxes.providers.base import (
     SandboxSpec,
     Unavailable,
 )
-from sandboxes.providers.docker import replacement, seccomp
+from sandboxes.providers.docker import parked_networks, replacement, seccomp
 from sandboxes.providers.docker.commands import AGENT_UID
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, translate_errors
 from sandboxes.providers.docker.files import ContainerFilesProvider
 from sandboxes.providers.docker.processes import ContainerProcessesProvider
-from sandboxes.providers.docker.suspension import ContainerSuspensionProvider
+from sandboxes.providers.docker.restart import ContainerRestartProvider
+from sandboxes.providers.docker.suspension import LIVE_STATES
 
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
 CREATED_AT_LABEL = "leasehold.made_at"
@@ -68,7 +69,7 @@ def is_daemon_available() -> bool:
     return True
 
 
-class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, ContainerProcessesProvider):
+class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, ContainerProcessesProvider):
     """Provider for one Docker daemon: DOCKER_HOST, over a unix socket or plain TCP."""
 
     name = "docker"
@@ -86,18 +87,34 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Contai
         return int(self._engine.call("GET", "/info")["MemTotal"]) >> 20 or None  # 0 if the daemon cannot read it
 
     def create(self, spec: SandboxSpec) -> str:
+        # A container that loses its parked namespace is replaced, which would lose the rest of its file system.
+        may_park = settings.PARKED_NETWORKS > 0 and not settings.DOCKER_RUNTIME and not spec.writable_root
+        parked = parked_networks.claim(self._engine) if may_park else None
+        try:
+            return self._create_and_start(spec, parked)
+        finally:
+            if may_park:
+                parked_networks.replace_later(self._engine, parked)
+
+    def prepare_starts(self) -> Mapping[str, int]:
+        removed = parked_networks.sweep(self._engine)
+        return {"parked networks removed": removed, "networks parked": parked_networks.park(self._engine)}
+
+    def _create_and_start(self, spec: SandboxSpec, parked: str | None) -> str:
         client, deadline = self._engine.client, time.monotonic() + CALL_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             with translate_errors():
-                if self._create_container(spec) or self._is_own_container(spec):
+                if self._create_container(spec, parked) or self._is_own_container(spec):
                     self._check_volume_owner(spec)
                     self._start(spec.name, client.inspect_container(spec.name)["Id"])
                     return spec.name
             time.sleep(0.05)
         raise Unavailable(f"The container name {spec.name} is in use, but no such container appears.")
 
-    def _create_container(self, spec: SandboxSpec) -> bool:
-        """Create the container and its volumes. Return False if the name is in use."""
+    def _create_container(self, spec: SandboxSpec, parked: str | None = None) -> bool:
+        """Create the container and its volumes. Return False if the name is in use.
+
+        `parked` is the id of a parked container, in whose network namespace the container will start."""
         client, memory, image = self._engine.client, spec.memory_mib << 20, spec.image or settings.SANDBOX_IMAGE
         mounts = [Mount(SOCKETS_DIRECTORY, str(spec.sockets), type="bind", read_only=True)] if spec.sockets else []
         if spec.agent:
@@ -110,7 +127,7 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Contai
             mounts.append(Mount(directory, name, type="volume", labels=volume_labels))
         labels = base.truncate_labels((f"leasehold.{key}", value) for key, value in spec.labels.items())
         host_config = client.create_host_config(
-            network_mode="none",
+            network_mode=f"container:{parked}" if parked else "none",
             cap_drop=["ALL"],
             security_opt=["no-new-privileges:true", f"seccomp={seccomp.build_profile()}"],
             ipc_mode="private",
@@ -134,7 +151,7 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Contai
                 name=spec.name,
                 entrypoint=[*INIT_COMMAND],
                 environment=base.EGRESS_ENVIRONMENT | {"LLM_SOCKET": base.LLM_SOCKET},
-                hostname="sandbox",
+                hostname=None if parked else "sandbox",  # the parked container's, which is the same
                 user=f"{AGENT_UID}:{AGENT_UID}",
                 working_dir=WORKSPACE,
                 labels={**labels, **own_labels},
@@ -221,6 +238,8 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Contai
         engine = self._engine
         replacement.remove_replacement(engine, ref)
         inspected = engine.call("GET", f"/containers/{ref}/json")
+        if inspected["State"]["Running"]:
+            self._thaw_in_kernel(ref)  # version 1 of cgroups kills no frozen process
         engine.call("DELETE", f"/containers/{ref}?force=true&v=true")
         if not inspected["State"]["Running"]:
             replacement.kill_leftover_processes(inspected["Id"])
@@ -245,12 +264,13 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Contai
             if not replacement.complete_replacement(self._engine, ref):
                 raise
             inspected = self._engine.call("GET", f"/containers/{ref}/json")
+        suspended = self._is_suspended(ref, inspected["State"]["Status"])
         return ProviderSandbox(
             ref=inspected["Name"].lstrip("/"),
             name=inspected["Name"].lstrip("/"),
-            running=inspected["State"]["Status"] == "running",
+            running=inspected["State"]["Status"] in LIVE_STATES and not suspended,
             created_at=datetime.fromisoformat(inspected["Created"]),
-            suspended=inspected["State"]["Paused"],
+            suspended=suspended,
         )
 
     def stats(self, ref: str) -> ResourceUsage | None:
@@ -262,17 +282,13 @@ class DockerProvider(ContainerFilesProvider, ContainerSuspensionProvider, Contai
             # Volumes are listed first, because a volume outlives its container.
             volumes = self._engine.client.volumes(filters=label)["Volumes"] or []
             containers = self._engine.client.containers(all=True, filters=label)
-        sandboxes = [
-            ProviderSandbox(
-                ref=name,
-                name=name,
-                running=container["State"] == "running",
-                created_at=datetime.fromtimestamp(container["Created"], UTC),
-                suspended=container["State"] == "paused",
-            )
-            for container in containers
-            if (name := container["Labels"].get("leasehold.name"))  # set on all sandboxes
-        ]
+        sandboxes = []
+        for container in containers:
+            if name := container["Labels"].get("leasehold.name"):  # set on all sandboxes
+                suspended = self._is_suspended(name, container["State"])
+                running = container["State"] in LIVE_STATES and not suspended
+                created_at = datetime.fromtimestamp(container["Created"], UTC)
+                sandboxes.append(ProviderSandbox(name, name, running, created_at, suspended=suspended))
         return sandboxes + _find_remnants(volumes, {sandbox.name for sandbox in sandboxes})
 
 

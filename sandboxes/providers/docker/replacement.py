@@ -19,6 +19,7 @@ from docker.errors import APIError
 
 from sandboxes.providers.base import Missing
 from sandboxes.providers.docker.engine import Conflict, Engine
+from sandboxes.providers.docker.freezer import find_freezer
 
 log = structlog.get_logger(__name__)
 # Messages of containerd and runc, which the engine reports with status 409 or 500.
@@ -41,7 +42,7 @@ def get_replacement_name(ref: str) -> str:
     return f"{ref}-replacement"
 
 
-def replace_container(engine: Engine, ref: str, container: str) -> None:
+def replace_container(engine: Engine, ref: str, container: str, *, reason: str) -> None:
     """Replace the stopped container with this id by a new one, which is not started. May be called again at any time.
 
     No effect if the container was already replaced or removed. Raise Conflict if it runs.
@@ -54,7 +55,9 @@ def replace_container(engine: Engine, ref: str, container: str) -> None:
         inspected = engine.call("GET", f"/containers/{container}/json")
     except Missing:
         return
-    body = {**inspected["Config"], "Image": inspected["Image"], "HostConfig": inspected["HostConfig"]}
+    # Not the network namespace of a parked container, which belongs to one start.
+    host_config = {**inspected["HostConfig"], "NetworkMode": "none"}
+    body = {**inspected["Config"], "Image": inspected["Image"], "HostConfig": host_config}
     with suppress(Conflict):  # exists since an interrupted or concurrent replacement of this container
         engine.call("POST", f"/containers/create?name={get_replacement_name(ref)}", body)
     with suppress(Missing):
@@ -68,7 +71,7 @@ def replace_container(engine: Engine, ref: str, container: str) -> None:
     except Conflict:  # a concurrent replacement was first, and this one was created after it
         remove_replacement(engine, ref)
         return
-    log.warning("container replaced", name=ref, container=container, reason="stale task of a killed engine")
+    log.warning("container replaced", name=ref, container=container, reason=reason)
 
 
 def complete_replacement(engine: Engine, ref: str) -> bool:
@@ -102,5 +105,7 @@ def _kill_member(pid: int, container: str) -> None:
     try:
         if container in Path(f"/proc/{pid}/cgroup").read_text():  # read again, because the pid may have been reused
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            if freezer := find_freezer(pid, container):
+                freezer.thaw()  # a frozen process does not end before
     finally:
         os.close(descriptor)

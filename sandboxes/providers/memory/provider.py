@@ -9,6 +9,7 @@ their duration, and print all their output at the start. Beyond the port it offe
     memory.fail("destroy", Unavailable("engine down"), times=3)
     with memory.fail(...):           limited to the block; without `with` hooks stay until reset()
     memory.vanish(ref)  stop(ref)    remove or stop a sandbox externally
+    memory.silent.add(ref)           its agent does not respond until a restart
     memory.calls                     [(verb, ref), ...]; for `list` (verb, owner)
     memory.files(ref)                {"/workspace/a b": File(b"..."), ...}, readable and writable
     memory.programs["python3"] = fn  a program is Callable[[ProgramCall], ProgramResult]
@@ -135,6 +136,7 @@ class MemoryProvider(HookedCalls, Provider):
         """Remove all sandboxes, hooks and recorded calls, and restore the default programs and skills."""
         with self._lock:
             self._engines: dict[str, dict[str, MemorySandbox]] = {}
+            self.silent: set[str] = set()
             _selected_engine.set(DEFAULT_ENGINE_ID)
             self.clear_hooks()
             self.programs: dict[str, Program] = {**PROGRAMS, "sh": lambda call: run_shell(self.programs, call)}
@@ -288,6 +290,17 @@ class MemoryProvider(HookedCalls, Provider):
     def resume(self, ref: str) -> None:
         with self.hooked_call("resume", ref), self._lock:
             self._get(ref).suspended = False
+
+    def find_unresponsive(self, refs: Collection[str], *, timeout: timedelta) -> set[str]:
+        with self.hooked_call("find_unresponsive", ""), self._lock:
+            return self.silent & {*refs}
+
+    def restart(self, ref: str) -> None:
+        with self.hooked_call("restart", ref), self._lock:
+            sandbox = self._get(ref)
+            sandbox.running, sandbox.suspended, sandbox.background, sandbox.retained = True, False, {}, {}
+            sandbox.used = ResourceUsage(0, 0)
+            self.silent.discard(ref)
 
     def destroy(self, ref: str) -> None:
         with self.hooked_call("destroy", ref), self._lock:

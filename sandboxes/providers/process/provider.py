@@ -210,6 +210,13 @@ class ProcessProvider(BackgroundProcessProvider):
     def resume(self, ref: str) -> None:
         self.inspect(ref)
 
+    def find_unresponsive(self, refs: Collection[str], *, timeout: timedelta) -> set[str]:
+        return set()  # no agent
+
+    def restart(self, ref: str) -> None:
+        self.inspect(ref)
+        _kill_by_environment(f"{SANDBOX_VARIABLE}={ref}")
+
     def destroy(self, ref: str) -> None:
         with translate_disk_errors():
             path = self._find(ref)

@@ -9,11 +9,12 @@ from django.db import connections
 from django.utils import timezone
 
 from leases import execution
-from sandboxes import providers
+from sandboxes import providers, suspension
+from sandboxes.models import Sandbox
 from sandboxes.runs.operations import Command
 from tests.bench.docker import leases as bench_leases
 from tests.bench.measure import BenchCase, ConcurrentCase, Timing, get_own_pids, interleave, print_report, run_concurrently
-from tests.bench.server import ApiClient, exec_raw, run_control_plane
+from tests.bench.server import ApiClient, call_engine, exec_raw, run_control_plane
 from tests.bench.table import Aim
 
 EXEC_COUNT = int(os.environ.get("BENCH_EXECS", "60"))
@@ -35,6 +36,7 @@ def main() -> None:
         leases = bench_leases.join_many(port, key, environments)
         refs = bench_leases.find_refs(leases)
         bench_latency(ApiClient(port, key), leases[0], refs[0], up.pid)
+        bench_suspended(ApiClient(port, key), leases[0], refs[0], up.pid)
         bench_output(ApiClient(port, key), leases[0], refs[0], up.pid)
         bench_unchanged_data(leases[0])
         connections.close_all()  # the clients are forked from this process
@@ -68,6 +70,31 @@ def bench_latency(api: ApiClient, lease: str, ref: str, up: int) -> None:
     alone = BenchCase("through HTTP, alone", lambda number: post(), list_pids)
     interleave([alone], rounds=EXEC_COUNT, warmup=10)
     print_report("exec of `true`, against the raw calls above", [alone], raw=raw)
+
+
+def bench_suspended(api: ApiClient, lease: str, ref: str, up: int) -> None:
+    """Exec of `true` that resumes a suspended sandbox, against one in a warm sandbox and the engine's unpause."""
+    post = api.calls(f"/leases/{lease}/exec", {"argv": ["true"]})
+    Sandbox.objects.filter(ref=ref).update(suspend_after=timedelta(seconds=1))
+
+    def suspend(number: int) -> None:
+        assert suspension.suspend(Sandbox.objects.get(ref=ref), now=timezone.now())
+
+    def pause(number: int) -> None:
+        post()  # resumes the sandbox
+        call_engine("POST", f"/containers/{ref}/pause")
+
+    def list_pids() -> set[int]:
+        return bench_leases.list_server_pids(up)
+
+    raw = BenchCase("raw: unpause", lambda number: call_engine("POST", f"/containers/{ref}/unpause"), before=pause)
+    warm = BenchCase("through HTTP, warm", lambda number: post(), list_pids)
+    suspended = BenchCase("through HTTP, suspended", lambda number: post(), list_pids, before=suspend)
+    suspended.aim = Aim("exec of `true` in a suspended sandbox", p50_ms=8)
+    interleave([raw], rounds=EXEC_COUNT // 4, warmup=2)
+    interleave([warm, suspended], rounds=EXEC_COUNT, warmup=10)
+    print_report("exec of `true` in a suspended sandbox", [raw, warm, suspended], raw=raw)
+    Sandbox.objects.filter(ref=ref).update(suspend_after=None)
 
 
 def bench_output(api: ApiClient, lease: str, ref: str, up: int) -> None:

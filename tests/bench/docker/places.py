@@ -12,12 +12,15 @@ from django.conf import settings
 from django.utils import timezone
 
 from sandboxes import eviction
-from sandboxes.models import Pool, Sandbox
+from sandboxes.models import Pool, Sandbox, Transition, TransitionReason
 from sandboxes.pool import allocation
+from sandboxes.providers.docker import parked_networks
+from sandboxes.providers.docker.engine import Engine
 from tests.bench.docker import leases as bench_leases
 from tests.bench.measure import BenchCase, interleave, print_report
 from tests.bench.server import ApiClient, call_engine, destroy_raw_container, run_control_plane, start_raw_container
 from tests.bench.table import Aim
+from tests.support.waiting import wait_until
 
 START_COUNT = int(os.environ.get("BENCH_STARTS", "12"))
 WORKSPACE_FILES = 10  # of 1 MB each
@@ -63,22 +66,35 @@ class Joins:
     def destroy(self, number: int) -> None:
         """Destroy the sandbox. Its join has claimed a pre-warmed one exactly if the pool is that of the pre-warmed ones."""
         sandbox = Sandbox.objects.get(holder=self.leases[number])
-        assert sandbox.warm_hits == (self.pool == WARM_POOL)
+        prewarmed = Transition.objects.filter(sandbox=sandbox, code=TransitionReason.PREWARMED)
+        assert prewarmed.exists() == (self.pool == WARM_POOL)
         bench_leases.destroy(self.leases[number])
 
 
 def bench_creates(port: int, up: int) -> None:
-    """Join of an environment without a pre-warmed sandbox: a container is created and started."""
-    joins, raw = Joins(port, "default"), build_raw_start(f"lh-bench-{uuid.uuid4().hex[:12]}")
-    cold = BenchCase(
+    """Join of an environment without a pre-warmed sandbox, with and without a parked network namespace.
+
+    The server parks the next one a second after each join. That is waited for, and not part of any figure."""
+    joins, raw, engine = Joins(port, "default"), build_raw_start(f"lh-bench-{uuid.uuid4().hex[:12]}"), Engine()
+
+    def unpark(number: int) -> None:
+        while parked := parked_networks.claim(engine):
+            parked_networks.remove(engine, parked)
+
+    def destroy(number: int) -> None:
+        joins.destroy(number)
+        wait_until(lambda: parked_networks.find_parked(engine, 0), "the server has parked a network namespace")
+
+    unparked = BenchCase("join through HTTP, none parked", joins.join, before=unpark, after=destroy)
+    parked = BenchCase(
         "join through HTTP",
         joins.join,
         lambda: bench_leases.list_server_pids(up),
-        after=joins.destroy,
+        after=destroy,
         aim=Aim("cold create through join : raw create + start", p50_ratio=0.8),
     )
-    interleave([raw, cold], rounds=START_COUNT, warmup=2)
-    print_report("join without a pre-warmed sandbox", [raw, cold], raw=raw)
+    interleave([raw, unparked, parked], rounds=START_COUNT, warmup=2)
+    print_report("join without a pre-warmed sandbox", [raw, unparked, parked], raw=raw)
 
 
 def bench_claims(port: int, up: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.db import OperationalError, connection
@@ -11,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane import metrics, schedules
 from leases import leasing
-from sandboxes.models import Sandbox, Sweep
+from sandboxes.models import Host, Sandbox, Sweep
 from sandboxes.pool import admission_queue
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.sweeps import passes
@@ -68,6 +69,16 @@ def test_metrics_are_prometheus_text_with_help_and_type(client, pool) -> None:
         "sandboxes_stalled", "warm_target", "warm_circuit_open", "leases", "oldest_waiting_seconds", "sweep_age_seconds",
         "queue_depth",
     }  # fmt: skip
+
+
+def test_counts_of_a_gateway_are_reported_by_host(scrape) -> None:
+    host = Host.objects.create(id=uuid4(), provider="docker", engine_id="e1", name="box-1", created_at=NOW)
+    counts = {"agent connected": 3, "agent executions": 40, "agent fallbacks busy": 2, "logs rotated": 1}
+    Sweep.objects.create(name="egress", host=host, counts=counts)
+    assert scrape("agents_connected", host="box-1") == 3
+    assert scrape("agent_events_total", host="box-1", event="executions") == 40
+    assert scrape("agent_events_total", host="box-1", event="violations") == 0
+    assert scrape("agent_fallbacks_total", host="box-1", reason="busy") == 2
 
 
 def test_free_space_is_a_gauge_by_directory(scrape) -> None:

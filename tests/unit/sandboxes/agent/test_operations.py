@@ -217,6 +217,26 @@ def test_signal_reaches_the_process_group_of_the_command(gateway):
         assert request(connection, "wait", "r1", wait=20).head["exit_code"] == 9
 
 
+def test_signal_before_the_report_of_the_start_is_sent_after_it(gateway, tmp_path):
+    shim = tmp_path / "shim"
+    shim.write_text(
+        "#!/bin/sh\nsetsid sh -c 'echo ready; exec sleep 300' & command=$!\n"
+        'read line; echo "S $command" >&3; wait $command; echo $? >&3\n'
+    )
+    shim.chmod(0o755)
+    process = start_agent(gateway.path, str(shim))
+    try:
+        with gateway.connect() as connection:
+            start(connection, "r1", open=True)
+            request(connection, "read", "r1", stream="stdout", offset=0, wait=20)
+            request(connection, "signal", "r1", signal=signal.SIGALRM)
+            request(connection, "write", "r1", b"\n", offset=0, last=True, wait=20)
+            assert request(connection, "wait", "r1", wait=10).head["exit_code"] == 128 + signal.SIGALRM
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.usefixtures("agent")
 def test_process_keeps_its_last_output_and_its_exit_code(gateway):
     processes = AgentProcesses(gateway.client, check=lambda: None)

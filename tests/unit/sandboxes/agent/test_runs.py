@@ -5,10 +5,13 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from sandboxes.agent import client
+from sandboxes.agent.client import report_fallback
 from sandboxes.agent.runs import AgentRun, OutcomeUnknown
 from tests.support.sandbox_agent import Gateway, make_run, start_agent
 from tests.support.waiting import wait_until
@@ -61,6 +64,26 @@ def test_output_is_read_again_from_any_offset_until_acknowledged(gateway):
     assert [gateway.client.read("r1", "stdout", offset)[0] for offset in (4, 0, 10)] == [b"456789", b"0123456789", b""]
     gateway.client.acknowledge("r1")
     assert gateway.client.read("r1", "stdout", 0)[1].state == "acknowledged"
+
+
+@pytest.mark.usefixtures("agent")
+def test_run_begun_during_a_restart_of_the_gateway_waits_for_it(gateway):
+    gateway.stop()
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(gateway.client.run, make_run("r1", "echo", "out"))
+        wait_until(lambda: str(gateway.client_path) in client._down_since, "the connection was refused")
+        gateway.start()
+        assert running.result().stdout == b"out\n"
+
+
+@pytest.mark.usefixtures("agent")
+def test_gateway_counts_agents_executions_and_fallbacks(gateway):
+    gateway.client.run(make_run("r1", "true"))
+    gateway.client.acknowledge("r1")
+    for reason in ("busy", "busy", "unknown"):
+        report_fallback(gateway.client_path, reason)
+    wanted = {"connected": 1, "sessions": 1, "executions": 1, "fallbacks busy": 2}
+    wait_until(lambda: gateway.gateway.read_counts() == wanted, "all is counted")
 
 
 @pytest.mark.usefixtures("agent")

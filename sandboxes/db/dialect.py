@@ -55,6 +55,14 @@ def statement_timeout(milliseconds: int) -> str:
     return f"SET LOCAL statement_timeout = {milliseconds}" if is_postgres() else ""
 
 
+def set_fillfactor(table: str, percent: int) -> str:
+    """Return the statement that leaves room in new pages of a table, or "" on SQLite, which updates rows in place.
+
+    PostgreSQL writes a new version of an updated row into the same page if there is room. If no column of an index has changed,
+    the indexes are then left alone (heap-only update, HOT)."""
+    return f"ALTER TABLE {table} SET (fillfactor = {percent})" if is_postgres() else ""
+
+
 # --- parameters and values of the driver --------------------------------------------------------------------------
 def adapt_value(value: Any) -> Any:
     """Convert a parameter for the driver. SQLite has no UUID or timestamp type."""

@@ -71,6 +71,7 @@ class Run(models.Model):
             models.Index(fields=["-started_at", "-id"], name="run_newest"),
             models.Index(fields=["sandbox", "-started_at", "-id"], name="run_sandbox"),
             models.Index(fields=["holder", "-started_at", "-id"], name="run_holder"),
+            # A Run leaves this index when it ends, so its closing UPDATE is not heap-only. Sweeps need the index.
             models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="run_open"),
             models.Index(fields=["sandbox", "id"], condition=Q(metered=False), name="run_unmetered"),
         ]

@@ -169,6 +169,7 @@ class Sandbox(models.Model):
                 fields=["slot"], condition=Q(slot__isnull=False) & ~Q(state="destroyed"), name="sandbox_one_live_per_slot"
             ),
         ]
+        # The state, or a column that follows from it, is part of six indexes: no change of the state is a heap-only update.
         indexes = [
             models.Index(fields=["holder"], name="sandbox_holder"),
             models.Index(fields=["-created_at", "-id"], name="sandbox_newest"),

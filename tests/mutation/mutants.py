@@ -372,8 +372,8 @@ MUTANTS = (
     Mutant(
         name="renewal-by-a-revoked-key",
         path=RENEWAL,
-        before="AND key.prefix = %s AND key.revoked_at IS NULL ",
-        after="AND key.prefix = %s ",
+        before="AND key.prefix = %(prefix)s AND key.revoked_at IS NULL ",
+        after="AND key.prefix = %(prefix)s ",
         tests=[f"{TEST_RENEWAL}::test_a_key_that_may_not_renew_changes_nothing"],
     ),
     Mutant(
@@ -386,8 +386,8 @@ MUTANTS = (
     Mutant(
         name="renewal-in-a-batch-of-an-ended-lease",
         path=RENEWAL,
-        before="\"leases_lease.status = 'active' AND leases_lease.expires_at > %s",
-        after='"leases_lease.expires_at > %s',
+        before="\"leases_lease.status = 'active' AND leases_lease.expires_at > %(now)s",
+        after='"leases_lease.expires_at > %(now)s',
         tests=[f"{TEST_RENEWAL}::test_a_batch_renews_in_one_statement_and_reports_each_lease"],
     ),
     Mutant(

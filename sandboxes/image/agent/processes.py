@@ -172,6 +172,13 @@ class Helper:
         finally:
             os._exit(1)
 
+    def kill(self):
+        """Kill the helper. Operations that it has not begun are refused."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.end()
+
     def end(self):
         if self.channel is not None:
             self.channel.close()

@@ -287,9 +287,13 @@ class Run:
 
     def kill_step(self, now):
         if isinstance(self.process, HelperCall):
-            if self.process.pid and self.process.report is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.process.pid, signal.SIGKILL)
+            if self.process.report is None:
+                return
+            if not self.process.pid:  # the helper has not begun with it, and may have been stopped by a command
+                self.loop.helper.kill()
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
             return
         roots = self.loop.list_strays if self.shim_lost else lambda _: {self.process.pid}
         spared = {self.process.pid} if self.process.pid and not self.shim_lost else set()

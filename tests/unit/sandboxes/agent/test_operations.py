@@ -140,13 +140,15 @@ def test_killed_helper_is_replaced(gateway, agent, tmp_path):
         wait_until(lambda: not find_helper(agent), "the helper has ended")
 
 
-def test_operation_without_progress_raises_timeout_error(gateway, agent, tmp_path, monkeypatch):
+def test_operation_of_a_stopped_helper_times_out_and_the_next_one_has_another_helper(gateway, agent, tmp_path, monkeypatch):
     (tmp_path / "f").write_bytes(b"x")
     monkeypatch.setattr("sandboxes.agent.operations.WAIT_SECONDS", 0.1)
     list(operate(gateway, "size", str(tmp_path)))
     os.kill(find_helper(agent), signal.SIGSTOP)
     with pytest.raises(TimeoutError):
         list(operate(gateway, "read", str(tmp_path), "9", stdin=b"f", idle_timeout=0.2))
+    wait_until(lambda: not find_helper(agent), "the stopped helper is killed")
+    assert list(operate(gateway, "read", str(tmp_path), "9", stdin=b"f")) == [b"x"]
 
 
 @pytest.mark.usefixtures("agent")

@@ -303,7 +303,7 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = 
 
     Every later call for this lease fails. The next `reclaim` sweep stores the last state of the sandbox, unless it is to be
     discarded, and destroys the sandbox."""
-    with transaction.atomic():
+    with transaction.atomic(savepoint=False):
         ended_now = Lease.objects.filter(pk=pk, status=LeaseStatus.ACTIVE).update(
             status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason, end_detail=detail[:500]
         )

@@ -53,21 +53,23 @@ def schedule_destroy(
     actor: str = "",
     guard: Q | None = None,
     note: str = "",
+    was: SandboxState | None = None,
 ) -> bool:
     """Move a sandbox to `destroying`, and close its open Runs as lost. `destroy` or a sweep calls the provider later.
 
     Returns False if the sandbox was in `destroying` or `destroyed` before, if the guard does not hold, or if EDGES
     does not allow `code` from its state (another process has moved the sandbox). `note` is written to the closed Runs. Unsaved
-    state is not stored with the code `discarded`."""
+    state is not stored with the code `discarded`. `was` is the state if the caller has just read it."""
     discarded = {"final_persist": FinalPersist.NONE} if code == TransitionReason.DISCARDED else {}
-    while (state := Sandbox.objects.values_list("state", flat=True).get(pk=pk)) not in GONE_STATES:
-        if code not in EDGES[SandboxState(state), DESTROYING]:
+    state = was or _read_state(pk)
+    while state not in GONE_STATES:
+        if code not in EDGES[state, DESTROYING]:
             return False
         if guard is not None and not Sandbox.objects.filter(guard, pk=pk).exists():
             return False
-        with transaction.atomic():
+        with transaction.atomic(savepoint=False):
             if advance(
-                pk, SandboxState(state), DESTROYING, now=now, code=code, reason=reason, actor=actor, guard=guard,
+                pk, state, DESTROYING, now=now, code=code, reason=reason, actor=actor, guard=guard,
                 claim=None, deadline_at=now, tries=0, idle_at=None, **discarded,
             ):  # fmt: skip
                 Run.objects.filter(sandbox=pk, ended_at__isnull=True).update(
@@ -78,7 +80,12 @@ def schedule_destroy(
                 if discarded:
                     _record_discard(pk, now=now)
                 return True
+        state = _read_state(pk)
     return False
+
+
+def _read_state(pk: uuid.UUID) -> SandboxState:
+    return SandboxState(Sandbox.objects.values_list("state", flat=True).get(pk=pk))
 
 
 def discard(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "") -> bool:
@@ -129,7 +136,7 @@ def schedule_destroy_by_holder(
         code = TransitionReason.DISCARDED
     elif sandbox.lost_at:
         code = TransitionReason.HOST_LOST if sandbox.host and sandbox.host.lost_at else TransitionReason.PROVIDER_LOST
-    return schedule_destroy(sandbox.pk, now=now, code=code, reason=reason, actor=actor)
+    return schedule_destroy(sandbox.pk, now=now, code=code, reason=reason, actor=actor, was=SandboxState(sandbox.state))
 
 
 def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
@@ -153,7 +160,7 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     )
     if not claimed:
         return False
-    sandbox = Sandbox.objects.get(pk=pk)
+    sandbox = Sandbox.objects.select_related("pool").get(pk=pk)
     rows = Sandbox.objects.filter(pk=pk, claim=token, state=DESTROYING)
     try:
         with hold_in_flight(Claim(rows, deadline=deadline, clock=clock)) as claim:

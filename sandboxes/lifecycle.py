@@ -166,7 +166,7 @@ def advance(
     note = _build_transitions("changed", was=was, code=code, reason=reason, actor=actor)
     if to not in (COLD, DESTROYING) and dialect.can_chain():
         return _update_and_note(rows, changes, note)
-    with transaction.atomic():
+    with transaction.atomic(savepoint=False):
         if dialect.can_chain():
             moved = _update_and_note(rows, changes, note)
         elif moved := bool(rows.update(**changes)):

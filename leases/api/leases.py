@@ -298,9 +298,10 @@ class LeaseReleaseView(LeaseApiView):
 
         def act(run_id: UUID) -> StatusAndBody:
             lease = leasing.release(pk, now=self.now, actor=self.actor)
+            body = render_lease(lease, now=self.now)  # before a thread competes with this one
             if lease.status == LeaseStatus.EXPIRED:
                 begin_reclaim([lease])
-            return 200, render_lease(lease, now=self.now)
+            return 200, body
 
         return self.execute_once(act)
 

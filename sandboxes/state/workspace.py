@@ -18,7 +18,7 @@ from uuid import UUID
 import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Q, QuerySet
+from django.db.models import QuerySet
 
 from sandboxes.claims import Claim, note_progress, track_transfer
 from sandboxes.db.clock import Clock
@@ -239,13 +239,11 @@ def forget_older(holder: UUID, *, now: datetime) -> int:
 
     Requested snapshots have a quota of their own (LEASEHOLD_KEEP_ASKED_SNAPSHOTS), so that
     requested snapshots and those taken at sleep do not displace each other."""
-    requested = Q(kind=SnapshotKind.ASKED)
-    older = [
-        *find_by_holder(holder).exclude(requested)[settings.KEEP_SNAPSHOTS :],
-        *find_by_holder(holder).filter(requested)[settings.KEEP_ASKED_SNAPSHOTS :],
-    ]
-    newest = find_latest(holder)
-    return sum(forget(old, now=now) for old in older if old != newest and not _is_being_restored(old, now))
+    snapshots = list(find_by_holder(holder))
+    requested = [snapshot for snapshot in snapshots if snapshot.kind == SnapshotKind.ASKED]
+    others = [snapshot for snapshot in snapshots if snapshot.kind != SnapshotKind.ASKED]
+    older = [*others[settings.KEEP_SNAPSHOTS :], *requested[settings.KEEP_ASKED_SNAPSHOTS :]]
+    return sum(forget(old, now=now) for old in older if old != snapshots[0] and not _is_being_restored(old, now))
 
 
 def _is_being_restored(snapshot: Snapshot, now: datetime) -> bool:

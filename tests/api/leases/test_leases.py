@@ -240,7 +240,7 @@ def test_join_starts_the_sandbox_once(ada: ApiClient, join_body, memory: MemoryP
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(("prewarmed", "limits", "commits"), [(False, (14, 21), 1), (True, (24, 35), 2)])
+@pytest.mark.parametrize(("prewarmed", "limits", "commits"), [(False, (14, 21), 1), (True, (24, 33), 2)])
 def test_a_join_takes_few_statements(ada: ApiClient, join_body, pool: Pool, prewarmed: bool, limits, commits: int) -> None:
     """On PostgreSQL one commit with the grant and the place. A pre-warmed sandbox gets its files by a run."""
     ada.post("environments/earlier/join", join_body())  # inserts the agent's quota

@@ -5,11 +5,21 @@ import time
 import uuid
 
 from django.conf import settings
+from django.test import override_settings
 
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.docker.provider import DockerProvider
 from tests.bench.cases import adapt_uuid, open_driver
 from tests.bench.docker import leases as bench_leases
 from tests.bench.measure import BenchCase, interleave, print_report
-from tests.bench.server import ApiClient, destroy_raw_container, exec_raw, run_control_plane, start_raw_container
+from tests.bench.server import (
+    ApiClient,
+    call_engine,
+    destroy_raw_container,
+    exec_raw,
+    run_control_plane,
+    start_raw_container,
+)
 from tests.bench.table import Aim
 
 ROUNDS = int(os.environ.get("BENCH_STARTS", "12"))
@@ -54,11 +64,25 @@ def main() -> None:
         def list_pids() -> set[int]:
             return bench_leases.list_server_pids(up.pid)
 
+        def start_shape(number: int) -> None:
+            provider.create(SandboxSpec(shape, owner=shape))
+
+        provider, shape = DockerProvider(), f"{name}-shape"
         raw = BenchCase("raw: delete", lambda number: destroy_raw_container(name), before=start_raw)
+        raw_shape = BenchCase("raw: delete of a sandbox's shape", lambda number: delete_shape(shape), before=start_shape)
         gone = BenchCase("release until confirmed gone", release_and_wait, list_pids, before=start)
         gone.aim = Aim("release until confirmed gone : raw delete", p50_ratio=1.5)
         answer = BenchCase("answer of release", release, list_pids, before=start, after=wait_until_gone)
         answer.aim = Aim("answer of a release", p50_ms=10)
         unused = BenchCase("the same, nothing to store", release_and_wait, list_pids, before=start_unused)
-        interleave([raw, answer, gone, unused], rounds=ROUNDS, warmup=1)
-        print_report("release until the container is confirmed gone", [raw, answer, gone, unused], raw=raw)
+        cases = [raw, raw_shape, answer, gone, unused]
+        with override_settings(PARKED_NETWORKS=0):  # of this process; the server's sandboxes may use parked ones
+            interleave(cases, rounds=ROUNDS, warmup=1)
+        print_report("release until the container is confirmed gone", cases, raw=raw)
+
+
+def delete_shape(name: str) -> None:
+    """Delete a container with a sandbox's settings, and its two volumes, with the minimum of engine calls."""
+    destroy_raw_container(name)
+    for volume in ("workspace", "data"):
+        call_engine("DELETE", f"/volumes/{name}-{volume}")

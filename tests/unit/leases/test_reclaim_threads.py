@@ -5,6 +5,8 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from django_q.models import OrmQ
 
@@ -121,3 +123,15 @@ def test_a_process_that_shuts_down_leaves_all_to_the_queue(ended, finish) -> Non
     assert OrmQ.objects.get().group() == "reclaim"
     finish()
     assert read_state(lease) == ("destroying", "expired")
+
+
+def test_a_release_and_its_reclaim_take_few_statements(grant) -> None:
+    """Each is a round trip before the answer, or before the sandbox is gone. On PostgreSQL without savepoints."""
+    lease = grant(now=timezone.now())
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
+    with CaptureQueriesContext(connection) as release:
+        leasing.release(lease.pk, now=timezone.now())
+    with CaptureQueriesContext(connection) as reclaim:
+        assert reclaim_threads.reclaim(lease.pk)
+    assert read_state(lease) == ("destroyed", "destroyed")
+    assert (len(release), len(reclaim)) == ((15, 29) if connection.vendor == "postgresql" else (16, 30))

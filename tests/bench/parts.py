@@ -19,7 +19,7 @@ PARTS: dict[str, dict[str, str]] = {
     "execs": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "48"},
     "files": {"LEASEHOLD_WEB_WORKERS": "1"},
     "places": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
-    "release": {},
+    "release": {"LEASEHOLD_PARKED_NETWORKS": "0"},  # replacing them would compete with the deletes
     "api_overhead": {"SANDBOX_PROVIDER": "memory"},
     "footprint": {},
     "pool": {},

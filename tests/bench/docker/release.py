@@ -5,7 +5,6 @@ import time
 import uuid
 
 from django.conf import settings
-from django.test import override_settings
 
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.docker.provider import DockerProvider
@@ -76,8 +75,7 @@ def main() -> None:
         answer.aim = Aim("answer of a release", p50_ms=10)
         unused = BenchCase("the same, nothing to store", release_and_wait, list_pids, before=start_unused)
         cases = [raw, raw_shape, answer, gone, unused]
-        with override_settings(PARKED_NETWORKS=0):  # of this process; the server's sandboxes may use parked ones
-            interleave(cases, rounds=ROUNDS, warmup=1)
+        interleave(cases, rounds=ROUNDS, warmup=1)
         print_report("release until the container is confirmed gone", cases, raw=raw)
 
 

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 from uuid import UUID
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Model
 
@@ -23,18 +24,20 @@ from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import log_connection_errors
 from sandboxes.errors import SandboxError, SandboxLost
 from sandboxes.guard import HolderRenewal
+from sandboxes.hosts import registry
 from sandboxes.identity import signing
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import MintedToken, Pool, Run, Sandbox
+from sandboxes.models import AWAKE_STATES, MintedToken, Pool, Run, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.providers import get_default_provider_name
-from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
+from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 
 T = TypeVar("T")
+PING_TIMEOUT = timedelta(seconds=1)
 # The pool of a lease and its sandbox, of which there is at most one (sandbox_one_live_per_holder). Plan: primary keys of the
 # lease and the pool, and the index of that constraint.
 LEASE_JOINS: list[tuple[type[Model], str]] = [
@@ -96,6 +99,16 @@ def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox
     clock = clock_from(now)
     with LONG_CALLS.admit(), use_lease(pk, now=now, spends=True) as request:
         return allocation.ensure_running(request, now=clock(), actor=actor)
+
+
+def responds(sandbox: Sandbox) -> bool:
+    """Return whether a sandbox has just answered, without a run. False if it is suspended or that is not known."""
+    if sandbox.state not in AWAKE_STATES:
+        return False
+    try:
+        return registry.get_sandbox_provider(sandbox).responds(sandbox.ref, timeout=PING_TIMEOUT)
+    except (ProviderError, ImproperlyConfigured):
+        return False
 
 
 def mint_service_token(

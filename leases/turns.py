@@ -40,18 +40,20 @@ def join_environment(
     actor: str = "",
     admit: Callable[[], object] = bool,
 ) -> Admission:
-    """Acquire a lease and start its sandbox, with /workspace/config.json in place. Idempotent.
+    """Acquire a lease and start its sandbox. Idempotent.
 
+    A claimed pre-warmed sandbox gets /workspace/config.json and /data with its first operation; here it is only asked whether
+    it responds.
     The lease is granted with its place, after up to `wait` in the queue of a full pool (admission.acquire_with_place). A join
     that raises an error leaves no lease that it granted."""
     clock = clock_from(now)
     with LONG_CALLS.admit():
         admitted = admission.acquire_with_place(request, wait=wait, now=now, actor=actor, admit=admit)
         lease, is_new, sandbox = admitted
-        if sandbox and sandbox.prepared:
+        if sandbox and (sandbox.prepared or execution.responds(sandbox)):
             return admitted
         with admission.end_on_error(lease.pk, clock=clock, actor=actor) if is_new else nullcontext():
-            # A pre-warmed sandbox gets its files with its first operation, and /data with the first one that needs it.
+            # Whether the sandbox runs commands is not known. An operation finds out, and writes the first files.
             no_op = Command(argv=admission.JOIN_ARGV, timeout=settings.EXEC_TIMEOUT, kind="file", needs_data=False)
             execution.call_in_sandbox(lease.pk, no_op, lambda provider, sandbox: None, now=clock(), actor=actor)
             return admission.read_admission(lease.pk, is_new=is_new)

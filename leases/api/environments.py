@@ -100,9 +100,9 @@ class EnvironmentJoinView(ApiView):
         responses=schema.build_responses(LeaseSerializer, 402, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
-        """Acquire a lease like `POST /leases`, start its sandbox and write /workspace/config.json.
+        """Acquire a lease like `POST /leases`, and start its sandbox with /workspace/config.json.
 
-        The response is sent once the sandbox is ready. The lease is granted together with its place. A request that is
+        The response is sent once the sandbox is ready. A pre-warmed sandbox gets its files with the first operation in it. The lease is granted together with its place. A request that is
         answered with an error leaves no new lease."""
         data = self.validate_body(JOIN_SERIALIZER)
         data["environment_id"] = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)

@@ -124,8 +124,7 @@ class FileOperation:
                 self._connection.send(self._id, {"verb": "ack"} if is_done else {"verb": "kill", "forget": True})
 
     def _start(self, stdin: BinaryIO | None) -> tuple[Frame, RunState]:
-        content = stdin.read(MAX_INLINE_STDIN_BYTES) if isinstance(stdin, io.BytesIO) else b""
-        follows = stdin is not None and not (isinstance(stdin, io.BytesIO) and stdin.tell() == stdin.getbuffer().nbytes)
+        content, follows = _read_first_bytes(stdin)
         command = json.dumps({"words": [*self._words]}).encode()
         head = {"verb": "exec", "boot": self._connection.boot, "timeout": 0, "idle": ABANDONED_SECONDS, "cap": MAX_ERROR_BYTES}
         head |= {"keep": "stream", "open": follows, "command_bytes": len(command)}
@@ -185,6 +184,18 @@ class FileOperation:
     def _require_known(self, state: RunState) -> None:
         if state.state not in ("running", "ended"):
             raise ConnectionLost(f"The agent has no result of this operation: {state.state}")
+
+
+def _read_first_bytes(stdin: BinaryIO | None) -> tuple[bytes, bool]:
+    """Return the bytes of stdin that fit into the first request, and whether more follow.
+
+    None are read of a file whose position cannot be set back for another way to execute the operation, as of a request body."""
+    if stdin is None:
+        return b"", False
+    if not stdin.seekable():
+        return b"", True
+    content = stdin.read(MAX_INLINE_STDIN_BYTES)
+    return content, len(content) == MAX_INLINE_STDIN_BYTES
 
 
 class AgentProcesses:

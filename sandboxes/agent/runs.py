@@ -153,6 +153,18 @@ class AgentClient:
             frame, state = self._read(connection, run_id, stream, offset, wait, timeout)
             return frame.body, state
 
+    def responds(self, *, timeout: float, prepare: bool = False) -> bool:
+        """Return whether a connected agent answers a ping within `timeout` seconds.
+
+        With `prepare` the agent, which may be about to connect, also starts its helper for file operations, and keeps it until
+        its first command."""
+        try:
+            with self._connect(CONNECT_SECONDS if prepare else 0.0) as connection:
+                connection.request({"verb": "ping", "prepare": prepare}, timeout=timeout)
+        except (NotConnected, ConnectionLost, ProtocolError):
+            return False
+        return True
+
     def is_silent(self, *, timeout: float) -> bool:
         """Return whether the connected agent answers neither of two pings, each within half of `timeout` (seconds).
 

@@ -35,6 +35,11 @@ def row_lock() -> str:
     return "FOR NO KEY UPDATE" if is_postgres() else ""
 
 
+def row_lock_or_skip() -> str:
+    """Like row_lock, for a SELECT that leaves out the rows that another transaction has locked."""
+    return "FOR NO KEY UPDATE SKIP LOCKED" if is_postgres() else ""
+
+
 def advisory_lock() -> str:
     """Return the statement that locks the key in its parameter until the transaction ends, or "" as in row_lock."""
     return "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))" if is_postgres() else ""

@@ -63,19 +63,21 @@ def find_joined(
     where: str,
     *values: Any,
     deferred: tuple[str, ...] = (),
+    lock: str = "",
 ) -> tuple[M | None, list[Any], Sequence[Any]]:
     """Like find_first, and also load a row of each joined table and the scalar `subqueries` in the same query.
 
     `joins` are models with a join condition that at most one of their rows matches. `values` are the parameters of the
     subqueries, then those of the joins and of the condition. `deferred` are fields of `model` that are read at their first
-    use. Returns the instance, an instance or None for each join, and the results of the subqueries."""
+    use. `lock` is a clause of `dialect`, for a query without joins. Returns the instance, an instance or None for each join,
+    and the results of the subqueries."""
     tables: list[tuple[type[Model], tuple[str, ...]]] = [(model, deferred), *((other, ()) for other, _ in joins)]
     columns_of_tables = [_describe_columns(*table)[0] for table in tables]
     selected = ", ".join([*columns_of_tables, *(f"({subquery})" for subquery in subqueries)])
     source = " ".join([
         model._meta.db_table, *(f"LEFT JOIN {other._meta.db_table} ON {condition}" for other, condition in joins)
     ])  # fmt: skip
-    rows = fetch_all(f"SELECT {selected} FROM {source} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user input
+    rows = fetch_all(f"SELECT {selected} FROM {source} WHERE {where} LIMIT 1 {lock}", *values)  # noqa: S608 - no user input
     if not rows:
         return None, [None] * len(joins), ()
     [row] = rows

@@ -655,6 +655,10 @@ def main(argv: Sequence[str]) -> int:
                 pack(root, out, only=only, exclude=words[:pattern_count])
             case ["unpack", root]:
                 unpack(root, source)
+            case ["unpack_and_look", root, max_entries]:
+                unpack(root, source)
+                for path, fields in scan(root, max_entries=int(max_entries)):
+                    out.write(encode_entry(path, *fields))
             case ["seed", root, kind]:
                 seed(SKILLS_DIRECTORY, kind, root, kind)
             case _:

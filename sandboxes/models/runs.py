@@ -55,6 +55,7 @@ class Run(models.Model):
     stderr_bytes = models.PositiveBigIntegerField(default=0)
     note = models.CharField(max_length=500, blank=True, help_text="Cause, if the exit code does not show it.")
     metered = models.BooleanField(default=False, editable=False, help_text="Included in usage records.")
+    is_first = False  # of the sandbox since its start; set by `open_run`, not stored
 
     class Meta:
         default_permissions = ("view",)

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
+from typing import Any
 
 import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
-from django.db.models import F, Q, QuerySet
+from django.db.models import Q, QuerySet
 
 from sandboxes import eviction, providers, suspension
 from sandboxes.db import dialect, sql
@@ -25,7 +26,7 @@ from sandboxes.guard import OPEN_GUARD, Guard, HolderRenewal, HolderTerms
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
-from sandboxes.pool import admission_queue
+from sandboxes.pool import admission_queue, prewarmed
 from sandboxes.pool.admission_queue import Position
 from sandboxes.pool.starts import MAX_EVICTION_ATTEMPTS, start_reserved, wake
 from sandboxes.state import disk_space, mounts, workspace
@@ -102,7 +103,6 @@ def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now
             raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
         time.sleep(POLL_INTERVAL_SECONDS)
         sandbox, request = find_by_holder(request.holder), replace(request, is_new_holder=False)
-    request.guard.check_affordable()  # again: a start, a wake or the wait for another process may take minutes
     return ready
 
 
@@ -115,18 +115,22 @@ def _start_or_wake(request: SandboxRequest, sandbox: Sandbox | None, *, now: dat
         registry.require_local(sandbox)
         if sandbox.state not in ALIVE_STATES or suspension.is_in_transition(sandbox, now=clock()):
             return None
+        request.guard.check_affordable()  # the wait for another process may have taken minutes
         sandbox.pool = request.pool
         return sandbox
     if not request.is_new_holder:
         workspace.require_within_reach(request.holder)
         request.guard.check_affordable()
     if sandbox:
-        return wake(sandbox, now=clock(), actor=actor)
-    if claimed := claim_warm(request, now=clock(), actor=actor):
+        started = wake(sandbox, now=clock(), actor=actor)
+    elif claimed := claim_warm(request, now=clock(), actor=actor):
         return claimed
-    if reserved := reserve_place(request, now=clock(), actor=actor):
-        return start_reserved(reserved, now=clock(), actor=actor, files=request.files, is_new_holder=request.is_new_holder)
-    return None
+    elif reserved := reserve_place(request, now=clock(), actor=actor):
+        started = start_reserved(reserved, now=clock(), actor=actor, files=request.files, is_new_holder=request.is_new_holder)
+    else:
+        return None
+    request.guard.check_affordable()  # again: a start may take minutes
+    return started
 
 
 def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
@@ -145,33 +149,42 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
             if policy and policy.writable_root:
                 transaction.set_rollback(True)
                 return None  # pre-warmed sandboxes are started with the sealed policy
-            # Tier 1 is `warm`. Filtered by tier, so that the index sandbox_eviction_order serves the filter and the order.
-            warm = find_local_unclaimed(request.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
-            pk = warm.select_for_update(skip_locked=True, of=("self",)).values_list("pk", flat=True).first()
-            if pk is None or (mounts.is_mount_required(request.agent_did) and not mounts.has_mount_directory(pk)):
+            sandbox, requests_wait = prewarmed.lock_ready(request.pool, now=now)
+            if sandbox is None or (mounts.is_mount_required(request.agent_did) and not mounts.has_mount_directory(sandbox.pk)):
                 transaction.set_rollback(True)  # undoes a lease that the guard has granted for this place
                 return None
-            position = _find_position(request, now=now)
+            position = _find_position(request, now=now) if requests_wait else Position(ahead=0, length=0)
             if position.ahead:
                 transaction.set_rollback(True)
                 return None
             _take_quota(request)
+            changes: dict[str, Any] = {
+                "holder": request.holder, "agent_did": request.agent_did, "environment_id": request.environment_id,
+                "idle_after": request.idle_after, "last_used_at": now, "idle_at": now + request.idle_after, "prepared": False,
+                "excludes": [*terms.excludes], "llm_limit": terms.llm_limit, "policy": policy,
+                "final_persist": request.final_persist, "suspend_after": _resolve_suspend_after(terms, request.pool),
+            }  # fmt: skip
             claimed = advance(
-                pk, WARM, WARM, now=now, code=TransitionReason.CLAIMED, actor=actor, guard=Q(holder__isnull=True),
-                holder=request.holder, agent_did=request.agent_did, environment_id=request.environment_id,
-                idle_after=request.idle_after, last_used_at=now, idle_at=now + request.idle_after, prepared=False,
-                excludes=[*terms.excludes], llm_limit=terms.llm_limit, policy=policy, final_persist=request.final_persist,
-                suspend_after=_resolve_suspend_after(terms, request.pool),
-            )  # fmt: skip
+                sandbox.pk,
+                WARM,
+                WARM,
+                now=now,
+                code=TransitionReason.CLAIMED,
+                actor=actor,
+                guard=Q(holder__isnull=True),
+                **changes,
+            )
             if not claimed:
                 transaction.set_rollback(True)  # undoes _take_quota
                 return None
             _leave_queue(request, position, now=now)
-            Pool.objects.filter(pk=request.pool.pk).update(claimed_warm=F("claimed_warm") + 1)
+            prewarmed.count_claim(request.pool)
     except IntegrityError:
         return None  # sandbox_one_live_per_holder: another request was first
-    log.info("wake", sandbox=str(pk), source="prewarmed", agent=request.agent_did)
-    return Sandbox.objects.select_related("pool").get(pk=pk)
+    log.info("wake", sandbox=str(sandbox.pk), source="prewarmed", agent=request.agent_did)
+    for name, value in {**changes, "state_since": now, "pool": request.pool}.items():  # the row as it was just written
+        setattr(sandbox, name, value)
+    return sandbox
 
 
 def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
@@ -299,7 +312,9 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
     except IntegrityError:
         return None  # sandbox_one_live_per_slot: another process took the slot, and the next sweep tries again
     checkpoint("reserved", sandbox)
-    return start_reserved(sandbox, now=clock(), actor="sweep", files={})
+    started = start_reserved(sandbox, now=clock(), actor="sweep", files={})
+    registry.get_sandbox_provider(started).prepare_claim(started.ref)
+    return started
 
 
 def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:

@@ -292,6 +292,13 @@ class Provider(ABC):
     def find_unresponsive(self, refs: Collection[str], *, timeout: timedelta) -> set[str]:
         """Return those of these sandboxes whose agent is connected and does not respond within `timeout`. Raise Unavailable."""
 
+    def responds(self, ref: str, *, timeout: timedelta) -> bool:
+        """Return whether the sandbox has answered within `timeout`, without a command. False if that cannot be asked."""
+        return False
+
+    def prepare_claim(self, ref: str) -> None:  # noqa: B027 - nothing to prepare by default
+        """Prepare a pre-warmed sandbox for the first operation of its future holder. Without effect if that fails."""
+
     @abstractmethod
     def restart(self, ref: str) -> None:
         """Kill all processes of the sandbox, and start it with the same /workspace and /data. Raise Missing."""
@@ -367,6 +374,10 @@ class Provider(ABC):
         """Unpack an uncompressed tar over /workspace or /data. Owners in the tar are ignored.
 
         Raise Rejected if a member would leave `root`; other members may have been unpacked then."""
+
+    @abstractmethod
+    def put_and_list_files(self, ref: str, root: str, tar: BinaryIO, *, max_entries: int = 100_000) -> dict[str, FileStat]:
+        """Like `put_files`, and return the manifest of `root` afterwards. Raise TooLarge above `max_entries` entries."""
 
     @abstractmethod
     def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:

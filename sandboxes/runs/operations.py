@@ -203,10 +203,10 @@ def _prepare_sandbox(
         suspension.thaw_for_run(sandbox, provider)
     if not sandbox.prepared:
         starts.put_files(sandbox, provider, request.files)
-        Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
+        sql.update(Sandbox, "prepared = TRUE WHERE id = %s AND incarnation = %s", sandbox.pk, sandbox.incarnation)
     if not command.needs_data:
         return None
-    attached = data_sync.attach(sandbox, provider, skill=request.skill, now=clock())
+    attached = data_sync.attach(sandbox, provider, skill=request.skill, is_first=opened.run.is_first, now=clock())
     if attached and command.kind != "file":  # a full /data must not prevent the removal of files
         data_sync.require_free_space(attached, sandbox, provider, now=clock())
     return attached
@@ -302,12 +302,13 @@ def open_run(
     insert = sql.build_insert_from(run, "changed")
     with transaction.atomic(durable=True):
         sql.lock_key(f"runs of {sandbox.agent_did}")
-        if not lifecycle.start_run(
+        was = lifecycle.start_run(
             sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=SandboxState(sandbox.state),
             frozen=sandbox.frozen, run=insert, permission=build_permission(),
-        ):  # fmt: skip
+        )  # fmt: skip
+        if was is None:
             return None
-    run._state.adding = False
+    run._state.adding, run.is_first = False, was == SandboxState.WARM
     checkpoint("run opened", run)
     return run
 

@@ -41,8 +41,10 @@ ATTACHMENT_SQL = (
 MIN_OUTDATED_OBJECTS = 8  # per agent; fewer are left to a later call or to the prune sweep
 
 
-def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", now: datetime) -> Attachment:
+def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", is_first: bool = False, now: datetime) -> Attachment:
     """Write the newest version of each of the agent's files into its sandbox's /data. Idempotent; safe to call concurrently.
+
+    `is_first`: nothing has run in the sandbox since its start.
 
     Unsaved changes of the sandbox are not overwritten: `persist` merges them. Raise StoreError or ProviderError; then nothing
     may run in the sandbox, and a repeated call completes the work. Raise SandboxBusy if a concurrent pull takes longer
@@ -52,7 +54,7 @@ def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", now: dateti
         if pull.claim_pull(attachment, now=clock()):
             try:
                 with hold(pull.build_claim(attachment, clock)):
-                    pull.pull(attachment, sandbox, provider, clock)
+                    pull.pull(attachment, sandbox, provider, clock, skill=skill, is_first=is_first)
                 break
             except pull.ObjectMissing:
                 attempts += 1
@@ -80,8 +82,11 @@ def _ensure_attachment(sandbox: Sandbox, *, now: datetime) -> Attachment:
     }  # fmt: skip
     data = ensure_agent_data(sandbox.agent_did, now=now)
     outdated = Q(incarnation__lt=sandbox.incarnation) | ~Q(holder=sandbox.holder)
-    if not Attachment.objects.filter(outdated, pk=sandbox.pk).update(**columns, data=data, version=F("version") + 1):
-        Attachment.objects.get_or_create(sandbox=sandbox, defaults=columns | {"data": data})
+    attachment = Attachment(sandbox=sandbox, data=data, **columns)
+    if sql.insert_if_absent(attachment):
+        attachment._state.adding = False
+        return attachment
+    Attachment.objects.filter(outdated, pk=sandbox.pk).update(**columns, data=data, version=F("version") + 1)
     return Attachment.objects.select_related("data").defer("base").get(pk=sandbox.pk)
 
 
@@ -99,6 +104,8 @@ def _find_attachment(sandbox: Sandbox) -> Attachment | None:
 
 
 def ensure_agent_data(agent_did: str, *, now: datetime) -> AgentData:
+    if data := sql.find_first(AgentData, "agent_did = %s", agent_did):
+        return data
     defaults = {"created_at": now, "changed_at": now, "keeping": settings.DATA_KEEPING}
     return AgentData.objects.get_or_create(agent_did=agent_did, defaults=defaults)[0]
 

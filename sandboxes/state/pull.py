@@ -49,10 +49,14 @@ def build_claim(attachment: Attachment, clock: Clock) -> SelfGuardedClaim:
     return SelfGuardedClaim(rows, deadline=attachment.pull_until, clock=clock, column="pull_until")
 
 
-def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Clock) -> None:
+def pull(
+    attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Clock, *, skill: str = "", is_first: bool = False
+) -> None:
     """Write the versions that are newer than the sandbox's copies, except paths with unsaved changes in the sandbox.
 
-    The excluded versions stay unseen until `persist` has merged the sandbox's changes. Call after claim_pull."""
+    The excluded versions stay unseen until `persist` has merged the sandbox's changes. Call after claim_pull. `skill` is
+    recorded as present if a version below its directory is among those written. `is_first`: nothing has run in the sandbox
+    since its start, so it has no changes, and is not listed before."""
     note_progress()
     try:
         revision = AgentData.objects.values_list("revision", flat=True).get(pk=attachment.data_id)
@@ -61,7 +65,8 @@ def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Cl
         interrupted = set(attachment.pulling)
         if interrupted:  # an interrupted pull may have left any content at its paths
             rows += DataFile.objects.filter(data=attachment.data_id, path__in=interrupted - {row.path for row in rows})
-        manifest = provider.manifest(sandbox.ref, DATA)
+        is_listed = not is_first or bool(attachment.base) or bool(interrupted)
+        manifest = provider.manifest(sandbox.ref, DATA) if is_listed else {}
         unseen = {
             row.path: row for row in rows if row.path not in interrupted and _is_changed_in_sandbox(row, attachment, manifest)
         }
@@ -75,9 +80,8 @@ def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Cl
             # Recorded only after all content is fetched, because the store may be unavailable for long.
             _update_attachment(attachment, pulling=sorted(row.path for row in rows))
             checkpoint("pull decided", attachment)
-            _write_to_sandbox(sandbox, provider, rows, manifest, tar)
+            manifest = _write_to_sandbox(sandbox, provider, rows, manifest, tar)
         checkpoint("pulled", attachment)
-        manifest = provider.manifest(sandbox.ref, DATA) if rows else manifest
     except BaseException:
         Attachment.objects.filter(pk=attachment.pk, version=attachment.version).update(pull_until=None)
         raise
@@ -97,6 +101,7 @@ def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Cl
         base=attachment.base,
         revision=revision,
         look=digest_manifest(manifest) if is_clean else "",
+        **({"skill": skill} if any(row.path.startswith(f"skills/{skill}/") for row in rows) else {}),
     )
 
 
@@ -136,15 +141,17 @@ def _find_blocked_paths(rows: list[DataFile], manifest: Mapping[str, FileStat]) 
 
 
 def _write_to_sandbox(
-    sandbox: Sandbox, provider: Provider, rows: list[DataFile], manifest: Mapping[str, FileStat], tar: BinaryIO
-) -> None:
+    sandbox: Sandbox, provider: Provider, rows: list[DataFile], manifest: dict[str, FileStat], tar: BinaryIO
+) -> dict[str, FileStat]:
+    """Write the live versions and remove the others. Return the manifest afterwards."""
     live = [row for row in rows if not row.removed]
     removed = [row.path for row in rows if row.removed and row.path in manifest]
     removed += [row.path for row in live if row.path in manifest and manifest[row.path].kind != row.kind]
     if removed:
         provider.remove_files(sandbox.ref, DATA, removed)
     if live:
-        provider.put_files(sandbox.ref, DATA, track_transfer(tar))
+        return provider.put_and_list_files(sandbox.ref, DATA, track_transfer(tar))
+    return provider.manifest(sandbox.ref, DATA) if removed else manifest
 
 
 def write_tar(rows: list[DataFile], out: BinaryIO, *, now: datetime) -> None:

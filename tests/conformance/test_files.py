@@ -288,6 +288,15 @@ def test_remove_works_in_read_only_directories(real):
     assert "a/b" not in real.look()
 
 
+def test_put_and_list_files_returns_the_manifest_afterwards(box):
+    box.write("before", b"1")
+    listed = box.provider.put_and_list_files(box.ref, box.root, pack(file("a/b"), link("link", "a")))
+    assert {"before", "a", "a/b", "link"} <= listed.keys()
+    assert listed == box.look()
+    with pytest.raises(TooLarge):
+        box.provider.put_and_list_files(box.ref, box.root, pack(file("c")), max_entries=1)
+
+
 @pytest.mark.parametrize("root", [DATA, WORKSPACE])
 def test_clear_leaves_only_the_root(box, root):
     fresh = box.provider.manifest(box.ref, root).keys()

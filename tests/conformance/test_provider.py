@@ -135,6 +135,7 @@ VERBS = {
     "write_file": lambda p, ref: p.write_file(ref, "/workspace/a", b""),
     "remove_file": lambda p, ref: p.remove_file(ref, "/workspace/a"),
     "put_files": lambda p, ref: p.put_files(ref, "/workspace", pack(file("a"))),
+    "put_and_list_files": lambda p, ref: p.put_and_list_files(ref, DATA, pack(file("a"))),
     "size": lambda p, ref: p.size(ref, "/workspace"),
     "manifest": lambda p, ref: p.manifest(ref, DATA),
     "get_files": lambda p, ref: b"".join(p.get_files(ref, DATA)),

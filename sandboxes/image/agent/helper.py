@@ -15,11 +15,16 @@ import files
 NOT_STARTED, FAILED = -1, 1
 MAX_MESSAGE_BYTES = 64 << 10
 REPORT_FD = 3
+TAR_VERBS = ("pack", "unpack", "unpack_and_look")
 RIGHTS = struct.Struct("4i")
 
 
-def serve(descriptor):
-    """Execute operations until the agent closes the socket with this descriptor."""
+def serve(descriptor, load_all):
+    """Execute operations until the agent closes the socket with this descriptor.
+
+    The module for tars stays out of memory until the first operation that needs it, unless `load_all`."""
+    if load_all:
+        import tarfile
     channel = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     while True:
@@ -27,9 +32,12 @@ def serve(descriptor):
         if not content:
             return
         fds = [fd for _, _, rights in ancillary for fd in RIGHTS.unpack(rights)]
+        words = json.loads(content)
+        if words[0] in TAR_VERBS:
+            import tarfile  # noqa: F401 - in this process, so that only the first of these operations waits for it
         try:
             if os.fork() == 0:
-                operate(json.loads(content), fds)
+                operate(words, fds)
         except OSError:  # too many processes
             os.write(fds[REPORT_FD], b"%d\n" % NOT_STARTED)
         for fd in fds:

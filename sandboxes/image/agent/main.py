@@ -20,9 +20,10 @@ import signal
 import sys
 import time
 
-# An isolated Python does not search the program's directory. In the image this file is agent.pyc, above its modules in agent/.
+# An isolated Python does not search the program's directory. In the image this file is agent.pyc, above its compiled modules in
+# agent/, and beside the source of files.py, whose compilation would take 8 ms.
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [HERE, f"{HERE}/agent"]
+sys.path[:0] = [f"{HERE}/agent", HERE]
 
 from connection import GatewayConnection, InvalidRequest  # noqa: E402
 from digests import digest_directory  # noqa: E402
@@ -80,7 +81,7 @@ class Agent(GatewayConnection):
         times = [run.deadline for run in runs if run.exit_code is None or run.idle] + [wait[0] for wait in self.waits]
         if self.connection is None:
             times.append(self.next_attempt)
-        if self.helper.channel:
+        if self.helper.channel and not self.helper.is_kept:
             times.append(self.helper.used_at + HELPER_IDLE_SECONDS)
         if any(run.killing for run in runs):
             times.append(now + KILL_STEP_SECONDS)
@@ -102,6 +103,9 @@ class Agent(GatewayConnection):
 
     def ping(self, request_id, head, body):
         self.respond(request_id, {"boot": self.boot})
+        if head.get("prepare"):
+            with contextlib.suppress(OSError):  # too many processes: the first operation starts the helper
+                self.helper.prepare()
 
     def list_runs(self, request_id, head, body):
         runs = self.exit_codes | {run_id: run.exit_code for run_id, run in self.runs.items()}
@@ -156,6 +160,7 @@ class Agent(GatewayConnection):
                 process = self.helper.call(command["words"])
             else:
                 process = Shim(self.shim_path, command, merge=keep == TAIL)
+                self.helper.is_kept = False
         except OSError:
             return False
         if keep == TAIL:
@@ -333,7 +338,7 @@ class Agent(GatewayConnection):
     def check_deadlines(self, now):
         for run in [*self.runs.values()]:
             run.check_deadline(now)
-        if self.helper.channel and now >= self.helper.used_at + HELPER_IDLE_SECONDS:
+        if self.helper.is_idle(now):
             self.helper.end()
         if self.waits:
             self.answer_waits(now)
@@ -344,11 +349,11 @@ class Agent(GatewayConnection):
         return {pid for pid, (parent, _) in parents.items() if parent == os.getpid() and pid not in known}
 
 
-def run_helper(channel):
+def run_helper(channel, load_all):
     sys.path.append(os.path.dirname(HERE))  # of files.py in the source tree
     from helper import serve
 
-    serve(channel)
+    serve(channel, load_all)
 
 
 def main(path, shim_path, port="", upstream=""):

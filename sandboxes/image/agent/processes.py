@@ -111,12 +111,23 @@ class HelperCall:
 
 
 class Helper:
-    """Process that executes `run`, a function of a descriptor. Started at its first use, and ended when it has been idle.
+    """Process that executes `run`, a function of a descriptor and of whether to load all modules at once.
+
+    Started at its first use and ended when it has been idle, or prepared and kept until the first command starts.
 
     A fork of the agent, because a new Python would need ten times as long to start. It stays undumpable."""
 
     def __init__(self, run):
-        self.run, self.channel, self.pid, self.used_at = run, None, 0, 0.0
+        self.run, self.channel, self.pid, self.used_at, self.is_kept = run, None, 0, 0.0, False
+
+    def prepare(self):
+        """Start the helper unless it runs, and keep it until `is_kept` is cleared. Raise OSError."""
+        self.is_kept = True
+        if self.channel is None:
+            self.start()
+
+    def is_idle(self, now):
+        return self.channel is not None and not self.is_kept and now >= self.used_at + HELPER_IDLE_SECONDS
 
     def call(self, words):
         """Start an operation. Raise OSError if no process can be created."""
@@ -168,7 +179,7 @@ class Helper:
             for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, 3}:
                 with contextlib.suppress(OSError):  # the descriptor of the listing
                     os.close(fd)
-            self.run(3)
+            self.run(3, self.is_kept)
         finally:
             os._exit(1)
 

@@ -84,12 +84,18 @@ class ContainerFilesProvider(ContainerCommandProvider):
     ) -> dict[str, FileStat]:
         check_directory_path(root, under)
         words = ("look", root, "deep" if deep else "here", str(max_entries))
+        return self._read_listing(ref, words, _encode_stdin(under), under=under, max_entries=max_entries)
+
+    def _read_listing(
+        self, ref: str, words: Sequence[str], stdin: BinaryIO, *, under: str = "", max_entries: int
+    ) -> dict[str, FileStat]:
+        """Execute an operation that prints a listing below `under`."""
         output = BoundedBuffer(420 * max_entries + (4 << 20))
-        for chunk in self._stream_output(ref, words, _encode_stdin(under)):
+        for chunk in self._stream_output(ref, words, stdin):
             output.add(chunk)
         listing = None if output.truncated else _parse_listing(bytes(output), under, max_entries)
         if listing is None:
-            raise Unavailable(f"{ref}: invalid listing of {root}")
+            raise Unavailable(f"{ref}: invalid listing of {words[1]}")
         return listing
 
     def get_files(
@@ -110,6 +116,9 @@ class ContainerFilesProvider(ContainerCommandProvider):
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
         self._run_in_container(ref, "unpack", check_root(root), stdin=tar)
+
+    def put_and_list_files(self, ref: str, root: str, tar: BinaryIO, *, max_entries: int = 100_000) -> dict[str, FileStat]:
+        return self._read_listing(ref, ("unpack_and_look", check_root(root), str(max_entries)), tar, max_entries=max_entries)
 
     def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
         checked = [check_relative_path(root, path) for path in paths]

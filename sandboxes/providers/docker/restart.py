@@ -5,12 +5,13 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-from sandboxes.providers.base import Missing
+from sandboxes.providers.base import Missing, ProviderError
 from sandboxes.providers.docker import agent_exec
 from sandboxes.providers.docker.engine import Conflict, translate_errors
 from sandboxes.providers.docker.suspension import ContainerSuspensionProvider
 
 MAX_CONCURRENT_PINGS = 32
+PREPARE_TIMEOUT = timedelta(seconds=5)
 
 
 class ContainerRestartProvider(ContainerSuspensionProvider):
@@ -29,6 +30,19 @@ class ContainerRestartProvider(ContainerSuspensionProvider):
             agent = agent_exec.find_agent(self._engine, ref)
             return agent is not None and agent.is_silent(timeout=timeout.total_seconds()) and not self._is_frozen(ref)
         except Missing:
+            return False
+
+    def responds(self, ref: str, *, timeout: timedelta) -> bool:
+        return self._ping(ref, timeout)
+
+    def prepare_claim(self, ref: str) -> None:
+        self._ping(ref, PREPARE_TIMEOUT, prepare=True)
+
+    def _ping(self, ref: str, timeout: timedelta, *, prepare: bool = False) -> bool:
+        try:
+            agent = agent_exec.find_agent(self._engine, ref)
+            return agent is not None and agent.responds(timeout=timeout.total_seconds(), prepare=prepare)
+        except ProviderError:
             return False
 
     def restart(self, ref: str) -> None:

@@ -295,6 +295,10 @@ class MemoryProvider(HookedCalls, Provider):
         with self.hooked_call("find_unresponsive", ""), self._lock:
             return self.silent & {*refs}
 
+    def responds(self, ref: str, *, timeout: timedelta) -> bool:
+        with self.hooked_call("responds", ref), self._lock:
+            return ref in self._sandboxes and self._sandboxes[ref].running and ref not in self.silent
+
     def restart(self, ref: str) -> None:
         with self.hooked_call("restart", ref), self._lock:
             sandbox = self._get(ref)
@@ -395,6 +399,10 @@ class MemoryProvider(HookedCalls, Provider):
                         unpack_member(files, root, member, members)
             except tarfile.TarError as error:
                 raise Rejected(f"Invalid tar: {error}") from None
+
+    def put_and_list_files(self, ref: str, root: str, tar: BinaryIO, *, max_entries: int = 100_000) -> dict[str, FileStat]:
+        self.put_files(ref, root, tar)
+        return self.manifest(ref, root, max_entries=max_entries)
 
     def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
         with self.hooked_call("remove_files", ref), self._lock:

@@ -213,6 +213,9 @@ class ProcessProvider(BackgroundProcessProvider):
     def find_unresponsive(self, refs: Collection[str], *, timeout: timedelta) -> set[str]:
         return set()  # no agent
 
+    def responds(self, ref: str, *, timeout: timedelta) -> bool:
+        return self._find(ref) is not None
+
     def restart(self, ref: str) -> None:
         self.inspect(ref)
         _kill_by_environment(f"{SANDBOX_VARIABLE}={ref}")
@@ -292,6 +295,10 @@ class ProcessProvider(BackgroundProcessProvider):
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
         with self._files(ref, root) as host:
             files.unpack(host, tar)
+
+    def put_and_list_files(self, ref: str, root: str, tar: BinaryIO, *, max_entries: int = 100_000) -> dict[str, FileStat]:
+        self.put_files(ref, root, tar)
+        return self.manifest(ref, root, max_entries=max_entries)
 
     def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
         checked = [check_relative_path(root, path) for path in paths]

@@ -10,7 +10,7 @@ from leases import leasing, sweeps, turns
 from leases.leasing import LeaseRequest
 from leases.models import Lease, LeaseEvent
 from sandboxes.errors import CapacityExhausted, ProviderCallFailed, QuotaExceeded, SandboxNotReady
-from sandboxes.models import Pool, Quota, Sandbox
+from sandboxes.models import Pool, Quota, Run, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
@@ -21,6 +21,13 @@ from tests.support.leases import run, update_pool
 pytestmark = pytest.mark.django_db
 BOB = "did:plc:bob"
 WAITS = [None, timedelta(0)]
+
+
+def claim_silent_sandbox(pool: Pool, memory: MemoryProvider) -> None:
+    """Let the next join claim a pre-warmed sandbox that does not respond, and therefore run an operation in it."""
+    update_pool(pool, warm_target=1)
+    passes.warm_pools(now=NOW)
+    memory.silent.add(Sandbox.objects.get().ref)
 
 
 @pytest.fixture
@@ -73,8 +80,7 @@ def test_join_that_fails_after_the_grant_ends_its_lease(
     join, pool: Pool, memory: MemoryProvider, wait: timedelta | None, method: str, warm: bool, error: type[Exception]
 ) -> None:
     if warm:
-        update_pool(pool, warm_target=1)
-        passes.warm_pools(now=NOW)
+        claim_silent_sandbox(pool, memory)
     memory.fail(method, Unavailable("no engine"), times=1)
     with pytest.raises(error):
         join(wait=wait)
@@ -95,9 +101,8 @@ def test_join_that_fails_keeps_a_lease_that_it_did_not_grant(join, grant, memory
     assert join(now=NOW + MINUTE) == held
 
 
-def test_join_that_fails_keeps_a_lease_that_another_call_uses(join, pool: Pool, at_checkpoint) -> None:
-    update_pool(pool, warm_target=1)
-    passes.warm_pools(now=NOW)
+def test_join_that_fails_keeps_a_lease_that_another_call_uses(join, pool: Pool, memory: MemoryProvider, at_checkpoint) -> None:
+    claim_silent_sandbox(pool, memory)
 
     def use() -> None:
         run(Lease.objects.get(agent_did=BOB))
@@ -107,6 +112,19 @@ def test_join_that_fails_keeps_a_lease_that_another_call_uses(join, pool: Pool, 
     with pytest.raises(OSError):
         join()
     assert get_end() == ("active", "")
+
+
+def test_claim_of_a_responding_sandbox_runs_nothing_and_writes_its_files_with_the_first_command(
+    join, pool: Pool, memory: MemoryProvider
+) -> None:
+    update_pool(pool, warm_target=1)
+    passes.warm_pools(now=NOW)
+    lease = join()
+    sandbox = Sandbox.objects.get()
+    assert (sandbox.holder, sandbox.state, Run.objects.count()) == (lease.pk, "warm", 0)
+    assert "/workspace/config.json" not in memory.files(sandbox.ref)
+    run(lease)
+    assert "/workspace/config.json" in memory.files(sandbox.ref)
 
 
 def test_start_may_take_longer_than_the_ttl_of_the_lease(join) -> None:

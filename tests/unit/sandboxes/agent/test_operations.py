@@ -140,6 +140,16 @@ def test_killed_helper_is_replaced(gateway, agent, tmp_path):
         wait_until(lambda: not find_helper(agent), "the helper has ended")
 
 
+def test_prepared_helper_executes_the_first_operation(gateway, agent, tmp_path):
+    assert gateway.client.responds(timeout=20, prepare=True)
+    wait_until(lambda: find_helper(agent), "the helper has started")
+    helper = find_helper(agent)
+    assert gateway.client.responds(timeout=20, prepare=True)
+    (tmp_path / "f").write_bytes(b"x")
+    assert b"".join(operate(gateway, "read", str(tmp_path), "9", stdin=b"f")) == b"x"
+    assert find_helper(agent) == helper
+
+
 def test_operation_of_a_stopped_helper_times_out_and_the_next_one_has_another_helper(gateway, agent, tmp_path, monkeypatch):
     (tmp_path / "f").write_bytes(b"x")
     monkeypatch.setattr("sandboxes.agent.operations.WAIT_SECONDS", 0.1)

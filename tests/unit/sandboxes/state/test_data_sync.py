@@ -90,6 +90,16 @@ def test_exec_without_changes_costs_one_manifest(one: Lease, memory: MemoryProvi
     assert set(get_store().list()) == objects
 
 
+def test_first_run_of_a_sandbox_lists_the_data_once(one: Lease, grant: Callable[..., Lease], memory: MemoryProvider) -> None:
+    write(one, "note", "hello")
+    other = grant(environment="other")
+    execution.ensure_sandbox_ready(other.pk, now=NOW)
+    memory.calls = []
+    assert read(other, "note") == "hello"
+    before_exec = [verb for verb, _ in memory.calls[: [verb for verb, _ in memory.calls].index("exec")]]
+    assert before_exec == ["put_files", "manifest"]  # put_and_list_files
+
+
 @pytest.mark.parametrize("is_changed", [False, True])
 def test_exec_that_states_the_recorded_digest_costs_no_manifest(one: Lease, memory, monkeypatch, is_changed: bool) -> None:
     exec_without_digest = memory.exec

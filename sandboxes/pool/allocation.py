@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
-from django.db.models import Q, QuerySet
+from django.db.models import Q
 
 from sandboxes import eviction, providers, suspension
 from sandboxes.db import dialect, sql
@@ -300,7 +300,10 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
     try:
         with transaction.atomic(durable=True):
             locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
-            if find_unclaimed(locked).filter(state__in=(WARMING, WARM), host=sandbox.host).count() >= locked.warm_target:
+            if (
+                prewarmed.find_unclaimed(locked).filter(state__in=(WARMING, WARM), host=sandbox.host).count()
+                >= locked.warm_target
+            ):
                 return None
             if not take_place(locked, ahead=admission_queue.count_waiting(locked, now=now)):
                 return None
@@ -341,18 +344,6 @@ def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
     )
     sandbox.ref = sandbox.name
     return sandbox
-
-
-def find_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
-    """Select sandboxes without a holder that were started with the pool's current image and memory size."""
-    return Sandbox.objects.filter(
-        pool=pool, holder__isnull=True, image=pool.image or settings.SANDBOX_IMAGE, memory_mib=pool.memory_mib
-    ).exclude(state__in=GONE_STATES)
-
-
-def find_local_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
-    """Like find_unclaimed, but only on the hosts that this process reaches. The warm target applies to each host."""
-    return find_unclaimed(pool).filter(registry.filter_local())
 
 
 def take_place(pool: Pool, *, ahead: int = 0) -> bool:

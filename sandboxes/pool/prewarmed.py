@@ -1,14 +1,15 @@
-"""Pre-warmed sandboxes that are ready to be claimed."""
+"""Pre-warmed sandboxes: those of a pool without a holder, and the one that is claimed next."""
 
 from datetime import datetime
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
+from django.db.models import QuerySet
 
 from sandboxes import providers
 from sandboxes.db import dialect, sql
 from sandboxes.hosts import registry
-from sandboxes.models import Pool, Sandbox
+from sandboxes.models import GONE_STATES, Pool, Sandbox
 from sandboxes.providers.base import ProviderError
 
 REQUESTS_WAIT_SQL = "SELECT EXISTS (SELECT 1 FROM sandboxes_admissionrequest WHERE pool_id = %s AND expires_at > %s)"
@@ -17,6 +18,18 @@ READY_SQL = (
     "(SELECT draining FROM sandboxes_pool WHERE sandboxes_pool.id = sandboxes_sandbox.pool_id) ORDER BY last_used_at"
 )
 COUNT_CLAIM_SQL = "UPDATE sandboxes_pool SET claimed_warm = claimed_warm + 1 WHERE id = %s"
+
+
+def find_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
+    """Select sandboxes without a holder that were started with the pool's current image and memory size."""
+    return Sandbox.objects.filter(
+        pool=pool, holder__isnull=True, image=pool.image or settings.SANDBOX_IMAGE, memory_mib=pool.memory_mib
+    ).exclude(state__in=GONE_STATES)
+
+
+def find_local_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
+    """Like find_unclaimed, but only on the hosts that this process reaches. The warm target applies to each host."""
+    return find_unclaimed(pool).filter(registry.filter_local())
 
 
 def lock_ready(pool: Pool, *, now: datetime) -> tuple[Sandbox | None, bool]:

@@ -21,7 +21,8 @@ from sandboxes.hosts import capacity, registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, SUSPENDED, WAITING, WARM, WARMING, advance_many
 from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
 from sandboxes.pool import admission_queue
-from sandboxes.pool.allocation import find_local_unclaimed, start_warm
+from sandboxes.pool.allocation import start_warm
+from sandboxes.pool.prewarmed import find_local_unclaimed
 from sandboxes.providers.base import Missing, ProviderError
 from sandboxes.runs import abandoned, workspace_limit
 from sandboxes.state import workspace

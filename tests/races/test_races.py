@@ -19,7 +19,7 @@ from sandboxes import eviction
 from sandboxes.errors import CapacityExhausted, TooManyRuns
 from sandboxes.guard import HolderRenewal
 from sandboxes.models import Pool, Run, RunOutcome, Sandbox
-from sandboxes.pool import allocation
+from sandboxes.pool import allocation, prewarmed
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
@@ -215,7 +215,7 @@ def test_sandbox_that_becomes_ready_during_a_sweep_is_not_surplus(
 ) -> None:
     update_pool(pool, warm_target=2)
     assert allocation.start_warm(pool, now=NOW)
-    unclaimed = allocation.find_local_unclaimed
+    unclaimed = prewarmed.find_local_unclaimed
 
     def read_then_start(pool: Pool) -> object:
         rows = unclaimed(pool).filter(pk__in=[*unclaimed(pool).values_list("pk", flat=True)])

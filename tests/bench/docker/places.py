@@ -6,6 +6,7 @@ import io
 import os
 import random
 import tarfile
+import time
 import uuid
 
 from django.conf import settings
@@ -25,6 +26,8 @@ from tests.support.waiting import wait_until
 START_COUNT = int(os.environ.get("BENCH_STARTS", "12"))
 WORKSPACE_FILES = 10  # of 1 MB each
 WARM_POOL = "warmed"
+SETTLE_SECONDS = 1.5
+PREPARING_ROUNDS = 6  # of a claim, until each connection has prepared its statements
 DID = "did:web:bench.invalid"
 FILL_SCRIPT = """
 import os, sys
@@ -103,7 +106,9 @@ def bench_claims(port: int, up: int) -> None:
     joins, raw = Joins(port, WARM_POOL), build_raw_start(f"lh-bench-{uuid.uuid4().hex[:12]}")
 
     def warm_one(number: int) -> None:
+        """Start a sandbox, and let it wait, as pre-warmed ones do, until the engine and its agent have nothing to do."""
         assert allocation.start_warm(warmed, now=timezone.now())
+        time.sleep(SETTLE_SECONDS)
 
     def build_case(name: str, operation: str, limit_ms: float) -> BenchCase:
         call = joins.join_and_exec if "exec" in operation else joins.join
@@ -118,7 +123,7 @@ def bench_claims(port: int, up: int) -> None:
 
     claim = build_case("join of a pre-warmed one", "claim of a warm sandbox through HTTP, durable", 6)
     both = build_case("the same, and first exec", "claim of a warm sandbox and first exec", 12)
-    interleave([raw, claim, both], rounds=START_COUNT, warmup=2)
+    interleave([raw, claim, both], rounds=2 * START_COUNT, warmup=PREPARING_ROUNDS)
     print_report("join with a pre-warmed sandbox", [raw, claim, both], raw=raw)
 
 

@@ -36,6 +36,30 @@ class Conflict(LeaseError):
     code = "conflict"
 
 
+class ShellNotFound(LeaseError):
+    """The lease has no shell of this name."""
+
+    code = "shell_not_found"
+
+
+class ShellExists(LeaseError):
+    """The lease has a shell of this name."""
+
+    code = "shell_exists"
+
+
+class TooManyShells(LeaseError):
+    """The lease has reached its limit of shells. Delete one, then try again."""
+
+    code = "too_many_shells"
+
+
+class ShellDecryptionFailed(LeaseError):
+    """No configured key decrypts the variables of this shell. Delete the shell, and create it again."""
+
+    code = "shell_decryption_failed"
+
+
 class TurnInProgress(LeaseError):
     """This turn is in progress. Try again in a few seconds."""
 

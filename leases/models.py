@@ -329,6 +329,25 @@ class Turn(models.Model):
         return json.loads(self.answer) if self.answer else {}
 
 
+class Shell(models.Model):
+    """Named working directory and environment of a lease, in which its commands are executed. Outlives the sandbox's sleep."""
+
+    lease = models.ForeignKey(Lease, on_delete=models.CASCADE, related_name="shells", db_index=False)
+    name = models.CharField(max_length=100)
+    cwd = models.CharField(max_length=4096)
+    env_names = models.JSONField(default=list, help_text="Names of the variables.")
+    sealed_env = models.BinaryField(editable=False, help_text="Variables as JSON, encrypted by sandboxes.db.encryption.")
+    created_at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ("view",)
+        ordering = ["name"]
+        constraints = [models.UniqueConstraint(fields=["lease", "name"], name="shell_name_once")]
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class IdempotentRequest(models.Model):
     """Stored response to a POST with an Idempotency-Key. A repeated request receives it."""
 

@@ -9,7 +9,7 @@ from django.db import transaction
 from django.db.models import BigIntegerField, Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import Cast
 
-from leases import leasing, turns
+from leases import leasing, shells, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
 from sandboxes import processes
 from sandboxes.egress import authorization
@@ -128,7 +128,7 @@ def find_expired_snapshots(*, now: datetime) -> QuerySet[Snapshot]:
 def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     """Recover work whose process died: transitions, runs, turns and model calls past their deadline.
 
-    Also closes the rows of ended processes and deletes expired idempotent responses."""
+    Also closes the rows of ended processes, and deletes expired idempotent responses and the shells of ended leases."""
     result = passes.recover_stalled(now=now, limit=limit)
     closed = processes.close_ended(now=now)
     for item, count in closed.counts.items():
@@ -137,6 +137,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     result.note("sandboxes of lost hosts released", release_lost_hosts(now=now))
     result.note("turns skipped", turns.settle_overdue_turns(now=now, limit=limit))
     result.note("model calls closed", authorization.close_abandoned(now=now, limit=limit))
+    result.note("shells of ended leases deleted", shells.delete_of_ended_leases())
     result.note("idempotent responses deleted", find_expired_idempotent_requests(now=now).delete()[0])
     return result
 

@@ -39,6 +39,7 @@ from sandboxes.admin.base.registry import build_agent_field
 from sandboxes.models import Run, RunOutcome, Sandbox
 
 ENDING_SOON_WINDOW = timedelta(minutes=5)
+MAX_SHELL_NAMES_CHARS = 80
 
 
 def _end_lease(lease: Lease, actor: str, reason: str, now: datetime) -> bool:
@@ -190,9 +191,17 @@ class LeaseAdmin(ReadOnlyModelAdmin):
                 if runs["failed"]
                 else "",
             ),
+            *_build_shell_fields(row),
             *spending.build_lease_spending_fields(row),
             build_total_cost_field(holder=row.pk),
         ]
+
+
+def _build_shell_fields(row: Lease) -> list[SummaryField]:
+    names = [*row.shells.values_list("name", flat=True)]
+    return (
+        [SummaryField("Shells", f"{len(names)}", note=truncate_text(", ".join(names), MAX_SHELL_NAMES_CHARS))] if names else []
+    )
 
 
 def _parse_datetime(raw: str) -> datetime | None:

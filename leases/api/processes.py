@@ -14,13 +14,13 @@ from rest_framework import serializers
 from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 
-from leases import execution
+from leases import execution, shells
 from leases.api.base import schema
 from leases.api.base.fields import StrictBooleanField, StrictCharField, StrictIntegerField, encode_output, parse_encoding
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
-from leases.api.runs import ProgramSerializer
+from leases.api.runs import LeaseProgramSerializer
 from leases.errors import InvalidRequest
 from sandboxes import processes
 from sandboxes.db.clock import clock_from, format_timestamp
@@ -38,7 +38,7 @@ DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 30, 300
 MAX_WAIT_TEXT_CHARS = 1000
 
 
-class NewProcessSerializer(ProgramSerializer):
+class NewProcessSerializer(LeaseProgramSerializer):
     name = StrictCharField(max_length=100, allow_blank=True, default="", help_text="Name chosen by the caller.")
     wait_for = StrictCharField(
         max_length=MAX_WAIT_TEXT_CHARS, required=False, allow_null=True,
@@ -128,7 +128,8 @@ class ProcessListView(ProcessApiView):
 
         def act(run_id: UUID) -> StatusAndBody:
             clock = clock_from(self.now)
-            spec = ProcessSpec(data["argv"], data["env"], data["cwd"], data["name"], run_id, data["keep_awake"])
+            context = shells.build_context(pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
+            spec = ProcessSpec(data["argv"], context.env, context.cwd, data["name"], run_id, data["keep_awake"])
             try:
                 with LONG_CALLS.admit():  # one call: after the start, the wait is not refused
                     with execution.use_lease(pk, now=self.now, spends=True) as sandbox_request:

@@ -10,12 +10,13 @@ from rest_framework import serializers
 from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 
-from leases import execution
+from leases import execution, shells
 from leases.api.base import schema
 from leases.api.base.fields import (
     AnyStringField,
     ArgvField,
     EnvField,
+    PatternField,
     StrictCharField,
     StrictIntegerField,
     StrictSerializer,
@@ -37,18 +38,39 @@ from sandboxes.runs.operations import KILL_GRACE, Command
 MAX_EXEC_BODY_BYTES = 16 << 20  # mostly stdin
 
 
-class ProgramSerializer(StrictSerializer):
-    argv = ArgvField(help_text="Program and arguments, executed without a shell.")
-    env = EnvField(default=dict, help_text="Environment variables. Their values are neither stored nor logged.")
-    cwd = StrictCharField(default=WORKSPACE, max_length=4000)
+SHELL_NAME_PATTERN, SHELL_NAME_DESCRIPTION = r"[A-Za-z0-9][-A-Za-z0-9._]{0,99}", "1 to 100 letters, digits, - . and _"
 
-    def validate_cwd(self, value: str) -> str:
+
+class CwdField(StrictCharField):
+    """Absolute path of a directory."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(max_length=4000, **options)
+
+    def to_internal_value(self, data: Any) -> str:
+        value = super().to_internal_value(data)
         if not value.startswith("/"):
             raise serializers.ValidationError("Must be an absolute path.")
         return value
 
 
-class ExecSerializer(ProgramSerializer):
+class ProgramSerializer(StrictSerializer):
+    argv = ArgvField(help_text="Program and arguments, executed without a shell.")
+    env = EnvField(default=dict, help_text="Environment variables. Their values are neither stored nor logged.")
+    cwd = CwdField(default=WORKSPACE)
+
+
+class LeaseProgramSerializer(ProgramSerializer):
+    """Program in the sandbox of a lease, which may have shells."""
+
+    shell = PatternField(
+        SHELL_NAME_PATTERN, SHELL_NAME_DESCRIPTION, required=False, allow_null=True,
+        help_text="Shell whose variables and working directory apply, unless this request states others.",
+    )  # fmt: skip
+    cwd = CwdField(required=False, help_text="Default: that of the shell, or /workspace.")
+
+
+class ExecSerializer(LeaseProgramSerializer):
     stdin = AnyStringField(default="")
     timeout_seconds = StrictIntegerField(
         min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT of the server."
@@ -119,7 +141,8 @@ class ExecView(HotLeaseApiView):
         stdin = decode_input(data["stdin"], encoding, "stdin")
 
         def act(run_id: UUID) -> StatusAndBody:
-            command = Command(data["argv"], timeout, data["env"], data["cwd"], stdin, run_id=run_id)
+            context = shells.build_context(pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
+            command = Command(data["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id)
             try:
                 run, result = execution.exec_command(pk, command, now=self.now, actor=self.actor)
             except ProviderCallFailed as failed:

@@ -14,6 +14,7 @@ from leases.api import (
     pools,
     processes,
     runs,
+    shells,
     snapshots,
     turns,
 )
@@ -46,6 +47,8 @@ urlpatterns = [
     path("leases/<uuid:pk>/processes", processes.ProcessListView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>", processes.ProcessView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/logs", processes.ProcessLogView.as_view()),
+    path("leases/<uuid:pk>/shells", shells.ShellListView.as_view()),
+    path("leases/<uuid:pk>/shells/<str:name>", shells.ShellView.as_view()),
     path("leases/<uuid:pk>/files", files.FileListView.as_view()),
     path("leases/<uuid:pk>/files/<anything:path>", files.FileView.as_view()),
     path("leases/<uuid:pk>/archive", files.ArchiveView.as_view()),

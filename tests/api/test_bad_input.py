@@ -48,7 +48,13 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
         "condition": [MISSING, None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"], "agent_did": ["ada", 5, ["ada"]],
     },
     "agents": {"did": [MISSING, "x"], "name": ["n" * 101, "\0"]},
-    "leases/{id}/exec": COMMAND | {"stdin": [1, None], "timeout_seconds": [0, -1, 3601, 10**12, True, 1.5, "60", []]},
+    "leases/{id}/shells": {
+        "name": [MISSING, None, 5, "", "a b", "a/b", ".a", "x" * 101], "env": COMMAND["env"], "cwd": COMMAND["cwd"],
+    },
+    "leases/{id}/exec": COMMAND | {
+        "shell": [5, "", "a b", "x" * 101], "stdin": [1, None],
+        "timeout_seconds": [0, -1, 3601, 10**12, True, 1.5, "60", []],
+    },
     "leases/{id}/processes": COMMAND | {
         "name": ["x" * 101], "wait_seconds": [0, 301], "wait_for": ["x" * 1001, ["x"]],
     },

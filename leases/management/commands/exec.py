@@ -7,7 +7,7 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
 
-from leases import execution
+from leases import execution, shells
 from leases.management.base import parse_duration, parse_lease_id, report_errors
 from sandboxes.db import database_time
 from sandboxes.runs.operations import Command as Run
@@ -21,15 +21,18 @@ class Command(BaseCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("lease", metavar="LEASE_ID")
         parser.add_argument("--timeout", help='seconds, or "5m"; default: LEASEHOLD_EXEC_TIMEOUT')
+        parser.add_argument("--shell", metavar="NAME", help="shell of the lease whose variables and working directory apply")
         parser.add_argument("argv", nargs="+", help="after --: program and arguments, run without a shell")
 
-    def handle(self, *args: Any, lease: str, timeout: str | None, argv: list[str], **options: Any) -> None:
+    def handle(self, *args: Any, lease: str, timeout: str | None, shell: str | None, argv: list[str], **options: Any) -> None:
         with report_errors(options["verbosity"]):
+            pk = parse_lease_id(lease)
             duration = parse_duration("--timeout", timeout) if timeout else settings.EXEC_TIMEOUT
             if duration > settings.EXEC_TIMEOUT_MOST:
                 raise CommandError(f"--timeout: at most {settings.EXEC_TIMEOUT_MOST.total_seconds():g} seconds.")
-            run = Run(argv=argv, timeout=duration)
-            _, result = execution.exec_command(parse_lease_id(lease), run, now=database_time.now(), actor="command line")
+            context = shells.build_context(pk, shell, cwd=None, env={})
+            run = Run(argv=argv, timeout=duration, env=context.env, cwd=context.cwd)
+            _, result = execution.exec_command(pk, run, now=database_time.now(), actor="command line")
             sys.stdout.buffer.write(result.stdout)  # self.stdout would decode the bytes
             sys.stdout.flush()
             sys.stderr.buffer.write(result.stderr)

@@ -9,6 +9,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
+from leases import shells
 from leases.management.base import parse_did, report_errors
 from leases.models import Agent
 from sandboxes.formatting import pluralize
@@ -86,12 +87,18 @@ class Command(BaseCommand):
         webhooks = subscriptions.reencrypt_secrets(now=timezone.now())
         if webhooks.changed or webhooks.current:
             self._print_reencrypted(pluralize(webhooks.changed, "webhook's secret", "webhooks' secrets"), webhooks.current)
+        variables = shells.reencrypt_shells()
+        if variables.changed or variables.current:
+            self._print_reencrypted(pluralize(variables.changed, "shell's variables", "shells' variables"), variables.current)
         if keys.undecryptable:
             agents = ", ".join(key.agent_did for key in keys.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")
         if webhooks.undecryptable:
             urls = ", ".join(row.url for row in webhooks.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the secret of {urls}.")
+        if variables.undecryptable:
+            names = ", ".join(f"{row.name} of lease {row.lease_id}" for row in variables.undecryptable)
+            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the variables of the shells {names}.")
 
     def _print_reencrypted(self, changed: str, already: int) -> None:
         self.stdout.write(f"{changed} re-encrypted, {already} already current")

@@ -18,6 +18,7 @@ from leases import leasing
 from leases.errors import LeaseEnded
 from leases.guard import LeaseGuard
 from leases.models import Lease
+from sandboxes import restarts
 from sandboxes.claims import CLAIM_TTL, Claim, hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
@@ -99,6 +100,15 @@ def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox
     clock = clock_from(now)
     with LONG_CALLS.admit(), use_lease(pk, now=now, spends=True) as request:
         return allocation.ensure_running(request, now=clock(), actor=actor)
+
+
+def restart_sandbox(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox | None:
+    """Kill all processes in the sandbox of a lease and start it again with its files. Return it, or None if there is none.
+
+    Renew the lease. Raise the errors of use_lease and restarts.restart_held."""
+    clock = clock_from(now)
+    with use_lease(pk, now=now):
+        return restarts.restart_held(pk, now=clock(), actor=actor)
 
 
 def responds(sandbox: Sandbox) -> bool:

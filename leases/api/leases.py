@@ -373,10 +373,9 @@ def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = Fal
         "expiry_conditions": lease.expiry_conditions,
         "ended_at": format_timestamp(lease.ended_at) if lease.ended_at else None,
         "end_reason": lease.end_reason,
-        "sandbox": {
-            "id": str(sandbox.pk),
-            "state": sandbox.state,
-            "provider": sandbox.provider,
-            "isolated": sandbox.isolated,
-        } if sandbox else None,
-    }  # fmt: skip
+        "sandbox": serialize_sandbox(sandbox) if sandbox else None,
+    }
+
+
+def serialize_sandbox(sandbox: Sandbox) -> dict[str, Any]:
+    return {"id": str(sandbox.pk), "state": sandbox.state, "provider": sandbox.provider, "isolated": sandbox.isolated}

@@ -20,9 +20,10 @@ from leases.api.base.fields import StrictBooleanField, StrictCharField, StrictIn
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
+from leases.api.leases import EMPTY_SERIALIZER, SandboxSerializer, serialize_sandbox
 from leases.api.runs import LeaseProgramSerializer
 from leases.errors import InvalidRequest
-from sandboxes import processes
+from sandboxes import processes, restarts
 from sandboxes.db.clock import clock_from, format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.long_calls import LONG_CALLS
@@ -84,6 +85,10 @@ class ProcessLogSerializer(serializers.Serializer):
     )
 
 
+class RestartedSerializer(serializers.Serializer):
+    sandbox = SandboxSerializer(allow_null=True, help_text="null: the lease has no sandbox yet.")
+
+
 NEW_PROCESS_SERIALIZER = NewProcessSerializer()
 
 
@@ -142,6 +147,29 @@ class ProcessListView(ProcessApiView):
 
         max_duration = settings.SANDBOX_START_TIMEOUT + START_TIMEOUT + wait + 2 * KILL_GRACE
         return self.execute_once(act, max_duration=max_duration, repeatable=False)
+
+
+class SandboxRestartView(LeaseApiView):
+    @extend_schema(
+        operation_id="leases_restart",
+        summary="Restart the sandbox",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=None,
+        responses=schema.build_responses(RestartedSerializer, 404, 409, 410, 413, 415),
+    )
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        """Kill every process in the lease's sandbox, and start it again with its /workspace and /data.
+
+        Also kills what finished commands have left behind, as after a fork bomb. Commands in progress end with exit code 137.
+        A cold sandbox has no processes, and is not woken."""
+        self.validate_body(EMPTY_SERIALIZER)
+
+        def act(run_id: UUID) -> StatusAndBody:
+            sandbox = execution.restart_sandbox(pk, now=self.now, actor=self.actor)
+            return 200, {"sandbox": serialize_sandbox(sandbox) if sandbox else None}
+
+        max_duration = restarts.RUN_END_TIMEOUT + settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE
+        return self.execute_once(act, max_duration=max_duration)
 
 
 class ProcessView(ProcessApiView):

@@ -44,6 +44,7 @@ urlpatterns = [
     path("leases/<uuid:pk>/turns", turns.TurnListView.as_view()),
     path("leases/<uuid:pk>/runs", runs.RunListView.as_view()),
     path("leases/<uuid:pk>/runs/<uuid:run_id>", runs.RunView.as_view()),
+    path("leases/<uuid:pk>/restart", processes.SandboxRestartView.as_view()),
     path("leases/<uuid:pk>/processes", processes.ProcessListView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>", processes.ProcessView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/logs", processes.ProcessLogView.as_view()),

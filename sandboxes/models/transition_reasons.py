@@ -19,6 +19,7 @@ class TransitionReason(models.TextChoices):
     RESUMED = "resumed", "resumed"  # from suspension, without a run
     SUSPEND_FAILED = "suspend_failed", "could not be suspended"
     AGENT_UNRESPONSIVE = "agent_unresponsive", "agent does not respond"  # process 1 of the sandbox
+    RESTART_REQUESTED = "restart_requested", "restart requested"
     AGENT_RESTARTED = "agent_restarted", "restarted"
     RESTART_FAILED = "restart_failed", "could not be restarted"
     PERSIST_FAILED = "persist_failed", "state could not be stored"

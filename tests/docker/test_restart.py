@@ -1,11 +1,13 @@
 """Restart of a container whose agent, process 1, does not respond."""
 
+import contextlib
 import os
 import signal
 from datetime import timedelta
 
 import pytest
 
+from sandboxes.providers.base import Unavailable
 from tests.conftest import MINUTE
 from tests.docker.test_provider import Box, docker, executor, own_box, owner  # noqa: F401 - fixtures
 
@@ -28,3 +30,20 @@ def test_only_a_hung_agent_is_unresponsive_and_its_container_works_after_a_resta
     assert provider.read_file(ref, "/data/file", limit=10) == b"kept\n"
     assert own_box.run("cat", "/data/file").stdout == b"kept\n"
     assert provider.find_unresponsive([ref], timeout=MINUTE) == set()
+
+
+@pytest.mark.parametrize("executor", ["agent"], indirect=True)
+def test_fork_bomb_left_by_a_finished_command_ends_with_a_restart(own_box: Box) -> None:  # noqa: F811
+    """The bomb takes every process that the limit allows, so no further command starts."""
+    provider, ref = own_box.provider, own_box.ref
+    own_box.run("sh", "-c", "echo kept > /data/file")
+    bomb = (
+        "import os, time\nif os.fork() == 0:\n os.setsid()\n while True:\n  try: os.fork()\n  except OSError: time.sleep(0.1)"
+    )
+    with contextlib.suppress(Unavailable):
+        own_box.run("python3", "-c", bomb)
+    provider.restart(ref)
+    provider.wait_ready(ref, timeout=MINUTE)
+    assert own_box.run("cat", "/data/file").stdout == b"kept\n"
+    counted = own_box.run("sh", "-c", "ls -d /proc/[0-9]* | wc -l")
+    assert int(counted.stdout) < 10

@@ -37,6 +37,16 @@ def test_a_process_is_started_listed_and_returned(ada: ApiClient, processes_url:
     assert "s3cret" not in str(ada.get(processes_url).json())
 
 
+def test_restart_ends_the_processes(ada: ApiClient, lease: dict[str, Any], processes_url: str) -> None:
+    url = f"leases/{lease['id']}/restart"
+    assert ada.post(url).json() == {"sandbox": None}
+    process = ada.post(processes_url, WATCH).json()
+    restarted = ada.post(url, idempotency_key="k")
+    assert (restarted.status_code, restarted.json()["sandbox"]["state"]) == (200, "waiting")
+    assert ada.post(url, idempotency_key="k").json() == restarted.json()
+    assert ada.get(f"{processes_url}/{process['process_id']}").json()["state"] == "gone"
+
+
 def test_start_waits_for_the_text(ada: ApiClient, processes_url: str) -> None:
     result = ada.post(processes_url, WATCH | {"wait_for": "Connected to", "wait_seconds": 5}).json()
     assert (result["found"], result["state"]) == (True, "running")

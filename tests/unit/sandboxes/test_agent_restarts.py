@@ -40,7 +40,7 @@ def test_sandbox_is_restarted_with_its_files_and_without_its_processes(lease, si
     assert (silent.state, silent.claim, silent.deadline_at, silent.tries) == ("waiting", None, None, 0)
     assert silent.idle_at is not None
     process.refresh_from_db()
-    assert (process.state, process.note) == ("gone", "Sandbox restarted: its agent did not respond.")
+    assert (process.state, process.note) == ("gone", "Sandbox restarted: agent does not respond.")
     moves = Transition.objects.filter(sandbox=silent).order_by("-pk").values_list("was", "to", "code")[:2]
     assert [*moves] == [("evicting", "waiting", "agent_restarted"), ("waiting", "evicting", "agent_unresponsive")]
     assert agent_restarts.restart_unresponsive(now=DUE).counts == {}

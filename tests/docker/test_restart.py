@@ -10,9 +10,20 @@ import pytest
 from sandboxes.providers.base import Unavailable
 from tests.conftest import MINUTE
 from tests.docker.test_provider import Box, docker, executor, own_box, owner  # noqa: F401 - fixtures
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("docker_ready", "executor")]
 SHORT = timedelta(seconds=1)
+FORK_BOMB = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            time.sleep(0.1)
+"""
 
 
 @pytest.mark.parametrize("executor", ["agent"], indirect=True)
@@ -37,11 +48,9 @@ def test_fork_bomb_left_by_a_finished_command_ends_with_a_restart(own_box: Box) 
     """The bomb takes every process that the limit allows, so no further command starts."""
     provider, ref = own_box.provider, own_box.ref
     own_box.run("sh", "-c", "echo kept > /data/file")
-    bomb = (
-        "import os, time\nif os.fork() == 0:\n os.setsid()\n while True:\n  try: os.fork()\n  except OSError: time.sleep(0.1)"
-    )
     with contextlib.suppress(Unavailable):
-        own_box.run("python3", "-c", bomb)
+        own_box.run("python3", "-c", FORK_BOMB)
+    wait_until(lambda: len(docker("top", ref).splitlines()) > 50, "the bomb has spread")
     provider.restart(ref)
     provider.wait_ready(ref, timeout=MINUTE)
     assert own_box.run("cat", "/data/file").stdout == b"kept\n"

@@ -73,6 +73,15 @@ class Fleet(Home):
         with closing(sqlite3.connect(url.removeprefix("sqlite:///"), timeout=20)) as database:
             return database.execute(query).fetchall()
 
+    def update(self, statement: str) -> None:
+        url = self.env["DATABASE_URL"]
+        if url.startswith("postgres"):
+            with psycopg.connect(url) as database:
+                database.execute(statement)
+        else:
+            with closing(sqlite3.connect(url.removeprefix("sqlite:///"), timeout=20)) as database, database:
+                database.execute(statement)
+
     def select_ids(self, query: str) -> set[str]:
         return {str(uuid.UUID(str(row[0]))) for row in self.select(query)}
 

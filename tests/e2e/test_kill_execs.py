@@ -32,7 +32,7 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 EXEC_COUNT, SEED = int(os.environ.get("KILL_EXECS", "24")), int(os.environ.get("KILL_SEED", "1"))
 AGENT_COUNT, CLIENT_COUNT, SLOT_COUNT = 3, 6, 8
-EXECS_PER_KILL = 4
+EXECS_PER_KILL = max(4, EXEC_COUNT // 24)  # at most 24 kills: a child that is killed often is started again later and later
 TARGETS = ("web", "queue", "egress", "agent")
 SWEEP_INTERVAL_SECONDS, REPEAT_INTERVAL_SECONDS = 3.0, 0.3
 PATIENCE_SECONDS = 240.0

@@ -58,6 +58,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.DataFull: 409,
     sandboxes.TooManyProcesses: 409,
     sandboxes.ProcessOutputGone: 404,
+    sandboxes.ProcessEnded: 409,
     sandboxes.StoreUnavailable: 503,
     sandboxes.SnapshotNotFound: 404,
     sandboxes.SigningKeyNotFound: 409,

@@ -150,6 +150,12 @@ class SnapshotNotFound(SandboxError):
     code = "no_snapshot"
 
 
+class ProcessEnded(SandboxError):
+    """The background process has ended."""
+
+    code = "process_ended"
+
+
 class TooManyProcesses(SandboxError):
     """The sandbox has reached its limit of processes. Stop one, then try again."""
 

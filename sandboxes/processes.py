@@ -6,7 +6,8 @@ sandbox closes the rows of its processes."""
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -15,7 +16,14 @@ from django.db.models import QuerySet
 
 from sandboxes import suspension
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, SandboxNotHeld, TooManyProcesses
+from sandboxes.errors import (
+    ProcessEnded,
+    ProcessOutputGone,
+    ProviderCallFailed,
+    SandboxBusy,
+    SandboxNotHeld,
+    TooManyProcesses,
+)
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
@@ -45,6 +53,7 @@ class ProcessSpec:
     name: str = ""
     process_id: uuid.UUID = field(default_factory=uuid.uuid4)
     keep_awake: bool = False  # the sandbox is not suspended while the process runs
+    stdin: bool = False  # its stdin is a pipe for write_stdin
 
 
 def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
@@ -65,7 +74,9 @@ def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, 
 
 def _launch(process: Process, spec: ProcessSpec, opened: Operation, clock: Clock) -> None:
     try:
-        state = opened.provider.start(opened.sandbox.ref, list(spec.argv), env=spec.env, cwd=spec.cwd, mark=str(process.pk))
+        state = opened.provider.start(
+            opened.sandbox.ref, list(spec.argv), env=spec.env, cwd=spec.cwd, mark=str(process.pk), stdin=spec.stdin
+        )
     except Rejected as refused:
         _close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused)[:500])
         raise
@@ -143,6 +154,43 @@ def kill_process(process: Process, *, now: datetime) -> Process:
     if process.ended_at is None:
         raise SandboxBusy("The sandbox is being evicted. Try again in a moment.")
     return process
+
+
+def send_signal(process: Process, number: int, *, now: datetime) -> Process:
+    """Send a signal to a process and its process group. Return its row. A suspended sandbox is resumed.
+
+    Raises ProcessEnded, and ProviderCallFailed if the provider did not respond."""
+    with _reaching(process, now=now) as provider:
+        provider.signal_process(process.sandbox.ref, str(process.pk), number)
+    _refresh_process(process, now=now)
+    return process
+
+
+def write_stdin(process: Process, content: bytes, *, offset: int, last: bool, now: datetime) -> int:
+    """Append to the stdin of a process from a byte offset. Return the number of bytes received in all.
+
+    Bytes below that number are skipped, so a call may be repeated. Raises ProcessEnded, Rejected for a process without stdin or
+    an offset above the number, and ProviderCallFailed if the provider did not respond."""
+    with _reaching(process, now=now) as provider:
+        return provider.write_stdin(process.sandbox.ref, str(process.pk), content, offset=offset, last=last)
+
+
+@contextmanager
+def _reaching(process: Process, *, now: datetime) -> Iterator[Provider]:
+    """Yield the provider of a running process, whose sandbox is awake. Raises ProcessEnded and ProviderCallFailed."""
+    if process.ended_at is not None or not _is_sandbox_alive(process):
+        raise ProcessEnded()
+    registry.require_local(process.sandbox)
+    provider = registry.get_sandbox_provider(process.sandbox)
+    try:
+        suspension.ensure_awake(process.sandbox, provider, now=now)
+        yield provider
+    except Missing as missing:
+        raise ProcessEnded() from missing
+    except Rejected:
+        raise
+    except ProviderError as failed:
+        raise ProviderCallFailed(f"The process could not be reached: {failed}") from failed
 
 
 def read_log(process: Process, *, start: int, length: int, now: datetime) -> ProcessOutput:

@@ -3,6 +3,7 @@
 A process keeps neither its lease nor its sandbox alive. The eviction of an idle sandbox ends its processes."""
 
 import re
+import signal
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -16,7 +17,17 @@ from rest_framework.response import Response
 
 from leases import execution, shells
 from leases.api.base import schema
-from leases.api.base.fields import StrictBooleanField, StrictCharField, StrictIntegerField, encode_output, parse_encoding
+from leases.api.base.fields import (
+    AnyStringField,
+    PatternField,
+    StrictBooleanField,
+    StrictCharField,
+    StrictIntegerField,
+    StrictSerializer,
+    decode_input,
+    encode_output,
+    parse_encoding,
+)
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
@@ -33,6 +44,8 @@ from sandboxes.providers.base import ProcessOutput
 from sandboxes.runs.operations import KILL_GRACE
 
 MAX_NEW_PROCESS_BODY_BYTES = 1 << 20
+MAX_STDIN_BODY_BYTES = 2 << 20
+SIGNALS = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "CONT", "STOP", "WINCH", "KILL")
 DEFAULT_LOG_BYTES, MAX_LOG_BYTES = 1 << 16, 1 << 20
 MAX_LOG_OFFSET = 10**18 - 1
 DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 30, 300
@@ -49,6 +62,25 @@ class NewProcessSerializer(LeaseProgramSerializer):
     keep_awake = StrictBooleanField(
         default=False, help_text="Do not suspend the sandbox while the process runs. It is still evicted when it is idle."
     )
+
+    stdin = StrictBooleanField(default=False, help_text="Keep stdin open for `/stdin`. Else it is empty.")
+
+
+class SignalSerializer(StrictSerializer):
+    signal = PatternField(f"(?:{'|'.join(SIGNALS)})", f"one of {', '.join(SIGNALS)}")
+
+
+class StdinSerializer(StrictSerializer):
+    content = AnyStringField(default="", help_text="Text, or bytes in base64 with `encoding=base64`.")
+    offset = StrictIntegerField(
+        min_value=0, max_value=MAX_LOG_OFFSET,
+        help_text="Number of bytes sent before. Bytes that were received already are skipped, so a request may be repeated.",
+    )  # fmt: skip
+    last = StrictBooleanField(default=False, help_text="Close stdin after this content.")
+
+
+class WrittenSerializer(serializers.Serializer):
+    next = serializers.IntegerField(help_text="Number of bytes received in all: the offset of the next request.")
 
 
 class ProcessSerializer(serializers.Serializer):
@@ -90,6 +122,7 @@ class RestartedSerializer(serializers.Serializer):
 
 
 NEW_PROCESS_SERIALIZER = NewProcessSerializer()
+SIGNAL_SERIALIZER, STDIN_SERIALIZER = SignalSerializer(), StdinSerializer()
 
 
 class ProcessApiView(LeaseApiView):
@@ -123,7 +156,7 @@ class ProcessListView(ProcessApiView):
         responses=schema.build_responses(StartedProcessSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Start a program in the background of the lease's sandbox, without stdin. At most 16 run at once.
+        """Start a program in the background of the lease's sandbox. At most 16 run at once.
 
         The process ends on its own, by DELETE, when the sandbox is evicted, or when the lease ends. It does not delay the
         eviction. With `keep_awake` the sandbox is not suspended while the process runs. A program that does not exist exits
@@ -134,7 +167,9 @@ class ProcessListView(ProcessApiView):
         def act(run_id: UUID) -> StatusAndBody:
             clock = clock_from(self.now)
             context = shells.build_context(pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
-            spec = ProcessSpec(data["argv"], context.env, context.cwd, data["name"], run_id, data["keep_awake"])
+            spec = ProcessSpec(
+                data["argv"], context.env, context.cwd, data["name"], run_id, data["keep_awake"], stdin=data["stdin"]
+            )
             try:
                 with LONG_CALLS.admit():  # one call: after the start, the wait is not refused
                     with execution.use_lease(pk, now=self.now, spends=True) as sandbox_request:
@@ -197,6 +232,50 @@ class ProcessView(ProcessApiView):
         with execution.use_lease(pk, now=self.now):
             killed = processes.kill_process(process, now=clock())
         return Response(serialize_process(killed))
+
+
+class ProcessSignalView(ProcessApiView):
+    @extend_schema(
+        operation_id="leases_processes_signal",
+        summary="Send a signal to a background process",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=SignalSerializer,
+        responses=schema.build_responses(ProcessSerializer, 404, 409, 410, 413, 415),
+    )
+    def post(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
+        """Send a signal to a process and to the processes in its session. DELETE kills what remains."""
+        number = getattr(signal, f"SIG{self.validate_body(SIGNAL_SERIALIZER)['signal']}")
+
+        def act(run_id: UUID) -> StatusAndBody:
+            process, clock = self.get_process(process_id), clock_from(self.now)
+            with execution.use_lease(pk, now=self.now):
+                return 200, serialize_process(processes.send_signal(process, number, now=clock()))
+
+        return self.execute_once(act)
+
+
+class ProcessStdinView(ProcessApiView):
+    max_body_bytes = MAX_STDIN_BODY_BYTES
+
+    @extend_schema(
+        operation_id="leases_processes_stdin",
+        summary="Write to the stdin of a background process",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER, schema.ENCODING_PARAMETER],
+        request=StdinSerializer,
+        responses=schema.build_responses(WrittenSerializer, 404, 409, 410, 413, 415),
+    )
+    def post(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
+        """Write to the stdin of a process that was started with `stdin`. The response is sent once there is room for more."""
+        encoding, data = parse_encoding(request), self.validate_body(STDIN_SERIALIZER)
+        content = decode_input(data["content"], encoding, "content")
+
+        def act(run_id: UUID) -> StatusAndBody:
+            process, clock = self.get_process(process_id), clock_from(self.now)
+            with execution.use_lease(pk, now=self.now, spends=True):
+                received = processes.write_stdin(process, content, offset=data["offset"], last=data["last"], now=clock())
+            return 200, {"next": received}
+
+        return self.execute_once(act)
 
 
 class ProcessLogView(ProcessApiView):

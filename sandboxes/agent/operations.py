@@ -204,10 +204,11 @@ class AgentProcesses:
     def __init__(self, client: AgentClient, *, check: Callable[[], None]) -> None:
         self._client, self._check = client, check
 
-    def start(self, run_id: str, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> int | None:
+    def start(self, run_id: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, *, stdin: bool = False) -> int | None:
         """Start a process unless its id is known. Return its exit code, or None if it runs. Raise NotStarted if refused."""
         command = json.dumps({"argv": [*argv], "env": {**env}, "cwd": cwd}).encode()
         head = {"verb": "exec", "timeout": 0, "cap": PROCESS_LOG_BYTES, "keep": "tail", "wait": WAIT_SECONDS}
+        head["open"] = stdin
         with RepeatingConnection(self._client, self._check) as connection:
             head |= {"boot": connection.boot, "command_bytes": len(command)}
             _, state = connection.request(run_id, head, command, timeout=WAIT_SECONDS + RESPONSE_SECONDS)
@@ -216,6 +217,24 @@ class AgentProcesses:
         if state.state not in ("running", "ended"):
             raise NotStarted("The agent cannot start a process.", "busy")
         return state.exit_code
+
+    def send_signal(self, run_id: str, number: int) -> None:
+        """Send a signal to a process and its process group. One that has ended, or is not known, is left alone."""
+        with RepeatingConnection(self._client, self._check) as connection:
+            connection.request(run_id, {"verb": "signal", "signal": number}, timeout=RESPONSE_SECONDS)
+
+    def write_stdin(self, run_id: str, content: bytes, *, offset: int, last: bool) -> int | None:
+        """Write to stdin from an offset. Return the number of bytes received in all, or None if the offset is above it.
+
+        The agent ends its connection after a request with a higher offset, so the number is requested first."""
+        head = {"verb": "write", "offset": 0, "last": False, "wait": 0}
+        with RepeatingConnection(self._client, self._check) as connection:
+            _, state = connection.request(run_id, head, timeout=RESPONSE_SECONDS)
+            if state.state not in ("running", "ended") or offset > state.written:
+                return None
+            head |= {"offset": offset, "last": last, "wait": WAIT_SECONDS}
+            _, state = connection.request(run_id, head, content, timeout=WAIT_SECONDS + RESPONSE_SECONDS)
+        return state.written
 
     def list_exit_codes(self, run_ids: Sequence[str]) -> dict[str, int | None]:
         """Return the exit codes of the processes that the agent knows, None for those that run."""

@@ -3,11 +3,12 @@
     launch.py start DIR MARK             the command is read from stdin, as JSON {"argv": …, "env": …, "cwd": …}
     launch.py look DIR MARK...           prints MARK and "running" or the exit code, one line per started program
     launch.py log DIR MARK START LENGTH  prints the offset after the last returned byte, a newline, and the bytes
+    launch.py signal DIR MARK NUMBER     sends a signal to a running program and its process group
 
-Each program has a keeper, a process that reads its output. DIR contains MARK.lock, locked while the keeper lives; MARK.exit
-with the exit code of an exited program; and the output in segments MARK.log.OFFSET, of which the last two are retained.
-Offsets count from the first byte ever printed. Standard library only: this runs inside sandboxes, and on the host for
-providers without isolation."""
+Each program has a keeper, a process that reads its output. DIR contains MARK.lock, locked while the keeper lives, with the
+program's process id; MARK.exit with the exit code of an exited program; and the output in segments MARK.log.OFFSET, of which
+the last two are retained. Offsets count from the first byte ever printed. Standard library only: this runs inside sandboxes,
+and on the host for providers without isolation."""
 
 import contextlib
 import errno
@@ -93,6 +94,17 @@ def read_log(directory: str, mark: str, start: int, length: int) -> tuple[int, b
     return offset, content
 
 
+def send_signal(directory: str, mark: str, number: int) -> None:
+    """Send a signal to a program and its process group, if it runs."""
+    if read_state(directory, mark) != RUNNING:
+        return
+    with open(os.path.join(directory, f"{mark}.lock")) as file:
+        pid = file.read()
+    if pid:  # else it is being started
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(pid), number)
+
+
 def _list_segments(directory: str, mark: str) -> list[int]:
     prefix = f"{mark}.log."
     try:
@@ -138,6 +150,8 @@ def _run_keeper(base_path: str, argv: Sequence[str], env: Mapping[str, str], cwd
         _write_exit_code(base_path, 127 if is_missing else 126)
         os.write(status, b"127" if is_missing else b"126")
         return
+    with open(f"{base_path}.lock", "w") as file:
+        file.write(str(child.pid))
     os.write(status, RUNNING.encode())
     os.close(status)
     assert child.stdout is not None
@@ -245,8 +259,10 @@ def main(argv: Sequence[str]) -> int:
         case ["log", directory, mark, first, length]:
             next_offset, content = read_log(directory, mark, int(first), int(length))
             sys.stdout.buffer.write(b"%d\n" % next_offset + content)
+        case ["signal", directory, mark, number]:
+            send_signal(directory, mark, int(number))
         case _:
-            print("usage: launch.py start|look|log DIR MARK ...", file=sys.stderr)
+            print("usage: launch.py start|look|log|signal DIR MARK ...", file=sys.stderr)
             return 2
     sys.stdout.flush()
     return 0

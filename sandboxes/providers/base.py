@@ -246,11 +246,36 @@ class Provider(ABC):
         """Let the sandbox drop the retained result of an exec. Best effort: raise nothing."""
 
     @abstractmethod
-    def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
-        """Start `argv` without a shell and without stdin in the background, and return its state immediately.
+    def start(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = WORKSPACE,
+        mark: str,
+        stdin: bool = False,
+    ) -> ProcessState:
+        """Start `argv` without a shell in the background, and return its state immediately.
+
+        With `stdin` its stdin is a pipe for `write_stdin`, else it is empty. Raise Rejected where that is not supported.
 
         The process runs until it exits, is killed by `kill`, or its sandbox stops. A program that does not exist has exited
         with 127. Idempotent: a second call with the same mark starts nothing."""
+
+    @abstractmethod
+    def signal_process(self, ref: str, mark: str, number: int) -> None:
+        """Send a signal to a background process, and to the processes that it has started in its session.
+
+        A process that has ended is success. Raise Missing."""
+
+    @abstractmethod
+    def write_stdin(self, ref: str, mark: str, content: bytes, *, offset: int, last: bool) -> int:
+        """Append to the stdin of a background process from a byte offset, and close it after the `last` bytes.
+
+        Return the number of bytes received in all. Bytes below that number are skipped, so a call may be repeated. What a
+        process that has ended or has closed its stdin does not read is dropped. Raise Rejected for an offset above the number,
+        and for a process without stdin."""
 
     @abstractmethod
     def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:

@@ -17,6 +17,9 @@ PYTHON_COMMAND = ("python3", "-I", "-S")
 _OFFSET_PATTERN, _STATE_PATTERN = re.compile(rb"[0-9]{1,18}"), re.compile(r"running|[0-9]{1,3}")
 
 
+NO_STDIN = "Background processes of this provider have no stdin."
+
+
 class BackgroundProcessProvider(Provider):
     """Background process verbs on top of `exec`."""
 
@@ -24,12 +27,29 @@ class BackgroundProcessProvider(Provider):
     def _output_directory(self, ref: str) -> str:
         """Return the directory in the sandbox for output and state, outside of snapshots."""
 
-    def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
+    def start(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = WORKSPACE,
+        mark: str,
+        stdin: bool = False,
+    ) -> ProcessState:
+        if stdin:
+            raise Rejected(NO_STDIN)
         if not argv or not cwd.startswith("/"):
             raise Rejected("argv must not be empty, and cwd must be an absolute path.")
         request = {"argv": [self.inside(ref, argument) for argument in argv], "env": {**env}, "cwd": self.inside(ref, cwd)}
         result = self._run_launcher(ref, "start", mark, mark=mark, stdin=json.dumps(request).encode())
         return _parse_state(result.stdout.decode(errors="replace").strip(), ref)
+
+    def signal_process(self, ref: str, mark: str, number: int) -> None:
+        self._run_launcher(ref, "signal", mark, str(number))
+
+    def write_stdin(self, ref: str, mark: str, content: bytes, *, offset: int, last: bool) -> int:
+        raise Rejected(NO_STDIN)
 
     def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:
         result = self._run_launcher(ref, "look", *marks, cap=100 * len(marks))

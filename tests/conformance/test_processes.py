@@ -1,5 +1,6 @@
 """Conformance of background processes: every provider, and where noted only those that execute real programs."""
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -187,3 +188,33 @@ def test_old_logs_of_exited_processes_are_removed(real_exec_box):
     start(real_exec_box, "true")
     assert (log(real_exec_box, oldest).content, log(real_exec_box, marks[-1]).content) == (b"", b"hi\n")
     assert not state(real_exec_box, oldest).running
+
+
+def test_signal_reaches_the_program_once_and_an_ended_one_never(real_exec_box):
+    script = "trap 'echo got; exit 3' USR1; echo ready; while :; do sleep 0.05; done"
+    mark = start(real_exec_box, "sh", "-c", script)
+    wait_until(lambda: log(real_exec_box, mark).content == b"ready\n", "it is ready")
+    real_exec_box.provider.signal_process(real_exec_box.ref, mark, signal.SIGUSR1)
+    assert ended(real_exec_box, mark).exit_code == 3
+    real_exec_box.provider.signal_process(real_exec_box.ref, mark, signal.SIGUSR1)
+    assert log(real_exec_box, mark).content.count(b"got\n") == 1
+
+
+def test_stdin_is_written_by_offset_or_refused_from_the_start(real_exec_box, settings):
+    provider, ref = real_exec_box.provider, real_exec_box.ref
+    if provider.name != "docker" or not settings.AGENT_GATEWAY.exists():
+        with pytest.raises(Rejected):
+            start(real_exec_box, "cat", stdin=True)
+        with pytest.raises(Rejected):
+            provider.write_stdin(ref, start(real_exec_box, "cat"), b"x", offset=0, last=False)
+        return
+    mark = start(real_exec_box, "cat", stdin=True)
+    assert provider.write_stdin(ref, mark, b"one ", offset=0, last=False) == 4
+    assert provider.write_stdin(ref, mark, b"one two ", offset=0, last=False) == 8
+    with pytest.raises(Rejected):
+        provider.write_stdin(ref, mark, b"late", offset=9, last=False)
+    large = b"x" * 300_000
+    assert provider.write_stdin(ref, mark, large, offset=8, last=True) == 8 + len(large)
+    assert ended(real_exec_box, mark).exit_code == 0
+    assert log(real_exec_box, mark).content == (b"one two " + large)[-len(log(real_exec_box, mark).content) :]
+    assert provider.write_stdin(ref, mark, b"", offset=0, last=True) == 8 + len(large)

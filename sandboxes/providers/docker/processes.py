@@ -9,7 +9,7 @@ from sandboxes.agent.operations import AgentProcesses
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import NotStarted
 from sandboxes.providers.arguments import check_range
-from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE, ProcessOutput, ProcessState, Unavailable
+from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE, ProcessOutput, ProcessState, Rejected, Unavailable
 from sandboxes.providers.docker import agent_exec
 from sandboxes.providers.docker.commands import ContainerCommandProvider, check_command
 from sandboxes.providers.launcher import BackgroundProcessProvider
@@ -20,13 +20,40 @@ class ContainerProcessesProvider(ContainerCommandProvider, BackgroundProcessProv
 
     A host either has a gateway or not, so all processes of a container are started in the same way."""
 
-    def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
+    def start(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = WORKSPACE,
+        mark: str,
+        stdin: bool = False,
+    ) -> ProcessState:
         check_command(argv, env, cwd)
         agent = self._find_processes(ref)
         if agent is None:
-            return super().start(ref, argv, env=env, cwd=cwd, mark=mark)
+            return super().start(ref, argv, env=env, cwd=cwd, mark=mark, stdin=stdin)
         with _translate_errors(ref):
-            return _to_state(agent.start(mark, argv, {**env, MARK_VARIABLE: mark}, cwd))
+            return _to_state(agent.start(mark, argv, {**env, MARK_VARIABLE: mark}, cwd, stdin=stdin))
+
+    def signal_process(self, ref: str, mark: str, number: int) -> None:
+        agent = self._find_processes(ref)
+        if agent is None:
+            super().signal_process(ref, mark, number)
+            return
+        with _translate_errors(ref):
+            agent.send_signal(mark, number)
+
+    def write_stdin(self, ref: str, mark: str, content: bytes, *, offset: int, last: bool) -> int:
+        agent = self._find_processes(ref)
+        if agent is None:
+            return super().write_stdin(ref, mark, content, offset=offset, last=last)
+        with _translate_errors(ref):
+            written = agent.write_stdin(mark, content, offset=offset, last=last)
+        if written is None:
+            raise Rejected(f"The process has received less than {offset} bytes, or is not known.")
+        return written
 
     def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:
         agent = self._find_processes(ref)

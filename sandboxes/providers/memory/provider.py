@@ -18,6 +18,7 @@ their duration, and print all their output at the start. Beyond the port it offe
     memory.select_engine("b")        the same without an end, as from a hook that exchanges the engine during a call"""
 
 import io
+import signal
 import tarfile
 import threading
 import time
@@ -84,6 +85,7 @@ from sandboxes.providers.memory.programs import (
 )
 from sandboxes.providers.streams import limit_stream
 
+FATAL_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM)
 MAX_LOG_BYTES = 1 << 20  # retained output of a background process
 DEFAULT_ENGINE_ID = "memory"
 _selected_engine: ContextVar[str] = ContextVar("memory_engine", default=DEFAULT_ENGINE_ID)
@@ -96,10 +98,14 @@ class BackgroundProgram:
     outcome: ProgramResult
     started: float = field(default_factory=time.monotonic)
     killed: bool = False
+    signal: int = 0  # that has ended the process
+    stdin: bytearray | None = None
 
     def state(self) -> ProcessState:
         if self.killed:
             return ProcessState(False, 137)
+        if self.signal:
+            return ProcessState(False, 128 + self.signal)
         running = time.monotonic() < self.started + self.outcome.took.total_seconds()
         return ProcessState(True) if running else ProcessState(False, self.outcome.exit_code)
 
@@ -248,14 +254,38 @@ class MemoryProvider(HookedCalls, Provider):
         with self._lock, suppress(Missing, Unavailable):
             self._running(ref).retained.pop(mark, None)
 
-    def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
+    def start(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = WORKSPACE,
+        mark: str,
+        stdin: bool = False,
+    ) -> ProcessState:
         with self.hooked_call("start", ref), self._lock:
             sandbox = self._running(ref)
             if mark not in sandbox.background:
                 sandbox.background[mark] = BackgroundProgram(
-                    run_program(self.programs, _build_call(sandbox, argv, env, cwd, mark, b"", timedelta.max))
+                    run_program(self.programs, _build_call(sandbox, argv, env, cwd, mark, b"", timedelta.max)),
+                    stdin=bytearray() if stdin else None,
                 )
             return sandbox.background[mark].state()
+
+    def signal_process(self, ref: str, mark: str, number: int) -> None:
+        with self.hooked_call("signal_process", ref), self._lock:
+            program = self._running(ref).background.get(mark)
+            if program and program.state().running and number in FATAL_SIGNALS:
+                program.signal = number
+
+    def write_stdin(self, ref: str, mark: str, content: bytes, *, offset: int, last: bool) -> int:
+        with self.hooked_call("write_stdin", ref), self._lock:
+            program = self._running(ref).background.get(mark)
+            if program is None or program.stdin is None or offset > len(program.stdin):
+                raise Rejected("The process has no stdin, or has received less than the offset.")
+            program.stdin += content[len(program.stdin) - offset :]
+            return len(program.stdin)
 
     def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:
         with self.hooked_call("processes", ref), self._lock:

@@ -47,6 +47,27 @@ def test_restart_ends_the_processes(ada: ApiClient, lease: dict[str, Any], proce
     assert ada.get(f"{processes_url}/{process['process_id']}").json()["state"] == "gone"
 
 
+def test_signal_ends_a_process_and_is_refused_afterwards(ada: ApiClient, processes_url: str) -> None:
+    url = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}"
+    assert ada.post(f"{url}/signal", {"signal": "USR1"}).json()["state"] == "running"
+    assert_refused(ada, "POST", f"{url}/signal", {"signal": "SIGTERM"}, 400, "signal")
+    stopped = ada.post(f"{url}/signal", {"signal": "TERM"}).json()
+    assert (stopped["state"], stopped["exit_code"]) == ("exited", 143)
+    again = ada.post(f"{url}/signal", {"signal": "TERM"})
+    assert (again.status_code, again.json()["code"]) == (409, "process_ended")
+
+
+def test_stdin_is_written_by_offset(ada: ApiClient, processes_url: str) -> None:
+    url = f"{processes_url}/{ada.post(processes_url, WATCH | {'stdin': True}).json()['process_id']}"
+    assert ada.post(f"{url}/stdin", {"content": "h\u00e9", "offset": 0}).json() == {"next": 3}
+    content = base64.b64encode(b"\xff").decode()
+    assert ada.post(f"{url}/stdin?encoding=base64", {"content": content, "offset": 3, "last": True}).json() == {"next": 4}
+    refused = ada.post(f"{url}/stdin", {"content": "x", "offset": 9})
+    assert (refused.status_code, refused.json()["code"]) == (400, "provider_rejected")
+    other = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}"
+    assert ada.post(f"{other}/stdin", {"content": "x", "offset": 0}).status_code == 400
+
+
 def test_start_waits_for_the_text(ada: ApiClient, processes_url: str) -> None:
     result = ada.post(processes_url, WATCH | {"wait_for": "Connected to", "wait_seconds": 5}).json()
     assert (result["found"], result["state"]) == (True, "running")

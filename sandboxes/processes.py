@@ -4,6 +4,7 @@ A row is inserted before the provider is called. From then on the provider is th
 process has ended closes the row, at the latest the listing by `sweep stalled`. The transaction that evicts or destroys a
 sandbox closes the rows of its processes."""
 
+import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,9 @@ MAX_PROCESSES = 16  # running in one sandbox at once
 START_TIMEOUT = LAUNCH_TIMEOUT + operations.KILL_GRACE
 LOG_CHUNK_BYTES = 1 << 18  # read of a log at once
 MAX_CHUNKS_AFTER_DEADLINE = 8  # searched by wait_for_log once its time is over, so that a short wait covers existing output
+LISTENERS_COMMAND, LISTENING = ("cat", "/proc/net/tcp", "/proc/net/tcp6"), "0A"  # the state TCP_LISTEN
+LISTENERS_TIMEOUT = timedelta(seconds=10)
+PORT_PATTERN = re.compile("[0-9A-F]{4}")
 POLL_DELAYS_SECONDS = (0.05, 0.1, 0.2, 0.4)  # between reads of a log; the last one repeats
 
 
@@ -246,6 +250,36 @@ def _poll_log(process: Process, text: str, *, start: int, within: timedelta, clo
             return False
         pause = next(pauses, pause)
         time.sleep(pause)
+
+
+def wait_for_port(process: Process, port: int, *, within: timedelta, now: datetime) -> bool:
+    """Wait until a program in the sandbox of a process listens on a TCP port. Returns whether one does.
+
+    Returns False when `within` has passed, or when the process has ended. Raises TooManyLongCalls."""
+    clock, deadline = clock_from(now), now + within
+    pauses, pause = iter(POLL_DELAYS_SECONDS), 0.0
+    with LONG_CALLS.admit():
+        while True:
+            expired = clock() >= deadline  # evaluated before the last look
+            _refresh_process(process, now=clock())
+            try:
+                with _reaching(process, now=clock()) as provider:
+                    if port in list_listening_ports(provider, process.sandbox.ref):
+                        return True
+            except ProcessEnded:
+                return False
+            if expired:
+                return False
+            pause = next(pauses, pause)
+            time.sleep(pause)
+
+
+def list_listening_ports(provider: Provider, ref: str) -> set[int]:
+    """Return the TCP ports on which programs in the sandbox listen, according to the kernel (proc(5), /proc/net/tcp)."""
+    result = provider.exec(ref, LISTENERS_COMMAND, env={}, timeout=LISTENERS_TIMEOUT, mark=uuid.uuid4().hex)
+    rows = [line.split() for line in result.stdout.decode(errors="replace").splitlines()]
+    listening = [row[1].rpartition(":")[2] for row in rows if len(row) > 3 and row[3] == LISTENING]
+    return {int(port, 16) for port in listening if PORT_PATTERN.fullmatch(port)}
 
 
 def close_ended(*, now: datetime, limit: int = 500) -> SweepResult:

@@ -58,12 +58,22 @@ class NewProcessSerializer(LeaseProgramSerializer):
         max_length=MAX_WAIT_TEXT_CHARS, required=False, allow_null=True,
         help_text="Literal text: respond once the process has printed it or has ended, or after `wait_seconds`.",
     )  # fmt: skip
+    wait_for_port = StrictIntegerField(
+        min_value=1, max_value=65535, required=False, allow_null=True,
+        help_text="TCP port: respond once a program in the sandbox listens on it or the process has ended, or after "
+        "`wait_seconds`. Not together with `wait_for`.",
+    )  # fmt: skip
     wait_seconds = StrictIntegerField(min_value=1, max_value=MAX_WAIT_SECONDS, default=DEFAULT_WAIT_SECONDS)
     keep_awake = StrictBooleanField(
         default=False, help_text="Do not suspend the sandbox while the process runs. It is still evicted when it is idle."
     )
 
     stdin = StrictBooleanField(default=False, help_text="Keep stdin open for `/stdin`. Else it is empty.")
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        if attrs.get("wait_for") and attrs.get("wait_for_port"):
+            raise serializers.ValidationError({"wait_for_port": "Not together with wait_for."})
+        return attrs
 
 
 class SignalSerializer(StrictSerializer):
@@ -102,7 +112,7 @@ class ProcessSerializer(serializers.Serializer):
 
 class StartedProcessSerializer(ProcessSerializer):
     found = serializers.BooleanField(
-        allow_null=True, help_text="true: the text in `wait_for` was printed; null without `wait_for`."
+        allow_null=True, help_text="true: what the request waited for has happened; null if it waited for nothing."
     )
 
 
@@ -162,7 +172,7 @@ class ProcessListView(ProcessApiView):
         eviction. With `keep_awake` the sandbox is not suspended while the process runs. A program that does not exist exits
         with 127."""
         data = self.validate_body(NEW_PROCESS_SERIALIZER)
-        text, wait = data.get("wait_for"), timedelta(seconds=data["wait_seconds"])
+        text, port, wait = data.get("wait_for"), data.get("wait_for_port"), timedelta(seconds=data["wait_seconds"])
 
         def act(run_id: UUID) -> StatusAndBody:
             clock = clock_from(self.now)
@@ -175,6 +185,8 @@ class ProcessListView(ProcessApiView):
                     with execution.use_lease(pk, now=self.now, spends=True) as sandbox_request:
                         process = processes.start_process(sandbox_request, spec, now=clock(), actor=self.actor)
                     found = processes.wait_for_log(process, text, within=wait, now=clock()) if text else None
+                    if port:
+                        found = processes.wait_for_port(process, port, within=wait, now=clock())
             except ProviderCallFailed as error:
                 error.extra["run_id"] = str(run_id)  # the process has the same id
                 raise

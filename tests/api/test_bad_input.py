@@ -57,6 +57,7 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     },
     "leases/{id}/processes": COMMAND | {
         "name": ["x" * 101], "wait_seconds": [0, 301], "wait_for": ["x" * 1001, ["x"]],
+        "wait_for_port": [0, 65536, "80"],
     },
     "runs": COMMAND | {
         "agent_did": [None, "ada"], "stdin": [5], "pool": ["no-such-pool"], "environment_type": ["chess"],

@@ -5,9 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from sandboxes import processes
 from sandboxes.image import launch
 from sandboxes.providers.base import Missing, ProcessOutput, ProcessState, Rejected
 from tests.conformance.conftest import SandboxHandle, unique_name, unique_sleep_seconds
+from tests.support.servers.ports import find_free_ports
 from tests.support.waiting import wait_until
 
 ON = ProcessState(True)
@@ -218,3 +220,11 @@ def test_stdin_is_written_by_offset_or_refused_from_the_start(real_exec_box, set
     assert ended(real_exec_box, mark).exit_code == 0
     assert log(real_exec_box, mark).content == (b"one two " + large)[-len(log(real_exec_box, mark).content) :]
     assert provider.write_stdin(ref, mark, b"", offset=0, last=True) == 8 + len(large)
+
+
+def test_port_is_listed_while_a_program_listens_on_it(real_exec_box):
+    [port] = find_free_ports()
+    mark = start(real_exec_box, "python3", "-um", "http.server", str(port), "--bind", "127.0.0.1")
+    wait_until(lambda: port in processes.list_listening_ports(real_exec_box.provider, real_exec_box.ref), "it listens")
+    real_exec_box.provider.kill(real_exec_box.ref, mark)
+    assert port not in processes.list_listening_ports(real_exec_box.provider, real_exec_box.ref)

@@ -57,6 +57,14 @@ def test_signal_ends_a_process_and_is_refused_afterwards(ada: ApiClient, process
     assert (again.status_code, again.json()["code"]) == (409, "process_ended")
 
 
+def test_start_waits_for_a_port(ada: ApiClient, processes_url: str, memory: MemoryProvider) -> None:
+    listening = b"sl local rem st\n0: 0100007F:1F90 00000000:0000 0A\n"
+    memory.programs["cat"] = lambda call: ProgramResult(stdout=listening)
+    assert ada.post(processes_url, WATCH | {"wait_for_port": 8080, "wait_seconds": 5}).json()["found"] is True
+    assert ada.post(processes_url, {"argv": ["echo"], "wait_for_port": 8080}).json()["found"] is False
+    assert_refused(ada, "POST", processes_url, WATCH | {"wait_for_port": 80, "wait_for": "x"}, 400, "wait_for_port")
+
+
 def test_stdin_is_written_by_offset(ada: ApiClient, processes_url: str) -> None:
     url = f"{processes_url}/{ada.post(processes_url, WATCH | {'stdin': True}).json()['process_id']}"
     assert ada.post(f"{url}/stdin", {"content": "h\u00e9", "offset": 0}).json() == {"next": 3}

@@ -247,6 +247,27 @@ def test_wait_ends_with_the_eviction_of_the_sandbox(process, memory) -> None:
     assert reload(process).state == "gone"
 
 
+PROC_NET_TCP = b"""  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000 10001        0 1 1 0 100 0 0 10 0
+   1: 0100007F:0050 0100007F:C350 01 00000000:00000000 00:00000000 00000000 10001        0 1 1 0 100 0 0 10 0
+garbage
+   2: 0100007F:zzzz 00000000:0000 0A
+"""
+
+
+def test_wait_for_a_port_ends_when_a_program_listens_or_the_process_ends(lease, process, memory) -> None:
+    memory.programs["cat"] = lambda call: ProgramResult(stdout=PROC_NET_TCP)
+    assert processes.wait_for_port(process, 8080, within=WAIT_LIMIT, now=NOW)
+    assert not processes.wait_for_port(process, 80, within=timedelta(0), now=NOW)  # a connection, and no listener
+    ended = start(lease, ProcessSpec(["echo", "bye"]))
+    assert not processes.wait_for_port(ended, 8080, within=WAIT_LIMIT, now=NOW)
+
+
+def test_wait_for_a_port_ends_with_the_eviction_of_the_sandbox(process, memory) -> None:
+    with memory.before("exec", lambda ref: eviction.evict(process.sandbox_id, now=NOW, reason="idle")):
+        assert not processes.wait_for_port(process, 80, within=WAIT_LIMIT, now=NOW)
+
+
 # --- crashes ------------------------------------------------------------------------------------------------------
 
 

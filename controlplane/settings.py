@@ -133,6 +133,9 @@ MAX_SANDBOXES_PER_AGENT = env.integer(
 IDLE_TIMEOUT = env.duration(
     "LEASEHOLD_IDLE_TIMEOUT", "5m", help="idle time after which a sandbox is evicted, unless sleep_after is set as above"
 )
+KEEP_AWAKE_LIMIT = env.duration(
+    "LEASEHOLD_KEEP_AWAKE_LIMIT", "24h", help="time for which a background process with keep_awake prevents suspension"
+)
 COLD_TTL = env.duration(
     "LEASEHOLD_COLD_TTL", "2h", help="time after which a cold sandbox is destroyed; its stored state is kept"
 )

@@ -40,14 +40,19 @@ def is_in_transition(sandbox: Sandbox, *, now: datetime) -> bool:
 def find_due(*, now: datetime) -> QuerySet[Sandbox]:
     """Select the waiting sandboxes that are to be suspended now."""
     # Tier 2 is `waiting` and `suspended`. The index sandbox_eviction_order has the rows with a tier.
-    waiting = Sandbox.objects.filter(_build_suspendable_filter(), registry.filter_local(), tier=2, state=WAITING)
+    waiting = Sandbox.objects.filter(_build_suspendable_filter(now), registry.filter_local(), tier=2, state=WAITING)
     waited = ExpressionWrapper(Value(now) - F("state_since"), DurationField())
     return waiting.alias(waited=waited).filter(waited__gte=F("suspend_after")).order_by("state_since")
 
 
-def _build_suspendable_filter() -> Q:
+def find_keeping_awake(*, now: datetime) -> QuerySet[Process]:
+    """Select the running processes that prevent the suspension of their sandboxes, for at most LEASEHOLD_KEEP_AWAKE_LIMIT."""
+    return Process.objects.filter(keep_awake=True, ended_at__isnull=True, started_at__gt=now - settings.KEEP_AWAKE_LIMIT)
+
+
+def _build_suspendable_filter(now: datetime) -> Q:
     """Build the condition that a waiting sandbox may be suspended: nothing in it has to go on or is still to be stored."""
-    keeping_awake = Process.objects.filter(sandbox=OuterRef("pk"), keep_awake=True, ended_at__isnull=True)
+    keeping_awake = find_keeping_awake(now=now).filter(sandbox=OuterRef("pk"))
     unsaved = Attachment.objects.filter(
         pk=OuterRef("pk"), incarnation=OuterRef("incarnation"), unsaved_since__isnull=False, full=False
     )
@@ -68,7 +73,7 @@ def suspend(sandbox: Sandbox, *, now: datetime, actor: str = "") -> bool:
     token, unchanged = uuid.uuid4(), Q(incarnation=sandbox.incarnation, state_since=sandbox.state_since)
     claimed = advance(
         sandbox.pk, WAITING, SUSPENDED, now=clock(), code=TransitionReason.IDLE, actor=actor,
-        guard=unchanged & _build_suspendable_filter(), frozen=True, claim=token, claimed_by=settings.INSTANCE,
+        guard=unchanged & _build_suspendable_filter(now), frozen=True, claim=token, claimed_by=settings.INSTANCE,
         deadline_at=clock() + SUSPENSION_TTL,
     )  # fmt: skip
     if not claimed:

@@ -65,7 +65,9 @@ class NewProcessSerializer(LeaseProgramSerializer):
     )  # fmt: skip
     wait_seconds = StrictIntegerField(min_value=1, max_value=MAX_WAIT_SECONDS, default=DEFAULT_WAIT_SECONDS)
     keep_awake = StrictBooleanField(
-        default=False, help_text="Do not suspend the sandbox while the process runs. It is still evicted when it is idle."
+        default=False,
+        help_text="Do not suspend the sandbox while the process runs, for at most LEASEHOLD_KEEP_AWAKE_LIMIT (24 hours). It is "
+        "still evicted when it is idle.",
     )
 
     stdin = StrictBooleanField(default=False, help_text="Keep stdin open for `/stdin`. Else it is empty.")

@@ -14,7 +14,7 @@ from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import RadioFilter
 from unfold.decorators import display
 
-from sandboxes import destruction, formatting
+from sandboxes import destruction, formatting, suspension
 from sandboxes.admin.agent_data import build_agent_data_field, find_attachment
 from sandboxes.admin.base.actions import AdminAction, AuditEntry, list_audit_entries
 from sandboxes.admin.base.formatting import (
@@ -275,7 +275,7 @@ def build_background_processes_field(row: Sandbox) -> SummaryField:
     open_processes = row.processes.filter(ended_at__isnull=True)
     running = open_processes.count()
     note = "they do not prevent eviction"
-    if row.suspend_after and running and open_processes.filter(keep_awake=True).exists():
+    if row.suspend_after and running and suspension.find_keeping_awake(now=timezone.now()).filter(sandbox=row).exists():
         note = "they prevent suspension, but not eviction"
     return SummaryField(
         "Background processes",

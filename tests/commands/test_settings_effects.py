@@ -236,6 +236,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
         "2", "tests/api/sandbox/test_pool.py::test_an_agents_key_sees_capacity_and_its_own_quota_only",
     ),
     "LEASEHOLD_IDLE_TIMEOUT": ("40m", sleep_after),
+    "LEASEHOLD_KEEP_AWAKE_LIMIT": (
+        "1h", "tests/unit/sandboxes/test_suspension.py::test_process_keeps_its_sandbox_awake_up_to_a_limit",
+    ),
     "LEASEHOLD_COLD_TTL": ("1m", expired_cold_sandboxes),
     "LEASEHOLD_DESTROY_TRIES": (
         "3", "tests/unit/leases/test_leasing.py::test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined",

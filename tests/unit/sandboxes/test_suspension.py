@@ -84,6 +84,13 @@ def test_process_that_asked_for_it_keeps_its_sandbox_awake(lease, sandbox, memor
     assert other.state == "running"
 
 
+def test_process_keeps_its_sandbox_awake_up_to_a_limit(lease, sandbox, settings) -> None:
+    settings.KEEP_AWAKE_LIMIT = timedelta(hours=1)
+    start(lease, keep_awake=True)
+    assert passes.suspend_waiting(now=NOW + timedelta(minutes=59)).counts == {}
+    assert passes.suspend_waiting(now=NOW + timedelta(minutes=61)).counts == {"suspended": 1}
+
+
 def test_sweeps_leave_a_suspended_sandbox_frozen(lease, memory) -> None:
     start(lease)
     sandbox = get_sandbox(lease)

@@ -118,6 +118,33 @@ def wake_sandbox(lease_id: str, actor: str) -> str:
     return _run_requested(wake, "wake_sandbox", lease_id, actor)
 
 
+def request_restart(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) -> bool:
+    """Queue the restart of a lease's sandbox, with an entry in the timeline. Return False if the lease has ended."""
+    return _enqueue_with_event(sandbox.holder, "restart_asked_for", "restart_sandbox", "", now=now, actor=actor, reason=reason)
+
+
+def restart_sandbox(lease_id: str, argument: str, actor: str, request_id: int) -> str:
+    """Task: restart a lease's sandbox, once for each request event. Return the sandbox's state, or the error's message.
+
+    A second delivery would end processes that were started after the first one."""
+
+    def restart() -> str:
+        if earlier := LeaseEvent.objects.filter(request=request_id).first():
+            return earlier.reason
+        try:
+            sandbox = execution.restart_sandbox(UUID(lease_id), now=database_time.now(), actor=actor)
+            kind, outcome = "restarted", sandbox.state if sandbox else "no sandbox"
+        except SandboxError as error:
+            kind, outcome = "restart_failed", str(error)
+        with suppress(IntegrityError), transaction.atomic():
+            LeaseEvent.objects.create(
+                lease_id=lease_id, at=database_time.now(), kind=kind, actor=actor, reason=outcome[:500], request_id=request_id
+            )
+        return str(outcome)
+
+    return _run_requested(restart, "restart_sandbox", lease_id, argument, actor, request_id)
+
+
 def request_snapshot(sandbox: Sandbox, name: str, *, now: datetime, actor: str, reason: str) -> bool:
     """Queue a snapshot of a lease's workspace, with an entry in the timeline. Return False if the lease has ended."""
     return _enqueue_with_event(sandbox.holder, "snapshot_asked_for", "take_snapshot", name, now=now, actor=actor, reason=reason)

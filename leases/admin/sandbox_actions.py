@@ -7,11 +7,11 @@ from django.db.models import Q
 
 from leases import leasing
 from leases.admin.snapshot_actions import TAKE_SNAPSHOT_ACTION
-from leases.tasks import enqueue_idle_sweep, enqueue_reclaim, request_sleep, request_wake
+from leases.tasks import enqueue_idle_sweep, enqueue_reclaim, request_restart, request_sleep, request_wake
 from sandboxes import destruction
 from sandboxes.admin.base.actions import AdminAction
 from sandboxes.admin.sandboxes import SandboxAdmin
-from sandboxes.models import GONE_STATES, FinalPersist, Sandbox, SandboxState, TransitionReason
+from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Sandbox, SandboxState, TransitionReason
 
 
 def _destroy_sandbox(sandbox: Sandbox, actor: str, reason: str, now: datetime) -> bool:
@@ -85,6 +85,19 @@ WAKE_ACTION = AdminAction(
     permissions=("sandboxes.act_on_sandbox",),
     explain_refusal=_describe_current_state,
 )
+RESTART_ACTION = AdminAction(
+    title="Restart",
+    warning="Every process in the sandbox is killed, commands in progress included, and the sandbox starts again with its "
+    "/workspace and /data. The lease goes on and is renewed.",
+    done="being restarted",
+    refusal_reason="not awake, or without a lease",
+    legal=lambda sandbox: sandbox.state in ALIVE_STATES and sandbox.holder is not None and sandbox.lost_at is None,
+    verb=lambda sandbox, actor, reason, now: request_restart(sandbox, now=now, actor=actor, reason=reason),
+    icon="restart_alt",
+    permissions=("sandboxes.act_on_sandbox",),
+    danger=True,
+    explain_refusal=_describe_current_state,
+)
 DESTROY_ACTION = AdminAction(
     title="Store state and destroy",
     warning="The lease that holds the sandbox ends and running processes are killed. Its last state is stored first and kept "
@@ -118,6 +131,7 @@ SandboxAdmin.add_actions(
     {
         "evict": EVICT_ACTION,
         "wake": WAKE_ACTION,
+        "restart": RESTART_ACTION,
         "take_snapshot": TAKE_SNAPSHOT_ACTION,
         "destroy_now": DESTROY_ACTION,
         "discard": DISCARD_ACTION,

@@ -74,7 +74,8 @@ def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
 
 
 OPERATOR_ACTIONS = {
-    "lease": {"end_lease", "limit_spending"}, "sandbox": {"evict", "take_snapshot", "destroy_now", "discard"}, "cold": {"wake"},
+    "lease": {"end_lease", "limit_spending"}, "cold": {"wake"},
+    "sandbox": {"evict", "restart", "take_snapshot", "destroy_now", "discard"},
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
 }  # fmt: skip

@@ -14,6 +14,7 @@ from leases.models import Lease
 from sandboxes import eviction
 from sandboxes.models import Pool, Sandbox
 from sandboxes.pool import allocation
+from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
@@ -130,6 +131,29 @@ def test_a_sandbox_woken_in_the_meantime_or_without_a_lease_is_left_alone(
     Sandbox.objects.filter(pk=cold.pk).update(state="warm")
     assert list_messages(operator.post(row_url(cold, "wake"), WHY))[-1] == "Nothing changed: the sandbox is warm."
     assert (len(queued()), len(list_events(lease))) == (1, 2)
+
+
+# --- restart ------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_is_carried_out_by_the_queue_once(
+    operator: Client, lease: Lease, waiting: Sandbox, memory: MemoryProvider
+) -> None:
+    assert list_messages(operator.post(row_url(waiting, "restart"), WHY)) == ["1 sandbox being restarted."]
+    [(name, args)] = queued()
+    assert (name, "restart" in dict(memory.calls)) == ("leases.tasks.restart_sandbox", False)
+    assert [tasks.restart_sandbox(*args) for _ in range(2)] == ["waiting", "waiting"]  # a task may be delivered twice
+    assert [verb for verb, _ in memory.calls].count("restart") == 1
+    assert [event[:2] for event in list_events(lease)] == [("restarted", "operator"), ("restart_asked_for", "operator")]
+
+
+def test_a_restart_that_fails_is_recorded(operator: Client, lease: Lease, waiting: Sandbox, memory: MemoryProvider) -> None:
+    operator.post(row_url(waiting, "restart"), WHY)
+    [(_, args)] = queued()
+    memory.fail("restart", Unavailable("no engine"), times=1)
+    assert "no engine" in tasks.restart_sandbox(*args)
+    assert list_events(lease)[0][:2] == ("restart_failed", "operator")
+    assert get_state(waiting) == "waiting"
 
 
 # --- the page -----------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from leases.api.runs import EXEC_SERIALIZER, ExecSerializer, ExecView
 from leases.errors import InvalidRequest, RunFailed
 from sandboxes.models import Run
 from sandboxes.providers import get_provider
+from sandboxes.streams import rows
 from sandboxes.streams.reader import Ended, Gap, KeepAlive, Output, Position, RunReader, StreamItem
 from sandboxes.streams.registry import OPEN_STREAMS, StreamSlot
 
@@ -65,6 +66,7 @@ class RunEvents:
         self._events.close()
         self._reader.close()
         self._slot.release()
+        rows.close_if_idle()
 
     def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
         start = {

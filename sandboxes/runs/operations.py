@@ -109,7 +109,8 @@ def exec_in_sandbox(
         opened.result = result
         opened.note = workspace_limit.warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
     if command.streamed:
-        retention.acknowledge_later(opened.provider, opened.sandbox.ref, str(command.run_id))
+        size = len(result.stdout) + len(result.stderr)
+        retention.acknowledge_later(opened.provider, opened.sandbox.ref, str(command.run_id), size=size)
     else:
         opened.provider.acknowledge_exec(opened.sandbox.ref, str(command.run_id))  # the result is recorded
     return opened.run, result

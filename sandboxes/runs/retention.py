@@ -12,7 +12,8 @@ from typing import NamedTuple
 from sandboxes.providers.base import Provider, ProviderError
 
 REPLAY_SECONDS = 30.0
-MAX_RETAINED_RESULTS = 64  # of this process; the oldest is acknowledged early. An agent retains at most 256.
+# Of one sandbox; the oldest is acknowledged early. The agent retains at most 256 results and 32 MiB, and drops output beyond.
+MAX_RETAINED_RESULTS, MAX_RETAINED_BYTES = 16, 8 << 20
 
 
 class RetainedResult(NamedTuple):
@@ -22,6 +23,7 @@ class RetainedResult(NamedTuple):
     provider: Provider
     ref: str
     mark: str
+    size: int  # bytes
 
     def acknowledge(self) -> None:
         with suppress(ProviderError):
@@ -36,12 +38,16 @@ class Acknowledger:
         self._changed, self._flushing, self._has_thread = threading.Condition(), False, False
 
     def put(self, result: RetainedResult) -> None:
+        """Retain a result, and acknowledge older ones of the same sandbox above the limits."""
         with self._changed:
             self._results.append(result)
+            excess = self._take_excess(result.ref)
             self._changed.notify()
             if not self._has_thread:
                 self._has_thread = True
                 threading.Thread(target=self._run, name="acknowledgements", daemon=True).start()
+        for old in excess:
+            old.acknowledge()
 
     def flush(self) -> None:
         """Acknowledge all results now, and further ones without delay."""
@@ -52,6 +58,15 @@ class Acknowledger:
         for result in results:
             result.acknowledge()
 
+    def _take_excess(self, ref: str) -> list[RetainedResult]:
+        own = [result for result in self._results if result.ref == ref]
+        size, excess = sum(result.size for result in own), list[RetainedResult]()
+        while len(own) > MAX_RETAINED_RESULTS or size > MAX_RETAINED_BYTES:
+            excess.append(own.pop(0))
+            size -= excess[-1].size
+            self._results.remove(excess[-1])
+        return excess
+
     def _run(self) -> None:
         while result := self._take():
             result.acknowledge()
@@ -61,7 +76,7 @@ class Acknowledger:
         with self._changed:
             while self._results:
                 pause = self._results[0].due - time.monotonic()
-                if pause <= 0 or self._flushing or len(self._results) > MAX_RETAINED_RESULTS:
+                if pause <= 0 or self._flushing:
                     return self._results.popleft()
                 self._changed.wait(pause)
             self._has_thread = False
@@ -71,6 +86,6 @@ class Acknowledger:
 ACKNOWLEDGER = Acknowledger()
 
 
-def acknowledge_later(provider: Provider, ref: str, mark: str) -> None:
-    """Let the sandbox drop a recorded result after REPLAY_SECONDS."""
-    ACKNOWLEDGER.put(RetainedResult(time.monotonic() + REPLAY_SECONDS, provider, ref, mark))
+def acknowledge_later(provider: Provider, ref: str, mark: str, *, size: int) -> None:
+    """Let the sandbox drop a recorded result of `size` bytes after REPLAY_SECONDS."""
+    ACKNOWLEDGER.put(RetainedResult(time.monotonic() + REPLAY_SECONDS, provider, ref, mark, size))

@@ -22,7 +22,10 @@ from sandboxes.streams import rows
 from sandboxes.streams.registry import StreamSlot
 
 KEEP_ALIVE_SECONDS = 15.0  # without output; a client that has gone is noticed then
-MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 1.0  # between two looks at the row or at a sandbox that does not answer
+# Between two looks at a sandbox that does not answer, or at a row. A command that starts is known to its sandbox within
+# milliseconds: the row is read only after some looks.
+MIN_PAUSE_SECONDS, ROW_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.001, 0.02, 1.0
+REFRESH_SECONDS = 60.0  # between two looks at the row of a silent command: a sweep may have closed its Run
 STREAMS = ("stdout", "stderr")
 LIVE_KINDS = ("exec", "turn")  # kinds of Runs whose output the sandbox retains from its first byte
 
@@ -81,19 +84,21 @@ class RunReader:
         self._whole_characters = whole_characters
         self._incomplete = dict.fromkeys(STREAMS, b"")  # received bytes after `position`: the beginning of a character
         self._source: OutputReader | None = None
-        self._pause_seconds, self._sent_at = MIN_PAUSE_SECONDS, time.monotonic()
+        self._pause_seconds, self._sent_at, self._refreshed_at = MIN_PAUSE_SECONDS, time.monotonic(), time.monotonic()
 
     def read(self) -> Iterator[StreamItem]:
         """Yield items until the end. Close the iterator or call `close` afterwards."""
         while not self._slot.must_end:
-            if self._may_be_retained() and self._open_source():
+            is_retained = self._may_be_retained() and self._open_source()
+            if is_retained:
                 yield from self._read_source()
             if self._run.ended_at:
                 yield from self._read_row(is_last=True)
                 yield Ended(self._run, self.position)
                 return
-            self._refresh()
-            yield from self._read_row(is_last=False)
+            if self._pause_seconds >= ROW_PAUSE_SECONDS or not is_retained:
+                self._refresh()
+                yield from self._read_row(is_last=False)
             if not self._run.ended_at:
                 yield from self._wait()
 
@@ -143,8 +148,9 @@ class RunReader:
                 break
             if not part.content:
                 yield from self._keep_alive()
-                self._refresh()
-                if self._run.ended_at:  # by a sweep, while the sandbox does not know it
+                if time.monotonic() - self._refreshed_at > REFRESH_SECONDS:
+                    self._refresh()
+                if self._run.ended_at:
                     break
         self.close()
 
@@ -189,6 +195,7 @@ class RunReader:
 
     def _refresh(self) -> None:
         """Read the row again; with its output only if that is needed. A database that does not respond is asked again later."""
+        self._refreshed_at = time.monotonic()
         with suppress(DatabaseError):
             run = rows.fetch_run(self._run.pk, with_output=False)
             if self._is_behind(run):

@@ -44,9 +44,12 @@ class StreamSlot:
 
 
 class OpenStreams:
-    """Slots of the open streams."""
+    """Slots of the open streams.
+
+    `occupy_threads`: each stream occupies one of WEB_THREADS. controlplane.stream_threads changes that."""
 
     def __init__(self) -> None:
+        self.occupy_threads = True
         self._lock, self._slots, self._is_stopping = threading.Lock(), set[StreamSlot](), False
 
     def open(self, holder: UUID, *, follows_command: bool = False) -> StreamSlot:
@@ -54,12 +57,17 @@ class OpenStreams:
         with self._lock:
             own = Counter(slot.holder for slot in self._slots)[holder]
             _require_below("This lease", own, settings.MAX_STREAMS_PER_LEASE, "LEASEHOLD_MAX_STREAMS_PER_LEASE")
-            _require_below("The web process", len(self._slots), settings.MAX_STREAMS, "LEASEHOLD_MAX_STREAMS")
+            _require_below("The web process", len(self._slots), self._get_maximum(), "LEASEHOLD_MAX_STREAMS")
             slot = StreamSlot(self, holder, follows_command=follows_command)
             self._slots.add(slot)
             if self._is_stopping and not follows_command:
                 slot.interrupt()
             return slot
+
+    def _get_maximum(self) -> int:
+        if self.occupy_threads:
+            return min(settings.MAX_STREAMS, max(1, settings.WEB_THREADS // 8))
+        return int(settings.MAX_STREAMS)
 
     def remove(self, slot: StreamSlot) -> None:
         with self._lock:

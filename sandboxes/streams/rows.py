@@ -1,4 +1,4 @@
-"""Rows of streamed Runs, read by few threads: a stream occupies no database connection while it waits."""
+"""Rows of streamed Runs, read by one thread: a stream occupies no database connection while it waits."""
 
 from concurrent.futures import ThreadPoolExecutor
 from uuid import UUID
@@ -8,20 +8,21 @@ from django.db import close_old_connections, connections
 from sandboxes.models import Run
 from sandboxes.streams.registry import OPEN_STREAMS
 
-MAX_DATABASE_THREADS = 2  # of this process
-_threads = ThreadPoolExecutor(MAX_DATABASE_THREADS, thread_name_prefix="stream-rows")
+_thread = ThreadPoolExecutor(1, thread_name_prefix="stream-rows")
 
 
 def fetch_run(run_id: UUID, *, with_output: bool) -> Run:
     """Read a Run, without its stored output unless requested. Raise DatabaseError, Run.DoesNotExist."""
-    return _threads.submit(_fetch_run, run_id, with_output).result()
+    return _thread.submit(_fetch_run, run_id, with_output).result()
+
+
+def close_if_idle() -> None:
+    """Close the connection to the database if no stream is open."""
+    if OPEN_STREAMS.count() == 0:
+        _thread.submit(connections.close_all).result()
 
 
 def _fetch_run(run_id: UUID, with_output: bool) -> Run:
     close_old_connections()
-    try:
-        runs = Run.objects.select_related("sandbox__host")
-        return (runs if with_output else runs.defer("stdout", "stderr")).get(pk=run_id)
-    finally:
-        if OPEN_STREAMS.count() <= 1:
-            connections.close_all()
+    runs = Run.objects.select_related("sandbox__host")
+    return (runs if with_output else runs.defer("stdout", "stderr")).get(pk=run_id)

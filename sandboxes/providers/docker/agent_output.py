@@ -7,6 +7,11 @@ from sandboxes.providers.base import OutputPart, OutputReader
 
 MAX_PART_BYTES = 64 << 10  # of one read: the memory that a slow reader of a stream occupies
 
+WAIT_FACTORS = {
+    "stdout": 1,
+    "stderr": 4,
+}  # without output, the response about stdout ends the wait: one response instead of two
+
 
 class NotRetained(Exception):
     """The agent does not know the run, or has dropped its output."""
@@ -29,7 +34,9 @@ class AgentOutputReader(OutputReader):
                 return None
             if self._connection is None:
                 self._connection = self._agent.open(0.0)
-            return self._read(self._connection, wait)
+            while not (part := self._read(self._connection, wait)):
+                pass
+            return part
         except (NotConnected, ConnectionLost, NotRetained):
             self.close()
         except ProtocolError as error:
@@ -49,11 +56,13 @@ class AgentOutputReader(OutputReader):
         if connection is not None:
             connection.close()
 
-    def _read(self, connection: AgentConnection, wait: float) -> OutputPart:
+    def _read(self, connection: AgentConnection, wait: float) -> OutputPart | None:
+        """Receive one response. None if it is only the end of one stream."""
         for stream in self._offsets.keys() - self._pending.values():
             if self._ends is None or self._offsets[stream] < self._ends[stream]:
-                head = {"verb": "read", "run": self._run_id, "stream": stream, "offset": self._offsets[stream], "wait": wait}
-                self._pending[connection.post({**head, "limit": MAX_PART_BYTES})] = stream
+                head = {"verb": "read", "run": self._run_id, "stream": stream, "offset": self._offsets[stream]}
+                head |= {"wait": wait * WAIT_FACTORS[stream], "limit": MAX_PART_BYTES}
+                self._pending[connection.post(head)] = stream
         if not self._pending:
             return OutputPart("", ended=True)
         frame = connection.receive(timeout=wait + RESPONSE_SECONDS)
@@ -65,4 +74,7 @@ class AgentOutputReader(OutputReader):
         self._offsets[stream] += len(frame.body)
         if state.state == "ended":
             self._ends = dict(zip(("stdout", "stderr"), state.retained, strict=True))
-        return OutputPart(stream if frame.body else "", frame.body, self._ends == self._offsets)
+        is_ended = self._ends == self._offsets
+        if self._ends is not None and not frame.body and not is_ended:
+            return None
+        return OutputPart(stream if frame.body else "", frame.body, is_ended)

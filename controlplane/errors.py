@@ -51,6 +51,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.CapacityExhausted: 503,
     sandboxes.QuotaExceeded: 429,
     sandboxes.TooManyRuns: 429,
+    sandboxes.TooManyStreams: 429,
     sandboxes.TooManyLongCalls: 503,
     sandboxes.TooManyAdmissionRequests: 429,
     sandboxes.PoolDraining: 503,

@@ -35,6 +35,7 @@ from sandboxes.models import Host, Sweep
 from sandboxes.models.transition_reasons import RUN_REASONS
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 from sandboxes.state import disk_space
+from sandboxes.streams.registry import OPEN_STREAMS
 from sandboxes.sweeps import installation
 
 LOOPBACK_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
@@ -262,6 +263,10 @@ class SnapshotCollector(Collector):
         yield _build_family(
             GaugeMetricFamily, "clock_skew_seconds", "Clock of the scraped host minus the database's; each host has its own.",
             [], {(): -database_time.get_skew().total_seconds()},
+        )  # fmt: skip
+        yield _build_family(
+            GaugeMetricFamily, "open_streams", "Open output streams of the web process that responds.",
+            [], {(): OPEN_STREAMS.count()},
         )  # fmt: skip
         yield _build_family(
             GaugeMetricFamily, "installation_mismatch",

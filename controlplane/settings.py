@@ -284,6 +284,16 @@ MAX_RUNS_PER_LEASE = env.integer(
 MAX_RUNS_PER_AGENT = env.integer(
     "LEASEHOLD_MAX_RUNS_PER_AGENT", 16, minimum=1, help="open runs of one agent, over all its leases"
 )
+MAX_STREAMS = env.integer(
+    "LEASEHOLD_MAX_STREAMS",
+    500,
+    minimum=1,
+    maximum=800,
+    help="open output streams of a web process, each with a thread of its own",
+)  # the web server accepts 1024 connections
+MAX_STREAMS_PER_LEASE = env.integer(
+    "LEASEHOLD_MAX_STREAMS_PER_LEASE", 32, minimum=1, help="open output streams of one lease in a web process"
+)
 TURN_TIMEOUT = env.duration("LEASEHOLD_TURN_TIMEOUT", "60s", help="time limit of a turn; a turn that exceeds it is skipped")
 
 # --- model calls --------------------------------------------------------------------------------------------------

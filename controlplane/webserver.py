@@ -5,6 +5,10 @@ from granian.constants import HTTPModes, Interfaces
 from granian.log import LogLevels
 from granian.server import MTServer
 
+from leases.api import command_threads
+from sandboxes.runs.retention import ACKNOWLEDGER
+from sandboxes.streams.registry import OPEN_STREAMS
+
 THREAD_IDLE_SECONDS = 600  # a database connection ends with its thread
 
 
@@ -17,12 +21,18 @@ class ThreadServer(MTServer):
     def _check_gil(self) -> None:
         pass
 
+    def shutdown(self, exit_code: int = 0) -> None:
+        OPEN_STREAMS.stop()  # granian waits for all responses
+        super().shutdown(exit_code)
+
 
 def serve(host: str, port: int) -> None:
     """Serve HTTP until SIGTERM or SIGINT, then accept no more requests and finish those in progress. Main thread only.
 
     Several processes may serve the same port."""
     build_server(host, port).serve()
+    command_threads.join_all()
+    ACKNOWLEDGER.flush()
 
 
 def build_server(host: str, port: int) -> ThreadServer:

@@ -1,6 +1,7 @@
 """WSGI application: HTTP API and admin."""
 
 import os
+import sys
 
 from django.conf import settings
 from django.core.wsgi import get_wsgi_application
@@ -16,3 +17,7 @@ from leases import reclaim_threads  # noqa: E402 - imports models
 application = Application(django_application)
 long_calls.set_limits(settings.WEB_THREADS)
 reclaim_threads.THREADS.set_maximum(reclaim_threads.MAX_THREADS)
+if "granian" in sys.modules:  # under another WSGI server, few streams occupy its threads
+    from controlplane import stream_threads
+
+    stream_threads.install()

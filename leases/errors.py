@@ -36,6 +36,12 @@ class Conflict(LeaseError):
     code = "conflict"
 
 
+class RunFailed(Conflict):
+    """The run has ended without an exit code. Its note has the details."""
+
+    code = "run_failed"
+
+
 class ShellNotFound(LeaseError):
     """The lease has no shell of this name."""
 

@@ -104,6 +104,13 @@ class TooManyRuns(SandboxError):
     retry_after = 5
 
 
+class TooManyStreams(SandboxError):
+    """The lease or the web process has reached its limit of open streams. Close one, or try again later."""
+
+    code = "too_many_streams"
+    retry_after = 5
+
+
 class TooManyLongCalls(SandboxError):
     """The web process has reached its limit of calls that wait for sandboxes. Nothing was run. Try again in a few seconds."""
 

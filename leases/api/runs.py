@@ -123,6 +123,7 @@ EXEC_SERIALIZER = ExecSerializer()
 
 class ExecView(HotLeaseApiView):
     max_body_bytes = MAX_EXEC_BODY_BYTES
+    run_id: UUID | None = None  # once the command is about to be executed
 
     @extend_schema(
         operation_id="leases_exec",
@@ -135,14 +136,17 @@ class ExecView(HotLeaseApiView):
         """Run a command in the lease's sandbox and return its output. A cold sandbox is woken.
 
         A command that fails or times out is a result (200), not an error."""
-        encoding = parse_encoding(request)
-        data = self.validate_body(EXEC_SERIALIZER)
+        return self.execute(pk, self.validate_body(EXEC_SERIALIZER), parse_encoding(request))
+
+    def execute(self, pk: UUID, data: dict[str, Any], encoding: str, **options: Any) -> HttpResponse:
+        """Execute the command of a validated body, once per idempotency key. `options` are further fields of the Command."""
         timeout = seconds_to_timedelta(data, "timeout_seconds") or settings.EXEC_TIMEOUT
         stdin = decode_input(data["stdin"], encoding, "stdin")
 
         def act(run_id: UUID) -> StatusAndBody:
             context = shells.build_context(pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
-            command = Command(data["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id)
+            command = Command(data["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id, **options)
+            self.run_id = run_id
             try:
                 run, result = execution.exec_command(pk, command, now=self.now, actor=self.actor)
             except ProviderCallFailed as failed:

@@ -16,6 +16,7 @@ from leases.api import (
     runs,
     shells,
     snapshots,
+    streams,
     turns,
 )
 from leases.api.stores import artifacts, events, sessions
@@ -41,9 +42,11 @@ urlpatterns = [
     path("leases/<uuid:pk>/renew", leases.LeaseRenewView.as_view()),
     path("leases/<uuid:pk>/release", leases.LeaseReleaseView.as_view()),
     path("leases/<uuid:pk>/exec", runs.ExecView.as_view()),
+    path("leases/<uuid:pk>/exec/stream", streams.ExecStreamView.as_view()),
     path("leases/<uuid:pk>/turns", turns.TurnListView.as_view()),
     path("leases/<uuid:pk>/runs", runs.RunListView.as_view()),
     path("leases/<uuid:pk>/runs/<uuid:run_id>", runs.RunView.as_view()),
+    path("leases/<uuid:pk>/runs/<uuid:run_id>/stream", streams.RunStreamView.as_view()),
     path("leases/<uuid:pk>/restart", processes.SandboxRestartView.as_view()),
     path("leases/<uuid:pk>/processes", processes.ProcessListView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>", processes.ProcessView.as_view()),

@@ -81,6 +81,25 @@ class AgentConnection:
         except OSError as error:
             raise ConnectionLost(f"The request was not sent: {error}") from error
 
+    def post(self, head: Mapping[str, Any]) -> int:
+        """Send a request whose response `receive` returns. Return the request's id. Raise ConnectionLost."""
+        request_id = next(self._ids)
+        self._send(request_id, head, b"", timeout=GREETING_TIMEOUT_SECONDS)
+        return request_id
+
+    def receive(self, *, timeout: float) -> Frame:
+        """Wait up to `timeout` seconds for the response to any posted request. Raise ConnectionLost, ProtocolError."""
+        frame = self._receive(timeout=timeout)
+        if frame.request_id not in self._awaited:
+            raise ProtocolError("response to another request")
+        self._awaited.remove(frame.request_id)
+        return frame
+
+    def interrupt(self) -> None:
+        """End the connection from another thread. The thread that waits for a response gets ConnectionLost."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def is_reusable(self) -> bool:
         """Return whether the connection is open, and every response that was waited for has arrived."""
         if self._awaited:

@@ -144,6 +144,30 @@ class OutputView:
         return bytes(stdout), bytes(stderr)
 
 
+class OutputPart(NamedTuple):
+    """Next bytes of the output of an exec."""
+
+    stream: str  # "stdout" or "stderr"; "" without new output
+    content: bytes = b""
+    ended: bool = False  # the command has ended, and both streams were read to their ends
+
+
+class OutputReader(ABC):
+    """Reader of the output of one exec by byte offsets. One thread reads; `interrupt` may be called from any thread."""
+
+    @abstractmethod
+    def read(self, *, wait: float) -> OutputPart | None:
+        """Return the next output at once, or what there is after `wait` seconds. None if the output is not available."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """End a `read` in progress, and all further ones, with None."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the resources of the reader. Idempotent."""
+
+
 class FileStat(NamedTuple):
     """Metadata of one entry below /workspace or /data. A tuple saves memory: a manifest has thousands of entries."""
 
@@ -186,6 +210,7 @@ class Provider(ABC):
     isolated: bool  # commands cannot reach the host, other sandboxes or the network
     enforces_limits: bool  # memory, CPU and process limits hold, and ExecResult.oom is reported
     measures_usage: bool  # `stats` returns measurements
+    streams_output: bool = False  # `open_output` returns a reader, if the sandbox can be reached
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
 
     @abstractmethod
@@ -244,6 +269,12 @@ class Provider(ABC):
     @abstractmethod
     def acknowledge_exec(self, ref: str, mark: str) -> None:
         """Let the sandbox drop the retained result of an exec. Best effort: raise nothing."""
+
+    def open_output(self, ref: str, mark: str, *, stdout: int, stderr: int) -> OutputReader | None:
+        """Return a reader of the output of an exec with a retained result, from these byte offsets. Any number may be open.
+
+        None if the provider retains no output by offset, or cannot reach it now. Raise Missing, Unavailable."""
+        return None
 
     @abstractmethod
     def start(

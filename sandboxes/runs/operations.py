@@ -4,6 +4,7 @@ A Run is opened before the provider is called and closed afterwards, also on fai
 has open Runs: the transaction that opens or closes a Run also changes the sandbox's state and its count of open Runs. An
 eviction checks the state, and therefore never stops a sandbox in which an operation is active."""
 
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from sandboxes.models import Attachment, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.models.state import DataStorageMode
 from sandboxes.pool import allocation, starts
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
-from sandboxes.runs import workspace_limit
+from sandboxes.runs import retention, workspace_limit
 from sandboxes.runs.claims import KILL_GRACE, RunClaim
 from sandboxes.state import data_sync
 from sandboxes.storage.base import DiskFull, StoreError
@@ -58,6 +59,8 @@ class Command:
     turn_number: int | None = None
     needs_data: bool = True  # attach /data before the command and persist it afterwards
     run_id: uuid.UUID = field(default_factory=uuid.uuid4)
+    streamed: bool = False  # the sandbox retains the output after the end, for readers of its stream (runs.retention)
+    started: threading.Event = field(default_factory=threading.Event)  # set when the provider is asked to execute the command
 
 
 @dataclass
@@ -87,6 +90,7 @@ def exec_in_sandbox(
         workspace_limit.require_workspace_space(opened.provider, opened.sandbox, now=clock())
         opened.claim.begin_command(command.timeout)
         opened.executing = True
+        command.started.set()
         result = opened.provider.exec(
             opened.sandbox.ref,
             list(command.argv),
@@ -104,7 +108,11 @@ def exec_in_sandbox(
         opened.claim.end_command()
         opened.result = result
         opened.note = workspace_limit.warn_if_workspace_full(opened.provider, opened.sandbox, now=clock())
-    opened.provider.acknowledge_exec(opened.sandbox.ref, str(command.run_id))  # the result is recorded
+    if command.streamed:
+        size = len(result.stdout) + len(result.stderr)
+        retention.acknowledge_later(opened.provider, opened.sandbox.ref, str(command.run_id), size=size)
+    else:
+        opened.provider.acknowledge_exec(opened.sandbox.ref, str(command.run_id))  # the result is recorded
     return opened.run, result
 
 

@@ -17,6 +17,7 @@ PARTS: dict[str, dict[str, str]] = {
     "lease_pages": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
     "rates": {},
     "execs": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "48"},
+    "streams": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_MAX_STREAMS_PER_LEASE": "500"},
     "files": {"LEASEHOLD_WEB_WORKERS": "1"},
     "places": {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"},
     "release": {"LEASEHOLD_PARKED_NETWORKS": "0"},  # replacing them would compete with the deletes
@@ -29,7 +30,7 @@ PARTS: dict[str, dict[str, str]] = {
     "density": {"LEASEHOLD_WEB_THREADS": "32", "LEASEHOLD_MAX_SANDBOXES": "1000"},
 }
 DEFAULT_PARTS = ("cases", "rates", "lease_pages", "execs", "files", "places", "release")
-DOCKER_PARTS = {"execs", "files", "places", "release", "egress", "density"}
+DOCKER_PARTS = {"execs", "streams", "files", "places", "release", "egress", "density"}
 MAX_DESTROY_THREADS = 4
 
 

@@ -199,6 +199,7 @@ TESTS = {  # abbreviations of files
     "calls": "tests/egress/test_egress_docker.py", "litellm": "tests/egress/test_litellm_docker.py",
     "front": "tests/egress/test_front_docker.py", "logs": "tests/unit/sandboxes/egress/test_log_collection.py",
     "data": "tests/unit/sandboxes/state/test_data_sync.py", "one_shot": "tests/unit/leases/test_one_shot.py",
+    "streams": "tests/api/sandbox/test_streams.py",
     "limits": "tests/unit/sandboxes/test_run_limits.py",
     "races": "tests/races/test_budget_races.py", "admission": "tests/unit/billing/test_budget_admission.py",
 }  # fmt: skip
@@ -280,6 +281,8 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_RUN_MEMORY_MOST_MIB": ("8192", is_run_of_5000_mib_accepted),
     "LEASEHOLD_MAX_RUNS_PER_LEASE": ("2", "limits::test_run_above_the_limit_of_its_lease_is_refused_until_one_ends"),
     "LEASEHOLD_MAX_RUNS_PER_AGENT": ("2", "limits::test_run_above_the_limit_of_its_agent_is_refused_in_all_its_leases"),
+    "LEASEHOLD_MAX_STREAMS": ("2", "streams::test_stream_above_a_limit_is_refused_until_one_is_closed"),
+    "LEASEHOLD_MAX_STREAMS_PER_LEASE": ("2", "streams::test_stream_above_a_limit_is_refused_until_one_is_closed"),
     "LEASEHOLD_TURN_TIMEOUT": ("7s", turn_timeout),
     "LEASEHOLD_LLM_URL": ("http://127.0.0.1:2/v1", "egress::test_unreachable_upstream_is_a_failed_call"),
     "LEASEHOLD_LLM_API_KEY": ("sk-x", "calls::test_calls_with_curl_match_rows_and_log"),

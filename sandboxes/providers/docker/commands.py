@@ -20,6 +20,7 @@ from sandboxes.providers.base import (
     ExecResult,
     ExecState,
     Missing,
+    OutputReader,
     OutputView,
     Provider,
     ProviderError,
@@ -27,6 +28,7 @@ from sandboxes.providers.base import (
     Unavailable,
 )
 from sandboxes.providers.docker import agent_exec, parked_networks, replacement
+from sandboxes.providers.docker.agent_output import AgentOutputReader
 from sandboxes.providers.docker.engine import Conflict, Engine, translate_errors
 from sandboxes.providers.docker.exec_stream import BoundedBuffer, EngineExec
 
@@ -136,6 +138,10 @@ class ContainerCommandProvider(Provider):
     def find_exec(self, ref: str, mark: str) -> ExecState | None:
         agent = agent_exec.find_agent(self._engine, ref)
         return agent_exec.find_state(agent, mark) if agent else None
+
+    def open_output(self, ref: str, mark: str, *, stdout: int, stderr: int) -> OutputReader | None:
+        agent = agent_exec.find_agent(self._engine, ref)
+        return AgentOutputReader(agent, mark, stdout, stderr) if agent else None
 
     def acknowledge_exec(self, ref: str, mark: str) -> None:
         with contextlib.suppress(ProviderError):

@@ -76,6 +76,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
     isolated = True
     enforces_limits = True
     measures_usage = True
+    streams_output = True
 
     def engine_id(self) -> str:
         return self._engine.fetch_id()

@@ -1,0 +1,91 @@
+"""Results of streamed commands that stay in their sandboxes for a while after the end of the Run.
+
+The Run's row has the beginning of the output only. A reader that is behind, or comes back, finds the rest with the agent until
+the result is acknowledged. If this process dies before, the agent drops the result itself when it needs the room."""
+
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import NamedTuple
+
+from sandboxes.providers.base import Provider, ProviderError
+
+REPLAY_SECONDS = 30.0
+# Of one sandbox; the oldest is acknowledged early. The agent retains at most 256 results and 32 MiB, and drops output beyond.
+MAX_RETAINED_RESULTS, MAX_RETAINED_BYTES = 16, 8 << 20
+
+
+class RetainedResult(NamedTuple):
+    """Result to acknowledge at `due` (monotonic seconds)."""
+
+    due: float
+    provider: Provider
+    ref: str
+    mark: str
+    size: int  # bytes
+
+    def acknowledge(self) -> None:
+        with suppress(ProviderError):
+            self.provider.acknowledge_exec(self.ref, self.mark)
+
+
+class Acknowledger:
+    """Queue of retained results, and the thread that acknowledges each one after REPLAY_SECONDS."""
+
+    def __init__(self) -> None:
+        self._results = deque[RetainedResult]()
+        self._changed, self._flushing, self._has_thread = threading.Condition(), False, False
+
+    def put(self, result: RetainedResult) -> None:
+        """Retain a result, and acknowledge older ones of the same sandbox above the limits."""
+        with self._changed:
+            self._results.append(result)
+            excess = self._take_excess(result.ref)
+            self._changed.notify()
+            if not self._has_thread:
+                self._has_thread = True
+                threading.Thread(target=self._run, name="acknowledgements", daemon=True).start()
+        for old in excess:
+            old.acknowledge()
+
+    def flush(self) -> None:
+        """Acknowledge all results now, and further ones without delay."""
+        with self._changed:
+            self._flushing = True
+            results, self._results = self._results, deque()
+            self._changed.notify()
+        for result in results:
+            result.acknowledge()
+
+    def _take_excess(self, ref: str) -> list[RetainedResult]:
+        own = [result for result in self._results if result.ref == ref]
+        size, excess = sum(result.size for result in own), list[RetainedResult]()
+        while len(own) > MAX_RETAINED_RESULTS or size > MAX_RETAINED_BYTES:
+            excess.append(own.pop(0))
+            size -= excess[-1].size
+            self._results.remove(excess[-1])
+        return excess
+
+    def _run(self) -> None:
+        while result := self._take():
+            result.acknowledge()
+
+    def _take(self) -> RetainedResult | None:
+        """Wait for the oldest result to be due. None if there is no result left: the thread ends."""
+        with self._changed:
+            while self._results:
+                pause = self._results[0].due - time.monotonic()
+                if pause <= 0 or self._flushing:
+                    return self._results.popleft()
+                self._changed.wait(pause)
+            self._has_thread = False
+            return None
+
+
+ACKNOWLEDGER = Acknowledger()
+
+
+def acknowledge_later(provider: Provider, ref: str, mark: str, *, size: int) -> None:
+    """Let the sandbox drop a recorded result of `size` bytes after REPLAY_SECONDS."""
+    ACKNOWLEDGER.put(RetainedResult(time.monotonic() + REPLAY_SECONDS, provider, ref, mark, size))

@@ -1,0 +1,28 @@
+"""Rows of streamed Runs, read by one thread: a stream occupies no database connection while it waits."""
+
+from concurrent.futures import ThreadPoolExecutor
+from uuid import UUID
+
+from django.db import close_old_connections, connections
+
+from sandboxes.models import Run
+from sandboxes.streams.registry import OPEN_STREAMS
+
+_thread = ThreadPoolExecutor(1, thread_name_prefix="stream-rows")
+
+
+def fetch_run(run_id: UUID, *, with_output: bool) -> Run:
+    """Read a Run, without its stored output unless requested. Raise DatabaseError, Run.DoesNotExist."""
+    return _thread.submit(_fetch_run, run_id, with_output).result()
+
+
+def close_if_idle() -> None:
+    """Close the connection to the database if no stream is open."""
+    if OPEN_STREAMS.count() == 0:
+        _thread.submit(connections.close_all).result()
+
+
+def _fetch_run(run_id: UUID, with_output: bool) -> Run:
+    close_old_connections()
+    runs = Run.objects.select_related("sandbox__host")
+    return (runs if with_output else runs.defer("stdout", "stderr")).get(pk=run_id)

@@ -60,17 +60,18 @@ def read_all(reader: AgentOutputReader) -> dict[str, bytes]:
 
 
 def test_output_of_both_streams_arrives_while_the_command_runs(gateway, tmp_path) -> None:
-    go = tmp_path / "go"
-    os.mkfifo(go)
-    thread = start(gateway, "both", f"echo one; read l < {go}; echo two >&2; read l < {go}; echo three")
+    first, second = tmp_path / "first", tmp_path / "second"  # not one pipe twice: its second reader may meet the first writer
+    for pipe in (first, second):
+        os.mkfifo(pipe)
+    thread = start(gateway, "both", f"echo one; read l < {first}; echo two >&2; read l < {second}; echo three")
     with closing(open_reader(gateway, "both")) as reader:
         received = []
-        for number in range(3):
+        for pipe in (first, second, None):
             while not (part := reader.read(wait=WAIT_SECONDS)).content:
                 assert not part.ended
             received.append((part.stream, part.content))
-            if number < 2:
-                go.write_text("\n")
+            if pipe:
+                pipe.write_text("\n")
         assert received == [("stdout", b"one\n"), ("stderr", b"two\n"), ("stdout", b"three\n")]
         while not reader.read(wait=WAIT_SECONDS).ended:
             pass

@@ -34,6 +34,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.LeaseEnded: 410,
     leases.Conflict: 409,
     leases.TurnInProgress: 409,
+    leases.AgentRunNotFound: 404,
     leases.ShellNotFound: 404,
     leases.ShellExists: 409,
     leases.TooManyShells: 409,

@@ -42,6 +42,12 @@ class RunFailed(Conflict):
     code = "run_failed"
 
 
+class AgentRunNotFound(LeaseError):
+    """The lease has no such agent run."""
+
+    code = "agent_run_not_found"
+
+
 class ShellNotFound(LeaseError):
     """The lease has no shell of this name."""
 

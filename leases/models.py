@@ -11,6 +11,7 @@ from django.db import models
 from django.db.models import F, Q
 from django.utils import timezone
 
+from leases.agent_runs.models import AgentRun as AgentRun  # makes the table known to Django
 from sandboxes.db import durations
 from sandboxes.models import Policy, Pool, Run
 

@@ -10,6 +10,7 @@ from django.db.models import BigIntegerField, Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import Cast
 
 from leases import leasing, shells, turns
+from leases.agent_runs import lifecycle
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
 from sandboxes import processes
 from sandboxes.egress import authorization
@@ -136,6 +137,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     result.failures += closed.failures
     result.note("sandboxes of lost hosts released", release_lost_hosts(now=now))
     result.note("turns skipped", turns.settle_overdue_turns(now=now, limit=limit))
+    result.note("agent runs recorded", lifecycle.record_abandoned(now=now, limit=limit))
     result.note("model calls closed", authorization.close_abandoned(now=now, limit=limit))
     result.note("shells of ended leases deleted", shells.delete_of_ended_leases())
     result.note("idempotent responses deleted", find_expired_idempotent_requests(now=now).delete()[0])

@@ -2,27 +2,35 @@
 
 import threading
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
+import structlog
 from django.db import connections
-from django.http import HttpResponse
 
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
 _threads = set[threading.Thread]()
 
 
-class CommandThread(threading.Thread):
-    """Thread of one request that executes a command. `response` is that of the request once it is answered.
+class CommandThread(threading.Thread, Generic[T]):
+    """Thread of one request that executes a command. `response` is the result of `execute`, or `error` its exception.
 
     The number of such threads is limited as that of execs without a stream: by sandboxes.long_calls."""
 
-    def __init__(self, respond: Callable[[threading.Event], HttpResponse]) -> None:
-        """`respond` receives an event that it sets when the command starts."""
+    def __init__(self, execute: Callable[[threading.Event], T]) -> None:
+        """`execute` receives an event that it sets when the command starts."""
         super().__init__(name="streamed-command", daemon=True)
-        self._respond, self._ready = respond, threading.Event()
-        self.response: HttpResponse | None = None
+        self._execute, self._ready = execute, threading.Event()
+        self.response: T | None = None
+        self.error: Exception | None = None
 
     def run(self) -> None:
         try:
-            self.response = self._respond(self._ready)
+            self.response = self._execute(self._ready)
+        except Exception as error:
+            self.error = error
+            if self._ready.is_set():  # the request is answered
+                log.warning("command failed after its request was answered", error=f"{type(error).__name__}: {error}")
         finally:
             _threads.discard(self)
             self._ready.set()

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 from uuid import UUID
 
@@ -44,7 +44,7 @@ interrupted: continue it with GET /leases/{id}/runs/{run_id}/stream and `Last-Ev
 class EventStreamResponse(StreamingHttpResponse):
     """Response with the events of a run. The web server sends it from a thread of its own (controlplane.webserver)."""
 
-    def __init__(self, events: "RunEvents") -> None:
+    def __init__(self, events: Iterator[bytes]) -> None:
         super().__init__(events, content_type=EVENT_STREAM, headers=HEADERS)
 
 
@@ -143,7 +143,7 @@ class ExecStreamView(ExecView):
         data = self.validate_body(EXEC_SERIALIZER)
         slot = OPEN_STREAMS.open(pk, follows_command=True)
         try:
-            thread = CommandThread(lambda started: self._execute(pk, data, encoding, streamed=True, started=started))
+            thread = CommandThread(lambda started: self._execute(pk, data, encoding, streamed=True, on_start=started.set))
             thread.start_and_wait()
             if thread.response is not None and thread.response.status_code != 200:
                 slot.release()

@@ -3,6 +3,8 @@
 from django.urls import path, register_converter
 
 from leases.api import (
+    agent_run_streams,
+    agent_runs,
     agents,
     budgets,
     environments,
@@ -47,6 +49,10 @@ urlpatterns = [
     path("leases/<uuid:pk>/runs", runs.RunListView.as_view()),
     path("leases/<uuid:pk>/runs/<uuid:run_id>", runs.RunView.as_view()),
     path("leases/<uuid:pk>/runs/<uuid:run_id>/stream", streams.RunStreamView.as_view()),
+    path("leases/<uuid:pk>/agent-runs", agent_runs.AgentRunListView.as_view()),
+    path("leases/<uuid:pk>/agent-runs/<uuid:run_id>", agent_runs.AgentRunView.as_view()),
+    path("leases/<uuid:pk>/agent-runs/<uuid:run_id>/interrupt", agent_runs.AgentRunInterruptView.as_view()),
+    path("leases/<uuid:pk>/agent-runs/<uuid:run_id>/stream", agent_run_streams.AgentRunStreamView.as_view()),
     path("leases/<uuid:pk>/restart", processes.SandboxRestartView.as_view()),
     path("leases/<uuid:pk>/processes", processes.ProcessListView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>", processes.ProcessView.as_view()),

@@ -41,8 +41,20 @@ class PolicyAdmin(ConsoleModelAdmin):
                 "description": "Evaluated on every call. A change takes effect from the next call, also for running sandboxes.",
             },
         ),
+        (
+            "Agent CLIs",
+            {
+                "fields": ["agent_tools", "agent_denied_commands", "agent_max_turns", "agent_max_cost"],
+                "description": "Passed to the CLI and checked on its messages. A violation interrupts the run. A change "
+                "applies to runs that start afterwards.",
+            },
+        ),
     ]
     labels = {
+        "agent_tools": "Allowed tools",
+        "agent_denied_commands": "Denied commands",
+        "agent_max_turns": "Maximum turns",
+        "agent_max_cost": "Maximum cost (USD)",
         "writable_root": "Writable root file system",
         "models": "Allowed models",
         "most_calls_at_once": "Concurrent calls",

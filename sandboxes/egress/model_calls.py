@@ -16,7 +16,7 @@ from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.authorization import CallerIdentity, CallRefused, CallResult
 from sandboxes.egress.call_tracking import CallTracker
 from sandboxes.egress.redaction import SecretRedactor, is_secret
-from sandboxes.egress.request_filter import InvalidRequest, sanitize_request
+from sandboxes.egress.request_filter import InvalidRequest, filter_betas, sanitize_request
 from sandboxes.egress.responses import ClientDisconnected, await_write, build_error_response
 from sandboxes.egress.token_usage import UsageReader
 from sandboxes.models import LlmCall
@@ -112,6 +112,8 @@ class ModelCallProxy:
         hide_usage: bool,
     ) -> web.StreamResponse:
         url = settings.LLM_URL.rstrip("/") + request.path.removeprefix("/v1")
+        if request.path.startswith("/v1/messages") and request.query.get("beta") == "true":
+            url += "?beta=true"
         try:
             async with self.session.post(
                 url, json=body, headers=_build_upstream_headers(request, row, caller), allow_redirects=False
@@ -191,7 +193,9 @@ def _requests_usage(body: dict[str, Any]) -> bool:
 
 
 def _build_upstream_headers(request: web.Request, row: LlmCall, caller: CallerIdentity) -> dict[str, str]:
-    """Build the headers with credentials and LiteLLM's identity. Only `anthropic-version` comes from the sandbox's request."""
+    """Build the headers with credentials and LiteLLM's identity.
+
+    Only `anthropic-version` and allowed features of `anthropic-beta` come from the sandbox's request."""
     headers = {
         "x-litellm-call-id": row.call_id,
         "x-litellm-end-user-id": row.agent_did,
@@ -202,6 +206,8 @@ def _build_upstream_headers(request: web.Request, row: LlmCall, caller: CallerId
         headers["Authorization"] = f"Bearer {settings.LLM_API_KEY}"
     if request.path.startswith("/v1/messages"):
         headers["anthropic-version"] = request.headers.get("anthropic-version", "2023-06-01")[:32]
+        if betas := filter_betas(request.headers.get("anthropic-beta", "")):
+            headers["anthropic-beta"] = betas
         if settings.LLM_API_KEY:
             headers["x-api-key"] = settings.LLM_API_KEY
     return headers

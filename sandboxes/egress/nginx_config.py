@@ -78,6 +78,7 @@ http {{
   map $http_sec_websocket_key $websocket_key {{ default ""; "~^[A-Za-z0-9+/=]{{24}}$" $http_sec_websocket_key; }}
   map $http_sec_websocket_version $websocket_version {{ default ""; "~^[0-9]{{1,3}}$" $http_sec_websocket_version; }}
   map $http_anthropic_version $dialect {{ default ""; "~^[A-Za-z0-9.-]{{1,32}}$" $http_anthropic_version; }}
+  map $http_anthropic_beta $betas {{ default ""; "~^[A-Za-z0-9., -]{{1,1024}}$" $http_anthropic_beta; }}
   upstream server {{ server unix:{server}; keepalive 32; }}
 
   server {{
@@ -162,6 +163,7 @@ location = {path} {{
   proxy_set_header Connection "";
   proxy_set_header Content-Type application/json;
   proxy_set_header anthropic-version $dialect;
+  proxy_set_header anthropic-beta $betas;
   proxy_pass http://server{path};
 }}"""
 

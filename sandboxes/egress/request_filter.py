@@ -18,7 +18,9 @@ COMPLETION_FIELDS = {
     "model", "stream", "temperature", "top_p", "prompt", "suffix", "max_tokens", "stop", "n", "seed", "logprobs", "echo",
     "presence_penalty", "frequency_penalty", "best_of", "logit_bias", "stream_options",
 }  # fmt: skip
-MESSAGE_FIELDS = COMMON_FIELDS | {"messages", "max_tokens", "system", "stop_sequences", "top_k", "thinking", "output_config"}
+MESSAGE_FIELDS = COMMON_FIELDS | {
+    "messages", "max_tokens", "system", "stop_sequences", "top_k", "thinking", "output_config", "context_management", "cache_control",
+}  # fmt: skip
 RESPONSE_FIELDS = COMMON_FIELDS | {
     "input",
     "instructions",
@@ -42,6 +44,14 @@ MODELS_PATH = "/v1/models"  # answered by the egress server, free of charge
 REQUIRED_FIELDS = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/responses": "input"}  # other paths: messages
 # Types of tools that the client executes. The provider executes all others, such as web search.
 CLIENT_TOOL_PATTERNS = ("function", "custom", "bash_*", "text_editor_*", "computer_*", "memory_*", "local_shell", "apply_patch")
+# Features of Anthropic's API that agent CLIs announce in the header anthropic-beta. They change how the model reads and answers a
+# request. Features with which the provider executes tools, fetches content or stores files are not among them.
+BETA_PATTERNS = (
+    "advanced-tool-use-*", "claude-code-*", "compact-*", "context-1m-*", "context-management-*", "effort-*", "extended-cache-ttl-*",
+    "fine-grained-tool-streaming-*", "interleaved-thinking-*", "mid-conversation-tool-changes-*", "output-128k-*",
+    "prompt-caching-*", "structured-outputs-*", "thinking-display-updates-*", "thinking-token-count-*",
+    "token-efficient-tools-*", "tool-examples-*",
+)  # fmt: skip
 SCHEMA_FIELDS = {"parameters", "input_schema", "schema"}
 TOOL_CALL_TYPES = ("tool_use", "function_call", "custom_tool_call")
 MAX_NESTING_DEPTH = 64
@@ -78,6 +88,11 @@ def sanitize_request(path: str, body: Any, *, default_model: str) -> dict[str, A
     if path == "/v1/responses":
         allowed["store"] = False  # other agents use the same account and could read stored responses
     return allowed
+
+
+def filter_betas(header: str) -> str:
+    """Return the allowed features of an anthropic-beta header, comma-separated. Others are dropped, and the call goes on."""
+    return ",".join(name for name in (part.strip() for part in header.split(",")[:64]) if is_allowed(name, [*BETA_PATTERNS]))
 
 
 def is_allowed(model: str, patterns: list[str]) -> bool:

@@ -4,7 +4,17 @@ from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.core.validators import MaxValueValidator, MinValueValidator
-from django.db.models import BooleanField, CharField, CheckConstraint, JSONField, Model, PositiveIntegerField, Q, SlugField
+from django.db.models import (
+    BooleanField,
+    CharField,
+    CheckConstraint,
+    DecimalField,
+    JSONField,
+    Model,
+    PositiveIntegerField,
+    Q,
+    SlugField,
+)
 
 SEALED_POLICY_NAME = "sealed"  # policy without exceptions; applies wherever no policy is named
 MAX_BODY_KIB = 1 << 16  # upper bound for every policy: request bodies are held in memory
@@ -40,6 +50,22 @@ class Policy(Model):
     largest_body_kib = PositiveIntegerField(
         default=4096, validators=[MinValueValidator(1), MaxValueValidator(MAX_BODY_KIB)],
         help_text=f"Maximum size of one model request, KiB; at most {MAX_BODY_KIB:,}.",
+    )  # fmt: skip
+    agent_tools = JSONField(
+        default=list, blank=True, validators=[check_models],
+        help_text='Tools that agent CLIs may use, such as "Read" and "Bash". Empty: all.',
+    )  # fmt: skip
+    agent_denied_commands = JSONField(
+        default=list, blank=True, validators=[check_models],
+        help_text='Shell commands that interrupt an agent CLI: patterns such as "git push*" or "rm -rf *".',
+    )  # fmt: skip
+    agent_max_turns = PositiveIntegerField(
+        null=True, blank=True, validators=[MinValueValidator(1)],
+        help_text="Maximum number of model answers in one run of an agent CLI. Empty: no limit.",
+    )  # fmt: skip
+    agent_max_cost = DecimalField(
+        max_digits=18, decimal_places=9, null=True, blank=True, validators=[MinValueValidator(0)],
+        help_text="Maximum cost of the model calls of one run of an agent CLI, USD. Empty: no limit.",
     )  # fmt: skip
     relay = BooleanField(default=False, help_text="Access to the relay. Sandboxes can publish in their agent's name.")
 

@@ -4,7 +4,6 @@ A Run is opened before the provider is called and closed afterwards, also on fai
 has open Runs: the transaction that opens or closes a Run also changes the sandbox's state and its count of open Runs. An
 eviction checks the state, and therefore never stops a sandbox in which an operation is active."""
 
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,7 +59,8 @@ class Command:
     needs_data: bool = True  # attach /data before the command and persist it afterwards
     run_id: uuid.UUID = field(default_factory=uuid.uuid4)
     streamed: bool = False  # the sandbox retains the output after the end, for readers of its stream (runs.retention)
-    started: threading.Event = field(default_factory=threading.Event)  # set when the provider is asked to execute the command
+    max_output_bytes: int | None = None  # of each stream. None: LEASEHOLD_EXEC_OUTPUT_CAP_BYTES
+    on_start: Callable[[], object] = bool  # called when the provider is about to be asked to execute the command
 
 
 @dataclass
@@ -90,7 +90,7 @@ def exec_in_sandbox(
         workspace_limit.require_workspace_space(opened.provider, opened.sandbox, now=clock())
         opened.claim.begin_command(command.timeout)
         opened.executing = True
-        command.started.set()
+        command.on_start()
         result = opened.provider.exec(
             opened.sandbox.ref,
             list(command.argv),
@@ -98,7 +98,7 @@ def exec_in_sandbox(
             cwd=command.cwd,
             stdin=command.stdin,
             timeout=command.timeout,
-            cap=settings.EXEC_OUTPUT_CAP,
+            cap=command.max_output_bytes or settings.EXEC_OUTPUT_CAP,
             mark=str(command.run_id),
             output=opened.claim.output,
             retain=True,

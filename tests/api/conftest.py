@@ -19,7 +19,7 @@ from django.utils import timezone
 from django_q.models import OrmQ
 
 from leases import api_keys
-from leases.models import Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, Shell, Turn
+from leases.models import Agent, AgentKey, AgentRun, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, Shell, Turn
 from sandboxes.models import MintedToken, Pool, Process, Run, Sandbox, Snapshot, Transition
 from tests.support.billing import ADA, BOB
 
@@ -33,11 +33,11 @@ ANY_BODY = {
     "argv": ["true"], "turn_number": 1, "state": {}, "snapshot_id": str(uuid.UUID(int=1)), "environment_id": "fork-1",
     "role": "user", "content": "x", "action": "x", "aud": "did:web:example.com", "lxm": "com.example.method",
     "did": "did:plc:new", "condition": "x", "ids": [str(uuid.UUID(int=1))], "name": "n",
-    "signal": "TERM", "offset": 0,
+    "signal": "TERM", "offset": 0, "prompt": "x",
 }  # fmt: skip
 ALL_MODELS = (
-    Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken, OrmQ, Pool, Process, Run, Sandbox,
-    Shell, Snapshot, Transition, Turn,
+    Agent, AgentKey, AgentRun, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken, OrmQ, Pool, Process, Run,
+    Sandbox, Shell, Snapshot, Transition, Turn,
 )  # fmt: skip
 
 

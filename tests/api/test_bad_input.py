@@ -55,6 +55,13 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
         "shell": [5, "", "a b", "x" * 101], "stdin": [1, None],
         "timeout_seconds": [0, -1, 3601, 10**12, True, 1.5, "60", []],
     },
+    "leases/{id}/agent-runs": {
+        "prompt": [MISSING, None, 5, "", "x" * (1 << 20) + "x"], "cli": [None, "other", 5], "model": ["", "a b", 5],
+        "permission_mode": ["none", None], "system_prompt": [5, "x" * 65537], "session_id": ["", "a/b", "../x", "x" * 129, 5],
+        "resume": ["yes", 1, None], "allowed_tools": ["Bash", ["a,b"], [5], ["x"] * 65],
+        "denied_commands": [["a)"], ["("], [""]], "max_turns": [0, -1, "5", 10_001], "max_cost_usd": ["-1", "x", [], "NaN"], "argv": [[], "true"], "env": COMMAND["env"],
+        "cwd": COMMAND["cwd"], "shell": [5, "a b"], "timeout_seconds": [0, 3601, "60"],
+    },
     "leases/{id}/processes": COMMAND | {
         "name": ["x" * 101], "wait_seconds": [0, 301], "wait_for": ["x" * 1001, ["x"]],
         "wait_for_port": [0, 65536, "80"],
@@ -279,6 +286,7 @@ def test_invalid_idempotency_keys_are_rejected(ada: ApiClient, lease) -> None:
 MAX_BODY_BYTES = {
     "exec": 16 << 20, "exec/stream": 16 << 20, "turns": (1 << 20) + 1024, "processes": 1 << 20, "files/a": 64 << 20,
     "archive": 1 << 30, "chat": 256 << 10, "audit": 256 << 10, "artifacts/a": 64 << 20, "runs": 32 << 20,
+    "agent-runs": 2 << 20,
     f"processes/{uuid.UUID(int=1)}/stdin": 2 << 20,
 }  # fmt: skip
 

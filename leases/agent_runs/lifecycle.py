@@ -1,0 +1,168 @@
+"""Agent runs of a lease: start, execute, recover.
+
+The CLI is the command of a Run: metering, timeouts, sleep and recovery are those of every exec."""
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+import structlog
+from django.conf import settings
+from django.db import connections
+
+from leases import execution, leasing
+from leases.agent_runs.clis.base import AgentOptions
+from leases.agent_runs.clis.registry import CLIS
+from leases.agent_runs.models import AgentRun, AgentRunState
+from leases.agent_runs.policy import AgentPolicy
+from leases.agent_runs.recorder import RECORDER_TTL, Recorder, RecorderReplaced, find_agent_run, store_message
+from leases.errors import AgentRunNotFound
+from leases.models import Lease
+from sandboxes.db.clock import Clock, clock_from
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models import Policy, Run, RunOutcome
+from sandboxes.runs.operations import KILL_GRACE, Command
+from sandboxes.stores import lease_stores
+
+log = structlog.get_logger(__name__)
+MAX_OUTPUT_BYTES = 16 << 20  # of each stream; the agent in the sandbox retains 32 MiB. Later messages are lost
+
+
+@dataclass(frozen=True)
+class AgentRequest:
+    """An agent CLI, its options, and the context of its command."""
+
+    cli: str
+    options: AgentOptions
+    env: Mapping[str, str]
+    cwd: str
+    timeout: timedelta
+
+
+def create(pk: uuid.UUID, request: AgentRequest, *, run_id: uuid.UUID, now: datetime, actor: str = "") -> AgentRun:
+    """Create the row of an agent run, and store its prompt. Nothing is executed.
+
+    Raise LeaseEnded, InvalidRequest for an option that the CLI does not have, StoreError."""
+    lease = leasing.require_active(pk, now=now)
+    cli = CLIS[request.cli]
+    cli.check(request.options)
+    row = AgentRun(
+        id=run_id,
+        lease=lease,
+        cli=cli.name,
+        model=request.options.model or cli.default_model,
+        requested_session=request.options.session_id,
+        policy=request.options.policy.to_document(),
+        started_at=now,
+        recorder_deadline=now + settings.SANDBOX_START_TIMEOUT + RECORDER_TTL,
+    )
+    stores = lease_stores.open_stores(lease.agent_did, lease.pk)
+    store_message(stores, row, "user", request.options.prompt, 0, now=now)
+    audit = {"action": "agent_run.started", "agent_run": str(run_id), "cli": cli.name, "model": row.model, "policy": row.policy}
+    stores.audit.append(audit, now=now, actor=actor)
+    row.save(force_insert=True)
+    checkpoint("agent run created", row)
+    return row
+
+
+def execute(
+    row: AgentRun, request: AgentRequest, *, on_start: Callable[[], object] = bool, now: datetime, actor: str = ""
+) -> None:
+    """Execute the CLI and record its messages. Blocks until the row is closed. `on_start` is called when the command begins.
+
+    A CLI that fails is a result. An error before the command begins is raised, and deletes the row."""
+    clock = clock_from(now)
+    cli, recording = CLIS[request.cli], RecordingThread(row, clock)
+
+    def start() -> None:
+        recording.start()
+        on_start()
+
+    command = Command(
+        cli.build_command(request.options),
+        request.timeout,
+        {**cli.build_env(), **request.env},
+        request.cwd,
+        request.options.prompt.encode(),
+        run_id=row.pk,
+        streamed=True,
+        max_output_bytes=MAX_OUTPUT_BYTES,
+        on_start=start,
+    )
+    try:
+        execution.exec_command(row.lease_id, command, now=clock(), actor=actor)
+    except Exception:
+        if not _may_have_started(row.pk):
+            AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True).delete()
+        raise
+    finally:
+        if recording.ident is not None:
+            recording.join()
+
+
+class RecordingThread(threading.Thread):
+    """Thread that records an agent run while its command runs."""
+
+    def __init__(self, row: AgentRun, clock: Clock) -> None:
+        super().__init__(name="agent-run-recorder", daemon=True)
+        self._row, self._clock = row, clock
+
+    def run(self) -> None:
+        try:
+            Recorder(self._row, clock=self._clock).record()
+        except RecorderReplaced:
+            log.warning("agent run is recorded by another process", agent_run=str(self._row.pk))
+        except Exception:
+            log.exception("agent run not recorded; a sweep continues", agent_run=str(self._row.pk))
+        finally:
+            connections.close_all()
+
+
+def find(lease: uuid.UUID, pk: uuid.UUID) -> AgentRun:
+    """Return an agent run of a lease. Raise AgentRunNotFound."""
+    row = find_agent_run(pk)
+    if row is None or row.lease_id != lease:
+        raise AgentRunNotFound()
+    return row
+
+
+def find_last_session(lease: uuid.UUID, cli: str) -> str:
+    """Return the session of the lease's last run of a CLI, or ""."""
+    rows = AgentRun.objects.filter(lease=lease, cli=cli).exclude(session_id="")
+    return rows.values_list("session_id", flat=True).first() or ""
+
+
+def get_policy(lease: Lease) -> AgentPolicy:
+    """Return the limits that operators set for the agents of an environment type."""
+    policy: Policy | None = lease.environment_type.policy
+    return AgentPolicy() if policy is None else AgentPolicy(
+        tuple(policy.agent_tools), tuple(policy.agent_denied_commands), policy.agent_max_turns, policy.agent_max_cost
+    )  # fmt: skip
+
+
+def record_abandoned(*, now: datetime, limit: int = 200) -> int:
+    """Record and close agent runs whose recorder is dead. Return the number of closed rows.
+
+    A run whose command still runs is left alone until its Run is closed."""
+    clock = clock_from(now)
+    closed = 0
+    for row in AgentRun.objects.select_related("lease").filter(ended_at__isnull=True, recorder_deadline__lt=now)[:limit]:
+        run = Run.objects.filter(pk=row.pk).defer("stdout", "stderr").first()
+        if run is not None and run.ended_at is None and run.deadline_at + KILL_GRACE > now:
+            continue
+        previous, row.recorder_deadline = row.recorder_deadline, clock() + RECORDER_TTL
+        own = AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)
+        if run is None:
+            note = "The control plane was interrupted before the command began."
+            closed += own.update(state=AgentRunState.FAILED, ended_at=now, note=note)
+        elif run.ended_at is not None and own.update(recorder_deadline=row.recorder_deadline):
+            Recorder(row, clock=clock).record()
+            closed += 1
+    return closed
+
+
+def _may_have_started(run_id: uuid.UUID) -> bool:
+    # A Run that failed without an exit code was rejected before its command began.
+    return Run.objects.filter(pk=run_id).exclude(outcome=RunOutcome.FAILED, exit_code=None).exists()

@@ -1,0 +1,213 @@
+"""Recording of an agent run: reads the output of its Run, stores the messages, and enforces the policy.
+
+A message is stored at least once: after a crash between its storage and the update of the row it is stored again under the same
+sequence number."""
+
+import io
+import json
+import time
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import structlog
+from django.db.models import Sum
+
+from leases.agent_runs import interruption
+from leases.agent_runs.clis.base import Message
+from leases.agent_runs.clis.registry import CLIS
+from leases.agent_runs.models import AgentRun, AgentRunState
+from leases.agent_runs.ndjson import JsonLine, MalformedLine, NdjsonParser
+from leases.agent_runs.policy import AgentPolicy
+from sandboxes.db.clock import Clock
+from sandboxes.db.connection_errors import retry_connection_errors
+from sandboxes.models import LlmCall, Run, RunOutcome
+from sandboxes.storage.base import StoreError
+from sandboxes.stores import lease_stores
+from sandboxes.stores.limits import DEFAULT_LIMITS
+from sandboxes.streams import rows
+from sandboxes.streams.reader import Ended, Gap, KeepAlive, Output, Position, RunReader, StreamItem
+from sandboxes.streams.registry import OPEN_STREAMS, StreamSlot
+
+log = structlog.get_logger(__name__)
+RECORDER_TTL = timedelta(minutes=1)  # the reader returns at least every 15 seconds
+STORE_RETRY_PAUSES_SECONDS = (0.2, 1.0, 5.0)
+MAX_RESULT_CHARS = 64 << 10
+MAX_INLINE_BYTES = DEFAULT_LIMITS.max_event_bytes - (4 << 10)  # a longer message becomes an artifact
+
+
+class RecorderReplaced(Exception):
+    """Another process records this agent run."""
+
+
+class Recorder:
+    """Recorder of one agent run. It continues after the last recorded message."""
+
+    def __init__(self, agent_run: AgentRun, *, clock: Clock, pause: Callable[[float], object] = time.sleep) -> None:
+        self._agent_run, self._clock, self._pause = agent_run, clock, pause
+        self._cli = CLIS[agent_run.cli]
+        self._policy = AgentPolicy.from_document(agent_run.policy)
+        self._parser = NdjsonParser(agent_run.stdout_offset)
+        self._stores = lease_stores.open_stores(agent_run.lease.agent_did, agent_run.lease_id)
+        self._turn_ids = set[str]()  # counted by this recorder
+
+    def record(self) -> None:
+        """Record the output up to its end, and close the agent run. Raise RecorderReplaced."""
+        row = self._agent_run
+        try:
+            run = rows.fetch_run(row.pk, with_output=True)
+            slot = StreamSlot(OPEN_STREAMS, row.lease_id, follows_command=True)
+            reader = RunReader(run, Position(row.stdout_offset, row.stderr_offset), slot)
+            try:
+                for item in reader.read():
+                    self._take(item)
+            finally:
+                reader.close()
+        finally:
+            rows.close_if_idle()
+
+    def _take(self, item: StreamItem) -> None:
+        match item:
+            case Output("stdout", content, position):
+                for line in self._parser.feed(content):
+                    self._record_line(line, position)
+            case Output(_, _, position):
+                self._agent_run.stderr_offset = position.stderr
+            case Gap("stdout", lost_bytes, _):
+                self._parser.skip(lost_bytes)
+                self._agent_run.lost_bytes += lost_bytes
+                self._save("lost_bytes")
+            case KeepAlive():
+                self._keep_alive()
+            case Ended(run, position):
+                for line in self._parser.end():
+                    self._record_line(line, position)
+                self._close(run)
+
+    def _keep_alive(self) -> None:
+        self._save()
+        self._agent_run.refresh_from_db(fields=["interrupted_at"])
+        if self._agent_run.interrupted_at:  # the command may have started after the request to interrupt it
+            interruption.kill_command(self._agent_run.pk)
+
+    def _record_line(self, line: JsonLine | MalformedLine, position: Position) -> None:
+        row = self._agent_run
+        sequence = row.message_count + row.malformed_count + 1
+        if isinstance(line, MalformedLine):
+            row.malformed_count += 1
+            content: dict[str, Any] = {"type": "malformed", "reason": line.reason, "text": line.text, "bytes": line.size}
+            self._store("system", content, sequence)
+        else:
+            message = self._cli.interpret(line.document)
+            row.message_count += 1
+            self._apply(message)
+            self._enforce(message)
+            self._store(message.role, line.document, sequence)
+        row.stdout_offset, row.stderr_offset = line.end, position.stderr
+        self._save("message_count", "malformed_count", "turn_count", "session_id", "result", "is_error", "reported_cost")
+
+    def _apply(self, message: Message) -> None:
+        row = self._agent_run
+        row.session_id = _clean(message.session_id)[:128] or row.session_id
+        if message.turn_id and message.turn_id not in self._turn_ids:
+            self._turn_ids.add(message.turn_id)
+            row.turn_count += 1
+        if message.text:
+            row.result = _clean(message.text)
+        if message.result:
+            row.is_error, row.reported_cost = message.result.is_error, message.result.cost
+            if message.result.text is not None:
+                row.result = _clean(message.result.text)
+
+    def _enforce(self, message: Message) -> None:
+        """Interrupt the run if the message violates the policy."""
+        row = self._agent_run
+        if row.interrupted_at or not (message.turn_id or message.tool_calls):
+            return
+        cost = sum_cost(row, until=self._clock()) if self._policy.max_cost is not None else None
+        violation = self._policy.find_violation(message.tool_calls, turns=row.turn_count, cost=cost)
+        if violation:
+            log.warning("agent run violates its policy", agent_run=str(row.pk), violation=violation)
+            row.interrupted_at, row.violation = self._clock(), _clean(violation)[:500]
+            self._save("interrupted_at", "violation")
+            interruption.kill_command(row.pk)
+
+    def _store(self, role: str, content: dict[str, Any], sequence: int) -> None:
+        """Append a message to the chat history. A message that cannot be stored is counted as lost."""
+        for pause in (*STORE_RETRY_PAUSES_SECONDS, None):
+            try:
+                store_message(self._stores, self._agent_run, role, content, sequence, now=self._clock())
+                return
+            except StoreError as error:
+                if pause is None:
+                    log.error("message not stored", agent_run=str(self._agent_run.pk), sequence=sequence, error=str(error))
+                    self._agent_run.lost_bytes += len(json.dumps(content))
+                    self._save("lost_bytes")
+                else:
+                    self._pause(pause)
+
+    def _close(self, run: Run) -> None:
+        row = self._agent_run
+        row.refresh_from_db(fields=["interrupted_at", "violation"])
+        row.state, row.note = classify_state(row, run), run.note
+        row.ended_at = run.ended_at
+        audit = {"action": "agent_run.ended", "agent_run": str(row.pk), "state": row.state, "violation": row.violation}
+        try:
+            self._stores.audit.append(audit, now=self._clock(), actor="agent run")
+        except StoreError as error:
+            log.error("end not in the audit log", agent_run=str(row.pk), error=str(error))
+        self._save("state", "note", "ended_at")
+
+    def _save(self, *fields: str) -> None:
+        """Store fields of the row, its offsets, and a later deadline. Raise RecorderReplaced.
+
+        The previous deadline is the token of this recorder."""
+        row = self._agent_run
+        previous, row.recorder_deadline = row.recorder_deadline, self._clock() + RECORDER_TTL
+        values = {name: getattr(row, name) for name in (*fields, "stdout_offset", "stderr_offset", "recorder_deadline")}
+        own = AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)
+        saved = retry_connection_errors(
+            lambda: own.update(**values) or AgentRun.objects.filter(pk=row.pk, recorder_deadline=row.recorder_deadline).count(),
+            "agent run not saved", clock=self._clock, run=str(row.pk),
+        )  # fmt: skip
+        if not saved:
+            raise RecorderReplaced
+
+
+def store_message(
+    stores: lease_stores.LeaseStores, row: AgentRun, role: str, content: Any, sequence: int, *, now: datetime
+) -> None:
+    """Append a message to the chat history of its lease; a large one as an artifact with a reference. Raise StoreError."""
+    document: dict[str, Any] = {"role": role, "content": content, "agent_run": str(row.pk), "sequence": sequence}
+    size = len(json.dumps(document))
+    if size > MAX_INLINE_BYTES:
+        name = f"agent-run-{row.pk}-{sequence}.json"
+        source = io.BytesIO(json.dumps(content).encode())
+        stores.artifacts.put(name, source, media_type="application/json", now=now, actor="agent run")
+        kind = content.get("type") if isinstance(content, dict) else "prompt"
+        document["content"] = {"type": kind, "artifact": name, "bytes": size}
+    stores.chat.append(document, now=now, actor="agent run")
+
+
+def classify_state(row: AgentRun, run: Run) -> AgentRunState:
+    """Return the final state of an agent run whose Run has ended."""
+    if row.interrupted_at:
+        return AgentRunState.INTERRUPTED
+    return AgentRunState.COMPLETED if run.outcome == RunOutcome.OK and not row.is_error else AgentRunState.FAILED
+
+
+def sum_cost(row: AgentRun, *, until: datetime) -> Decimal:
+    """Return the metered cost of the model calls of the lease during an agent run, USD. Unpriced calls count as zero."""
+    calls = LlmCall.objects.filter(holder=row.lease_id, started_at__gte=row.started_at, started_at__lte=until)
+    return calls.aggregate(total=Sum("cost"))["total"] or Decimal(0)
+
+
+def find_agent_run(pk: uuid.UUID) -> AgentRun | None:
+    return AgentRun.objects.select_related("lease").filter(pk=pk).first()
+
+
+def _clean(text: str) -> str:
+    """Return text that PostgreSQL accepts: without NUL and lone surrogates, and limited."""
+    return text[:MAX_RESULT_CHARS].replace("\0", "\ufffd").encode(errors="replace").decode()

@@ -1,0 +1,284 @@
+"""Agent runs through the API. The agent CLI is `cat`, which prints its prompt: the prompt is the output of the agent."""
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.db import connections
+from django.utils import timezone
+
+from leases import leasing, sweeps
+from leases.agent_runs import recorder
+from leases.agent_runs.models import AgentRun
+from leases.api import command_threads
+from leases.models import EnvironmentType
+from sandboxes.models import LlmCall, Policy, Run
+from sandboxes.providers.base import Rejected
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.storage.base import StoreError
+from sandboxes.stores import lease_stores
+from sandboxes.streams.registry import OPEN_STREAMS
+from tests.api.conftest import ApiClient, assert_refused
+from tests.support.event_stream import Event, parse_events
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+WAIT_SECONDS = 10.0
+MESSAGES = (
+    {"type": "system", "session_id": "s-1"},
+    {"type": "assistant", "turn_id": "t1", "text": "Looking.", "tool_calls": [{"name": "shell", "command": "ls"}]},
+    {"type": "tool", "output": "a.txt"},
+    {"type": "assistant", "turn_id": "t2", "text": "There is a.txt."},
+    {"type": "result", "cost_usd": "0.25"},
+)
+
+
+@pytest.fixture
+def url(lease: dict[str, Any]) -> Iterator[str]:
+    yield f"leases/{lease['id']}/agent-runs"
+    command_threads.join_all()
+    connections.close_all()
+
+
+def print_lines(*documents: Any) -> str:
+    return "".join(f"{document if isinstance(document, str) else json.dumps(document)}\n" for document in documents)
+
+
+def run_agent(client: ApiClient, url: str, *documents: Any, **fields: Any) -> dict[str, Any]:
+    """Run an agent that prints documents, and return the agent run once it is closed."""
+    body = {"cli": "program", "argv": ["cat"], "prompt": print_lines(*documents)} | fields
+    response = client.post(url, body)
+    assert response.status_code == 202, response.content
+    return wait_for_end(client, f"{url}/{response.json()['run_id']}")
+
+
+def wait_for_end(client: ApiClient, run_url: str) -> dict[str, Any]:
+    wait_until(lambda: client.get(run_url).json()["ended_at"], "the agent run is closed", within=WAIT_SECONDS)
+    document: dict[str, Any] = client.get(run_url).json()
+    return document
+
+
+def read_events(client: ApiClient, run_url: str, last_event_id: str = "") -> list[Event]:
+    response = client.get(f"{run_url}/stream", **({"last_event_id": last_event_id} if last_event_id else {}))
+    assert (response.status_code, response.headers["Content-Type"]) == (200, "text/event-stream")
+    return list(parse_events(b"".join(response.streaming_content).splitlines(keepends=True)))
+
+
+def read_chat(client: ApiClient, url: str) -> list[dict[str, Any]]:
+    page = client.get(f"{url.removesuffix('/agent-runs')}/chat?order=oldest&limit=100").json()
+    return [event["message"] for event in page["results"]]
+
+
+def test_messages_are_recorded_and_summed_up(ada: ApiClient, url: str) -> None:
+    row = run_agent(ada, url, *MESSAGES)
+    assert (row["state"], row["exit_code"], row["session_id"], row["is_error"]) == ("completed", 0, "s-1", False)
+    assert (row["message_count"], row["turn_count"], row["malformed_count"], row["lost_bytes"]) == (5, 2, 0, 0)
+    assert (row["result"], row["reported_cost_usd"]) == ("There is a.txt.", "0.250000000")
+    prompt, *chat = read_chat(ada, url)
+    assert (prompt["role"], prompt["content"], prompt["sequence"]) == ("user", print_lines(*MESSAGES), 0)
+    assert [message["content"] for message in chat] == [*MESSAGES]
+    assert [message["role"] for message in chat] == ["system", "assistant", "tool", "assistant", "result"]
+    assert [message["sequence"] for message in chat] == [1, 2, 3, 4, 5]
+    audit = ada.get(f"{url.removesuffix('/agent-runs')}/audit?order=oldest").json()["results"]
+    assert [event["entry"]["action"] for event in audit] == ["agent_run.started", "agent_run.ended"]
+    assert ada.get(url).json()["results"] == [row]
+
+
+def test_stream_is_replayed_and_continued_after_any_event(ada: ApiClient, url: str) -> None:
+    row = run_agent(ada, url, MESSAGES[0], "no json", *MESSAGES[1:])
+    run_url = f"{url}/{row['run_id']}"
+    events = read_events(ada, run_url)
+    assert [event.name for event in events] == ["start", "message", "malformed", *["message"] * 4, "end"]
+    assert [event.data["message"] for event in events if event.name == "message"] == [*MESSAGES]
+    assert [event.data["sequence"] for event in events[1:-1]] == [1, 2, 3, 4, 5, 6]
+    assert events[-1].data == row
+    for number, event in enumerate(events[:-1]):
+        assert read_events(ada, run_url, event.id) == events[number + 1 :]
+    assert ada.get(f"{run_url}/stream", last_event_id=events[-1].id).status_code == 204
+    assert ada.get(f"{run_url}/stream", last_event_id="1-2").json()["field"] == "Last-Event-ID"
+    assert OPEN_STREAMS.count() == 0
+
+
+def test_failed_agent_is_a_result(ada: ApiClient, url: str) -> None:
+    assert run_agent(ada, url, {"type": "result", "text": "No.", "is_error": True})["state"] == "failed"
+    row = run_agent(ada, url, "x", argv=["missing-program"])
+    assert (row["state"], row["exit_code"], row["is_error"], row["result"]) == ("failed", 127, None, "")
+    events = read_events(ada, f"{url}/{row['run_id']}")
+    assert [(event.name, event.data.get("data")) for event in events[1:-1]] == [("stderr", "missing-program: not found\n")]
+
+
+def test_output_that_is_not_available_is_counted_as_lost(ada: ApiClient, url: str) -> None:
+    """The memory provider does not stream, and the row has the beginning of the output only."""
+    row = run_agent(ada, url, MESSAGES[0], {"output": "x" * settings.RUN_OUTPUT_KEPT}, MESSAGES[1])
+    assert (row["state"], row["message_count"], row["malformed_count"]) == ("completed", 1, 0)
+    lost = row["lost_bytes"]
+    assert lost == Run.objects.get(kind="exec").stdout_bytes - settings.RUN_OUTPUT_KEPT
+    events = read_events(ada, f"{url}/{row['run_id']}")
+    assert [(event.name, event.data.get("lost_bytes")) for event in events[1:-1]] == [("message", None), ("gap", lost)]
+
+
+def test_large_message_becomes_an_artifact(ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MAX_INLINE_BYTES", 1000)
+    message = {"type": "tool", "output": "x" * 1000}
+    row = run_agent(ada, url, MESSAGES[0], message)
+    content = read_chat(ada, url)[2]["content"]
+    assert (content["type"], content["artifact"]) == ("tool", f"agent-run-{row['run_id']}-2.json")
+    artifact = ada.get(f"{url.removesuffix('/agent-runs')}/artifacts/{content['artifact']}")
+    assert json.loads(b"".join(artifact.streaming_content) if artifact.streaming else artifact.content) == message
+
+
+@pytest.mark.parametrize(
+    ("limits", "violation"),
+    [
+        ({"allowed_tools": ["Read"]}, "Tool not allowed: shell"),
+        ({"denied_commands": ["l*"]}, "Command denied by 'l*': ls"),
+        ({"max_turns": 1}, "Turn limit exceeded: 2 of 1"),
+    ],
+)
+def test_violation_of_the_policy_interrupts_the_run(ada: ApiClient, url: str, limits: dict[str, Any], violation: str) -> None:
+    row = run_agent(ada, url, *MESSAGES, **limits)
+    assert (row["state"], row["violation"]) == ("interrupted", violation)
+    assert row["interrupted_at"]
+
+
+def test_operators_limits_apply_and_a_request_can_only_narrow_them(ada: ApiClient, url: str) -> None:
+    policy = Policy.objects.create(name="agents", agent_tools=["Read", "shell"], agent_max_turns=1)
+    EnvironmentType.objects.filter(name="catan").update(policy=policy)
+    row = run_agent(ada, url, *MESSAGES, max_turns=9, allowed_tools=["shell", "Write"])
+    assert (row["policy"]["max_turns"], row["policy"]["allowed_tools"]) == (1, ["shell"])
+    assert row["violation"] == "Turn limit exceeded: 2 of 1"
+
+
+def test_cost_limit_is_that_of_the_metered_calls(ada: ApiClient, url: str, lease: dict[str, Any]) -> None:
+    def charge(**times: Any) -> None:
+        LlmCall.objects.create(
+            call_id=uuid.uuid4().hex,
+            holder=lease["id"],
+            outcome="ok",
+            cost=Decimal("0.03"),
+            deadline_at=timezone.now(),
+            **times,
+        )
+
+    earlier = timezone.now() - timedelta(minutes=1)
+    charge(started_at=earlier, ended_at=earlier)  # before the run
+    assert run_agent(ada, url, *MESSAGES, max_cost_usd="0.02")["state"] == "completed"
+    later = timezone.now() + timedelta(milliseconds=1)
+    charge(started_at=later, ended_at=later)
+    wait_until(lambda: timezone.now() > later, "the call has started")
+    row = AgentRun.objects.get()
+    AgentRun.objects.filter(pk=row.pk).update(started_at=earlier + timedelta(seconds=1))
+    row.refresh_from_db()
+    assert recorder.sum_cost(row, until=timezone.now()) == Decimal("0.03")
+
+
+def hold_command(memory: MemoryProvider) -> tuple[threading.Event, threading.Event]:
+    """Make the next command wait. Return an event that is set when it begins, and one that lets it continue."""
+    reached, proceed = threading.Event(), threading.Event()
+
+    def wait(_: str) -> None:
+        reached.set()
+        assert proceed.wait(20)
+
+    memory.before("exec", wait)
+    return reached, proceed
+
+
+def test_interrupted_run_is_closed_as_interrupted(ada: ApiClient, url: str, memory: MemoryProvider) -> None:
+    reached, proceed = hold_command(memory)
+    run_url = f"{url}/{ada.post(url, {'cli': 'program', 'argv': ['cat'], 'prompt': 'x'}).json()['run_id']}"
+    assert reached.wait(20)
+    shown = ada.post(f"{run_url}/interrupt").json()
+    assert (shown["state"], bool(shown["interrupted_at"])) == ("running", True)
+    assert ("kill", Run.objects.get(kind="exec").sandbox.ref) in memory.calls
+    proceed.set()
+    row = wait_for_end(ada, run_url)
+    assert (row["state"], row["interrupted_at"]) == ("interrupted", shown["interrupted_at"])
+    assert ada.post(f"{run_url}/interrupt").json() == row
+
+
+def test_repeated_request_returns_the_first_run(ada: ApiClient, url: str) -> None:
+    body = {"cli": "program", "argv": ["cat"], "prompt": "{}"}
+    first, again = (ada.post(url, body, idempotency_key="k1").json() for _ in range(2))
+    assert first["run_id"] == again["run_id"]
+    assert AgentRun.objects.count() == 1
+
+
+def test_agent_that_cannot_start_leaves_no_row(ada: ApiClient, url: str, lease: dict[str, Any], memory: MemoryProvider) -> None:
+    memory.fail("create", Rejected("no"), times=1)
+    assert ada.post(url, {"cli": "program", "argv": ["cat"], "prompt": "x"}).status_code == 503
+    leasing.release(uuid.UUID(lease["id"]), now=timezone.now())
+    assert_refused(ada, "POST", url, {"cli": "program", "argv": ["cat"], "prompt": "x"}, 410)
+    assert not AgentRun.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"hooks": {}}, "hooks"),
+        ({"canUseTool": "x"}, "canUseTool"),
+        ({"mcpServers": {}}, "mcpServers"),
+        ({"abortController": {}}, "abortController"),
+        ({"argv": None}, "argv"),
+        ({"model": "m"}, "model"),
+        ({"session_id": "s"}, "session_id"),
+        ({"cli": "codex", "system_prompt": "x", "argv": None}, "system_prompt"),
+        ({"cli": "claude-code"}, "argv"),
+        ({"resume": True, "session_id": "s", "cli": "codex", "argv": None}, "resume"),
+    ],
+)
+def test_invalid_options_are_refused_by_name(ada: ApiClient, url: str, fields: dict[str, Any], field: str) -> None:
+    assert_refused(ada, "POST", url, {"cli": "program", "argv": ["cat"], "prompt": "x"} | fields, 400, field)
+
+
+def test_agent_runs_of_other_leases_are_not_found(ada: ApiClient, bob: ApiClient, url: str) -> None:
+    row = run_agent(ada, url, *MESSAGES)
+    assert ada.get(f"{url}/{uuid.uuid4()}").json()["code"] == "agent_run_not_found"
+    assert bob.get(f"{url}/{row['run_id']}").status_code in (403, 404)
+
+
+def test_recorder_that_died_is_replaced_after_its_last_message(ada: ApiClient, url: str) -> None:
+    run_id = run_agent(ada, url, *MESSAGES)["run_id"]
+    first = AgentRun.objects.get()
+    size = len(print_lines(*MESSAGES[:2]))
+    later = timezone.now() + timedelta(hours=2)
+    AgentRun.objects.update(
+        state="running", ended_at=None, stdout_offset=size, message_count=2, turn_count=1, result="Looking."
+    )
+    assert sweeps.recover_stalled(now=first.recorder_deadline).counts.get("agent runs recorded", 0) == 0
+    assert sweeps.recover_stalled(now=later).counts["agent runs recorded"] == 1
+    row = AgentRun.objects.get()
+    assert (row.state, row.message_count, row.turn_count, row.result) == ("completed", 5, 2, "There is a.txt.")
+    repeated = [message["sequence"] for message in read_chat(ada, url)]
+    assert sorted(repeated) == [0, 1, 2, 3, 3, 4, 4, 5, 5]
+    assert ada.get(f"{url}/{run_id}").json()["ended_at"]
+
+
+def test_run_that_never_began_is_closed_as_failed(ada: ApiClient, url: str) -> None:
+    run_agent(ada, url, *MESSAGES)
+    AgentRun.objects.update(id=uuid.uuid4(), state="running", ended_at=None)
+    sweeps.recover_stalled(now=timezone.now() + timedelta(hours=2))
+    row = AgentRun.objects.exclude(pk__in=Run.objects.values("pk")).get()
+    assert (row.state, row.note) == ("failed", "The control plane was interrupted before the command began.")
+
+
+def test_message_that_cannot_be_stored_is_counted_as_lost(ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = lease_stores.EventStore.append
+
+    def fail(self: Any, document: Any, **options: Any) -> Any:
+        if document.get("sequence") == 2:
+            raise StoreError("stores", "append", "no")
+        return original(self, document, **options)
+
+    monkeypatch.setattr(lease_stores.EventStore, "append", fail)
+    monkeypatch.setattr(recorder, "STORE_RETRY_PAUSES_SECONDS", ())
+    row = run_agent(ada, url, *MESSAGES)
+    assert (row["state"], row["message_count"]) == ("completed", 5)
+    assert row["lost_bytes"] == len(json.dumps(MESSAGES[1]))
+    assert [message["sequence"] for message in read_chat(ada, url)] == [0, 1, 3, 4, 5]

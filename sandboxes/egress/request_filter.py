@@ -19,7 +19,8 @@ COMPLETION_FIELDS = {
     "presence_penalty", "frequency_penalty", "best_of", "logit_bias", "stream_options",
 }  # fmt: skip
 MESSAGE_FIELDS = COMMON_FIELDS | {
-    "messages", "max_tokens", "system", "stop_sequences", "top_k", "thinking", "output_config", "context_management", "cache_control",
+    "messages", "max_tokens", "system", "stop_sequences", "top_k", "thinking", "output_config", "context_management",
+    "cache_control",
 }  # fmt: skip
 RESPONSE_FIELDS = COMMON_FIELDS | {
     "input",
@@ -44,12 +45,12 @@ MODELS_PATH = "/v1/models"  # answered by the egress server, free of charge
 REQUIRED_FIELDS = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/responses": "input"}  # other paths: messages
 # Types of tools that the client executes. The provider executes all others, such as web search.
 CLIENT_TOOL_PATTERNS = ("function", "custom", "bash_*", "text_editor_*", "computer_*", "memory_*", "local_shell", "apply_patch")
-# Features of Anthropic's API that agent CLIs announce in the header anthropic-beta. They change how the model reads and answers a
-# request. Features with which the provider executes tools, fetches content or stores files are not among them.
+# Features of Anthropic's API that agent CLIs announce in the header anthropic-beta. They change how the model reads and answers
+# a request. Features with which the provider executes tools, fetches content or stores files are not among them.
 BETA_PATTERNS = (
-    "advanced-tool-use-*", "claude-code-*", "compact-*", "context-1m-*", "context-management-*", "effort-*", "extended-cache-ttl-*",
-    "fine-grained-tool-streaming-*", "interleaved-thinking-*", "mid-conversation-tool-changes-*", "output-128k-*",
-    "prompt-caching-*", "structured-outputs-*", "thinking-display-updates-*", "thinking-token-count-*",
+    "advanced-tool-use-*", "claude-code-*", "compact-*", "context-1m-*", "context-management-*", "effort-*",
+    "extended-cache-ttl-*", "fine-grained-tool-streaming-*", "interleaved-thinking-*", "mid-conversation-tool-changes-*",
+    "output-128k-*", "prompt-caching-*", "structured-outputs-*", "thinking-display-updates-*", "thinking-token-count-*",
     "token-efficient-tools-*", "tool-examples-*",
 )  # fmt: skip
 SCHEMA_FIELDS = {"parameters", "input_schema", "schema"}
@@ -106,6 +107,9 @@ def _check_tools(tools: Any) -> None:
         raise InvalidRequest("invalid_request", "tools must be a list of objects.")
     for tool in tools:
         kind = tool.get("type") or "function"
+        if kind == "namespace":  # a named group of tools
+            _check_tools(tool.get("tools"))
+            continue
         if not isinstance(kind, str) or not is_allowed(kind, [*CLIENT_TOOL_PATTERNS]):
             raise InvalidRequest(
                 "tool_not_allowed", f"Tools executed by the provider are not allowed from a sandbox: {str(kind)[:100]}."

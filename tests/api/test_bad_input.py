@@ -59,7 +59,8 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
         "prompt": [MISSING, None, 5, "", "x" * (1 << 20) + "x"], "cli": [None, "other", 5], "model": ["", "a b", 5],
         "permission_mode": ["none", None], "system_prompt": [5, "x" * 65537], "session_id": ["", "a/b", "../x", "x" * 129, 5],
         "resume": ["yes", 1, None], "allowed_tools": ["Bash", ["a,b"], [5], ["x"] * 65],
-        "denied_commands": [["a)"], ["("], [""]], "max_turns": [0, -1, "5", 10_001], "max_cost_usd": ["-1", "x", [], "NaN"], "argv": [[], "true"], "env": COMMAND["env"],
+        "denied_commands": [["a)"], ["("], [""]], "max_turns": [0, -1, "5", 10_001], "max_cost_usd": ["-1", "x", [], "NaN"],
+        "argv": [[], "true"], "env": COMMAND["env"],
         "cwd": COMMAND["cwd"], "shell": [5, "a b"], "timeout_seconds": [0, 3601, "60"],
     },
     "leases/{id}/processes": COMMAND | {

@@ -3,13 +3,14 @@
 import hashlib
 import io
 import os
+import re
 import shutil
 import subprocess
 import tarfile
 import tempfile
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ DEFAULT_BASE_IMAGE, LOCAL_BASE_IMAGE = "python:3.12-slim-bookworm", "leasehold-b
 BASE_PACKAGES = "python3,python3-pip,ca-certificates,git,bash,procps,curl"
 CONTENTS_PATH = "/opt/leasehold/CONTENTS"
 CONTEXT_LABEL = "leasehold.context"  # digest of build context and base image
+NPM_DOCKERFILE = "npm.Dockerfile"
+NPM_PACKAGE_PATTERN = re.compile(r"(@[a-z0-9._-]+/)?[a-z0-9][a-z0-9._-]*(@[A-Za-z0-9._^~-]+)?")  # words of a shell command
 BUILD_TIMEOUT_SECONDS = 900  # without output from a build step
 
 
@@ -42,11 +45,27 @@ class Command(BaseCommand):
         parser.add_argument(
             "--contents", action="store_true", help="print the tools and packages of the built sandbox image; build nothing"
         )
+        parser.add_argument(
+            "--npm", metavar="PACKAGE", action="append", default=[],
+            help="build another image, with this npm package on top of the sandbox image; needs --tag; may be repeated",
+        )  # fmt: skip
         parser.add_argument("--no-cache", action="store_true", help="rebuild every step even if nothing changed")
 
     def handle(
-        self, *args: Any, base: str | None, tag: str, contents: bool, no_cache: bool, verbosity: int, **options: Any
+        self,
+        *args: Any,
+        base: str | None,
+        tag: str,
+        contents: bool,
+        npm: list[str],
+        no_cache: bool,
+        verbosity: int,
+        **options: Any,
     ) -> None:
+        if npm and tag == settings.SANDBOX_IMAGE:
+            raise CommandError("--npm needs --tag: the name of the other image.")
+        if invalid := [name for name in npm if not NPM_PACKAGE_PATTERN.fullmatch(name)]:
+            raise CommandError(f"not an npm package: {invalid[0]}")
         try:
             self.client = APIClient(**kwargs_from_env(), version="auto", timeout=BUILD_TIMEOUT_SECONDS)
         except (DockerException, RequestException) as error:
@@ -54,6 +73,12 @@ class Command(BaseCommand):
         try:
             if contents:
                 self.stdout.write(self._read_contents(tag), ending="")
+                return
+            if npm:
+                base = base or settings.SANDBOX_IMAGE
+                self.client.inspect_image(base)  # raises ImageNotFound
+                arguments = {"NPM_PACKAGES": " ".join(npm)}
+                self.stdout.write(self._build(base, tag, _build_npm_context(npm), no_cache, verbosity, arguments))
                 return
             base = self._find_base_image(base)
             self.stdout.write(self._build(base, tag, _build_context(), no_cache, verbosity))
@@ -73,7 +98,9 @@ class Command(BaseCommand):
         finally:
             self.client.remove_container(container, force=True)
 
-    def _build(self, base: str, tag: str, context: bytes, no_cache: bool, verbosity: int) -> str:
+    def _build(
+        self, base: str, tag: str, context: bytes, no_cache: bool, verbosity: int, arguments: Mapping[str, str] | None = None
+    ) -> str:
         started = time.monotonic()
         digest = hashlib.sha256(context + self.client.inspect_image(base)["Id"].encode()).hexdigest()
         if not no_cache and self._get_digest(tag) == digest:
@@ -88,7 +115,7 @@ class Command(BaseCommand):
             nocache=no_cache,
             rm=True,
             forcerm=True,
-            buildargs={"BASE_IMAGE": base},
+            buildargs={"BASE_IMAGE": base, **(arguments or {})},
             labels={CONTEXT_LABEL: digest},
         ):
             output.append(step.get("stream", ""))
@@ -165,9 +192,23 @@ def _build_context() -> bytes:
     return archive.getvalue()
 
 
+def _build_npm_context(packages: list[str]) -> bytes:
+    """Return the build context of an image with npm packages. The packages are part of its digest."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, content in (
+            ("Dockerfile", (IMAGE_DIRECTORY / NPM_DOCKERFILE).read_bytes()),
+            ("packages", "\n".join(packages).encode()),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(content), 0o644
+            tar.addfile(member, io.BytesIO(content))
+    return archive.getvalue()
+
+
 def _list_sources() -> Iterator[tuple[str, Path]]:
     for path in IMAGE_DIRECTORY.rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts and path.name != "__init__.py":
+        if path.is_file() and "__pycache__" not in path.parts and path.name not in ("__init__.py", NPM_DOCKERFILE):
             yield path.relative_to(IMAGE_DIRECTORY).as_posix(), path
     for path in CA_DIRECTORY.glob("*.crt"):
         yield f"ca/{path.name}", path

@@ -99,7 +99,7 @@ class FakeUpstream:
     async def _any(self, request: web.Request) -> web.StreamResponse:
         content = await request.read()
         headers = {name.lower(): value for name, value in request.headers.items()}
-        self.requests.append((request.path, headers, json.loads(content) if content else None))
+        self.requests.append((request.path_qs, headers, json.loads(content) if content else None))
         return await self.answer(request)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:

@@ -43,6 +43,10 @@ class ScriptedModelServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
 
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: ScriptedModelServer

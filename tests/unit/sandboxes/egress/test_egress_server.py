@@ -314,10 +314,13 @@ def test_anthropic_stream_is_metered(upstream: FakeUpstream, socket_path: Path) 
     whole = events(start, {"type": "message_delta", "usage": {"output_tokens": 9}}, {"type": "message_stop"})
     upstream.answer = streaming(whole)
     body = {**COMPLETION_REQUEST, "max_tokens": 9, "stream": True}
-    assert post(socket_path, body, "/v1/messages", **{"anthropic-version": "2024-01-01"}) == (200, whole)
+    betas = "claude-code-20250219, mcp-client-2025-04-04,interleaved-thinking-2025-05-14,files-api-2025-04-14"
+    sent = {"anthropic-version": "2024-01-01", "anthropic-beta": betas}
+    assert post(socket_path, body, "/v1/messages?beta=true&other=1", **sent) == (200, whole)
     assert LlmCall.objects.values_list("model", "input_tokens", "output_tokens", "path").get() == ("c", 5, 9, "/v1/messages")
     path, headers, _ = upstream.requests[0]
-    assert (path, headers["x-api-key"], headers["anthropic-version"]) == ("/v1/messages", "sk-secret", "2024-01-01")
+    assert (path, headers["x-api-key"], headers["anthropic-version"]) == ("/v1/messages?beta=true", "sk-secret", "2024-01-01")
+    assert headers["anthropic-beta"] == "claude-code-20250219,interleaved-thinking-2025-05-14"
 
 
 def test_response_is_not_stored_upstream(upstream: FakeUpstream, socket_path: Path) -> None:
@@ -539,7 +542,8 @@ def test_stored_refusals_are_limited(upstream: FakeUpstream, socket_path: Path) 
 
 def test_invalid_request_is_refused_with_its_reason_and_not_forwarded(upstream: FakeUpstream, socket_path: Path) -> None:
     user = {"messages": [{"role": "user"}]}
-    tools = [{"type": "web_search_20250305"}, {"type": "mcp", "server_url": "https://x"}]
+    tools: list[dict[str, Any]] = [{"type": "web_search_20250305"}, {"type": "mcp", "server_url": "https://x"}]
+    tools.append({"type": "namespace", "tools": [{"type": "function"}, {"type": "web_search"}]})
     link, source = {"image_url": {"url": "https://x/?secret"}}, {"source": {"type": "url", "url": "https://x"}}
     parts = [{"type": "image_url", **link}, {"type": "image", **source}, {"type": "file", "file_id": "file-1"}]
     for code, bodies in {

@@ -123,7 +123,7 @@ class AgentRunSerializer(serializers.Serializer):
     state = serializers.ChoiceField(AgentRunState.choices)
     session_id = serializers.CharField(help_text="Session of the CLI. Empty until the CLI reports it.")
     resumed = serializers.BooleanField(
-        allow_null=True, help_text="Whether the requested session was resumed. Null: none was requested, or not known yet."
+        allow_null=True, help_text="The requested session was resumed. Null: none was requested, or not known yet."
     )
     policy = serializers.DictField(help_text="Limits of the environment type and of the request together.")
     started_at = serializers.DateTimeField()

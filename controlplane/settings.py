@@ -261,6 +261,23 @@ if STORAGE_BACKEND != "filesystem" and STORAGE_SYNC:
 # --- runs ---------------------------------------------------------------------------------------------------------
 EXEC_TIMEOUT = env.duration("LEASEHOLD_EXEC_TIMEOUT", "60s", help="timeout of an exec that sets none")
 EXEC_TIMEOUT_MOST = env.duration("LEASEHOLD_EXEC_TIMEOUT_MOST", "1h", help="maximum timeout of an exec")
+RUNNER_THREADS = env.integer(
+    "LEASEHOLD_RUNNER_THREADS",
+    4,
+    minimum=0,
+    help="queued runs that one web process executes at once; 0: `manage.py runner` does",
+)
+QUEUE_MAX_RUNNING = env.integer("LEASEHOLD_QUEUE_MAX_RUNNING", 100, minimum=1, help="queued runs executed at once, in all")
+QUEUE_MAX_RUNNING_PER_AGENT = env.integer(
+    "LEASEHOLD_QUEUE_MAX_RUNNING_PER_AGENT", 4, minimum=1, help="queued runs of one agent executed at once"
+)
+QUEUE_MAX_RUNNING_PER_POOL = env.integer(
+    "LEASEHOLD_QUEUE_MAX_RUNNING_PER_POOL", 50, minimum=1, help="queued runs in sandboxes of one pool executed at once"
+)
+QUEUE_MAX_PENDING = env.integer("LEASEHOLD_QUEUE_MAX_PENDING", 20_000, minimum=1, help="maximum number of pending queued runs")
+QUEUE_MAX_PENDING_PER_AGENT = env.integer(
+    "LEASEHOLD_QUEUE_MAX_PENDING_PER_AGENT", 10_000, minimum=1, help="maximum number of pending queued runs of one agent"
+)
 EXEC_OUTPUT_CAP = env.integer(
     "LEASEHOLD_EXEC_OUTPUT_CAP_BYTES",
     1 << 20,

@@ -6,6 +6,7 @@ from granian.log import LogLevels
 from granian.server import MTServer
 
 from leases.api import command_threads
+from leases.queue import runner
 from sandboxes.runs.retention import ACKNOWLEDGER
 from sandboxes.streams.registry import OPEN_STREAMS
 
@@ -23,6 +24,7 @@ class ThreadServer(MTServer):
 
     def shutdown(self, exit_code: int = 0) -> None:
         OPEN_STREAMS.stop()  # granian waits for all responses
+        runner.get_runner().stop()
         super().shutdown(exit_code)
 
 
@@ -30,8 +32,12 @@ def serve(host: str, port: int) -> None:
     """Serve HTTP until SIGTERM or SIGINT, then accept no more requests and finish those in progress. Main thread only.
 
     Several processes may serve the same port."""
+    runner.configure(settings.RUNNER_THREADS)
+    runner.get_runner().start()
     build_server(host, port).serve()
+    runner.get_runner().stop()
     command_threads.join_all()
+    runner.get_runner().join()
     ACKNOWLEDGER.flush()
 
 

@@ -48,6 +48,25 @@ class AgentRunNotFound(LeaseError):
     code = "agent_run_not_found"
 
 
+class QueuedRunNotFound(LeaseError):
+    """There is no such queued run."""
+
+    code = "queued_run_not_found"
+
+
+class QueuedRunInterrupted(LeaseError):
+    """The queued run was interrupted, or another runner has taken it over."""
+
+    code = "queued_run_interrupted"
+
+
+class TooManyQueuedRuns(LeaseError):
+    """The queue has reached its limit of pending runs. Try again later."""
+
+    code = "too_many_queued_runs"
+    retry_after = 5
+
+
 class ShellNotFound(LeaseError):
     """The lease has no shell of this name."""
 

@@ -24,7 +24,7 @@ from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import log_connection_errors
 from sandboxes.errors import SandboxError, SandboxLost
-from sandboxes.guard import HolderRenewal
+from sandboxes.guard import Guard, HolderRenewal
 from sandboxes.hosts import registry
 from sandboxes.identity import signing
 from sandboxes.lifecycle import checkpoint
@@ -38,6 +38,7 @@ from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 
 T = TypeVar("T")
+WrapGuard = Callable[[Guard], Guard]
 PING_TIMEOUT = timedelta(seconds=1)
 # The pool of a lease and its sandbox, of which there is at most one (sandbox_one_live_per_holder). Plan: primary keys of the
 # lease and the pool, and the index of that constraint.
@@ -72,12 +73,17 @@ def get_sandbox_size(pool: Pool) -> SandboxSize:
     return SandboxSize(pool.provider or get_default_provider_name(), pool.memory_mib, pool.millicpus)
 
 
-def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
+def exec_command(
+    pk: UUID, command: Command, *, now: datetime, actor: str = "", wrap_guard: WrapGuard | None = None
+) -> tuple[Run, ExecResult]:
     """Run a command in the sandbox of a lease, which is started or woken first. Renew the lease before and afterwards.
 
-    Raise LeaseEnded if the lease has ended, also if it ended while the command ran."""
+    `wrap_guard` adds conditions to the guard of the lease. Raise LeaseEnded if the lease has ended, also if it ended while the
+    command ran."""
     clock = clock_from(now)
     with use_lease(pk, now=now, spends=True, lasts=command.timeout, ends_with_run=True) as request:
+        if wrap_guard:
+            request = replace(request, guard=wrap_guard(request.guard))
         return operations.exec_in_sandbox(request, command, now=clock(), actor=actor)
 
 

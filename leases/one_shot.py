@@ -88,6 +88,7 @@ class OneShotRequest:
     key_id: str = ""  # API key of the caller, "" without one
     allowed: AllowLists | None = None  # of the caller's API key; None: no restriction
     run_id: UUID = field(default_factory=uuid4)
+    wrap_guard: execution.WrapGuard | None = None  # adds conditions to the guard of the lease
 
     @property
     def copy_timeout(self) -> timedelta:
@@ -245,6 +246,8 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
     clock = clock_from(now)
     with execution.use_lease(lease.pk, now=now, spends=True) as sandbox_request:
         # No config.json, which would be returned with the workspace, and no skill.
+        if request.wrap_guard:
+            sandbox_request = replace(sandbox_request, guard=request.wrap_guard(sandbox_request.guard))
         bare_request = replace(
             sandbox_request, files={}, skill="", memory_mib=request.memory_mib, final_persist=FinalPersist.DATA
         )

@@ -19,11 +19,16 @@ def interrupt(agent_run: AgentRun, *, now: datetime) -> None:
     """Interrupt an agent run. Idempotent; without effect once the run has ended.
 
     If the sandbox is on another host or does not respond, the recorder of the run kills the command within seconds."""
-    open_row = AgentRun.objects.filter(pk=agent_run.pk, ended_at__isnull=True)
+    interrupt_by_id(agent_run.pk, now=now)
+    agent_run.refresh_from_db()
+
+
+def interrupt_by_id(pk: uuid.UUID, *, now: datetime) -> None:
+    """Like `interrupt`. Without effect if there is no such row."""
+    open_row = AgentRun.objects.filter(pk=pk, ended_at__isnull=True)
     open_row.filter(interrupted_at__isnull=True).update(interrupted_at=now)
     if open_row.exists():
-        kill_command(agent_run.pk)
-    agent_run.refresh_from_db()
+        kill_command(pk)
 
 
 def kill_command(run_id: uuid.UUID) -> None:

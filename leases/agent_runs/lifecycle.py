@@ -68,7 +68,13 @@ def create(pk: uuid.UUID, request: AgentRequest, *, run_id: uuid.UUID, now: date
 
 
 def execute(
-    row: AgentRun, request: AgentRequest, *, on_start: Callable[[], object] = bool, now: datetime, actor: str = ""
+    row: AgentRun,
+    request: AgentRequest,
+    *,
+    on_start: Callable[[], object] = bool,
+    now: datetime,
+    actor: str = "",
+    wrap_guard: execution.WrapGuard | None = None,
 ) -> None:
     """Execute the CLI and record its messages. Blocks until the row is closed. `on_start` is called when the command begins.
 
@@ -92,7 +98,7 @@ def execute(
         on_start=start,
     )
     try:
-        execution.exec_command(row.lease_id, command, now=clock(), actor=actor)
+        execution.exec_command(row.lease_id, command, now=clock(), actor=actor, wrap_guard=wrap_guard)
     except Exception:
         if not _may_have_started(row.pk):
             AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True).delete()

@@ -14,7 +14,7 @@ from rest_framework import serializers
 from rest_framework.exceptions import ValidationError
 from rest_framework.response import Response
 
-from leases import shells
+from leases import leasing, shells
 from leases.agent_runs import interruption, lifecycle
 from leases.agent_runs.clis.base import PERMISSION_MODES, AgentOptions
 from leases.agent_runs.clis.registry import CLIS
@@ -30,15 +30,22 @@ from leases.api.base.fields import (
     StrictBooleanField,
     StrictCharField,
     StrictIntegerField,
-    StrictSerializer,
     seconds_to_timedelta,
 )
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.command_threads import CommandThread
+from leases.api.queue_fields import (
+    QueuedRunSerializer,
+    QueueSerializer,
+    build_queue_options,
+    require_queued,
+    serialize_queued_run,
+)
 from leases.api.runs import SHELL_NAME_DESCRIPTION, SHELL_NAME_PATTERN, CwdField
 from leases.errors import InvalidRequest
+from leases.queue import queue, runner
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Run
@@ -47,6 +54,7 @@ from sandboxes.runs.operations import KILL_GRACE
 MAX_PROMPT_BYTES = 1 << 20
 SESSION_PATTERN, SESSION_DESCRIPTION = r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", "1 to 128 letters, digits, - and _"
 MODEL_PATTERN, MODEL_DESCRIPTION = r"[A-Za-z0-9][-A-Za-z0-9._:/@\[\]]{0,199}", "the name of a model"
+QUEUED_OPTIONS = ("model", "permission_mode", "system_prompt", "session_id")  # of AgentOptions, in the row of a queued run
 # Options of agent SDKs that are functions or connections of the client's process. They cannot reach a CLI in a sandbox.
 REFUSED_OPTIONS = {
     "hooks": "Hooks are functions of the client. Apply them to the messages of the stream.",
@@ -58,7 +66,7 @@ REFUSED_OPTIONS = {
 }
 
 
-class NewAgentRunSerializer(StrictSerializer):
+class NewAgentRunSerializer(QueueSerializer):
     cli = serializers.ChoiceField(
         sorted(CLIS), default="claude-code", help_text="Agent CLI; it must be in the sandbox's image."
     )
@@ -164,14 +172,19 @@ class AgentRunListView(LeaseApiView):
         summary="Run an agent CLI",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=NewAgentRunSerializer,
-        responses=schema.build_responses(AgentRunSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(202,)),
+        responses=schema.build_responses(AgentRunSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,))
+        | {202: QueuedRunSerializer},
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Start an agent CLI with a prompt, and respond once its command has begun. A cold sandbox is woken.
 
-        Read the messages from the stream of the run. A client that goes away does not end the run."""
+        Read the messages from the stream of the run. A client that goes away does not end the run. With `queued`, the answer is
+        202 with the queued run, which a runner executes later."""
         data = self.validate_body(NEW_AGENT_RUN_SERIALIZER)
         timeout = seconds_to_timedelta(data, "timeout_seconds") or settings.EXEC_TIMEOUT_MOST
+        if data["queued"]:
+            return self._enqueue(pk, data, timeout)
+        require_queued(data)
 
         def act(run_id: UUID) -> StatusAndBody:
             agent_request = self._build_request(pk, data, timeout)
@@ -183,16 +196,49 @@ class AgentRunListView(LeaseApiView):
             thread.start_and_wait()
             if thread.error is not None and not AgentRun.objects.filter(pk=run_id).exists():
                 raise thread.error  # nothing was executed
-            return 202, serialize_agent_run(lifecycle.find(pk, run_id))
+            return 201, serialize_agent_run(lifecycle.find(pk, run_id))
 
         def rebuild(run: Run) -> StatusAndBody | None:
             row = AgentRun.objects.filter(pk=run.pk).first()
-            return (202, serialize_agent_run(row)) if row else None
+            return (201, serialize_agent_run(row)) if row else None
 
         max_duration = settings.SANDBOX_START_TIMEOUT + timedelta(minutes=1) + 2 * KILL_GRACE
         return self.execute_once(act, max_duration=max_duration, repeatable=False, rebuild=rebuild)
 
+    def _enqueue(self, pk: UUID, data: dict[str, Any], timeout: timedelta) -> HttpResponse:
+        """Add the run to the queue. Its options are checked now, and its shell and its session are those of the start."""
+        options = self._build_options(pk, data)
+        CLIS[data["cli"]].check(options)
+        command = {
+            "kind": "agent_run",
+            "cli": data["cli"],
+            "argv": list(options.argv),
+            "options": {name: getattr(options, name) for name in QUEUED_OPTIONS},
+            "policy": options.policy.to_document(),
+            "cwd": data.get("cwd"),
+            "shell": data.get("shell"),
+            "timeout_seconds": int(timeout.total_seconds()),
+        }
+        secrets = {"env": data["env"], "prompt": options.prompt}
+        queue_options = build_queue_options(data)
+
+        def act(queued_run_id: UUID) -> StatusAndBody:
+            lease = leasing.require_active(pk, now=self.now)
+            row = queue.enqueue(
+                queued_run_id, agent_did=lease.agent_did, lease=lease, pool=lease.pool, request=command, secrets=secrets,
+                options=queue_options, now=self.now, actor=self.actor,
+            )  # fmt: skip
+            runner.get_runner().notify()
+            return 202, serialize_queued_run(row)
+
+        return self.execute_once(act)
+
     def _build_request(self, pk: UUID, data: Mapping[str, Any], timeout: timedelta) -> AgentRequest:
+        options = self._build_options(pk, data)
+        context = shells.build_context(pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
+        return AgentRequest(data["cli"], options, context.env, context.cwd, timeout)
+
+    def _build_options(self, pk: UUID, data: Mapping[str, Any]) -> AgentOptions:
         requested = AgentPolicy(
             tuple(data["allowed_tools"]), tuple(data["denied_commands"]), data.get("max_turns"), data.get("max_cost_usd")
         )
@@ -201,7 +247,7 @@ class AgentRunListView(LeaseApiView):
             if session_id:
                 raise InvalidRequest("resume", "Either resume or session_id.")
             session_id = lifecycle.find_last_session(pk, data["cli"])
-        options = AgentOptions(
+        return AgentOptions(
             data["prompt"],
             model=data.get("model") or "",
             permission_mode=data["permission_mode"],
@@ -210,8 +256,6 @@ class AgentRunListView(LeaseApiView):
             argv=tuple(data.get("argv") or ()),
             policy=requested.restrict(lifecycle.get_policy(self.lease)),
         )
-        context = shells.build_context(pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
-        return AgentRequest(data["cli"], options, context.env, context.cwd, timeout)
 
 
 class AgentRunView(LeaseApiView):

@@ -22,6 +22,7 @@ from leases.api.base.fields import (
     StrictBooleanField,
     StrictIntegerField,
     StrictSerializer,
+    StrictUUIDField,
     build_did_field,
     decode_input,
     encode_output,
@@ -30,11 +31,21 @@ from leases.api.base.fields import (
 )
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.views import ApiRequest, ApiView
-from leases.api.runs import ExecSerializer, ProgramSerializer
+from leases.api.queue_fields import (
+    QueuedRunSerializer,
+    QueueSerializer,
+    build_queue_options,
+    require_queued,
+    serialize_queued_run,
+)
+from leases.api.runs import SHELL_NAME_DESCRIPTION, SHELL_NAME_PATTERN, ExecSerializer, ProgramSerializer
 from leases.errors import InvalidRequest
 from leases.errors import RequestTooLarge as BodyTooLarge
+from leases.models import Lease
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult
+from leases.queue import queue, runner
 from sandboxes.long_calls import LONG_CALLS
+from sandboxes.models import Pool
 from sandboxes.providers import tar_validation
 from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge
 from sandboxes.runs.operations import KILL_GRACE
@@ -55,7 +66,17 @@ class LimitsSerializer(StrictSerializer):
     validate_timeout_seconds = ExecSerializer.validate_timeout_seconds
 
 
-class NewRunSerializer(ProgramSerializer):
+class NewRunSerializer(QueueSerializer, ProgramSerializer):
+    lease_id = StrictUUIDField(
+        required=False, allow_null=True, help_text="With queued: lease of the agent in whose sandbox the command runs."
+    )
+    shell = PatternField(
+        SHELL_NAME_PATTERN,
+        SHELL_NAME_DESCRIPTION,
+        required=False,
+        allow_null=True,
+        help_text="With lease_id: shell of the lease.",
+    )
     agent_did = build_did_field()
     stdin = AnyStringField(default="")
     workspace = AnyStringField(
@@ -110,16 +131,23 @@ class OneShotRunCreateView(ApiView):
         summary="Execute a command in a new sandbox",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER, schema.ENCODING_PARAMETER],
         request=NewRunSerializer,
-        responses=schema.build_responses(OneShotResultSerializer, 402, 409, 413, 415, 429),
+        responses=schema.build_responses(OneShotResultSerializer, 402, 404, 409, 410, 413, 415, 429)
+        | {202: QueuedRunSerializer},
     )
     def post(self, request: ApiRequest) -> HttpResponse:
         """Create a sandbox, run one command, destroy the sandbox and return the result.
 
         A failure of the command or of its sandbox is a result (200). Invalid input and exhausted capacity, quota or budget are
-        errors; the command has then not run."""
+        errors; the command has then not run.
+
+        With `queued`, the answer is 202 with the queued run, which a runner executes later: in the sandbox of `lease_id`, or in
+        a new one."""
         encoding = parse_encoding(request)
         data = self.validate_body(NEW_RUN_SERIALIZER)
         self.caller.require(data["agent_did"])
+        if data["queued"]:
+            return self._enqueue(data, encoding)
+        require_queued(data, "lease_id", "shell")
         workspace_out = io.BytesIO()
         one_shot_request = replace(
             build_one_shot_request(data, encoding, workspace_out), key_id=self.key_id, allowed=self.caller.allowed
@@ -134,6 +162,56 @@ class OneShotRunCreateView(ApiView):
 
         max_duration = one_shot_request.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
         return self.execute_once(act, max_duration=max_duration, repeatable=False)
+
+    def _enqueue(self, data: dict[str, Any], encoding: str) -> HttpResponse:
+        """Add the command to the queue. Placement and lease are checked now, and again when the run starts."""
+        for name in ("workspace", "return_workspace"):
+            if data.get(name):
+                raise InvalidRequest(name, "Not with queued.")
+        options, limits = build_queue_options(data), data.get("limits") or {}
+        lease, pool = self._find_placement(data)
+        timeout = seconds_to_timedelta(limits, "timeout_seconds") or settings.EXEC_TIMEOUT
+        command = {
+            "kind": "exec",
+            "argv": data["argv"],
+            "cwd": data["cwd"],
+            "shell": data.get("shell"),
+            "timeout_seconds": int(timeout.total_seconds()),
+            "memory_mib": limits.get("memory_mib"),
+            "environment_type": data.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
+            "pool": data.get("pool") or "",
+            "key_id": self.key_id,
+        }
+        secrets = {"env": data["env"], "stdin": queue.encode_bytes(decode_input(data["stdin"], encoding, "stdin"))}
+
+        def act(pk: UUID) -> StatusAndBody:
+            row = queue.enqueue(
+                pk, agent_did=data["agent_did"], lease=lease, pool=pool, request=command, secrets=secrets, options=options,
+                now=self.now, actor=self.actor,
+            )  # fmt: skip
+            runner.get_runner().notify()
+            return 202, serialize_queued_run(row)
+
+        return self.execute_once(act)
+
+    def _find_placement(self, data: Mapping[str, Any]) -> tuple[Lease | None, Pool]:
+        """Return the lease of a queued run, or None, and its pool. Raise the errors of a wrong lease or placement."""
+        if not data.get("lease_id"):
+            if data.get("shell"):
+                raise InvalidRequest("shell", "Only with lease_id.")
+            request = leasing.LeaseRequest(
+                data["agent_did"], "run", data.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
+                pool=data.get("pool") or "", key_id=self.key_id, allowed=self.caller.allowed,
+            )  # fmt: skip
+            return None, leasing.find_type_and_pool(request)[1]
+        for name in ("environment_type", "pool", "limits.memory_mib"):
+            value = (data.get("limits") or {}).get("memory_mib") if "." in name else data.get(name)
+            if value is not None:
+                raise InvalidRequest(name, "Not with lease_id.")
+        lease = self.caller.get_lease(data["lease_id"])
+        if lease.agent_did != data["agent_did"]:
+            raise InvalidRequest("lease_id", "The lease belongs to another agent.")
+        return leasing.require_active(lease.pk, now=self.now), lease.pool
 
 
 class OneShotRunView(ApiView):

@@ -19,7 +19,18 @@ from django.utils import timezone
 from django_q.models import OrmQ
 
 from leases import api_keys
-from leases.models import Agent, AgentKey, AgentRun, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, Shell, Turn
+from leases.models import (
+    Agent,
+    AgentKey,
+    AgentRun,
+    EnvironmentType,
+    IdempotentRequest,
+    Lease,
+    LeaseEvent,
+    QueuedRun,
+    Shell,
+    Turn,
+)
 from sandboxes.models import MintedToken, Pool, Process, Run, Sandbox, Snapshot, Transition
 from tests.support.billing import ADA, BOB
 
@@ -36,8 +47,8 @@ ANY_BODY = {
     "signal": "TERM", "offset": 0, "prompt": "x",
 }  # fmt: skip
 ALL_MODELS = (
-    Agent, AgentKey, AgentRun, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken, OrmQ, Pool, Process, Run,
-    Sandbox, Shell, Snapshot, Transition, Turn,
+    Agent, AgentKey, AgentRun, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken, OrmQ, Pool, Process,
+    QueuedRun, Run, Sandbox, Shell, Snapshot, Transition, Turn,
 )  # fmt: skip
 
 
@@ -66,8 +77,8 @@ def list_operations(prefix: str = "", *, status: int = 401) -> list[tuple[str, s
 
 @cache
 def list_path_patterns() -> list[tuple[re.Pattern[str], str]]:
-    """Return the patterns of all paths, longest first: a path parameter of a shorter path can match a longer path."""
-    paths = sorted(load_openapi()["paths"], key=len, reverse=True)
+    """Return the patterns of all paths in the order in which they match: concrete ones first, longer before shorter."""
+    paths = sorted(load_openapi()["paths"], key=lambda path: (path.count("{"), -len(path)))
     return [(re.compile(re.sub(r"\{\w+\}", "[^/]+", path.replace("{path}", ".*"))), path) for path in paths]
 
 

@@ -49,7 +49,7 @@ def call(tool: str, **arguments: Any) -> str:
 def run_agent(fleet: Fleet, lease: str, *lines: str, **fields: Any) -> tuple[dict[str, Any], list[Event]]:  # noqa: F811
     """Run an agent to its end. Return the agent run and the events of its stream."""
     status, started = fleet.post(f"/leases/{lease}/agent-runs", {"prompt": "\n".join(lines), "timeout_seconds": 120} | fields)
-    assert status == 202, started
+    assert status == 201, started
     path = f"/leases/{lease}/agent-runs/{started['run_id']}/stream"
     with closing(open_stream(fleet.port, fleet.key, "GET", path)) as response:
         events = list(parse_events(response))

@@ -54,7 +54,7 @@ def run_agent(client: ApiClient, url: str, *documents: Any, **fields: Any) -> di
     """Run an agent that prints documents, and return the agent run once it is closed."""
     body = {"cli": "program", "argv": ["cat"], "prompt": print_lines(*documents)} | fields
     response = client.post(url, body)
-    assert response.status_code == 202, response.content
+    assert response.status_code == 201, response.content
     return wait_for_end(client, f"{url}/{response.json()['run_id']}")
 
 

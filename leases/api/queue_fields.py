@@ -1,0 +1,117 @@
+"""Fields and documents of queued runs, for the views that add them to the queue."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from rest_framework import serializers
+
+from leases.api.base.fields import StrictBooleanField, StrictIntegerField, StrictSerializer, encode_output
+from leases.errors import InvalidRequest
+from leases.queue.models import QueuedRun, QueuedRunState
+from leases.queue.queue import QueueOptions
+from sandboxes.db.clock import format_timestamp
+from sandboxes.models import Run
+
+MAX_PENDING_SECONDS = 7 * 24 * 3600
+QUEUE_FIELDS = ("priority", "repeatable", "max_attempts", "pending_timeout_seconds")
+
+
+class QueueSerializer(StrictSerializer):
+    """Fields of a request that may be queued."""
+
+    queued = StrictBooleanField(default=False, help_text="Add the run to the queue, and respond 202 at once.")
+    priority = StrictIntegerField(
+        min_value=-100, max_value=100, required=False, help_text="Higher first, among the agent's queued runs. Default: 0."
+    )
+    repeatable = StrictBooleanField(
+        required=False, help_text="Repeat an attempt whose outcome is unknown: the command may then be executed twice."
+    )
+    max_attempts = StrictIntegerField(
+        min_value=1, max_value=10, required=False, help_text="Of a repeatable run. Default: 3 if repeatable."
+    )
+    pending_timeout_seconds = StrictIntegerField(
+        min_value=1,
+        max_value=MAX_PENDING_SECONDS,
+        required=False,
+        help_text="Time in which the run must start. Default: 3,600.",
+    )
+
+
+class QueuedRunSerializer(serializers.Serializer):
+    queued_run_id = serializers.UUIDField()
+    state = serializers.ChoiceField(QueuedRunState.choices)
+    kind = serializers.ChoiceField(["exec", "agent_run"])
+    agent_did = serializers.CharField()
+    lease_id = serializers.UUIDField(allow_null=True, help_text="Null: the run gets a sandbox of its own.")
+    priority = serializers.IntegerField()
+    repeatable = serializers.BooleanField()
+    attempt = serializers.IntegerField(help_text="Number of attempts begun.")
+    max_attempts = serializers.IntegerField()
+    run_id = serializers.UUIDField(allow_null=True, help_text="Run of the last attempt.")
+    queued_at = serializers.DateTimeField()
+    available_at = serializers.DateTimeField(help_text="Not started before.")
+    expires_at = serializers.DateTimeField(help_text="End of the pending timeout.")
+    started_at = serializers.DateTimeField(allow_null=True)
+    ended_at = serializers.DateTimeField(allow_null=True)
+    interrupted_at = serializers.DateTimeField(allow_null=True)
+    exit_code = serializers.IntegerField(allow_null=True)
+    error = serializers.DictField(
+        allow_null=True, help_text="code, operation, provider, message, retryable: of the last attempt that failed."
+    )
+
+
+class QueuedRunOutputSerializer(QueuedRunSerializer):
+    stdout = serializers.CharField(help_text="Stored beginning of the output of the last attempt.")
+    stderr = serializers.CharField()
+
+
+def build_queue_options(data: Mapping[str, Any]) -> QueueOptions:
+    """Return the options of a validated body."""
+    repeatable = bool(data.get("repeatable", False))
+    if not repeatable and data.get("max_attempts", 1) > 1:
+        raise InvalidRequest("max_attempts", "More than one attempt needs repeatable.")
+    return QueueOptions(
+        data.get("priority", 0),
+        repeatable,
+        data.get("max_attempts", 3 if repeatable else 1),
+        timedelta(seconds=data.get("pending_timeout_seconds", 3600)),
+    )
+
+
+def require_queued(data: Mapping[str, Any], *names: str) -> None:
+    """Raise InvalidRequest for a field that only queued runs have, in a request that is not to be queued."""
+    for name in (*QUEUE_FIELDS, *names):
+        if data.get(name) is not None:
+            raise InvalidRequest(name, "Only with queued.")
+
+
+def serialize_queued_run(row: QueuedRun) -> dict[str, Any]:
+    return {
+        "queued_run_id": str(row.pk),
+        "state": row.state,
+        "kind": row.request["kind"],
+        "agent_did": row.agent_did,
+        "lease_id": str(row.lease_id) if row.lease_id else None,
+        "priority": row.priority,
+        "repeatable": row.repeatable,
+        "attempt": row.attempt,
+        "max_attempts": row.max_attempts,
+        "run_id": str(row.run_id) if row.attempt else None,
+        "exit_code": row.exit_code,
+        "error": row.error,
+    } | {name: _format(getattr(row, name)) for name in TIMESTAMPS}
+
+
+TIMESTAMPS = ("queued_at", "available_at", "expires_at", "started_at", "ended_at", "interrupted_at")
+
+
+def serialize_queued_run_output(row: QueuedRun, encoding: str) -> dict[str, Any]:
+    run = Run.objects.filter(pk=row.run_id).first()
+    return serialize_queued_run(row) | {
+        name: encode_output(bytes(getattr(run, name)), encoding) if run else "" for name in ("stdout", "stderr")
+    }
+
+
+def _format(moment: Any) -> str | None:
+    return format_timestamp(moment) if moment else None

@@ -1,0 +1,223 @@
+"""Attempts of queued runs: execute one, and adopt or repeat that of a runner that has died.
+
+An attempt is fenced: its Run opens only while the row says that this attempt is started, under this runner and not interrupted.
+A runner that lost its lease on the row therefore executes nothing."""
+
+import base64
+import uuid
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import structlog
+from django.conf import settings
+from django.db.models import QuerySet
+
+from leases import execution, leasing, one_shot, shells
+from leases.agent_runs import lifecycle
+from leases.agent_runs.clis.base import AgentOptions
+from leases.agent_runs.lifecycle import AgentRequest
+from leases.agent_runs.policy import AgentPolicy
+from leases.errors import LeaseEnded, QueuedRunInterrupted
+from leases.models import Lease, LeaseStatus
+from leases.one_shot import OneShotRequest
+from leases.queue import queue
+from leases.queue.models import QueuedRun, QueuedRunState
+from sandboxes.db import encryption
+from sandboxes.db.clock import Clock, clock_from, compute_backoff
+from sandboxes.db.sql import Statement
+from sandboxes.errors import SandboxError, WrongHost
+from sandboxes.guard import Guard, HolderTerms
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models import Run, RunOutcome
+from sandboxes.providers.base import Rejected
+from sandboxes.runs.operations import Command
+from sandboxes.storage.base import StoreError
+
+log = structlog.get_logger(__name__)
+STATE = QueuedRunState
+WRONG_HOST_DELAY = timedelta(seconds=1)  # the runner of the other host takes the run
+LOST_RUNNER_NOTE = "The runner died during the run, and the exit code is unknown."
+
+
+@dataclass(frozen=True)
+class AttemptGuard:
+    """Guard of a lease and of the attempt of a queued run together."""
+
+    inner: Guard
+    row: QueuedRun
+
+    def fence(self) -> HolderTerms:
+        return self.inner.fence()
+
+    def build_condition(self) -> Statement:
+        inner = self.inner.build_condition()
+        started = (
+            "SELECT 1 FROM leases_queuedrun WHERE leases_queuedrun.id = %s AND state = %s AND attempt = %s AND runner = %s"
+            " AND interrupted_at IS NULL"
+        )
+        values = (self.row.pk, STATE.STARTED.value, self.row.attempt, self.row.runner)
+        return Statement(f"{inner.text} AND EXISTS ({started})", (*inner.values, *values))
+
+    def check_active(self) -> None:
+        self.inner.check_active()
+        if not find_attempt(self.row).filter(runner=self.row.runner, interrupted_at__isnull=True).exists():
+            raise QueuedRunInterrupted()
+
+    def check_affordable(self) -> None:
+        self.inner.check_affordable()
+
+    def check_proceed(self) -> None:
+        self.inner.check_proceed()
+
+
+def find_attempt(row: QueuedRun) -> QuerySet[QueuedRun]:
+    return QueuedRun.objects.filter(pk=row.pk, attempt=row.attempt, state=STATE.STARTED)
+
+
+def execute(row: QueuedRun, *, now: datetime) -> None:
+    """Execute the attempt of a claimed run, and end the run or queue it again. Errors are recorded."""
+    clock = clock_from(now)
+    try:
+        _execute(row, clock)
+    except Exception as failed:
+        _record_failure(row, failed, clock)
+        return
+    checkpoint("attempt executed", row)
+    run = Run.objects.filter(pk=row.run_id).first()
+    if run is None:  # a one-shot run whose sandbox did not start
+        _retry_unstarted(row, "The sandbox of the run could not be started.", now=clock())
+    else:
+        settle(row, run, now=clock())
+
+
+def _execute(row: QueuedRun, clock: Clock) -> None:
+    request, secrets, run_id = row.request, queue.open_secrets(row), row.run_id
+    timeout = timedelta(seconds=request["timeout_seconds"])
+    stdin = base64.b64decode(secrets.get("stdin", ""))
+
+    def wrap(guard: Guard) -> Guard:
+        return AttemptGuard(guard, row)
+
+    if row.lease_id is None:
+        one_shot.run_once(
+            OneShotRequest(
+                row.agent_did, request["argv"], timeout, stdin, secrets["env"], request["cwd"],
+                memory_mib=request["memory_mib"], environment_type=request["environment_type"], pool=request["pool"],
+                key_id=request["key_id"], run_id=run_id, wrap_guard=wrap,
+            ),
+            now=clock(), actor=row.actor,
+        )  # fmt: skip
+        return
+    context = shells.build_context(row.lease_id, request["shell"], cwd=request["cwd"], env=secrets["env"])
+    if request["kind"] == "agent_run":
+        options = AgentOptions(
+            secrets["prompt"],
+            **request["options"],
+            argv=tuple(request["argv"]),
+            policy=AgentPolicy.from_document(request["policy"]),
+        )
+        agent_request = AgentRequest(request["cli"], options, context.env, context.cwd, timeout)
+        agent_run = lifecycle.create(row.lease_id, agent_request, run_id=run_id, now=clock(), actor=row.actor)
+        lifecycle.execute(agent_run, agent_request, now=clock(), actor=row.actor, wrap_guard=wrap)
+        return
+    command = Command(request["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id)
+    execution.exec_command(row.lease_id, command, now=clock(), actor=row.actor, wrap_guard=wrap)
+
+
+def settle(row: QueuedRun, run: Run, *, now: datetime) -> None:
+    """End a run by the ended Run of its attempt; or queue it again, if the outcome is unknown and the run repeatable."""
+    if run.exit_code is not None:
+        is_ok = run.outcome == RunOutcome.OK
+        message = run.note or (f"Timed out after {row.request['timeout_seconds']} s." if run.timed_out else "")
+        error = (
+            None
+            if is_ok
+            else queue.build_error("exec", message or f"Exit code {run.exit_code}.", retryable=False, code=run.outcome)
+        )
+        queue.finish(row, STATE.COMPLETED if is_ok else STATE.FAILED, exit_code=run.exit_code, error=error, now=now)
+    elif run.outcome == RunOutcome.FAILED:
+        _retry_unstarted(row, run.note, now=now)
+    else:
+        _retry_or_fail(row, run.note or LOST_RUNNER_NOTE, now=now)
+
+
+def _record_failure(row: QueuedRun, failed: Exception, clock: Clock) -> None:
+    """Queue a run again after a temporary error before its command began, and end it otherwise."""
+    run = Run.objects.filter(pk=row.run_id).first()
+    if run is not None and run.ended_at is None:  # a sweep closes the Run, and `recover` settles this row then
+        log.warning("run of a queued run is still open", queued_run=str(row.pk), error=str(failed))
+        return
+    if run is not None and run.outcome != RunOutcome.FAILED:
+        settle(row, run, now=clock())
+    elif isinstance(failed, WrongHost):
+        queue.requeue(row, delay=WRONG_HOST_DELAY, error=_describe(failed, retryable=True), now=clock())
+    elif _is_temporary(failed):
+        _retry_unstarted(row, str(failed), now=clock(), error=_describe(failed, retryable=True))
+    elif not isinstance(failed, QueuedRunInterrupted) or find_attempt(row).filter(interrupted_at__isnull=False).exists():
+        if not isinstance(failed, (SandboxError, Rejected)):
+            log.exception("queued run failed", queued_run=str(row.pk))
+        queue.finish(row, STATE.FAILED, error=_describe(failed, retryable=False), now=clock())
+
+
+def _is_temporary(failed: Exception) -> bool:
+    if isinstance(failed, (LeaseEnded, QueuedRunInterrupted, encryption.DecryptionFailed, Rejected)):
+        return False
+    return isinstance(failed, StoreError) or getattr(failed, "retry_after", None) is not None
+
+
+def _describe(failed: Exception, *, retryable: bool) -> dict[str, Any]:
+    is_expected = isinstance(failed, (SandboxError, Rejected, StoreError))
+    message = str(failed) if is_expected else "Internal error."
+    return queue.build_error("start", message, retryable=retryable, code=getattr(failed, "code", "internal"))
+
+
+def _retry_unstarted(row: QueuedRun, message: str, *, now: datetime, error: dict[str, Any] | None = None) -> None:
+    """Queue a run whose command has not begun again, with a backoff, until its pending timeout is over."""
+    error = error or queue.build_error("start", message, retryable=True)
+    if not queue.requeue(row, delay=compute_backoff(row.attempt, maximum=timedelta(minutes=1)), error=error, now=now):
+        queue.finish(row, STATE.FAILED, error=error, now=now)
+
+
+def _retry_or_fail(row: QueuedRun, message: str, *, now: datetime) -> None:
+    """Repeat a command that may have been executed only if the client has declared that it may be repeated."""
+    is_repeated = row.repeatable and row.attempt < row.max_attempts
+    error = queue.build_error("exec", message, retryable=is_repeated, code="outcome_unknown")
+    if not (is_repeated and queue.requeue(row, delay=compute_backoff(row.attempt), error=error, now=now)):
+        queue.finish(row, STATE.FAILED, error=error, now=now)
+
+
+def recover(*, runner: str, now: datetime, limit: int = 100) -> int:
+    """Take over started runs whose runner is dead. Return how many were ended or queued again.
+
+    A run whose command still runs is left to its Run: a sweep closes that with the retained result, or kills the command."""
+    dead = QueuedRun.objects.filter(state=STATE.STARTED, runner_deadline__lt=now).order_by("runner_deadline")
+    count = 0
+    for row in dead[:limit]:
+        own = find_attempt(row).filter(runner=row.runner, runner_deadline=row.runner_deadline)
+        row.runner, row.runner_deadline = runner, now + queue.RUNNER_TTL
+        if not own.update(runner=row.runner, runner_deadline=row.runner_deadline):
+            continue
+        checkpoint("queued run taken over", row)
+        run = Run.objects.filter(pk=row.run_id).first()
+        if run is not None and run.ended_at is None:
+            find_attempt(row).update(runner="", runner_deadline=now + queue.RUNNER_TTL)
+            continue
+        if run is None:
+            _end_one_shot_lease(row, now=now)
+            _retry_unstarted(row, "The runner died before the command began.", now=now)
+        else:
+            settle(row, run, now=now)
+        count += 1
+    return count
+
+
+def _end_one_shot_lease(row: QueuedRun, *, now: datetime) -> None:
+    """End the lease that the dead runner acquired for its attempt, if any."""
+    if row.lease_id is None and Lease.objects.filter(pk=row.run_id, status=LeaseStatus.ACTIVE).exists():
+        leasing.end(row.run_id, reason="failed", now=now, actor="runner", detail="The runner died.")
+
+
+def build_runner_name() -> str:
+    """Return a name for the runner of this process. It begins with the instance, which a restart releases."""
+    return f"{settings.INSTANCE}:{uuid.uuid4().hex[:8]}"[:100]

@@ -1,0 +1,228 @@
+"""Queue of runs: enqueue, claim, interrupt, expire, totals.
+
+Claims are serialized by a lock. The next run is one of the agent that has the fewest started runs, and among those of the agent
+that was served longest ago: an agent with thousands of queued runs delays the others by one run."""
+
+import base64
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.conf import settings
+from django.db import transaction
+from django.db.models import Count, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Value
+from django.db.models.functions import Coalesce
+
+from leases.agent_runs import interruption
+from leases.errors import QueuedRunNotFound, TooManyQueuedRuns
+from leases.models import Lease
+from leases.queue.models import QueuedRun, QueuedRunState
+from sandboxes.db import encryption, sql
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models import Pool
+
+RUNNER_TTL = timedelta(seconds=30)  # lease of a runner on its rows, renewed by its main thread
+STATE = QueuedRunState
+
+
+@dataclass(frozen=True)
+class QueueOptions:
+    """Options of a queued run, besides its command."""
+
+    priority: int = 0
+    repeatable: bool = False
+    max_attempts: int = 1
+    pending_timeout: timedelta = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class QueueStats:
+    """Totals of the queue, or of some agents in it."""
+
+    counts: Mapping[str, int]  # by state; ended runs as long as their rows are kept
+    oldest_pending_seconds: float
+
+
+def enqueue(
+    pk: uuid.UUID,
+    *,
+    agent_did: str,
+    lease: Lease | None,
+    pool: Pool,
+    request: Mapping[str, Any],
+    secrets: Mapping[str, Any],
+    options: QueueOptions,
+    now: datetime,
+    actor: str = "",
+) -> QueuedRun:
+    """Add a run to the queue. Idempotent by `pk`. Raise TooManyQueuedRuns.
+
+    `secrets` are encrypted: JSON values that must not be stored in clear text."""
+    sealed = encryption.encrypt(json.dumps(secrets).encode(), row=_encryption_context(pk))
+    with transaction.atomic():
+        sql.lock_key("queued runs")  # serializes the counts
+        if existing := QueuedRun.objects.filter(pk=pk).first():
+            return existing
+        pending = QueuedRun.objects.filter(state=STATE.QUEUED)
+        _require_below(pending.filter(agent_did=agent_did), settings.QUEUE_MAX_PENDING_PER_AGENT, "The agent")
+        _require_below(pending, settings.QUEUE_MAX_PENDING, "The queue")
+        return QueuedRun.objects.create(
+            id=pk, agent_did=agent_did, lease=lease, pool=pool, request=dict(request), sealed=sealed, actor=actor,
+            priority=options.priority, repeatable=options.repeatable, max_attempts=options.max_attempts, queued_at=now,
+            available_at=now, expires_at=now + options.pending_timeout,
+        )  # fmt: skip
+
+
+def _require_below(pending: QuerySet[QueuedRun], limit: int, owner: str) -> None:
+    if pending[:limit].count() >= limit:
+        raise TooManyQueuedRuns(f"{owner} has {limit} pending runs, which is the limit. Try again later.", limit=limit)
+
+
+def open_secrets(row: QueuedRun) -> dict[str, Any]:
+    """Decrypt what `enqueue` encrypted. Raise encryption.DecryptionFailed."""
+    content, _ = encryption.decrypt(bytes(row.sealed), row=_encryption_context(row.pk))
+    secrets: dict[str, Any] = json.loads(content)
+    return secrets
+
+
+def encode_bytes(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def claim(runner: str, *, now: datetime) -> QueuedRun | None:
+    """Take the next run for a runner: its attempt begins. None if no run may start now."""
+    with transaction.atomic(durable=True):
+        sql.lock_key("claims of queued runs")
+        started = QueuedRun.objects.filter(state=STATE.STARTED)
+        if started.count() >= settings.QUEUE_MAX_RUNNING:
+            return None
+        full_pools = (
+            started.values("pool").annotate(running=Count("*")).filter(running__gte=settings.QUEUE_MAX_RUNNING_PER_POOL)
+        )
+        ready = QueuedRun.objects.filter(state=STATE.QUEUED, available_at__lte=now, expires_at__gt=now)
+        ready = ready.exclude(pool__in=list(full_pools.values_list("pool", flat=True)))
+        agent = _find_next_agent(ready)
+        if agent is None:
+            return None
+        row = ready.filter(agent_did=agent).order_by("-priority", "queued_at", "pk").first()
+        assert row is not None  # in the same transaction
+        row.state, row.attempt, row.started_at = STATE.STARTED, row.attempt + 1, now
+        row.runner, row.runner_deadline = runner, now + RUNNER_TTL
+        claimed = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED).update(
+            state=row.state, attempt=row.attempt, started_at=now, runner=runner, runner_deadline=row.runner_deadline
+        )
+    if not claimed:  # interrupted or expired since it was read
+        return None
+    checkpoint("queued run claimed", row)
+    return row
+
+
+def _find_next_agent(ready: QuerySet[QueuedRun]) -> str | None:
+    own = QueuedRun.objects.filter(agent_did=OuterRef("agent_did")).order_by().values("agent_did")
+    running = own.filter(state=STATE.STARTED).annotate(number=Count("*")).values("number")
+    served = own.filter(started_at__isnull=False).annotate(last=Max("started_at")).values("last")
+    agents = ready.order_by().values("agent_did").annotate(oldest=Min("queued_at"))
+    agents = agents.annotate(running=Coalesce(Subquery(running), Value(0)), served=Subquery(served))
+    agents = agents.filter(running__lt=settings.QUEUE_MAX_RUNNING_PER_AGENT)
+    found = agents.order_by("running", F("served").asc(nulls_first=True), "oldest", "agent_did").first()
+    return None if found is None else str(found["agent_did"])
+
+
+def renew(runner: str, *, now: datetime) -> int:
+    """Extend the lease of a runner on all its rows. Return their number."""
+    return QueuedRun.objects.filter(runner=runner, state=STATE.STARTED).update(runner_deadline=now + RUNNER_TTL)
+
+
+def finish(
+    row: QueuedRun,
+    state: QueuedRunState,
+    *,
+    exit_code: int | None = None,
+    error: Mapping[str, Any] | None = None,
+    now: datetime,
+) -> bool:
+    """End a started run. An interrupted one ends as interrupted. Return False if the attempt is not this runner's any more."""
+    attempt = QueuedRun.objects.filter(pk=row.pk, attempt=row.attempt, state=STATE.STARTED)
+    values = {"ended_at": now, "exit_code": exit_code, "error": error, "runner_deadline": None, "sealed": b""}
+    if attempt.filter(interrupted_at__isnull=False).update(state=STATE.INTERRUPTED, **values):
+        return True
+    return bool(attempt.update(state=state, **values))
+
+
+def requeue(row: QueuedRun, *, delay: timedelta, error: Mapping[str, Any], now: datetime) -> bool:
+    """Put a started run back in the queue. Return False if it was interrupted or is not this runner's any more."""
+    attempt = QueuedRun.objects.filter(pk=row.pk, attempt=row.attempt, state=STATE.STARTED, interrupted_at__isnull=True)
+    return bool(attempt.update(state=STATE.QUEUED, available_at=now + delay, runner_deadline=None, error=error))
+
+
+def interrupt(rows: QuerySet[QueuedRun], *, now: datetime) -> int:
+    """Interrupt runs: queued ones end at once, and the commands of started ones are killed. Return their number."""
+    values = {"ended_at": now, "interrupted_at": now, "sealed": b""}
+    count = 0
+    for row in rows.filter(ended_at__isnull=True):
+        waiting = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED)
+        if waiting.update(state=STATE.INTERRUPTED, **values):
+            count += 1
+            continue
+        started = QueuedRun.objects.filter(pk=row.pk, state=STATE.STARTED)
+        count += started.filter(interrupted_at__isnull=True).update(interrupted_at=now)
+        kill(started.first())
+    return count
+
+
+def kill(row: QueuedRun | None) -> None:
+    """Kill the command of a started run. A command that has not begun is refused by the fence of its attempt."""
+    if row is None:
+        return
+    if row.request["kind"] == "agent_run":
+        interruption.interrupt_by_id(row.run_id, now=row.interrupted_at or row.queued_at)
+    else:
+        interruption.kill_command(row.run_id)
+
+
+def has_open() -> bool:
+    """Return whether a run is queued or started."""
+    return QueuedRun.objects.filter(ended_at__isnull=True).exists()
+
+
+def expire(*, now: datetime) -> int:
+    """End the runs whose pending timeout is over. Return their number."""
+    error = build_error("queue", "The run did not start within its pending timeout.", retryable=True)
+    overdue = QueuedRun.objects.filter(state=STATE.QUEUED, expires_at__lte=now)
+    return overdue.update(state=STATE.EXPIRED, ended_at=now, error=error, sealed=b"")
+
+
+def find(pk: uuid.UUID) -> QueuedRun:
+    row = QueuedRun.objects.filter(pk=pk).first()
+    if row is None:
+        raise QueuedRunNotFound()
+    return row
+
+
+def get_stats(rows: QuerySet[QueuedRun], *, now: datetime) -> QueueStats:
+    """Return the totals of some queued runs."""
+    counts = dict(rows.order_by().values_list("state").annotate(number=Count("*")))
+    oldest = rows.filter(state=STATE.QUEUED).aggregate(oldest=Min("queued_at"))["oldest"]
+    age = max((now - oldest).total_seconds(), 0.0) if oldest else 0.0
+    return QueueStats({state.value: counts.get(state.value, 0) for state in STATE}, age)
+
+
+def delete_old(*, now: datetime) -> int:
+    """Delete the rows of runs that ended before LEASEHOLD_KEEP_STATE. Return their number."""
+    return QueuedRun.objects.filter(ended_at__lte=now - settings.KEEP_STATE).delete()[0]
+
+
+def build_error(operation: str, message: str, *, retryable: bool, provider: str = "", code: str = "error") -> dict[str, Any]:
+    return {"code": code, "operation": operation, "provider": provider, "message": message[:500], "retryable": retryable}
+
+
+def filter_agents(rows: QuerySet[QueuedRun], agents: list[str] | None) -> QuerySet[QueuedRun]:
+    """Restrict rows to those of some agents. None: all agents."""
+    return rows if agents is None else rows.filter(Q(agent_did__in=agents))
+
+
+def _encryption_context(pk: uuid.UUID) -> str:
+    return f"queued run {pk}"

@@ -1,0 +1,115 @@
+"""Runner: threads that execute queued runs, and the main thread that claims runs for them.
+
+The web process has one (LEASEHOLD_RUNNER_THREADS), and `manage.py runner` is one of its own. The main thread renews the lease
+on the rows of this runner; if the process dies, another runner takes the rows over."""
+
+import threading
+from collections.abc import Callable
+from datetime import datetime
+
+import structlog
+from django.db import Error as DatabaseError
+from django.db import close_old_connections, connections
+
+from leases.queue import attempts, queue
+from leases.queue.models import QueuedRun
+from sandboxes import long_calls
+from sandboxes.db import database_time
+
+log = structlog.get_logger(__name__)
+# Between two looks at the queue. Runs that this process queues start at once.
+POLL_SECONDS, IDLE_POLL_SECONDS = 2.0, 10.0
+
+
+class Runner:
+    """Runner of this process. `start`, `notify` and `stop` may be called by any thread."""
+
+    def __init__(self, thread_count: int, *, now: Callable[[], datetime] = database_time.now) -> None:
+        self.name = attempts.build_runner_name()
+        self._count, self._now = thread_count, now
+        self._wakeup, self._stopping, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._main: threading.Thread | None = None
+        self._threads = set[threading.Thread]()
+
+    def start(self) -> None:
+        """Start the main thread, unless it runs or the runner has no threads."""
+        with self._lock:
+            if self._main is None and self._count and not self._stopping.is_set():
+                self._main = threading.Thread(target=self._run, name="runner", daemon=True)
+                self._main.start()
+
+    def notify(self) -> None:
+        """Look at the queue now: a run was added, or one has ended."""
+        self.start()
+        self._wakeup.set()
+
+    def stop(self) -> None:
+        """Claim no further runs. Those in progress go on."""
+        self._stopping.set()
+        self._wakeup.set()
+
+    def join(self) -> None:
+        """Wait until all runs of this process have ended. Call `stop` before."""
+        if self._main is not None:
+            self._main.join()
+
+    def run_pending(self) -> int:
+        """Recover, expire, and start as many runs as this runner has free threads. Return the number of started runs."""
+        now = self._now()
+        queue.renew(self.name, now=now)
+        attempts.recover(runner=self.name, now=now)
+        queue.expire(now=now)
+        started = 0
+        while len(self._threads) < self._count and not self._stopping.is_set():
+            row = queue.claim(self.name, now=self._now())
+            if row is None:
+                break
+            thread = threading.Thread(target=self._execute, args=(row,), name=f"queued-run-{row.pk}", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+            started += 1
+        return started
+
+    def _run(self) -> None:
+        pause = 0.0
+        try:
+            while self._threads or not self._stopping.is_set():
+                self._wakeup.wait(pause)
+                self._wakeup.clear()
+                try:
+                    close_old_connections()
+                    is_idle = not queue.has_open()
+                    pause = IDLE_POLL_SECONDS if is_idle else POLL_SECONDS
+                    if not is_idle:
+                        self.run_pending()
+                except DatabaseError as error:
+                    log.warning("runner: the database does not respond", error=str(error))
+                except Exception:  # the next look tries again
+                    log.exception("runner failed")
+        finally:
+            connections.close_all()
+
+    def _execute(self, row: QueuedRun) -> None:
+        long_calls.exempt_thread()  # limited by the number of these threads instead
+        try:
+            attempts.execute(row, now=self._now())
+        except Exception:  # the row is taken over once the lease on it has expired: see `recover`
+            log.exception("queued run not recorded", queued_run=str(row.pk))
+        finally:
+            connections.close_all()
+            self._threads.discard(threading.current_thread())
+            self._wakeup.set()
+
+
+_runner = Runner(0)
+
+
+def configure(thread_count: int) -> None:
+    """Give this process a runner, before it serves requests."""
+    global _runner
+    _runner = Runner(thread_count)
+
+
+def get_runner() -> Runner:
+    """Return the runner of this process, which has no threads in processes that serve no requests."""
+    return _runner

@@ -1,0 +1,358 @@
+"""Queue of runs: order, limits, interruption, and runners that die at each step or act too late."""
+
+import json
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from leases import leasing, sweeps
+from leases.agent_runs.models import AgentRun
+from leases.errors import TooManyQueuedRuns
+from leases.models import Lease
+from leases.queue import attempts, queue
+from leases.queue.models import QueuedRun
+from leases.queue.queue import QueueOptions
+from sandboxes.models import Pool, Run, Sandbox
+from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.memory import MemoryProvider
+from tests.conftest import MINUTE, NOW
+from tests.support.leases import update_pool
+
+pytestmark = pytest.mark.django_db
+DAY = timedelta(days=1)
+LATER = NOW + timedelta(hours=1)  # deadlines of runners, runs and operations have passed, no lease has
+COMMAND = {"kind": "exec", "argv": ["echo", "hi"], "cwd": "/workspace", "shell": None, "timeout_seconds": 60}
+ONE_SHOT = COMMAND | {"memory_mib": None, "environment_type": "run", "key_id": ""}
+
+
+def enqueue(
+    pool: Pool, lease: Lease | None = None, agent: str = "did:plc:ada", now: datetime = NOW, argv: list[str] | None = None,
+    secrets: dict[str, Any] | None = None, request: dict[str, Any] | None = None, **options: Any,
+) -> QueuedRun:  # fmt: skip
+    command = request or (COMMAND if lease else ONE_SHOT | {"pool": pool.name})
+    return queue.enqueue(
+        uuid.uuid4(), agent_did=lease.agent_did if lease else agent, lease=lease, pool=pool,
+        request=command | ({"argv": argv} if argv else {}), secrets={"env": {}} | (secrets or {}),
+        options=QueueOptions(**{"pending_timeout": DAY} | options), now=now,
+    )  # fmt: skip
+
+
+def work(now: datetime = NOW, runner: str = "r1") -> int:
+    """Recover, and execute runs until none may start. Return the number of attempts."""
+    attempts.recover(runner=runner, now=now)
+    count = 0
+    while row := queue.claim(runner, now=now):
+        attempts.execute(row, now=now)
+        count += 1
+    return count
+
+
+def count_executions(memory: MemoryProvider) -> int:
+    return sum(method == "exec" for method, _ in memory.calls)
+
+
+def reload(row: QueuedRun) -> QueuedRun:
+    return QueuedRun.objects.get(pk=row.pk)
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+
+def test_run_of_a_lease_ends_by_its_exit_code(lease: Lease, pool: Pool) -> None:
+    ok, failed = enqueue(pool, lease), enqueue(pool, lease, argv=["missing"])
+    assert work() == 2
+    assert (reload(ok).state, reload(ok).exit_code, reload(ok).error) == ("completed", 0, None)
+    failed = reload(failed)
+    assert (failed.state, failed.exit_code, failed.error["code"], failed.attempt) == ("failed", 127, "failed", 1)
+    assert bytes(Run.objects.get(pk=reload(ok).run_id).stdout) == b"hi\n"
+
+
+def test_run_without_a_lease_gets_a_sandbox_that_is_destroyed(pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool)
+    assert work() == 1
+    row = reload(row)
+    assert (row.state, Lease.objects.get(pk=row.run_id).status) == ("completed", "destroyed")
+    assert not memory.list(str(pool.owner))
+
+
+def test_secrets_are_encrypted_and_deleted_at_the_end(lease: Lease, pool: Pool) -> None:
+    row = enqueue(pool, lease, argv=["printenv", "TOKEN"], secrets={"env": {"TOKEN": "s3cret"}})
+    assert b"s3cret" not in bytes(row.sealed)
+    work()
+    assert bytes(reload(row).sealed) == b""
+    assert bytes(Run.objects.get(pk=reload(row).run_id).stdout) == b"s3cret\n"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_queued_agent_run_is_recorded(lease: Lease, pool: Pool) -> None:
+    options = {"model": "", "permission_mode": "default", "system_prompt": "", "session_id": ""}
+    request = COMMAND | {"kind": "agent_run", "cli": "program", "argv": ["cat"], "options": options, "policy": {}}
+    prompt = json.dumps({"type": "assistant", "turn_id": "1", "text": "Done."})
+    row = enqueue(pool, lease, request=request, secrets={"prompt": prompt})
+    assert work() == 1
+    agent_run = AgentRun.objects.get()
+    assert (reload(row).state, agent_run.pk, agent_run.state) == ("completed", reload(row).run_id, "completed")
+    assert agent_run.result == "Done."
+
+
+# --- order and limits ---------------------------------------------------------------------------------------------
+
+
+def claim_agents(count: int, now: datetime = NOW) -> list[str]:
+    """Claim runs one after the other, each ended before the next claim. Return their agents."""
+    agents = []
+    for number in range(count):
+        at = now + timedelta(seconds=number)
+        row = queue.claim("r1", now=at)
+        assert row is not None
+        queue.finish(row, attempts.STATE.COMPLETED, now=at)
+        agents.append(row.agent_did[-3:])
+    return agents
+
+
+def test_flooding_agent_delays_the_others_by_one_run(pool: Pool) -> None:
+    for _ in range(20):
+        enqueue(pool)
+    assert claim_agents(2) == ["ada", "ada"]
+    for name in ("bob", "eve"):
+        enqueue(pool, agent=f"did:plc:{name}", now=NOW + MINUTE)
+    enqueue(pool, agent="did:plc:bob", now=NOW + MINUTE)
+    assert claim_agents(6, NOW + MINUTE) == ["bob", "eve", "ada", "bob", "ada", "ada"]
+
+
+def test_priority_orders_the_runs_of_one_agent_only(pool: Pool) -> None:
+    low, high = enqueue(pool, priority=-1), enqueue(pool, priority=5, now=NOW + MINUTE)
+    other = enqueue(pool, agent="did:plc:bob", now=NOW + MINUTE)
+    order = [queue.claim("r1", now=NOW + 2 * MINUTE) for _ in range(3)]
+    assert [row.pk for row in order if row] == [high.pk, other.pk, low.pk]
+
+
+@pytest.mark.parametrize("name", ["QUEUE_MAX_RUNNING", "QUEUE_MAX_RUNNING_PER_AGENT", "QUEUE_MAX_RUNNING_PER_POOL"])
+def test_limit_of_started_runs_frees_a_place_at_the_end(pool: Pool, settings: Any, name: str) -> None:
+    setattr(settings, name, 2)
+    for _ in range(3):
+        enqueue(pool)
+    first, second = queue.claim("r1", now=NOW), queue.claim("r2", now=NOW)
+    assert first and second
+    assert queue.claim("r1", now=NOW) is None
+    queue.finish(first, attempts.STATE.COMPLETED, now=NOW)
+    assert queue.claim("r1", now=NOW)
+
+
+def test_pending_limits(pool: Pool, settings: Any) -> None:
+    settings.QUEUE_MAX_PENDING_PER_AGENT, settings.QUEUE_MAX_PENDING = 2, 3
+    enqueue(pool)
+    enqueue(pool)
+    with pytest.raises(TooManyQueuedRuns, match="The agent has 2"):
+        enqueue(pool)
+    enqueue(pool, agent="did:plc:bob")
+    with pytest.raises(TooManyQueuedRuns, match="The queue has 3"):
+        enqueue(pool, agent="did:plc:bob")
+
+
+def test_run_that_does_not_start_in_time_expires(pool: Pool) -> None:
+    row = enqueue(pool, pending_timeout=MINUTE)
+    assert [queue.expire(now=NOW + each) for each in (MINUTE / 2, MINUTE)] == [0, 1]
+    assert (reload(row).state, reload(row).error["retryable"], bytes(reload(row).sealed)) == ("expired", True, b"")
+    assert queue.claim("r1", now=NOW + MINUTE) is None
+
+
+# --- retries ------------------------------------------------------------------------------------------------------
+
+
+def test_full_pool_is_tried_again_after_a_backoff(lease: Lease, pool: Pool, grant: Callable[..., Lease]) -> None:
+    other = grant("did:plc:bob")
+    update_pool(pool, capacity=1)
+    enqueue(pool, other)
+    work()
+    Sandbox.objects.update(state="running", open_runs=1)
+    row = enqueue(pool, lease)
+    assert work() == 1
+    row = reload(row)
+    assert (row.state, row.attempt, row.error["retryable"]) == ("queued", 1, True)
+    assert row.available_at > NOW
+    Sandbox.objects.update(state="waiting", open_runs=0, idle_at=NOW)
+    assert work(NOW + MINUTE) == 1
+    assert (reload(row).state, reload(row).attempt) == ("completed", 2)
+
+
+def test_permanent_error_ends_the_run(lease: Lease, pool: Pool) -> None:
+    row = enqueue(pool, lease)
+    leasing.release(lease.pk, now=NOW)
+    work()
+    assert (reload(row).state, reload(row).error["code"], reload(row).error["retryable"]) == ("failed", "lease_ended", False)
+
+
+@pytest.mark.parametrize("repeatable", [False, True])
+def test_unknown_outcome_is_repeated_only_if_that_was_declared(
+    lease: Lease, pool: Pool, memory: MemoryProvider, repeatable: bool
+) -> None:
+    row = enqueue(pool, lease, repeatable=repeatable, max_attempts=2)
+    memory.fail("exec", Unavailable("gone"), times=1)
+    work()
+    sweeps.recover_stalled(now=LATER)
+    work(LATER)
+    row = reload(row)
+    expected = ("completed", 2) if repeatable else ("failed", 1)
+    assert (row.state, row.attempt) == expected
+    assert row.error is None or (row.error["code"], row.error["retryable"]) == ("outcome_unknown", False)
+
+
+def test_attempts_are_limited(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease, repeatable=True, max_attempts=2)
+    memory.fail("exec", Unavailable("gone"))
+    for number in range(4):
+        sweeps.recover_stalled(now=LATER + number * 10 * MINUTE)
+        work(LATER + number * 10 * MINUTE)
+    assert (reload(row).state, reload(row).attempt) == ("failed", 2)
+
+
+# --- runners that die ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "attempt", "executions"),
+    [
+        ("queued run claimed", "completed", 2, 1),
+        ("reserved", "completed", 2, 1),
+        ("created", "completed", 2, 1),
+        ("run opened", "failed", 1, 0),  # whether the command began is not known to the control plane
+        ("run answered", "completed", 1, 1),  # its result is retained in the sandbox
+        ("attempt executed", "completed", 1, 1),
+    ],
+)
+def test_runner_killed_at_any_step_executes_nothing_twice(
+    step: str, state: str, attempt: int, executions: int, lease: Lease, pool: Pool, memory: MemoryProvider,
+    crash_at: Callable[[str], AbstractContextManager[None]],
+) -> None:  # fmt: skip
+    row = enqueue(pool, lease)
+    with crash_at(step):
+        work()
+    assert attempts.recover(runner="r2", now=NOW) == 0  # its lease on the row has not expired
+    sweeps.recover_stalled(now=LATER)
+    work(LATER, "r2")
+    work(LATER + 10 * MINUTE, "r2")
+    row = reload(row)
+    assert (row.state, row.attempt, count_executions(memory)) == (state, attempt, executions)
+    assert not Run.objects.filter(ended_at=None).exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "executions"),
+    [
+        ("queued run claimed", "completed", 1),
+        ("run granted", "completed", 1),
+        ("command ended", "failed", 1),
+        ("run released", "completed", 1),
+    ],
+)
+def test_runner_of_a_new_sandbox_killed_at_any_step_leaves_none(
+    step: str, state: str, executions: int, pool: Pool, memory: MemoryProvider,
+    crash_at: Callable[[str], AbstractContextManager[None]],
+) -> None:  # fmt: skip
+    row = enqueue(pool)
+    with crash_at(step):
+        work()
+    for minutes in (0, 10, 20):
+        now = LATER + minutes * MINUTE
+        sweeps.expire_due_leases(now=now)
+        sweeps.recover_stalled(now=now)
+        work(now, "r2")
+        sweeps.reclaim(now=now)
+    assert (reload(row).state, count_executions(memory)) == (state, executions)
+    assert not memory.list(str(pool.owner))
+    assert not Lease.objects.filter(status="active").exists()
+
+
+def test_runner_that_lost_its_row_executes_nothing(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease)
+    slow = queue.claim("slow", now=NOW)
+    assert slow is not None
+    assert work(NOW + 2 * MINUTE, "r2") == 0  # taken over, with a backoff
+    attempts.execute(slow, now=NOW + 2 * MINUTE)
+    assert count_executions(memory) == 0
+    assert work(NOW + 5 * MINUTE, "r2") == 1
+    attempts.execute(slow, now=NOW + 5 * MINUTE)
+    assert (reload(row).state, reload(row).attempt, count_executions(memory)) == ("completed", 2, 1)
+
+
+def test_renewed_lease_of_a_runner_is_not_taken_over(lease: Lease, pool: Pool) -> None:
+    enqueue(pool, lease)
+    assert queue.claim("r1", now=NOW)
+    assert queue.renew("r1", now=NOW + MINUTE) == 1
+    assert attempts.recover(runner="r2", now=NOW + MINUTE) == 0
+
+
+# --- interruption -------------------------------------------------------------------------------------------------
+
+
+def interrupt(row: QueuedRun) -> int:
+    return queue.interrupt(QueuedRun.objects.filter(pk=row.pk), now=NOW)
+
+
+def test_pending_run_is_interrupted_at_once(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease)
+    assert [interrupt(row) for _ in range(2)] == [1, 0]
+    assert work() == 0
+    assert (reload(row).state, reload(row).interrupted_at, bytes(reload(row).sealed)) == ("interrupted", NOW, b"")
+
+
+def test_claimed_run_that_is_interrupted_executes_nothing(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease)
+    claimed = queue.claim("r1", now=NOW)
+    assert claimed is not None
+    assert [interrupt(row) for _ in range(2)] == [1, 0]
+    attempts.execute(claimed, now=NOW)
+    assert (reload(row).state, count_executions(memory)) == ("interrupted", 0)
+
+
+def test_command_of_an_interrupted_run_is_killed(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease)
+    memory.before("exec", lambda _: interrupt(row))
+    work()
+    assert any(method == "kill" for method, _ in memory.calls)
+    assert reload(row).state == "interrupted"
+    assert interrupt(row) == 0
+
+
+def test_run_that_was_interrupted_when_its_runner_died_is_not_repeated(
+    lease: Lease, pool: Pool, memory: MemoryProvider, crash_at: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    row = enqueue(pool, lease, repeatable=True, max_attempts=3)
+    with crash_at("queued run claimed"):
+        work()
+    interrupt(row)
+    work(LATER, "r2")
+    assert (reload(row).state, count_executions(memory)) == ("interrupted", 0)
+
+
+def test_totals_and_the_age_of_the_oldest_pending_run(pool: Pool, lease: Lease) -> None:
+    enqueue(pool, lease)
+    work()
+    enqueue(pool, agent="did:plc:bob")
+    rows = QueuedRun.objects.all()
+    stats = queue.get_stats(rows, now=NOW + MINUTE)
+    assert (stats.counts["completed"], stats.counts["queued"], stats.counts["failed"]) == (1, 1, 0)
+    assert stats.oldest_pending_seconds == 60.0
+    assert queue.get_stats(queue.filter_agents(rows, ["did:plc:ada"]), now=NOW).oldest_pending_seconds == 0.0
+
+
+def test_rows_are_deleted_after_their_retention(pool: Pool, lease: Lease, settings: Any) -> None:
+    enqueue(pool, lease)
+    enqueue(pool, agent="did:plc:bob")
+    queue.claim("r1", now=NOW)
+    QueuedRun.objects.filter(state="started").update(state="failed", ended_at=NOW, runner_deadline=None)
+    assert [queue.delete_old(now=NOW + settings.KEEP_STATE + each) for each in (-MINUTE, MINUTE)] == [0, 1]
+
+
+def test_rejected_start_of_a_new_sandbox_is_tried_again(pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool)
+    memory.fail("create", Rejected("no"), times=1)
+    work()
+    assert (reload(row).state, reload(row).error["message"] != "") == ("queued", True)
+    work(NOW + 5 * MINUTE)
+    assert reload(row).state == "completed"

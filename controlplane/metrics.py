@@ -26,6 +26,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from leases.models import Lease, LeaseStatus
+from leases.queue import queue
+from leases.queue.models import QueuedRun
+from leases.queue.queue import QueueStats
 from sandboxes import pool_stats
 from sandboxes.agent.gateway import FALLBACK_REASONS
 from sandboxes.db import database_time, dialect
@@ -147,6 +150,7 @@ class MetricsSnapshot:
     gateways: dict[str, dict[str, int]]  # host -> counts of AgentGateway.read_counts
     hosts: dict[tuple[str, ...], float]  # (host, state) -> seconds since the last heartbeat
     queue: int
+    queued_runs: QueueStats
     mismatch: bool
     disk: dict[str, int]  # directory -> free bytes on this host
 
@@ -178,6 +182,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
                 for host in Host.objects.all()
             },
             queue=OrmQ.objects.count(),
+            queued_runs=queue.get_stats(QueuedRun.objects.filter(ended_at__isnull=True), now=now),
             mismatch=installation.has_recorded_mismatch(),
             disk=disk_space.measure_free_space(),
         )
@@ -259,6 +264,14 @@ class SnapshotCollector(Collector):
             ["host", "state"], snapshot.hosts,
         )  # fmt: skip
         yield from _build_gateway_families(snapshot.gateways)
+        yield _build_family(
+            GaugeMetricFamily, "queued_runs", "Queued runs that have not ended.", ["state"],
+            {(state,): snapshot.queued_runs.counts[state] for state in ("queued", "started")},
+        )  # fmt: skip
+        yield _build_family(
+            GaugeMetricFamily, "oldest_pending_run_seconds", "Age of the oldest pending queued run; 0 if there is none.",
+            [], {(): snapshot.queued_runs.oldest_pending_seconds},
+        )  # fmt: skip
         yield _build_family(GaugeMetricFamily, "queue_depth", "Queued tasks.", [], {(): snapshot.queue})
         yield _build_family(
             GaugeMetricFamily, "clock_skew_seconds", "Clock of the scraped host minus the database's; each host has its own.",

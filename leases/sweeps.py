@@ -12,6 +12,8 @@ from django.db.models.functions import Cast
 from leases import leasing, shells, turns
 from leases.agent_runs import lifecycle
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
+from leases.queue import queue
+from leases.queue.models import QueuedRun, QueuedRunState
 from sandboxes import processes
 from sandboxes.egress import authorization
 from sandboxes.hosts import registry
@@ -182,6 +184,8 @@ def release_instance(instance: str, *, now: datetime) -> int:
 
     Return the number of rows. The conditions and errors of `sandboxes.sweeps.passes.release_instance` apply."""
     released = passes.release_instance(instance, now=now)
+    runners = Q(runner__startswith=f"{instance}:") | Q(runner__startswith=f"{instance}.")
+    released += QueuedRun.objects.filter(runners, state=QueuedRunState.STARTED).update(runner_deadline=now)
     claimed = Q(claimed_by=instance) | Q(claimed_by__startswith=f"{instance}.")
     return released + IdempotentRequest.objects.filter(claimed, status_code=None, deadline_at__gt=now).update(deadline_at=now)
 
@@ -206,6 +210,7 @@ def prune(*, now: datetime) -> SweepResult:
         result.note(item, count)
     result.failures += pruned_stores.failures
     result.note("rows of old service tokens removed", signing.purge_old_tokens(now=now))
+    result.note("queued runs removed", queue.delete_old(now=now))
     result.note("old events removed", outbox.purge_old_events(now=now))
     return result
 

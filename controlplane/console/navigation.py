@@ -17,6 +17,8 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
     "Leases": [
         ("Leases", "contract", "leases.lease"),
         ("Turns", "casino", "leases.turn"),
+        ("Agent runs", "robot_2", "leases.agentrun"),
+        ("Queued runs", "low_priority", "leases.queuedrun"),
         ("Agents", "smart_toy", "leases.agent"),
         ("API keys", "key", "leases.agentkey"),
         ("Environment types", "category", "leases.environmenttype"),

@@ -1,6 +1,7 @@
 """Console pages of leases, turns, agents, API keys and environment types."""
 
 from leases.admin import (
+    agent_runs,
     agents,
     api_keys,
     environment_types,
@@ -12,6 +13,7 @@ from leases.admin import (
 )
 
 __all__ = [
+    "agent_runs",
     "agents",
     "api_keys",
     "environment_types",

@@ -47,7 +47,8 @@ class QueuedRun(models.Model):
     error = models.JSONField(null=True, blank=True)
 
     class Meta:
-        default_permissions = ("view", "change")
+        default_permissions = ("view",)
+        permissions = [("interrupt_run", "Can interrupt queued runs and agent runs")]
         ordering = ["-queued_at", "-pk"]
         constraints = [
             models.CheckConstraint(condition=Q(state__in=QueuedRunState.values), name="queuedrun_state_known"),

@@ -23,7 +23,12 @@ from billing import metering, statements
 from billing.dates import start_of_day
 from billing.models import Account, Membership
 from leases import api_keys, budget_enforcement, execution, fork, leasing, snapshots, sweeps, turns
+from leases.agent_runs.models import AgentRun
+from leases.agent_runs.recorder import store_message
 from leases.models import Agent, AgentKey, EnvironmentType, Lease
+from leases.queue import queue
+from leases.queue.models import QueuedRun
+from leases.queue.queue import QueueOptions
 from sandboxes import eviction, processes, providers
 from sandboxes.identity import signing
 from sandboxes.models import ModelRate, Policy, Pool, Quota, Sandbox, SandboxState, Sweep, Webhook
@@ -34,6 +39,7 @@ from sandboxes.providers.memory import File, Link, MemoryProvider, ProgramCall, 
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from sandboxes.state import data_editing
+from sandboxes.stores import lease_stores
 from sandboxes.sweeps import passes
 from sandboxes.webhooks import delivery, outbox, subscriptions
 from sandboxes.webhooks.http_post import PostResult
@@ -140,6 +146,32 @@ def _seed_game(memory: MemoryProvider, now: datetime) -> None:
         ProcessSpec(["sleep", "9999"]),
     ):
         processes.start_process(execution.build_sandbox_request(lease, now=now - HOUR), spec, now=now - HOUR, actor=ACTOR)
+    _seed_agent_runs(lease, now)
+
+
+def _seed_agent_runs(lease: Lease, now: datetime) -> None:
+    """Create agent runs in several states, with messages, and queued runs."""
+    stores = lease_stores.open_stores(lease.agent_did, lease.pk)
+    states = ("completed", "failed", "interrupted", "running")
+    for number, state in enumerate(states):
+        started_at = now - (len(states) - number) * 20 * MINUTE
+        row = AgentRun.objects.create(
+            lease=lease, cli="claude-code", model="sonnet", state=state, started_at=started_at,
+            ended_at=None if state == "running" else started_at + 7 * MINUTE, session_id="7f7ec0b5-5a0c-4b43-a6a4-6b4d2c0b8a10",
+            violation="Tool not allowed: WebFetch <b>" if state == "interrupted" else "", message_count=9, turn_count=4,
+            result="The test passes now. <script>", recorder_deadline=started_at,
+        )  # fmt: skip
+        store_message(stores, row, "user", "Fix the failing test <b>at once</b>.", 0, now=started_at)
+        tool = {"type": "tool_use", "name": "Bash", "input": {"command": "pytest -q"}}
+        store_message(stores, row, "assistant", {"type": "assistant", "content": [tool]}, 1, now=started_at)
+    command = {"kind": "exec", "argv": ["make", "<all>"], "cwd": "/workspace", "shell": None, "timeout_seconds": 60}
+    for number in range(4):
+        queued = queue.enqueue(
+            uuid.uuid4(), agent_did=lease.agent_did, lease=lease if number % 2 else None, pool=lease.pool, request=command,
+            secrets={"env": {}}, options=QueueOptions(repeatable=True, max_attempts=3), now=now - number * MINUTE,
+        )  # fmt: skip
+    error = queue.build_error("exec", "Exit code 2. <b>", retryable=False)
+    QueuedRun.objects.filter(pk=queued.pk).update(state="failed", attempt=3, ended_at=now, started_at=now - MINUTE, error=error)
 
 
 def _seed_sandbox_states(memory: MemoryProvider, now: datetime) -> None:

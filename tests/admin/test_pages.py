@@ -14,7 +14,7 @@ from django.utils import timezone
 from leases import execution, leasing, sweeps, turns
 from leases.admin.leases import LeaseAdmin
 from leases.admin.timeline import PAGE_SIZE, load_timeline
-from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Turn
+from leases.models import Agent, AgentRun, EnvironmentType, Lease, LeaseEvent, QueuedRun, Turn
 from sandboxes import processes
 from sandboxes.admin.base.changelist import CappedPaginator
 from sandboxes.admin.sandboxes import SandboxAdmin, compute_time_alive
@@ -37,7 +37,8 @@ pytestmark = pytest.mark.django_db
 
 
 PAGES = [
-    "", "fleet/", "leases/lease/", "leases/lease/?slice=history", "leases/turn/", "leases/agent/", "leases/agentkey/",
+    "", "fleet/", "leases/lease/", "leases/lease/?slice=history", "leases/turn/", "leases/agentrun/?slice=all",
+    "leases/queuedrun/", "leases/agent/", "leases/agentkey/",
     "leases/environmenttype/", "sandboxes/sandbox/", "sandboxes/sandbox/?slice=stalled", "sandboxes/run/", "sandboxes/llmcall/",
     "sandboxes/llmcall/?slice=refused&code=no&since=1d&streamed__exact=0", "sandboxes/llmcall/?slice=unpriced",
     "sandboxes/sandbox/?slice=unstored&lasting=5m", "sandboxes/pool/", "sandboxes/host/", "sandboxes/policy/",
@@ -63,6 +64,11 @@ def test_a_list_costs_as_many_queries_for_many_rows_as_for_few(
             signing.create_key(lease.agent_did, now=now)
             execution.mint_service_token(lease.pk, aud="did:web:relay.example", lxm="a.b.c", now=now)
             Sweep.objects.create(name=f"sweep {number}")
+            AgentRun.objects.create(lease=lease, cli="codex", started_at=now, recorder_deadline=now)
+            QueuedRun.objects.create(
+                agent_did=lease.agent_did, lease=lease, pool=lease.pool, request={"kind": "exec", "argv": ["true"]},
+                queued_at=now, available_at=now, expires_at=now + MINUTE,
+            )  # fmt: skip
             Pool.objects.create(name=f"pool-{number}", warm_target=1)
             Policy.objects.create(name=f"policy-{number}")
             subscriptions.add_webhook(f"https://example.com/{number}", now=now)

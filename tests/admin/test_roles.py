@@ -19,7 +19,7 @@ from billing.admin.usage import get_previous_month
 from billing.dates import start_of_day
 from billing.models import Account, Credit
 from leases import api_keys, snapshots
-from leases.models import Lease, LeaseEvent
+from leases.models import AgentRun, Lease, LeaseEvent, QueuedRun
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from sandboxes.identity import signing
 from sandboxes.models import Delivery, ModelRate, Policy, Pool, Quota, Sandbox, Snapshot
@@ -44,7 +44,7 @@ VIEWS = {
     "billing": {
         "account", "budget", "costrecord", "credit", "membership", "rate", "statement", "statementline", "usagerecord",
     },
-    "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
+    "leases": {"agent", "agentkey", "agentrun", "environmenttype", "lease", "leaseevent", "queuedrun", "turn"},
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "event", "host", "llmcall", "mintedtoken", "modelrate", "policy",
         "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
@@ -52,7 +52,7 @@ VIEWS = {
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
 OPERATOR = VIEWER | {
-    "leases.end_lease", "sandboxes.act_on_sandbox", "sandboxes.declare_host_lost", "sandboxes.drain_pool",
+    "leases.end_lease", "leases.interrupt_run", "sandboxes.act_on_sandbox", "sandboxes.declare_host_lost", "sandboxes.drain_pool",
     "sandboxes.read_agent_data", "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
@@ -78,12 +78,25 @@ OPERATOR_ACTIONS = {
     "sandbox": {"evict", "restart", "take_snapshot", "destroy_now", "discard"},
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
+    "agent_run": {"interrupt"}, "queued_run": {"interrupt"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
     "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
     "unused": {"turn_on"}, "account": {"grant_credit", "close_month"}, "credit": {"take_back"}, "rate": {"withdraw"},
 }  # fmt: skip
-READ_ONLY_ROWS = {"lease", "sandbox", "snapshot", "delivery", "signing_key", "credit", "statement", "begun", "sealed"}
+READ_ONLY_ROWS = {
+    "agent_run",
+    "queued_run",
+    "lease",
+    "sandbox",
+    "snapshot",
+    "delivery",
+    "signing_key",
+    "credit",
+    "statement",
+    "begun",
+    "sealed",
+}
 
 
 @pytest.fixture
@@ -115,6 +128,11 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "model_rate": ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=NOW),
         "policy": Policy.objects.create(name="relaying"), "sealed": Policy.objects.get(name=SEALED_POLICY_NAME),
         "type": lease.environment_type,
+        "agent_run": AgentRun.objects.create(lease=lease, cli="codex", started_at=NOW, recorder_deadline=NOW),
+        "queued_run": QueuedRun.objects.create(
+            agent_did=ADA, lease=lease, pool=lease.pool, request={"kind": "exec", "argv": ["true"]}, queued_at=NOW,
+            available_at=NOW, expires_at=NOW + HOUR,
+        ),
         "quota": Quota.objects.update_or_create(pool=lease.pool, agent_did=ADA, defaults={"most": 4})[0],
     }  # fmt: skip
 
@@ -221,7 +239,7 @@ def test_facts_are_read_only_even_for_a_superuser() -> None:
     facts = [page for page in admin.site._registry.values() if isinstance(page, ReadOnlyModelAdmin)]
     assert {page.model.__name__ for page in facts} == {
         "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
-        "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement",
+        "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement", "AgentRun", "QueuedRun",
     }  # fmt: skip
     for page in facts:
         assert not page.has_add_permission(request)

@@ -52,8 +52,8 @@ VIEWS = {
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
 OPERATOR = VIEWER | {
-    "leases.end_lease", "leases.interrupt_run", "sandboxes.act_on_sandbox", "sandboxes.declare_host_lost", "sandboxes.drain_pool",
-    "sandboxes.read_agent_data", "sandboxes.send_webhook",
+    "leases.end_lease", "leases.interrupt_run", "sandboxes.act_on_sandbox", "sandboxes.declare_host_lost",
+    "sandboxes.drain_pool", "sandboxes.read_agent_data", "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.change_agentkey", "leases.revoke_key",

@@ -280,6 +280,17 @@ def test_runner_that_lost_its_row_executes_nothing(lease: Lease, pool: Pool, mem
     assert (reload(row).state, reload(row).attempt, count_executions(memory)) == ("completed", 2, 1)
 
 
+def test_run_whose_command_may_still_run_is_left_alone(
+    lease: Lease, pool: Pool, crash_at: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    row = enqueue(pool, lease, repeatable=True, max_attempts=3)
+    with crash_at("run opened"):
+        work()
+    for minutes in (1, 2):
+        assert work(NOW + minutes * MINUTE, "r2") == 0
+    assert (reload(row).state, reload(row).attempt) == ("started", 1)
+
+
 def test_renewed_lease_of_a_runner_is_not_taken_over(lease: Lease, pool: Pool) -> None:
     enqueue(pool, lease)
     assert queue.claim("r1", now=NOW)

@@ -12,7 +12,8 @@ from django.db.models import F, Q
 from django.utils import timezone
 
 from leases.agent_runs.models import AgentRun as AgentRun  # makes the table known to Django
-from leases.queue.models import QueuedRun as QueuedRun  # makes the table known to Django
+from leases.queue.models import QueueAgent as QueueAgent  # makes the tables known to Django
+from leases.queue.models import QueuedRun as QueuedRun
 from sandboxes.db import durations
 from sandboxes.models import Policy, Pool, Run
 

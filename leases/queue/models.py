@@ -71,7 +71,6 @@ class QueuedRun(models.Model):
             models.Index(fields=["state"], condition=Q(ended_at__isnull=True), name="queuedrun_open"),
             models.Index(fields=["expires_at"], condition=Q(state="queued"), name="queuedrun_expiry"),
             models.Index(fields=["runner_deadline"], condition=Q(state="started"), name="queuedrun_started"),
-            models.Index(fields=["agent_did", "-started_at"], name="queuedrun_served"),
         ]
 
     def __str__(self) -> str:
@@ -81,3 +80,16 @@ class QueuedRun(models.Model):
     def run_id(self) -> uuid.UUID:
         """Id of the Run of the last attempt, which is known after its runner has died. Before the first, of no Run."""
         return uuid.uuid5(self.pk, str(self.attempt))
+
+
+class QueueAgent(models.Model):
+    """Agent whose runs are queued, with the time of its last claim: the agent that was served longest ago is next."""
+
+    agent_did = models.CharField(max_length=255, primary_key=True)
+    served_at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.agent_did

@@ -13,13 +13,12 @@ from typing import Any
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Count, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Value
-from django.db.models.functions import Coalesce
+from django.db.models import Count, Min, Q, QuerySet
 
 from leases.agent_runs import interruption
 from leases.errors import QueuedRunNotFound, TooManyQueuedRuns
 from leases.models import Lease
-from leases.queue.models import QueuedRun, QueuedRunState
+from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState
 from sandboxes.db import encryption, sql
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Pool
@@ -88,6 +87,23 @@ def open_secrets(row: QueuedRun) -> dict[str, Any]:
     return secrets
 
 
+def reencrypt() -> encryption.ReencryptionResult[QueuedRun]:
+    """Encrypt the secrets of every run that has not ended under the first encryption key. Idempotent."""
+    result: encryption.ReencryptionResult[QueuedRun] = encryption.ReencryptionResult()
+    for row in QueuedRun.objects.filter(ended_at__isnull=True).order_by("pk"):
+        try:
+            content, is_current = encryption.decrypt(bytes(row.sealed), row=_encryption_context(row.pk))
+        except encryption.DecryptionFailed:
+            result.undecryptable.append(row)
+            continue
+        if is_current:
+            result.current += 1
+            continue
+        sealed = encryption.encrypt(content, row=_encryption_context(row.pk))
+        result.changed += QueuedRun.objects.filter(pk=row.pk, ended_at__isnull=True).update(sealed=sealed)
+    return result
+
+
 def encode_bytes(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
@@ -114,6 +130,7 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
         claimed = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED).update(
             state=row.state, attempt=row.attempt, started_at=now, runner=runner, runner_deadline=row.runner_deadline
         )
+        QueueAgent.objects.update_or_create(agent_did=agent, defaults={"served_at": now})
     if not claimed:  # interrupted or expired since it was read
         return None
     checkpoint("queued run claimed", row)
@@ -121,14 +138,21 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
 
 
 def _find_next_agent(ready: QuerySet[QueuedRun]) -> str | None:
-    own = QueuedRun.objects.filter(agent_did=OuterRef("agent_did")).order_by().values("agent_did")
-    running = own.filter(state=STATE.STARTED).annotate(number=Count("*")).values("number")
-    served = own.filter(started_at__isnull=False).annotate(last=Max("started_at")).values("last")
-    agents = ready.order_by().values("agent_did").annotate(oldest=Min("queued_at"))
-    agents = agents.annotate(running=Coalesce(Subquery(running), Value(0)), served=Subquery(served))
-    agents = agents.filter(running__lt=settings.QUEUE_MAX_RUNNING_PER_AGENT)
-    found = agents.order_by("running", F("served").asc(nulls_first=True), "oldest", "agent_did").first()
-    return None if found is None else str(found["agent_did"])
+    """Return the agent with the fewest started runs, and of several the one that was served longest ago.
+
+    Three queries instead of one with subqueries, which would be evaluated for every pending run."""
+    oldest: dict[str, Any] = dict(ready.order_by().values_list("agent_did").annotate(oldest=Min("queued_at")))
+    if not oldest:
+        return None
+    started = QueuedRun.objects.filter(state=STATE.STARTED).order_by()
+    running = dict(started.values_list("agent_did").annotate(number=Count("*")))
+    served = dict(QueueAgent.objects.values_list("agent_did", "served_at"))
+
+    def rank(agent: str) -> tuple[int, bool, datetime, str]:
+        return running.get(agent, 0), agent in served, served.get(agent, oldest[agent]), agent
+
+    allowed = [agent for agent in oldest if running.get(agent, 0) < settings.QUEUE_MAX_RUNNING_PER_AGENT]
+    return min(allowed, key=rank, default=None)
 
 
 def renew(runner: str, *, now: datetime) -> int:
@@ -212,7 +236,9 @@ def get_stats(rows: QuerySet[QueuedRun], *, now: datetime) -> QueueStats:
 
 def delete_old(*, now: datetime) -> int:
     """Delete the rows of runs that ended before LEASEHOLD_KEEP_STATE. Return their number."""
-    return QueuedRun.objects.filter(ended_at__lte=now - settings.KEEP_STATE).delete()[0]
+    before = now - settings.KEEP_STATE
+    QueueAgent.objects.filter(served_at__lte=before).delete()
+    return QueuedRun.objects.filter(ended_at__lte=before).delete()[0]
 
 
 def build_error(operation: str, message: str, *, retryable: bool, provider: str = "", code: str = "error") -> dict[str, Any]:

@@ -24,6 +24,7 @@ PARTS: dict[str, dict[str, str]] = {
     "api_overhead": {"SANDBOX_PROVIDER": "memory"},
     "footprint": {},
     "pool": {},
+    "queue": {"SANDBOX_PROVIDER": "memory"},
     "egress": {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""},
     "state": {"LEASEHOLD_DATA_MOST_MIB": "1024"},
     "billing": {},

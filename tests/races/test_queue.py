@@ -87,6 +87,20 @@ def test_secrets_are_encrypted_and_deleted_at_the_end(lease: Lease, pool: Pool) 
     assert bytes(Run.objects.get(pk=reload(row).run_id).stdout) == b"s3cret\n"
 
 
+def test_secrets_survive_a_change_of_keys(lease: Lease, pool: Pool, settings: Any) -> None:
+    settings.IDENTITY_KEYS = [b"1" * 32]
+    row = enqueue(pool, lease, secrets={"env": {"A": "b"}})
+    settings.IDENTITY_KEYS = [b"2" * 32, b"1" * 32]
+    assert queue.reencrypt().changed == 1
+    settings.IDENTITY_KEYS = [b"2" * 32]
+    assert queue.open_secrets(reload(row)) == {"env": {"A": "b"}}
+    assert queue.reencrypt().current == 1
+    settings.IDENTITY_KEYS = [b"3" * 32]
+    assert [each.pk for each in queue.reencrypt().undecryptable] == [row.pk]
+    work()
+    assert (reload(row).state, reload(row).error["message"]) == ("failed", "Internal error.")
+
+
 @pytest.mark.django_db(transaction=True)
 def test_queued_agent_run_is_recorded(lease: Lease, pool: Pool) -> None:
     options = {"model": "", "permission_mode": "default", "system_prompt": "", "session_id": ""}

@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from leases import shells
+from leases.queue import queue
 from leases.management.base import parse_did, report_errors
 from leases.models import Agent
 from sandboxes.formatting import pluralize
@@ -90,6 +91,9 @@ class Command(BaseCommand):
         variables = shells.reencrypt_shells()
         if variables.changed or variables.current:
             self._print_reencrypted(pluralize(variables.changed, "shell's variables", "shells' variables"), variables.current)
+        runs = queue.reencrypt()
+        if runs.changed or runs.current:
+            self._print_reencrypted(pluralize(runs.changed, "queued run's secrets", "queued runs' secrets"), runs.current)
         if keys.undecryptable:
             agents = ", ".join(key.agent_did for key in keys.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")
@@ -99,6 +103,9 @@ class Command(BaseCommand):
         if variables.undecryptable:
             names = ", ".join(f"{row.name} of lease {row.lease_id}" for row in variables.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the variables of the shells {names}.")
+        if runs.undecryptable:
+            ids = ", ".join(str(row.pk) for row in runs.undecryptable)
+            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the secrets of the queued runs {ids}.")
 
     def _print_reencrypted(self, changed: str, already: int) -> None:
         self.stdout.write(f"{changed} re-encrypted, {already} already current")

@@ -169,6 +169,8 @@ def _is_temporary(failed: Exception) -> bool:
 def _describe(failed: Exception, *, retryable: bool) -> dict[str, Any]:
     is_expected = isinstance(failed, (SandboxError, Rejected, StoreError))
     message = str(failed) if is_expected else "Internal error."
+    if isinstance(failed, encryption.DecryptionFailed):
+        message = "No configured key decrypts the variables and stdin of the run."
     return queue.build_error("start", message, retryable=retryable, code=getattr(failed, "code", "internal"))
 
 

@@ -10,9 +10,9 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from leases import shells
-from leases.queue import queue
 from leases.management.base import parse_did, report_errors
 from leases.models import Agent
+from leases.queue import queue
 from sandboxes.formatting import pluralize
 from sandboxes.identity import curves, signing
 from sandboxes.identity.curves import PrivateKey

@@ -11,6 +11,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from leases.agent_runs import interruption
+from leases.agent_runs.clis.registry import CLIS
 from leases.agent_runs.models import AgentRun, AgentRunState
 from leases.agent_runs.recorder import sum_cost
 from leases.queue import queue
@@ -35,6 +36,7 @@ from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
 
 MAX_MESSAGES = 50  # newest, on the page of an agent run
+MAX_MESSAGE_CHARS = 4000
 MAX_EVENTS_READ = 200  # of the chat history of its lease
 REFRESH_SECONDS = 5  # of the page of a run in progress
 STATE_BADGES = {
@@ -197,16 +199,21 @@ def load_messages(row: AgentRun) -> tuple[list[dict[str, str]], str]:
         {
             "role": str(event.document.get("role")),
             "at": f"{event.at:%H:%M:%S}",
-            "text": describe_message(event.document.get("content")),
+            "text": describe_message(row.cli, event.document.get("content")),
         }
         for event in reversed(own)
     ], ""
 
 
-def describe_message(content: Any) -> str:
-    """Return a message as text: as it is, or as indented JSON."""
+def describe_message(cli: str, content: Any) -> str:
+    """Return a message as text: what the agent says and the tools that it calls, else indented JSON."""
     text = content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False)
-    return text if len(text) <= 4000 else f"{text[:4000]} …"
+    if isinstance(content, dict) and cli in CLIS:
+        message = CLIS[cli].interpret(content)
+        calls = [f"{call.name} {call.command}".rstrip() for call in message.tool_calls]
+        result = message.result.text if message.result else ""
+        text = "\n".join(part for part in (message.text, *calls, result) if part) or text
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]} …"
 
 
 def describe_command(row: QueuedRun) -> str:

@@ -163,7 +163,9 @@ def _seed_agent_runs(lease: Lease, now: datetime) -> None:
         )  # fmt: skip
         store_message(stores, row, "user", "Fix the failing test <b>at once</b>.", 0, now=started_at)
         tool = {"type": "tool_use", "name": "Bash", "input": {"command": "pytest -q"}}
-        store_message(stores, row, "assistant", {"type": "assistant", "content": [tool]}, 1, now=started_at)
+        text = {"type": "text", "text": "I look at the test."}
+        answer = {"type": "assistant", "message": {"id": "m1", "content": [text, tool]}}
+        store_message(stores, row, "assistant", answer, 1, now=started_at)
     command = {"kind": "exec", "argv": ["make", "<all>"], "cwd": "/workspace", "shell": None, "timeout_seconds": 60}
     for number in range(4):
         queued = queue.enqueue(

@@ -14,6 +14,7 @@ from django.utils import timezone
 from leases import execution, leasing, sweeps, turns
 from leases.admin.leases import LeaseAdmin
 from leases.admin.timeline import PAGE_SIZE, load_timeline
+from leases.agent_runs.recorder import store_message
 from leases.models import Agent, AgentRun, EnvironmentType, Lease, LeaseEvent, QueuedRun, Turn
 from sandboxes import processes
 from sandboxes.admin.base.changelist import CappedPaginator
@@ -25,6 +26,7 @@ from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResul
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from sandboxes.state import data_editing
+from sandboxes.stores import lease_stores
 from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
 from tests.conftest import MINUTE
@@ -317,3 +319,21 @@ def test_markup_from_agents_and_providers_is_escaped(
     for page in ("/admin/", "/admin/fleet/", *(f"/admin/{name}" for name in lists), *map(row_url, rows), *acts):
         assert "<img src=x" not in fetch(superuser, page), page
     assert "&lt;img src=x" in fetch(superuser, row_url(ran))
+
+
+def test_page_of_an_agent_run_shows_its_newest_messages_and_refreshes_while_it_runs(viewer: Client, lease: Lease) -> None:
+    now = timezone.now()
+    row = AgentRun.objects.create(lease=lease, cli="claude-code", model="sonnet", started_at=now, recorder_deadline=now)
+    other = AgentRun.objects.create(lease=lease, cli="claude-code", started_at=now, recorder_deadline=now)
+    stores = lease_stores.open_stores(lease.agent_did, lease.pk)
+    tool = {"type": "tool_use", "name": "Bash", "input": {"command": f"echo {MARKUP}"}}
+    answer = {"type": "assistant", "message": {"id": "m", "content": [{"type": "text", "text": "I look."}, tool]}}
+    store_message(stores, other, "user", "of another run", 0, now=now)
+    store_message(stores, row, "user", "Fix it.", 0, now=now)
+    store_message(stores, row, "assistant", answer, 1, now=now)
+    page = fetch(viewer, row_url(row))
+    assert page.index("Fix it.") < page.index("I look.\nBash echo")
+    assert MARKUP not in page and "of another run" not in page
+    assert 'http-equiv="refresh"' in page
+    AgentRun.objects.update(state="completed", ended_at=now)
+    assert 'http-equiv="refresh"' not in fetch(viewer, row_url(row))

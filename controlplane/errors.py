@@ -154,6 +154,7 @@ def build_problem_response(
         "status": status,
         "detail": detail or f"{HTTPStatus(status).phrase}.",
         "code": code,
+        "retryable": bool(retry_after) or status == HTTPStatus.SERVICE_UNAVAILABLE,
         **{name: value for name, value in extra.items() if value not in (None, "", []) or name in NULLABLE_FIELDS},
     }
     response = HttpResponse(json.dumps(body, default=format_timestamp), status=status, content_type=CONTENT_TYPE)

@@ -24,6 +24,7 @@ class ProblemSerializer(serializers.Serializer):
     status = serializers.IntegerField()
     detail = serializers.CharField(help_text="Explanation for a person.")
     code = serializers.CharField(help_text="Stable error code for programs.")
+    retryable = serializers.BooleanField(help_text="The same request may succeed later: after Retry-After.")
     field = serializers.CharField(required=False, help_text="Name of the invalid field, query parameter or header.")
     errors = FieldProblemSerializer(many=True, required=False, help_text="All invalid fields.")  # type: ignore[assignment]
     end_reason = serializers.CharField(required=False, help_text="With 410 lease_ended.")

@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 import structlog
+from django.db import transaction
 from django.db.models import Sum
 
 from leases.agent_runs import interruption
@@ -24,12 +25,14 @@ from leases.agent_runs.policy import AgentPolicy
 from sandboxes.db.clock import Clock
 from sandboxes.db.connection_errors import retry_connection_errors
 from sandboxes.models import LlmCall, Run, RunOutcome
+from sandboxes.models.webhooks import EventType
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
 from sandboxes.stores.limits import DEFAULT_LIMITS
 from sandboxes.streams import rows
 from sandboxes.streams.reader import Ended, Gap, KeepAlive, Output, Position, RunReader, StreamItem
 from sandboxes.streams.registry import OPEN_STREAMS, StreamSlot
+from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
 RECORDER_TTL = timedelta(minutes=1)  # the reader returns at least every 15 seconds
@@ -158,7 +161,19 @@ class Recorder:
             self._stores.audit.append(audit, now=self._clock(), actor="agent run")
         except StoreError as error:
             log.error("end not in the audit log", agent_run=str(row.pk), error=str(error))
-        self._save("state", "note", "ended_at")
+        payload = {
+            "run_id": str(row.pk), "lease_id": str(row.lease_id), "agent_did": row.lease.agent_did, "cli": row.cli,
+            "state": row.state, "violation": row.violation, "turn_count": row.turn_count, "exit_code": run.exit_code,
+        }  # fmt: skip
+        token = row.recorder_deadline
+
+        def record_end() -> None:
+            row.recorder_deadline = token  # that of the last committed write, if this call is repeated
+            with transaction.atomic():
+                self._save("state", "note", "ended_at")
+                outbox.enqueue_event(EventType.AGENT_RUN_ENDED, key=str(row.pk), payload=payload, now=self._clock())
+
+        retry_connection_errors(record_end, "agent run not closed", clock=self._clock, run=str(row.pk))
 
     def _save(self, *fields: str) -> None:
         """Store fields of the row, its offsets, and a later deadline. Raise RecorderReplaced.

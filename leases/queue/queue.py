@@ -22,6 +22,8 @@ from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState
 from sandboxes.db import encryption, sql
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Pool
+from sandboxes.models.webhooks import EventType
+from sandboxes.webhooks import outbox
 
 RUNNER_TTL = timedelta(seconds=30)  # lease of a runner on its rows, renewed by its main thread
 STATE = QueuedRunState
@@ -170,10 +172,30 @@ def finish(
 ) -> bool:
     """End a started run. An interrupted one ends as interrupted. Return False if the attempt is not this runner's any more."""
     attempt = QueuedRun.objects.filter(pk=row.pk, attempt=row.attempt, state=STATE.STARTED)
-    values = {"ended_at": now, "exit_code": exit_code, "error": error, "runner_deadline": None, "sealed": b""}
-    if attempt.filter(interrupted_at__isnull=False).update(state=STATE.INTERRUPTED, **values):
+    values = {"exit_code": exit_code, "error": error, "runner_deadline": None}
+    if _end(attempt.filter(interrupted_at__isnull=False), row.pk, STATE.INTERRUPTED, now=now, **values):
         return True
-    return bool(attempt.update(state=state, **values))
+    return _end(attempt, row.pk, state, now=now, **values)
+
+
+def _end(rows: QuerySet[QueuedRun], pk: uuid.UUID, state: QueuedRunState, *, now: datetime, **values: Any) -> bool:
+    """End the run that `rows` selects, and announce its end. Return False if no row is selected."""
+    with transaction.atomic():
+        if not rows.update(state=state, ended_at=now, sealed=b"", **values):
+            return False
+        row = QueuedRun.objects.get(pk=pk)
+        payload = {
+            "queued_run_id": str(pk),
+            "agent_did": row.agent_did,
+            "lease_id": str(row.lease_id) if row.lease_id else None,
+            "state": row.state,
+            "attempt": row.attempt,
+            "run_id": str(row.run_id) if row.attempt else None,
+            "exit_code": row.exit_code,
+            "error": row.error,
+        }
+        outbox.enqueue_event(EventType.QUEUED_RUN_ENDED, key=str(pk), payload=payload, now=now)
+    return True
 
 
 def requeue(row: QueuedRun, *, delay: timedelta, error: Mapping[str, Any], now: datetime) -> bool:
@@ -184,11 +206,10 @@ def requeue(row: QueuedRun, *, delay: timedelta, error: Mapping[str, Any], now: 
 
 def interrupt(rows: QuerySet[QueuedRun], *, now: datetime) -> int:
     """Interrupt runs: queued ones end at once, and the commands of started ones are killed. Return their number."""
-    values = {"ended_at": now, "interrupted_at": now, "sealed": b""}
     count = 0
     for row in rows.filter(ended_at__isnull=True):
         waiting = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED)
-        if waiting.update(state=STATE.INTERRUPTED, **values):
+        if _end(waiting, row.pk, STATE.INTERRUPTED, now=now, interrupted_at=now):
             count += 1
             continue
         started = QueuedRun.objects.filter(pk=row.pk, state=STATE.STARTED)
@@ -216,7 +237,8 @@ def expire(*, now: datetime) -> int:
     """End the runs whose pending timeout is over. Return their number."""
     error = build_error("queue", "The run did not start within its pending timeout.", retryable=True)
     overdue = QueuedRun.objects.filter(state=STATE.QUEUED, expires_at__lte=now)
-    return overdue.update(state=STATE.EXPIRED, ended_at=now, error=error, sealed=b"")
+    pks = overdue.values_list("pk", flat=True)
+    return sum(_end(overdue.filter(pk=pk), pk, STATE.EXPIRED, now=now, error=error) for pk in list(pks))
 
 
 def find(pk: uuid.UUID) -> QueuedRun:

@@ -19,6 +19,8 @@ class EventType(models.TextChoices):
     BUDGET_WARNING = "budget.warning"
     BUDGET_EXHAUSTED = "budget.exhausted"
     LEASE_ENDED = "lease.ended"
+    AGENT_RUN_ENDED = "agent_run.ended"
+    QUEUED_RUN_ENDED = "queued_run.ended"
     SANDBOX_QUARANTINED = "sandbox.quarantined"
     TEST = "webhook.test"  # sent on request of an operator, to one webhook, regardless of its subscription
 

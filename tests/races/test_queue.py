@@ -16,7 +16,7 @@ from leases.models import Lease
 from leases.queue import attempts, queue
 from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
-from sandboxes.models import Pool, Run, Sandbox
+from sandboxes.models import Event, Pool, Run, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW
@@ -354,6 +354,26 @@ def test_run_that_was_interrupted_when_its_runner_died_is_not_repeated(
     interrupt(row)
     work(LATER, "r2")
     assert (reload(row).state, count_executions(memory)) == ("interrupted", 0)
+
+
+def test_end_of_each_run_is_one_event(lease: Lease, pool: Pool) -> None:
+    rows = {
+        "completed": enqueue(pool, lease),
+        "failed": enqueue(pool, lease, argv=["missing"]),
+        "expired": enqueue(pool, lease, pending_timeout=MINUTE),
+        "interrupted": enqueue(pool, lease),
+    }
+    QueuedRun.objects.filter(pk=rows["expired"].pk).update(available_at=LATER)
+    interrupt(rows["interrupted"])
+    work()
+    queue.expire(now=LATER)
+    queue.interrupt(QueuedRun.objects.all(), now=LATER)
+    events = {event.payload["state"]: event.payload for event in Event.objects.filter(kind="queued_run.ended")}
+    assert {state: payload["queued_run_id"] for state, payload in events.items()} == {
+        state: str(row.pk) for state, row in rows.items()
+    }
+    assert (events["completed"]["exit_code"], events["completed"]["run_id"]) == (0, str(reload(rows["completed"]).run_id))
+    assert (events["failed"]["error"]["code"], events["interrupted"]["run_id"]) == ("failed", None)
 
 
 def test_totals_and_the_age_of_the_oldest_pending_run(pool: Pool, lease: Lease) -> None:

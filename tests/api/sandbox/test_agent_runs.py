@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from django.conf import settings
-from django.db import connections
+from django.db import OperationalError, connections
 from django.utils import timezone
 
 from leases import leasing, sweeps
@@ -18,12 +18,15 @@ from leases.agent_runs import recorder
 from leases.agent_runs.models import AgentRun
 from leases.api import command_threads
 from leases.models import EnvironmentType
+from sandboxes.db import connection_errors
+from sandboxes.models import Event as OutboxEvent
 from sandboxes.models import LlmCall, Policy, Run
 from sandboxes.providers.base import Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
 from sandboxes.streams.registry import OPEN_STREAMS
+from sandboxes.webhooks import outbox
 from tests.api.conftest import ApiClient, assert_refused
 from tests.support.event_stream import Event, parse_events
 from tests.support.waiting import wait_until
@@ -88,6 +91,8 @@ def test_messages_are_recorded_and_summed_up(ada: ApiClient, url: str) -> None:
     audit = ada.get(f"{url.removesuffix('/agent-runs')}/audit?order=oldest").json()["results"]
     assert [event["entry"]["action"] for event in audit] == ["agent_run.started", "agent_run.ended"]
     assert ada.get(url).json()["results"] == [row]
+    event = OutboxEvent.objects.get(kind="agent_run.ended").payload
+    assert (event["run_id"], event["state"], event["turn_count"]) == (row["run_id"], "completed", 2)
 
 
 def test_stream_is_replayed_and_continued_after_any_event(ada: ApiClient, url: str) -> None:
@@ -282,3 +287,18 @@ def test_message_that_cannot_be_stored_is_counted_as_lost(ada: ApiClient, url: s
     assert (row["state"], row["message_count"]) == ("completed", 5)
     assert row["lost_bytes"] == len(json.dumps(MESSAGES[1]))
     assert [message["sequence"] for message in read_chat(ada, url)] == [0, 1, 3, 4, 5]
+
+
+def test_database_failover_delays_the_record_of_the_end(ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, failures = outbox.enqueue_event, iter([OperationalError("closed"), OperationalError("closed")])
+
+    def fail(*args: Any, **options: Any) -> Any:
+        if (error := next(failures, None)) is not None:
+            raise error
+        return original(*args, **options)
+
+    monkeypatch.setattr(connection_errors, "RETRY_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(outbox, "enqueue_event", fail)
+    row = run_agent(ada, url, *MESSAGES)
+    assert (row["state"], row["message_count"]) == ("completed", 5)
+    assert OutboxEvent.objects.filter(kind="agent_run.ended").count() == 1

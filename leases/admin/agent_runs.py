@@ -1,6 +1,7 @@
 """Console pages of agent runs and queued runs."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from django.contrib import admin
@@ -247,16 +248,10 @@ INTERRUPT_AGENT_RUN_ACTION = AdminAction(
     permissions=("leases.interrupt_run",),
     danger=True,
 )
-INTERRUPT_QUEUED_RUN_ACTION = AdminAction(
-    title="Interrupt",
+INTERRUPT_QUEUED_RUN_ACTION = replace(
+    INTERRUPT_AGENT_RUN_ACTION,
     warning="A pending run ends without being executed. The command of a started run is killed.",
-    done="interrupted",
-    refusal_reason="has ended",
-    legal=lambda row: row.ended_at is None and row.interrupted_at is None,
     verb=lambda row, actor, reason, now: bool(queue.interrupt(QueuedRun.objects.filter(pk=row.pk), now=now)),
-    icon="stop_circle",
-    permissions=("leases.interrupt_run",),
-    danger=True,
 )
 AgentRunAdmin.add_actions({"interrupt": INTERRUPT_AGENT_RUN_ACTION}, {"interrupt_all": INTERRUPT_AGENT_RUN_ACTION})
 QueuedRunAdmin.add_actions({"interrupt": INTERRUPT_QUEUED_RUN_ACTION}, {"interrupt_all": INTERRUPT_QUEUED_RUN_ACTION})

@@ -17,7 +17,7 @@ from leases.agent_runs.ndjson import JsonLine, MalformedLine, NdjsonParser
 from leases.api.agent_runs import serialize_agent_run
 from leases.api.base import schema
 from leases.api.base.views import ApiRequest, LeaseApiView
-from leases.api.streams import EVENT_STREAM, LAST_EVENT_PARAMETER, RECONNECT, EventStreamResponse, find_run
+from leases.api.streams import EVENT_STREAM, LAST_EVENT_PARAMETER, RECONNECT, EventStreamResponse, StreamEvents, find_run
 from leases.errors import InvalidRequest
 from sandboxes.models import Run
 from sandboxes.streams import rows
@@ -51,27 +51,14 @@ class AgentRunStreamView(LeaseApiView):
         return EventStreamResponse(AgentRunEvents(row, run, position, sequence, slot))
 
 
-class AgentRunEvents:
-    """Iterator over the encoded events of an agent run. `close` releases its slot, also if nothing was read."""
+class AgentRunEvents(StreamEvents):
+    """Events of an agent run."""
 
     def __init__(self, row: AgentRun, run: Run, position: Position | None, sequence: int, slot: StreamSlot) -> None:
-        self._row, self._slot, self._sequence = row, slot, sequence
+        self._row, self._sequence = row, sequence
         self._position = position or Position()  # of the client: after the last event
         self._parser = NdjsonParser(self._position.stdout)
-        self._reader = RunReader(run, self._position, slot, whole_characters=True)
-        self._events = self._encode_all(is_resumed=position is not None)
-
-    def __iter__(self) -> "AgentRunEvents":
-        return self
-
-    def __next__(self) -> bytes:
-        return next(self._events)
-
-    def close(self) -> None:
-        self._events.close()
-        self._reader.close()
-        self._slot.release()
-        rows.close_if_idle()
+        super().__init__(RunReader(run, self._position, slot, whole_characters=True), slot, is_resumed=position is not None)
 
     def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
         start = {"run_id": str(self._row.pk), "cli": self._row.cli}

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from typing import Any, Self
 from uuid import UUID
 
 from django.http import HttpResponse, StreamingHttpResponse
@@ -44,19 +45,22 @@ interrupted: continue it with GET /leases/{id}/runs/{run_id}/stream and `Last-Ev
 class EventStreamResponse(StreamingHttpResponse):
     """Response with the events of a run. The web server sends it from a thread of its own (controlplane.webserver)."""
 
-    def __init__(self, events: Iterator[bytes]) -> None:
+    def __init__(self, events: "StreamEvents") -> None:
         super().__init__(events, content_type=EVENT_STREAM, headers=HEADERS)
 
 
-class RunEvents:
-    """Iterator over the encoded events of a run. `close` releases its slot, also if nothing was read."""
+class StreamEvents(ABC):
+    """Iterator over the encoded events of a stream. `close` releases its slot, also if nothing was read."""
 
-    def __init__(self, view: LeaseApiView, run: Run, position: Position | None, slot: StreamSlot, encoding: str) -> None:
-        self._view, self._run, self._slot, self._encoding = view, run, slot, encoding
-        self._reader = RunReader(run, position or Position(), slot, whole_characters=encoding == "utf-8")
-        self._events = self._encode_all(is_resumed=position is not None)
+    def __init__(self, reader: RunReader, slot: StreamSlot, *, is_resumed: bool) -> None:
+        self._reader, self._slot = reader, slot
+        self._events = self._encode_all(is_resumed=is_resumed)
 
-    def __iter__(self) -> "RunEvents":
+    @abstractmethod
+    def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
+        """Encode the events: from the beginning, or those after the client's position."""
+
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> bytes:
@@ -67,6 +71,15 @@ class RunEvents:
         self._reader.close()
         self._slot.release()
         rows.close_if_idle()
+
+
+class RunEvents(StreamEvents):
+    """Events of a run."""
+
+    def __init__(self, view: LeaseApiView, run: Run, position: Position | None, slot: StreamSlot, encoding: str) -> None:
+        self._view, self._run, self._encoding = view, run, encoding
+        reader = RunReader(run, position or Position(), slot, whole_characters=encoding == "utf-8")
+        super().__init__(reader, slot, is_resumed=position is not None)
 
     def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
         start = {

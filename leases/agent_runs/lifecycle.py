@@ -4,25 +4,28 @@ The CLI is the command of a Run: metering, timeouts, sleep and recovery are thos
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from decimal import Decimal
 
 import structlog
 from django.conf import settings
 from django.db import connections
+from django.db.models import DateTimeField, OuterRef, Subquery, Sum, Value
+from django.db.models.functions import Coalesce
 
 from leases import execution, leasing
 from leases.agent_runs.clis.base import AgentOptions
 from leases.agent_runs.clis.registry import CLIS
 from leases.agent_runs.models import AgentRun, AgentRunState
 from leases.agent_runs.policy import AgentPolicy
-from leases.agent_runs.recorder import RECORDER_TTL, Recorder, RecorderReplaced, find_agent_run, store_message
+from leases.agent_runs.recorder import RECORDER_TTL, Recorder, RecorderReplaced, store_message
 from leases.errors import AgentRunNotFound
 from leases.models import Lease
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import Policy, Run, RunOutcome
+from sandboxes.models import LlmCall, Policy, Run, RunOutcome
 from sandboxes.runs.operations import KILL_GRACE, Command
 from sandboxes.stores import lease_stores
 
@@ -60,7 +63,13 @@ def create(pk: uuid.UUID, request: AgentRequest, *, run_id: uuid.UUID, now: date
     )
     stores = lease_stores.open_stores(lease.agent_did, lease.pk)
     store_message(stores, row, "user", request.options.prompt, 0, now=now)
-    audit = {"action": "agent_run.started", "agent_run": str(run_id), "cli": cli.name, "model": row.model, "policy": row.policy}
+    audit = {
+        "action": "agent_run.requested",
+        "agent_run": str(run_id),
+        "cli": cli.name,
+        "model": row.model,
+        "policy": row.policy,
+    }
     stores.audit.append(audit, now=now, actor=actor)
     row.save(force_insert=True)
     checkpoint("agent run created", row)
@@ -128,10 +137,23 @@ class RecordingThread(threading.Thread):
 
 def find(lease: uuid.UUID, pk: uuid.UUID) -> AgentRun:
     """Return an agent run of a lease. Raise AgentRunNotFound."""
-    row = find_agent_run(pk)
-    if row is None or row.lease_id != lease:
+    row = AgentRun.objects.filter(pk=pk, lease=lease).first()
+    if row is None:
         raise AgentRunNotFound()
     return row
+
+
+def load_results(pks: Collection[uuid.UUID], *, now: datetime) -> dict[uuid.UUID, tuple[int | None, Decimal]]:
+    """Return the exit code and the cost of agent runs, by one query. The cost is that of recorder.sum_cost, USD."""
+    calls = LlmCall.objects.filter(
+        holder=OuterRef("lease_id"),
+        started_at__gte=OuterRef("started_at"),
+        started_at__lte=Coalesce(OuterRef("ended_at"), Value(now, DateTimeField())),
+    )
+    cost = calls.order_by().values("holder").annotate(total=Sum("cost")).values("total")
+    exit_code = Run.objects.filter(pk=OuterRef("pk")).values("exit_code")
+    found = AgentRun.objects.filter(pk__in=pks).values_list("pk", Subquery(exit_code), Subquery(cost))
+    return {pk: (code, (total or Decimal(0)).quantize(Decimal("1e-9"))) for pk, code, total in found}
 
 
 def find_last_session(lease: uuid.UUID, cli: str) -> str:

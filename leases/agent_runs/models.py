@@ -5,6 +5,8 @@ import uuid
 from django.db import models
 from django.db.models import Q
 
+SESSION_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}"
+
 
 class AgentRunState(models.TextChoices):
     RUNNING = "running", "running"

@@ -5,8 +5,8 @@ sequence number."""
 
 import io
 import json
+import re
 import time
-import uuid
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -19,7 +19,7 @@ from django.db.models import Sum
 from leases.agent_runs import interruption
 from leases.agent_runs.clis.base import Message
 from leases.agent_runs.clis.registry import CLIS
-from leases.agent_runs.models import AgentRun, AgentRunState
+from leases.agent_runs.models import SESSION_PATTERN, AgentRun, AgentRunState
 from leases.agent_runs.ndjson import JsonLine, MalformedLine, NdjsonParser
 from leases.agent_runs.policy import AgentPolicy
 from sandboxes.db.clock import Clock
@@ -113,7 +113,8 @@ class Recorder:
 
     def _apply(self, message: Message) -> None:
         row = self._agent_run
-        row.session_id = _clean(message.session_id)[:128] or row.session_id
+        if re.fullmatch(SESSION_PATTERN, message.session_id, re.ASCII):  # an argument of the next command line
+            row.session_id = message.session_id
         if message.turn_id and message.turn_id not in self._turn_ids:
             self._turn_ids.add(message.turn_id)
             row.turn_count += 1
@@ -217,10 +218,6 @@ def sum_cost(row: AgentRun, *, until: datetime) -> Decimal:
     """Return the metered cost of the model calls of the lease during an agent run, USD. Unpriced calls count as zero."""
     calls = LlmCall.objects.filter(holder=row.lease_id, started_at__gte=row.started_at, started_at__lte=until)
     return calls.aggregate(total=Sum("cost"))["total"] or Decimal(0)
-
-
-def find_agent_run(pk: uuid.UUID) -> AgentRun | None:
-    return AgentRun.objects.select_related("lease").filter(pk=pk).first()
 
 
 def _clean(text: str) -> str:

@@ -1,7 +1,7 @@
 """Agent runs of a lease: an agent CLI in the sandbox, its messages as server-sent events, and its interruption."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
@@ -19,9 +19,8 @@ from leases.agent_runs import interruption, lifecycle
 from leases.agent_runs.clis.base import PERMISSION_MODES, AgentOptions
 from leases.agent_runs.clis.registry import CLIS
 from leases.agent_runs.lifecycle import AgentRequest
-from leases.agent_runs.models import AgentRun, AgentRunState
+from leases.agent_runs.models import SESSION_PATTERN, AgentRun, AgentRunState
 from leases.agent_runs.policy import MAX_PATTERNS, AgentPolicy
-from leases.agent_runs.recorder import sum_cost
 from leases.api.base import schema
 from leases.api.base.fields import (
     ArgvField,
@@ -52,7 +51,7 @@ from sandboxes.models import Run
 from sandboxes.runs.operations import KILL_GRACE
 
 MAX_PROMPT_BYTES = 1 << 20
-SESSION_PATTERN, SESSION_DESCRIPTION = r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", "1 to 128 letters, digits, - and _"
+SESSION_DESCRIPTION = "1 to 128 letters, digits, - and _"
 MODEL_PATTERN, MODEL_DESCRIPTION = r"[A-Za-z0-9][-A-Za-z0-9._:/@\[\]]{0,199}", "the name of a model"
 QUEUED_OPTIONS = ("model", "permission_mode", "system_prompt", "session_id")  # of AgentOptions, in the row of a queued run
 # Options of agent SDKs that are functions or connections of the client's process. They cannot reach a CLI in a sandbox.
@@ -165,7 +164,7 @@ class AgentRunListView(LeaseApiView):
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Return the runs of agent CLIs in the sandbox of a lease, newest first."""
         page, next_url = paginate(AgentRun.objects.filter(lease=pk), "started_at", request)
-        return Response({"results": [serialize_agent_run(row) for row in page], "next": next_url})
+        return Response({"results": serialize_agent_runs(page), "next": next_url})
 
     @extend_schema(
         operation_id="leases_agent_runs_create",
@@ -289,7 +288,16 @@ class AgentRunInterruptView(LeaseApiView):
 
 
 def serialize_agent_run(row: AgentRun) -> dict[str, Any]:
-    exit_code = Run.objects.filter(pk=row.pk).values_list("exit_code", flat=True).first()
+    return serialize_agent_runs([row])[0]
+
+
+def serialize_agent_runs(rows: Sequence[AgentRun]) -> list[dict[str, Any]]:
+    """Serialize agent runs, with their exit codes and costs by one query."""
+    results = lifecycle.load_results([row.pk for row in rows], now=database_time.now())
+    return [_serialize(row, *results.get(row.pk, (None, Decimal(0)))) for row in rows]
+
+
+def _serialize(row: AgentRun, exit_code: int | None, cost: Decimal) -> dict[str, Any]:
     is_known = bool(row.requested_session and row.session_id)
     return {
         "run_id": str(row.pk),
@@ -309,7 +317,7 @@ def serialize_agent_run(row: AgentRun) -> dict[str, Any]:
         "turn_count": row.turn_count,
         "result": row.result,
         "is_error": row.is_error,
-        "cost_usd": f"{sum_cost(row, until=row.ended_at or database_time.now()):f}",
+        "cost_usd": f"{cost:f}",
         "reported_cost_usd": None if row.reported_cost is None else f"{row.reported_cost:f}",
         "exit_code": exit_code,
         "note": row.note,

@@ -89,7 +89,7 @@ def test_messages_are_recorded_and_summed_up(ada: ApiClient, url: str) -> None:
     assert [message["role"] for message in chat] == ["system", "assistant", "tool", "assistant", "result"]
     assert [message["sequence"] for message in chat] == [1, 2, 3, 4, 5]
     audit = ada.get(f"{url.removesuffix('/agent-runs')}/audit?order=oldest").json()["results"]
-    assert [event["entry"]["action"] for event in audit] == ["agent_run.started", "agent_run.ended"]
+    assert [event["entry"]["action"] for event in audit] == ["agent_run.requested", "agent_run.ended"]
     assert ada.get(url).json()["results"] == [row]
     event = OutboxEvent.objects.get(kind="agent_run.ended").payload
     assert (event["run_id"], event["state"], event["turn_count"]) == (row["run_id"], "completed", 2)
@@ -108,6 +108,11 @@ def test_stream_is_replayed_and_continued_after_any_event(ada: ApiClient, url: s
     assert ada.get(f"{run_url}/stream", last_event_id=events[-1].id).status_code == 204
     assert ada.get(f"{run_url}/stream", last_event_id="1-2").json()["field"] == "Last-Event-ID"
     assert OPEN_STREAMS.count() == 0
+
+
+def test_session_that_could_be_an_option_is_ignored(ada: ApiClient, url: str) -> None:
+    ids = ("--dangerously-skip-permissions", "../x", "a b", "x" * 129, "*")
+    assert run_agent(ada, url, *({"type": "system", "session_id": each} for each in ids))["session_id"] == ""
 
 
 def test_failed_agent_is_a_result(ada: ApiClient, url: str) -> None:
@@ -181,6 +186,8 @@ def test_cost_limit_is_that_of_the_metered_calls(ada: ApiClient, url: str, lease
     AgentRun.objects.filter(pk=row.pk).update(started_at=earlier + timedelta(seconds=1))
     row.refresh_from_db()
     assert recorder.sum_cost(row, until=timezone.now()) == Decimal("0.03")
+    AgentRun.objects.update(ended_at=timezone.now())
+    assert ada.get(url).json()["results"][0]["cost_usd"] == "0.030000000"
 
 
 def hold_command(memory: MemoryProvider) -> tuple[threading.Event, threading.Event]:

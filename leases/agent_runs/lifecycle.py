@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
+from typing import Any
 
 import structlog
 from django.conf import settings
@@ -81,15 +82,17 @@ def execute(
     request: AgentRequest,
     *,
     on_start: Callable[[], object] = bool,
+    on_message: Callable[[dict[str, Any]], object] = bool,
     now: datetime,
     actor: str = "",
     wrap_guard: execution.WrapGuard | None = None,
 ) -> None:
-    """Execute the CLI and record its messages. Blocks until the row is closed. `on_start` is called when the command begins.
+    """Execute the CLI and record its messages. Blocks until the row is closed. `on_start` is called when the command begins,
+    and `on_message` with each message, in another thread.
 
     A CLI that fails is a result. An error before the command begins is raised, and deletes the row."""
     clock = clock_from(now)
-    cli, recording = CLIS[request.cli], RecordingThread(row, clock)
+    cli, recording = CLIS[request.cli], RecordingThread(row, clock, on_message)
 
     def start() -> None:
         recording.start()
@@ -120,13 +123,13 @@ def execute(
 class RecordingThread(threading.Thread):
     """Thread that records an agent run while its command runs."""
 
-    def __init__(self, row: AgentRun, clock: Clock) -> None:
+    def __init__(self, row: AgentRun, clock: Clock, on_message: Callable[[dict[str, Any]], object]) -> None:
         super().__init__(name="agent-run-recorder", daemon=True)
-        self._row, self._clock = row, clock
+        self._row, self._clock, self._on_message = row, clock, on_message
 
     def run(self) -> None:
         try:
-            Recorder(self._row, clock=self._clock).record()
+            Recorder(self._row, clock=self._clock, on_message=self._on_message).record()
         except RecorderReplaced:
             log.warning("agent run is recorded by another process", agent_run=str(self._row.pk))
         except Exception:

@@ -46,10 +46,17 @@ class RecorderReplaced(Exception):
 
 
 class Recorder:
-    """Recorder of one agent run. It continues after the last recorded message."""
+    """Recorder of one agent run. It continues after the last recorded message. `on_message` receives each one."""
 
-    def __init__(self, agent_run: AgentRun, *, clock: Clock, pause: Callable[[float], object] = time.sleep) -> None:
-        self._agent_run, self._clock, self._pause = agent_run, clock, pause
+    def __init__(
+        self,
+        agent_run: AgentRun,
+        *,
+        clock: Clock,
+        pause: Callable[[float], object] = time.sleep,
+        on_message: Callable[[dict[str, Any]], object] = bool,
+    ) -> None:
+        self._agent_run, self._clock, self._pause, self._on_message = agent_run, clock, pause, on_message
         self._cli = CLIS[agent_run.cli]
         self._policy = AgentPolicy.from_document(agent_run.policy)
         self._parser = NdjsonParser(agent_run.stdout_offset)
@@ -108,6 +115,7 @@ class Recorder:
             self._apply(message)
             self._enforce(message)
             self._store(message.role, line.document, sequence)
+            self._on_message(line.document)
         row.stdout_offset, row.stderr_offset = line.end, position.stderr
         self._save("message_count", "malformed_count", "turn_count", "session_id", "result", "is_error", "reported_cost")
 

@@ -205,7 +205,7 @@ class AgentRunListView(LeaseApiView):
         return self.execute_once(act, max_duration=max_duration, repeatable=False, rebuild=rebuild)
 
     def _enqueue(self, pk: UUID, data: dict[str, Any], timeout: timedelta) -> HttpResponse:
-        """Add the run to the queue. Its options are checked now, and its shell and its session are those of the start."""
+        """Add the run to the queue. Its options and its session are those of now, and its shell is that of the start."""
         options = self._build_options(pk, data)
         CLIS[data["cli"]].check(options)
         command = {

@@ -185,7 +185,10 @@ def _retry_or_fail(row: QueuedRun, message: str, *, now: datetime) -> None:
     """Repeat a command that may have been executed only if the client has declared that it may be repeated."""
     is_repeated = row.repeatable and row.attempt < row.max_attempts
     error = queue.build_error("exec", message, retryable=is_repeated, code="outcome_unknown")
-    if not (is_repeated and queue.requeue(row, delay=compute_backoff(row.attempt), error=error, now=now)):
+    delay = compute_backoff(row.attempt)
+    # The pending timeout does not run during an attempt and the backoff after it.
+    expires_at = row.expires_at + delay + (now - (row.started_at or now))
+    if not (is_repeated and queue.requeue(row, delay=delay, error=error, now=now, expires_at=expires_at)):
         queue.finish(row, STATE.FAILED, error=error, now=now)
 
 

@@ -198,10 +198,17 @@ def _end(rows: QuerySet[QueuedRun], pk: uuid.UUID, state: QueuedRunState, *, now
     return True
 
 
-def requeue(row: QueuedRun, *, delay: timedelta, error: Mapping[str, Any], now: datetime) -> bool:
+def requeue(
+    row: QueuedRun, *, delay: timedelta, error: Mapping[str, Any], now: datetime, expires_at: datetime | None = None
+) -> bool:
     """Put a started run back in the queue. Return False if it was interrupted or is not this runner's any more."""
     attempt = QueuedRun.objects.filter(pk=row.pk, attempt=row.attempt, state=STATE.STARTED, interrupted_at__isnull=True)
-    return bool(attempt.update(state=STATE.QUEUED, available_at=now + delay, runner_deadline=None, error=error))
+    return bool(
+        attempt.update(
+            state=STATE.QUEUED, available_at=now + delay, runner_deadline=None, error=error,
+            expires_at=expires_at or row.expires_at,
+        )
+    )  # fmt: skip
 
 
 def interrupt(rows: QuerySet[QueuedRun], *, now: datetime) -> int:

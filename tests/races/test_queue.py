@@ -226,6 +226,19 @@ def test_attempts_are_limited(lease: Lease, pool: Pool, memory: MemoryProvider) 
     assert (reload(row).state, reload(row).attempt) == ("failed", 2)
 
 
+def test_time_of_an_attempt_does_not_count_as_pending(
+    lease: Lease, pool: Pool, crash_at: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    row = enqueue(pool, lease, repeatable=True, max_attempts=2, pending_timeout=10 * MINUTE)
+    with crash_at("run opened"):
+        work()
+    sweeps.recover_stalled(now=LATER)
+    attempts.recover(runner="r2", now=LATER)
+    assert (queue.expire(now=LATER), reload(row).state) == (0, "queued")
+    assert work(LATER + MINUTE, "r2") == 1
+    assert (reload(row).state, reload(row).attempt) == ("completed", 2)
+
+
 # --- runners that die ---------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from leases.errors import LeaseEnded, QueuedRunInterrupted
 from leases.models import Lease, LeaseStatus
 from leases.one_shot import OneShotRequest
 from leases.queue import queue
-from leases.queue.models import QueuedRun, QueuedRunState
+from leases.queue.models import QueuedRun, QueuedRunState, derive_run_id
 from sandboxes.db import encryption
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.db.sql import Statement
@@ -183,13 +183,19 @@ def _retry_unstarted(row: QueuedRun, message: str, *, now: datetime, error: dict
 
 def _retry_or_fail(row: QueuedRun, message: str, *, now: datetime) -> None:
     """Repeat a command that may have been executed only if the client has declared that it may be repeated."""
-    is_repeated = row.repeatable and row.attempt < row.max_attempts
+    is_repeated = row.repeatable and count_executions(row) < row.max_attempts
     error = queue.build_error("exec", message, retryable=is_repeated, code="outcome_unknown")
     delay = compute_backoff(row.attempt)
     # The pending timeout does not run during an attempt and the backoff after it.
     expires_at = row.expires_at + delay + (now - (row.started_at or now))
     if not (is_repeated and queue.requeue(row, delay=delay, error=error, now=now, expires_at=expires_at)):
         queue.finish(row, STATE.FAILED, error=error, now=now)
+
+
+def count_executions(row: QueuedRun) -> int:
+    """Return the number of attempts whose command may have been executed. An attempt that found no place is none."""
+    run_ids = [derive_run_id(row.pk, attempt) for attempt in range(1, row.attempt + 1)]
+    return Run.objects.filter(pk__in=run_ids).exclude(outcome=RunOutcome.FAILED, exit_code=None).count()
 
 
 def recover(*, runner: str, now: datetime, limit: int = 100) -> int:

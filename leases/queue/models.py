@@ -34,7 +34,7 @@ class QueuedRun(models.Model):
     state = models.CharField(max_length=16, choices=QueuedRunState.choices, default=QueuedRunState.QUEUED)
     repeatable = models.BooleanField(default=False, help_text="An attempt with an unknown outcome is repeated.")
     attempt = models.PositiveSmallIntegerField(default=0, help_text="Number of attempts begun.")
-    max_attempts = models.PositiveSmallIntegerField(default=1, help_text="Of a repeatable run.")
+    max_attempts = models.PositiveSmallIntegerField(default=1, help_text="Executions of a repeatable run.")
     queued_at = models.DateTimeField()
     available_at = models.DateTimeField(help_text="Not started before: backoff after a failed attempt.")
     expires_at = models.DateTimeField(help_text="End of the pending timeout.")
@@ -79,7 +79,12 @@ class QueuedRun(models.Model):
     @property
     def run_id(self) -> uuid.UUID:
         """Id of the Run of the last attempt, which is known after its runner has died. Before the first, of no Run."""
-        return uuid.uuid5(self.pk, str(self.attempt))
+        return derive_run_id(self.pk, self.attempt)
+
+
+def derive_run_id(pk: uuid.UUID, attempt: int) -> uuid.UUID:
+    """Return the id of the Run of an attempt."""
+    return uuid.uuid5(pk, str(attempt))
 
 
 class QueueAgent(models.Model):

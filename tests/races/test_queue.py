@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
@@ -19,7 +20,7 @@ from leases.queue.queue import QueueOptions
 from sandboxes.models import Event, Pool, Run, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from tests.conftest import MINUTE, NOW
+from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import update_pool
 
 pytestmark = pytest.mark.django_db
@@ -215,6 +216,41 @@ def test_unknown_outcome_is_repeated_only_if_that_was_declared(
     expected = ("completed", 2) if repeatable else ("failed", 1)
     assert (row.state, row.attempt) == expected
     assert row.error is None or (row.error["code"], row.error["retryable"]) == ("outcome_unknown", False)
+
+
+def test_attempts_that_found_no_place_are_not_executions(
+    lease: Lease, pool: Pool, memory: MemoryProvider, grant: Callable[..., Lease]
+) -> None:
+    other = grant("did:plc:bob")
+    update_pool(pool, capacity=1)
+    enqueue(pool, other)
+    work()
+    Sandbox.objects.update(state="running", open_runs=1)
+    row = enqueue(pool, lease, repeatable=True, max_attempts=2)
+    for minutes in (0, 5, 10):
+        work(NOW + minutes * MINUTE)
+    assert (reload(row).state, reload(row).attempt) == ("queued", 3)
+    Sandbox.objects.update(state="waiting", open_runs=0, idle_at=NOW)
+    memory.fail("exec", Unavailable("gone"), times=1)
+    work(NOW + 15 * MINUTE)
+    sweeps.recover_stalled(now=LATER)
+    work(LATER)
+    work(LATER + 10 * MINUTE)
+    assert (reload(row).state, reload(row).attempt) == ("completed", 5)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_concurrent_claims_take_each_run_once_and_keep_the_limits(pool: Pool, settings: Any) -> None:
+    settings.QUEUE_MAX_RUNNING_PER_AGENT, settings.QUEUE_MAX_RUNNING = 2, 5
+    for number in range(12):
+        enqueue(pool, agent=f"did:plc:a{number % 3}")
+    with run_in_threads(8) as run:
+        claimed = run(lambda number: queue.claim(f"r{number}", now=NOW))
+    assert all(row is None or isinstance(row, QueuedRun) for row in claimed)
+    rows = [row for row in claimed if row]
+    assert len({row.pk for row in rows}) == len(rows) == 5
+    assert max(Counter(row.agent_did for row in rows).values()) == 2
+    assert QueuedRun.objects.filter(state="started").count() == 5
 
 
 def test_attempts_are_limited(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:

@@ -360,6 +360,25 @@ EGRESS_SLOTS = env.integer(
     help="maximum number of sandboxes with a process, over all pools; beyond it a start or wake evicts another sandbox",
 )  # fmt: skip
 
+# --- terminals and previews -----------------------------------------------------------------------------------------
+STREAM_HOST = env.text("LEASEHOLD_STREAM_HOST", "127.0.0.1", help="address on which the stream server of this host listens")
+STREAM_PORT = env.integer(
+    "LEASEHOLD_STREAM_PORT", 0, minimum=0, maximum=65535,
+    help="port of the stream server, for terminals and previews; 0: a free one, the same after a restart if it is still free",
+)  # fmt: skip
+STREAM_URL = env.text(
+    "LEASEHOLD_STREAM_URL",
+    accepts="an http:// or https:// URL",
+    pattern=r"https?://[^/\s]+\S*",
+    help="public URL of the stream server of this host, behind a proxy; unset: its own address",
+)
+PREVIEW_DOMAIN = env.text(
+    "LEASEHOLD_PREVIEW_DOMAIN",
+    accepts="a domain whose names of one more label all lead to the stream server",
+    pattern=r"[a-z0-9.-]{1,190}",
+    help="each preview gets a host name below this domain, and so an origin of its own; unset: previews are paths",
+)
+
 # --- money --------------------------------------------------------------------------------------------------------
 # Each grant reserves one of these amounts in every budget that applies to the lease, which bounds the overshoot of concurrent
 # grants.

@@ -67,6 +67,25 @@ class TooManyQueuedRuns(LeaseError):
     retry_after = 5
 
 
+class StreamServerUnavailable(LeaseError):
+    """The stream server of this host is not running. Terminals and previews need it."""
+
+    code = "stream_server_unavailable"
+    retry_after = 5
+
+
+class PreviewsForbidden(LeaseError):
+    """The policy of the lease's environment type does not allow previews."""
+
+    code = "previews_forbidden"
+
+
+class TerminalNotFound(LeaseError):
+    """The lease has no such terminal."""
+
+    code = "terminal_not_found"
+
+
 class ShellNotFound(LeaseError):
     """The lease has no shell of this name."""
 

@@ -16,6 +16,7 @@ from django.db import transaction
 from django.db.models import QuerySet
 
 from sandboxes import suspension
+from sandboxes.agent.protocol import TerminalSize
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import (
     ProcessEnded,
@@ -58,6 +59,7 @@ class ProcessSpec:
     process_id: uuid.UUID = field(default_factory=uuid.uuid4)
     keep_awake: bool = False  # the sandbox is not suspended while the process runs
     stdin: bool = False  # its stdin is a pipe for write_stdin
+    terminal: TerminalSize | None = None
 
 
 def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
@@ -79,8 +81,9 @@ def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, 
 def _launch(process: Process, spec: ProcessSpec, opened: Operation, clock: Clock) -> None:
     try:
         state = opened.provider.start(
-            opened.sandbox.ref, list(spec.argv), env=spec.env, cwd=spec.cwd, mark=str(process.pk), stdin=spec.stdin
-        )
+            opened.sandbox.ref, list(spec.argv), env=spec.env, cwd=spec.cwd, mark=str(process.pk), stdin=spec.stdin,
+            terminal=spec.terminal,
+        )  # fmt: skip
     except Rejected as refused:
         _close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused)[:500])
         raise
@@ -110,6 +113,7 @@ def _insert_process(sandbox: Sandbox, spec: ProcessSpec, *, now: datetime) -> Pr
             cwd=spec.cwd,
             env_names=sorted(spec.env),
             keep_awake=spec.keep_awake,
+            is_terminal=spec.terminal is not None,
             started_at=now,
             starts_by=now + START_TIMEOUT,
         )
@@ -175,8 +179,30 @@ def write_stdin(process: Process, content: bytes, *, offset: int, last: bool, no
 
     Bytes below that number are skipped, so a call may be repeated. Raises ProcessEnded, Rejected for a process without stdin or
     an offset above the number, and ProviderCallFailed if the provider did not respond."""
+    if process.is_terminal:  # its input has no offsets that several connections could agree on
+        raise Rejected("The process has a terminal. Connect to the terminal to write to it.")
     with _reaching(process, now=now) as provider:
         return provider.write_stdin(process.sandbox.ref, str(process.pk), content, offset=offset, last=last)
+
+
+def find_terminal_agent(process: Process, *, now: datetime) -> str:
+    """Return the gateway's id of the agent that runs a terminal. A suspended sandbox is resumed.
+
+    Raises ProcessEnded, and ProviderCallFailed if the agent cannot be reached."""
+    with _reaching(process, now=now) as provider:
+        agent_id = provider.find_agent_id(process.sandbox.ref)
+    if agent_id is None:
+        raise ProviderCallFailed("The agent of the sandbox cannot be reached.")
+    return agent_id
+
+
+def postpone_eviction(process_id: uuid.UUID, *, now: datetime) -> None:
+    """Begin the idle time of the sandbox of a process again, as the end of a run does.
+
+    A sandbox that is not `waiting` has no such time, and one whose state could not be stored keeps the time of the next try."""
+    sandbox = Sandbox.objects.get(processes__pk=process_id)
+    waiting = Sandbox.objects.filter(pk=sandbox.pk, state=SandboxState.WAITING, persist_failures=0)
+    waiting.update(last_used_at=now, idle_at=now + sandbox.idle_after)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from datetime import datetime, timedelta
 
 import structlog
 from django.conf import settings
-from django.db.models import DurationField, Exists, ExpressionWrapper, F, OuterRef, Q, QuerySet, Value
+from django.db.models import DateTimeField, DurationField, Exists, ExpressionWrapper, F, OuterRef, Q, QuerySet, Value
+from django.db.models.functions import Greatest
 
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import SandboxBusy
@@ -41,7 +42,8 @@ def find_due(*, now: datetime) -> QuerySet[Sandbox]:
     """Select the waiting sandboxes that are to be suspended now."""
     # Tier 2 is `waiting` and `suspended`. The index sandbox_eviction_order has the rows with a tier.
     waiting = Sandbox.objects.filter(_build_suspendable_filter(now), registry.filter_local(), tier=2, state=WAITING)
-    waited = ExpressionWrapper(Value(now) - F("state_since"), DurationField())
+    used_at = Greatest("state_since", "last_used_at", output_field=DateTimeField())  # input to a terminal is no run
+    waited = ExpressionWrapper(Value(now) - used_at, DurationField())
     return waiting.alias(waited=waited).filter(waited__gte=F("suspend_after")).order_by("state_since")
 
 

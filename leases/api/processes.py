@@ -106,6 +106,7 @@ class ProcessSerializer(serializers.Serializer):
         help_text="exited: ended on its own; killed: ended on request; gone: ended with its sandbox; failed: not started.",
     )
     keep_awake = serializers.BooleanField(help_text="The sandbox is not suspended while the process runs.")
+    is_terminal = serializers.BooleanField(help_text="Its output and input are a terminal. Connect to it by a terminal URL.")
     started_at = serializers.DateTimeField()
     ended_at = serializers.DateTimeField(allow_null=True, help_text="Time at which the end was observed.")
     exit_code = serializers.IntegerField(allow_null=True, help_text="128 + n if ended by signal n.")
@@ -336,6 +337,7 @@ def serialize_process(process: Process) -> dict[str, Any]:
         "env_names": process.env_names,
         "state": process.state,
         "keep_awake": process.keep_awake,
+        "is_terminal": process.is_terminal,
         "started_at": format_timestamp(process.started_at),
         "ended_at": format_timestamp(process.ended_at) if process.ended_at else None,
         "exit_code": process.exit_code,

@@ -20,6 +20,7 @@ from leases.api import (
     shells,
     snapshots,
     streams,
+    terminals,
     turns,
 )
 from leases.api.stores import artifacts, events, sessions
@@ -60,6 +61,9 @@ urlpatterns = [
     path("leases/<uuid:pk>/processes/<uuid:process_id>/logs", processes.ProcessLogView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/signal", processes.ProcessSignalView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/stdin", processes.ProcessStdinView.as_view()),
+    path("leases/<uuid:pk>/terminals", terminals.TerminalListView.as_view()),
+    path("leases/<uuid:pk>/terminals/<uuid:process_id>/url", terminals.TerminalUrlView.as_view()),
+    path("leases/<uuid:pk>/previews", terminals.PreviewListView.as_view()),
     path("leases/<uuid:pk>/shells", shells.ShellListView.as_view()),
     path("leases/<uuid:pk>/shells/<str:name>", shells.ShellView.as_view()),
     path("leases/<uuid:pk>/files", files.FileListView.as_view()),

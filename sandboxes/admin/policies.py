@@ -42,6 +42,13 @@ class PolicyAdmin(ConsoleModelAdmin):
             },
         ),
         (
+            "Ingress",
+            {
+                "fields": ["previews"],
+                "description": "Evaluated on every connection. A change takes effect within seconds.",
+            },
+        ),
+        (
             "Agent CLIs",
             {
                 "fields": ["agent_tools", "agent_denied_commands", "agent_max_turns", "agent_max_cost"],
@@ -60,6 +67,7 @@ class PolicyAdmin(ConsoleModelAdmin):
         "most_calls_at_once": "Concurrent calls",
         "largest_body_kib": "Maximum request size (KiB)",
         "relay": "Relay access",
+        "previews": "Preview URLs",
     }
 
     def get_readonly_fields(self, request: HttpRequest, obj: Policy | None = None) -> list[str]:
@@ -150,5 +158,6 @@ def build_policy_field(policy: Policy | None) -> SummaryField:
     """Build the policy of a sandbox and its exceptions from the sealed default."""
     if policy is None:
         return SummaryField("Policy", SEALED_POLICY_NAME, note="no exceptions")
-    exceptions = [label for label, allowed in (("writable root", policy.writable_root), ("relay", policy.relay)) if allowed]
+    allowances = (("writable root", policy.writable_root), ("relay", policy.relay), ("preview URLs", policy.previews))
+    exceptions = [label for label, is_allowed in allowances if is_allowed]
     return SummaryField("Policy", render_admin_link("sandboxes_policy", policy.pk, policy), note=", ".join(exceptions))

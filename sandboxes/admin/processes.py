@@ -51,8 +51,8 @@ class ProcessAdmin(ReadOnlyModelAdmin):
         "all": ListTab("All", "No processes yet. Clients start background processes through the API."),
     }
     fieldsets = build_all_fields_fieldset(
-        "id", "sandbox", "holder", "agent_did", "incarnation", "name", "argv", "cwd", "env_names", "keep_awake", "started_at",
-        "starts_by", "state", "ended_at", "exit_code", "note",
+        "id", "sandbox", "holder", "agent_did", "incarnation", "name", "argv", "cwd", "env_names", "keep_awake", "is_terminal",
+        "started_at", "starts_by", "state", "ended_at", "exit_code", "note",
     )  # fmt: skip
 
     @display(description="Command")

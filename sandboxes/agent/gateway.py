@@ -13,6 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
@@ -48,14 +49,24 @@ def encode_control_frame(fields: Mapping[str, object]) -> bytes:
     return HEADER.pack(0, len(head), 0) + head
 
 
+class ResponseReceiver(Protocol):
+    """Sender of requests to an agent: another process, or a server in this one."""
+
+    def send(self, content: bytes) -> None:
+        """Accept one encoded response, under the id of the receiver's request."""
+
+    def end(self) -> None:
+        """The agent's session has ended."""
+
+
 class AgentSession(asyncio.Protocol):
     """Connection of the agent of one container."""
 
     def __init__(self, gateway: "AgentGateway", container: str) -> None:
         self.container, self.hello, self.violation = container, b"", ""
-        self.clients: set[ClientSession] = set()
+        self.clients: set[ResponseReceiver] = set()
         self._gateway, self._reader, self._ids = gateway, FrameReader(), itertools.count(1)
-        self._pending: dict[int, tuple[ClientSession, int]] = {}
+        self._pending: dict[int, tuple[ResponseReceiver, int]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -72,7 +83,7 @@ class AgentSession(asyncio.Protocol):
         except ProtocolError as error:
             self.end(str(error))
 
-    def forward_request(self, client: "ClientSession", frame: RawFrame) -> None:
+    def forward_request(self, client: ResponseReceiver, frame: RawFrame) -> None:
         """Send a client's request to the agent. End the session if the agent does not read or respond."""
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES or len(self._pending) >= MAX_PENDING_REQUESTS:
             self.end("requests are not read")

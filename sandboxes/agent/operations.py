@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from sandboxes.agent.client import RECONNECT_PAUSE_SECONDS, AgentConnection, ConnectionLost, GatewayDown, NotConnected
-from sandboxes.agent.protocol import MAX_BODY_BYTES, Frame, ProtocolError, RunState, parse_state
+from sandboxes.agent.protocol import MAX_BODY_BYTES, Frame, ProtocolError, RunState, TerminalSize, parse_state
 from sandboxes.agent.runs import (
     CONNECT_SECONDS,
     FIRST_RESPONSE_SECONDS,
@@ -204,11 +204,23 @@ class AgentProcesses:
     def __init__(self, client: AgentClient, *, check: Callable[[], None]) -> None:
         self._client, self._check = client, check
 
-    def start(self, run_id: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, *, stdin: bool = False) -> int | None:
+    def start(
+        self,
+        run_id: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        *,
+        stdin: bool = False,
+        terminal: TerminalSize | None = None,
+    ) -> int | None:
         """Start a process unless its id is known. Return its exit code, or None if it runs. Raise NotStarted if refused."""
-        command = json.dumps({"argv": [*argv], "env": {**env}, "cwd": cwd}).encode()
+        fields: dict[str, object] = {"argv": [*argv], "env": {**env}, "cwd": cwd}
+        if terminal is not None:
+            fields["terminal"] = [*terminal]
+        command = json.dumps(fields).encode()
         head = {"verb": "exec", "timeout": 0, "cap": PROCESS_LOG_BYTES, "keep": "tail", "wait": WAIT_SECONDS}
-        head["open"] = stdin
+        head["open"] = stdin or terminal is not None
         with RepeatingConnection(self._client, self._check) as connection:
             head |= {"boot": connection.boot, "command_bytes": len(command)}
             _, state = connection.request(run_id, head, command, timeout=WAIT_SECONDS + RESPONSE_SECONDS)

@@ -25,12 +25,13 @@ session.
 | stats | | cpu_micros, memory_bytes, processes: current usage of the sandbox, as far as its cgroup is visible |
 
 A command is `{"argv": …, "env": …, "cwd": …}`, with `"terminal": [rows, columns]` for one with a terminal of its own, or
-`{"words": …}`, the command line of a file operation (image/files.py). Further fields of exec: `keep`, the output that is kept:
-`head`, the first `cap` bytes per stream, until `ack`; `stream`, all that the client has not read yet, while the command waits
-for the client; `tail`, the last bytes of both streams together, without an end by `ack`. `open`: stdin follows by `write`.
-`idle`: seconds without a request for the run, after which the run ends. `digest` (also of wait): a directory; the response to
-an ended run has its digest, that of sandboxes/state/changes.py, if the directory is small. The result of a run killed with
-`forget` is not retained; any other is, since its response may be lost.
+`{"words": …}`, the command line of a file operation (image/files.py) or `["connect", PORT]`, a connection to a TCP port of the
+sandbox's loopback interface with stdin and stdout as its two directions (image/agent/ports.py). Further fields of exec: `keep`,
+the output that is kept: `head`, the first `cap` bytes per stream, until `ack`; `stream`, all that the client has not read yet,
+while the command waits for the client; `tail`, the last bytes of both streams together, without an end by `ack`. `open`: stdin
+follows by `write`. `idle`: seconds without a request for the run, after which the run ends. `digest` (also of wait): a
+directory; the response to an ended run has its digest, that of sandboxes/state/changes.py, if the directory is small. The
+result of a run killed with `forget` is not retained; any other is, since its response may be lost.
 A state is `running`, `ended`, `busy` (nothing was started), `acknowledged` or `unknown`. `stdout` and `stderr` of a running or
 ended run are pairs of the offset after the last kept byte and the bytes dropped after it. The control plane requests output
 by offset, so a slow reader delays no other request and no window is needed. Nothing that the agent sends is trusted: any
@@ -56,6 +57,13 @@ STATES = ("running", "ended", "busy", "acknowledged", "unknown")
 
 class ProtocolError(Exception):
     """The agent violated the protocol. Its connection is closed."""
+
+
+class TerminalSize(NamedTuple):
+    """Size of a terminal, each from 1 to 1000 (image/agent/processes.py)."""
+
+    rows: int
+    columns: int
 
 
 class RawFrame(NamedTuple):

@@ -72,7 +72,7 @@ class AgentClient:
     """Runs in one container, over connections of their own to the gateway at this path."""
 
     def __init__(self, gateway: Path, container: str) -> None:
-        self._gateway, self._container = gateway, container
+        self._gateway, self.container = gateway, container
 
     def run(self, run: AgentRun, *, boot: str = "", check: Callable[[], None] = lambda: None) -> AgentResult:
         """Start a run, unless its id is known, and wait for its result. The result is retained until `acknowledge`.
@@ -171,7 +171,7 @@ class AgentClient:
         False if no agent is connected. The second ping has a connection of its own, in case that the first one is at fault."""
         for _ in range(2):
             try:
-                with AgentConnection(self._gateway, self._container, wait=0.0) as connection:
+                with AgentConnection(self._gateway, self.container, wait=0.0) as connection:
                     connection.request({"verb": "ping"}, timeout=timeout / 2)
                     return False
             except ConnectionLost as error:
@@ -183,13 +183,13 @@ class AgentClient:
 
     def open(self, wait: float) -> AgentConnection:
         """Return an idle connection, or open one and wait up to `wait` seconds for the agent. Raise NotConnected."""
-        idle = idle_connections.take(self._gateway, self._container)
-        return idle or AgentConnection(self._gateway, self._container, wait=wait)
+        idle = idle_connections.take(self._gateway, self.container)
+        return idle or AgentConnection(self._gateway, self.container, wait=wait)
 
     def open_to_start(self) -> AgentConnection:
         """Like `open`, for an operation that begins: also wait for the gateway, if it is being started again."""
-        idle = idle_connections.take(self._gateway, self._container)
-        return idle or connect_through_restart(self._gateway, self._container, wait=CONNECT_SECONDS)
+        idle = idle_connections.take(self._gateway, self.container)
+        return idle or connect_through_restart(self._gateway, self.container, wait=CONNECT_SECONDS)
 
     @contextmanager
     def _connect(self, wait: float, *, to_start: bool = False) -> Iterator[AgentConnection]:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import structlog
@@ -15,7 +15,7 @@ from aiohttp import WSMsgType, web
 from django.conf import settings
 
 from sandboxes.egress import authorization
-from sandboxes.egress.authorization import CallerIdentity, CallRefused, CallResult
+from sandboxes.egress.authorization import CallerIdentity, CallRefused
 from sandboxes.egress.call_tracking import CallTracker
 from sandboxes.egress.responses import await_write, build_error_response
 from sandboxes.errors import SigningKeyNotFound
@@ -28,6 +28,13 @@ MAX_MESSAGE_BYTES = 4 << 20  # one WebSocket message, in either direction
 PING_INTERVAL_SECONDS = 30.0
 # Pattern of the decoded path. A percent sign is not accepted: the relay would decode the rest of a double escape.
 RELAY_PATH_PATTERN = re.compile(r"[A-Za-z0-9._~:/-]*")
+
+
+class ByteCounts(Protocol):
+    """Bytes of the messages of a connection."""
+
+    sent_bytes: int | None  # to the upstream
+    received_bytes: int
 
 
 @dataclass
@@ -57,7 +64,7 @@ class RelayProxy:
                         max_msg_size=MAX_MESSAGE_BYTES, autoping=True, heartbeat=PING_INTERVAL_SECONDS
                     )
                     await await_write(client.prepare(request))
-                    await _relay_messages(client, upstream, result)
+                    await relay_messages(client, upstream, result)
                     result.outcome = OUTCOME.OK
                     return client
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -91,7 +98,7 @@ def _check_handshake(request: web.Request) -> str:
     return path
 
 
-async def _relay_messages(client: web.WebSocketResponse, upstream: aiohttp.ClientWebSocketResponse, result: CallResult) -> None:
+async def relay_messages(client: web.WebSocketResponse, upstream: aiohttp.ClientWebSocketResponse, result: ByteCounts) -> None:
     """Forward messages in both directions until either side closes, then close both. Count bytes into `result`."""
 
     async def forward(source: Any, sink: Any, count: Callable[[int], None]) -> None:

@@ -67,6 +67,10 @@ class Policy(Model):
         max_digits=18, decimal_places=9, null=True, blank=True, validators=[MinValueValidator(0)],
         help_text="Maximum cost of the model calls of one run of an agent CLI, USD. Empty: no limit.",
     )  # fmt: skip
+    previews = BooleanField(
+        default=False,
+        help_text="Preview URLs: programs that listen on a TCP port in the sandbox can be reached from outside by signed URLs.",
+    )
     relay = BooleanField(default=False, help_text="Access to the relay. Sandboxes can publish in their agent's name.")
 
     class Meta:
@@ -77,7 +81,8 @@ class Policy(Model):
             CheckConstraint(
                 condition=~Q(name=SEALED_POLICY_NAME)
                 | Q(
-                    writable_root=False, relay=False, calls_per_minute=600, most_calls_at_once=8, largest_body_kib=4096
+                    writable_root=False, relay=False, previews=False, calls_per_minute=600, most_calls_at_once=8,
+                    largest_body_kib=4096,
                 ),
                 name="policy_sealed_loosens_nothing",
                 violation_error_message=f"The {SEALED_POLICY_NAME} policy cannot have exceptions. Add another policy.",

@@ -31,6 +31,7 @@ class Process(models.Model):
     cwd = models.CharField(max_length=4096)
     env_names = models.JSONField(default=list, help_text="Names only; values may be secret.")
     keep_awake = models.BooleanField(default=False, help_text="The sandbox is not suspended while the process runs.")
+    is_terminal = models.BooleanField(default=False, help_text="The program has a terminal, to which clients connect.")
     started_at = models.DateTimeField()
     starts_by = models.DateTimeField(help_text="Deadline of the start. A process not listed by then counts as never started.")
     state = models.CharField(max_length=16, choices=ProcessStatus.choices, default=ProcessStatus.RUNNING)

@@ -15,6 +15,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, SupportsBytes
 
+from sandboxes.agent.protocol import TerminalSize
+
 WORKSPACE, DATA, SOCKETS_DIRECTORY = "/workspace", "/data", "/run/leasehold"
 USER_PROGRAMS_DIRECTORY = f"{WORKSPACE}/.home/.local/bin"  # last in PATH, after the system's programs
 AGENT_DIRECTORY = "/run/leasehold-agent"
@@ -211,6 +213,7 @@ class Provider(ABC):
     enforces_limits: bool  # memory, CPU and process limits hold, and ExecResult.oom is reported
     measures_usage: bool  # `stats` returns measurements
     streams_output: bool = False  # `open_output` returns a reader, if the sandbox can be reached
+    has_terminals: bool = False  # `start` accepts `terminal`, and `find_agent_id` returns an id, if the sandbox can be reached
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
 
     @abstractmethod
@@ -286,10 +289,12 @@ class Provider(ABC):
         cwd: str = WORKSPACE,
         mark: str,
         stdin: bool = False,
+        terminal: TerminalSize | None = None,
     ) -> ProcessState:
         """Start `argv` without a shell in the background, and return its state immediately.
 
-        With `stdin` its stdin is a pipe for `write_stdin`, else it is empty. Raise Rejected where that is not supported.
+        With `stdin` its stdin is a pipe for `write_stdin`, else it is empty. With `terminal` its stdin and its output are a
+        terminal of this size. Raise Rejected where that is not supported.
 
         The process runs until it exits, is killed by `kill`, or its sandbox stops. A program that does not exist has exited
         with 127. Idempotent: a second call with the same mark starts nothing."""
@@ -307,6 +312,12 @@ class Provider(ABC):
         Return the number of bytes received in all. Bytes below that number are skipped, so a call may be repeated. What a
         process that has ended or has closed its stdin does not read is dropped. Raise Rejected for an offset above the number,
         and for a process without stdin."""
+
+    def find_agent_id(self, ref: str) -> str | None:
+        """Return the id by which the gateway of this host knows the agent of a sandbox. Raise Missing.
+
+        None if the provider has no agents, or cannot reach this one."""
+        return None
 
     @abstractmethod
     def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+from sandboxes.agent.protocol import TerminalSize
 from sandboxes.providers.arguments import check_range
 from sandboxes.providers.base import WORKSPACE, ExecResult, ProcessOutput, ProcessState, Provider, Rejected, Unavailable
 
@@ -18,6 +19,7 @@ _OFFSET_PATTERN, _STATE_PATTERN = re.compile(rb"[0-9]{1,18}"), re.compile(r"runn
 
 
 NO_STDIN = "Background processes of this provider have no stdin."
+NO_TERMINAL = "This provider, or the way in which this sandbox is reached, has no terminals."
 
 
 class BackgroundProcessProvider(Provider):
@@ -36,9 +38,12 @@ class BackgroundProcessProvider(Provider):
         cwd: str = WORKSPACE,
         mark: str,
         stdin: bool = False,
+        terminal: TerminalSize | None = None,
     ) -> ProcessState:
         if stdin:
             raise Rejected(NO_STDIN)
+        if terminal:
+            raise Rejected(NO_TERMINAL)
         if not argv or not cwd.startswith("/"):
             raise Rejected("argv must not be empty, and cwd must be an absolute path.")
         request = {"argv": [self.inside(ref, argument) for argument in argv], "env": {**env}, "cwd": self.inside(ref, cwd)}

@@ -58,7 +58,7 @@ class Gateway:
 
     def connect(self, *, wait: float = 5.0) -> AgentConnection:
         """Open a connection to the agent."""
-        return AgentConnection(self.client_path, self.client._container, wait=wait)
+        return AgentConnection(self.client_path, self.client.container, wait=wait)
 
     def boot(self) -> str:
         """Return the boot id of the agent, waiting for its connection."""

@@ -16,6 +16,7 @@ NOT_STARTED, FAILED = -1, 1
 MAX_MESSAGE_BYTES = 64 << 10
 REPORT_FD = 3
 TAR_VERBS = ("pack", "unpack", "unpack_and_look")
+CONNECT_VERB = "connect"  # words: the verb and a TCP port
 RIGHTS = struct.Struct("4i")
 
 
@@ -45,7 +46,7 @@ def serve(descriptor, load_all):
 
 
 def operate(words, fds):
-    """Execute one command line of files.py, and end this process."""
+    """Execute one command line of files.py, or relay a connection to a port, and end this process."""
     code = FAILED
     try:
         for target, fd in enumerate(fds):
@@ -54,7 +55,12 @@ def operate(words, fds):
             if fd > REPORT_FD:
                 os.close(fd)
         os.write(REPORT_FD, b"S %d\n" % os.getpid())
-        code = files.main(words)
+        if words[0] == CONNECT_VERB:
+            from ports import relay
+
+            code = relay(int(words[1]))
+        else:
+            code = files.main(words)
     except BrokenPipeError:
         pass  # the agent has lost its interest
     except BaseException as error:

@@ -16,6 +16,7 @@ from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
 from django.db import DatabaseError, close_old_connections
 
+from sandboxes.agent import companions
 from sandboxes.agent.gateway import AgentGateway
 from sandboxes.db import database_time
 from sandboxes.egress import nginx, slots
@@ -67,6 +68,7 @@ class Command(BaseCommand):
             async with (
                 gateway.listening(agents, settings.AGENT_GATEWAY),
                 EgressServer().listening({nginx.get_server_socket_path(): None}),
+                companions.serving(gateway),
             ):
                 await asyncio.to_thread(container.start)
                 try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sandboxes.agent.client import ConnectionLost, NotConnected
 from sandboxes.agent.operations import AgentProcesses
-from sandboxes.agent.protocol import ProtocolError
+from sandboxes.agent.protocol import ProtocolError, TerminalSize
 from sandboxes.agent.runs import NotStarted
 from sandboxes.providers.arguments import check_range
 from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE, ProcessOutput, ProcessState, Rejected, Unavailable
@@ -29,13 +29,18 @@ class ContainerProcessesProvider(ContainerCommandProvider, BackgroundProcessProv
         cwd: str = WORKSPACE,
         mark: str,
         stdin: bool = False,
+        terminal: TerminalSize | None = None,
     ) -> ProcessState:
         check_command(argv, env, cwd)
         agent = self._find_processes(ref)
         if agent is None:
-            return super().start(ref, argv, env=env, cwd=cwd, mark=mark, stdin=stdin)
+            return super().start(ref, argv, env=env, cwd=cwd, mark=mark, stdin=stdin, terminal=terminal)
         with _translate_errors(ref):
-            return _to_state(agent.start(mark, argv, {**env, MARK_VARIABLE: mark}, cwd, stdin=stdin))
+            return _to_state(agent.start(mark, argv, {**env, MARK_VARIABLE: mark}, cwd, stdin=stdin, terminal=terminal))
+
+    def find_agent_id(self, ref: str) -> str | None:
+        agent = agent_exec.find_agent(self._engine, ref)
+        return agent.container if agent else None
 
     def signal_process(self, ref: str, mark: str, number: int) -> None:
         agent = self._find_processes(ref)

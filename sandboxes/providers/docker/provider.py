@@ -77,6 +77,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
     enforces_limits = True
     measures_usage = True
     streams_output = True
+    has_terminals = True
 
     def engine_id(self) -> str:
         return self._engine.fetch_id()

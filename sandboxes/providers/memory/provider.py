@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import BinaryIO
 
+from sandboxes.agent.protocol import TerminalSize
 from sandboxes.fault_injection import HookedCalls
 from sandboxes.image.files import build_exclude_filter, list_path_prefixes
 from sandboxes.providers.arguments import (
@@ -263,7 +264,10 @@ class MemoryProvider(HookedCalls, Provider):
         cwd: str = WORKSPACE,
         mark: str,
         stdin: bool = False,
+        terminal: TerminalSize | None = None,
     ) -> ProcessState:
+        if terminal:
+            raise Rejected("The memory provider has no terminals.")
         with self.hooked_call("start", ref), self._lock:
             sandbox = self._running(ref)
             if mark not in sandbox.background:

@@ -1,0 +1,156 @@
+"""Terminals and previews of a lease: URLs of the stream server that need no API key."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from django.conf import settings
+from django.http import HttpResponse
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.response import Response
+
+from leases import shells, terminals
+from leases.api.base import schema
+from leases.api.base.fields import ArgvField, StrictBooleanField, StrictCharField, StrictIntegerField, StrictSerializer
+from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.views import ApiRequest, LeaseApiView
+from leases.api.processes import MAX_NEW_PROCESS_BODY_BYTES, ProcessSerializer, serialize_process
+from leases.api.runs import LeaseProgramSerializer
+from leases.stream_server.address import DEFAULT_GRANT_LIFETIME, MAX_GRANT_LIFETIME
+from sandboxes.agent.protocol import TerminalSize
+from sandboxes.db.clock import clock_from, format_timestamp
+from sandboxes.processes import START_TIMEOUT, ProcessSpec
+from sandboxes.runs.operations import KILL_GRACE
+
+MAX_TERMINAL_SIZE = 1000  # rows or columns
+
+
+class LifetimeField(StrictIntegerField):
+    """Seconds until a URL expires. A connection that is open then continues."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            min_value=1,
+            max_value=int(MAX_GRANT_LIFETIME.total_seconds()),
+            default=int(DEFAULT_GRANT_LIFETIME.total_seconds()),
+            help_text="Seconds until the URL expires. Connections that are open then continue.",
+        )
+
+
+class NewTerminalSerializer(LeaseProgramSerializer):
+    argv = ArgvField(default=list(terminals.DEFAULT_COMMAND), help_text="Program and arguments. Default: a login shell.")
+    name = StrictCharField(max_length=100, allow_blank=True, default="", help_text="Name chosen by the caller.")
+    rows = StrictIntegerField(min_value=1, max_value=MAX_TERMINAL_SIZE, default=terminals.DEFAULT_SIZE.rows)
+    columns = StrictIntegerField(min_value=1, max_value=MAX_TERMINAL_SIZE, default=terminals.DEFAULT_SIZE.columns)
+    keep_awake = StrictBooleanField(
+        default=False, help_text="Do not suspend the sandbox while the program runs. Input to the terminal delays it anyway."
+    )
+    expires_seconds = LifetimeField()
+
+
+class TerminalUrlRequestSerializer(StrictSerializer):
+    view_only = StrictBooleanField(default=False, help_text="The connection shows the output and accepts no input.")
+    expires_seconds = LifetimeField()
+
+
+class NewPreviewSerializer(StrictSerializer):
+    port = StrictIntegerField(min_value=1, max_value=65535, help_text="TCP port on the loopback interface of the sandbox.")
+    expires_seconds = LifetimeField()
+
+
+class TerminalUrlSerializer(serializers.Serializer):
+    url = serializers.CharField(help_text="WebSocket URL. The URL is the credential.")
+    expires_at = serializers.DateTimeField()
+    view_only = serializers.BooleanField()
+
+
+class TerminalSerializer(ProcessSerializer):
+    url = serializers.CharField(help_text="WebSocket URL. The URL is the credential.")
+    expires_at = serializers.DateTimeField(help_text="End of the validity of the URL.")
+
+
+class PreviewSerializer(serializers.Serializer):
+    url = serializers.CharField(help_text="URL that leads to the port. The URL is the credential.")
+    port = serializers.IntegerField()
+    expires_at = serializers.DateTimeField()
+
+
+NEW_TERMINAL_SERIALIZER, TERMINAL_URL_SERIALIZER = NewTerminalSerializer(), TerminalUrlRequestSerializer()
+NEW_PREVIEW_SERIALIZER = NewPreviewSerializer()
+
+
+class TerminalListView(LeaseApiView):
+    max_body_bytes = MAX_NEW_PROCESS_BODY_BYTES
+
+    @extend_schema(
+        operation_id="leases_terminals_open",
+        summary="Open a terminal",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=NewTerminalSerializer,
+        responses=schema.build_responses(TerminalSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
+    )
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        """Start a program with a terminal, and return a WebSocket URL to connect to it.
+
+        The terminal is a background process: `/processes` lists it, and DELETE there ends it. Several clients may be connected
+        at once, and a client that reconnects continues where it was. Binary messages are input and output; the text message
+        `{"type": "resize", "rows": 24, "columns": 80}` changes the size."""
+        data = self.validate_body(NEW_TERMINAL_SERIALIZER)
+        lifetime = timedelta(seconds=data["expires_seconds"])
+
+        def act(run_id: UUID) -> StatusAndBody:
+            clock = clock_from(self.now)
+            context = shells.build_context(pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
+            size = TerminalSize(data["rows"], data["columns"])
+            spec = ProcessSpec(
+                data["argv"], context.env, context.cwd, data["name"], run_id, data["keep_awake"], terminal=size
+            )  # fmt: skip
+            process = terminals.open_terminal(pk, spec, now=clock(), actor=self.actor)
+            url, grant = terminals.build_terminal_url(
+                pk, run_id, read_only=False, lifetime=lifetime, actor=self.actor, now=clock()
+            )
+            return 201, serialize_process(process) | {"url": url, "expires_at": format_end(grant.expires_at)}
+
+        max_duration = settings.SANDBOX_START_TIMEOUT + START_TIMEOUT + 2 * KILL_GRACE
+        return self.execute_once(act, max_duration=max_duration, repeatable=False)
+
+
+class TerminalUrlView(LeaseApiView):
+    @extend_schema(
+        operation_id="leases_terminals_url",
+        summary="Get a URL of a terminal",
+        request=TerminalUrlRequestSerializer,
+        responses=schema.build_responses(TerminalUrlSerializer, 404, 409, 410, 413, 415),
+    )
+    def post(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
+        """Return a further URL to connect to a terminal, for example one that only shows the output. The lease is not renewed."""
+        data = self.validate_body(TERMINAL_URL_SERIALIZER)
+        url, grant = terminals.build_terminal_url(
+            pk, process_id, read_only=data["view_only"], lifetime=timedelta(seconds=data["expires_seconds"]), actor=self.actor,
+            now=self.now,
+        )  # fmt: skip
+        return Response({"url": url, "expires_at": format_end(grant.expires_at), "view_only": grant.read_only})
+
+
+class PreviewListView(LeaseApiView):
+    @extend_schema(
+        operation_id="leases_previews_create",
+        summary="Get a preview URL of a port",
+        request=NewPreviewSerializer,
+        responses=schema.build_responses(PreviewSerializer, 404, 410, 413, 415, ok=(201,)),
+    )
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        """Return a URL that leads to a program that listens on a TCP port in the sandbox, by HTTP and WebSocket.
+
+        The policy of the environment type must allow previews. The program need not listen yet. Requests neither renew the
+        lease nor wake a cold sandbox. The URL ends with the lease."""
+        data = self.validate_body(NEW_PREVIEW_SERIALIZER)
+        lifetime = timedelta(seconds=data["expires_seconds"])
+        url, grant = terminals.build_preview_url(pk, data["port"], lifetime=lifetime, now=self.now)
+        body: dict[str, Any] = {"url": url, "port": grant.port, "expires_at": format_end(grant.expires_at)}
+        return Response(body, status=201)
+
+
+def format_end(seconds: int) -> str:
+    return format_timestamp(datetime.fromtimestamp(seconds, UTC))

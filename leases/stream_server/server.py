@@ -1,0 +1,130 @@
+"""Stream server of a host: terminals and previews. Runs in the process of the gateway, which is connected to the agents."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+import structlog
+from aiohttp import web
+from django.conf import settings
+from django.db import Error as DatabaseError
+
+from billing.errors import BudgetExhausted
+from leases.errors import LeaseEnded, PreviewsForbidden, TerminalNotFound
+from leases.models import Lease
+from leases.stream_server import address
+from leases.stream_server.connections import Connections, TooManyConnections
+from leases.stream_server.grants import InvalidGrant
+from leases.stream_server.port_connections import Ports
+from leases.stream_server.previews import Previews
+from leases.stream_server.terminals import Terminals
+from sandboxes.agent.gateway import AgentGateway
+from sandboxes.db import database_time
+from sandboxes.db.clock import Clock
+from sandboxes.egress.call_tracking import DatabaseThreads
+from sandboxes.errors import ProcessEnded, SandboxError, SandboxNotHeld
+
+log = structlog.get_logger(__name__)
+BIND_RETRY_SECONDS = 5.0
+IDLE_CHECK_SECONDS = 10.0
+STATUS_BY_ERROR: dict[type[Exception], int] = {
+    InvalidGrant: 403, PreviewsForbidden: 403, TerminalNotFound: 404, Lease.DoesNotExist: 404, LeaseEnded: 410,
+    ProcessEnded: 410, SandboxNotHeld: 409, BudgetExhausted: 402, TooManyConnections: 429, SandboxError: 503,
+    DatabaseError: 503,
+}  # fmt: skip
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def listening(gateway: AgentGateway, now: Clock = database_time.now_without_query) -> AsyncIterator[None]:
+    """Serve during the body of the `with`. A port that is in use is tried again, and nothing else waits for that."""
+    directory = settings.RUNTIME_DIR / "previews"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    for left in directory.glob("*.sock"):  # by a process that was killed
+        left.unlink(missing_ok=True)
+    database = DatabaseThreads()
+    connections, ports = Connections(database, now), Ports(gateway, directory)
+    runner = web.AppRunner(
+        build_application(
+            Terminals(gateway, database, connections, now), Previews(database, connections, ports, now)
+        ),
+        access_log=None, handler_cancellation=True, shutdown_timeout=1.0,
+    )  # fmt: skip
+    await runner.setup()
+    tasks = [
+        asyncio.create_task(_bind(runner)), asyncio.create_task(connections.watch()), asyncio.create_task(_close_idle(ports))
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await runner.cleanup()
+        await ports.close()
+        await database.close()
+
+
+async def _bind(runner: web.AppRunner) -> None:
+    """Listen on LEASEHOLD_STREAM_PORT, or else on the port of the previous process, so that its URLs stay valid."""
+    port = settings.STREAM_PORT or address.read_port() or 0
+    while True:
+        site = web.TCPSite(runner, settings.STREAM_HOST, port, backlog=512)
+        try:
+            await site.start()
+        except OSError as error:
+            if settings.STREAM_PORT or not port:
+                log.error("stream server cannot listen, trying again", port=port, error=str(error))
+                await asyncio.sleep(BIND_RETRY_SECONDS)
+            port = settings.STREAM_PORT
+            continue
+        address.record_port(int(runner.addresses[0][1]))
+        return
+
+
+async def _close_idle(ports: Ports) -> None:
+    while True:
+        await asyncio.sleep(IDLE_CHECK_SECONDS)
+        await ports.close_idle()
+
+
+def build_application(terminals: Terminals, previews: Previews) -> web.Application:
+    """Build the application: previews by host name, and the paths of terminals and previews."""
+
+    @web.middleware
+    async def route_hosts(request: web.Request, handler: Handler) -> web.StreamResponse:
+        suffix = f".{settings.PREVIEW_DOMAIN}"
+        host = request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdigit() else request.host
+        try:
+            if settings.PREVIEW_DOMAIN and host.lower().endswith(suffix):
+                return await previews.handle_host(request, host.lower().removesuffix(suffix))
+            return await handler(request)
+        except web.HTTPError as error:
+            return build_problem(error.status, error.text or error.reason)
+        except tuple(STATUS_BY_ERROR) as error:
+            status = next(status for kind, status in STATUS_BY_ERROR.items() if isinstance(error, kind))
+            if isinstance(error, DatabaseError):
+                log.error("database", error=str(error))
+            detail = "The database did not answer." if isinstance(error, DatabaseError) else str(error)
+            return build_problem(status, detail, code=getattr(error, "code", ""))
+
+    application = web.Application(middlewares=[route_hosts])
+    application.router.add_get("/healthz", _report_health)
+    application.router.add_get("/terminals/{grant}", terminals.handle)
+    application.router.add_route("*", "/previews/{grant}{path:(?:/.*)?}", previews.handle_path)
+    return application
+
+
+def build_problem(status: int, detail: str, *, code: str = "") -> web.Response:
+    """Build a problem document (RFC 9457)."""
+    title = HTTPStatus(status).phrase
+    problem = {"type": "about:blank", "title": title, "status": status, "detail": detail}
+    if isinstance(code, str) and code:
+        problem["code"] = code
+    return web.Response(status=status, text=json.dumps(problem), content_type="application/problem+json")
+
+
+async def _report_health(request: web.Request) -> web.Response:
+    return web.Response(text="ok\n")

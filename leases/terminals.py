@@ -13,6 +13,8 @@ from sandboxes.db.clock import clock_from
 from sandboxes.errors import ProcessEnded
 from sandboxes.models import Process
 from sandboxes.processes import ProcessSpec
+from sandboxes.providers import get_default_provider_name, get_provider
+from sandboxes.providers.base import Rejected
 
 DEFAULT_COMMAND = ("/bin/bash", "-l")
 DEFAULT_SIZE = TerminalSize(rows=24, columns=80)
@@ -22,8 +24,13 @@ TERMINAL_ENVIRONMENT = {"TERM": "xterm-256color"}
 def open_terminal(pk: UUID, spec: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
     """Start a program with a terminal in the sandbox of a lease, which is started or woken first. Return its process.
 
-    Raise LeaseEnded, BudgetExhausted, Rejected where the sandbox has no terminals, and the errors of start_process."""
+    Raise LeaseEnded, BudgetExhausted, StreamServerUnavailable, Rejected where the sandbox has no terminals, and the errors of
+    start_process."""
     clock = clock_from(now)
+    lease = leasing.require_active(pk, now=now)
+    if not get_provider(lease.pool.provider or get_default_provider_name()).has_terminals:
+        raise Rejected("Sandboxes of this provider have no terminals.")
+    address.get_base_url()  # without a stream server nobody could connect
     spec = replace(spec, env=TERMINAL_ENVIRONMENT | dict(spec.env), terminal=spec.terminal or DEFAULT_SIZE)
     with execution.use_lease(pk, now=now, spends=True) as request:
         return processes.start_process(request, spec, now=clock(), actor=actor)
@@ -39,6 +46,13 @@ def build_terminal_url(
     process = access.find_terminal(pk, process_id)
     if process.ended_at is not None:
         raise ProcessEnded()
+    return grant_access(pk, process_id, read_only=read_only, lifetime=lifetime, actor=actor, now=now)
+
+
+def grant_access(
+    pk: UUID, process_id: UUID, *, read_only: bool, lifetime: timedelta, actor: str, now: datetime
+) -> tuple[str, TerminalGrant]:
+    """Like `build_terminal_url`, for a terminal of this lease that is known to exist."""
     grant = TerminalGrant(pk, process_id, address.compute_end(now, lifetime), read_only, actor)
     return address.build_terminal_url(grant), grant
 

@@ -1,5 +1,6 @@
 """Terminals and previews of a lease: URLs of the stream server that need no API key."""
 
+import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -14,6 +15,7 @@ from leases import shells, terminals
 from leases.api.base import schema
 from leases.api.base.fields import ArgvField, StrictBooleanField, StrictCharField, StrictIntegerField, StrictSerializer
 from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.renderers import encode_json
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.processes import MAX_NEW_PROCESS_BODY_BYTES, ProcessSerializer, serialize_process
 from leases.api.runs import LeaseProgramSerializer
@@ -97,23 +99,28 @@ class TerminalListView(LeaseApiView):
         at once, and a client that reconnects continues where it was. Binary messages are input and output; the text message
         `{"type": "resize", "rows": 24, "columns": 80}` changes the size."""
         data = self.validate_body(NEW_TERMINAL_SERIALIZER)
-        lifetime = timedelta(seconds=data["expires_seconds"])
 
         def act(run_id: UUID) -> StatusAndBody:
             clock = clock_from(self.now)
             context = shells.build_context(pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
             size = TerminalSize(data["rows"], data["columns"])
-            spec = ProcessSpec(
-                data["argv"], context.env, context.cwd, data["name"], run_id, data["keep_awake"], terminal=size
-            )  # fmt: skip
-            process = terminals.open_terminal(pk, spec, now=clock(), actor=self.actor)
-            url, grant = terminals.build_terminal_url(
-                pk, run_id, read_only=False, lifetime=lifetime, actor=self.actor, now=clock()
-            )
-            return 201, serialize_process(process) | {"url": url, "expires_at": format_end(grant.expires_at)}
+            spec = ProcessSpec(data["argv"], context.env, context.cwd, data["name"], run_id, data["keep_awake"], terminal=size)
+            return 201, serialize_process(terminals.open_terminal(pk, spec, now=clock(), actor=self.actor))
 
         max_duration = settings.SANDBOX_START_TIMEOUT + START_TIMEOUT + 2 * KILL_GRACE
-        return self.execute_once(act, max_duration=max_duration, repeatable=False)
+        response = self.execute_once(act, max_duration=max_duration, repeatable=False)
+        return self._add_url(pk, response, lifetime=timedelta(seconds=data["expires_seconds"]))
+
+    def _add_url(self, pk: UUID, response: HttpResponse, *, lifetime: timedelta) -> HttpResponse:
+        """Add a URL to the response, which is stored without it: the URL is a credential."""
+        if response.status_code != 201:
+            return response
+        process = json.loads(response.content)
+        url, grant = terminals.grant_access(  # also if the program has ended already
+            pk, UUID(process["process_id"]), read_only=False, lifetime=lifetime, actor=self.actor, now=self.now
+        )
+        response.content = encode_json(process | {"url": url, "expires_at": format_end(grant.expires_at)})
+        return response
 
 
 class TerminalUrlView(LeaseApiView):
@@ -124,7 +131,7 @@ class TerminalUrlView(LeaseApiView):
         responses=schema.build_responses(TerminalUrlSerializer, 404, 409, 410, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
-        """Return a further URL to connect to a terminal, for example one that only shows the output. The lease is not renewed."""
+        """Return a further URL of a terminal, for example one that only shows the output. The lease is not renewed."""
         data = self.validate_body(TERMINAL_URL_SERIALIZER)
         url, grant = terminals.build_terminal_url(
             pk, process_id, read_only=data["view_only"], lifetime=timedelta(seconds=data["expires_seconds"]), actor=self.actor,

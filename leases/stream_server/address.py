@@ -38,7 +38,7 @@ def read_port() -> int | None:
 
 def build_terminal_url(grant: TerminalGrant) -> str:
     """Build the WebSocket URL of a terminal. Raise StreamServerUnavailable."""
-    base = urlsplit(_get_base_url())
+    base = urlsplit(get_base_url())
     scheme = {"http": "ws", "https": "wss"}[base.scheme]
     return urlunsplit(base._replace(scheme=scheme, path=f"{base.path.rstrip('/')}/terminals/{grant.encode()}"))
 
@@ -47,7 +47,7 @@ def build_preview_url(grant: PreviewGrant) -> str:
     """Build the URL of a preview: a host name of its own if a domain is configured, else a path.
 
     Raise StreamServerUnavailable."""
-    base = urlsplit(_get_base_url())
+    base = urlsplit(get_base_url())
     if settings.PREVIEW_DOMAIN:
         port = f":{base.port}" if base.port else ""
         return urlunsplit(base._replace(netloc=f"{grant.encode()}.{settings.PREVIEW_DOMAIN}{port}", path="/"))
@@ -59,7 +59,8 @@ def compute_end(now: datetime, lifetime: timedelta) -> int:
     return int((now + lifetime).timestamp())
 
 
-def _get_base_url() -> str:
+def get_base_url() -> str:
+    """Return the base URL of the stream server of this host. Raise StreamServerUnavailable if none was ever started."""
     if settings.STREAM_URL:
         return str(settings.STREAM_URL)
     port = read_port()

@@ -76,6 +76,12 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     "leases/{id}/turns": {
         "turn_number": [MISSING, -1, 2**62 + 1, 10**400, "1", 1.0, True, None, []], "state": [MISSING, None, [], "x", 1, [{}]],
     },
+    "leases/{id}/terminals": {
+        "argv": [None, [], [""], "sh"], "rows": [0, 1001, "24", 1.5, None], "columns": [0, 1001, True],
+        "expires_seconds": [0, 86401, "1", None], "keep_awake": [1], "cwd": ["tmp"], "shell": ["a b"],
+    },
+    f"leases/{{id}}/terminals/{uuid.UUID(int=1)}/url": {"view_only": ["yes", None, 1], "expires_seconds": [0, 86401]},
+    "leases/{id}/previews": {"port": [MISSING, 0, 65536, "80", None, 1.5], "expires_seconds": [0, 86401, True]},
     "leases/{id}/snapshots": {"name": [5, None, [], "x" * 101, "a\0b"]},
     "leases/{id}/restore": {"snapshot_id": [MISSING, 5, None, "", "x", [], {}, True, "0" * 31]},
     "leases/{id}/fork": {
@@ -287,7 +293,7 @@ def test_invalid_idempotency_keys_are_rejected(ada: ApiClient, lease) -> None:
 MAX_BODY_BYTES = {
     "exec": 16 << 20, "exec/stream": 16 << 20, "turns": (1 << 20) + 1024, "processes": 1 << 20, "files/a": 64 << 20,
     "archive": 1 << 30, "chat": 256 << 10, "audit": 256 << 10, "artifacts/a": 64 << 20, "runs": 32 << 20,
-    "agent-runs": 2 << 20,
+    "agent-runs": 2 << 20, "terminals": 1 << 20,
     f"processes/{uuid.UUID(int=1)}/stdin": 2 << 20,
 }  # fmt: skip
 

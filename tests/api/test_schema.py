@@ -36,7 +36,8 @@ def test_every_operation_documents_authentication_and_errors(name: str, operatio
     problem = {"schema": {"$ref": "#/components/schemas/Problem"}}
     assert all(content == {"application/problem+json": problem} for content in failures.values())
     headers = [row["name"] for row in operation.get("parameters", []) if row["in"] == "header"]
-    stores_its_response = name.startswith("post") and not name.endswith("/service-token")  # tokens are not stored
+    credentials = ("/service-token", "/url", "/previews")  # are not stored
+    stores_its_response = name.startswith("post") and not name.endswith(credentials)
     resumed = ["Last-Event-ID"] if name.endswith("runs/{run_id}/stream") else []
     assert headers == (["Idempotency-Key"] if stores_its_response else resumed)
 

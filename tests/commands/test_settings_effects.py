@@ -201,6 +201,8 @@ TESTS = {  # abbreviations of files
     "data": "tests/unit/sandboxes/state/test_data_sync.py", "one_shot": "tests/unit/leases/test_one_shot.py",
     "queue": "tests/races/test_queue.py", "runner": "tests/unit/leases/test_runner.py",
     "streams": "tests/api/sandbox/test_streams.py",
+    "terminals": "tests/api/sandbox/test_terminals.py",
+    "stream_server": "tests/unit/leases/stream_server/test_server.py",
     "limits": "tests/unit/sandboxes/test_run_limits.py",
     "races": "tests/races/test_budget_races.py", "admission": "tests/unit/billing/test_budget_admission.py",
 }  # fmt: skip
@@ -303,6 +305,10 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_EGRESS_PROXY": ("none", "front::test_nginx_without_a_server_is_removed_after_the_grace_period"),
     "LEASEHOLD_EGRESS_IMAGE": ("other:1", "calls::test_command_restarts_nginx_and_removes_it_at_exit"),
     "LEASEHOLD_EGRESS_SLOTS": ("1", "egress::test_calls_through_a_reused_slot_are_billed_to_its_current_holder"),
+    "LEASEHOLD_STREAM_HOST": ("127.0.0.2", "stream_server::test_server_listens_where_it_is_configured_to"),
+    "LEASEHOLD_STREAM_PORT": ("18765", "stream_server::test_server_listens_where_it_is_configured_to"),
+    "LEASEHOLD_STREAM_URL": ("https://streams.example.com/x", "terminals::test_urls_lead_to_the_configured_address"),
+    "LEASEHOLD_PREVIEW_DOMAIN": ("preview.example.com", "terminals::test_urls_lead_to_the_configured_address"),
     "LEASEHOLD_MINIMUM_TIME": ("6m", "admission::test_grant_reserves_the_minimum_until_its_lease_ends"),
     "LEASEHOLD_MINIMUM_USD": ("0.1", "races::test_concurrent_acquires_of_a_budget_for_ten_grant_ten"),
     "LEASEHOLD_IDENTITY_KEYS": (

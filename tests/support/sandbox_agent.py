@@ -39,9 +39,9 @@ class Gateway:
 
     def start(self) -> None:
         self.gateway = AgentGateway(lambda _: self.container) if self.container else AgentGateway()
-        self._loop, started = asyncio.new_event_loop(), threading.Event()
+        self.loop, started = asyncio.new_event_loop(), threading.Event()
         self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve(started)), daemon=True)
+        self._thread = threading.Thread(target=lambda: self.loop.run_until_complete(self._serve(started)), daemon=True)
         self._thread.start()
         assert started.wait(20)
 
@@ -53,7 +53,7 @@ class Gateway:
 
     def stop(self) -> None:
         """Stop the gateway. Agents and clients lose their connections."""
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(20)
 
     def connect(self, *, wait: float = 5.0) -> AgentConnection:

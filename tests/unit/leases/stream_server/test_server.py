@@ -1,0 +1,269 @@
+"""The stream server with a real agent as a process of this host. The checks in the database are replaced."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+from uuid import UUID
+
+import aiohttp
+import pytest
+
+from leases.stream_server import access, address, agent_link, connections, server, terminals
+from leases.stream_server.grants import PreviewGrant, TerminalGrant
+from sandboxes.agent.operations import AgentProcesses
+from sandboxes.agent.protocol import TerminalSize
+from tests.conftest import NOW
+from tests.support.sandbox_agent import SANDBOX, Gateway, start_agent
+from tests.support.servers.ports import find_free_ports
+from tests.support.terminal import TerminalClient
+
+LEASE, PROCESS = UUID(int=1), UUID(int=2)
+END = int(NOW.timestamp()) + 3600
+Check = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Uses:
+    """Calls of `access.use_terminal`, which by default have no effect."""
+
+    def __init__(self) -> None:
+        self.count, self.effect = 0, lambda: None
+
+    def __call__(self, grant: TerminalGrant, **options: Any) -> None:
+        self.count += 1
+        self.effect()
+
+
+@pytest.fixture
+def uses(monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Uses:
+    settings.RUNTIME_DIR = tmp_path_factory.mktemp("run")
+    uses = Uses()
+    monkeypatch.setattr(access, "open_terminal", lambda grant, **options: SANDBOX)
+    monkeypatch.setattr(access, "find_preview_agent", lambda grant, **options: SANDBOX)
+    monkeypatch.setattr(access, "use_terminal", uses)
+    monkeypatch.setattr(access, "filter_active_leases", lambda leases, **options: {*leases})
+    monkeypatch.setattr(access, "filter_open_terminals", lambda pks: {*pks})
+    return uses
+
+
+@pytest.fixture
+def gateway(uses: Uses) -> Iterator[Gateway]:
+    gateway = Gateway()
+    yield gateway
+    gateway.close()
+
+
+@pytest.fixture
+def agent(gateway: Gateway) -> Iterator["subprocess.Popen[bytes]"]:
+    process = start_agent(gateway.path)
+    gateway.boot()
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def run(gateway: Gateway) -> Callable[[Check], None]:
+    """Run a check in the gateway's event loop, beside the stream server."""
+
+    async def serve_and_check(check: Check) -> None:
+        async with server.listening(gateway.gateway, lambda: NOW):
+            await _until_listening()
+            await check()
+
+    def run(check: Check) -> None:
+        asyncio.run_coroutine_threadsafe(serve_and_check(check), gateway.loop).result(60)
+
+    return run
+
+
+async def _until_listening() -> None:
+    async with asyncio.timeout(20):
+        while (port := address.read_port()) is None or not await _accepts(port):
+            await asyncio.sleep(0.01)
+
+
+async def _accepts(port: int) -> bool:
+    async with aiohttp.ClientSession() as session:
+        try:
+            async with session.get(f"{address.get_base_url()}/healthz") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+
+@asynccontextmanager
+async def connect(*, read_only: bool = False, offset: int = 0) -> AsyncIterator[TerminalClient]:
+    grant = TerminalGrant(LEASE, PROCESS, END, read_only, "did:plc:ada")
+    async with TerminalClient(address.build_terminal_url(grant), offset) as client:
+        yield client
+
+
+def start_terminal(gateway: Gateway, *argv: str) -> None:
+    processes = AgentProcesses(gateway.client, check=lambda: None)
+    processes.start(str(PROCESS), argv, {"PS1": "$ "}, "/", terminal=TerminalSize(24, 80))
+
+
+@pytest.mark.usefixtures("agent")
+def test_output_that_the_agent_has_dropped_is_reported(gateway: Gateway, run: Callable[[Check], None]) -> None:
+    start_terminal(gateway, "sh", "-c", "stty -opost; head -c 2000000 /dev/zero; echo last")
+
+    async def check() -> None:
+        async with connect() as ended:  # all output has been read once the program has ended
+            assert await ended.read_to_end() == 1000
+        async with connect() as client:
+            assert await client.read_to_end() == 1000
+            lost = (await client.wait_for("gap"))["lost_bytes"]
+            assert lost + len(client.output) == 2_000_005
+            assert client.output.endswith(b"last\n")
+            assert (await client.wait_for("exit"))["exit_code"] == 0
+
+    run(check)
+
+
+@pytest.mark.usefixtures("agent")
+def test_input_of_two_connections_is_written_once_each(gateway: Gateway, run: Callable[[Check], None]) -> None:
+    start_terminal(gateway, "sh", "-c", "stty raw -echo; echo ready; exec cat")
+
+    async def check() -> None:
+        async with connect() as first, connect() as second:
+            await first.read_until("ready\n")
+            for number in range(50):
+                await first.type(f"<a{number}>")
+                await second.type(f"<b{number}>")
+            for name in "ab":
+                await first.read_until(f"<{name}49>")
+            assert all(first.output.count(f"<{name}{number}>".encode()) == 1 for name in "ab" for number in range(50))
+
+    run(check)
+
+
+@pytest.mark.usefixtures("agent")
+def test_invalid_message_closes_the_connection(gateway: Gateway, run: Callable[[Check], None]) -> None:
+    start_terminal(gateway, "cat")
+
+    async def check() -> None:
+        for fields in (
+            {"type": "resize", "rows": 0, "columns": 80},
+            {"type": "resize", "rows": True, "columns": 80},
+            {"type": "resize", "rows": 24},
+            {"type": "other", "rows": 24, "columns": 80},
+        ):
+            async with connect() as client:
+                await client.send(**fields)
+                assert await client.read_to_end() == terminals.CODE_INVALID
+
+    run(check)
+
+
+def test_input_resumes_a_suspended_sandbox(
+    gateway: Gateway,
+    agent: "subprocess.Popen[bytes]",
+    run: Callable[[Check], None],
+    uses: Uses,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_link, "RESPONSE_SECONDS", 0.2)
+    monkeypatch.setattr(terminals, "WRITE_WAIT_SECONDS", 0.2)
+    start_terminal(gateway, "sh", "-c", "stty raw -echo; echo ready; exec cat")
+    uses.effect = lambda: os.kill(agent.pid, signal.SIGCONT)
+
+    async def check() -> None:
+        async with connect() as client:
+            await client.read_until("ready\n")
+            os.kill(agent.pid, signal.SIGSTOP)
+            await client.type("<input>")
+            await client.read_until("<input>")
+            assert client.output.count(b"<input>") == 1
+        assert uses.count > 0
+
+    run(check)
+
+
+@pytest.mark.usefixtures("agent")
+def test_connection_ends_with_its_lease_and_beyond_a_limit_none_begins(
+    gateway: Gateway, run: Callable[[Check], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "CHECK_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS_PER_LEASE", 1)
+    start_terminal(gateway, "cat")
+
+    async def check() -> None:
+        async with connect() as client:
+            await client.wait_for("start")
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                async with connect():
+                    pass
+            assert refused.value.status == 429
+            monkeypatch.setattr(access, "filter_open_terminals", lambda pks: set())
+            assert await client.read_to_end() == terminals.CODE_ENDED
+
+    run(check)
+
+
+def test_terminal_of_an_agent_that_has_gone_is_unavailable(
+    gateway: Gateway,
+    agent: "subprocess.Popen[bytes]",
+    run: Callable[[Check], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(terminals, "RECONNECT_SECONDS", 0.0)
+    start_terminal(gateway, "cat")
+
+    async def check() -> None:
+        async with connect() as client:
+            await client.wait_for("start")
+            agent.kill()
+            assert await client.read_to_end() == terminals.CODE_UNAVAILABLE
+
+    run(check)
+
+
+@pytest.mark.usefixtures("uses")
+def test_problem_documents_of_refused_requests(run: Callable[[Check], None]) -> None:
+    expired = PreviewGrant(LEASE, 80, int(NOW.timestamp())).encode()
+
+    async def check() -> None:
+        base = address.get_base_url()
+        async with aiohttp.ClientSession() as session:
+            for path, status in (
+                ("/", 404), ("/terminals/x", 403), ("/previews/x/", 403), (f"/previews/{expired}/", 403), ("/terminals/", 404),
+            ):  # fmt: skip
+                async with session.get(base + path) as response:
+                    problem = await response.json(content_type="application/problem+json")
+                    assert (response.status, problem["status"]) == (status, status), path
+
+    run(check)
+
+
+@pytest.mark.usefixtures("uses")
+def test_server_listens_where_it_is_configured_to(run: Callable[[Check], None], settings: Any) -> None:
+    settings.STREAM_HOST, [settings.STREAM_PORT] = "127.0.0.2", find_free_ports()
+
+    async def check() -> None:
+        assert address.get_base_url() == f"http://127.0.0.2:{settings.STREAM_PORT}"
+
+    run(check)
+
+
+@pytest.mark.usefixtures("uses")
+def test_port_stays_the_same_after_a_restart_unless_it_is_taken(run: Callable[[Check], None]) -> None:
+    ports = []
+
+    async def check() -> None:
+        ports.append(address.read_port())
+
+    run(check)
+    run(check)
+    taken = asyncio.run(_hold_port(ports[0], lambda: run(check)))
+    assert taken is None
+    assert ports[0] == ports[1] != ports[2]
+
+
+async def _hold_port(port: int | None, action: Callable[[], None]) -> None:
+    listener = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", port)
+    async with listener:
+        await asyncio.to_thread(action)

@@ -15,13 +15,14 @@ from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitVie
 
 from billing.admin.spending import show_spending
 from controlplane import health, metrics
-from controlplane.console import dashboard
+from controlplane.console import dashboard, terminals
 
 admin.autodiscover()
 urlpatterns = [
     path("", RedirectView.as_view(url="/admin/")),
     path("admin/fleet/", dashboard.fleet_fragment, name="fleet"),
     path("admin/spending/", admin.site.admin_view(show_spending), name="spending"),
+    path("admin/terminals/<uuid:process_id>/", admin.site.admin_view(terminals.show_terminal), name="terminal"),
     path("admin/", admin.site.urls),
     path("api/v1/", include("leases.api.urls")),
     path("api/v1/", include("billing.api.urls")),

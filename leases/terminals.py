@@ -30,7 +30,7 @@ def open_terminal(pk: UUID, spec: ProcessSpec, *, now: datetime, actor: str = ""
     lease = leasing.require_active(pk, now=now)
     if not get_provider(lease.pool.provider or get_default_provider_name()).has_terminals:
         raise Rejected("Sandboxes of this provider have no terminals.")
-    address.get_base_url()  # without a stream server nobody could connect
+    address.get_base_url()  # clients connect to the stream server
     spec = replace(spec, env=TERMINAL_ENVIRONMENT | dict(spec.env), terminal=spec.terminal or DEFAULT_SIZE)
     with execution.use_lease(pk, now=now, spends=True) as request:
         return processes.start_process(request, spec, now=clock(), actor=actor)

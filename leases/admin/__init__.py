@@ -10,6 +10,7 @@ from leases.admin import (
     references,
     sandbox_actions,
     snapshot_actions,
+    terminals,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "references",
     "sandbox_actions",
     "snapshot_actions",
+    "terminals",
 ]

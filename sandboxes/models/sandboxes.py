@@ -142,7 +142,10 @@ class Sandbox(models.Model):
     class Meta:
         verbose_name_plural = "sandboxes"
         default_permissions = ("view",)
-        permissions = [("act_on_sandbox", "Can evict, wake and destroy sandboxes")]
+        permissions = [
+            ("act_on_sandbox", "Can evict, wake and destroy sandboxes"),
+            ("open_terminal", "Can open terminals in sandboxes"),
+        ]
         ordering = ["-created_at", "-pk"]
         constraints = [
             models.CheckConstraint(condition=Q(state__in=SandboxState.values), name="sandbox_state_known"),

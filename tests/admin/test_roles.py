@@ -22,7 +22,7 @@ from leases import api_keys, snapshots
 from leases.models import AgentRun, Lease, LeaseEvent, QueuedRun
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from sandboxes.identity import signing
-from sandboxes.models import Delivery, ModelRate, Policy, Pool, Quota, Sandbox, Snapshot
+from sandboxes.models import Delivery, ModelRate, Policy, Pool, Process, Quota, Sandbox, Snapshot
 from sandboxes.models.policies import SEALED_POLICY_NAME
 from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
@@ -53,7 +53,7 @@ VIEWS = {
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
 OPERATOR = VIEWER | {
     "leases.end_lease", "leases.interrupt_run", "sandboxes.act_on_sandbox", "sandboxes.declare_host_lost",
-    "sandboxes.drain_pool", "sandboxes.read_agent_data", "sandboxes.send_webhook",
+    "sandboxes.drain_pool", "sandboxes.open_terminal", "sandboxes.read_agent_data", "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.change_agentkey", "leases.revoke_key",
@@ -75,7 +75,7 @@ def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
 
 OPERATOR_ACTIONS = {
     "lease": {"end_lease", "limit_spending"}, "cold": {"wake"},
-    "sandbox": {"evict", "restart", "take_snapshot", "destroy_now", "discard"},
+    "sandbox": {"evict", "restart", "take_snapshot", "destroy_now", "discard", "open_terminal"}, "process": {"connect"},
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
     "agent_run": {"interrupt"}, "queued_run": {"interrupt"},
@@ -85,6 +85,7 @@ ADMINISTRATOR_ACTIONS = {
     "unused": {"turn_on"}, "account": {"grant_credit", "close_month"}, "credit": {"take_back"}, "rate": {"withdraw"},
 }  # fmt: skip
 READ_ONLY_ROWS = {
+    "process",
     "agent_run",
     "queued_run",
     "lease",
@@ -132,6 +133,10 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "queued_run": QueuedRun.objects.create(
             agent_did=ADA, lease=lease, pool=lease.pool, request={"kind": "exec", "argv": ["true"]}, queued_at=NOW,
             available_at=NOW, expires_at=NOW + HOUR,
+        ),
+        "process": Process.objects.create(
+            sandbox=ensure_sandbox(lease), holder=lease.pk, agent_did=ADA, incarnation=1, argv=["sh"], cwd="/", started_at=NOW,
+            starts_by=NOW, is_terminal=True,
         ),
         "quota": Quota.objects.update_or_create(pool=lease.pool, agent_did=ADA, defaults={"most": 4})[0],
     }  # fmt: skip

@@ -22,9 +22,7 @@ PORT = 18765
 
 
 @pytest.fixture
-def sandbox(
-    lease: Lease, memory: MemoryProvider, settings: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> Sandbox:
+def sandbox(lease: Lease, memory: MemoryProvider, settings: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     """A sandbox of the memory provider, whose processes count as terminals, beside the record of a stream server."""
     settings.RUNTIME_DIR = tmp_path
     address.record_port(PORT)
@@ -35,7 +33,7 @@ def sandbox(
 
     monkeypatch.setattr(MemoryProvider, "start", start_with_terminal)
     monkeypatch.setattr(MemoryProvider, "has_terminals", True)
-    memory.programs["/bin/bash"] = lambda call: ProgramResult(took=timedelta(hours=1))
+    memory.programs["bash"] = lambda call: ProgramResult(took=timedelta(hours=1))
     run(lease, "true")
     return ensure_sandbox(lease)
 

@@ -100,6 +100,7 @@ RESTART_ACTION = AdminAction(
 )
 DESTROY_ACTION = AdminAction(
     title="Store state and destroy",
+    button="Destroy",
     warning="The lease that holds the sandbox ends and running processes are killed. Its last state is stored first and kept "
     "for LEASEHOLD_KEEP_STATE.",
     done="being destroyed",
@@ -114,6 +115,7 @@ DESTROY_ACTION = AdminAction(
 
 DISCARD_ACTION = AdminAction(
     title="Discard unsaved state and destroy",
+    button="Discard",
     warning="The lease that holds the sandbox ends and running processes are killed. Everything in /workspace and /data that "
     "is not stored yet is lost and cannot be recovered. Earlier snapshots stay.",
     done="being destroyed without storing its state",

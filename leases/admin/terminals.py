@@ -94,6 +94,7 @@ SandboxAdmin.add_actions(
     {
         "open_terminal": AdminAction(
             title="Open terminal",
+            button="Terminal",
             warning="A shell starts in the sandbox, with the rights of its agent. The lease is renewed, and input delays the "
             "eviction of the sandbox.",
             done="with a new terminal",

@@ -1,5 +1,6 @@
-"""Streamed execs in live Docker sandboxes: first byte and 1 MB against the raw engine attach, and the cost of idle streams."""
+"""Streams from live Docker sandboxes against the raw engine: streamed execs, the echo of a terminal, the cost of idle streams."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -7,6 +8,8 @@ import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+
+import aiohttp
 
 from sandboxes.streams.reader import KEEP_ALIVE_SECONDS
 from tests.bench.docker import leases as bench_leases
@@ -26,6 +29,7 @@ from tests.support.event_stream import open_stream, parse_events
 
 EXEC_COUNT = int(os.environ.get("BENCH_EXECS", "60"))
 CALL_COUNT = int(os.environ.get("BENCH_CALLS", "2000"))
+ECHO_COUNT = 1000
 STREAM_COUNT, LEASE_COUNT = 500, 5
 DID = "did:web:bench-0.invalid"
 TEXT_SCRIPT = "head -c 750000 /dev/urandom | base64 >/workspace/text"
@@ -40,6 +44,7 @@ def main() -> None:
         ApiClient(port, key).post(f"/leases/{leases[0]}/exec", {"argv": ["sh", "-c", TEXT_SCRIPT]})
         bench_first_byte(port, key, leases[0], ref, up.pid)
         bench_output(port, key, leases[0], ref, up.pid)
+        bench_echo(port, key, leases[0], ref, up.pid)
         bench_idle(port, key, leases, up.pid)
 
 
@@ -104,6 +109,69 @@ def bench_output(port: int, key: str, lease: str, ref: str, up: int) -> None:
     http_case = BenchCase("through HTTP", execution.receive_all, lambda: bench_leases.list_server_pids(up), aim=aim)
     interleave([raw, http_case], rounds=EXEC_COUNT, warmup=10)
     print_report("streamed exec with 1 MB of output", [raw, http_case], raw=raw)
+
+
+class EngineTerminal:
+    """A terminal of the engine's own exec, attached by a hijacked connection. One byte of input is echoed by the terminal."""
+
+    def __init__(self, ref: str) -> None:
+        config = {"Cmd": ["cat"], "AttachStdin": True, "AttachStdout": True, "Tty": True, "User": "10001:10001"}
+        exec_id = json.loads(call_engine("POST", f"/containers/{ref}/exec", config))["Id"]
+        self._connection = connect_engine()
+        body = json.dumps({"Detach": False, "Tty": True})
+        headers = {"Content-Type": "application/json", "Connection": "Upgrade", "Upgrade": "tcp"}
+        self._connection.request("POST", f"/exec/{exec_id}/start", body, headers)
+        self._socket = self._connection.sock
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += self._socket.recv(1)
+        assert head.startswith(b"HTTP/1.1 101"), head
+
+    def echo(self, number: int) -> None:
+        self._socket.sendall(b"x")
+        assert self._socket.recv(1) == b"x"
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class WebSocketTerminal:
+    """A terminal through the stream server, from an event loop of this process."""
+
+    def __init__(self, port: int, key: str, lease: str) -> None:
+        terminal = ApiClient(port, key).post(f"/leases/{lease}/terminals", {"argv": ["cat"]})
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._connect(terminal["url"]))
+
+    async def _connect(self, url: str) -> None:
+        self._session = aiohttp.ClientSession()
+        self._socket = await self._session.ws_connect(url)
+        assert (await self._socket.receive()).type == aiohttp.WSMsgType.TEXT  # `start`
+
+    def echo(self, number: int) -> None:
+        self._loop.run_until_complete(self._echo())
+
+    async def _echo(self) -> None:
+        await self._socket.send_bytes(b"x")
+        assert (await self._socket.receive()).data == b"x"
+
+    async def _close(self) -> None:
+        await self._socket.close()
+        await self._session.close()
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._close())
+        self._loop.close()
+
+
+def bench_echo(port: int, key: str, lease: str, ref: str, up: int) -> None:
+    """Measure the time from a key to its echo."""
+    with closing(EngineTerminal(ref)) as engine, closing(WebSocketTerminal(port, key, lease)) as terminal:
+        raw = BenchCase("raw: exec with a terminal", engine.echo)
+        aim = Aim("echo of a terminal : raw", p50_ratio=4.0)
+        through = BenchCase("through the stream server", terminal.echo, lambda: bench_leases.list_server_pids(up), aim=aim)
+        interleave([raw, through], rounds=ECHO_COUNT, warmup=10)
+        print_report("echo of one byte in a terminal", [raw, through], raw=raw)
 
 
 def bench_idle(port: int, key: str, leases: list[str], up: int) -> None:

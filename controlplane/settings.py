@@ -261,6 +261,11 @@ if STORAGE_BACKEND != "filesystem" and STORAGE_SYNC:
 # --- runs ---------------------------------------------------------------------------------------------------------
 EXEC_TIMEOUT = env.duration("LEASEHOLD_EXEC_TIMEOUT", "60s", help="timeout of an exec that sets none")
 EXEC_TIMEOUT_MOST = env.duration("LEASEHOLD_EXEC_TIMEOUT_MOST", "1h", help="maximum timeout of an exec")
+AGENT_RUN_TIMEOUT_MOST = env.duration(
+    "LEASEHOLD_AGENT_RUN_TIMEOUT_MOST",
+    "12h",
+    help="maximum timeout of a run of an agent CLI; without one of its own it has LEASEHOLD_EXEC_TIMEOUT_MOST",
+)
 RUNNER_THREADS = env.integer(
     "LEASEHOLD_RUNNER_THREADS",
     4,

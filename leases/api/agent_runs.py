@@ -101,7 +101,8 @@ class NewAgentRunSerializer(QueueSerializer):
         min_value=1,
         required=False,
         allow_null=True,
-        help_text="Default and maximum: LEASEHOLD_EXEC_TIMEOUT_MOST of the server.",
+        help_text="Default: LEASEHOLD_EXEC_TIMEOUT_MOST of the server (1 hour). Maximum: LEASEHOLD_AGENT_RUN_TIMEOUT_MOST "
+        "(12 hours).",
     )
 
     def to_internal_value(self, data: Any) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class NewAgentRunSerializer(QueueSerializer):
         return prompt
 
     def validate_timeout_seconds(self, value: int | None) -> int | None:
-        maximum = int(settings.EXEC_TIMEOUT_MOST.total_seconds())
+        maximum = int(settings.AGENT_RUN_TIMEOUT_MOST.total_seconds())
         if value and value > maximum:
             raise ValidationError(f"Must be at most {maximum}.")
         return value
@@ -180,7 +181,8 @@ class AgentRunListView(LeaseApiView):
         Read the messages from the stream of the run. A client that goes away does not end the run. With `queued`, the answer is
         202 with the queued run, which a runner executes later."""
         data = self.validate_body(NEW_AGENT_RUN_SERIALIZER)
-        timeout = seconds_to_timedelta(data, "timeout_seconds") or settings.EXEC_TIMEOUT_MOST
+        default = min(settings.EXEC_TIMEOUT_MOST, settings.AGENT_RUN_TIMEOUT_MOST)
+        timeout = seconds_to_timedelta(data, "timeout_seconds") or default
         if data["queued"]:
             return self._enqueue(pk, data, timeout)
         require_queued(data)

@@ -61,7 +61,7 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
         "resume": ["yes", 1, None], "allowed_tools": ["Bash", ["a,b"], [5], ["x"] * 65],
         "denied_commands": [["a)"], ["("], [""]], "max_turns": [0, -1, "5", 10_001], "max_cost_usd": ["-1", "x", [], "NaN"],
         "argv": [[], "true"], "env": COMMAND["env"],
-        "cwd": COMMAND["cwd"], "shell": [5, "a b"], "timeout_seconds": [0, 3601, "60"],
+        "cwd": COMMAND["cwd"], "shell": [5, "a b"], "timeout_seconds": [0, 43201, "60"],
     },
     "leases/{id}/processes": COMMAND | {
         "name": ["x" * 101], "wait_seconds": [0, 301], "wait_for": ["x" * 1001, ["x"]],

@@ -17,10 +17,12 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.test import Client
 from django.utils import timezone
+from rest_framework.exceptions import ValidationError
 
 from controlplane import env, schedules, webserver
 from controlplane.management.commands.up import build_children
 from leases import leasing, sweeps, turns
+from leases.api.agent_runs import NEW_AGENT_RUN_SERIALIZER
 from leases.models import Lease
 from sandboxes import storage
 from sandboxes.egress import nginx_config
@@ -144,6 +146,14 @@ def is_exec_of_40_seconds_accepted(world: World) -> bool:
         with suppress(SystemExit):
             call_command("exec", str(world.lease(now=timezone.now()).pk), "true", timeout="40s")
     except CommandError:
+        return False
+    return True
+
+
+def is_agent_run_of_40_seconds_accepted(world: World) -> bool:
+    try:
+        NEW_AGENT_RUN_SERIALIZER.run_validation({"prompt": "x", "timeout_seconds": 40})
+    except ValidationError:
         return False
     return True
 
@@ -279,6 +289,7 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_KV_API_URL": ("http://127.0.0.1:2", partial(store_address, "cloudflare_kv")),
     "LEASEHOLD_EXEC_TIMEOUT": ("7s", exec_timeout),
     "LEASEHOLD_EXEC_TIMEOUT_MOST": ("30s", is_exec_of_40_seconds_accepted),
+    "LEASEHOLD_AGENT_RUN_TIMEOUT_MOST": ("30s", is_agent_run_of_40_seconds_accepted),
     "LEASEHOLD_RUNNER_THREADS": ("0", "runner::test_process_without_threads_executes_nothing"),
     "LEASEHOLD_QUEUE_MAX_RUNNING": ("2", "queue::test_limit_of_started_runs_frees_a_place_at_the_end"),
     "LEASEHOLD_QUEUE_MAX_RUNNING_PER_AGENT": ("2", "queue::test_limit_of_started_runs_frees_a_place_at_the_end"),

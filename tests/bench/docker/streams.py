@@ -1,4 +1,4 @@
-"""Streams from live Docker sandboxes against the raw engine: streamed execs, the echo of a terminal, the cost of idle streams."""
+"""Streams from live Docker sandboxes against the raw engine: streamed execs, the echo of a terminal, idle streams."""
 
 import asyncio
 import http.client

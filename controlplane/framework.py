@@ -26,6 +26,7 @@ INSTALLED_APPS = [
 ]
 MIDDLEWARE = [
     "controlplane.middleware.ProblemDocumentMiddleware",  # outermost, so that every API error is a problem document
+    "controlplane.middleware.TraceContextMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
     "controlplane.middleware.AdminSessionMiddleware",  # this and the next four skip /api/, which uses keys, not cookies

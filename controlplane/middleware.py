@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+from django.conf import settings
 from django.contrib.auth.middleware import AuthenticationMiddleware
 from django.contrib.messages.middleware import MessageMiddleware
 from django.contrib.sessions.middleware import SessionMiddleware
+from django.core.exceptions import MiddlewareNotUsed
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 from django.middleware.common import CommonMiddleware
 from django.middleware.csrf import CsrfViewMiddleware
 
 from controlplane import errors
+from sandboxes.db import tracing
 
 GetResponse = Callable[[HttpRequest], HttpResponseBase]
 STATELESS_PATH_PREFIXES = ("/api/", "/healthz", "/readyz", "/livez", "/metrics")
@@ -79,6 +82,22 @@ class ProblemDocumentMiddleware:
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
         """Build the response before Django's debug page can show a stack trace to an agent."""
         return errors.build_error_response(exception, request.path_info) if request.path_info.startswith("/api/") else None
+
+
+class TraceContextMiddleware:
+    """Pass the trace of the client (`traceparent`) to the spans of this request. Active only if traces are sent."""
+
+    def __init__(self, get_response: GetResponse) -> None:
+        if not settings.OTLP_ENDPOINT:
+            raise MiddlewareNotUsed
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponseBase:
+        token = tracing.caller_trace.set(request.headers.get("traceparent", "")[:100])
+        try:
+            return self.get_response(request)
+        finally:
+            tracing.caller_trace.reset(token)
 
 
 class ContentSecurityPolicyMiddleware:

@@ -417,6 +417,13 @@ METRICS_TOKEN = env.text(
     pattern=r"[!-~]{16,256}",
 )
 
+OTLP_ENDPOINT = env.text(
+    "LEASEHOLD_OTLP_ENDPOINT",
+    accepts="an http:// or https:// URL",
+    pattern=r"https?://[^/\s]+\S*",
+    help="base URL of the receiver of traces (OTLP over HTTP), such as http://127.0.0.1:4318; needs the extra `traces`",
+)
+
 # --- processes ----------------------------------------------------------------------------------------------------
 PROFILE = env.choice(
     "LEASEHOLD_PROFILE", "standard", ["standard", "small"],

@@ -7,6 +7,7 @@ from granian.server import MTServer
 
 from leases.api import command_threads
 from leases.queue import runner
+from sandboxes.db import tracing
 from sandboxes.runs.retention import ACKNOWLEDGER
 from sandboxes.streams.registry import OPEN_STREAMS
 
@@ -39,6 +40,7 @@ def serve(host: str, port: int) -> None:
     command_threads.join_all()
     runner.get_runner().join()
     ACKNOWLEDGER.flush()
+    tracing.flush()
 
 
 def build_server(host: str, port: int) -> ThreadServer:

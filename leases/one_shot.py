@@ -88,6 +88,7 @@ class OneShotRequest:
     key_id: str = ""  # API key of the caller, "" without one
     allowed: AllowLists | None = None  # of the caller's API key; None: no restriction
     run_id: UUID = field(default_factory=uuid4)
+    attempt: int = 1  # of a queued run
     wrap_guard: execution.WrapGuard | None = None  # adds conditions to the guard of the lease
 
     @property
@@ -242,7 +243,9 @@ def _grant_lease(request: OneShotRequest, *, now: datetime, actor: str, admit: C
 def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfer", *, now: datetime, actor: str) -> ExecResult:
     """Execute the command and both copies of the workspace as one Run, so that the sandbox is not evicted in between."""
     argv, total_timeout = list(request.argv), request.timeout + request.copy_timeout
-    command = Command(argv, total_timeout, request.env, request.cwd, request.stdin, run_id=request.run_id)
+    command = Command(
+        argv, total_timeout, request.env, request.cwd, request.stdin, run_id=request.run_id, attempt=request.attempt
+    )
     clock = clock_from(now)
     with execution.use_lease(lease.pk, now=now, spends=True) as sandbox_request:
         # No config.json, which would be returned with the workspace, and no skill.

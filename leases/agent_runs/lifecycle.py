@@ -43,6 +43,7 @@ class AgentRequest:
     env: Mapping[str, str]
     cwd: str
     timeout: timedelta
+    attempt: int = 1  # of a queued run
 
 
 def create(pk: uuid.UUID, request: AgentRequest, *, run_id: uuid.UUID, now: datetime, actor: str = "") -> AgentRun:
@@ -108,6 +109,7 @@ def execute(
         streamed=True,
         max_output_bytes=MAX_OUTPUT_BYTES,
         on_start=start,
+        attempt=request.attempt,
     )
     try:
         execution.exec_command(row.lease_id, command, now=clock(), actor=actor, wrap_guard=wrap_guard)

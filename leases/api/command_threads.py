@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Generic, TypeVar
 
 import structlog
@@ -20,13 +21,14 @@ class CommandThread(threading.Thread, Generic[T]):
     def __init__(self, execute: Callable[[threading.Event], T]) -> None:
         """`execute` receives an event that it sets when the command starts."""
         super().__init__(name="streamed-command", daemon=True)
+        self._context = copy_context()  # of the request: its trace
         self._execute, self._ready = execute, threading.Event()
         self.response: T | None = None
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
-            self.response = self._execute(self._ready)
+            self.response = self._context.run(self._execute, self._ready)
         except Exception as error:
             self.error = error
             if self._ready.is_set():  # the request is answered

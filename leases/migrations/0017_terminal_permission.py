@@ -18,5 +18,5 @@ def grant(apps, schema_editor):
 
 
 class Migration(migrations.Migration):
-    dependencies = [("leases", "0016_run_permissions"), ("sandboxes", "0021_terminals_and_previews")]
+    dependencies = [("leases", "0016_run_permissions"), ("sandboxes", "0021_terminals_previews_and_attempts")]
     operations = [migrations.RunPython(grant, migrations.RunPython.noop)]

@@ -23,7 +23,7 @@ from leases.models import Lease, LeaseStatus
 from leases.one_shot import OneShotRequest
 from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState, derive_run_id
-from sandboxes.db import encryption
+from sandboxes.db import encryption, tracing
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.db.sql import Statement
 from sandboxes.errors import SandboxError, WrongHost
@@ -78,6 +78,9 @@ def find_attempt(row: QueuedRun) -> QuerySet[QueuedRun]:
 def execute(row: QueuedRun, *, now: datetime) -> None:
     """Execute the attempt of a claimed run, and end the run or queue it again. Errors are recorded."""
     clock = clock_from(now)
+    tracing.caller_trace.set(row.request.get("traceparent", ""))
+    if row.started_at:
+        tracing.record_child_span("queue", row.run_id, row.queued_at, row.started_at, {"leasehold.attempt": row.attempt})
     try:
         _execute(row, clock)
     except Exception as failed:
@@ -104,7 +107,7 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
             OneShotRequest(
                 row.agent_did, request["argv"], timeout, stdin, secrets["env"], request["cwd"],
                 memory_mib=request["memory_mib"], environment_type=request["environment_type"], pool=request["pool"],
-                key_id=request["key_id"], run_id=run_id, wrap_guard=wrap,
+                key_id=request["key_id"], run_id=run_id, wrap_guard=wrap, attempt=row.attempt,
             ),
             now=clock(), actor=row.actor,
         )  # fmt: skip
@@ -117,11 +120,11 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
             argv=tuple(request["argv"]),
             policy=AgentPolicy.from_document(request["policy"]),
         )
-        agent_request = AgentRequest(request["cli"], options, context.env, context.cwd, timeout)
+        agent_request = AgentRequest(request["cli"], options, context.env, context.cwd, timeout, row.attempt)
         agent_run = lifecycle.create(row.lease_id, agent_request, run_id=run_id, now=clock(), actor=row.actor)
         lifecycle.execute(agent_run, agent_request, now=clock(), actor=row.actor, wrap_guard=wrap)
         return
-    command = Command(request["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id)
+    command = Command(request["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id, attempt=row.attempt)
     execution.exec_command(row.lease_id, command, now=clock(), actor=row.actor, wrap_guard=wrap)
 
 

@@ -19,7 +19,7 @@ from leases.agent_runs import interruption
 from leases.errors import QueuedRunNotFound, TooManyQueuedRuns
 from leases.models import Lease
 from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState
-from sandboxes.db import encryption, sql
+from sandboxes.db import encryption, sql, tracing
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Pool
 from sandboxes.models.webhooks import EventType
@@ -63,6 +63,7 @@ def enqueue(
 
     `secrets` are encrypted: JSON values that must not be stored in clear text."""
     sealed = encryption.encrypt(json.dumps(secrets).encode(), row=_encryption_context(pk))
+    request = dict(request) | ({"traceparent": trace} if (trace := tracing.caller_trace.get()) else {})
     with transaction.atomic():
         sql.lock_key("queued runs")  # serializes the counts
         if existing := QueuedRun.objects.filter(pk=pk).first():
@@ -71,7 +72,7 @@ def enqueue(
         _require_below(pending.filter(agent_did=agent_did), settings.QUEUE_MAX_PENDING_PER_AGENT, "The agent")
         _require_below(pending, settings.QUEUE_MAX_PENDING, "The queue")
         return QueuedRun.objects.create(
-            id=pk, agent_did=agent_did, lease=lease, pool=pool, request=dict(request), sealed=sealed, actor=actor,
+            id=pk, agent_did=agent_did, lease=lease, pool=pool, request=request, sealed=sealed, actor=actor,
             priority=options.priority, repeatable=options.repeatable, max_attempts=options.max_attempts, queued_at=now,
             available_at=now, expires_at=now + options.pending_timeout,
         )  # fmt: skip

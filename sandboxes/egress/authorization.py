@@ -15,7 +15,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import QuerySet, Sum
 
-from sandboxes.db import sql
+from sandboxes.db import sql, tracing
 from sandboxes.egress.amounts import REFUSED_AMOUNT_CODE
 from sandboxes.egress.request_filter import is_allowed
 from sandboxes.egress.token_usage import TokenUsage
@@ -30,7 +30,7 @@ RELAY_HEARTBEAT_TIMEOUT = timedelta(minutes=3)  # a relay connection not seen fo
 # Subqueries of the query for a sandbox: its open run if exactly one is open, and the recent and the open calls of its lease.
 # Open calls are selected by `ended_at IS NULL`, which has an index, unlike the outcome: a lease may have made thousands of
 # calls.
-OPEN_RUN_SQL = """SELECT CASE count(*) WHEN 1 THEN max(CAST(id AS text)) END FROM sandboxes_run
+OPEN_RUN_SQL = """SELECT CASE count(*) WHEN 1 THEN max(CAST(id AS text) || ':' || CAST(attempt AS text)) END FROM sandboxes_run
     WHERE sandbox_id = sandboxes_sandbox.id AND ended_at IS NULL AND sandboxes_sandbox.open_runs > 0"""
 CALLS_LAST_MINUTE_SQL = """SELECT count(*) FROM sandboxes_llmcall
     WHERE holder = sandboxes_sandbox.holder AND started_at > %s AND outcome <> 'refused'"""
@@ -54,13 +54,14 @@ class CallerIdentity:
     sandbox: Sandbox
     holder: UUID
     run: UUID | None  # None unless exactly one run is open
+    attempt: int  # of that run, above 1 for a repetition of a queued run
     calls_last_minute: int
     calls_in_flight: int
 
     def metadata(self, call_id: str) -> str:
-        """Return the identity of a call as JSON, for the upstream's log. `attempt` is the sandbox's incarnation."""
+        """Return the identity of a call as JSON, for the upstream's log. `attempt` is the retry number of the run."""
         fields = {
-            "call": call_id, "run": str(self.run or ""), "attempt": self.sandbox.incarnation, "lease": str(self.holder),
+            "call": call_id, "run": str(self.run or ""), "attempt": self.attempt, "lease": str(self.holder),
             "agent": self.sandbox.agent_did, "environment": self.sandbox.environment_id,
         }  # fmt: skip
         return json.dumps(fields)
@@ -73,7 +74,10 @@ def identify_caller(slot: int, *, now: datetime) -> CallerIdentity:
     if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE_STATES or _is_elsewhere(sandbox):
         raise _build_no_lease_refusal()
     run, calls_last_minute, calls_in_flight = values
-    return CallerIdentity(sandbox, sandbox.holder, UUID(run) if run else None, calls_last_minute, calls_in_flight)
+    run_id, _, attempt = (run or "").partition(":")
+    return CallerIdentity(
+        sandbox, sandbox.holder, UUID(run_id) if run_id else None, int(attempt or 1), calls_last_minute, calls_in_flight
+    )
 
 
 def _is_elsewhere(sandbox: Sandbox) -> bool:
@@ -272,10 +276,26 @@ def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
         metered |= {"model": result.usage.model} if result.usage.model else {}
     if result.cost is not None:
         metered |= {"cost": result.cost, "priced": str(LlmCall.Priced.UPSTREAM)}
+    _trace(row, result, now=now)
     assignments = [f"{name} = %s" for name in changes]
     assignments += [f"{name} = CASE WHEN recorded_at IS NULL THEN %s ELSE {name} END" for name in metered]
     change = f"{', '.join(assignments)} WHERE id = %s AND ended_at IS NULL"
     return bool(sql.update(LlmCall, change, *changes.values(), *metered.values(), row.pk))
+
+
+def _trace(row: LlmCall, result: CallResult, *, now: datetime) -> None:
+    """Record the span of a call in the trace of its run, if the call belongs to exactly one."""
+    if row.run_id is None:
+        return
+    error = "" if result.outcome == LlmCall.Outcome.OK else result.code or str(result.outcome)
+    attributes: dict[str, object] = {
+        "gen_ai.operation.name": row.kind, "gen_ai.request.model": row.model, "http.response.status_code": result.status,
+        "leasehold.call_id": row.call_id, "leasehold.lease_id": str(row.holder),
+    }  # fmt: skip
+    if result.usage:  # names of the semantic conventions of OpenTelemetry for generative AI
+        attributes["gen_ai.usage.input_tokens"] = result.usage.input_tokens
+        attributes["gen_ai.usage.output_tokens"] = result.usage.output_tokens
+    tracing.record_child_span(f"call {row.kind}", row.run_id, row.started_at, now, attributes, error=error)
 
 
 def filter_held(pairs: Iterable[tuple[UUID, UUID]]) -> set[tuple[UUID, UUID]]:

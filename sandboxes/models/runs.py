@@ -34,6 +34,7 @@ class Run(models.Model):
     incarnation = models.PositiveIntegerField(default=1)
     kind = models.CharField(max_length=16, choices=[(kind, kind) for kind in RUN_KINDS], default="exec")
     turn_number = models.BigIntegerField(null=True, blank=True)
+    attempt = models.PositiveSmallIntegerField(default=1, db_default=1, help_text="Above 1: a repetition of a queued run.")
     argv = models.JSONField()
     cwd = models.CharField(max_length=4096, default="/workspace")
     claimed_by = models.CharField(max_length=64, blank=True, help_text="Control-plane instance that waits for the result.")

@@ -16,7 +16,7 @@ from django.db import transaction
 
 from sandboxes import eviction, lifecycle, suspension
 from sandboxes.claims import hold
-from sandboxes.db import sql
+from sandboxes.db import sql, tracing
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
 from sandboxes.errors import (
@@ -61,6 +61,7 @@ class Command:
     streamed: bool = False  # the sandbox retains the output after the end, for readers of its stream (runs.retention)
     max_output_bytes: int | None = None  # of each stream. None: LEASEHOLD_EXEC_OUTPUT_CAP_BYTES
     on_start: Callable[[], object] = bool  # called when the provider is about to be asked to execute the command
+    attempt: int = 1  # of a queued run
 
 
 @dataclass
@@ -298,6 +299,7 @@ def open_run(
         incarnation=sandbox.incarnation,
         kind=command.kind,
         turn_number=command.turn_number,
+        attempt=command.attempt,
         argv=list(command.argv),
         cwd=command.cwd,
         claim=uuid.uuid4(),
@@ -377,9 +379,20 @@ def close_run(
     if finished.closed:
         for name, value in values.items():
             setattr(run, name, value)
+        _trace(run)
     else:
         run.refresh_from_db()
     return finished.closed
+
+
+def _trace(run: Run) -> None:
+    """Record the span of a closed Run."""
+    error = "" if run.outcome == RunOutcome.OK else str(run.outcome)
+    attributes = {
+        "leasehold.lease_id": str(run.holder), "leasehold.agent": run.agent_did, "leasehold.sandbox_id": str(run.sandbox_id),
+        "leasehold.outcome": str(run.outcome), "leasehold.attempt": run.attempt, "process.exit.code": run.exit_code,
+    }  # fmt: skip
+    tracing.record_run_span(f"run {run.kind}", run.pk, run.started_at, run.ended_at or run.started_at, attributes, error=error)
 
 
 def classify_outcome(result: ExecResult) -> RunOutcome:

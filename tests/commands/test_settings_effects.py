@@ -211,6 +211,7 @@ TESTS = {  # abbreviations of files
     "data": "tests/unit/sandboxes/state/test_data_sync.py", "one_shot": "tests/unit/leases/test_one_shot.py",
     "queue": "tests/races/test_queue.py", "runner": "tests/unit/leases/test_runner.py",
     "streams": "tests/api/sandbox/test_streams.py",
+    "tracing": "tests/unit/controlplane/test_tracing.py",
     "terminals": "tests/api/sandbox/test_terminals.py",
     "stream_server": "tests/unit/leases/stream_server/test_server.py",
     "limits": "tests/unit/sandboxes/test_run_limits.py",
@@ -331,6 +332,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_IDEMPOTENCY_TTL": ("1h", "tests/api/test_idempotency.py::test_a_stored_response_expires"),
     "LEASEHOLD_METRICS_TOKEN": (
         "0123456789abcdef", "tests/unit/controlplane/test_metrics.py::test_a_wrong_token_is_refused_even_from_loopback",
+    ),
+    "LEASEHOLD_OTLP_ENDPOINT": (
+        "http://127.0.0.1:2", "tracing::test_exec_is_a_trace_with_the_id_of_its_run_and_a_link_to_its_caller",
     ),
     "LEASEHOLD_PROFILE": ("small", child_processes),
     "LEASEHOLD_WEB_WORKERS": ("3", child_processes),

@@ -124,7 +124,7 @@ def test_rows_log_lines_and_records_match_and_costs_are_litellms(leased: LeasedS
         assert embedded or all(piece.strip() in output for piece in ANSWER_CHUNKS), path
         assert (row.outcome, row.streamed, line["status"], line["upstream"], line["uri"]) == ("ok", stream, 200, "200", path)
         assert record["for"] == {
-            "call": row.call_id, "lease": str(lease.pk), "run": str(run.pk), "attempt": leased.box.incarnation, "agent": did,
+            "call": row.call_id, "lease": str(lease.pk), "run": str(run.pk), "attempt": 1, "agent": did,
             "environment": lease.environment_id,
         }  # fmt: skip
         row.refresh_from_db()

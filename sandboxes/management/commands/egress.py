@@ -18,7 +18,7 @@ from django.db import DatabaseError, close_old_connections
 
 from sandboxes.agent import companions
 from sandboxes.agent.gateway import AgentGateway
-from sandboxes.db import database_time
+from sandboxes.db import database_time, tracing
 from sandboxes.egress import nginx, slots
 from sandboxes.egress.logs import access_log, collection
 from sandboxes.egress.nginx import NginxProxy
@@ -78,6 +78,8 @@ class Command(BaseCommand):
                     await asyncio.to_thread(container.stop)
         except ProviderError as error:
             raise CommandError(str(error)) from error
+        finally:
+            await asyncio.to_thread(tracing.flush)
 
     async def _supervise(self, container: NginxProxy | None, stop: asyncio.Event, gateway: AgentGateway | None = None) -> None:
         """Record heartbeats and restart a removed or stopped container, until `stop` is set.

@@ -29,7 +29,7 @@ from sandboxes.db.sql import Statement
 from sandboxes.errors import SandboxError, WrongHost
 from sandboxes.guard import Guard, HolderTerms
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import Run, RunOutcome
+from sandboxes.models import NEVER_STARTED, Run, RunOutcome
 from sandboxes.providers.base import Rejected
 from sandboxes.runs.operations import Command
 from sandboxes.storage.base import StoreError
@@ -195,7 +195,7 @@ def _retry_or_fail(row: QueuedRun, message: str, *, now: datetime) -> None:
 def count_executions(row: QueuedRun) -> int:
     """Return the number of attempts whose command may have been executed. An attempt that found no place is none."""
     run_ids = [derive_run_id(row.pk, attempt) for attempt in range(1, row.attempt + 1)]
-    return Run.objects.filter(pk__in=run_ids).exclude(outcome=RunOutcome.FAILED, exit_code=None).count()
+    return Run.objects.filter(pk__in=run_ids).exclude(NEVER_STARTED).count()
 
 
 def recover(*, runner: str, now: datetime, limit: int = 100) -> int:

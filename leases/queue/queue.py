@@ -41,7 +41,7 @@ class QueueOptions:
 
 @dataclass(frozen=True)
 class QueueStats:
-    """Totals of the queue, or of some agents in it."""
+    """Totals of queued runs: of all agents, or of some."""
 
     counts: Mapping[str, int]  # by state; ended runs as long as their rows are kept
     oldest_pending_seconds: float

@@ -69,7 +69,7 @@ class AgentCli(ABC):
     """An agent CLI. Instances have no state."""
 
     name: str
-    npm_package = ""  # with its version, for `manage.py build_image --cli`
+    npm_package = ""  # with its version, for `manage.py build_image --npm`
     default_model = ""
     unsupported_options: frozenset[str] = frozenset()
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from leases import leasing, sweeps
+from leases import api_keys, leasing, sweeps
 from leases.agent_runs.models import AgentRun
 from leases.errors import TooManyQueuedRuns
-from leases.models import Lease
+from leases.models import AgentKey, Lease
 from leases.queue import attempts, queue
 from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
@@ -78,6 +78,46 @@ def test_run_without_a_lease_gets_a_sandbox_that_is_destroyed(pool: Pool, memory
     row = reload(row)
     assert (row.state, Lease.objects.get(pk=row.run_id).status) == ("completed", "destroyed")
     assert not memory.list(str(pool.owner))
+
+
+@pytest.fixture
+def key() -> AgentKey:
+    return api_keys.issue_key(["did:plc:ada"], now=NOW)[0]
+
+
+def test_rate_limit_of_new_leases_delays_the_start(pool: Pool, memory: MemoryProvider, key: AgentKey, settings: Any) -> None:
+    settings.CREATES_PER_MINUTE = 1
+    request = ONE_SHOT | {"pool": pool.name, "key_id": str(key.pk)}
+    first, second = enqueue(pool, request=request), enqueue(pool, request=request)
+    assert work() == 2
+    refused, started = sorted((reload(first), reload(second)), key=lambda row: row.state, reverse=True)
+    assert (started.state, refused.state, count_executions(memory)) == ("completed", "queued", 1)
+    assert (refused.error["code"], refused.error["retryable"]) == ("rate_limited", True)
+    assert refused.available_at > NOW
+    assert Lease.objects.count() == 1
+    assert work() == 0
+    assert work(NOW + 2 * MINUTE) == 1
+    assert reload(refused).state == "completed"
+
+
+@pytest.mark.parametrize(
+    ("restriction", "message"),
+    [
+        ({"allowed_environment_types": ["catan"]}, "This API key may not use that environment type."),
+        ({"allowed_pools": ["other"]}, "This API key may not use that pool."),
+        ({"revoked_at": NOW}, "The API key that queued the run was revoked or has expired."),
+        ({"expires_at": NOW}, "The API key that queued the run was revoked or has expired."),
+    ],
+)
+def test_key_is_checked_again_when_the_run_starts(
+    pool: Pool, memory: MemoryProvider, key: AgentKey, restriction: dict[str, Any], message: str
+) -> None:
+    row = enqueue(pool, request=ONE_SHOT | {"pool": pool.name, "key_id": str(key.pk)})
+    AgentKey.objects.filter(pk=key.pk).update(**restriction)
+    assert work() == 1
+    row = reload(row)
+    assert (row.state, row.error["message"], row.error["retryable"]) == ("failed", message, False)
+    assert (Lease.objects.count(), count_executions(memory)) == (0, 0)
 
 
 def test_secrets_are_encrypted_and_deleted_at_the_end(lease: Lease, pool: Pool) -> None:

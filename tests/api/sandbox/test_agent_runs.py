@@ -241,6 +241,8 @@ def test_agent_that_cannot_start_leaves_no_row(ada: ApiClient, url: str, lease: 
         ({"model": "m"}, "model"),
         ({"session_id": "s"}, "session_id"),
         ({"cli": "codex", "system_prompt": "x", "argv": None}, "system_prompt"),
+        ({"cli": "codex", "permission_mode": "plan", "argv": None}, "permission_mode"),
+        ({"cli": "codex", "permission_mode": "acceptEdits", "argv": None}, "permission_mode"),
         ({"cli": "claude-code"}, "argv"),
         ({"resume": True, "session_id": "s", "cli": "codex", "argv": None}, "resume"),
     ],

@@ -57,7 +57,7 @@ class QueuedRunSerializer(serializers.Serializer):
     interrupted_at = serializers.DateTimeField(allow_null=True)
     exit_code = serializers.IntegerField(allow_null=True)
     error = serializers.DictField(
-        allow_null=True, help_text="code, operation, provider, message, retryable: of the last attempt that failed."
+        allow_null=True, help_text="code, operation, provider, cause, message, retryable: of the last attempt that failed."
     )
 
 

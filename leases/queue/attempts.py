@@ -28,6 +28,7 @@ from sandboxes.db import encryption
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.db.sql import Statement
 from sandboxes.errors import SandboxError, WrongHost
+from sandboxes.failures import find_cause, find_provider
 from sandboxes.guard import Guard, HolderTerms
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import NEVER_STARTED, Run, RunOutcome
@@ -188,7 +189,14 @@ def _describe(failed: Exception, *, retryable: bool) -> dict[str, Any]:
     message = str(failed) if is_expected else "Internal error."
     if isinstance(failed, encryption.DecryptionFailed):
         message = "No configured key decrypts the variables and stdin of the run."
-    return queue.build_error("start", message, retryable=retryable, code=getattr(failed, "code", "internal"))
+    return queue.build_error(
+        "start",
+        message,
+        retryable=retryable,
+        code=getattr(failed, "code", "internal"),
+        provider=find_provider(failed),
+        cause=find_cause(failed),
+    )
 
 
 def _retry_unstarted(row: QueuedRun, message: str, *, now: datetime, error: dict[str, Any] | None = None) -> None:

@@ -270,8 +270,18 @@ def delete_old(*, now: datetime) -> int:
     return QueuedRun.objects.filter(ended_at__lte=before).delete()[0]
 
 
-def build_error(operation: str, message: str, *, retryable: bool, provider: str = "", code: str = "error") -> dict[str, Any]:
-    return {"code": code, "operation": operation, "provider": provider, "message": message[:500], "retryable": retryable}
+def build_error(
+    operation: str, message: str, *, retryable: bool, provider: str = "", code: str = "error", cause: str = ""
+) -> dict[str, Any]:
+    """Return the error of an attempt. `provider` and `cause` are those of a problem document."""
+    return {
+        "code": code,
+        "operation": operation,
+        "provider": provider,
+        "cause": cause,
+        "message": message[:500],
+        "retryable": retryable,
+    }
 
 
 def filter_agents(rows: QuerySet[QueuedRun], agents: list[str] | None) -> QuerySet[QueuedRun]:

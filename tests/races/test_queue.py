@@ -18,7 +18,7 @@ from leases.queue import attempts, queue
 from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
 from sandboxes.models import Event, Pool, Run, Sandbox
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.base import FailureCause, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import update_pool
@@ -234,6 +234,16 @@ def test_full_pool_is_tried_again_after_a_backoff(lease: Lease, pool: Pool, gran
     Sandbox.objects.update(state="waiting", open_runs=0, idle_at=NOW)
     assert work(NOW + MINUTE) == 1
     assert (reload(row).state, reload(row).attempt) == ("completed", 2)
+
+
+def test_error_of_an_attempt_names_provider_and_cause(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease)
+    memory.fail("create", Unavailable("no engine", cause=FailureCause.ENGINE_UNREACHABLE), times=1)
+    work()
+    error = reload(row).error
+    assert error is not None
+    expected = ("sandbox_not_ready", "start", "memory", "engine_unreachable")
+    assert (error["code"], error["operation"], error["provider"], error["cause"]) == expected
 
 
 def test_permanent_error_ends_the_run(lease: Lease, pool: Pool) -> None:

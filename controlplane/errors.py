@@ -39,6 +39,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.AgentRunNotFound: 404,
     leases.QueuedRunNotFound: 404,
     leases.QueuedRunInterrupted: 409,
+    leases.EventNotFound: 410,
     leases.TooManyQueuedRuns: 429,
     leases.ShellNotFound: 404,
     leases.ShellExists: 409,

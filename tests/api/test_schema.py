@@ -37,7 +37,7 @@ def test_every_operation_documents_authentication_and_errors(name: str, operatio
     assert all(content == {"application/problem+json": problem} for content in failures.values())
     headers = [row["name"] for row in operation.get("parameters", []) if row["in"] == "header"]
     stores_its_response = name.startswith("post") and not name.endswith("/service-token")  # tokens are not stored
-    resumed = ["Last-Event-ID"] if name.endswith("runs/{run_id}/stream") else []
+    resumed = ["Last-Event-ID"] if name.startswith("get") and name.endswith("/stream") else []
     assert headers == (["Idempotency-Key"] if stores_its_response else resumed)
 
 

@@ -475,6 +475,23 @@ def test_end_of_each_run_is_one_event(lease: Lease, pool: Pool) -> None:
     assert (events["failed"]["error"]["code"], events["interrupted"]["run_id"]) == ("failed", None)
 
 
+def test_each_attempt_is_announced(pool: Pool, lease: Lease, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease)
+    memory.fail("create", Unavailable("no engine"), times=1)
+    assert [work(), work(NOW + MINUTE)] == [1, 1]
+    events = [*Event.objects.filter(kind__startswith="queued_run.").order_by("at")]
+    payloads = [(event.kind, event.payload["state"], event.payload["attempt"]) for event in events]
+    assert sorted(payloads) == [
+        ("queued_run.ended", "completed", 2),
+        ("queued_run.queued", "queued", 0),
+        ("queued_run.queued", "queued", 1),
+        ("queued_run.started", "started", 1),
+        ("queued_run.started", "started", 2),
+    ]
+    started = [event.payload for event in events if event.kind == "queued_run.started"]
+    assert (started[1]["queued_run_id"], started[1]["run_id"]) == (str(row.pk), str(reload(row).run_id))
+
+
 def test_totals_and_the_age_of_the_oldest_pending_run(pool: Pool, lease: Lease) -> None:
     enqueue(pool, lease)
     work()

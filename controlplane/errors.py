@@ -1,7 +1,7 @@
 """Mapping of errors to problem documents (RFC 9457).
 
-The body is {type, title, status, detail, code}, with {field} for one invalid field and {errors: [{field, detail}]} for
-several."""
+The body is {type, title, status, detail, code, retryable, operation, provider, cause}, with {field} for one invalid field and
+{errors: [{field, detail}]} for several."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,8 +16,10 @@ from rest_framework import exceptions as drf
 
 from billing import errors as billing
 from leases import errors as leases
+from leases.api.base import schema
 from sandboxes import errors as sandboxes
 from sandboxes.db.clock import format_timestamp
+from sandboxes.failures import find_cause, find_provider
 from sandboxes.providers import base as provider
 from sandboxes.providers import observed as provider_observed
 from sandboxes.storage import base as store
@@ -37,6 +39,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.AgentRunNotFound: 404,
     leases.QueuedRunNotFound: 404,
     leases.QueuedRunInterrupted: 409,
+    leases.EventNotFound: 410,
     leases.TooManyQueuedRuns: 429,
     leases.StreamServerUnavailable: 503,
     leases.PreviewsForbidden: 403,
@@ -114,19 +117,21 @@ CODE_BY_STATUS = {
 }  # fmt: skip
 
 
-def build_error_response(exception: Exception, path: str) -> HttpResponse:
-    """Return the problem document for an exception of a view. Unexpected exceptions are logged and reported without details."""
+def build_error_response(exception: Exception, path: str, operation: str) -> HttpResponse:
+    """Return the problem document for an exception of a view. Unexpected exceptions are logged and reported without details.
+
+    `operation` is the OpenAPI operation id, or the HTTP method of a request that no operation accepts."""
     if isinstance(exception, drf.ValidationError):
-        return _build_validation_response(exception)
+        return _build_validation_response(exception, operation)
     if isinstance(exception, drf.APIException):
         wait = getattr(exception, "wait", None)
         return build_problem_response(
-            exception.status_code, detail=str(exception.detail), retry_after=int(wait) if wait else None
+            exception.status_code, operation, detail=str(exception.detail), retry_after=int(wait) if wait else None
         )
     error_class = next((error_class for error_class in STATUS_BY_ERROR if isinstance(exception, error_class)), None)
     if error_class is None:
         log.exception("unexpected", path=path, exc_info=exception)
-        return build_problem_response(500, detail="Internal error in the control plane. It was logged.")
+        return build_problem_response(500, operation, detail="Internal error in the control plane. It was logged.")
     if isinstance(exception, OperationalError | InterfaceError):
         log.error("database", path=path, error=str(exception))
     if error_class is store.StoreError:
@@ -136,9 +141,12 @@ def build_error_response(exception: Exception, path: str) -> HttpResponse:
         extra["field"] = "path"
     response = build_problem_response(
         STATUS_BY_ERROR[error_class],
+        operation,
         detail=PUBLIC_MESSAGES.get(error_class) or str(exception),
         code=getattr(exception, "code", ""),
         retry_after=getattr(exception, "retry_after", None),
+        provider=find_provider(exception),
+        cause=find_cause(exception),
         **extra,
     )
     for name, value in getattr(exception, "headers", {}).items():
@@ -147,9 +155,17 @@ def build_error_response(exception: Exception, path: str) -> HttpResponse:
 
 
 def build_problem_response(
-    status: int, *, detail: str = "", code: str = "", retry_after: int | None = None, **extra: Any
+    status: int,
+    operation: str,
+    *,
+    detail: str = "",
+    code: str = "",
+    retry_after: int | None = None,
+    provider: str = "",
+    cause: str = "",
+    **extra: Any,
 ) -> HttpResponse:
-    """Return a problem document with the headers of its status. Fields without a value are left out."""
+    """Return a problem document with the headers of its status. Fields of `extra` without a value are left out."""
     code = code if isinstance(code, str) and code else CODE_BY_STATUS.get(status, "error")
     body = {
         "type": f"urn:leasehold:problem:{code}",
@@ -158,6 +174,9 @@ def build_problem_response(
         "detail": detail or f"{HTTPStatus(status).phrase}.",
         "code": code,
         "retryable": bool(retry_after) or status == HTTPStatus.SERVICE_UNAVAILABLE,
+        "operation": operation,
+        "provider": provider or None,
+        "cause": cause or None,
         **{name: value for name, value in extra.items() if value not in (None, "", []) or name in NULLABLE_FIELDS},
     }
     response = HttpResponse(json.dumps(body, default=format_timestamp), status=status, content_type=CONTENT_TYPE)
@@ -170,16 +189,18 @@ def build_problem_response(
 
 def handle(exception: Exception, context: Mapping[str, Any]) -> HttpResponse:
     """Handle an exception of a DRF view (setting EXCEPTION_HANDLER)."""
-    response = build_error_response(exception, context["request"].path)
+    request, view = context["request"], context["view"]
+    operation = schema.find_operation_id(view, request.method) or request.method
+    response = build_error_response(exception, request.path, operation)
     if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        response["Allow"] = ", ".join(context["view"].allowed_methods)
+        response["Allow"] = ", ".join(view.allowed_methods)
     return response
 
 
-def _build_validation_response(exception: drf.ValidationError) -> HttpResponse:
+def _build_validation_response(exception: drf.ValidationError, operation: str) -> HttpResponse:
     errors = [{"field": field, "detail": detail} for field, detail in _flatten_detail(exception.detail)]
     summary = "; ".join(f"{each['field']}: {each['detail']}" if each["field"] else each["detail"] for each in errors)
-    return build_problem_response(400, detail=summary, field=errors[0]["field"] if errors else "", errors=errors)
+    return build_problem_response(400, operation, detail=summary, field=errors[0]["field"] if errors else "", errors=errors)
 
 
 def _flatten_detail(detail: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ from billing import budgets
 from controlplane import schedules
 from sandboxes import long_calls, pool_stats, providers
 from sandboxes.db import database_time
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.hosts import registry
 from sandboxes.models import Sweep
 from sandboxes.pool_stats import PoolStats, Stats
@@ -165,7 +165,7 @@ def _get_warm_status(pool: PoolStats) -> dict[str, Any]:
     return {
         "target": pool.warm_target,
         "ready": pool.warm_ready,
-        "paused_until": format_timestamp(paused_until) if paused_until else None,
+        "paused_until": format_optional_timestamp(paused_until),
     }
 
 

@@ -14,6 +14,7 @@ from django.middleware.common import CommonMiddleware
 from django.middleware.csrf import CsrfViewMiddleware
 
 from controlplane import errors
+from leases.api.base import schema
 from sandboxes.db import tracing
 
 GetResponse = Callable[[HttpRequest], HttpResponseBase]
@@ -74,14 +75,27 @@ class ProblemDocumentMiddleware:
             return response
         if response.headers.get("Content-Type", "").startswith(errors.CONTENT_TYPE):
             return response
-        problem = errors.build_problem_response(response.status_code)
+        problem = errors.build_problem_response(response.status_code, find_operation(request))
         for name in response.headers.keys() - {"Content-Length"}:
             problem.headers.setdefault(name, response.headers[name])
         return problem
 
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
         """Build the response before Django's debug page can show a stack trace to an agent."""
-        return errors.build_error_response(exception, request.path_info) if request.path_info.startswith("/api/") else None
+        if not request.path_info.startswith("/api/"):
+            return None
+        return errors.build_error_response(exception, request.path_info, find_operation(request))
+
+
+def find_operation(request: HttpRequest) -> str:
+    """Return the id of the operation that serves a request, else the HTTP method. For errors outside of a view."""
+    method, match = request.method or "", request.resolver_match
+    view_class = getattr(match.func, "view_class", None) if match else None
+    if match is None or view_class is None:
+        return method
+    view = view_class()
+    view.setup(request, *match.args, **match.kwargs)
+    return schema.find_operation_id(view, method) or method
 
 
 class TraceContextMiddleware:

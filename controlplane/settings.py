@@ -314,7 +314,10 @@ MAX_STREAMS = env.integer(
     help="open output streams of a web process, each with a thread of its own",
 )  # the web server accepts 1024 connections
 MAX_STREAMS_PER_LEASE = env.integer(
-    "LEASEHOLD_MAX_STREAMS_PER_LEASE", 32, minimum=1, help="open output streams of one lease in a web process"
+    "LEASEHOLD_MAX_STREAMS_PER_LEASE",
+    32,
+    minimum=1,
+    help="open output streams of one lease, and event streams of one key, in a web process",
 )
 TURN_TIMEOUT = env.duration("LEASEHOLD_TURN_TIMEOUT", "60s", help="time limit of a turn; a turn that exceeds it is skipped")
 

@@ -60,6 +60,12 @@ class QueuedRunInterrupted(LeaseError):
     code = "queued_run_interrupted"
 
 
+class EventNotFound(LeaseError):
+    """There is no event of this id any more. Read the current state, and connect without Last-Event-ID."""
+
+    code = "event_not_found"
+
+
 class TooManyQueuedRuns(LeaseError):
     """The queue has reached its limit of pending runs. Try again later."""
 

@@ -133,13 +133,10 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
 
     Also closes the rows of ended processes, and deletes expired idempotent responses and the shells of ended leases."""
     result = passes.recover_stalled(now=now, limit=limit)
-    closed = processes.close_ended(now=now)
-    for item, count in closed.counts.items():
-        result.note(item, count)
-    result.failures += closed.failures
+    result.add(processes.close_ended(now=now))
     result.note("sandboxes of lost hosts released", release_lost_hosts(now=now))
     result.note("turns skipped", turns.settle_overdue_turns(now=now, limit=limit))
-    result.note("agent runs recorded", lifecycle.record_abandoned(now=now, limit=limit))
+    result.add(lifecycle.record_abandoned(now=now, limit=limit))
     result.note("model calls closed", authorization.close_abandoned(now=now, limit=limit))
     result.note("shells of ended leases deleted", shells.delete_of_ended_leases())
     result.note("idempotent responses deleted", find_expired_idempotent_requests(now=now).delete()[0])

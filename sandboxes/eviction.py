@@ -19,10 +19,10 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, SUSPENDED, WAITING, WARM, advance, checkpoint
 from sandboxes.models import (
     GONE_STATES,
+    NEVER_STARTED,
     Pool,
     Quota,
     Run,
-    RunOutcome,
     Sandbox,
     TransitionReason,
     processes,
@@ -174,8 +174,8 @@ def record_missing(
     runs = Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation)
     if unstarted_run:
         runs = runs.exclude(pk=unstarted_run)
-    # A command that failed without an exit code was not executed. A file operation may have changed files before it failed.
-    runs = runs.exclude(kind__in=("exec", "turn"), outcome=RunOutcome.FAILED, exit_code=None)
+    # A file operation may have changed files before it failed.
+    runs = runs.exclude(NEVER_STARTED, kind__in=("exec", "turn"))
     if sandbox.persisted or not runs.exists():
         unused = ~Exists(runs.filter(sandbox=OuterRef("pk"))) | Q(persisted=True)
         with transaction.atomic():

@@ -1,4 +1,4 @@
-"""Restart of a sandbox: all of its processes end, and it starts again with its /workspace and /data.
+"""Restart of a sandbox: its processes end, and the sandbox starts again with its /workspace and /data.
 
 While the provider restarts a sandbox, the sandbox is `evicting`: no run starts in it, and if this process dies, the sweep
 `stalled` stores its state and makes it cold."""

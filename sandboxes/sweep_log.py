@@ -27,6 +27,12 @@ class SweepResult:
         if times:
             self.counts[outcome] = self.counts.get(outcome, 0) + times
 
+    def add(self, other: "SweepResult") -> None:
+        """Add the counts and failures of another pass."""
+        for outcome, times in other.counts.items():
+            self.note(outcome, times)
+        self.failures += other.failures
+
     def __str__(self) -> str:
         parts = [f"{times} {outcome}" for outcome, times in self.counts.items()]
         if self.failures:

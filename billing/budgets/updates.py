@@ -14,7 +14,7 @@ from billing.budgets.spending import sum_spending
 from billing.models import Budget
 from billing.models.budgets import Period
 from billing.pricing import format_decimal
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import outbox
@@ -79,7 +79,7 @@ def _emit_event(budget: Budget, event: EventType, *, now: datetime) -> None:
     payload = {
         "budget": budget.pk, "scope": budget.scope, "subject": budget.subject, "unit": budget.unit, "period": budget.period,
         "amount": format_decimal(budget.amount), "spent": format_decimal(budget.spent), "warn_percent": budget.warn_percent,
-        "hard": budget.hard, "period_began": format_timestamp(began), "resets_at": format_timestamp(ends) if ends else None,
+        "hard": budget.hard, "period_began": format_timestamp(began), "resets_at": format_optional_timestamp(ends),
     }  # fmt: skip
     period_key = f"{began:%Y-%m-%dT%H}" if budget.period == Period.HOUR else f"{began:%Y-%m-%d}"
     outbox.enqueue_event(event, key=f"{budget.pk} {period_key} {budget}"[:255], payload=payload, now=now)

@@ -87,11 +87,18 @@ class ApiClient:
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float = 0.0) -> dict[str, Any]:
         """Send a POST whose operation takes up to `seconds`, and return the body of the answer. Raise RequestRefused."""
-        headers, deadline = {"Idempotency-Key": uuid.uuid4().hex}, time.monotonic() + RETRY_PERIOD_SECONDS + seconds
+        return self._request("POST", path, seconds, json=body or {}, headers={"Idempotency-Key": uuid.uuid4().hex})
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Send a GET, and return the body of the answer. Raise RequestRefused."""
+        return self._request("GET", path, 0.0)
+
+    def _request(self, method: str, path: str, seconds: float, **options: Any) -> dict[str, Any]:
+        deadline = time.monotonic() + RETRY_PERIOD_SECONDS + seconds
         timeout = httpx.Timeout(RESPONSE_TIMEOUT_SECONDS + seconds, connect=CONNECT_TIMEOUT_SECONDS)
         while True:
             try:
-                response = self._http.post(path, json=body or {}, headers=headers, timeout=timeout)
+                response = self._http.request(method, path, timeout=timeout, **options)
             except httpx.TransportError as error:
                 refused, pause = RequestRefused("unavailable", f"The server does not respond: {error}"), DEFAULT_RETRY_SECONDS
             else:

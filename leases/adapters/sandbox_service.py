@@ -1,4 +1,4 @@
-"""Client of one sandbox and of the agents in it, over the HTTP API.
+"""HTTP API client for one sandbox: files, commands and agent runs.
 
     from leases.adapters.sandbox_service import SandboxService
 

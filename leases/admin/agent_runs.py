@@ -14,7 +14,7 @@ from unfold.decorators import display
 from leases.agent_runs import interruption
 from leases.agent_runs.clis.registry import CLIS
 from leases.agent_runs.models import AgentRun, AgentRunState
-from leases.agent_runs.recorder import sum_cost
+from leases.agent_runs.results import load_result
 from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState
 from sandboxes.admin.base.actions import AdminAction
@@ -96,16 +96,15 @@ class AgentRunAdmin(ReadOnlyModelAdmin):
         return render_two_lines(row.lease.agent_did, row.lease.environment_id)
 
     def get_page_context(self, request: HttpRequest, row: AgentRun) -> dict[str, Any]:
-        exit_code = Run.objects.filter(pk=row.pk).values_list("exit_code", flat=True).first()
-        ending = "" if exit_code is None else f"exit code {exit_code}"
-        cost = sum_cost(row, until=row.ended_at or timezone.now())
+        result = load_result(row.pk, now=timezone.now())
+        ending = "" if result.exit_code is None else f"exit code {result.exit_code}"
         messages, error = load_messages(row)
         return {
             "facts": [
                 SummaryField("State", render_state(row.state), note=row.violation or row.note),
                 SummaryField("Agent CLI", row.cli, note=row.model),
                 SummaryField("Turns", row.turn_count, note=f"{row.message_count} messages"),
-                SummaryField("Cost", f"${cost:.4f}", note="model calls of the lease"),
+                SummaryField("Cost", f"${result.cost:.4f}", note="model calls of the lease"),
                 SummaryField("Duration" if row.ended_at else "Running for", self.lasted(row)),
                 SummaryField("Started", render_time_ago(row.started_at), note=render_timestamp(row.started_at)),
                 SummaryField("Lease", render_admin_link("leases_lease", row.lease_id, row.lease.environment_id)),
@@ -115,7 +114,7 @@ class AgentRunAdmin(ReadOnlyModelAdmin):
                     render_admin_link("sandboxes_run", row.pk, row.pk),
                     note=ending,
                 ),
-                SummaryField("Session", row.session_id or "none", note="resumed" if is_resumed(row) else ""),
+                SummaryField("Session", row.session_id or "none", note="resumed" if row.resumed else ""),
             ],
             "transcript": messages,
             "transcript_error": error,
@@ -221,10 +220,6 @@ def describe_command(row: QueuedRun) -> str:
     if row.request.get("kind") == "agent_run":
         return f"agent CLI {row.request.get('cli')}"
     return truncate_text(format_command(row.request.get("argv", [])))
-
-
-def is_resumed(row: AgentRun) -> bool:
-    return bool(row.requested_session) and row.requested_session == row.session_id
 
 
 def render_state(state: str) -> SafeString:

@@ -40,4 +40,4 @@ def kill_command(run_id: uuid.UUID) -> None:
         registry.require_local(run.sandbox)
         registry.get_sandbox_provider(run.sandbox).kill(run.sandbox.ref, str(run_id))
     except (ProviderError, SandboxError, ImproperlyConfigured) as error:
-        log.warning("command of an agent run not killed", run=str(run_id), error=str(error))
+        log.warning("command not killed", run=str(run_id), error=str(error))

@@ -4,17 +4,14 @@ The CLI is the command of a Run: metering, timeouts, sleep and recovery are thos
 
 import threading
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from decimal import Decimal
 from typing import Any
 
 import structlog
 from django.conf import settings
 from django.db import connections
-from django.db.models import DateTimeField, OuterRef, Subquery, Sum, Value
-from django.db.models.functions import Coalesce
 
 from leases import execution, leasing
 from leases.agent_runs.clis.base import AgentOptions
@@ -26,9 +23,10 @@ from leases.errors import AgentRunNotFound
 from leases.models import Lease
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import LlmCall, Policy, Run, RunOutcome
-from sandboxes.runs.operations import KILL_GRACE, Command
+from sandboxes.models import NEVER_STARTED, Policy, Run
+from sandboxes.runs.operations import Command
 from sandboxes.stores import lease_stores
+from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 MAX_OUTPUT_BYTES = 16 << 20  # of each stream; the agent in the sandbox retains 32 MiB. Later messages are lost
@@ -114,7 +112,7 @@ def execute(
     try:
         execution.exec_command(row.lease_id, command, now=clock(), actor=actor, wrap_guard=wrap_guard)
     except Exception:
-        if not _may_have_started(row.pk):
+        if not Run.objects.filter(pk=row.pk).exclude(NEVER_STARTED).exists():
             AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True).delete()
         raise
     finally:
@@ -148,19 +146,6 @@ def find(lease: uuid.UUID, pk: uuid.UUID) -> AgentRun:
     return row
 
 
-def load_results(pks: Collection[uuid.UUID], *, now: datetime) -> dict[uuid.UUID, tuple[int | None, Decimal]]:
-    """Return the exit code and the cost of agent runs, by one query. The cost is that of recorder.sum_cost, USD."""
-    calls = LlmCall.objects.filter(
-        holder=OuterRef("lease_id"),
-        started_at__gte=OuterRef("started_at"),
-        started_at__lte=Coalesce(OuterRef("ended_at"), Value(now, DateTimeField())),
-    )
-    cost = calls.order_by().values("holder").annotate(total=Sum("cost")).values("total")
-    exit_code = Run.objects.filter(pk=OuterRef("pk")).values("exit_code")
-    found = AgentRun.objects.filter(pk__in=pks).values_list("pk", Subquery(exit_code), Subquery(cost))
-    return {pk: (code, (total or Decimal(0)).quantize(Decimal("1e-9"))) for pk, code, total in found}
-
-
 def find_last_session(lease: uuid.UUID, cli: str) -> str:
     """Return the session of the lease's last run of a CLI, or ""."""
     rows = AgentRun.objects.filter(lease=lease, cli=cli).exclude(session_id="")
@@ -175,27 +160,36 @@ def get_policy(lease: Lease) -> AgentPolicy:
     )  # fmt: skip
 
 
-def record_abandoned(*, now: datetime, limit: int = 200) -> int:
-    """Record and close agent runs whose recorder is dead. Return the number of closed rows.
+def record_abandoned(*, now: datetime, limit: int = 200) -> SweepResult:
+    """Record and close agent runs whose recorder is dead. A run that fails is tried again by a later sweep, after the others.
 
     A run whose command still runs is left alone until its Run is closed."""
-    clock = clock_from(now)
-    closed = 0
-    for row in AgentRun.objects.select_related("lease").filter(ended_at__isnull=True, recorder_deadline__lt=now)[:limit]:
-        run = Run.objects.filter(pk=row.pk).defer("stdout", "stderr").first()
-        if run is not None and run.ended_at is None and run.deadline_at + KILL_GRACE > now:
-            continue
-        previous, row.recorder_deadline = row.recorder_deadline, clock() + RECORDER_TTL
-        own = AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)
-        if run is None:
-            note = "The control plane was interrupted before the command began."
-            closed += own.update(state=AgentRunState.FAILED, ended_at=now, note=note)
-        elif run.ended_at is not None and own.update(recorder_deadline=row.recorder_deadline):
-            Recorder(row, clock=clock).record()
-            closed += 1
-    return closed
+    result, clock = SweepResult(), clock_from(now)
+    abandoned = AgentRun.objects.select_related("lease").filter(ended_at__isnull=True, recorder_deadline__lt=now)
+    for row in abandoned.order_by("recorder_deadline")[:limit]:
+        if clock() > now + PASS_TIME_LIMIT:
+            break
+        try:
+            result.note("agent runs recorded", _record_abandoned_run(row, clock))
+        except RecorderReplaced:
+            result.note("lost race")
+        except Exception as failed:  # one run must not delay the others
+            log.exception("abandoned agent run not recorded", agent_run=str(row.pk))
+            result.failures.append(f"agent run {row.pk}: {failed}")
+    return result
 
 
-def _may_have_started(run_id: uuid.UUID) -> bool:
-    # A Run that failed without an exit code was rejected before its command began.
-    return Run.objects.filter(pk=run_id).exclude(outcome=RunOutcome.FAILED, exit_code=None).exists()
+def _record_abandoned_run(row: AgentRun, clock: Clock) -> int:
+    """Return the number of closed rows: 0 while the command runs, or if another process was first."""
+    run = Run.objects.filter(pk=row.pk).defer("stdout", "stderr").first()
+    if run is not None and run.ended_at is None:
+        return 0
+    previous, row.recorder_deadline = row.recorder_deadline, clock() + RECORDER_TTL
+    own = AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)
+    if run is None:
+        note = "The control plane was interrupted before the command began."
+        return own.update(state=AgentRunState.FAILED, ended_at=clock(), note=note)
+    if not own.update(recorder_deadline=row.recorder_deadline):
+        return 0
+    Recorder(row, clock=clock).record()
+    return 1

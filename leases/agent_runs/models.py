@@ -68,3 +68,8 @@ class AgentRun(models.Model):
 
     def __str__(self) -> str:
         return f"agent run {self.pk}"
+
+    @property
+    def resumed(self) -> bool | None:
+        """Return whether the CLI resumed the requested session. None without a request, and until the CLI reports a session."""
+        return self.session_id == self.requested_session if self.requested_session and self.session_id else None

@@ -9,12 +9,10 @@ import re
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from decimal import Decimal
 from typing import Any
 
 import structlog
 from django.db import transaction
-from django.db.models import Sum
 
 from leases.agent_runs import interruption
 from leases.agent_runs.clis.base import Message
@@ -22,9 +20,10 @@ from leases.agent_runs.clis.registry import CLIS
 from leases.agent_runs.models import SESSION_PATTERN, AgentRun, AgentRunState
 from leases.agent_runs.ndjson import JsonLine, MalformedLine, NdjsonParser
 from leases.agent_runs.policy import AgentPolicy
+from leases.agent_runs.results import load_result
 from sandboxes.db.clock import Clock
 from sandboxes.db.connection_errors import retry_connection_errors
-from sandboxes.models import LlmCall, Run, RunOutcome
+from sandboxes.models import Run, RunOutcome
 from sandboxes.models.webhooks import EventType
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
@@ -138,7 +137,7 @@ class Recorder:
         row = self._agent_run
         if row.interrupted_at or not (message.turn_id or message.tool_calls):
             return
-        cost = sum_cost(row, until=self._clock()) if self._policy.max_cost is not None else None
+        cost = load_result(row.pk, now=self._clock()).cost if self._policy.max_cost is not None else None
         violation = self._policy.find_violation(message.tool_calls, turns=row.turn_count, cost=cost)
         if violation:
             log.warning("agent run violates its policy", agent_run=str(row.pk), violation=violation)
@@ -220,12 +219,6 @@ def classify_state(row: AgentRun, run: Run) -> AgentRunState:
     if row.interrupted_at:
         return AgentRunState.INTERRUPTED
     return AgentRunState.COMPLETED if run.outcome == RunOutcome.OK and not row.is_error else AgentRunState.FAILED
-
-
-def sum_cost(row: AgentRun, *, until: datetime) -> Decimal:
-    """Return the metered cost of the model calls of the lease during an agent run, USD. Unpriced calls count as zero."""
-    calls = LlmCall.objects.filter(holder=row.lease_id, started_at__gte=row.started_at, started_at__lte=until)
-    return calls.aggregate(total=Sum("cost"))["total"] or Decimal(0)
 
 
 def _clean(text: str) -> str:

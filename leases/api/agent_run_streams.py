@@ -58,7 +58,8 @@ class AgentRunEvents(StreamEvents):
         self._row, self._sequence = row, sequence
         self._position = position or Position()  # of the client: after the last event
         self._parser = NdjsonParser(self._position.stdout)
-        super().__init__(RunReader(run, self._position, slot, whole_characters=True), slot, is_resumed=position is not None)
+        self._reader = RunReader(run, self._position, slot, whole_characters=True)
+        super().__init__(self._reader, slot, is_resumed=position is not None)
 
     def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
         start = {"run_id": str(self._row.pk), "cli": self._row.cli}

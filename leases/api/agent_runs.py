@@ -21,6 +21,7 @@ from leases.agent_runs.clis.registry import CLIS
 from leases.agent_runs.lifecycle import AgentRequest
 from leases.agent_runs.models import SESSION_PATTERN, AgentRun, AgentRunState
 from leases.agent_runs.policy import MAX_PATTERNS, AgentPolicy
+from leases.agent_runs.results import AgentRunResult, load_results
 from leases.api.base import schema
 from leases.api.base.fields import (
     ArgvField,
@@ -46,7 +47,7 @@ from leases.api.runs import SHELL_NAME_DESCRIPTION, SHELL_NAME_PATTERN, CwdField
 from leases.errors import InvalidRequest
 from leases.queue import queue, runner
 from sandboxes.db import database_time
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.models import Run
 from sandboxes.runs.operations import KILL_GRACE
 
@@ -295,23 +296,22 @@ def serialize_agent_run(row: AgentRun) -> dict[str, Any]:
 
 def serialize_agent_runs(rows: Sequence[AgentRun]) -> list[dict[str, Any]]:
     """Serialize agent runs, with their exit codes and costs by one query."""
-    results = lifecycle.load_results([row.pk for row in rows], now=database_time.now())
-    return [_serialize(row, *results.get(row.pk, (None, Decimal(0)))) for row in rows]
+    results = load_results([row.pk for row in rows], now=database_time.now())
+    return [_serialize(row, results.get(row.pk, AgentRunResult())) for row in rows]
 
 
-def _serialize(row: AgentRun, exit_code: int | None, cost: Decimal) -> dict[str, Any]:
-    is_known = bool(row.requested_session and row.session_id)
+def _serialize(row: AgentRun, result: AgentRunResult) -> dict[str, Any]:
     return {
         "run_id": str(row.pk),
         "cli": row.cli,
         "model": row.model,
         "state": row.state,
         "session_id": row.session_id,
-        "resumed": row.session_id == row.requested_session if is_known else None,
+        "resumed": row.resumed,
         "policy": row.policy,
         "started_at": format_timestamp(row.started_at),
-        "ended_at": _format_optional(row.ended_at),
-        "interrupted_at": _format_optional(row.interrupted_at),
+        "ended_at": format_optional_timestamp(row.ended_at),
+        "interrupted_at": format_optional_timestamp(row.interrupted_at),
         "violation": row.violation,
         "message_count": row.message_count,
         "malformed_count": row.malformed_count,
@@ -319,15 +319,11 @@ def _serialize(row: AgentRun, exit_code: int | None, cost: Decimal) -> dict[str,
         "turn_count": row.turn_count,
         "result": row.result,
         "is_error": row.is_error,
-        "cost_usd": f"{cost:f}",
+        "cost_usd": f"{result.cost:f}",
         "reported_cost_usd": None if row.reported_cost is None else f"{row.reported_cost:f}",
-        "exit_code": exit_code,
+        "exit_code": result.exit_code,
         "note": row.note,
     }
-
-
-def _format_optional(moment: Any) -> str | None:
-    return format_timestamp(moment) if moment else None
 
 
 def _to_snake_case(name: str) -> str:

@@ -17,7 +17,7 @@ from leases.api.base import schema
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, ApiView
 from leases.models import KeyScope
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 
 
 class BudgetSerializer(serializers.Serializer):
@@ -97,9 +97,9 @@ class BudgetListView(ApiView):
             "active": budget.active,
             "spent": format_decimal(spent) if spends else None,
             "reserved": format_decimal(reserved) if spends else None,
-            "spent_at": format_timestamp(budget.spent_at) if budget.spent_at else None,
+            "spent_at": format_optional_timestamp(budget.spent_at),
             "exhausted": budgets.is_over(budget, spent, reserved),
             "runs_out": format_day(predict_exhaustion_date(budget, self.now)) if spends else None,
-            "resets_at": format_timestamp(resets_at) if resets_at else None,
+            "resets_at": format_optional_timestamp(resets_at),
             "created_at": format_timestamp(budget.created_at),
         }

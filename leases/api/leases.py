@@ -45,7 +45,7 @@ from leases.models import (
 from leases.tasks import begin_reclaim
 from sandboxes import stop_reasons
 from sandboxes.db import database_time, sql
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.egress.totals import calculate_totals
 from sandboxes.models import LlmCall, Sandbox, SandboxState
 
@@ -350,7 +350,7 @@ def render_last_stop(pk: UUID) -> dict[str, str] | None:
 
 def serialize_renewal(pk: UUID, outcome: renewal.Renewal) -> dict[str, Any]:
     code = "renewed" if outcome.expires_at else "lease_ended" if outcome.found else "not_found"
-    expires_at = format_timestamp(outcome.expires_at) if outcome.expires_at else None
+    expires_at = format_optional_timestamp(outcome.expires_at)
     return {"id": str(pk), "code": code, "expires_at": expires_at, "end_reason": outcome.end_reason}
 
 
@@ -371,7 +371,7 @@ def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = Fal
         "max_expires_at": format_timestamp(lease.max_expires_at),
         "sleep_after": int(lease.sleep_after.total_seconds()),
         "expiry_conditions": lease.expiry_conditions,
-        "ended_at": format_timestamp(lease.ended_at) if lease.ended_at else None,
+        "ended_at": format_optional_timestamp(lease.ended_at),
         "end_reason": lease.end_reason,
         "sandbox": serialize_sandbox(sandbox) if sandbox else None,
     }

@@ -13,7 +13,7 @@ from leases.api.base import schema
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.models import Lease
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.egress.totals import CallTotals, calculate_totals
 from sandboxes.models import LlmCall
 
@@ -83,7 +83,7 @@ def serialize_call(call: LlmCall) -> dict[str, Any]:
         "kind": call.kind,
         "model": call.model,
         "started_at": format_timestamp(call.started_at),
-        "ended_at": format_timestamp(call.ended_at) if call.ended_at else None,
+        "ended_at": format_optional_timestamp(call.ended_at),
         "outcome": call.outcome,
         "status": call.status,
         "code": call.code,

@@ -164,7 +164,9 @@ class OneShotRunCreateView(ApiView):
         return self.execute_once(act, max_duration=max_duration, repeatable=False)
 
     def _enqueue(self, data: dict[str, Any], encoding: str) -> HttpResponse:
-        """Add the command to the queue. Placement and lease are checked now, and again when the run starts."""
+        """Add the command to the queue. Placement, allow lists and lease are checked now, and again when the run starts.
+
+        The rate limit of new leases applies when the run starts, because a run that is only queued has no lease."""
         for name in ("workspace", "return_workspace"):
             if data.get(name):
                 raise InvalidRequest(name, "Not with queued.")

@@ -13,7 +13,7 @@ from leases.api.base.fields import validate_url_value
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.leases import ACQUIRE_SERIALIZER
 from sandboxes import pool_stats
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.models import Pool, Quota
 from sandboxes.pool_stats import PoolStats, Stats
 
@@ -157,7 +157,7 @@ def serialize_pool(pool: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str,
     if isinstance(pool, PoolStats):
         until = pool.warm_paused_until
         rendered |= serialize_pool_stats(pool) | {
-            "warm_paused_until": format_timestamp(until) if until else None,
+            "warm_paused_until": format_optional_timestamp(until),
             "warm_error": pool.warm_error,
         }
     return rendered

@@ -35,7 +35,7 @@ from leases.api.leases import EMPTY_SERIALIZER, SandboxSerializer, serialize_san
 from leases.api.runs import LeaseProgramSerializer
 from leases.errors import InvalidRequest
 from sandboxes import processes, restarts
-from sandboxes.db.clock import clock_from, format_timestamp
+from sandboxes.db.clock import clock_from, format_optional_timestamp, format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Process, ProcessStatus
@@ -339,7 +339,7 @@ def serialize_process(process: Process) -> dict[str, Any]:
         "keep_awake": process.keep_awake,
         "is_terminal": process.is_terminal,
         "started_at": format_timestamp(process.started_at),
-        "ended_at": format_timestamp(process.ended_at) if process.ended_at else None,
+        "ended_at": format_optional_timestamp(process.ended_at),
         "exit_code": process.exit_code,
         "note": process.note,
     }

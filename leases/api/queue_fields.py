@@ -10,7 +10,7 @@ from leases.api.base.fields import StrictBooleanField, StrictIntegerField, Stric
 from leases.errors import InvalidRequest
 from leases.queue.models import QueuedRun, QueuedRunState
 from leases.queue.queue import QueueOptions
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.models import Run
 
 MAX_PENDING_SECONDS = 7 * 24 * 3600
@@ -57,7 +57,7 @@ class QueuedRunSerializer(serializers.Serializer):
     interrupted_at = serializers.DateTimeField(allow_null=True)
     exit_code = serializers.IntegerField(allow_null=True)
     error = serializers.DictField(
-        allow_null=True, help_text="code, operation, provider, message, retryable: of the last attempt that failed."
+        allow_null=True, help_text="code, operation, provider, cause, message, retryable: of the last attempt that failed."
     )
 
 
@@ -100,7 +100,7 @@ def serialize_queued_run(row: QueuedRun) -> dict[str, Any]:
         "run_id": str(row.run_id) if row.attempt else None,
         "exit_code": row.exit_code,
         "error": row.error,
-    } | {name: _format(getattr(row, name)) for name in TIMESTAMPS}
+    } | {name: format_optional_timestamp(getattr(row, name)) for name in TIMESTAMPS}
 
 
 TIMESTAMPS = ("queued_at", "available_at", "expires_at", "started_at", "ended_at", "interrupted_at")
@@ -111,7 +111,3 @@ def serialize_queued_run_output(row: QueuedRun, encoding: str) -> dict[str, Any]
     return serialize_queued_run(row) | {
         name: encode_output(bytes(getattr(run, name)), encoding) if run else "" for name in ("stdout", "stderr")
     }
-
-
-def _format(moment: Any) -> str | None:
-    return format_timestamp(moment) if moment else None

@@ -29,7 +29,7 @@ from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, HotLeaseApiView, LeaseApiView
 from leases.api.turns import MAX_TURN_NUMBER
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import RUN_KINDS, Run, RunOutcome
 from sandboxes.providers.base import WORKSPACE, ExecResult
@@ -228,7 +228,7 @@ def serialize_run(run: Run) -> dict[str, Any]:
         "env_names": run.env_names,
         "turn_number": run.turn_number,
         "started_at": format_timestamp(run.started_at),
-        "ended_at": format_timestamp(run.ended_at) if run.ended_at else None,
+        "ended_at": format_optional_timestamp(run.ended_at),
         "outcome": run.outcome,
         "exit_code": run.exit_code,
         "timed_out": run.timed_out,

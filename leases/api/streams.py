@@ -4,7 +4,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from uuid import UUID
 
 from django.http import HttpResponse, StreamingHttpResponse
@@ -43,17 +43,23 @@ interrupted: continue it with GET /leases/{id}/runs/{run_id}/stream and `Last-Ev
 
 
 class EventStreamResponse(StreamingHttpResponse):
-    """Response with the events of a run. The web server sends it from a thread of its own (controlplane.webserver)."""
+    """Response with server-sent events. The web server sends it from a thread of its own (controlplane.webserver)."""
 
     def __init__(self, events: "StreamEvents") -> None:
         super().__init__(events, content_type=EVENT_STREAM, headers=HEADERS)
 
 
+class Closable(Protocol):
+    """Reader that holds resources until it is closed."""
+
+    def close(self) -> None: ...
+
+
 class StreamEvents(ABC):
     """Iterator over the encoded events of a stream. `close` releases its slot, also if nothing was read."""
 
-    def __init__(self, reader: RunReader, slot: StreamSlot, *, is_resumed: bool) -> None:
-        self._reader, self._slot = reader, slot
+    def __init__(self, reader: Closable, slot: StreamSlot, *, is_resumed: bool) -> None:
+        self._closable, self._slot = reader, slot
         self._events = self._encode_all(is_resumed=is_resumed)
 
     @abstractmethod
@@ -68,7 +74,7 @@ class StreamEvents(ABC):
 
     def close(self) -> None:
         self._events.close()
-        self._reader.close()
+        self._closable.close()
         self._slot.release()
         rows.close_if_idle()
 
@@ -78,8 +84,8 @@ class RunEvents(StreamEvents):
 
     def __init__(self, view: LeaseApiView, run: Run, position: Position | None, slot: StreamSlot, encoding: str) -> None:
         self._view, self._run, self._encoding = view, run, encoding
-        reader = RunReader(run, position or Position(), slot, whole_characters=encoding == "utf-8")
-        super().__init__(reader, slot, is_resumed=position is not None)
+        self._reader = RunReader(run, position or Position(), slot, whole_characters=encoding == "utf-8")
+        super().__init__(self._reader, slot, is_resumed=position is not None)
 
     def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
         start = {

@@ -13,13 +13,14 @@ import structlog
 from django.conf import settings
 from django.db.models import QuerySet
 
-from leases import execution, leasing, one_shot, shells
+from leases import api_keys, execution, leasing, one_shot, shells
 from leases.agent_runs import lifecycle
 from leases.agent_runs.clis.base import AgentOptions
 from leases.agent_runs.lifecycle import AgentRequest
 from leases.agent_runs.policy import AgentPolicy
-from leases.errors import LeaseEnded, QueuedRunInterrupted
-from leases.models import Lease, LeaseStatus
+from leases.allow_lists import AllowLists
+from leases.errors import LeaseEnded, NotAllowed, QueuedRunInterrupted
+from leases.models import AgentKey, Lease, LeaseStatus
 from leases.one_shot import OneShotRequest
 from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState, derive_run_id
@@ -27,9 +28,10 @@ from sandboxes.db import encryption, tracing
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.db.sql import Statement
 from sandboxes.errors import SandboxError, WrongHost
+from sandboxes.failures import find_cause, find_provider
 from sandboxes.guard import Guard, HolderTerms
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import Run, RunOutcome
+from sandboxes.models import NEVER_STARTED, Run, RunOutcome
 from sandboxes.providers.base import Rejected
 from sandboxes.runs.operations import Command
 from sandboxes.storage.base import StoreError
@@ -103,13 +105,20 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
         return AttemptGuard(guard, row)
 
     if row.lease_id is None:
+        key = _find_key(request["key_id"], now=clock())
+
+        def admit() -> None:
+            if key is not None:
+                api_keys.consume_rate_limit_token(key, per_minute=settings.CREATES_PER_MINUTE, now=clock())
+
         one_shot.run_once(
             OneShotRequest(
                 row.agent_did, request["argv"], timeout, stdin, secrets["env"], request["cwd"],
                 memory_mib=request["memory_mib"], environment_type=request["environment_type"], pool=request["pool"],
-                key_id=request["key_id"], run_id=run_id, wrap_guard=wrap, attempt=row.attempt,
+                key_id=request["key_id"], allowed=AllowLists.of_key(key) if key else None, run_id=run_id, wrap_guard=wrap,
+                attempt=row.attempt,
             ),
-            now=clock(), actor=row.actor,
+            now=clock(), actor=row.actor, admit=admit,
         )  # fmt: skip
         return
     context = shells.build_context(row.lease_id, request["shell"], cwd=request["cwd"], env=secrets["env"])
@@ -126,6 +135,16 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
         return
     command = Command(request["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id, attempt=row.attempt)
     execution.exec_command(row.lease_id, command, now=clock(), actor=row.actor, wrap_guard=wrap)
+
+
+def _find_key(key_id: str, *, now: datetime) -> AgentKey | None:
+    """Return the API key that queued a run, None if it was queued without one. Raise NotAllowed if the key is not valid now."""
+    if not key_id:
+        return None
+    key = AgentKey.objects.filter(pk=key_id, revoked_at__isnull=True).first()
+    if key is None or api_keys.is_expired(key, now):
+        raise NotAllowed("The API key that queued the run was revoked or has expired.")
+    return key
 
 
 def settle(row: QueuedRun, run: Run, *, now: datetime) -> None:
@@ -174,7 +193,14 @@ def _describe(failed: Exception, *, retryable: bool) -> dict[str, Any]:
     message = str(failed) if is_expected else "Internal error."
     if isinstance(failed, encryption.DecryptionFailed):
         message = "No configured key decrypts the variables and stdin of the run."
-    return queue.build_error("start", message, retryable=retryable, code=getattr(failed, "code", "internal"))
+    return queue.build_error(
+        "start",
+        message,
+        retryable=retryable,
+        code=getattr(failed, "code", "internal"),
+        provider=find_provider(failed),
+        cause=find_cause(failed),
+    )
 
 
 def _retry_unstarted(row: QueuedRun, message: str, *, now: datetime, error: dict[str, Any] | None = None) -> None:
@@ -198,7 +224,7 @@ def _retry_or_fail(row: QueuedRun, message: str, *, now: datetime) -> None:
 def count_executions(row: QueuedRun) -> int:
     """Return the number of attempts whose command may have been executed. An attempt that found no place is none."""
     run_ids = [derive_run_id(row.pk, attempt) for attempt in range(1, row.attempt + 1)]
-    return Run.objects.filter(pk__in=run_ids).exclude(outcome=RunOutcome.FAILED, exit_code=None).count()
+    return Run.objects.filter(pk__in=run_ids).exclude(NEVER_STARTED).count()
 
 
 def recover(*, runner: str, now: datetime, limit: int = 100) -> int:

@@ -41,7 +41,7 @@ class QueueOptions:
 
 @dataclass(frozen=True)
 class QueueStats:
-    """Totals of the queue, or of some agents in it."""
+    """Totals of queued runs: of all agents, or of some."""
 
     counts: Mapping[str, int]  # by state; ended runs as long as their rows are kept
     oldest_pending_seconds: float
@@ -71,11 +71,13 @@ def enqueue(
         pending = QueuedRun.objects.filter(state=STATE.QUEUED)
         _require_below(pending.filter(agent_did=agent_did), settings.QUEUE_MAX_PENDING_PER_AGENT, "The agent")
         _require_below(pending, settings.QUEUE_MAX_PENDING, "The queue")
-        return QueuedRun.objects.create(
+        row = QueuedRun.objects.create(
             id=pk, agent_did=agent_did, lease=lease, pool=pool, request=request, sealed=sealed, actor=actor,
             priority=options.priority, repeatable=options.repeatable, max_attempts=options.max_attempts, queued_at=now,
             available_at=now, expires_at=now + options.pending_timeout,
         )  # fmt: skip
+        _publish(EventType.QUEUED_RUN_QUEUED, row, now=now)
+        return row
 
 
 def _require_below(pending: QuerySet[QueuedRun], limit: int, owner: str) -> None:
@@ -134,6 +136,8 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
             state=row.state, attempt=row.attempt, started_at=now, runner=runner, runner_deadline=row.runner_deadline
         )
         QueueAgent.objects.update_or_create(agent_did=agent, defaults={"served_at": now})
+        if claimed:
+            _publish(EventType.QUEUED_RUN_STARTED, row, now=now)
     if not claimed:  # interrupted or expired since it was read
         return None
     checkpoint("queued run claimed", row)
@@ -184,19 +188,24 @@ def _end(rows: QuerySet[QueuedRun], pk: uuid.UUID, state: QueuedRunState, *, now
     with transaction.atomic():
         if not rows.update(state=state, ended_at=now, sealed=b"", **values):
             return False
-        row = QueuedRun.objects.get(pk=pk)
-        payload = {
-            "queued_run_id": str(pk),
-            "agent_did": row.agent_did,
-            "lease_id": str(row.lease_id) if row.lease_id else None,
-            "state": row.state,
-            "attempt": row.attempt,
-            "run_id": str(row.run_id) if row.attempt else None,
-            "exit_code": row.exit_code,
-            "error": row.error,
-        }
-        outbox.enqueue_event(EventType.QUEUED_RUN_ENDED, key=str(pk), payload=payload, now=now)
+        _publish(EventType.QUEUED_RUN_ENDED, QueuedRun.objects.get(pk=pk), now=now)
     return True
+
+
+def _publish(kind: EventType, row: QueuedRun, *, now: datetime) -> None:
+    """Enqueue an event of a run in the transaction of its change. A run may be queued and started repeatedly, and ends once."""
+    payload = {
+        "queued_run_id": str(row.pk),
+        "agent_did": row.agent_did,
+        "lease_id": str(row.lease_id) if row.lease_id else None,
+        "state": row.state,
+        "attempt": row.attempt,
+        "run_id": str(row.run_id) if row.attempt else None,
+        "exit_code": row.exit_code,
+        "error": row.error,
+    }
+    key = str(row.pk) if kind == EventType.QUEUED_RUN_ENDED else f"{row.pk} {row.attempt}"
+    outbox.enqueue_event(kind, key=key, payload=payload, now=now)
 
 
 def requeue(
@@ -204,12 +213,14 @@ def requeue(
 ) -> bool:
     """Put a started run back in the queue. Return False if it was interrupted or is not this runner's any more."""
     attempt = QueuedRun.objects.filter(pk=row.pk, attempt=row.attempt, state=STATE.STARTED, interrupted_at__isnull=True)
-    return bool(
-        attempt.update(
+    with transaction.atomic():
+        if not attempt.update(
             state=STATE.QUEUED, available_at=now + delay, runner_deadline=None, error=error,
             expires_at=expires_at or row.expires_at,
-        )
-    )  # fmt: skip
+        ):  # fmt: skip
+            return False
+        _publish(EventType.QUEUED_RUN_QUEUED, QueuedRun.objects.get(pk=row.pk), now=now)
+    return True
 
 
 def interrupt(rows: QuerySet[QueuedRun], *, now: datetime) -> int:
@@ -271,8 +282,18 @@ def delete_old(*, now: datetime) -> int:
     return QueuedRun.objects.filter(ended_at__lte=before).delete()[0]
 
 
-def build_error(operation: str, message: str, *, retryable: bool, provider: str = "", code: str = "error") -> dict[str, Any]:
-    return {"code": code, "operation": operation, "provider": provider, "message": message[:500], "retryable": retryable}
+def build_error(
+    operation: str, message: str, *, retryable: bool, provider: str = "", code: str = "error", cause: str = ""
+) -> dict[str, Any]:
+    """Return the error of an attempt. `provider` and `cause` are those of a problem document."""
+    return {
+        "code": code,
+        "operation": operation,
+        "provider": provider,
+        "cause": cause,
+        "message": message[:500],
+        "retryable": retryable,
+    }
 
 
 def filter_agents(rows: QuerySet[QueuedRun], agents: list[str] | None) -> QuerySet[QueuedRun]:

@@ -18,6 +18,11 @@ def format_timestamp(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
+def format_optional_timestamp(moment: datetime | None) -> str | None:
+    """Like `format_timestamp`; None for None."""
+    return format_timestamp(moment) if moment else None
+
+
 def compute_backoff(
     tries: int, *, initial: timedelta = timedelta(seconds=5), maximum: timedelta = timedelta(minutes=10)
 ) -> timedelta:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
-from sandboxes.providers.base import Missing, Provider, Unavailable
+from sandboxes.providers.base import FailureCause, Missing, Provider, ProviderError, Unavailable
 
 HOST_NAMESPACE = uuid.UUID("6b9e7f6c-6f0c-4c39-9d3e-0f1f2a7f4c51")
 CONFIRMED_METHODS = frozenset({"create", "destroy"})  # another engine performs them without an error
@@ -25,7 +25,8 @@ def compute_host_id(provider_name: str, engine_id: str) -> uuid.UUID:
 def require_engine(provider: Provider, host_id: uuid.UUID) -> None:
     """Ask the provider's engine for its identity. Raise Unavailable if it is not the engine of this host."""
     if compute_host_id(provider.name, provider.engine_id()) != host_id:
-        raise Unavailable(f"The {provider.name} provider now reaches another engine than the sandbox's.")
+        message = f"The {provider.name} provider now reaches another engine than the sandbox's."
+        raise Unavailable(message, cause=FailureCause.ENGINE_REPLACED, provider=provider.name)
 
 
 def bind_provider(provider: Provider, host_id: uuid.UUID) -> Provider:
@@ -34,7 +35,9 @@ def bind_provider(provider: Provider, host_id: uuid.UUID) -> Provider:
 
 
 class _BoundProvider:
-    """Forwards every attribute to a provider, and checks the engine after answers that another engine would also give."""
+    """Forwards every attribute to a provider, and checks the engine after answers that another engine would also give.
+
+    Errors of the provider get its name."""
 
     def __init__(self, provider: Provider, host_id: uuid.UUID) -> None:
         self._provider, self._host_id = provider, host_id
@@ -48,8 +51,8 @@ class _BoundProvider:
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             result = method(*args, **kwargs)
-        except Missing:
-            require_engine(self._provider, self._host_id)
+        except ProviderError as error:
+            self._check_error(error)
             raise
         if name in CONFIRMED_METHODS:
             require_engine(self._provider, self._host_id)
@@ -58,6 +61,11 @@ class _BoundProvider:
     def _iterate(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         try:
             yield from chunks
-        except Missing:
-            require_engine(self._provider, self._host_id)
+        except ProviderError as error:
+            self._check_error(error)
             raise
+
+    def _check_error(self, error: ProviderError) -> None:
+        error.provider = self._provider.name
+        if isinstance(error, Missing):
+            require_engine(self._provider, self._host_id)

@@ -22,7 +22,7 @@ from sandboxes import providers
 from sandboxes.errors import HostLost, WrongHost
 from sandboxes.hosts.bound_provider import bind_provider, compute_host_id
 from sandboxes.models import Host, Pool, Sandbox
-from sandboxes.providers.base import Provider, ProviderError, Unavailable
+from sandboxes.providers.base import FailureCause, Provider, ProviderError, Unavailable
 
 log = structlog.get_logger(__name__)
 ENGINES_FILE = "engines.json"  # in the state directory: provider -> engine id, used while the engine does not respond
@@ -120,9 +120,10 @@ def is_local(sandbox: Sandbox) -> bool:
 def require_local(sandbox: Sandbox) -> None:
     """Raise WrongHost unless this process reaches the sandbox's engine."""
     if not is_local(sandbox):
-        raise WrongHost(
-            f"{_describe_location(sandbox)}, which this server does not reach. Nothing was changed.", host=_name(sandbox)
-        )
+        message = f"{_describe_location(sandbox)}, which this server does not reach. Nothing was changed."
+        error = WrongHost(message, host=_name(sandbox))
+        error.provider = sandbox.provider
+        raise error
 
 
 def get_sandbox_provider(sandbox: Sandbox) -> Provider:
@@ -132,7 +133,8 @@ def get_sandbox_provider(sandbox: Sandbox) -> Provider:
     `get_provider` does."""
     provider = providers.get_provider(sandbox.provider)
     if sandbox.host_id is None or sandbox.host_id != get_local_host_id(sandbox.provider):
-        raise Unavailable(f"{_describe_location(sandbox)}, which this process does not reach.")
+        message = f"{_describe_location(sandbox)}, which this process does not reach."
+        raise Unavailable(message, cause=FailureCause.ENGINE_UNREACHABLE, provider=sandbox.provider)
     return bind_provider(provider, sandbox.host_id)
 
 

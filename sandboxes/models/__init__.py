@@ -9,7 +9,7 @@ from sandboxes.models.policies import Policy
 from sandboxes.models.pools import Pool, Quota
 from sandboxes.models.processes import Process, ProcessStatus
 from sandboxes.models.readings import Reading
-from sandboxes.models.runs import RUN_KINDS, Run, RunOutcome
+from sandboxes.models.runs import NEVER_STARTED, RUN_KINDS, Run, RunOutcome
 from sandboxes.models.sandboxes import (
     ALIVE_STATES,
     AWAKE_STATES,
@@ -30,6 +30,7 @@ __all__ = [
     "AWAKE_STATES",
     "GONE_STATES",
     "IN_FLIGHT_STATES",
+    "NEVER_STARTED",
     "RUN_KINDS",
     "AdmissionRequest",
     "AgentData",

@@ -21,6 +21,8 @@ class RunOutcome(models.TextChoices):
     ERROR = "error", "provider error"  # the command may not have started
 
 
+# A command that failed without an exit code was rejected before it began: it was not executed.
+NEVER_STARTED = Q(outcome=RunOutcome.FAILED, exit_code=None)
 RUN_KINDS = ("exec", "turn", "file", "process")
 
 

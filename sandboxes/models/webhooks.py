@@ -14,12 +14,14 @@ from sandboxes.webhooks.addresses import get_refusal_reason
 
 
 class EventType(models.TextChoices):
-    """Types of events that webhooks receive."""
+    """Types of events that webhooks and event streams receive."""
 
     BUDGET_WARNING = "budget.warning"
     BUDGET_EXHAUSTED = "budget.exhausted"
     LEASE_ENDED = "lease.ended"
     AGENT_RUN_ENDED = "agent_run.ended"
+    QUEUED_RUN_QUEUED = "queued_run.queued"
+    QUEUED_RUN_STARTED = "queued_run.started"
     QUEUED_RUN_ENDED = "queued_run.ended"
     SANDBOX_QUARANTINED = "sandbox.quarantined"
     TEST = "webhook.test"  # sent on request of an operator, to one webhook, regardless of its subscription
@@ -142,12 +144,18 @@ class Event(models.Model):
     key = models.CharField(max_length=255, help_text="Deduplication key within the kind.")
     payload = models.JSONField()
     at = models.DateTimeField()
+    position = models.BigIntegerField(
+        null=True, unique=True, editable=False, help_text="Order of event streams, assigned after the commit of the event."
+    )
 
     class Meta:
         default_permissions = ("view",)
         ordering = ["-at", "-pk"]
         constraints = [models.UniqueConstraint(fields=["kind", "key"], name="event_once")]
-        indexes = [models.Index(fields=["-at", "-id"], name="event_newest")]
+        indexes = [
+            models.Index(fields=["-at", "-id"], name="event_newest"),
+            models.Index(fields=["at", "id"], condition=Q(position__isnull=True), name="event_without_position"),
+        ]
 
     def __str__(self) -> str:
         return f"{self.kind} {self.key}"

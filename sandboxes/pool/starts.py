@@ -71,7 +71,9 @@ def start_reserved(
             _discard(provider, sandbox)
             raise _build_overtaken_error(sandbox) from failed
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
-        raise SandboxNotReady(f"The sandbox could not be started: {failed}") from failed
+        error = SandboxNotReady(f"The sandbox could not be started: {failed}")
+        error.provider = sandbox.provider
+        raise error from failed
     if not is_ready:
         # The row left `warming` meanwhile. A destroy may have been confirmed before the provider had created anything.
         _discard(provider, sandbox)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, SupportsBytes
 
@@ -36,10 +37,26 @@ StreamContent = bytes | bytearray | SupportsBytes
 MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable that identifies the processes of one exec
 
 
+class FailureCause(StrEnum):
+    """Cause of a provider error, for programs."""
+
+    ENGINE_UNREACHABLE = "engine_unreachable"  # no connection to the engine, or the connection was lost
+    ENGINE_ERROR = "engine_error"  # the engine answered with an error of its own
+    ENGINE_REPLACED = "engine_replaced"  # the engine is not the one that started the sandbox
+    AGENT_NOT_CONNECTED = "agent_not_connected"  # no agent of the sandbox is connected, or its connection was lost
+    AGENT_FAILED = "agent_failed"  # the agent in the sandbox violated its protocol, or has lost a result
+    NOT_RUNNING = "sandbox_not_running"
+    TIMEOUT = "timeout"
+
+
 class ProviderError(Exception):
-    """The provider did not perform the operation."""
+    """The provider did not perform the operation. sandboxes.hosts.bound_provider sets `provider`, its name."""
 
     code = "provider_error"
+
+    def __init__(self, *args: object, cause: FailureCause | None = None, provider: str = "") -> None:
+        super().__init__(*args)
+        self.cause, self.provider = cause, provider
 
 
 class Unavailable(ProviderError):

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import IO
 
 from sandboxes.image import files
-from sandboxes.providers.base import TooLarge, Unavailable
+from sandboxes.providers.base import FailureCause, TooLarge, Unavailable
 
 MIN_BYTES_PER_SECOND = 1 << 20
 
@@ -35,7 +35,8 @@ def limit_stream(
             if max_bytes is not None and size > max_bytes:
                 raise TooLarge(describe_excess(max_bytes))
             if waited > timeout.total_seconds() + size / MIN_BYTES_PER_SECOND:
-                raise Unavailable(f"the copy is too slow: {size} bytes in {waited:.0f} seconds.")
+                message = f"the copy is too slow: {size} bytes in {waited:.0f} seconds."
+                raise Unavailable(message, cause=FailureCause.TIMEOUT)
             yield chunk
     finally:
         if close := getattr(chunks, "close", None):

@@ -144,6 +144,8 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
                 yield opened
             except Exception as failed:
                 error = _record_failure(opened, failed, clock, actor=actor)
+                if isinstance(error, SandboxError | ProviderError):
+                    error.provider = opened.sandbox.provider
                 if error is failed:
                     raise
                 raise error from failed

@@ -52,11 +52,11 @@ class OpenStreams:
         self.occupy_threads = True
         self._lock, self._slots, self._is_stopping = threading.Lock(), set[StreamSlot](), False
 
-    def open(self, holder: UUID, *, follows_command: bool = False) -> StreamSlot:
-        """Take a slot for a stream of a lease. Raise TooManyStreams."""
+    def open(self, holder: UUID, *, owner: str = "This lease", follows_command: bool = False) -> StreamSlot:
+        """Take a slot for a stream of a lease, or of another `owner` with an id. Raise TooManyStreams."""
         with self._lock:
             own = Counter(slot.holder for slot in self._slots)[holder]
-            _require_below("This lease", own, settings.MAX_STREAMS_PER_LEASE, "LEASEHOLD_MAX_STREAMS_PER_LEASE")
+            _require_below(owner, own, settings.MAX_STREAMS_PER_LEASE, "LEASEHOLD_MAX_STREAMS_PER_LEASE")
             _require_below("The web process", len(self._slots), self._get_maximum(), "LEASEHOLD_MAX_STREAMS")
             slot = StreamSlot(self, holder, follows_command=follows_command)
             self._slots.add(slot)

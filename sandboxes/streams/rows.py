@@ -1,8 +1,9 @@
-"""Rows of streamed Runs, read by one thread: a stream occupies no database connection while it waits."""
+"""Rows of streamed Runs and events, read by one thread: a stream occupies no database connection while it waits."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 from uuid import UUID
 
 from django.db import close_old_connections, connections
@@ -10,6 +11,7 @@ from django.db import close_old_connections, connections
 from sandboxes.models import Run
 from sandboxes.streams.registry import OPEN_STREAMS
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _thread = ThreadPoolExecutor(1, thread_name_prefix="stream-rows")
 
@@ -19,9 +21,9 @@ def fetch_run(run_id: UUID, *, with_output: bool) -> Run:
     return _thread.submit(_fetch_run, run_id, with_output).result()
 
 
-def call(query: Callable[[UUID], T], pk: UUID) -> T:
+def call(query: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return the result of a query in that thread. Raise DatabaseError."""
-    return _thread.submit(_call, query, pk).result()
+    return _thread.submit(_call, partial(query, *args, **kwargs)).result()
 
 
 def close_if_idle() -> None:
@@ -30,9 +32,9 @@ def close_if_idle() -> None:
         _thread.submit(connections.close_all).result()
 
 
-def _call(query: Callable[[UUID], T], pk: UUID) -> T:
+def _call(query: Callable[[], T]) -> T:
     close_old_connections()
-    return query(pk)
+    return query()
 
 
 def _fetch_run(run_id: UUID, with_output: bool) -> Run:

@@ -12,7 +12,8 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from django.db import connection
+from django.core.signals import request_finished
+from django.db import close_old_connections, connection
 from django.db.models import F
 from django.test import Client
 from django.utils import timezone
@@ -146,6 +147,13 @@ class ApiClient:
 
     def delete(self, path: str, **headers: str) -> Any:
         return self("DELETE", path, **headers)
+
+
+def close_response(response: Any) -> None:
+    """Close a response before its end, and keep the connection of this test to the database."""
+    request_finished.disconnect(close_old_connections)
+    response.close()
+    request_finished.connect(close_old_connections)
 
 
 @pytest.fixture

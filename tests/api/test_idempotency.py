@@ -221,7 +221,7 @@ def test_exec_with_unknown_outcome_is_not_repeated(ada: ApiClient, run_path: str
 
 @pytest.mark.django_db(transaction=True)
 def test_key_of_a_failed_exec_is_freed_after_a_failover(ada: ApiClient, run_path: str, memory, failover) -> None:
-    failover(idempotency, "_may_have_started")
+    failover(idempotency, "_record_failure")
     memory.fail("create", Unavailable("no engine"), times=1)
     assert [ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code for _ in range(2)] == [503, 200]
 

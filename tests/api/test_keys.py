@@ -9,7 +9,7 @@ from django.utils import timezone
 from leases import api_keys
 from leases.models import Agent, AgentKey, Lease
 from sandboxes.models import Pool
-from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient, assert_refused, list_operations, select_fields
+from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient, assert_refused, close_response, list_operations, select_fields
 
 pytestmark = pytest.mark.django_db
 
@@ -122,6 +122,7 @@ def test_an_operation_needs_its_scope(issue, lease) -> None:
             assert problem["code"] == "insufficient_scope", (method, path, scope)
         for scope in scopes & {"read", "costs"}:
             response = clients[scope](method, path.format(**lease))
+            close_response(response)
             assert response.status_code != 403 or response.json()["code"] != "insufficient_scope", (method, path, scope)
 
 

@@ -1,13 +1,26 @@
 """Every error under /api/ is a problem document, without HTML, stack traces and secrets."""
 
+import itertools
 import logging
 
 import pytest
 from django.db import OperationalError
+from requests.exceptions import ConnectionError, ReadTimeout
 
 from leases import leasing, renewal
+from leases.errors import InvalidRequest
 from leases.models import DID_DESCRIPTION
+from sandboxes.agent.client import NotConnected
+from sandboxes.agent.protocol import ProtocolError
+from sandboxes.agent.runs import OutcomeUnknown as AgentOutcomeUnknown
+from sandboxes.errors import ProviderCallFailed
+from sandboxes.failures import find_cause
 from sandboxes.models import Host, Run
+from sandboxes.providers.base import FailureCause, Missing, Rejected, Unavailable
+from sandboxes.providers.docker import engine
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.storage.base import StoreError
+from sandboxes.stores import lease_stores
 from tests.api.conftest import ApiClient
 
 pytestmark = pytest.mark.django_db
@@ -32,6 +45,7 @@ def test_unknown_urls_and_methods_are_problem_documents(ada: ApiClient, method: 
     problem = response.json()
     assert (response.status_code, response["Content-Type"]) == (status, "application/problem+json")
     assert (problem["status"], problem["type"]) == (status, f"urn:leasehold:problem:{problem['code']}")
+    assert (problem["operation"], problem["provider"], problem["cause"]) == (method, None, None)
     assert ("Allow" in response.headers) == (status == 405)
 
 
@@ -65,8 +79,61 @@ def test_a_database_that_does_not_answer_is_unavailable(ada: ApiClient, lease, m
     monkeypatch.setattr(renewal, "renew_with_key", locked)
     response = ada.post(f"leases/{lease['id']}/renew")
     assert (response.status_code, response.json()["code"]) == (503, "unavailable")
+    assert (response.json()["operation"], response.json()["cause"]) == ("leases_renew", "database_unavailable")
     assert response["Retry-After"] == "5"
     assert "locked" not in response.content.decode()
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "code", "cause"),
+    [
+        ("create", Unavailable("no engine", cause=FailureCause.ENGINE_UNREACHABLE), "sandbox_not_ready", "engine_unreachable"),
+        ("create", Unavailable("slow"), "sandbox_not_ready", "provider_unavailable"),
+        ("exec", Unavailable("slow", cause=FailureCause.TIMEOUT), "provider_unavailable", "timeout"),
+        ("exec", Rejected("no such directory"), "provider_rejected", None),
+        ("exec", Missing("gone"), "lease_ended", "sandbox_missing"),
+    ],
+)
+def test_failure_of_a_provider_names_operation_provider_and_cause(
+    ada: ApiClient, lease, memory: MemoryProvider, method: str, error: Exception, code: str, cause: str | None
+) -> None:
+    memory.fail(method, error, times=1)
+    problem = ada.post(f"leases/{lease['id']}/exec", {"argv": ["true"]}).json()
+    assert (problem["code"], problem["operation"], problem["provider"]) == (code, "leases_exec", "memory")
+    assert problem["cause"] == cause
+
+
+def test_failure_of_a_store_is_the_cause(ada: ApiClient, lease, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise StoreError("s3", "get", "no response from /var/lib/secret")
+
+    monkeypatch.setattr(lease_stores, "open_stores", fail)
+    problem = ada.get(f"leases/{lease['id']}/artifacts").json()
+    assert (problem["code"], problem["operation"], problem["provider"]) == ("store_unavailable", "leases_artifacts_list", None)
+    assert (problem["cause"], "secret" in str(problem)) == (None, False)
+
+
+def test_cause_of_a_lost_agent_is_found_behind_the_error_of_the_provider() -> None:
+    def fail(*chain: Exception) -> Exception:
+        for error, cause in itertools.pairwise(chain):
+            error.__cause__ = cause
+        return chain[0]
+
+    assert find_cause(fail(ProviderCallFailed(), Unavailable("x"), NotConnected("y"))) == "agent_not_connected"
+    assert find_cause(fail(Unavailable("x"), AgentOutcomeUnknown("y"), ProtocolError("z"))) == "agent_failed"
+    assert find_cause(fail(Unavailable("x"), TimeoutError())) == "timeout"
+    assert find_cause(fail(ProviderCallFailed(), Unavailable("x"))) == "provider_unavailable"
+    assert find_cause(fail(InvalidRequest("field", "x"), ValueError("/etc/passwd"))) == ""
+
+
+def test_lost_connection_to_the_engine_is_told_from_a_slow_engine() -> None:
+    for failed, cause in (
+        (ConnectionError("refused"), FailureCause.ENGINE_UNREACHABLE),
+        (ReadTimeout("60 s"), FailureCause.TIMEOUT),
+    ):
+        with pytest.raises(Unavailable) as raised, engine.translate_errors():
+            raise failed
+        assert raised.value.cause == cause
 
 
 def test_all_invalid_fields_are_named_and_described(ada: ApiClient, acquire_body) -> None:
@@ -107,4 +174,5 @@ def test_a_sandbox_on_another_host_is_a_problem_that_names_the_host(ada: ApiClie
     assert (response.status_code, response["Retry-After"]) == (503, "5")
     problem = response.json()
     assert (problem["code"], problem["host"]) == ("wrong_host", Host.objects.get(engine_id="engine-a").name)
+    assert (problem["operation"], problem["provider"], problem["cause"]) == ("leases_exec", "memory", None)
     assert Run.objects.count() == 1

@@ -56,6 +56,7 @@ def test_queued_run_without_a_lease_has_the_result_of_a_one_shot_run(ada: ApiCli
         "code": "failed",
         "operation": "exec",
         "provider": "",
+        "cause": "",
         "message": "Exit code 3.",
         "retryable": False,
     }

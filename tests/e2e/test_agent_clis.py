@@ -129,6 +129,14 @@ def test_codex_executes_a_command_and_resumes_its_session(fleet: Fleet, lease: s
     assert "Write a file." in json.dumps(model.requests[-1][2]["input"])
 
 
+@pytest.mark.parametrize("mode", ["read-only", "workspace-write"])
+def test_codex_cannot_restrict_commands_in_the_container(fleet: Fleet, lease: str, mode: str) -> None:  # noqa: F811
+    """The reason for its `permission_modes`: if a version can, the modes `plan` and `acceptEdits` become possible."""
+    argv = ["codex", "sandbox", "-c", f"sandbox_mode={mode}", "--", "true"]
+    answer = fleet.post(f"/leases/{lease}/exec", {"argv": argv})[1]
+    assert answer["exit_code"] != 0 and "namespace" in answer["stderr"], answer
+
+
 def test_packages_of_the_image_are_those_of_the_adapters() -> None:
     """`.ci/services` installs them by name."""
     script = (Path(__file__).resolve().parents[2] / ".ci/services").read_text()

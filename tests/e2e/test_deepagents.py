@@ -1,10 +1,11 @@
-"""The deepagents backend against a running control plane: LangChain's suite for sandbox backends, unmodified, and own tests."""
+"""Adapters for deepagents with a running control plane: LangChain's suite for sandbox backends, unmodified, and own tests."""
 
 import json
 import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,25 +17,46 @@ from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 CHECKOUT = MANAGE.parent
 SUITE = CHECKOUT / "tests" / "support" / "deepagents_suite.py"
+PROVIDER_SUITE = CHECKOUT / "tests" / "support" / "deepagents_code_suite.py"
+DID = "did:web:deepagents.invalid"
+PROVIDER_TESTS = 6
 OWN_TESTS = 8  # of the file; the rest is LangChain's suite
 STANDARD_TESTS = 86
 
 
-def test_backend_passes_the_suite_of_langchain(fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
-    python = os.environ.get("TEST_DEEPAGENTS_PYTHON")
+def run_suite(fleet: Fleet, directory: Path, suite: Path, python_variable: str, *options: str) -> str:  # noqa: F811
+    """Execute a suite by the Python of another environment against a running control plane. Return its output."""
+    python = os.environ.get(python_variable)
     if not python:
-        skip_or_fail("No deepagents: TEST_DEEPAGENTS_PYTHON is not set; .ci/services installs it.")
+        skip_or_fail(f"No deepagents: {python_variable} is not set; .ci/services installs it.")
     fleet.update("UPDATE sandboxes_pool SET memory_mib = 512")  # a quarter of it for /tmp, into which the suite writes 50 MB
-    suite = shutil.copy(SUITE, tmp_path / "test_suite.py")  # away from the conftest.py of this checkout
+    copy = shutil.copy(suite, directory / "test_suite.py")  # away from the conftest.py of this checkout
     fleet.up()
-    created = run_manage(fleet.path, "create_key", "--agent", "did:web:deepagents.invalid", "--json", **fleet.env)
+    created = run_manage(fleet.path, "create_key", "--agent", DID, "--json", **fleet.env)
     environment = {
-        "PATH": os.environ["PATH"], "PYTHONPATH": str(CHECKOUT), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(tmp_path),
-        "LEASEHOLD_URL": f"http://127.0.0.1:{fleet.port}", "LEASEHOLD_KEY": json.loads(created.stdout)["key"],
+        "PATH": os.environ["PATH"], "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{directory}", "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": str(directory), "LEASEHOLD_URL": f"http://127.0.0.1:{fleet.port}", "LEASEHOLD_AGENT": DID,
+        "LEASEHOLD_KEY": json.loads(created.stdout)["key"],
     }  # fmt: skip
-    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={tmp_path}", "--asyncio-mode=auto"]
+    all_options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={directory}", *options]
     done = subprocess.run(
-        [str(python), "-m", "pytest", *options, str(suite)], env=environment, cwd=tmp_path, capture_output=True, text=True,
+        [str(python), "-m", "pytest", *all_options, str(copy)], env=environment, cwd=directory, capture_output=True, text=True,
         timeout=600,
     )  # fmt: skip
-    assert re.search(rf"^{STANDARD_TESTS + OWN_TESTS} passed", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_backend_passes_the_suite_of_langchain(fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
+    output = run_suite(fleet, tmp_path, SUITE, "TEST_DEEPAGENTS_PYTHON", "--asyncio-mode=auto")
+    assert re.search(rf"^{STANDARD_TESTS + OWN_TESTS} passed", output, re.MULTILINE), output
+
+
+def test_deep_agents_code_leases_its_sandboxes(fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
+    metadata = tmp_path / "leasehold-0.dist-info"  # as pip writes it for the package
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: leasehold\nVersion: 0\n")
+    groups = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = (f"[{group}]\n" + "".join(f"{name} = {path}\n" for name, path in each.items()) for group, each in groups.items())
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    output = run_suite(fleet, tmp_path, PROVIDER_SUITE, "TEST_DEEPAGENTS_CODE_PYTHON")
+    assert re.search(rf"^{PROVIDER_TESTS} passed", output, re.MULTILINE), output

@@ -591,11 +591,11 @@ MUTANTS = (
     Mutant(
         name="hosts-missing-from-another-engine",
         path="sandboxes/hosts/bound_provider.py",
-        before="""        except Missing:
-            require_engine(self._provider, self._host_id)
+        before="""        except ProviderError as error:
+            self._check_error(error)
             raise
         if name""",
-        after="""        except Missing:
+        after="""        except ProviderError:
             raise
         if name""",
         tests=[f"{TEST_HOSTS}::test_a_missing_sandbox_counts_only_if_the_engine_is_still_its_own"],

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from leases import leasing, sweeps
+from leases import api_keys, leasing, sweeps
 from leases.agent_runs.models import AgentRun
 from leases.errors import TooManyQueuedRuns
-from leases.models import Lease
+from leases.models import AgentKey, Lease
 from leases.queue import attempts, queue
 from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
 from sandboxes.models import Event, Pool, Run, Sandbox
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.base import FailureCause, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import update_pool
@@ -78,6 +78,46 @@ def test_run_without_a_lease_gets_a_sandbox_that_is_destroyed(pool: Pool, memory
     row = reload(row)
     assert (row.state, Lease.objects.get(pk=row.run_id).status) == ("completed", "destroyed")
     assert not memory.list(str(pool.owner))
+
+
+@pytest.fixture
+def key() -> AgentKey:
+    return api_keys.issue_key(["did:plc:ada"], now=NOW)[0]
+
+
+def test_rate_limit_of_new_leases_delays_the_start(pool: Pool, memory: MemoryProvider, key: AgentKey, settings: Any) -> None:
+    settings.CREATES_PER_MINUTE = 1
+    request = ONE_SHOT | {"pool": pool.name, "key_id": str(key.pk)}
+    first, second = enqueue(pool, request=request), enqueue(pool, request=request)
+    assert work() == 2
+    refused, started = sorted((reload(first), reload(second)), key=lambda row: row.state, reverse=True)
+    assert (started.state, refused.state, count_executions(memory)) == ("completed", "queued", 1)
+    assert (refused.error["code"], refused.error["retryable"]) == ("rate_limited", True)
+    assert refused.available_at > NOW
+    assert Lease.objects.count() == 1
+    assert work() == 0
+    assert work(NOW + 2 * MINUTE) == 1
+    assert reload(refused).state == "completed"
+
+
+@pytest.mark.parametrize(
+    ("restriction", "message"),
+    [
+        ({"allowed_environment_types": ["catan"]}, "This API key may not use that environment type."),
+        ({"allowed_pools": ["other"]}, "This API key may not use that pool."),
+        ({"revoked_at": NOW}, "The API key that queued the run was revoked or has expired."),
+        ({"expires_at": NOW}, "The API key that queued the run was revoked or has expired."),
+    ],
+)
+def test_key_is_checked_again_when_the_run_starts(
+    pool: Pool, memory: MemoryProvider, key: AgentKey, restriction: dict[str, Any], message: str
+) -> None:
+    row = enqueue(pool, request=ONE_SHOT | {"pool": pool.name, "key_id": str(key.pk)})
+    AgentKey.objects.filter(pk=key.pk).update(**restriction)
+    assert work() == 1
+    row = reload(row)
+    assert (row.state, row.error["message"], row.error["retryable"]) == ("failed", message, False)
+    assert (Lease.objects.count(), count_executions(memory)) == (0, 0)
 
 
 def test_secrets_are_encrypted_and_deleted_at_the_end(lease: Lease, pool: Pool) -> None:
@@ -194,6 +234,16 @@ def test_full_pool_is_tried_again_after_a_backoff(lease: Lease, pool: Pool, gran
     Sandbox.objects.update(state="waiting", open_runs=0, idle_at=NOW)
     assert work(NOW + MINUTE) == 1
     assert (reload(row).state, reload(row).attempt) == ("completed", 2)
+
+
+def test_error_of_an_attempt_names_provider_and_cause(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease)
+    memory.fail("create", Unavailable("no engine", cause=FailureCause.ENGINE_UNREACHABLE), times=1)
+    work()
+    error = reload(row).error
+    assert error is not None
+    expected = ("sandbox_not_ready", "start", "memory", "engine_unreachable")
+    assert (error["code"], error["operation"], error["provider"], error["cause"]) == expected
 
 
 def test_permanent_error_ends_the_run(lease: Lease, pool: Pool) -> None:
@@ -423,6 +473,23 @@ def test_end_of_each_run_is_one_event(lease: Lease, pool: Pool) -> None:
     }
     assert (events["completed"]["exit_code"], events["completed"]["run_id"]) == (0, str(reload(rows["completed"]).run_id))
     assert (events["failed"]["error"]["code"], events["interrupted"]["run_id"]) == ("failed", None)
+
+
+def test_each_attempt_is_announced(pool: Pool, lease: Lease, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease)
+    memory.fail("create", Unavailable("no engine"), times=1)
+    assert [work(), work(NOW + MINUTE)] == [1, 1]
+    events = [*Event.objects.filter(kind__startswith="queued_run.").order_by("at")]
+    payloads = [(event.kind, event.payload["state"], event.payload["attempt"]) for event in events]
+    assert sorted(payloads) == [
+        ("queued_run.ended", "completed", 2),
+        ("queued_run.queued", "queued", 0),
+        ("queued_run.queued", "queued", 1),
+        ("queued_run.started", "started", 1),
+        ("queued_run.started", "started", 2),
+    ]
+    started = [event.payload for event in events if event.kind == "queued_run.started"]
+    assert (started[1]["queued_run_id"], started[1]["run_id"]) == (str(row.pk), str(reload(row).run_id))
 
 
 def test_totals_and_the_age_of_the_oldest_pending_run(pool: Pool, lease: Lease) -> None:

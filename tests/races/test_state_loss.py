@@ -222,7 +222,7 @@ class TestFailover:
             sh(lease, "echo done", NOW)
         run = Run.objects.get()
         assert raised.value.extra == {"run_id": str(run.pk), "exit_code": 0}
-        response = build_error_response(raised.value, "/")
+        response = build_error_response(raised.value, "/", "GET")
         assert (response.status_code, response.headers.get("Retry-After")) == (409, None)
         assert len([verb for verb, _ in memory.calls if verb == "exec"]) == 1
 

@@ -69,9 +69,10 @@ class AgentCli(ABC):
     """An agent CLI. Instances have no state."""
 
     name: str
-    npm_package = ""  # with its version, for `manage.py build_image --cli`
+    npm_package = ""  # with its version, for `manage.py build_image --npm`
     default_model = ""
     unsupported_options: frozenset[str] = frozenset()
+    permission_modes: Sequence[str] = PERMISSION_MODES
 
     @abstractmethod
     def build_argv(self, options: AgentOptions, *, session_id: str = "") -> list[str]:
@@ -93,6 +94,9 @@ class AgentCli(ABC):
         for name in sorted(self.unsupported_options):
             if getattr(options, name):
                 raise InvalidRequest(name, f"The agent CLI {self.name} does not support this option.")
+        if options.permission_mode not in self.permission_modes:
+            modes = ", ".join(self.permission_modes)
+            raise InvalidRequest("permission_mode", f"The agent CLI {self.name} supports only: {modes}.")
 
     def build_command(self, options: AgentOptions) -> list[str]:
         """Return the command line of a Run. A session whose state is gone is not resumed: the prompt begins a new one."""

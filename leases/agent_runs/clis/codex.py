@@ -17,7 +17,8 @@ PROVIDER = {
     "env_key": "OPENAI_API_KEY",
     "wire_api": "responses",
 }
-# The CLI's own sandbox is a second one inside the container, and needs user namespaces, which the container does not grant.
+# The CLI restricts commands by a sandbox of its own, which needs user namespaces. The container grants none: with the modes
+# read-only and workspace-write every command fails. The CLI can therefore not enforce `plan` and `acceptEdits`.
 BYPASS_SANDBOX = "--dangerously-bypass-approvals-and-sandbox"
 
 
@@ -25,12 +26,12 @@ class Codex(AgentCli):
     name = "codex"
     npm_package = "@openai/codex@0.169.0"
     unsupported_options = frozenset({"argv", "system_prompt"})
+    permission_modes = ("default", "bypassPermissions")
 
     def build_argv(self, options: AgentOptions, *, session_id: str = "") -> list[str]:
         provider = ", ".join(f"{name} = {json.dumps(value)}" for name, value in PROVIDER.items())
         argv = ["codex", "exec", *(["resume", session_id] if session_id else []), "--json", "--skip-git-repo-check"]
-        argv += ["--sandbox", "read-only"] if options.permission_mode == "plan" else [BYPASS_SANDBOX]
-        argv += ["-c", "model_provider=leasehold", "-c", f"model_providers.leasehold={{{provider}}}"]
+        argv += [BYPASS_SANDBOX, "-c", "model_provider=leasehold", "-c", f"model_providers.leasehold={{{provider}}}"]
         argv += ["-c", 'web_search="disabled"']  # executed by the provider, which the egress proxy refuses
         if options.model:
             argv += ["--model", options.model]

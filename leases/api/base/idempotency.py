@@ -27,7 +27,7 @@ from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
 from sandboxes.errors import OutcomeUnknown
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import Run, RunOutcome
+from sandboxes.models import NEVER_STARTED, Run, RunOutcome
 
 HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
@@ -99,7 +99,7 @@ def execute_once(
 
 def _record_failure(own_row: QuerySet[IdempotentRequest], run_id: uuid.UUID | None, *, now: datetime) -> None:
     """Free the key of a failed request, or end its wait if the operation must not be repeated and may have started."""
-    if run_id is None or not _may_have_started(run_id):
+    if run_id is None or not Run.objects.filter(pk=run_id).exclude(NEVER_STARTED).exists():
         own_row.delete()
     else:
         own_row.update(deadline_at=now)
@@ -181,11 +181,6 @@ def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:
     The id is derived from the row, so that it is known after the process has died. The random digest makes it unique across
     installations. The first one stays when the key is rotated."""
     return uuid.uuid5(uuid.NAMESPACE_OID, f"{holder.first_digest} {row.pk}")
-
-
-def _may_have_started(run_id: uuid.UUID) -> bool:
-    # A run that failed without an exit code was rejected by the provider before execution.
-    return Run.objects.filter(pk=run_id).exclude(outcome=RunOutcome.FAILED, exit_code=None).exists()
 
 
 def _build_response(status: int, data: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> HttpResponse:

@@ -25,6 +25,13 @@ class ProblemSerializer(serializers.Serializer):
     detail = serializers.CharField(help_text="Explanation for a person.")
     code = serializers.CharField(help_text="Stable error code for programs.")
     retryable = serializers.BooleanField(help_text="The same request may succeed later: after Retry-After.")
+    operation = serializers.CharField(help_text="Operation id; the HTTP method of a request that no operation accepts.")
+    provider = serializers.CharField(allow_null=True, help_text="Provider of the sandbox whose operation failed. Else null.")
+    cause = serializers.CharField(
+        allow_null=True,
+        help_text="Code of the failure behind this error, such as engine_unreachable, agent_not_connected or timeout. Null: no "
+        "other failure is known.",
+    )
     field = serializers.CharField(required=False, help_text="Name of the invalid field, query parameter or header.")
     errors = FieldProblemSerializer(many=True, required=False, help_text="All invalid fields.")  # type: ignore[assignment]
     end_reason = serializers.CharField(required=False, help_text="With 410 lease_ended.")

@@ -10,6 +10,7 @@ from drf_spectacular.plumbing import build_bearer_security_scheme_object
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, inline_serializer
 from rest_framework import serializers
+from rest_framework.views import APIView
 
 from leases.api.base.fields import ENCODINGS
 from leases.api.base.problems import ProblemSerializer
@@ -92,6 +93,17 @@ def build_page_serializer(item: type[serializers.Serializer]) -> serializers.Ser
         f"PageOf{item.__name__}",
         {"results": item(many=True), "next": serializers.CharField(allow_null=True, help_text="URL of the next page.")},
     )
+
+
+def find_operation_id(view: APIView, method: str) -> str:
+    """Return the id of the operation that serves requests of a method, "" if the view has none."""
+    handler = getattr(view, method.lower(), None)
+    decorated = getattr(handler, "kwargs", {}).get("schema")  # set by extend_schema
+    if decorated is None:
+        return ""
+    operation: AutoSchema = decorated()
+    operation.view = view
+    return str(operation.get_operation_id())
 
 
 class ApiSchema(AutoSchema):

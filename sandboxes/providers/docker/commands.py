@@ -19,6 +19,7 @@ from sandboxes.providers.base import (
     WORKSPACE,
     ExecResult,
     ExecState,
+    FailureCause,
     Missing,
     OutputReader,
     OutputView,
@@ -82,7 +83,7 @@ class ContainerCommandProvider(Provider):
             except Conflict as error:  # the container stopped before the exec started: nothing has run yet
                 reason = error
                 time.sleep(delay)
-        raise Unavailable(f"No command can be started in {ref}: {reason}")
+        raise Unavailable(f"No command can be started in {ref}: {reason}", cause=FailureCause.NOT_RUNNING)
 
     def _exec_by_agent(self, ref: str, run: AgentRun, output: OutputView, *, retain: bool) -> ExecResult | None:
         """Run a command by the agent in the container. Return None if the agent has not started it.
@@ -233,7 +234,7 @@ class ContainerCommandProvider(Provider):
             except Missing:
                 if not replacement.complete_replacement(self._engine, ref):
                     raise
-        raise Unavailable(f"The container {ref} does not stay running")
+        raise Unavailable(f"The container {ref} does not stay running", cause=FailureCause.NOT_RUNNING)
 
     def _ensure_running(self, ref: str) -> None:
         with contextlib.suppress(Conflict, Missing), translate_errors():  # another thread may be doing the same

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 from docker import APIClient
 from docker.errors import APIError, DockerException
 from docker.utils import kwargs_from_env, parse_host
-from requests.exceptions import RequestException
+from requests.exceptions import RequestException, Timeout
 
-from sandboxes.providers.base import Missing, ProviderError, Rejected, ResourceUsage, Unavailable
+from sandboxes.providers.base import FailureCause, Missing, ProviderError, Rejected, ResourceUsage, Unavailable
 from sandboxes.providers.docker.freezer import Freezer, find_freezer
 
 CALL_TIMEOUT_SECONDS = 60  # of one API call
@@ -38,7 +38,15 @@ class Conflict(Unavailable):
 
 def _to_provider_error(status: int, message: str) -> ProviderError:
     kinds: dict[int, type[ProviderError]] = {404: Missing, 409: Conflict}
-    return kinds.get(status, Rejected if 400 <= status < 500 else Unavailable)(message.strip())
+    cause = FailureCause.ENGINE_ERROR if status >= 500 else None
+    return kinds.get(status, Rejected if 400 <= status < 500 else Unavailable)(message.strip(), cause=cause)
+
+
+def build_unavailable(error: Exception) -> Unavailable:
+    """Return the error of the provider port for a failed connection to the engine."""
+    is_timeout = isinstance(error, TimeoutError | Timeout)
+    cause = FailureCause.TIMEOUT if is_timeout else FailureCause.ENGINE_UNREACHABLE
+    return Unavailable(f"Docker is unavailable: {error}", cause=cause)
 
 
 @contextlib.contextmanager
@@ -49,7 +57,7 @@ def translate_errors() -> Iterator[None]:
     except APIError as error:
         raise _to_provider_error(error.status_code or 500, error.explanation or str(error)) from error
     except (DockerException, RequestException) as error:
-        raise Unavailable(f"Docker is unavailable: {error}") from error
+        raise build_unavailable(error) from error
 
 
 class _EngineConnection(http.client.HTTPConnection):
@@ -133,7 +141,7 @@ class Engine:
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if not is_reused or isinstance(error, TimeoutError):  # a reused connection may have been closed by the daemon
-                    raise Unavailable(f"Docker is unavailable: {error}") from error
+                    raise build_unavailable(error) from error
         self._idle.append(connection)
         return _decode_response(response.status, content)
 
@@ -156,7 +164,7 @@ class Engine:
                 connection.connect(self._host.path)
                 return connection
         except OSError as error:
-            raise Unavailable(f"Docker is unavailable: {error}") from error
+            raise build_unavailable(error) from error
         raise Rejected("DOCKER_HOST must be a unix socket or plain TCP: stdin cannot be half-closed over TLS or ssh.")
 
     def cgroup(self, ref: str) -> Cgroup | None:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sandboxes.providers.base import Missing, Unavailable
-from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, Engine
+from sandboxes.providers.base import Missing
+from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, Engine, build_unavailable
 
 CHUNK_BYTES = 1 << 18
 
@@ -43,7 +43,7 @@ class EngineExec:
         try:
             connection.sendall((head + body).encode())
         except OSError as error:
-            raise Unavailable(f"Docker is unavailable: {error}") from error
+            raise build_unavailable(error) from error
         connection.setblocking(False)
 
     def frames(self) -> Iterator[tuple[int, bytes]]:

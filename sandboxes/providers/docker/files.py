@@ -30,6 +30,7 @@ from sandboxes.providers.base import (
     GET_FILES_TIMEOUT,
     WORKSPACE,
     BadPath,
+    FailureCause,
     FileStat,
     NoSuchFile,
     ProviderError,
@@ -190,7 +191,8 @@ def _translate_operation_errors(chunks: Iterator[bytes], ref: str, words: Sequen
 
 
 def _stalled(ref: str, words: Sequence[str]) -> Unavailable:
-    return Unavailable(f"{ref}: no progress of {words[0]} in {words[1]} for {IDLE_TIMEOUT_SECONDS:.0f} s")
+    message = f"{ref}: no progress of {words[0]} in {words[1]} for {IDLE_TIMEOUT_SECONDS:.0f} s"
+    return Unavailable(message, cause=FailureCause.TIMEOUT)
 
 
 def _encode_stdin(*words: str, content: bytes = b"") -> BinaryIO:

@@ -25,6 +25,7 @@ from sandboxes.providers.base import (
     DATA,
     SOCKETS_DIRECTORY,
     WORKSPACE,
+    FailureCause,
     Missing,
     ProviderSandbox,
     Rejected,
@@ -208,7 +209,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
             except Unavailable as error:
                 reason = str(error)
             time.sleep(0.1)
-        raise Unavailable(f"{ref} is not ready after {timeout}: {reason}")
+        raise Unavailable(f"{ref} is not ready after {timeout}: {reason}", cause=FailureCause.TIMEOUT)
 
     def _is_init_running(self, ref: str) -> bool:
         """Return whether process 1 has executed agent.pyc. False if the container's processes are not visible from here."""
@@ -233,7 +234,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
             except Conflict:  # another removal is in progress
                 pass
             time.sleep(0.05)
-        raise Unavailable(f"{ref} is still being removed")
+        raise Unavailable(f"{ref} is still being removed", cause=FailureCause.TIMEOUT)
 
     def _remove_container(self, ref: str) -> None:
         """Remove the container with all of its processes. Raise Missing if it does not exist."""

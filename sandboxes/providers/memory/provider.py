@@ -49,6 +49,7 @@ from sandboxes.providers.base import (
     BadPath,
     ExecResult,
     ExecState,
+    FailureCause,
     FileStat,
     Missing,
     NoSuchFile,
@@ -318,7 +319,7 @@ class MemoryProvider(HookedCalls, Provider):
         with self.hooked_call("suspend", ref), self._lock:
             sandbox = self._get(ref)
             if not sandbox.running:
-                raise Unavailable(f"{ref} does not run.")
+                raise Unavailable(f"{ref} does not run.", cause=FailureCause.NOT_RUNNING)
             sandbox.suspended = True
 
     def resume(self, ref: str) -> None:
@@ -472,7 +473,7 @@ class MemoryProvider(HookedCalls, Provider):
     def _running(self, ref: str) -> MemorySandbox:
         sandbox = self._get(ref)
         if not sandbox.running:
-            raise Unavailable(f"{ref} does not run.")
+            raise Unavailable(f"{ref} does not run.", cause=FailureCause.NOT_RUNNING)
         if sandbox.suspended:  # stricter than Docker, which resumes the sandbox: a missing `resume` shows in tests
             raise Unavailable(f"{ref} is suspended.")
         return sandbox

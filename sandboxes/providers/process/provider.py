@@ -49,6 +49,7 @@ from sandboxes.providers.base import (
     BadPath,
     ExecResult,
     ExecState,
+    FailureCause,
     FileStat,
     Missing,
     NoSuchFile,
@@ -134,7 +135,7 @@ class ProcessProvider(BackgroundProcessProvider):
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.inspect(ref).running:
             if time.monotonic() >= deadline:
-                raise Unavailable(f"{ref} is not ready after {timeout.total_seconds():g} s")
+                raise Unavailable(f"{ref} is not ready after {timeout.total_seconds():g} s", cause=FailureCause.TIMEOUT)
             time.sleep(0.05)
 
     def find_exec(self, ref: str, mark: str) -> ExecState | None:
@@ -340,7 +341,8 @@ class ProcessProvider(BackgroundProcessProvider):
             try:
                 return SandboxDirectory(path, sockets=json.loads((path / METADATA_FILE).read_bytes())["sockets"])
             except FileNotFoundError:
-                raise Unavailable(f"{ref} does not run: it is being created or destroyed.") from None
+                message = f"{ref} does not run: it is being created or destroyed."
+                raise Unavailable(message, cause=FailureCause.NOT_RUNNING) from None
 
     @contextmanager
     def _files(self, ref: str, root: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from django.utils import timezone
 from leases import leasing, sweeps
 from leases.agent_runs import recorder
 from leases.agent_runs.models import AgentRun
+from leases.agent_runs.results import load_result
 from leases.api import command_threads
 from leases.models import EnvironmentType
 from sandboxes.db import connection_errors
@@ -184,8 +185,7 @@ def test_cost_limit_is_that_of_the_metered_calls(ada: ApiClient, url: str, lease
     wait_until(lambda: timezone.now() > later, "the call has started")
     row = AgentRun.objects.get()
     AgentRun.objects.filter(pk=row.pk).update(started_at=earlier + timedelta(seconds=1))
-    row.refresh_from_db()
-    assert recorder.sum_cost(row, until=timezone.now()) == Decimal("0.03")
+    assert load_result(row.pk, now=timezone.now()).cost == 0  # the call began after the end of the run
     AgentRun.objects.update(ended_at=timezone.now())
     assert ada.get(url).json()["results"][0]["cost_usd"] == "0.030000000"
 
@@ -241,6 +241,8 @@ def test_agent_that_cannot_start_leaves_no_row(ada: ApiClient, url: str, lease: 
         ({"model": "m"}, "model"),
         ({"session_id": "s"}, "session_id"),
         ({"cli": "codex", "system_prompt": "x", "argv": None}, "system_prompt"),
+        ({"cli": "codex", "permission_mode": "plan", "argv": None}, "permission_mode"),
+        ({"cli": "codex", "permission_mode": "acceptEdits", "argv": None}, "permission_mode"),
         ({"cli": "claude-code"}, "argv"),
         ({"resume": True, "session_id": "s", "cli": "codex", "argv": None}, "resume"),
     ],
@@ -270,6 +272,31 @@ def test_recorder_that_died_is_replaced_after_its_last_message(ada: ApiClient, u
     repeated = [message["sequence"] for message in read_chat(ada, url)]
     assert sorted(repeated) == [0, 1, 2, 3, 3, 4, 4, 5, 5]
     assert ada.get(f"{url}/{run_id}").json()["ended_at"]
+
+
+@pytest.mark.parametrize("error", [ValueError("bad message"), recorder.RecorderReplaced()])
+def test_run_that_cannot_be_recorded_does_not_delay_others(
+    ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    run_agent(ada, url, *MESSAGES)
+    run_agent(ada, url, *MESSAGES)
+    second, first = AgentRun.objects.all()
+    AgentRun.objects.update(state="running", ended_at=None, stdout_offset=0, message_count=0)
+    AgentRun.objects.filter(pk=first.pk).update(recorder_deadline=first.recorder_deadline - timedelta(hours=1))
+    record = recorder.Recorder.record
+
+    def fail_first(self: recorder.Recorder) -> None:
+        if self._agent_run.pk == first.pk:
+            raise error
+        record(self)
+
+    monkeypatch.setattr(recorder.Recorder, "record", fail_first)
+    result = sweeps.recover_stalled(now=timezone.now() + timedelta(hours=2))
+    assert result.counts["agent runs recorded"] == 1
+    assert set(AgentRun.objects.filter(ended_at__isnull=False)) == {second}
+    is_failure = isinstance(error, ValueError)
+    assert result.failures == ([f"agent run {first.pk}: bad message"] if is_failure else [])
+    assert result.counts.get("lost race", 0) == (not is_failure)
 
 
 def test_run_that_never_began_is_closed_as_failed(ada: ApiClient, url: str) -> None:

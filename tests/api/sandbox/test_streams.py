@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from django.conf import LazySettings
-from django.core.signals import request_finished
-from django.db import close_old_connections, connections
+from django.db import connections
 from django.utils import timezone
 
 from leases import leasing
@@ -17,7 +16,7 @@ from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.base import Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.streams.registry import OPEN_STREAMS
-from tests.api.conftest import ApiClient, assert_refused
+from tests.api.conftest import ApiClient, assert_refused, close_response
 from tests.support.event_stream import Event, join_output, parse_events
 from tests.support.waiting import wait_until
 
@@ -40,13 +39,6 @@ def read_events(response: Any) -> list[Event]:
     assert (response.status_code, response.headers["Content-Type"]) == (200, "text/event-stream")
     content = b"".join(response.streaming_content)  # the test client closes the response at its end
     return list(parse_events(content.splitlines(keepends=True)))
-
-
-def close(response: Any) -> None:
-    """Close a response before its end, and keep the connection of this test to the database."""
-    request_finished.disconnect(close_old_connections)
-    response.close()
-    request_finished.connect(close_old_connections)
 
 
 def stream(api: ApiClient, run_url: str, last_event_id: str = "", query: str = "") -> list[Event]:
@@ -130,9 +122,9 @@ def test_stream_above_a_limit_is_refused_until_one_is_closed(
     first, second = ada.get(f"{run_url}/stream"), ada.get(f"{run_url}/stream")
     problem = assert_refused(ada, "GET", f"{run_url}/stream", None, 429)
     assert (problem["code"], problem["limit"]) == ("too_many_streams", 2)
-    close(first)  # without a read
+    close_response(first)  # without a read
     assert len(stream(ada, run_url)) == 4
-    close(second)
+    close_response(second)
     assert OPEN_STREAMS.count() == 0
 
 
@@ -188,7 +180,7 @@ def test_command_continues_without_its_client(ada: ApiClient, lease_url: str, me
         response = start(ada, lease_url, "echo", "done")
         begin = json.loads(next(response.streaming_content).split(b"data: ")[1])
         assert reached.wait(20)
-        close(response)
+        close_response(response)
         assert OPEN_STREAMS.count() == 0
     finally:
         proceed.set()

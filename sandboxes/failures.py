@@ -1,0 +1,50 @@
+"""Provider and cause of an error, found along the chain of the errors that it was raised from."""
+
+from collections.abc import Iterator
+
+from django.db import InterfaceError, OperationalError
+
+from sandboxes.agent.client import ConnectionLost, NotConnected
+from sandboxes.agent.protocol import ProtocolError
+from sandboxes.agent.runs import OutcomeUnknown
+from sandboxes.errors import SandboxError
+from sandboxes.providers.base import FailureCause, ProviderError
+from sandboxes.storage.base import StoreError
+
+CODED_ERRORS = (SandboxError, ProviderError, StoreError)
+CAUSE_BY_ERROR: dict[type[Exception], str] = {  # of errors that do not state a FailureCause
+    NotConnected: FailureCause.AGENT_NOT_CONNECTED.value,
+    ConnectionLost: FailureCause.AGENT_NOT_CONNECTED.value,
+    ProtocolError: FailureCause.AGENT_FAILED.value,
+    OutcomeUnknown: FailureCause.AGENT_FAILED.value,
+    OperationalError: "database_unavailable",
+    InterfaceError: "database_unavailable",
+    TimeoutError: FailureCause.TIMEOUT.value,
+}
+
+
+def find_provider(error: BaseException) -> str:
+    """Return the provider of the sandbox whose operation failed, or ""."""
+    return next((name for each in _iterate_causes(error) if (name := getattr(each, "provider", ""))), "")
+
+
+def find_cause(error: BaseException) -> str:
+    """Return the code of the failure behind an error: the FailureCause if one is stated, else the code of the innermost cause.
+
+    Return "" if the error has no known cause. A code names no host, path or secret."""
+    chain = [*_iterate_causes(error)]
+    for each in chain:
+        if isinstance(stated := getattr(each, "cause", None), FailureCause):
+            return stated.value
+    for each in chain:
+        for error_class, code in CAUSE_BY_ERROR.items():
+            if isinstance(each, error_class):
+                return code
+    codes = [each.code for each in chain[1:] if isinstance(each, CODED_ERRORS)]
+    return codes[-1] if codes else ""
+
+
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -76,6 +76,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.SandboxLost: 410,
     sandboxes.OutcomeUnknown: 409,
     provider.NoSuchFile: 404,
+    provider.FileExists: 409,
     provider.BadPath: 400,
     provider.TooLarge: 413,
     provider.Rejected: 400,
@@ -131,6 +132,8 @@ def build_error_response(exception: Exception, path: str) -> HttpResponse:
     extra = dict(getattr(exception, "extra", {}))
     if isinstance(exception, provider.NoSuchFile | provider.BadPath | provider.TooLarge):
         extra["field"] = "path"
+    if isinstance(exception, provider.FileExists):
+        extra["field"] = "target"
     response = build_problem_response(
         STATUS_BY_ERROR[error_class],
         detail=PUBLIC_MESSAGES.get(error_class) or str(exception),

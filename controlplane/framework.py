@@ -87,6 +87,7 @@ SPECTACULAR_SETTINGS = {
     "COMPONENT_SPLIT_REQUEST": True,
     "SORT_OPERATIONS": False,
     "ENUM_NAME_OVERRIDES": {  # enums whose field names occur in several components
+        "FileRootEnum": ["workspace", "data"],
         "RunKindEnum": ["exec", "turn", "file", "process"],
         "StateEnum": "sandboxes.models.SandboxState",
         "ProcessStateEnum": "sandboxes.models.ProcessStatus",

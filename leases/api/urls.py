@@ -8,7 +8,6 @@ from leases.api import (
     agents,
     budgets,
     environments,
-    files,
     identity,
     leases,
     llm_calls,
@@ -22,6 +21,7 @@ from leases.api import (
     streams,
     turns,
 )
+from leases.api.files import archives, content, operations
 from leases.api.stores import artifacts, events, sessions
 
 
@@ -62,9 +62,11 @@ urlpatterns = [
     path("leases/<uuid:pk>/processes/<uuid:process_id>/stdin", processes.ProcessStdinView.as_view()),
     path("leases/<uuid:pk>/shells", shells.ShellListView.as_view()),
     path("leases/<uuid:pk>/shells/<str:name>", shells.ShellView.as_view()),
-    path("leases/<uuid:pk>/files", files.FileListView.as_view()),
-    path("leases/<uuid:pk>/files/<anything:path>", files.FileView.as_view()),
-    path("leases/<uuid:pk>/archive", files.ArchiveView.as_view()),
+    path("leases/<uuid:pk>/files", content.FileListView.as_view()),
+    path("leases/<uuid:pk>/files/mkdir", operations.DirectoryView.as_view()),
+    path("leases/<uuid:pk>/files/move", operations.MoveView.as_view()),
+    path("leases/<uuid:pk>/files/<anything:path>", content.FileView.as_view()),
+    path("leases/<uuid:pk>/archive", archives.ArchiveView.as_view()),
     path("leases/<uuid:pk>/snapshots", snapshots.SnapshotListView.as_view()),
     path("leases/<uuid:pk>/restore", snapshots.SnapshotRestoreView.as_view()),
     path("leases/<uuid:pk>/fork", snapshots.LeaseForkView.as_view()),

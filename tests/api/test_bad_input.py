@@ -27,7 +27,13 @@ COMMAND: dict[str, list[Any]] = {
     ],
     "cwd": ["data", "", "/a\0", "/" + "a" * 5000, 1],
 }  # fmt: skip
+BAD_PATHS = [MISSING, None, 5, "", "/etc", "..", "a/../..", "a//b", "a/", ".", "a\0", "x" * 256]
 BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
+    "leases/{id}/files/mkdir": {"root": ["etc", None, 5, ""], "path": BAD_PATHS},
+    "leases/{id}/files/move": {
+        "root": ["etc", None], "target_root": ["data", "etc", 5], "path": BAD_PATHS, "target": BAD_PATHS,
+        "overwrite": [1, None],
+    },
     "leases": {
         "environment_type": ["chess", "Ünfug", None, ["rpg"]],
         "agent_did": [

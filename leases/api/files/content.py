@@ -1,59 +1,34 @@
-"""Files of a lease: read, write, list, archive.
-
-Writes are runs of kind "file", which keep the sandbox running. Reads wake no sandbox: for a cold sandbox they return stored
-state. The header Leasehold-Source names the origin."""
+"""Content of a lease's files: download, upload, deletion, listings."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from datetime import UTC, datetime, timedelta
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from functools import partial
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 from uuid import UUID
 
-from django.conf import settings
-from django.http import HttpResponse, StreamingHttpResponse, UnreadablePostError
-from django.http.response import HttpResponseBase
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.response import Response
 
-from leases import execution
 from leases.api.base import schema
 from leases.api.base.parsers import StreamParser
-from leases.api.base.views import ApiRequest, LeaseApiView
+from leases.api.base.views import ApiRequest
+from leases.api.files.base import FileApiView, build_command, parse_directory, parse_root
 from leases.errors import InvalidRequest, RangeNotSatisfiable
-from leases.errors import RequestTooLarge as BodyTooLarge
-from sandboxes import files
-from sandboxes.claims import track_transfer
-from sandboxes.db import database_time
-from sandboxes.db.clock import clock_from, format_timestamp
+from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Sandbox
-from sandboxes.providers import tar_validation
-from sandboxes.providers.arguments import check_directory_path, split_sandbox_path
-from sandboxes.providers.base import DATA, WORKSPACE, FileStat, Provider, Rejected, TooLarge
-from sandboxes.runs import workspace_limit
-from sandboxes.runs.operations import Command
+from sandboxes.providers.arguments import split_sandbox_path
+from sandboxes.providers.base import FileStat, Provider, TooLarge
 from sandboxes.state.file_tree import FileTree
-from sandboxes.state.spool import open_spool
-from sandboxes.storage.base import StoreError
 
 MAX_TIMESTAMP = int(datetime(9999, 12, 31, tzinfo=UTC).timestamp())
 FILE_KINDS = ("file", "directory", "link", "other")
 MAX_FILE_BYTES = 64 << 20  # of one response, and of one file written
-MAX_ARCHIVE_BYTES = 1 << 30
 MAX_LISTING_ENTRIES = 10_000
-ARCHIVE_TIMEOUT = timedelta(minutes=10)
-CHUNK_BYTES = 1 << 18
-ROOTS = {"workspace": WORKSPACE, "data": DATA}
 RANGE_RE = re.compile(r"bytes *= *([0-9]{0,18})-([0-9]{0,18})", re.ASCII | re.IGNORECASE)
-SOURCE_HEADER_NAME = "Leasehold-Source"
-
-
 ByteRange = tuple[int | None, int | None]  # first and last byte; a first of None: the last n bytes
-
-
-T = TypeVar("T")
 
 
 class FileEntrySerializer(serializers.Serializer):
@@ -71,28 +46,6 @@ class FileListingSerializer(serializers.Serializer):
     entries = FileEntrySerializer(many=True)
 
 
-class FileApiView(LeaseApiView):
-    def read_tree(self, pk: UUID, root: str, command: Command, act: Callable[[FileTree], T]) -> tuple[T, dict[str, str]]:
-        """Return the result of `act` on the file tree, and the headers of the response."""
-        clock = clock_from(self.now)
-        with execution.use_lease(pk, now=self.now) as sandbox_request:
-            result, source = files.read_files(sandbox_request, root, command, act, now=clock(), actor=self.actor)
-        return result, {SOURCE_HEADER_NAME: source, "X-Content-Type-Options": "nosniff"}
-
-    def change_tree(self, pk: UUID, root: str, command: Command, act: Callable[[Provider, Sandbox], None]) -> HttpResponse:
-        """Call `act` in the sandbox, which is started or woken first. Called after the body was read."""
-        self.now = database_time.now()
-        clock = clock_from(self.now)
-
-        def check_space_and_act(provider: Provider, sandbox: Sandbox) -> None:
-            if command.argv[0] in ("write", "unpack"):
-                workspace_limit.require_workspace_space(provider, sandbox, now=clock())
-            act(provider, sandbox)
-
-        execution.call_in_sandbox(pk, command, check_space_and_act, now=self.now, actor=self.actor)
-        return HttpResponse(status=204)
-
-
 class FileView(FileApiView):
     parser_classes = [StreamParser]
     max_body_bytes = MAX_FILE_BYTES
@@ -108,20 +61,25 @@ class FileView(FileApiView):
 
         A response has at most 64 MiB. A larger file without a range is answered 413; a larger range is truncated, as
         Content-Range shows. HEAD returns the size. A cold sandbox is not woken."""
-        root, full_path = self._resolve_path(request, path)
+        root, _ = self._resolve_path(request, path)
+        return self.send_file(request, pk, root, path)
+
+    def send_file(self, request: ApiRequest, pk: UUID, root: str, path: str) -> HttpResponse:
         byte_range = _parse_range(request)
         act = partial(_read_range, path=path, byte_range=byte_range)
-        (content, start, size), headers = self.read_tree(pk, root, _build_command("read", full_path, root), act)
+        (content, start, size), headers = self.read_tree(pk, root, build_command("read", f"{root}/{path}", root=root), act)
         headers |= {"Accept-Ranges": "bytes", "Content-Length": str(len(content)), "Content-Disposition": "attachment"}
         if byte_range:
             headers["Content-Range"] = f"bytes {start}-{start + len(content) - 1}/{size}"
         return HttpResponse(content, status=206 if byte_range else 200, content_type=schema.OCTET_STREAM, headers=headers)
 
     def head(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponse:
-        root, full_path = self._resolve_path(request, path)
-        size, headers = self.read_tree(
-            pk, root, _build_command("size", full_path, root), lambda tree: tree.read_range(path, start=0, length=0)[1]
-        )
+        root, _ = self._resolve_path(request, path)
+        return self.send_size(pk, root, path)
+
+    def send_size(self, pk: UUID, root: str, path: str) -> HttpResponse:
+        command = build_command("size", f"{root}/{path}", root=root)
+        size, headers = self.read_tree(pk, root, command, lambda tree: tree.read_range(path, start=0, length=0)[1])
         headers |= {"Accept-Ranges": "bytes", "Content-Length": str(size)}
         return HttpResponse(content_type=schema.OCTET_STREAM, headers=headers)
 
@@ -134,14 +92,18 @@ class FileView(FileApiView):
     )
     def put(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponse:
         """Create or replace one file of at most 64 MiB. Missing parent directories are created."""
-        root, full_path = self._resolve_path(request, path)
+        root, _ = self._resolve_path(request, path)
+        return self.receive_file(request, pk, root, path)
+
+    def receive_file(self, request: ApiRequest, pk: UUID, root: str, path: str) -> HttpResponse:
         self.require_active()
+        full_path = f"{root}/{path}"
         content = b"".join(request.data)
 
         def write(provider: Provider, sandbox: Sandbox) -> None:
             provider.write_file(sandbox.ref, full_path, content)
 
-        return self.change_tree(pk, root, _build_command("write", full_path, root), write)
+        return self.change_tree(pk, root, build_command("write", full_path, root=root), write)
 
     @extend_schema(
         operation_id="leases_files_delete",
@@ -156,10 +118,10 @@ class FileView(FileApiView):
         def remove(provider: Provider, sandbox: Sandbox) -> None:
             provider.remove_file(sandbox.ref, full_path)
 
-        return self.change_tree(pk, root, _build_command("remove", full_path, root), remove)
+        return self.change_tree(pk, root, build_command("remove", full_path, root=root), remove)
 
     def _resolve_path(self, request: ApiRequest, path: str) -> tuple[str, str]:
-        root = _parse_root(request)
+        root = parse_root(request)
         split_sandbox_path(f"{root}/{path}")  # validate before a sandbox is started
         return root, f"{root}/{path}"
 
@@ -176,89 +138,13 @@ class FileListView(FileApiView):
 
         Before the first use of a lease, the listing shows the initial content of its sandbox: config.json in /workspace, the
         agent's files in /data."""
-        root, under = _parse_root(request), _parse_directory(request)
+        root, under = parse_root(request), parse_directory(request)
         deep = request.GET.get("deep", "0")
         if deep not in ("0", "1"):
             raise InvalidRequest("deep", "Must be 0 or 1.")
         act = partial(_list_entries, under=under, deep=deep == "1")
-        entries, headers = self.read_tree(pk, root, _build_command("list", f"{root}/{under}", root), act)
+        entries, headers = self.read_tree(pk, root, build_command("list", f"{root}/{under}", root=root), act)
         return Response(serialize_listing(root.removeprefix("/"), under, entries), headers=headers)
-
-
-class ArchiveView(FileApiView):
-    parser_classes = [StreamParser]
-    max_body_bytes = MAX_ARCHIVE_BYTES
-
-    @extend_schema(
-        operation_id="leases_archive_get",
-        summary="Download a directory as tar",
-        parameters=[schema.ROOT_PARAMETER, schema.DIRECTORY_PARAMETER, schema.SOURCE_HEADER],
-        responses=schema.build_responses(schema.TAR_BODY, 402, 404, 409, 410, 413, 429),
-    )
-    def get(self, request: ApiRequest, pk: UUID) -> HttpResponseBase:
-        """Return a directory and its descendants as an uncompressed tar. A cold sandbox is not woken.
-
-        Names in the tar are relative to the root, even with a `path`."""
-        root, under = _parse_root(request), _parse_directory(request)
-        # Spooled to disk before the first byte is sent: a slow client does not keep the sandbox running, and a failure is
-        # answered with a problem document instead of a truncated tar.
-        spool = open_spool(for_request=True)
-        try:
-            command = _build_command("pack", f"{root}/{under}", root, timeout=ARCHIVE_TIMEOUT)
-            _, headers = self.read_tree(pk, root, command, partial(_pack_directory, under=under, out=spool))
-            size = spool.tell()
-            spool.seek(0)
-        except BaseException:
-            spool.close()
-            raise
-        name = (under or root).rpartition("/")[2]
-        response = StreamingHttpResponse(_stream_and_close(spool), content_type=schema.TAR_MEDIA_TYPE, headers=headers)
-        response["Content-Length"] = str(size)
-        response["Content-Disposition"] = f'attachment; filename="{re.sub(r"[^A-Za-z0-9._-]", "_", name)}.tar"'
-        return response
-
-    @extend_schema(
-        operation_id="leases_archive_put",
-        summary="Upload a directory as tar",
-        parameters=[schema.ROOT_PARAMETER],
-        request=schema.TAR_BODY,
-        responses=schema.build_responses(None, 402, 404, 409, 410, 411, 413, 429, ok=(204,)),
-    )
-    def put(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Unpack an uncompressed tar over /workspace or /data. Existing files under other names stay.
-
-        At most 1 GiB and 100000 files, directories and links. Names in the tar are relative to the root and must not lead
-        outside it."""
-        root = _parse_root(request)
-        if "path" in request.GET:
-            raise InvalidRequest("path", "Not accepted here: the names in the tar are relative to the root.")
-        self.require_active()
-        with open_spool(for_request=True) as tar:
-            with _translate_disk_errors():
-                for chunk in request.data:
-                    tar.write(chunk)
-            try:
-                tar_validation.validate_tar(tar)
-            except TooLarge as error:
-                raise BodyTooLarge(str(error), field="body") from None
-            except Rejected as error:
-                raise InvalidRequest("body", str(error)) from None
-
-            def unpack(provider: Provider, sandbox: Sandbox) -> None:
-                provider.put_files(sandbox.ref, root, track_transfer(tar))
-
-            return self.change_tree(pk, root, _build_command("unpack", root, root, timeout=ARCHIVE_TIMEOUT), unpack)
-
-
-def _parse_root(request: ApiRequest) -> str:
-    root = ROOTS.get(request.GET.get("root", "workspace"))
-    if root is None:
-        raise InvalidRequest("root", f"Must be one of {', '.join(ROOTS)}.")
-    return root
-
-
-def _parse_directory(request: ApiRequest) -> str:
-    return check_directory_path(WORKSPACE, request.GET.get("path", ""))
 
 
 def _parse_range(request: ApiRequest) -> ByteRange | None:
@@ -273,13 +159,6 @@ def _parse_range(request: ApiRequest) -> ByteRange | None:
     if (first is None and last is None) or (first is not None and last is not None and first > last):
         return None
     return first, last
-
-
-def _build_command(verb: str, path: str, root: str, *, timeout: timedelta | None = None) -> Command:
-    """Build the run of a file operation. /data is attached to the sandbox only for operations on it."""
-    return Command(
-        argv=[verb, path.removesuffix("/")], kind="file", timeout=timeout or settings.EXEC_TIMEOUT, needs_data=root == DATA
-    )
 
 
 def _read_range(tree: FileTree, *, path: str, byte_range: ByteRange | None) -> tuple[bytes, int, int]:
@@ -307,28 +186,6 @@ def _list_entries(tree: FileTree, *, under: str, deep: bool) -> dict[str, Any]:
         return dict(tree.list_entries(under, deep=deep, limit=MAX_LISTING_ENTRIES))
     except TooLarge:
         raise TooLarge(f"There are more than {MAX_LISTING_ENTRIES} entries. Request a subdirectory, or use deep=0.") from None
-
-
-def _pack_directory(tree: FileTree, *, under: str, out: BinaryIO) -> None:
-    with _translate_disk_errors():
-        tree.pack(under, out)
-
-
-@contextmanager
-def _translate_disk_errors() -> Iterator[None]:
-    """Report a full or failing local disk as StoreError, not as an internal error."""
-    try:
-        yield
-    except UnreadablePostError:
-        raise
-    except OSError as error:
-        raise StoreError("spool", "write", str(error)) from error
-
-
-def _stream_and_close(spool: BinaryIO) -> Iterator[bytes]:
-    with closing(spool):
-        while chunk := spool.read(CHUNK_BYTES):
-            yield chunk
 
 
 def serialize_listing(root: str, under: str, stats: Mapping[str, FileStat]) -> dict[str, Any]:

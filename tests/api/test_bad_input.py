@@ -135,7 +135,7 @@ BAD_PARAMETERS: dict[str, dict[str, list[str]]] = {
     "leases/{id}/chat?": BAD_EVENT_PAGES,
     "leases/{id}/audit?": BAD_EVENT_PAGES,
     "leases/{id}/files?": BAD_DIRECTORIES | {"deep": ["2", "yes"]},
-    "leases/{id}/archive?": BAD_DIRECTORIES,
+    "leases/{id}/archive?": BAD_DIRECTORIES | {"compression": ["", "zstd", "gzip%00"]},
     "leases/{id}/files/a?": {"root": ["etc"]},
     "pool?": {"agent_did": ["unknown"]},
     "costs?": BAD_COST_FILTERS | {

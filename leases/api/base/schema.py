@@ -66,6 +66,10 @@ ROOT_PARAMETER = _build_query_parameter(
 )
 DIRECTORY_PARAMETER = _build_query_parameter("path", "Path of a directory, relative to the root. Default: the root.")
 DEEP_PARAMETER = _build_query_parameter("deep", "1: recursive; 0: only the directory itself. Default: 0.", enum=["0", "1"])
+COMPRESSION_PARAMETER = _build_query_parameter(
+    "compression", "Compression of the archive. Default: gzip if `Accept` names application/gzip, else none.",
+    enum=["none", "gzip"],
+)  # fmt: skip
 SOURCE_HEADER = _build_response_header(
     "Leasehold-Source", "Origin of the response: the awake sandbox or stored state.", enum=["sandbox", "snapshot"]
 )

@@ -1,5 +1,6 @@
 """Files of a lease with an awake and with a cold sandbox: reads, ranges, listings, archives."""
 
+import gzip
 import io
 import tarfile
 import uuid
@@ -348,6 +349,51 @@ def test_an_archive_is_a_tar_that_can_be_unpacked_again(ada: ApiClient, filled_u
     assert ada.get(f"{filled_url}/files/src/other.py").content == b"stays"
     run = Run.objects.get(argv__0="unpack")
     assert (run.kind, run.argv, run.outcome) == ("file", ["unpack", "/workspace"], "ok")
+
+
+def get_raw(client: ApiClient, url: str, **headers: str) -> Any:
+    """Send a GET whose response is not compared with the media type that the OpenAPI document lists first."""
+    return client.client.get(f"/api/v1/{url}", headers={"Authorization": f"Bearer {client.key}", **headers})
+
+
+def test_an_archive_is_compressed_on_request(source: str, ada: ApiClient, filled_url: str) -> None:
+    plain = read_content(ada.get(f"{filled_url}/archive?path=src"))
+    for query, accept in (("&compression=gzip", "*/*"), ("", "application/gzip"), ("", "text/html, Application/X-GZIP;q=0.5")):
+        response = get_raw(ada, f"{filled_url}/archive?path=src{query}", Accept=accept)
+        assert (response["Content-Type"], response["Leasehold-Source"]) == ("application/gzip", source)
+        assert response["Content-Disposition"] == 'attachment; filename="src.tar.gz"'
+        assert "Content-Length" not in response
+        assert gzip.decompress(read_content(response)) == plain
+    for query, accept in (("&compression=none", "application/gzip"), ("", "application/gzip;q=0"), ("", "*/*")):
+        response = get_raw(ada, f"{filled_url}/archive?path=src{query}", Accept=accept)
+        assert (response["Content-Type"], read_content(response)) == ("application/x-tar", plain)
+
+
+def test_a_compressed_archive_is_unpacked(ada: ApiClient, lease_url: str) -> None:
+    parts = [pack_tar(a=b"1")[:700], pack_tar(a=b"1")[700:]]
+    several_members = b"".join(map(gzip.compress, parts)) + bytes(512)
+    for number, (body, headers) in enumerate((
+        (gzip.compress(pack_tar(a=b"1")), {"content_type": "application/gzip"}),
+        (gzip.compress(pack_tar(a=b"1")), {"content_type": "application/x-tar", "content_encoding": "gzip"}),
+        (several_members, {"content_type": "application/x-gzip; charset=binary"}),
+        (pack_tar(a=b"1"), {"content_type": "application/x-tar", "content_encoding": "identity"}),
+    )):  # fmt: skip
+        assert ada.put(f"{lease_url}/archive", body, **headers).status_code == 204, number
+        assert ada.get(f"{lease_url}/files/a").content == b"1"
+        assert ada.delete(f"{lease_url}/files/a").status_code == 204
+
+
+def test_a_compressed_archive_that_is_invalid_or_too_large_is_refused(
+    ada: ApiClient, lease_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, url = gzip.compress(pack_tar(a=b"1")), f"{lease_url}/archive"
+    for body in (packed[:-1], packed[:40], b"", b"\x1f\x8b", packed + b"x", pack_tar(a=b"1"), gzip.compress(b"no tar")):
+        assert_refused(ada, "PUT", url, body, 400, "body", content_type="application/gzip")
+    assert_refused(ada, "PUT", url, packed, 400, "Content-Encoding", content_encoding="br")
+    monkeypatch.setattr("leases.api.files.archives.MAX_ARCHIVE_BYTES", 1 << 20)
+    bomb = gzip.compress(bytes(64 << 20))
+    assert len(bomb) < 1 << 17
+    assert_refused(ada, "PUT", url, bomb, 413, "body", content_type="application/gzip")
 
 
 def test_an_archive_is_unpacked_into_the_agents_data_and_wakes_the_sandbox(ada: ApiClient, filled_url: str, evict) -> None:

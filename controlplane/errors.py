@@ -30,6 +30,8 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.InvalidRequest: 400,
     leases.NotAllowed: 403,
     leases.KeyExpired: 401,
+    leases.SignedUrlInvalid: 401,
+    leases.SignedUrlExpired: 401,
     leases.InsufficientScope: 403,
     leases.LeaseEnded: 410,
     leases.Conflict: 409,

@@ -29,6 +29,11 @@ COMMAND: dict[str, list[Any]] = {
 }  # fmt: skip
 BAD_PATHS = [MISSING, None, 5, "", "/etc", "..", "a/../..", "a//b", "a/", ".", "a\0", "x" * 256]
 BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
+    "leases/{id}/files/urls": {
+        "root": ["etc"], "path": BAD_PATHS, "method": [MISSING, "DELETE", "get", None, 5],
+        "max_bytes": [-1, (64 << 20) + 1, "5"],
+        "expires_seconds": [0, -1, 86401, "60", 1.5, True],
+    },
     "leases/{id}/files/mkdir": {"root": ["etc", None, 5, ""], "path": BAD_PATHS},
     "leases/{id}/files/move": {
         "root": ["etc", None], "target_root": ["data", "etc", 5], "path": BAD_PATHS, "target": BAD_PATHS,

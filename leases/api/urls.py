@@ -21,7 +21,7 @@ from leases.api import (
     streams,
     turns,
 )
-from leases.api.files import archives, content, operations, signed_urls
+from leases.api.files import archives, content, operations, signed_urls, watch
 from leases.api.stores import artifacts, events, sessions
 
 
@@ -66,6 +66,7 @@ urlpatterns = [
     path("leases/<uuid:pk>/files/mkdir", operations.DirectoryView.as_view()),
     path("leases/<uuid:pk>/files/move", operations.MoveView.as_view()),
     path("leases/<uuid:pk>/files/urls", signed_urls.FileUrlListView.as_view()),
+    path("leases/<uuid:pk>/files/watch", watch.FileWatchView.as_view()),
     path("signed-files", signed_urls.SignedFileView.as_view()),
     path("leases/<uuid:pk>/files/<anything:path>", content.FileView.as_view()),
     path("leases/<uuid:pk>/archive", archives.ArchiveView.as_view()),

@@ -140,6 +140,8 @@ BAD_PARAMETERS: dict[str, dict[str, list[str]]] = {
     "leases/{id}/chat?": BAD_EVENT_PAGES,
     "leases/{id}/audit?": BAD_EVENT_PAGES,
     "leases/{id}/files?": BAD_DIRECTORIES | {"deep": ["2", "yes"]},
+    "leases/{id}/files/watch?path=&": {"root": ["etc", ""]},
+    "leases/{id}/files/watch?": {"path": BAD_DIRECTORIES["path"]},
     "leases/{id}/archive?": BAD_DIRECTORIES | {"compression": ["", "zstd", "gzip%00"]},
     "leases/{id}/files/a?": {"root": ["etc"]},
     "pool?": {"agent_did": ["unknown"]},

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from sandboxes.file_watch import FileWatch
 from sandboxes.image import files
+from sandboxes.models import Sandbox, SandboxState
 from sandboxes.providers.base import DATA, WORKSPACE, BadPath, FileExists, NoSuchFile, Rejected, TooLarge
 from sandboxes.providers.docker.files import _parse_listing
 from sandboxes.state import changes
@@ -236,6 +238,22 @@ def test_directory_without_permissions_is_moved_with_its_mode(real):
     real.move("locked", "to/moved")
     real.move("to/moved/in", "in")
     assert {path: stat.mode for path, stat in real.look().items()} == {"in": 0o500, "to": 0o755, "to/moved": 0}
+
+
+def test_watch_reports_changes_by_programs(box):
+    sandbox = Sandbox(ref=box.ref, state=SandboxState.WAITING, incarnation=1, prepared=True)
+    box.put(file("d/kept"), file("d/changed", b"1"), file("d/removed"), file("outside"))
+    watch = FileWatch(DATA, "d", box.look(under="d"), 1)
+    assert list(watch.poll(sandbox, box.provider)) == []
+    box.write("d/changed", b"2")
+    box.remove("d/removed")
+    box.put(directory("d/new"), link("d/new/link", "/etc"))
+    box.write("outside", b"2")
+    assert [(change.kind, change.path) for change in watch.poll(sandbox, box.provider)] == [
+        ("deleted", "d/removed"), ("created", "d/new"), ("created", "d/new/link"), ("modified", "d/changed"),
+    ]  # fmt: skip
+    box.provider.clear(box.ref, DATA)
+    assert {change.kind for change in watch.poll(sandbox, box.provider)} == {"deleted"}
 
 
 # --- stamps -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from django.http import HttpResponse
+from django.http.response import HttpResponseBase
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.response import Response
@@ -56,7 +57,7 @@ class FileView(FileApiView):
         parameters=[schema.ROOT_PARAMETER, *schema.FILE_HEADERS],
         responses=schema.build_responses(schema.BINARY_BODY, 402, 404, 409, 410, 413, 416, 429, ok=(200, 206)),
     )
-    def get(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponseBase:
         """Return the content of one file, or one range of it (`Range: bytes=0-999`, `bytes=1000-` or `bytes=-1000`).
 
         A response has at most 64 MiB. A larger file without a range is answered 413; a larger range is truncated, as
@@ -142,7 +143,7 @@ class FileListView(FileApiView):
         deep = request.GET.get("deep", "0")
         if deep not in ("0", "1"):
             raise InvalidRequest("deep", "Must be 0 or 1.")
-        act = partial(_list_entries, under=under, deep=deep == "1")
+        act = partial(list_entries, under=under, deep=deep == "1")
         entries, headers = self.read_tree(pk, root, build_command("list", f"{root}/{under}", root=root), act)
         return Response(serialize_listing(root.removeprefix("/"), under, entries), headers=headers)
 
@@ -181,7 +182,7 @@ def _read_range(tree: FileTree, *, path: str, byte_range: ByteRange | None) -> t
     return content, first, size
 
 
-def _list_entries(tree: FileTree, *, under: str, deep: bool) -> dict[str, Any]:
+def list_entries(tree: FileTree, *, under: str, deep: bool) -> dict[str, Any]:
     try:
         return dict(tree.list_entries(under, deep=deep, limit=MAX_LISTING_ENTRIES))
     except TooLarge:
@@ -190,11 +191,11 @@ def _list_entries(tree: FileTree, *, under: str, deep: bool) -> dict[str, Any]:
 
 def serialize_listing(root: str, under: str, stats: Mapping[str, FileStat]) -> dict[str, Any]:
     start = len(under) + bool(under)
-    entries = [_serialize_entry(path[start:], stat) for path, stat in sorted(stats.items())]
+    entries = [serialize_entry(path[start:], stat) for path, stat in sorted(stats.items())]
     return {"root": root, "path": under, "entries": entries}
 
 
-def _serialize_entry(name: str, stat: FileStat) -> dict[str, Any]:
+def serialize_entry(name: str, stat: FileStat) -> dict[str, Any]:
     return {
         "name": _decode_name(name),
         "kind": stat.kind,

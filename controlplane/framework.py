@@ -95,6 +95,7 @@ SPECTACULAR_SETTINGS = {
         "QueuedRunStateEnum": "leases.queue.models.QueuedRunState",
         "PendingStateEnum": ["queued", "started"],
         "QueuedRunKindEnum": ["exec", "agent_run"],
+        "WaitOutcomeEnum": ["matched", "timed_out", "process_ended"],
         "OutcomeEnum": "sandboxes.models.RunOutcome",
         "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],
         "OnceOutcomeEnum": ["ok", "failed", "timeout", "oom_killed", "container_failed", "internal"],

@@ -58,6 +58,7 @@ urlpatterns = [
     path("leases/<uuid:pk>/processes", processes.ProcessListView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>", processes.ProcessView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/logs", processes.ProcessLogView.as_view()),
+    path("leases/<uuid:pk>/processes/<uuid:process_id>/wait", processes.ProcessWaitView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/signal", processes.ProcessSignalView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/stdin", processes.ProcessStdinView.as_view()),
     path("leases/<uuid:pk>/shells", shells.ShellListView.as_view()),

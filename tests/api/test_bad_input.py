@@ -78,6 +78,10 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
         "name": ["x" * 101], "wait_seconds": [0, 301], "wait_for": ["x" * 1001, ["x"]],
         "wait_for_port": [0, 65536, "80"],
     },
+    f"leases/{{id}}/processes/{uuid.UUID(int=1)}/wait": {
+        "pattern": [MISSING, None, 5, "", "(", "[", "x{2,1}", "(?=a)", "\\1", "a\0b", "x" * 501, "(?:x{30}){30}", ["x"]],
+        "start": [-1, "0", 10**18, True], "wait_seconds": [0, 301, "5"],
+    },
     "runs": COMMAND | {
         "agent_did": [None, "ada"], "stdin": [5], "pool": ["no-such-pool"], "environment_type": ["chess"],
         "return_workspace": ["yes"], "workspace": [5, "?", "", "AAAA"], "limits": [5],

@@ -32,6 +32,8 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.InvalidRequest: 400,
     leases.NotAllowed: 403,
     leases.KeyExpired: 401,
+    leases.SignedUrlInvalid: 401,
+    leases.SignedUrlExpired: 401,
     leases.InsufficientScope: 403,
     leases.LeaseEnded: 410,
     leases.Conflict: 409,
@@ -82,6 +84,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.SandboxLost: 410,
     sandboxes.OutcomeUnknown: 409,
     provider.NoSuchFile: 404,
+    provider.FileExists: 409,
     provider.BadPath: 400,
     provider.TooLarge: 413,
     provider.Rejected: 400,
@@ -139,6 +142,8 @@ def build_error_response(exception: Exception, path: str, operation: str) -> Htt
     extra = dict(getattr(exception, "extra", {}))
     if isinstance(exception, provider.NoSuchFile | provider.BadPath | provider.TooLarge):
         extra["field"] = "path"
+    if isinstance(exception, provider.FileExists):
+        extra["field"] = "target"
     response = build_problem_response(
         STATUS_BY_ERROR[error_class],
         operation,

@@ -88,6 +88,7 @@ SPECTACULAR_SETTINGS = {
     "COMPONENT_SPLIT_REQUEST": True,
     "SORT_OPERATIONS": False,
     "ENUM_NAME_OVERRIDES": {  # enums whose field names occur in several components
+        "FileRootEnum": ["workspace", "data"],
         "RunKindEnum": ["exec", "turn", "file", "process"],
         "StateEnum": "sandboxes.models.SandboxState",
         "ProcessStateEnum": "sandboxes.models.ProcessStatus",
@@ -95,6 +96,7 @@ SPECTACULAR_SETTINGS = {
         "QueuedRunStateEnum": "leases.queue.models.QueuedRunState",
         "PendingStateEnum": ["queued", "started"],
         "QueuedRunKindEnum": ["exec", "agent_run"],
+        "WaitOutcomeEnum": ["matched", "timed_out", "process_ended"],
         "OutcomeEnum": "sandboxes.models.RunOutcome",
         "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],
         "OnceOutcomeEnum": ["ok", "failed", "timeout", "oom_killed", "container_failed", "internal"],

@@ -135,6 +135,18 @@ class KeyExpired(LeaseError):
     code = "key_expired"
 
 
+class SignedUrlInvalid(LeaseError):
+    """The signed URL is not valid, or is for another method."""
+
+    code = "signed_url_invalid"
+
+
+class SignedUrlExpired(LeaseError):
+    """The signed URL has expired."""
+
+    code = "signed_url_expired"
+
+
 class InsufficientScope(LeaseError):
     """The API key does not have the scope of this request."""
 

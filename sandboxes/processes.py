@@ -31,6 +31,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import ALIVE_STATES, AWAKE_STATES, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.models.processes import Process, ProcessStatus
+from sandboxes.output_search import OutputMatch, OutputSearch, PatternSearch, TextSearch
 from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, Missing, ProcessOutput, ProcessState, Provider, ProviderError, Rejected
 from sandboxes.providers.launcher import LAUNCH_TIMEOUT
@@ -240,19 +241,34 @@ def read_log(process: Process, *, start: int, length: int, now: datetime) -> Pro
         raise ProviderCallFailed(f"The output could not be read: {failed}") from failed
 
 
+@dataclass(frozen=True)
+class OutputWait:
+    """Result of a wait for output. Without a match and not `ended`, the time was over."""
+
+    match: OutputMatch | None
+    ended: bool = False  # the process has ended without a match
+
+
 def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedelta, now: datetime) -> bool:
     """Wait until a process has printed `text` at or after offset `start`. Returns whether the text was printed.
 
-    Returns False when `within` has passed, or when the process has ended without printing the text. `text` is plain text,
-    because the run time of a regular expression is unbounded. Output that a long log dropped before the read is skipped. After
-    `within`, at most MAX_CHUNKS_AFTER_DEADLINE chunks are searched, because a process may print faster than its log is read.
-    Raises TooManyLongCalls."""
+    Returns False when `within` has passed, or when the process has ended without printing the text. Output that a long log
+    dropped before the read is skipped. After `within`, at most MAX_CHUNKS_AFTER_DEADLINE chunks are searched, because a process
+    may print faster than its log is read. Raises TooManyLongCalls."""
     with LONG_CALLS.admit():
-        return _poll_log(process, text, start=start, within=within, clock=clock_from(now))
+        return _poll_log(process, TextSearch(text), start=start, within=within, clock=clock_from(now)).match is not None
 
 
-def _poll_log(process: Process, text: str, *, start: int, within: timedelta, clock: Clock) -> bool:
-    needle, tail, deadline = text.encode(), b"", clock() + within
+def wait_for_pattern(
+    process: Process, search: PatternSearch, *, start: int = 0, within: timedelta, now: datetime
+) -> OutputWait:
+    """Wait until the output of a process matches a regular expression at or after offset `start`. Like `wait_for_log`."""
+    with LONG_CALLS.admit():
+        return _poll_log(process, search, start=search.read_from(start), within=within, clock=clock_from(now))
+
+
+def _poll_log(process: Process, search: OutputSearch, *, start: int, within: timedelta, clock: Clock) -> OutputWait:
+    deadline = clock() + within
     pauses, pause = iter(POLL_DELAYS_SECONDS), 0.0
     chunks_left = MAX_CHUNKS_AFTER_DEADLINE
     while True:
@@ -263,17 +279,16 @@ def _poll_log(process: Process, text: str, *, start: int, within: timedelta, clo
             try:
                 content, end = read_log(process, start=start, length=LOG_CHUNK_BYTES, now=clock())
             except ProcessOutputGone:
-                return False
-            searched = content if end - len(content) > start else tail + content
-            if needle in searched:
-                return True
-            tail, start = searched[-(len(needle) - 1) :] if len(needle) > 1 else b"", end
+                return OutputWait(None, ended=True)
+            if match := search.feed(content, end=end):
+                return OutputWait(match)
+            start = end
             if clock() >= deadline:
                 chunks_left -= 1
             if len(content) < LOG_CHUNK_BYTES or not chunks_left:
                 break
         if expired or ended or not chunks_left:
-            return False
+            return OutputWait(None, ended=ended)
         pause = next(pauses, pause)
         time.sleep(pause)
 

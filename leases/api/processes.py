@@ -39,7 +39,8 @@ from sandboxes.db.clock import clock_from, format_optional_timestamp, format_tim
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Process, ProcessStatus
-from sandboxes.processes import START_TIMEOUT, ProcessSpec
+from sandboxes.output_search import MAX_PATTERN_CHARS, BadPattern, PatternSearch
+from sandboxes.processes import START_TIMEOUT, OutputWait, ProcessSpec
 from sandboxes.providers.base import ProcessOutput
 from sandboxes.runs.operations import KILL_GRACE
 
@@ -50,6 +51,8 @@ DEFAULT_LOG_BYTES, MAX_LOG_BYTES = 1 << 16, 1 << 20
 MAX_LOG_OFFSET = 10**18 - 1
 DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 30, 300
 MAX_WAIT_TEXT_CHARS = 1000
+WAIT_GRACE = timedelta(minutes=1)  # after the wait, for the last reads of the output
+WAIT_OUTCOMES = ("matched", "timed_out", "process_ended")
 
 
 class NewProcessSerializer(LeaseProgramSerializer):
@@ -130,12 +133,35 @@ class ProcessLogSerializer(serializers.Serializer):
     )
 
 
+class PatternWaitSerializer(StrictSerializer):
+    pattern = StrictCharField(
+        max_length=MAX_PATTERN_CHARS,
+        help_text="Regular expression of RE2: without back-references and look-around. `(?m)` lets ^ and $ match at lines.",
+    )
+    start = StrictIntegerField(
+        min_value=0, max_value=MAX_LOG_OFFSET, default=0, help_text="Offset of the first byte to search."
+    )
+    wait_seconds = StrictIntegerField(min_value=1, max_value=MAX_WAIT_SECONDS, default=DEFAULT_WAIT_SECONDS)
+
+
+class PatternResultSerializer(serializers.Serializer):
+    outcome = serializers.ChoiceField(
+        WAIT_OUTCOMES,
+        help_text="matched; timed_out: not within `wait_seconds`; process_ended: ended without a match, or its output is gone.",
+    )
+    match = serializers.CharField(allow_null=True, help_text="Matching output, at most 64 KiB.")
+    start = serializers.IntegerField(allow_null=True, help_text="Offset of the first byte of the match.")
+    end = serializers.IntegerField(allow_null=True, help_text="Offset after the match.")
+    next = serializers.IntegerField(help_text="Value of `start` with which another request continues.")
+
+
 class RestartedSerializer(serializers.Serializer):
     sandbox = SandboxSerializer(allow_null=True, help_text="null: the lease has no sandbox yet.")
 
 
 NEW_PROCESS_SERIALIZER = NewProcessSerializer()
 SIGNAL_SERIALIZER, STDIN_SERIALIZER = SignalSerializer(), StdinSerializer()
+PATTERN_WAIT_SERIALIZER = PatternWaitSerializer()
 
 
 class ProcessApiView(LeaseApiView):
@@ -321,6 +347,35 @@ class ProcessLogView(ProcessApiView):
         return Response(serialize_process_log(log, found, encoding))
 
 
+class ProcessWaitView(ProcessApiView):
+    @extend_schema(
+        operation_id="leases_processes_wait",
+        summary="Wait for a regular expression in process output",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER, schema.ENCODING_PARAMETER],
+        request=PatternWaitSerializer,
+        responses=schema.build_responses(PatternResultSerializer, 404, 409, 410, 413, 415),
+    )
+    def post(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
+        """Respond once the output of a process matches, also across its chunks, or the process has ended, or the time is over.
+
+        The first match from `start` is returned, of at most 64 KiB. A match at the end of the output so far, as of `[0-9]+`,
+        may be longer in later output: end the pattern with the character that follows."""
+        encoding, data = parse_encoding(request), self.validate_body(PATTERN_WAIT_SERIALIZER)
+        try:
+            search = PatternSearch(data["pattern"], start=data["start"])
+        except BadPattern as error:
+            raise InvalidRequest("pattern", str(error)) from None
+        wait = timedelta(seconds=data["wait_seconds"])
+
+        def act(run_id: UUID) -> StatusAndBody:
+            process, clock = self.get_process(process_id), clock_from(self.now)
+            with execution.use_lease(pk, now=self.now):
+                result = processes.wait_for_pattern(process, search, start=data["start"], within=wait, now=clock())
+            return 200, serialize_pattern_wait(result, search, encoding)
+
+        return self.execute_once(act, max_duration=wait + WAIT_GRACE)
+
+
 def _parse_integer(request: ApiRequest, name: str, default: int, *, minimum: int, maximum: int) -> int:
     text = request.GET.get(name, str(default))
     if not re.fullmatch("[0-9]{1,18}", text) or not minimum <= int(text) <= maximum:
@@ -342,6 +397,17 @@ def serialize_process(process: Process) -> dict[str, Any]:
         "ended_at": format_optional_timestamp(process.ended_at),
         "exit_code": process.exit_code,
         "note": process.note,
+    }
+
+
+def serialize_pattern_wait(result: OutputWait, search: PatternSearch, encoding: str) -> dict[str, Any]:
+    match = result.match
+    return {
+        "outcome": "matched" if match else "process_ended" if result.ended else "timed_out",
+        "match": encode_output(match.content, encoding) if match else None,
+        "start": match.start if match else None,
+        "end": match.end if match else None,
+        "next": match.end if match else search.resume_offset,
     }
 
 

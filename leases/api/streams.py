@@ -43,9 +43,9 @@ interrupted: continue it with GET /leases/{id}/runs/{run_id}/stream and `Last-Ev
 
 
 class EventStreamResponse(StreamingHttpResponse):
-    """Response with server-sent events. The web server sends it from a thread of its own (controlplane.webserver)."""
+    """Response with the events of a stream. The web server sends it from a thread of its own (controlplane.webserver)."""
 
-    def __init__(self, events: "StreamEvents") -> None:
+    def __init__(self, events: "EventIterator") -> None:
         super().__init__(events, content_type=EVENT_STREAM, headers=HEADERS)
 
 
@@ -55,16 +55,11 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-class StreamEvents(ABC):
+class EventIterator:
     """Iterator over the encoded events of a stream. `close` releases its slot, also if nothing was read."""
 
-    def __init__(self, reader: Closable, slot: StreamSlot, *, is_resumed: bool) -> None:
-        self._closable, self._slot = reader, slot
-        self._events = self._encode_all(is_resumed=is_resumed)
-
-    @abstractmethod
-    def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
-        """Encode the events: from the beginning, or those after the client's position."""
+    def __init__(self, slot: StreamSlot, events: Generator[bytes, None, None]) -> None:
+        self._slot, self._events = slot, events
 
     def __iter__(self) -> Self:
         return self
@@ -74,9 +69,25 @@ class StreamEvents(ABC):
 
     def close(self) -> None:
         self._events.close()
-        self._closable.close()
         self._slot.release()
         rows.close_if_idle()
+
+
+class StreamEvents(EventIterator, ABC):
+    """Events from a reader, which is closed with them."""
+
+    def __init__(self, reader: Closable, slot: StreamSlot, *, is_resumed: bool) -> None:
+        self._closable = reader
+        super().__init__(slot, self._encode_all(is_resumed=is_resumed))
+
+    @abstractmethod
+    def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
+        """Encode the events: from the beginning, or those after the client's position."""
+
+    def close(self) -> None:
+        self._events.close()
+        self._closable.close()
+        super().close()
 
 
 class RunEvents(StreamEvents):

@@ -9,7 +9,6 @@ from leases.api import (
     budgets,
     environments,
     event_streams,
-    files,
     identity,
     leases,
     llm_calls,
@@ -24,6 +23,7 @@ from leases.api import (
     terminals,
     turns,
 )
+from leases.api.files import archives, content, operations, signed_urls, watch
 from leases.api.stores import artifacts, events, sessions
 
 
@@ -60,6 +60,7 @@ urlpatterns = [
     path("leases/<uuid:pk>/processes", processes.ProcessListView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>", processes.ProcessView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/logs", processes.ProcessLogView.as_view()),
+    path("leases/<uuid:pk>/processes/<uuid:process_id>/wait", processes.ProcessWaitView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/signal", processes.ProcessSignalView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/stdin", processes.ProcessStdinView.as_view()),
     path("leases/<uuid:pk>/terminals", terminals.TerminalListView.as_view()),
@@ -67,9 +68,14 @@ urlpatterns = [
     path("leases/<uuid:pk>/previews", terminals.PreviewListView.as_view()),
     path("leases/<uuid:pk>/shells", shells.ShellListView.as_view()),
     path("leases/<uuid:pk>/shells/<str:name>", shells.ShellView.as_view()),
-    path("leases/<uuid:pk>/files", files.FileListView.as_view()),
-    path("leases/<uuid:pk>/files/<anything:path>", files.FileView.as_view()),
-    path("leases/<uuid:pk>/archive", files.ArchiveView.as_view()),
+    path("leases/<uuid:pk>/files", content.FileListView.as_view()),
+    path("leases/<uuid:pk>/mkdir", operations.DirectoryView.as_view()),
+    path("leases/<uuid:pk>/move", operations.MoveView.as_view()),
+    path("leases/<uuid:pk>/file-urls", signed_urls.FileUrlListView.as_view()),
+    path("leases/<uuid:pk>/watch", watch.FileWatchView.as_view()),
+    path("signed-files", signed_urls.SignedFileView.as_view()),
+    path("leases/<uuid:pk>/files/<anything:path>", content.FileView.as_view()),
+    path("leases/<uuid:pk>/archive", archives.ArchiveView.as_view()),
     path("leases/<uuid:pk>/snapshots", snapshots.SnapshotListView.as_view()),
     path("leases/<uuid:pk>/restore", snapshots.SnapshotRestoreView.as_view()),
     path("leases/<uuid:pk>/fork", snapshots.LeaseForkView.as_view()),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from typing import BinaryIO, Self
 
-NO_FILE, BAD_PATH, TOO_LARGE = 3, 4, 5  # exit codes of the command line
+NO_FILE, BAD_PATH, TOO_LARGE, EXISTS = 3, 4, 5, 6  # exit codes of the command line
 CHUNK_BYTES = 1 << 18
 MAX_OPEN_DIRECTORIES = 200  # descriptors held for one path
 MAX_CLEAR_DEPTH = 50  # `clear` moves deeper directories to the root instead of descending
@@ -54,6 +54,10 @@ class BadPath(Exception):
 
 class TooLarge(Exception):
     """The content exceeds the limit."""
+
+
+class Exists(Exception):
+    """The target of a move exists."""
 
 
 def read(root: str, parts: Sequence[str], limit: int) -> bytes:
@@ -97,6 +101,52 @@ def remove(root: str, parts: Sequence[str]) -> None:
         if not stat.S_ISREG(os.lstat(parts[-1], dir_fd=parent).st_mode):
             raise BadPath(f"{'/'.join(parts)} is not a regular file")
         os.unlink(parts[-1], dir_fd=parent)
+
+
+def make_directory(root: str, parts: Sequence[str]) -> None:
+    """Create a directory and its missing parents. An existing directory is success. Raise BadPath."""
+    with _DirectoryTree(root, writing=True) as tree:
+        tree.open(parts, make=True)
+
+
+def move(root: str, source: Sequence[str], target: Sequence[str], *, overwrite: bool) -> None:
+    """Rename one file, link or directory, creating missing parents of the target. Links are not followed.
+
+    With `overwrite` a file or link replaces a file or link, and a directory an empty directory. Raise FileNotFoundError for the
+    source, Exists without `overwrite`, and BadPath."""
+    with contextlib.ExitStack() as stack:
+        tree, target_tree, moved = (stack.enter_context(_DirectoryTree(root, writing=True)) for _ in range(3))
+        old_parent, name = tree.open(source[:-1]), source[-1]
+        is_directory = stat.S_ISDIR(os.lstat(name, dir_fd=old_parent).st_mode)
+        if is_directory:
+            if tuple(target[: len(source)]) == tuple(source) and len(target) > len(source):
+                raise BadPath(f"{'/'.join(target)} is below {'/'.join(source)}")
+            moved.open(source)  # another parent is an entry of the directory, which has to be writable
+        new_parent, new_name = target_tree.open(target[:-1], make=True), target[-1]
+        if not overwrite:
+            _reserve_name(new_parent, new_name, "/".join(target), is_directory=is_directory)
+        try:
+            os.rename(name, new_name, src_dir_fd=old_parent, dst_dir_fd=new_parent)
+        except OSError as error:
+            if not overwrite:
+                _remove_entry(new_parent, new_name)
+            if error.errno in (*_NOT_EMPTY_ERRNOS, errno.EISDIR, errno.ENOTDIR):
+                raise BadPath(f"{'/'.join(target)} is of another kind, or a directory that is not empty") from error
+            if error.errno in (errno.EXDEV, errno.EINVAL):
+                raise BadPath(f"{'/'.join(source)} cannot be moved to {'/'.join(target)}: {error.strerror}") from error
+            raise
+
+
+def _reserve_name(parent: int, name: str, path: str, *, is_directory: bool) -> None:
+    """Create an empty entry for a rename to replace, which unlike a check cannot overtake a program. Raise Exists, BadPath."""
+    try:
+        with _translate_errors(name, "is not a valid name"):
+            if is_directory:
+                os.mkdir(name, 0o700, dir_fd=parent)
+            else:
+                _create_file(parent, name).close()
+    except FileExistsError as error:
+        raise Exists(f"{path} exists") from error
 
 
 def remove_files(root: str, paths: Iterable[str], *, seconds: float = math.inf) -> None:
@@ -639,6 +689,11 @@ def main(argv: Sequence[str]) -> int:
                 write(root, _decode_path(path), content)
             case ["remove", root]:
                 remove(root, _decode_path(source.read()))
+            case ["mkdir", root]:
+                make_directory(root, _decode_path(source.read()))
+            case ["move", root, ("keep" | "overwrite") as existing]:
+                old, new = _decode_paths(source.read())
+                move(root, _split_path(old), _split_path(new), overwrite=existing == "overwrite")
             case ["remove_files", root]:
                 remove_files(root, _decode_paths(source.read()))
             case ["clear", root, *recreated]:
@@ -674,6 +729,9 @@ def main(argv: Sequence[str]) -> int:
     except TooLarge as error:
         print(error, file=sys.stderr)
         return TOO_LARGE
+    except Exists as error:
+        print(error, file=sys.stderr)
+        return EXISTS
     except OSError as error:  # for example a full disk, or missing permissions
         print(error, file=sys.stderr)
         return 1

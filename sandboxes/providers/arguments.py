@@ -41,6 +41,14 @@ def check_directory_path(root: str, under: str) -> str:
     return check_relative_path(root, under) if under else check_root(root) and under
 
 
+def split_move(source: str, target: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Return the root of a move, and the parts of both paths. Raise BadPath, also for paths in different roots."""
+    (root, old), (target_root, new) = split_sandbox_path(source), split_sandbox_path(target)
+    if root != target_root:
+        raise BadPath(f"A file cannot be moved between {WORKSPACE} and {DATA}.")
+    return root, old, new
+
+
 def check_range(start: int, length: int) -> None:
     """Raise Rejected if the offset or the length is negative."""
     if start < 0 or length < 0:

@@ -89,6 +89,12 @@ class BadPath(Rejected):
     code = "bad_path"
 
 
+class FileExists(Rejected):
+    """The target of the move exists."""
+
+    code = "file_exists"
+
+
 class TooLarge(Rejected):
     """The content exceeds the given limit."""
 
@@ -423,6 +429,18 @@ class Provider(ABC):
     @abstractmethod
     def remove_file(self, ref: str, path: str) -> None:
         """Remove one regular file. Raise NoSuchFile, BadPath."""
+
+    @abstractmethod
+    def make_directory(self, ref: str, path: str) -> None:
+        """Create a directory and its missing parents. An existing directory is success. Raise BadPath."""
+
+    @abstractmethod
+    def move_file(self, ref: str, source: str, target: str, *, overwrite: bool) -> None:
+        """Rename a file, link or directory within /workspace or within /data, creating missing parents of the target.
+
+        With `overwrite` a file or link replaces a file or link, and a directory an empty directory. Raise NoSuchFile for the
+        source, FileExists without `overwrite`, and BadPath, also for a target in another root, below the source, or of another
+        kind."""
 
     @abstractmethod
     def manifest(

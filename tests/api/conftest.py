@@ -45,7 +45,7 @@ ANY_BODY = {
     "argv": ["true"], "turn_number": 1, "state": {}, "snapshot_id": str(uuid.UUID(int=1)), "environment_id": "fork-1",
     "role": "user", "content": "x", "action": "x", "aud": "did:web:example.com", "lxm": "com.example.method",
     "did": "did:plc:new", "condition": "x", "ids": [str(uuid.UUID(int=1))], "name": "n",
-    "signal": "TERM", "offset": 0, "prompt": "x", "port": 8080,
+    "signal": "TERM", "offset": 0, "prompt": "x", "port": 8080, "path": "a", "target": "b", "method": "GET", "pattern": "x",
 }  # fmt: skip
 ALL_MODELS = (
     Agent, AgentKey, AgentRun, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken, OrmQ, Pool, Process,
@@ -65,14 +65,15 @@ def parse_yaml(text: str | bytes) -> dict[str, Any]:
 
 
 def list_operations(prefix: str = "", *, status: int = 401) -> list[tuple[str, str]]:
-    """Return method and path of each operation that documents this status. Only the lease id is left to be filled in.
+    """Return method and path of each operation that documents this status and needs a key.
 
-    Every operation documents 401."""
+    Only the lease id is left to be filled in. Every operation documents 401."""
     return [
         (method.upper(), path.removeprefix("/api/v1/").format(**PATH_PARAMETERS))
         for path, methods in load_openapi()["paths"].items()
         for method, operation in methods.items()
         if path.startswith(f"/api/v1/{prefix}") and str(status) in operation["responses"]
+        if operation["security"] == [{"key": []}]
     ]
 
 

@@ -27,7 +27,18 @@ COMMAND: dict[str, list[Any]] = {
     ],
     "cwd": ["data", "", "/a\0", "/" + "a" * 5000, 1],
 }  # fmt: skip
+BAD_PATHS = [MISSING, None, 5, "", "/etc", "..", "a/../..", "a//b", "a/", ".", "a\0", "x" * 256]
 BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
+    "leases/{id}/file-urls": {
+        "root": ["etc"], "path": BAD_PATHS, "method": [MISSING, "DELETE", "get", None, 5],
+        "max_bytes": [-1, (64 << 20) + 1, "5"],
+        "expires_seconds": [0, -1, 86401, "60", 1.5, True],
+    },
+    "leases/{id}/mkdir": {"root": ["etc", None, 5, ""], "path": BAD_PATHS},
+    "leases/{id}/move": {
+        "root": ["etc", None], "target_root": ["data", "etc", 5], "path": BAD_PATHS, "target": BAD_PATHS,
+        "overwrite": [1, None],
+    },
     "leases": {
         "environment_type": ["chess", "Ünfug", None, ["rpg"]],
         "agent_did": [
@@ -66,6 +77,10 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     "leases/{id}/processes": COMMAND | {
         "name": ["x" * 101], "wait_seconds": [0, 301], "wait_for": ["x" * 1001, ["x"]],
         "wait_for_port": [0, 65536, "80"],
+    },
+    f"leases/{{id}}/processes/{uuid.UUID(int=1)}/wait": {
+        "pattern": [MISSING, None, 5, "", "(", "[", "x{2,1}", "(?=a)", "\\1", "a\0b", "x" * 501, "(?:x{30}){30}", ["x"]],
+        "start": [-1, "0", 10**18, True], "wait_seconds": [0, 301, "5"],
     },
     "runs": COMMAND | {
         "agent_did": [None, "ada"], "stdin": [5], "pool": ["no-such-pool"], "environment_type": ["chess"],
@@ -135,7 +150,9 @@ BAD_PARAMETERS: dict[str, dict[str, list[str]]] = {
     "leases/{id}/chat?": BAD_EVENT_PAGES,
     "leases/{id}/audit?": BAD_EVENT_PAGES,
     "leases/{id}/files?": BAD_DIRECTORIES | {"deep": ["2", "yes"]},
-    "leases/{id}/archive?": BAD_DIRECTORIES,
+    "leases/{id}/watch?path=&": {"root": ["etc", ""]},
+    "leases/{id}/watch?": {"path": BAD_DIRECTORIES["path"]},
+    "leases/{id}/archive?": BAD_DIRECTORIES | {"compression": ["", "zstd", "gzip%00"]},
     "leases/{id}/files/a?": {"root": ["etc"]},
     "pool?": {"agent_did": ["unknown"]},
     "costs?": BAD_COST_FILTERS | {

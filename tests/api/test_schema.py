@@ -29,14 +29,14 @@ def operations() -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize(("name", "operation"), operations(), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_operation_documents_authentication_and_errors(name: str, operation: dict[str, Any]) -> None:
-    assert operation["security"] == [{"key": []}]
+    assert operation["security"] == ([{"signedUrl": []}] if name.endswith("/signed-files") else [{"key": []}])
     failures = {status: response["content"] for status, response in operation["responses"].items() if status >= "400"}
     required = {"400", "401", "500"} | ({"404"} if "{id}" in name else set())
     assert failures.keys() >= required | ({"413"} if name.startswith(("post", "put")) else set())
     problem = {"schema": {"$ref": "#/components/schemas/Problem"}}
     assert all(content == {"application/problem+json": problem} for content in failures.values())
     headers = [row["name"] for row in operation.get("parameters", []) if row["in"] == "header"]
-    credentials = ("/service-token", "/url", "/previews")  # are not stored
+    credentials = ("/service-token", "/url", "/previews", "/file-urls")  # are not stored
     stores_its_response = name.startswith("post") and not name.endswith(credentials)
     resumed = ["Last-Event-ID"] if name.startswith("get") and name.endswith("/stream") else []
     assert headers == (["Idempotency-Key"] if stores_its_response else resumed)

@@ -68,6 +68,12 @@ class SandboxHandle:
     def remove_file(self, path):
         self.provider.remove_file(self.ref, f"{self.root}/{path}")
 
+    def make_directory(self, path):
+        self.provider.make_directory(self.ref, f"{self.root}/{path}")
+
+    def move(self, source, target, *, overwrite=False):
+        self.provider.move_file(self.ref, f"{self.root}/{source}", f"{self.root}/{target}", overwrite=overwrite)
+
     def put(self, *members: TarMember):
         self.provider.put_files(self.ref, self.root, pack(*members))
 

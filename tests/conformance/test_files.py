@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from sandboxes.file_watch import FileWatch
 from sandboxes.image import files
-from sandboxes.providers.base import DATA, WORKSPACE, BadPath, NoSuchFile, Rejected, TooLarge
+from sandboxes.models import Sandbox, SandboxState
+from sandboxes.providers.base import DATA, WORKSPACE, BadPath, FileExists, NoSuchFile, Rejected, TooLarge
 from sandboxes.providers.docker.files import _parse_listing
 from sandboxes.state import changes
 from tests.conformance.conftest import BY_ENGINE, make_box_fixture
@@ -165,6 +167,93 @@ def test_circular_links_are_listed_as_links(box):
     box.put(link("d/here", "."), link("d/up", ".."), link("self", "self"))
     assert {path: stat.target for path, stat in box.look().items()} == {"d": "", "d/here": ".", "d/up": "..", "self": "self"}
     assert box.get() == {"d": None, "d/here": ".", "d/up": "..", "self": "self"}
+
+
+# --- directories and moves --------------------------------------------------------------------------------------
+
+
+def test_directory_is_created_with_its_parents_and_repeatedly(box):
+    box.make_directory("a/b c/ünï")
+    assert {path: stat.kind for path, stat in box.look().items()} == dict.fromkeys(("a", "a/b c", "a/b c/ünï"), "directory")
+    box.write("a/b c/file", b"x")
+    box.make_directory("a/b c")
+    assert box.read("a/b c/file") == b"x"
+
+
+def test_directory_is_not_created_over_or_behind_another_entry(box):
+    box.put(file("file"), link("link", "/tmp"), directory("d"))
+    for bad in ("file", "file/below", "link", "link/below", "../x", "d/../e", "", "a//b", "a\0b"):
+        with pytest.raises(BadPath):
+            box.make_directory(bad)
+    assert box.look().keys() == {"file", "link", "d"}
+
+
+def test_files_links_and_directories_are_moved(box):
+    box.put(file("d/in/file", b"1", mode=0o755), link("d/link", "in/file"), file("-rf", b"2"))
+    box.move("-rf", "new/parent/two\nlines")
+    box.move("d", "new/e")
+    box.move("new/e/link", "link")
+    assert box.get() == {
+        "link": "in/file", "new": None, "new/e": None, "new/e/in": None, "new/e/in/file": b"1", "new/parent": None,
+        "new/parent/two\nlines": b"2",
+    }  # fmt: skip
+    assert box.look()["new/e/in/file"].mode == 0o755
+
+
+def test_existing_target_is_replaced_only_with_overwrite(box):
+    box.put(file("a", b"a"), file("b", b"b"), link("l", "b"), directory("empty"), file("d/f", b"f"), file("full/f", b"x"))
+    for source, target in (("a", "b"), ("a", "a"), ("a", "l"), ("a", "d"), ("d", "empty"), ("d", "a"), ("l", "a")):
+        with pytest.raises(FileExists):
+            box.move(source, target)
+    for source, target in (("a", "d"), ("d", "a"), ("d", "full"), ("d", "l")):
+        with pytest.raises(BadPath):
+            box.move(source, target, overwrite=True)
+    assert box.get().keys() == {"a", "b", "l", "empty", "d", "d/f", "full", "full/f"}
+    box.move("a", "a", overwrite=True)
+    box.move("a", "b", overwrite=True)
+    box.move("b", "l", overwrite=True)
+    box.move("d", "empty", overwrite=True)
+    assert box.get() == {"l": b"a", "empty": None, "empty/f": b"f", "full": None, "full/f": b"x"}
+
+
+def test_move_leaves_its_root_by_no_way(box):
+    box.put(file("a"), link("out", "/tmp"), link("up", ".."), directory("d"))
+    before = box.look()
+    for source, target in (
+        ("a", "out/a"), ("a", "up/a"), ("out/a", "b"), ("a", "../b"), ("../etc", "b"), ("a", "d/../../b"), ("d", "d/e"),
+        ("a", "a/b"), ("a", ""), ("", "b"), ("a", "b\0"),
+    ):  # fmt: skip
+        for overwrite in (True, False):
+            with pytest.raises(BadPath):
+                box.move(source, target, overwrite=overwrite)
+    with pytest.raises(BadPath):
+        box.provider.move_file(box.ref, f"{DATA}/a", f"{WORKSPACE}/a", overwrite=True)
+    with pytest.raises(NoSuchFile):
+        box.move("gone", "b")
+    assert box.look() == before
+
+
+def test_directory_without_permissions_is_moved_with_its_mode(real):
+    real.python("os.makedirs('locked/in'); os.makedirs('to'); os.chmod('locked/in', 0o500); os.chmod('locked', 0)")
+    real.move("locked", "to/moved")
+    real.move("to/moved/in", "in")
+    assert {path: stat.mode for path, stat in real.look().items()} == {"in": 0o500, "to": 0o755, "to/moved": 0}
+
+
+def test_watch_reports_changes_by_programs(box):
+    sandbox = Sandbox(ref=box.ref, state=SandboxState.WAITING, incarnation=1, prepared=True)
+    box.put(file("d/kept"), file("d/changed", b"1"), file("d/removed"), file("outside"))
+    watch = FileWatch(DATA, "d", box.look(under="d"), 1)
+    assert list(watch.poll(sandbox, box.provider)) == []
+    box.write("d/changed", b"2")
+    box.remove("d/removed")
+    box.put(directory("d/new"), link("d/new/link", "/etc"))
+    box.write("outside", b"2")
+    assert [(change.kind, change.path) for change in watch.poll(sandbox, box.provider)] == [
+        ("deleted", "d/removed"), ("created", "d/new"), ("created", "d/new/link"), ("modified", "d/changed"),
+    ]  # fmt: skip
+    box.provider.clear(box.ref, DATA)
+    assert {change.kind for change in watch.poll(sandbox, box.provider)} == {"deleted"}
 
 
 # --- stamps -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
             name, _, value = text.partition(": ")
             fields[name] = value
         elif "data" in fields:
-            yield Event(fields["id"], fields["event"], json.loads(fields["data"]))
+            yield Event(fields.get("id", ""), fields["event"], json.loads(fields["data"]))
             fields = {}
         else:
             fields = {}

@@ -66,7 +66,14 @@ ROOT_PARAMETER = _build_query_parameter(
     "root", "Base directory of the path: /workspace or /data. Default: workspace.", enum=["workspace", "data"]
 )
 DIRECTORY_PARAMETER = _build_query_parameter("path", "Path of a directory, relative to the root. Default: the root.")
+WATCHED_PARAMETER = _build_query_parameter(
+    "path", "Path of the watched directory, relative to the root. Empty: the root itself.", required=True
+)
 DEEP_PARAMETER = _build_query_parameter("deep", "1: recursive; 0: only the directory itself. Default: 0.", enum=["0", "1"])
+COMPRESSION_PARAMETER = _build_query_parameter(
+    "compression", "Compression of the archive. Default: gzip if `Accept` names application/gzip, else none.",
+    enum=["none", "gzip"],
+)  # fmt: skip
 SOURCE_HEADER = _build_response_header(
     "Leasehold-Source", "Origin of the response: the awake sandbox or stored state.", enum=["sandbox", "snapshot"]
 )

@@ -23,6 +23,7 @@ from sandboxes.providers.arguments import (
     check_relative_path,
     check_root,
     check_slug,
+    split_move,
     split_sandbox_path,
 )
 from sandboxes.providers.base import (
@@ -31,6 +32,7 @@ from sandboxes.providers.base import (
     WORKSPACE,
     BadPath,
     FailureCause,
+    FileExists,
     FileStat,
     NoSuchFile,
     ProviderError,
@@ -47,6 +49,7 @@ _ERRORS_BY_EXIT_CODE: dict[int, type[ProviderError]] = {
     files.NO_FILE: NoSuchFile,
     files.BAD_PATH: BadPath,
     files.TOO_LARGE: TooLarge,
+    files.EXISTS: FileExists,
 }
 _NUMBER_PATTERN, _MODE_PATTERN, _STAMP_PATTERN = (
     re.compile(rb"[0-9]{1,18}"),
@@ -79,6 +82,15 @@ class ContainerFilesProvider(ContainerCommandProvider):
     def remove_file(self, ref: str, path: str) -> None:
         root, parts = split_sandbox_path(path)
         self._run_in_container(ref, "remove", root, stdin=_encode_stdin("/".join(parts)))
+
+    def make_directory(self, ref: str, path: str) -> None:
+        root, parts = split_sandbox_path(path)
+        self._run_in_container(ref, "mkdir", root, stdin=_encode_stdin("/".join(parts)))
+
+    def move_file(self, ref: str, source: str, target: str, *, overwrite: bool) -> None:
+        root, old, new = split_move(source, target)
+        words = ("move", root, "overwrite" if overwrite else "keep")
+        self._run_in_container(ref, *words, stdin=_encode_stdin("/".join(old), "/".join(new)))
 
     def manifest(
         self, ref: str, root: str, *, under: str = "", deep: bool = True, max_entries: int = 100_000

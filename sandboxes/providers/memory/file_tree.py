@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from sandboxes.providers.arguments import split_sandbox_path
-from sandboxes.providers.base import BadPath, FileStat, NoSuchFile
+from sandboxes.providers.base import BadPath, FileExists, FileStat, NoSuchFile
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,29 @@ def put_entry(files: Files, path: str, entry: Entry) -> None:
     files[path] = entry
     while (path := path.rpartition("/")[0]) and path not in files:
         files[path] = Folder()
+
+
+def move_entry(files: Files, source: str, target: str, *, overwrite: bool) -> None:
+    """Rename an entry and all entries below it. Raise NoSuchFile, FileExists, BadPath as Provider.move_file does."""
+    check_parents(files, source)
+    check_parents(files, target)
+    if source not in files:
+        raise NoSuchFile(f"There is no file {source}.")
+    if target.startswith(source + "/"):
+        raise BadPath(f"{target} is below {source}.")
+    if target in files and not overwrite:
+        raise FileExists(f"{target} exists.")
+    if target == source:
+        return
+    moves_folder, replaced = isinstance(files[source], Folder), files.get(target)
+    if replaced and (isinstance(replaced, Folder) != moves_folder or list_below(files, target)):
+        raise BadPath(f"{target} is of another kind, or a directory that is not empty.")
+    moved = [(source, files[source]), *list_below(files, source)]
+    for path, _ in moved:
+        del files[path]
+    for path, entry in moved:
+        files.pop(target + path[len(source) :], None)
+        put_entry(files, target + path[len(source) :], entry)
 
 
 def list_below(files: Files, directory: str) -> list[tuple[str, Entry]]:

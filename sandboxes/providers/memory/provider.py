@@ -39,6 +39,7 @@ from sandboxes.providers.arguments import (
     check_relative_path,
     check_root,
     check_slug,
+    split_move,
 )
 from sandboxes.providers.base import (
     DATA,
@@ -72,6 +73,7 @@ from sandboxes.providers.memory.file_tree import (
     check_parents,
     get_regular_file,
     list_below,
+    move_entry,
     put_entry,
     stat_entry,
     unpack_member,
@@ -383,6 +385,20 @@ class MemoryProvider(HookedCalls, Provider):
             files = self._running(ref).files
             get_regular_file(files, path)
             del files[path]
+
+    def make_directory(self, ref: str, path: str) -> None:
+        with self.hooked_call("make_directory", ref), self._lock:
+            files = self._running(ref).files
+            check_parents(files, path)
+            if not isinstance(files.get(path, Folder()), Folder):
+                raise BadPath(f"{path} is not a directory.")
+            if path not in files:
+                put_entry(files, path, Folder())
+
+    def move_file(self, ref: str, source: str, target: str, *, overwrite: bool) -> None:
+        with self.hooked_call("move_file", ref), self._lock:
+            split_move(source, target)
+            move_entry(self._running(ref).files, source, target, overwrite=overwrite)
 
     def manifest(
         self, ref: str, root: str, *, under: str = "", deep: bool = True, max_entries: int = 100_000

@@ -40,6 +40,7 @@ from sandboxes.providers.arguments import (
     check_relative_path,
     check_root,
     check_slug,
+    split_move,
     split_sandbox_path,
 )
 from sandboxes.providers.base import (
@@ -50,6 +51,7 @@ from sandboxes.providers.base import (
     ExecResult,
     ExecState,
     FailureCause,
+    FileExists,
     FileStat,
     Missing,
     NoSuchFile,
@@ -267,6 +269,16 @@ class ProcessProvider(BackgroundProcessProvider):
         with self._files(ref, root) as host:
             files.remove(host, parts)
 
+    def make_directory(self, ref: str, path: str) -> None:
+        root, parts = split_sandbox_path(path)
+        with self._files(ref, root) as host:
+            files.make_directory(host, parts)
+
+    def move_file(self, ref: str, source: str, target: str, *, overwrite: bool) -> None:
+        root, old, new = split_move(source, target)
+        with self._files(ref, root) as host:
+            files.move(host, old, new, overwrite=overwrite)
+
     def manifest(
         self, ref: str, root: str, *, under: str = "", deep: bool = True, max_entries: int = 100_000
     ) -> dict[str, FileStat]:
@@ -356,6 +368,8 @@ class ProcessProvider(BackgroundProcessProvider):
                 raise BadPath(str(error)) from None
             except files.TooLarge as error:
                 raise TooLarge(str(error)) from None
+            except files.Exists as error:
+                raise FileExists(str(error)) from None
             except tarfile.TarError as error:
                 raise Rejected(f"Invalid tar: {error}") from None
             except FileNotFoundError:

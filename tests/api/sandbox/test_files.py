@@ -1,5 +1,6 @@
 """Files of a lease with an awake and with a cold sandbox: reads, ranges, listings, archives."""
 
+import gzip
 import io
 import tarfile
 import uuid
@@ -96,6 +97,49 @@ def test_root_data_is_the_agents_data_directory(ada: ApiClient, lease_url: str) 
     assert ada.get(f"{lease_url}/files/memory.json").status_code == 404
 
 
+def test_a_directory_is_created_and_entries_are_moved(ada: ApiClient, lease_url: str, memory: MemoryProvider) -> None:
+    created = ada.post(f"{lease_url}/mkdir", {"path": "a/b"}, idempotency_key="k1")
+    assert (created.status_code, created.json()) == (201, {"root": "workspace", "path": "a/b"})
+    assert ada.post(f"{lease_url}/mkdir", {"path": "a/b"}).status_code == 201
+    ada.put(f"{lease_url}/files/a/file", b"1")
+    moved = ada.post(f"{lease_url}/move", {"path": "a", "target": "c/d"}, idempotency_key="k2")
+    assert (moved.status_code, moved.json()) == (200, {"root": "workspace", "path": "c/d"})
+    again = ada.post(f"{lease_url}/move", {"path": "a", "target": "c/d"}, idempotency_key="k2")
+    assert (again.status_code, again.headers["Idempotent-Replayed"]) == (200, "true")
+    names = [entry["name"] for entry in ada.get(f"{lease_url}/files?deep=1").json()["entries"]]
+    assert names == ["c", "c/d", "c/d/b", "c/d/file", "config.json"]
+    runs = Run.objects.filter(argv__0__in=["mkdir", "move"]).order_by("started_at")
+    assert [(run.kind, run.outcome) for run in runs] == [("file", "ok")] * 3
+    assert runs[2].argv == ["move", "/workspace/a", "/workspace/c/d"]
+
+
+def test_a_move_is_refused_by_name(ada: ApiClient, filled_url: str) -> None:
+    url = f"{filled_url}/move"
+    for body, status, code, field in (
+        ({"path": "empty", "target": "src/main.py"}, 409, "file_exists", "target"),
+        ({"path": "gone", "target": "b"}, 404, "file_not_found", "path"),
+        ({"path": "empty", "target": "src", "overwrite": True}, 400, "bad_path", "path"),
+        ({"path": "src", "target": "src/deep/below"}, 400, "bad_path", "path"),
+        ({"path": "empty", "target": "b", "target_root": "data"}, 400, "invalid", "target_root"),
+    ):
+        problem = ada.post(url, body).json()
+        assert (problem["status"], problem["code"], problem["field"]) == (status, code, field), body
+    assert ada.post(url, {"path": "empty", "target": "src/main.py", "overwrite": True}).status_code == 200
+    assert ada.get(f"{filled_url}/files/src/main.py").content == b""
+    assert ada.post(url, {"root": "data", "path": "memory", "target": "m"}).status_code == 200
+    assert ada.get(f"{filled_url}/files/m/notes.md?root=data").content == b"remember\n"
+
+
+@pytest.mark.parametrize("name", ["mkdir", "move", "urls", "watch"])
+def test_files_with_the_name_of_an_operation_remain_available(ada: ApiClient, lease_url: str, name: str) -> None:
+    url, key = f"/api/v1/{lease_url}/files/{name}", {"Authorization": f"Bearer {ada.key}"}
+    assert ada.client.put(url, b"content", content_type="text/plain", headers=key).status_code == 204
+    assert ada.client.get(url, headers=key).content == b"content"
+    assert ada.client.head(url, headers=key)["Content-Length"] == "7"
+    assert ada.client.delete(url, headers=key).status_code == 204
+    assert ada.client.get(url, headers=key).status_code == 404
+
+
 RANGES = [
     ("bytes=0-3", 206, b"\x00\x01\x02\x03", "bytes 0-3/256"),
     ("bytes=250-", 206, bytes(range(250, 256)), "bytes 250-255/256"),
@@ -138,7 +182,7 @@ def test_head_returns_the_size(source: str, ada: ApiClient, filled_url: str) -> 
 
 
 def test_a_large_file_is_read_in_ranges(source: str, ada: ApiClient, filled_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leases.api.files.MAX_FILE_BYTES", 100)
+    monkeypatch.setattr("leases.api.files.content.MAX_FILE_BYTES", 100)
     url = f"{filled_url}/files/src/deep/er/x.bin"
     problem = ada.get(url).json()
     assert (problem["status"], problem["field"], "256 bytes" in problem["detail"]) == (413, "path", True)
@@ -280,7 +324,7 @@ def test_a_listing_has_all_attributes_of_its_entries(ada: ApiClient, filled_url:
 
 @pytest.mark.usefixtures("source")
 def test_a_long_listing_is_refused(ada: ApiClient, filled_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leases.api.files.MAX_LISTING_ENTRIES", 4)
+    monkeypatch.setattr("leases.api.files.content.MAX_LISTING_ENTRIES", 4)
     assert ada.get(f"{filled_url}/files").status_code == 200
     problem = ada.get(f"{filled_url}/files?deep=1").json()
     assert (problem["status"], problem["field"]) == (413, "path")
@@ -305,6 +349,51 @@ def test_an_archive_is_a_tar_that_can_be_unpacked_again(ada: ApiClient, filled_u
     assert ada.get(f"{filled_url}/files/src/other.py").content == b"stays"
     run = Run.objects.get(argv__0="unpack")
     assert (run.kind, run.argv, run.outcome) == ("file", ["unpack", "/workspace"], "ok")
+
+
+def get_raw(client: ApiClient, url: str, **headers: str) -> Any:
+    """Send a GET whose response is not compared with the media type that the OpenAPI document lists first."""
+    return client.client.get(f"/api/v1/{url}", headers={"Authorization": f"Bearer {client.key}", **headers})
+
+
+def test_an_archive_is_compressed_on_request(source: str, ada: ApiClient, filled_url: str) -> None:
+    plain = read_content(ada.get(f"{filled_url}/archive?path=src"))
+    for query, accept in (("&compression=gzip", "*/*"), ("", "application/gzip"), ("", "text/html, Application/X-GZIP;q=0.5")):
+        response = get_raw(ada, f"{filled_url}/archive?path=src{query}", Accept=accept)
+        assert (response["Content-Type"], response["Leasehold-Source"]) == ("application/gzip", source)
+        assert response["Content-Disposition"] == 'attachment; filename="src.tar.gz"'
+        assert "Content-Length" not in response
+        assert gzip.decompress(read_content(response)) == plain
+    for query, accept in (("&compression=none", "application/gzip"), ("", "application/gzip;q=0"), ("", "*/*")):
+        response = get_raw(ada, f"{filled_url}/archive?path=src{query}", Accept=accept)
+        assert (response["Content-Type"], read_content(response)) == ("application/x-tar", plain)
+
+
+def test_a_compressed_archive_is_unpacked(ada: ApiClient, lease_url: str) -> None:
+    parts = [pack_tar(a=b"1")[:700], pack_tar(a=b"1")[700:]]
+    several_members = b"".join(map(gzip.compress, parts)) + bytes(512)
+    for number, (body, headers) in enumerate((
+        (gzip.compress(pack_tar(a=b"1")), {"content_type": "application/gzip"}),
+        (gzip.compress(pack_tar(a=b"1")), {"content_type": "application/x-tar", "content_encoding": "gzip"}),
+        (several_members, {"content_type": "application/x-gzip; charset=binary"}),
+        (pack_tar(a=b"1"), {"content_type": "application/x-tar", "content_encoding": "identity"}),
+    )):  # fmt: skip
+        assert ada.put(f"{lease_url}/archive", body, **headers).status_code == 204, number
+        assert ada.get(f"{lease_url}/files/a").content == b"1"
+        assert ada.delete(f"{lease_url}/files/a").status_code == 204
+
+
+def test_a_compressed_archive_that_is_invalid_or_too_large_is_refused(
+    ada: ApiClient, lease_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, url = gzip.compress(pack_tar(a=b"1")), f"{lease_url}/archive"
+    for body in (packed[:-1], packed[:40], b"", b"\x1f\x8b", packed + b"x", pack_tar(a=b"1"), gzip.compress(b"no tar")):
+        assert_refused(ada, "PUT", url, body, 400, "body", content_type="application/gzip")
+    assert_refused(ada, "PUT", url, packed, 400, "Content-Encoding", content_encoding="br")
+    monkeypatch.setattr("leases.api.files.archives.MAX_ARCHIVE_BYTES", 1 << 20)
+    bomb = gzip.compress(bytes(64 << 20))
+    assert len(bomb) < 1 << 17
+    assert_refused(ada, "PUT", url, bomb, 413, "body", content_type="application/gzip")
 
 
 def test_an_archive_is_unpacked_into_the_agents_data_and_wakes_the_sandbox(ada: ApiClient, filled_url: str, evict) -> None:

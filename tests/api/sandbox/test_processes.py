@@ -57,6 +57,27 @@ def test_signal_ends_a_process_and_is_refused_afterwards(ada: ApiClient, process
     assert (again.status_code, again.json()["code"]) == (409, "process_ended")
 
 
+def test_a_wait_for_a_pattern_returns_the_match_or_says_why_not(ada: ApiClient, processes_url: str) -> None:
+    url = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}/wait"
+    found = ada.post(url, {"pattern": "to (?P<name>[a-z]+)\\n"}, idempotency_key="k")
+    assert found.json() == {"outcome": "matched", "match": "to relay\n", "start": 10, "end": 19, "next": 19}
+    assert ada.post(url, {"pattern": "to (?P<name>[a-z]+)\\n"}, idempotency_key="k").json() == found.json()
+    encoded = ada.post(f"{url}?encoding=base64", {"pattern": "relay"}).json()
+    assert base64.b64decode(encoded["match"]) == b"relay"
+    late = ada.post(url, {"pattern": "^Connected", "start": 1, "wait_seconds": 1}).json()
+    assert late == {"outcome": "timed_out", "match": None, "start": None, "end": None, "next": 1}
+    ended = f"{processes_url}/{ada.post(processes_url, {'argv': ['echo', 'bye']}).json()['process_id']}/wait"
+    assert ada.post(ended, {"pattern": "hello", "wait_seconds": 300}).json()["outcome"] == "process_ended"
+    assert ada.post(ended, {"pattern": "(?i)BYE"}).json()["match"] == "bye"
+
+
+def test_a_wait_for_a_bad_pattern_names_the_field(ada: ApiClient, processes_url: str) -> None:
+    url = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}/wait"
+    problem = assert_refused(ada, "POST", url, {"pattern": "(a"}, 400, "pattern")
+    assert "missing )" in problem["detail"]
+    assert ada.post(f"{processes_url}/{uuid.uuid4()}/wait", {"pattern": "a"}).status_code == 404
+
+
 def test_start_waits_for_a_port(ada: ApiClient, processes_url: str, memory: MemoryProvider) -> None:
     listening = b"sl local rem st\n0: 0100007F:1F90 00000000:0000 0A\n"
     memory.programs["cat"] = lambda call: ProgramResult(stdout=listening)

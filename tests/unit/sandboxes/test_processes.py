@@ -10,6 +10,7 @@ from leases.models import Lease
 from sandboxes import eviction, processes
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, TooManyProcesses
 from sandboxes.models import Pool, Process, Run, Sandbox
+from sandboxes.output_search import OutputMatch, PatternSearch
 from sandboxes.pool import starts
 from sandboxes.processes import MAX_PROCESSES, START_TIMEOUT, ProcessSpec
 from sandboxes.providers.base import ProcessOutput, Unavailable
@@ -226,6 +227,23 @@ def test_wait_finds_a_text_across_two_chunks(lease, memory) -> None:
     text = b"x" * (processes.LOG_CHUNK_BYTES - 3) + b"connected" + b"y" * 100
     memory.programs["babble"] = lambda call: ProgramResult(stdout=text)
     assert processes.wait_for_log(start(lease, ProcessSpec(["babble"])), "connected", within=WAIT_LIMIT, now=NOW)
+
+
+def test_wait_finds_a_pattern_across_two_chunks_with_its_offsets(lease, memory) -> None:
+    border = processes.LOG_CHUNK_BYTES
+    output = b"x" * (border - 5) + b"\nport=8080 \n"
+    memory.programs["babble"] = lambda call: ProgramResult(0, output, took=MINUTE)
+    process = start(lease, ProcessSpec(["babble"]))
+    waited = processes.wait_for_pattern(process, PatternSearch("(?m)^port=([0-9]+) $"), within=WAIT_LIMIT, now=NOW)
+    assert waited.match == OutputMatch(b"port=8080 ", border - 4, border + 6)
+    assert not waited.ended
+
+
+def test_wait_for_a_pattern_in_a_cold_sandbox_ends(process, memory) -> None:
+    sandbox = process.sandbox
+    assert eviction.evict(sandbox.pk, now=LATER, reason="idle")
+    waited = processes.wait_for_pattern(reload(process), PatternSearch("connected"), within=WAIT_LIMIT, now=LATER)
+    assert (waited.match, waited.ended) == (None, True)
 
 
 def test_wait_for_a_process_that_prints_without_end_is_bounded(process, memory, monkeypatch) -> None:

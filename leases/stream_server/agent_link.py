@@ -50,7 +50,8 @@ class AgentLink:
         content = json.dumps({**head, "run": run_id, "wait": wait}, separators=(",", ":")).encode()
         try:
             self._session.forward_request(self, RawFrame(request_id, content, body))
-            frame = await asyncio.wait_for(future, wait + RESPONSE_SECONDS)
+            async with asyncio.timeout(wait + RESPONSE_SECONDS):  # wait_for of Python 3.11 may lose a cancellation
+                frame = await future
             return frame, parse_state(run_id, frame)
         except ProtocolError as error:
             self._session.end(str(error))

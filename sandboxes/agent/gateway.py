@@ -284,7 +284,8 @@ class AgentGateway:
             waiters.add(waiter)
             try:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(waiter, seconds)
+                    async with asyncio.timeout(seconds):  # wait_for of Python 3.11 may lose a cancellation
+                        await waiter
             finally:
                 waiters.discard(waiter)
                 if not waiters:

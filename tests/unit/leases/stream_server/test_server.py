@@ -1,6 +1,7 @@
 """The stream server with a real agent as a process of this host. The checks in the database are replaced."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from leases.stream_server import access, address, agent_link, connections, server, terminals
 from leases.stream_server.grants import PreviewGrant, TerminalGrant
 from sandboxes.agent.operations import AgentProcesses
-from sandboxes.agent.protocol import TerminalSize
+from sandboxes.agent.protocol import PROTOCOL, VERSION, RawFrame, TerminalSize
 from tests.conftest import NOW
 from tests.support.sandbox_agent import SANDBOX, Gateway, start_agent
 from tests.support.servers.ports import find_free_ports
@@ -267,3 +268,35 @@ async def _hold_port(port: int | None, action: Callable[[], None]) -> None:
     listener = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", port)
     async with listener:
         await asyncio.to_thread(action)
+
+
+def test_cancellation_at_the_time_of_the_response_is_not_lost() -> None:
+    """A lost one would leave the connection of a terminal open that the server is closing."""
+
+    class Session:
+        hello = encode_greeting()
+        clients: set[Any] = set()
+
+        def forward_request(self, client: agent_link.AgentLink, frame: RawFrame) -> None:
+            content = json.dumps({"run": "r", "state": "unknown"}).encode()
+
+            def respond() -> None:
+                client.send(RawFrame(frame.request_id, content, b"").encode(frame.request_id))
+                request.cancel()
+
+            asyncio.get_running_loop().call_soon(respond)
+
+    async def check() -> None:
+        nonlocal request
+        link = agent_link.AgentLink(Session())  # type: ignore[arg-type]
+        request = asyncio.create_task(link.request("r", {"verb": "read"}, wait=20))
+        with pytest.raises(asyncio.CancelledError):
+            await request
+
+    request: asyncio.Task[Any]
+    asyncio.run(check())
+
+
+def encode_greeting() -> bytes:
+    head = json.dumps({"protocol": PROTOCOL, "version": VERSION, "boot": "b" * 16}).encode()
+    return RawFrame(0, head, b"").encode(0)

@@ -67,7 +67,7 @@ ROOT_PARAMETER = _build_query_parameter(
 )
 DIRECTORY_PARAMETER = _build_query_parameter("path", "Path of a directory, relative to the root. Default: the root.")
 WATCHED_PARAMETER = _build_query_parameter(
-    "path", "Path of the watched directory, relative to the root. Empty: the root itself.", required=True
+    "path", "Path of the watched directory, relative to the root. Default: the root itself."
 )
 DEEP_PARAMETER = _build_query_parameter("deep", "1: recursive; 0: only the directory itself. Default: 0.", enum=["0", "1"])
 COMPRESSION_PARAMETER = _build_query_parameter(

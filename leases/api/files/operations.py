@@ -1,7 +1,6 @@
 """Changes of a lease's file tree that transfer no content: create a directory, move an entry.
 
-A POST under /files/ has the name of an operation. The other methods operate on the file of that name, so that every name
-remains available to files."""
+Their URLs are not below /files/, whose every name is that of a file."""
 
 from typing import Any
 from uuid import UUID
@@ -9,16 +8,12 @@ from uuid import UUID
 from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
-from rest_framework.parsers import BaseParser
-from rest_framework.request import Request
 
 from leases.api.base import schema
 from leases.api.base.fields import AnyStringField, StrictBooleanField, StrictSerializer
 from leases.api.base.idempotency import StatusAndBody
-from leases.api.base.parsers import JsonParser
-from leases.api.base.views import MAX_SMALL_BODY_BYTES, ApiRequest
-from leases.api.files.base import ROOTS, build_command
-from leases.api.files.content import FileView
+from leases.api.base.views import ApiRequest
+from leases.api.files.base import ROOTS, FileApiView, build_command
 from leases.errors import InvalidRequest
 from sandboxes.models import Sandbox
 from sandboxes.providers.arguments import split_sandbox_path
@@ -55,39 +50,7 @@ class PathSerializer(serializers.Serializer):
 NEW_DIRECTORY_SERIALIZER, MOVE_SERIALIZER = NewDirectorySerializer(), MoveSerializer()
 
 
-class FileOperationView(FileView):
-    """Operation on files in a POST with a JSON body. Other methods operate on the file called `file_name`."""
-
-    file_name: str
-
-    def get_parsers(self) -> list[BaseParser]:
-        is_operation = self.request is None or self.request.method == "POST"  # no request: the OpenAPI generator
-        return [JsonParser()] if is_operation else super().get_parsers()
-
-    def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        if request.method == "POST":
-            self.max_body_bytes = MAX_SMALL_BODY_BYTES
-        super().initial(request, *args, **kwargs)
-
-    @extend_schema(exclude=True)
-    def get(self, request: ApiRequest, pk: UUID, path: str = "") -> Any:
-        return super().get(request, pk, self.file_name)
-
-    def head(self, request: ApiRequest, pk: UUID, path: str = "") -> HttpResponse:
-        return super().head(request, pk, self.file_name)
-
-    @extend_schema(exclude=True)
-    def put(self, request: ApiRequest, pk: UUID, path: str = "") -> HttpResponse:
-        return super().put(request, pk, self.file_name)
-
-    @extend_schema(exclude=True)
-    def delete(self, request: ApiRequest, pk: UUID, path: str = "") -> HttpResponse:
-        return super().delete(request, pk, self.file_name)
-
-
-class DirectoryView(FileOperationView):
-    file_name = "mkdir"
-
+class DirectoryView(FileApiView):
     @extend_schema(
         operation_id="leases_files_mkdir",
         summary="Create a directory",
@@ -111,9 +74,7 @@ class DirectoryView(FileOperationView):
         return self.execute_once(act)
 
 
-class MoveView(FileOperationView):
-    file_name = "move"
-
+class MoveView(FileApiView):
     @extend_schema(
         operation_id="leases_files_move",
         summary="Move or rename a file or directory",

@@ -21,9 +21,9 @@ from leases.api.base.authentication import Caller
 from leases.api.base.fields import AnyStringField, StrictIntegerField, StrictSerializer
 from leases.api.base.permissions import HasKey
 from leases.api.base.views import ApiRequest
-from leases.api.files.base import ROOTS
+from leases.api.files.base import ROOTS, FileApiView
 from leases.api.files.content import MAX_FILE_BYTES, FileView
-from leases.api.files.operations import FileOperationView, RootField, resolve_path
+from leases.api.files.operations import RootField, resolve_path
 from leases.signed_urls import MAX_LIFETIME, METHODS, FileGrant
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
@@ -53,9 +53,7 @@ class FileUrlSerializer(serializers.Serializer):
 NEW_FILE_URL_SERIALIZER = NewFileUrlSerializer()
 
 
-class FileUrlListView(FileOperationView):
-    file_name = "urls"
-
+class FileUrlListView(FileApiView):
     @extend_schema(
         operation_id="leases_files_urls",
         summary="Create a signed URL of a file",

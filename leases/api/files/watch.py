@@ -15,9 +15,8 @@ from leases import leasing
 from leases.api.base import schema
 from leases.api.base.renderers import encode_json
 from leases.api.base.views import ApiRequest
-from leases.api.files.base import SOURCE_HEADER_NAME, build_command, parse_directory, parse_root
-from leases.api.files.content import FileView, list_entries, serialize_entry
-from leases.api.files.operations import FileOperationView
+from leases.api.files.base import SOURCE_HEADER_NAME, FileApiView, build_command, parse_directory, parse_root
+from leases.api.files.content import list_entries, serialize_entry
 from leases.api.streams import EVENT_STREAM, RECONNECT, EventIterator, EventStreamResponse
 from leases.errors import LeaseEnded
 from leases.models import Lease
@@ -42,21 +41,16 @@ changes of a file in between are one event, and a file that exists for a shorter
 `end` or `error` was interrupted: list the directory and watch again."""
 
 
-class FileWatchView(FileOperationView):
-    file_name = "watch"
-
+class FileWatchView(FileApiView):
     @extend_schema(
         operation_id="leases_files_watch",
         summary="Watch a directory",
         description="Stream the changes below a directory of at most 10000 entries. The beginning reads the directory like a "
-        f"listing. An open watch neither renews the lease nor keeps its sandbox awake. {WATCH_DESCRIPTION} Without `path` the "
-        "file called watch is downloaded.",
+        f"listing. An open watch neither renews the lease nor keeps its sandbox awake. {WATCH_DESCRIPTION}",
         parameters=[schema.ROOT_PARAMETER, schema.WATCHED_PARAMETER],
         responses={(200, EVENT_STREAM): OpenApiTypes.STR} | schema.build_responses(None, 402, 404, 409, 410, 413, 429, ok=()),
     )
-    def get(self, request: ApiRequest, pk: UUID, path: str = "") -> HttpResponseBase:
-        if "path" not in request.GET:
-            return FileView.get(self, request, pk, self.file_name)
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponseBase:
         root, under = parse_root(request), parse_directory(request)
         slot = OPEN_STREAMS.open(pk)
         try:

@@ -130,16 +130,6 @@ def test_a_move_is_refused_by_name(ada: ApiClient, filled_url: str) -> None:
     assert ada.get(f"{filled_url}/files/m/notes.md?root=data").content == b"remember\n"
 
 
-@pytest.mark.parametrize("name", ["mkdir", "move", "urls", "watch"])
-def test_files_with_the_name_of_an_operation_remain_available(ada: ApiClient, lease_url: str, name: str) -> None:
-    url, key = f"/api/v1/{lease_url}/files/{name}", {"Authorization": f"Bearer {ada.key}"}
-    assert ada.client.put(url, b"content", content_type="text/plain", headers=key).status_code == 204
-    assert ada.client.get(url, headers=key).content == b"content"
-    assert ada.client.head(url, headers=key)["Content-Length"] == "7"
-    assert ada.client.delete(url, headers=key).status_code == 204
-    assert ada.client.get(url, headers=key).status_code == 404
-
-
 RANGES = [
     ("bytes=0-3", 206, b"\x00\x01\x02\x03", "bytes 0-3/256"),
     ("bytes=250-", 206, bytes(range(250, 256)), "bytes 250-255/256"),

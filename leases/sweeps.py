@@ -14,11 +14,11 @@ from leases.agent_runs import lifecycle
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
 from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState
-from sandboxes import processes
+from sandboxes import process_restarts, processes
 from sandboxes.egress import authorization
 from sandboxes.hosts import registry
 from sandboxes.identity import signing
-from sandboxes.models import GONE_STATES, Host, Sandbox, SandboxState, Snapshot
+from sandboxes.models import GONE_STATES, Host, Process, Sandbox, SandboxState, Snapshot
 from sandboxes.state import pruning, workspace
 from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import SweepResult
@@ -137,6 +137,11 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     for item, count in closed.counts.items():
         result.note(item, count)
     result.failures += closed.failures
+    restarted = process_restarts.restart_due(now=now)
+    for item, count in restarted.counts.items():
+        result.note(item, count)
+    result.failures += restarted.failures
+    result.note("restarts of ended leases given up", forget_restarts_of_ended_leases())
     result.note("sandboxes of lost hosts released", release_lost_hosts(now=now))
     result.note("turns skipped", turns.settle_overdue_turns(now=now, limit=limit))
     result.note("agent runs recorded", lifecycle.record_abandoned(now=now, limit=limit))
@@ -144,6 +149,12 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     result.note("shells of ended leases deleted", shells.delete_of_ended_leases())
     result.note("idempotent responses deleted", find_expired_idempotent_requests(now=now).delete()[0])
     return result
+
+
+def forget_restarts_of_ended_leases() -> int:
+    """Delete the encrypted variables of processes whose lease has ended. Return the number of changed processes."""
+    ended = Lease.objects.filter(pk=OuterRef("holder")).exclude(status=LeaseStatus.ACTIVE)
+    return process_restarts.forget_restarts(Process.objects.filter(Exists(ended)))
 
 
 def measure_workspaces(*, now: datetime) -> SweepResult:

@@ -12,7 +12,7 @@ from billing.models import Budget, Unpriced
 from leases import budget_enforcement, turns
 from leases import sweeps as leases
 from leases.models import Lease
-from sandboxes import suspension
+from sandboxes import process_restarts, suspension
 from sandboxes.egress import authorization, model_pricing
 from sandboxes.egress.logs import access_log
 from sandboxes.models import ModelRate, Pool, Sandbox
@@ -49,6 +49,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "destroy overdue sandbox": lambda now: passes.find_overdue_starts(now=now)[:MAX_LISTED],
         "finish eviction of sandbox": lambda now: passes.find_overdue_evictions(now=now)[:MAX_LISTED],
         "finish suspension of sandbox": lambda now: passes.find_overdue_suspensions(now=now)[:MAX_LISTED],
+        "restart process": lambda now: process_restarts.find_due(now=now)[:MAX_LISTED],
         "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
         "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
         "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],

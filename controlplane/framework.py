@@ -96,6 +96,7 @@ SPECTACULAR_SETTINGS = {
         "QueuedRunStateEnum": "leases.queue.models.QueuedRunState",
         "PendingStateEnum": ["queued", "started"],
         "QueuedRunKindEnum": ["exec", "agent_run"],
+        "RestartPolicyEnum": "sandboxes.models.RestartPolicy",
         "WaitOutcomeEnum": ["matched", "timed_out", "process_ended"],
         "OutcomeEnum": "sandboxes.models.RunOutcome",
         "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],

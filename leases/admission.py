@@ -21,7 +21,7 @@ from leases.guard import LeaseGuard, build_terms
 from leases.leasing import GrantBasis, LeaseRequest
 from leases.models import Lease
 from sandboxes import eviction
-from sandboxes.claims import hold
+from sandboxes.claims import KILL_GRACE, hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
@@ -32,7 +32,6 @@ from sandboxes.long_calls import WAITING_CALLS, is_shutting_down
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.pool import admission_queue, allocation
 from sandboxes.pool.admission_queue import ABANDONED_AFTER, RETRY_AFTER_SECONDS, Position
-from sandboxes.runs.claims import KILL_GRACE
 
 # Between two reads of the queue by one waiting request. A place is held for minutes, so a second is short, and a web process
 # with its few waiting requests reads some rows a second.

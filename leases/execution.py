@@ -19,7 +19,7 @@ from leases.errors import LeaseEnded
 from leases.guard import LeaseGuard
 from leases.models import Lease
 from sandboxes import restarts
-from sandboxes.claims import CLAIM_TTL, Claim, hold
+from sandboxes.claims import CLAIM_TTL, KILL_GRACE, Claim, hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import log_connection_errors
@@ -152,7 +152,7 @@ class LeaseClaim(Claim):
     """Renewal of a lease while an operation for it transfers state. The operation itself may grant the lease."""
 
     def __init__(self, lease: Lease, clock: Clock, *, lasts: timedelta = timedelta(0)) -> None:
-        ttl = max(lasts + operations.KILL_GRACE, CLAIM_TTL)
+        ttl = max(lasts + KILL_GRACE, CLAIM_TTL)
         super().__init__(Lease.objects.none(), deadline=lease.expires_at, clock=clock, ttl=ttl)
         self._lease = lease
 
@@ -188,8 +188,8 @@ def use_lease(
     lease.pool = pool
     if spends and exhausted[0]:
         budgets.require_budget(pk, now=now)
-    if now + lasts + operations.KILL_GRACE > lease.expires_at:
-        leasing.renew(lease, now=clock(), lasts=lasts + operations.KILL_GRACE)
+    if now + lasts + KILL_GRACE > lease.expires_at:
+        leasing.renew(lease, now=clock(), lasts=lasts + KILL_GRACE)
     renewal = HolderRenewal(lambda at: leasing.build_renewal(lease, now=at))
     try:
         with hold(LeaseClaim(lease, clock, lasts=lasts)):

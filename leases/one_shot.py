@@ -19,7 +19,7 @@ from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Lease, LeaseStatus
 from sandboxes import destruction
-from sandboxes.claims import track, track_transfer
+from sandboxes.claims import KILL_GRACE, track, track_transfer
 from sandboxes.db.clock import clock_from
 from sandboxes.db.connection_errors import retry_connection_errors
 from sandboxes.errors import (
@@ -37,7 +37,7 @@ from sandboxes.models import FinalPersist, Run, RunOutcome, Sandbox, SandboxStat
 from sandboxes.pool import allocation
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError, Rejected
 from sandboxes.runs import operations
-from sandboxes.runs.operations import KILL_GRACE, Command
+from sandboxes.runs.operations import Command
 from sandboxes.state import directories
 from sandboxes.storage.base import DiskFull, StoreError
 

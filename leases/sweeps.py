@@ -14,11 +14,11 @@ from leases.agent_runs import lifecycle
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
 from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState
-from sandboxes import processes
+from sandboxes import process_restarts, processes
 from sandboxes.egress import authorization
 from sandboxes.hosts import registry
 from sandboxes.identity import signing
-from sandboxes.models import GONE_STATES, Host, Sandbox, SandboxState, Snapshot
+from sandboxes.models import GONE_STATES, Host, Process, Sandbox, SandboxState, Snapshot
 from sandboxes.state import pruning, workspace
 from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import SweepResult
@@ -134,6 +134,8 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     Also closes the rows of ended processes, and deletes expired idempotent responses and the shells of ended leases."""
     result = passes.recover_stalled(now=now, limit=limit)
     result.add(processes.close_ended(now=now))
+    result.add(process_restarts.restart_due(now=now))
+    result.note("restarts of ended leases given up", forget_restarts_of_ended_leases())
     result.note("sandboxes of lost hosts released", release_lost_hosts(now=now))
     result.note("turns skipped", turns.settle_overdue_turns(now=now, limit=limit))
     result.add(lifecycle.record_abandoned(now=now, limit=limit))
@@ -141,6 +143,12 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     result.note("shells of ended leases deleted", shells.delete_of_ended_leases())
     result.note("idempotent responses deleted", find_expired_idempotent_requests(now=now).delete()[0])
     return result
+
+
+def forget_restarts_of_ended_leases() -> int:
+    """Delete the encrypted variables of processes whose lease has ended. Return the number of changed processes."""
+    ended = Lease.objects.filter(pk=OuterRef("holder")).exclude(status=LeaseStatus.ACTIVE)
+    return process_restarts.forget_restarts(Process.objects.filter(Exists(ended)))
 
 
 def measure_workspaces(*, now: datetime) -> SweepResult:

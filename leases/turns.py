@@ -16,13 +16,13 @@ from leases import admission, execution, leasing
 from leases.admission import Admission
 from leases.errors import TurnInProgress
 from leases.models import Lease, Turn
-from sandboxes.claims import Claim, hold
+from sandboxes.claims import KILL_GRACE, Claim, hold
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import ProviderCallFailed, SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, RunOutcome
-from sandboxes.runs.operations import KILL_GRACE, Command
+from sandboxes.runs.operations import Command
 
 log = structlog.get_logger(__name__)
 MAX_SKIP_REASON_CHARS = 500

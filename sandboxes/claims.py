@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 CLAIM_TTL = timedelta(minutes=4)
 RENEWAL_INTERVAL = timedelta(minutes=1)  # between two UPDATEs of the heartbeat for one claim
 HEARTBEAT_SECONDS = 3.0
+KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, for the provider to kill the command and report the timeout
 P = TypeVar("P", bound="Progress")
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from django.db import transaction
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 
-from sandboxes import suspension
+from sandboxes import process_restarts, suspension
 from sandboxes.agent.protocol import TerminalSize
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import (
@@ -30,17 +30,15 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import ALIVE_STATES, AWAKE_STATES, Run, RunOutcome, Sandbox, SandboxState
-from sandboxes.models.processes import Process, ProcessStatus
+from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
 from sandboxes.output_search import OutputMatch, OutputSearch, PatternSearch, TextSearch
 from sandboxes.pool.allocation import SandboxRequest
+from sandboxes.process_restarts import MAX_PROCESSES, START_TIMEOUT, close_process
 from sandboxes.providers.base import WORKSPACE, Missing, ProcessOutput, ProcessState, Provider, ProviderError, Rejected
-from sandboxes.providers.launcher import LAUNCH_TIMEOUT
 from sandboxes.runs import operations, workspace_limit
 from sandboxes.runs.operations import Command, Operation
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
-MAX_PROCESSES = 16  # running in one sandbox at once
-START_TIMEOUT = LAUNCH_TIMEOUT + operations.KILL_GRACE
 LOG_CHUNK_BYTES = 1 << 18  # read of a log at once
 MAX_CHUNKS_AFTER_DEADLINE = 8  # searched by wait_for_log once its time is over, so that a short wait covers existing output
 LISTENERS_COMMAND, LISTENING = ("cat", "/proc/net/tcp", "/proc/net/tcp6"), "0A"  # the state TCP_LISTEN
@@ -51,7 +49,7 @@ POLL_DELAYS_SECONDS = (0.05, 0.1, 0.2, 0.4)  # between reads of a log; the last 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """Process to start. Values of `env` may be secret and are neither stored nor logged."""
+    """Process to start. Values of `env` may be secret: they are never logged, and stored encrypted only for a restart."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -61,6 +59,14 @@ class ProcessSpec:
     keep_awake: bool = False  # the sandbox is not suspended while the process runs
     stdin: bool = False  # its stdin is a pipe for write_stdin
     terminal: TerminalSize | None = None
+    restart: RestartPolicy = RestartPolicy.NEVER
+    max_restarts: int = 5  # in the window
+    restart_window: timedelta = timedelta(minutes=10)
+    restart_after_wake: bool = False
+
+    @property
+    def may_restart(self) -> bool:
+        return self.restart != RestartPolicy.NEVER or self.restart_after_wake
 
 
 def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
@@ -82,15 +88,15 @@ def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, 
 def _launch(process: Process, spec: ProcessSpec, opened: Operation, clock: Clock) -> None:
     try:
         state = opened.provider.start(
-            opened.sandbox.ref, list(spec.argv), env=spec.env, cwd=spec.cwd, mark=str(process.pk), stdin=spec.stdin,
+            opened.sandbox.ref, list(spec.argv), env=spec.env, cwd=spec.cwd, mark=process.current_mark, stdin=spec.stdin,
             terminal=spec.terminal,
         )  # fmt: skip
     except Rejected as refused:
-        _close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused)[:500])
+        close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused)[:500])
         raise
     checkpoint("process started", process)
     if not state.running:
-        _close_process(process, ProcessStatus.EXITED, now=clock(), exit_code=state.exit_code)
+        close_process(process, ProcessStatus.EXITED, now=clock(), exit_code=state.exit_code)
 
 
 def _insert_process(sandbox: Sandbox, spec: ProcessSpec, *, now: datetime) -> Process:
@@ -101,7 +107,8 @@ def _insert_process(sandbox: Sandbox, spec: ProcessSpec, *, now: datetime) -> Pr
         # Locks the sandbox's row: a concurrent destroy either closes this process, or makes this UPDATE match nothing.
         if not same_incarnation.filter(state=SandboxState.RUNNING).update(last_used_at=now):
             raise SandboxNotHeld()
-        if Process.objects.filter(sandbox=sandbox, ended_at__isnull=True).count() >= MAX_PROCESSES:
+        counted = Q(ended_at__isnull=True) | Q(restart_at__isnull=False)
+        if Process.objects.filter(counted, sandbox=sandbox).count() >= MAX_PROCESSES:
             raise TooManyProcesses(f"Process limit reached ({MAX_PROCESSES}). Stop a process, then try again.")
         return Process.objects.create(
             pk=spec.process_id,
@@ -115,6 +122,12 @@ def _insert_process(sandbox: Sandbox, spec: ProcessSpec, *, now: datetime) -> Pr
             env_names=sorted(spec.env),
             keep_awake=spec.keep_awake,
             is_terminal=spec.terminal is not None,
+            has_stdin=spec.stdin,
+            restart=spec.restart,
+            max_restarts=spec.max_restarts,
+            restart_window_seconds=int(spec.restart_window.total_seconds()),
+            restart_after_wake=spec.restart_after_wake,
+            sealed_env=process_restarts.seal_env(spec.process_id, dict(spec.env)) if spec.may_restart else None,
             started_at=now,
             starts_by=now + START_TIMEOUT,
         )
@@ -140,25 +153,26 @@ def kill_process(process: Process, *, now: datetime) -> Process:
 
     The row of a process that exited before stays `exited`, but its remaining descendants are killed. Raises ProviderCallFailed
     if the kill failed, and SandboxBusy while the process is being started or its sandbox is being evicted. An eviction
-    that succeeds ends the process."""
+    that succeeds ends the process. A killed process is not restarted, by its policy or after a wake."""
+    process_restarts.forbid(process, now=now)
     if _is_sandbox_alive(process):
         registry.require_local(process.sandbox)
         try:
             provider = registry.get_sandbox_provider(process.sandbox)
             suspension.ensure_awake(process.sandbox, provider, now=now)
-            provider.kill(process.sandbox.ref, str(process.pk))
-            state = provider.processes(process.sandbox.ref, [str(process.pk)]).get(str(process.pk))
+            provider.kill(process.sandbox.ref, process.current_mark)
+            state = provider.processes(process.sandbox.ref, [process.current_mark]).get(process.current_mark)
         except Missing as missing:  # reconcile handles the missing sandbox
-            _close_process(process, ProcessStatus.GONE, now=now, note=f"The provider has no such sandbox: {missing}"[:500])
+            close_process(process, ProcessStatus.GONE, now=now, note=f"The provider has no such sandbox: {missing}"[:500])
         except ProviderError as failed:
             raise ProviderCallFailed(f"The process could not be killed: {failed}") from failed
         else:
             if state is None and _may_still_start(process, now=now):
                 raise SandboxBusy("The process is still being started. Try again in a moment.")
             if state is None or state.running or state.exit_code == 137:
-                _close_process(process, ProcessStatus.KILLED, now=now, exit_code=137)
+                close_process(process, ProcessStatus.KILLED, now=now, exit_code=137)
             else:
-                _close_process(process, ProcessStatus.EXITED, now=now, exit_code=state.exit_code)
+                close_process(process, ProcessStatus.EXITED, now=now, exit_code=state.exit_code)
     process.refresh_from_db()
     if process.ended_at is None:
         raise SandboxBusy("The sandbox is being evicted. Try again in a moment.")
@@ -170,7 +184,7 @@ def send_signal(process: Process, number: int, *, now: datetime) -> Process:
 
     Raises ProcessEnded, and ProviderCallFailed if the provider did not respond."""
     with _reaching(process, now=now) as provider:
-        provider.signal_process(process.sandbox.ref, str(process.pk), number)
+        provider.signal_process(process.sandbox.ref, process.current_mark, number)
     _refresh_process(process, now=now)
     return process
 
@@ -183,7 +197,7 @@ def write_stdin(process: Process, content: bytes, *, offset: int, last: bool, no
     if process.is_terminal:  # its input has no offsets that several connections could agree on
         raise Rejected("The process has a terminal. Connect to the terminal to write to it.")
     with _reaching(process, now=now) as provider:
-        return provider.write_stdin(process.sandbox.ref, str(process.pk), content, offset=offset, last=last)
+        return provider.write_stdin(process.sandbox.ref, process.current_mark, content, offset=offset, last=last)
 
 
 def find_terminal_agent(process: Process, *, now: datetime) -> str:
@@ -234,7 +248,7 @@ def read_log(process: Process, *, start: int, length: int, now: datetime) -> Pro
     provider = registry.get_sandbox_provider(process.sandbox)
     try:
         suspension.ensure_awake(process.sandbox, provider, now=now)
-        return provider.log(process.sandbox.ref, str(process.pk), start=start, length=length)
+        return provider.log(process.sandbox.ref, process.current_mark, start=start, length=length)
     except Missing as missing:
         raise ProcessOutputGone() from missing
     except ProviderError as failed:
@@ -363,12 +377,12 @@ def _close_ended_in_sandbox(open_processes: Iterable[Process], *, now: datetime)
     confirmed = _find_confirmed(running)
     try:
         suspension.thaw(sandbox, provider)
-        states = provider.processes(sandbox.ref, [str(process.pk) for process in running])
+        states = provider.processes(sandbox.ref, [process.current_mark for process in running])
     except Missing as missing:
         note = f"The provider has no such sandbox: {missing}"[:500]
-        return sum(_close_process(process, ProcessStatus.GONE, now=now, note=note) for process in running)
+        return sum(close_process(process, ProcessStatus.GONE, now=now, note=note, may_wake=True) for process in running)
     return sum(
-        _close_if_ended(process, states.get(str(process.pk)), provider, is_confirmed=process.pk in confirmed, now=now)
+        _close_if_ended(process, states.get(process.current_mark), provider, is_confirmed=process.pk in confirmed, now=now)
         for process in running
     )
 
@@ -377,12 +391,14 @@ def _close_if_ended(
     process: Process, state: ProcessState | None, provider: Provider, *, is_confirmed: bool, now: datetime
 ) -> bool:
     if state and not state.running:
-        return _close_process(process, ProcessStatus.EXITED, now=now, exit_code=state.exit_code)
+        return close_process(process, ProcessStatus.EXITED, now=now, exit_code=state.exit_code)
+    if state is None and process.mark and not process.start_confirmed:
+        return _close_lost_restart(process, provider, now=now)
     if state is None and (is_confirmed or not _may_still_start(process, now=now)):
-        provider.kill(process.sandbox.ref, str(process.pk))
+        provider.kill(process.sandbox.ref, process.current_mark)
         if Run.objects.filter(pk=process.pk, outcome=RunOutcome.OK).exists():
-            return _close_process(process, ProcessStatus.GONE, now=now, note="The sandbox was restarted.")
-        return _close_process(
+            return close_process(process, ProcessStatus.GONE, now=now, note="The sandbox was restarted.")
+        return close_process(
             process,
             ProcessStatus.FAILED,
             now=now,
@@ -391,25 +407,29 @@ def _close_if_ended(
     return False
 
 
+def _close_lost_restart(process: Process, provider: Provider, *, now: datetime) -> bool:
+    """Close a row whose restart was claimed and is not confirmed, once its start cannot take effect any more."""
+    if _may_still_start(process, now=now):
+        return False
+    provider.kill(process.sandbox.ref, process.current_mark)
+    note = "The restart was interrupted, or the provider did not respond."
+    return close_process(process, ProcessStatus.FAILED, now=now, note=note)
+
+
 def _may_still_start(process: Process, *, now: datetime) -> bool:
     """Return whether a process that the provider does not list may still begin. A call that timed out may still take effect."""
+    if process.mark:
+        return not process.start_confirmed and now <= process.starts_by
     return now <= process.starts_by or Run.objects.filter(pk=process.pk, ended_at__isnull=True).exists()
 
 
-def _find_confirmed(open_processes: Iterable[Process]) -> set[uuid.UUID]:
+def _find_confirmed(open_processes: Sequence[Process]) -> set[uuid.UUID]:
     """Return the ids of processes whose start is confirmed. A confirmed process that the provider does not list is gone.
 
     Call this function before the provider lists processes: a start may be confirmed during the listing."""
-    confirmed = Run.objects.filter(pk__in=[process.pk for process in open_processes], outcome=RunOutcome.OK)
-    return set(confirmed.values_list("pk", flat=True))
-
-
-def _close_process(
-    process: Process, state: ProcessStatus, *, now: datetime, exit_code: int | None = None, note: str = ""
-) -> bool:
-    """Close an open row. Returns False if it was closed before."""
-    open_rows = Process.objects.filter(pk=process.pk, ended_at__isnull=True)
-    return bool(open_rows.update(state=state, ended_at=now, exit_code=exit_code, note=note))
+    restarted = {process.pk for process in open_processes if process.mark and process.start_confirmed}
+    confirmed = Run.objects.filter(pk__in=[process.pk for process in open_processes if not process.mark], outcome=RunOutcome.OK)
+    return restarted | set(confirmed.values_list("pk", flat=True))
 
 
 def _is_sandbox_alive(process: Process, states: Sequence[SandboxState] = ALIVE_STATES) -> bool:

@@ -46,10 +46,10 @@ from leases.api.queue_fields import (
 from leases.api.runs import SHELL_NAME_DESCRIPTION, SHELL_NAME_PATTERN, CwdField
 from leases.errors import InvalidRequest
 from leases.queue import queue, runner
+from sandboxes.claims import KILL_GRACE
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.models import Run
-from sandboxes.runs.operations import KILL_GRACE
 
 MAX_PROMPT_BYTES = 1 << 20
 SESSION_DESCRIPTION = "1 to 128 letters, digits, - and _"

@@ -19,8 +19,8 @@ from leases.api.base.views import ApiRequest, ApiView
 from leases.api.leases import ACQUIRE_SERIALIZER, LeaseSerializer, NewLeaseSerializer, build_lease_request, serialize_lease
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import begin_reclaim
+from sandboxes.claims import KILL_GRACE
 from sandboxes.db import database_time
-from sandboxes.runs.operations import KILL_GRACE
 
 MAX_NAMED_AGENTS = 100  # in one posted condition
 

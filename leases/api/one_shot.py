@@ -44,11 +44,11 @@ from leases.errors import RequestTooLarge as BodyTooLarge
 from leases.models import Lease
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult
 from leases.queue import queue, runner
+from sandboxes.claims import KILL_GRACE
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Pool
 from sandboxes.providers import tar_validation
 from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge
-from sandboxes.runs.operations import KILL_GRACE
 
 MAX_NEW_RUN_BODY_BYTES = 32 << 20  # mostly the workspace
 MAX_RETURNED_WORKSPACE_BYTES = 16 << 20  # size of the tar in a response

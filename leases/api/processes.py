@@ -35,14 +35,14 @@ from leases.api.leases import EMPTY_SERIALIZER, SandboxSerializer, serialize_san
 from leases.api.runs import LeaseProgramSerializer
 from leases.errors import InvalidRequest
 from sandboxes import processes, restarts
+from sandboxes.claims import KILL_GRACE
 from sandboxes.db.clock import clock_from, format_optional_timestamp, format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import Process, ProcessStatus
+from sandboxes.models import Process, ProcessStatus, RestartPolicy
 from sandboxes.output_search import MAX_PATTERN_CHARS, BadPattern, PatternSearch
 from sandboxes.processes import START_TIMEOUT, OutputWait, ProcessSpec
 from sandboxes.providers.base import ProcessOutput
-from sandboxes.runs.operations import KILL_GRACE
 
 MAX_NEW_PROCESS_BODY_BYTES = 1 << 20
 MAX_STDIN_BODY_BYTES = 2 << 20
@@ -51,6 +51,7 @@ DEFAULT_LOG_BYTES, MAX_LOG_BYTES = 1 << 16, 1 << 20
 MAX_LOG_OFFSET = 10**18 - 1
 DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 30, 300
 MAX_WAIT_TEXT_CHARS = 1000
+MAX_RESTARTS, MAX_RESTART_WINDOW_SECONDS = 100, 86_400
 WAIT_GRACE = timedelta(minutes=1)  # after the wait, for the last reads of the output
 WAIT_OUTCOMES = ("matched", "timed_out", "process_ended")
 
@@ -74,6 +75,19 @@ class NewProcessSerializer(LeaseProgramSerializer):
     )
 
     stdin = StrictBooleanField(default=False, help_text="Keep stdin open for `/stdin`. Else it is empty.")
+
+    restart = serializers.ChoiceField(
+        RestartPolicy.choices, default=RestartPolicy.NEVER,
+        help_text="Restart the process after its exit: never, on_failure (exit code other than 0) or always. With a backoff of "
+        "5 seconds, doubled up to 10 minutes, and at most two further minutes.",
+    )  # fmt: skip
+    max_restarts = StrictIntegerField(
+        min_value=1, max_value=MAX_RESTARTS, default=5, help_text="Maximum number of restarts in the window."
+    )
+    restart_window_seconds = StrictIntegerField(min_value=10, max_value=MAX_RESTART_WINDOW_SECONDS, default=600)
+    restart_after_wake = StrictBooleanField(
+        default=False, help_text="Start a process that ran at the eviction of its sandbox again after the wake."
+    )
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         if attrs.get("wait_for") and attrs.get("wait_for_port"):
@@ -113,6 +127,13 @@ class ProcessSerializer(serializers.Serializer):
     started_at = serializers.DateTimeField()
     ended_at = serializers.DateTimeField(allow_null=True, help_text="Time at which the end was observed.")
     exit_code = serializers.IntegerField(allow_null=True, help_text="128 + n if ended by signal n.")
+    restart = serializers.ChoiceField(RestartPolicy.choices)
+    max_restarts = serializers.IntegerField()
+    restart_window_seconds = serializers.IntegerField()
+    restart_after_wake = serializers.BooleanField()
+    restarts = serializers.IntegerField(help_text="Restarts so far, by the policy and after wakes.")
+    restarted_at = serializers.DateTimeField(allow_null=True, help_text="Time of the last restart.")
+    next_restart_at = serializers.DateTimeField(allow_null=True, help_text="Earliest time of the next restart.")
     note = serializers.CharField(help_text="Reason of the end, if the exit code does not show it.")
 
 
@@ -207,8 +228,10 @@ class ProcessListView(ProcessApiView):
             clock = clock_from(self.now)
             context = shells.build_context(pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
             spec = ProcessSpec(
-                data["argv"], context.env, context.cwd, data["name"], run_id, data["keep_awake"], stdin=data["stdin"]
-            )
+                data["argv"], context.env, context.cwd, data["name"], run_id, data["keep_awake"], stdin=data["stdin"],
+                restart=RestartPolicy(data["restart"]), max_restarts=data["max_restarts"],
+                restart_window=timedelta(seconds=data["restart_window_seconds"]), restart_after_wake=data["restart_after_wake"],
+            )  # fmt: skip
             try:
                 with LONG_CALLS.admit():  # one call: after the start, the wait is not refused
                     with execution.use_lease(pk, now=self.now, spends=True) as sandbox_request:
@@ -268,7 +291,9 @@ class ProcessView(ProcessApiView):
         responses=schema.build_responses(ProcessSerializer, 404, 409, 410),
     )
     def delete(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
-        """Kill a process and its descendants with SIGKILL. Idempotent: the exit code of an ended process stays."""
+        """Kill a process and its descendants with SIGKILL. Idempotent: the exit code of an ended process stays.
+
+        A killed process is not restarted, by its policy or after a wake."""
         process, clock = self.get_process(process_id), clock_from(self.now)
         with execution.use_lease(pk, now=self.now):
             killed = processes.kill_process(process, now=clock())
@@ -284,7 +309,9 @@ class ProcessSignalView(ProcessApiView):
         responses=schema.build_responses(ProcessSerializer, 404, 409, 410, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
-        """Send a signal to a process and to the processes in its session. DELETE kills what remains."""
+        """Send a signal to a process and to the processes in its session. DELETE kills what remains.
+
+        A process that a signal ends is restarted by its policy, as after any other exit."""
         number = getattr(signal, f"SIG{self.validate_body(SIGNAL_SERIALIZER)['signal']}")
 
         def act(run_id: UUID) -> StatusAndBody:
@@ -396,6 +423,13 @@ def serialize_process(process: Process) -> dict[str, Any]:
         "started_at": format_timestamp(process.started_at),
         "ended_at": format_optional_timestamp(process.ended_at),
         "exit_code": process.exit_code,
+        "restart": process.restart,
+        "max_restarts": process.max_restarts,
+        "restart_window_seconds": process.restart_window_seconds,
+        "restart_after_wake": process.restart_after_wake,
+        "restarts": process.restarts,
+        "restarted_at": format_timestamp(process.restarted_at) if process.restarted_at else None,
+        "next_restart_at": format_timestamp(process.restart_at) if process.restart_at else None,
         "note": process.note,
     }
 

@@ -29,11 +29,12 @@ from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, HotLeaseApiView, LeaseApiView
 from leases.api.turns import MAX_TURN_NUMBER
+from sandboxes.claims import KILL_GRACE
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import RUN_KINDS, Run, RunOutcome
 from sandboxes.providers.base import WORKSPACE, ExecResult
-from sandboxes.runs.operations import KILL_GRACE, Command
+from sandboxes.runs.operations import Command
 
 MAX_EXEC_BODY_BYTES = 16 << 20  # mostly stdin
 

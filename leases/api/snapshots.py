@@ -18,11 +18,10 @@ from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.leases import AcquireSerializer, LeaseSerializer, build_lease_request, render_lease
 from leases.models import DID_DESCRIPTION, DID_PATTERN, Lease
-from sandboxes.claims import CLAIM_TTL
+from sandboxes.claims import CLAIM_TTL, KILL_GRACE
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
-from sandboxes.runs.operations import KILL_GRACE
 from sandboxes.state import workspace
 
 

@@ -21,9 +21,9 @@ from leases.api.processes import MAX_NEW_PROCESS_BODY_BYTES, ProcessSerializer, 
 from leases.api.runs import LeaseProgramSerializer
 from leases.stream_server.address import DEFAULT_GRANT_LIFETIME, MAX_GRANT_LIFETIME
 from sandboxes.agent.protocol import TerminalSize
+from sandboxes.claims import KILL_GRACE
 from sandboxes.db.clock import clock_from, format_timestamp
 from sandboxes.processes import START_TIMEOUT, ProcessSpec
-from sandboxes.runs.operations import KILL_GRACE
 
 MAX_TERMINAL_SIZE = 1000  # rows or columns
 

@@ -17,7 +17,7 @@ from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.models import EnvironmentType, Turn
-from sandboxes.runs.operations import KILL_GRACE
+from sandboxes.claims import KILL_GRACE
 
 MAX_TURN_BODY_BYTES = (1 << 20) + 1024  # the state of a turn, at most 1 MiB, and its envelope
 MAX_TURN_NUMBER = 1 << 62

@@ -36,8 +36,8 @@ STATE_BADGES = {
 
 @admin.register(Process)
 class ProcessAdmin(ReadOnlyModelAdmin):
-    list_display = ["line", "condition", "lasted", "started", "agent_label"]
-    list_filter = ["state"]
+    list_display = ["line", "condition", "lasted", "restart_count", "started", "agent_label"]
+    list_filter = ["state", "restart"]
     list_select_related = ["sandbox"]
     search_fields = ["agent_did__startswith", "sandbox__environment_id__startswith"]
     search_help_text = "Agent or environment (prefix), or a complete id"
@@ -52,7 +52,9 @@ class ProcessAdmin(ReadOnlyModelAdmin):
     }
     fieldsets = build_all_fields_fieldset(
         "id", "sandbox", "holder", "agent_did", "incarnation", "name", "argv", "cwd", "env_names", "keep_awake", "is_terminal",
-        "started_at", "starts_by", "state", "ended_at", "exit_code", "note",
+        "started_at", "starts_by", "state", "ended_at", "exit_code", "note", "restart", "max_restarts",
+        "restart_window_seconds", "restart_after_wake", "restarts", "restarted_at", "restart_at", "window_started_at",
+        "window_restarts", "wake_pending", "kill_requested_at", "start_confirmed", "has_stdin",
     )  # fmt: skip
 
     @display(description="Command")
@@ -66,6 +68,12 @@ class ProcessAdmin(ReadOnlyModelAdmin):
     @display(description="Duration")
     def lasted(self, row: Process) -> str:
         return format_process_duration(row)
+
+    @display(description="Restarts")
+    def restart_count(self, row: Process) -> SafeString | str:
+        if row.restart_at is None:
+            return str(row.restarts or "")
+        return render_two_lines(str(row.restarts or ""), "next restart due" if row.restart_at <= timezone.now() else "waiting")
 
     @display(description="Started")
     def started(self, row: Process) -> SafeString | str:

@@ -7,7 +7,7 @@ from sandboxes.models.installation import Installation
 from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate
 from sandboxes.models.policies import Policy
 from sandboxes.models.pools import Pool, Quota
-from sandboxes.models.processes import Process, ProcessStatus
+from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
 from sandboxes.models.readings import Reading
 from sandboxes.models.runs import NEVER_STARTED, RUN_KINDS, Run, RunOutcome
 from sandboxes.models.sandboxes import (
@@ -54,6 +54,7 @@ __all__ = [
     "ProcessStatus",
     "Quota",
     "Reading",
+    "RestartPolicy",
     "Run",
     "RunOutcome",
     "Sandbox",

@@ -4,7 +4,8 @@ import uuid
 from datetime import datetime
 
 from django.db import models
-from django.db.models import Q
+from django.db.models import Case, F, Q, Value, When
+from django.db.models.functions import Coalesce
 
 
 class ProcessStatus(models.TextChoices):
@@ -17,10 +18,20 @@ class ProcessStatus(models.TextChoices):
     FAILED = "failed"  # never started
 
 
-class Process(models.Model):
-    """One background process in one incarnation of a sandbox. It ends with its sandbox, and does not delay an eviction."""
+class RestartPolicy(models.TextChoices):
+    """Condition under which a background process is restarted after its exit."""
 
-    # Also the environment mark that identifies its child processes, and the id of the Run that started it.
+    NEVER = "never"
+    ON_FAILURE = "on_failure"  # exit code other than 0
+    ALWAYS = "always"
+
+
+class Process(models.Model):
+    """One background process of a holder. It ends with its sandbox, and does not delay an eviction.
+
+    The row stays the same over restarts (sandboxes.process_restarts); state and exit code are those of the last start."""
+
+    # Also the id of the Run that started it, and until a restart the environment mark that identifies its child processes.
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     sandbox = models.ForeignKey("sandboxes.Sandbox", on_delete=models.PROTECT, related_name="processes")
     holder = models.UUIDField()
@@ -38,6 +49,21 @@ class Process(models.Model):
     ended_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the end was detected.")
     exit_code = models.IntegerField(null=True, blank=True)
     note = models.CharField(max_length=500, blank=True, help_text="Cause of the end, if the exit code does not show it.")
+    restart = models.CharField(max_length=16, choices=RestartPolicy, default=RestartPolicy.NEVER, verbose_name="restart policy")
+    restart_after_wake = models.BooleanField(default=False, help_text="Started again after a wake of its sandbox.")
+    max_restarts = models.PositiveIntegerField(default=5, help_text="Maximum number of restarts in the window.")
+    restart_window_seconds = models.PositiveIntegerField(default=600, verbose_name="restart window, seconds")
+    restarts = models.PositiveIntegerField(default=0, help_text="Restarts so far, after exits and wakes.")
+    restarted_at = models.DateTimeField(null=True, blank=True, help_text="Time of the last restart.")
+    restart_at = models.DateTimeField(null=True, blank=True, help_text="Time of the next restart, of an ended process.")
+    window_started_at = models.DateTimeField(null=True, blank=True)
+    window_restarts = models.PositiveIntegerField(default=0, help_text="Restarts in the current window.")
+    wake_pending = models.BooleanField(default=False, help_text="To be restarted by the next wake.")
+    kill_requested_at = models.DateTimeField(null=True, blank=True, help_text="Time of the kill, which ends all restarts.")
+    mark = models.UUIDField(null=True, blank=True, editable=False, help_text="Mark of the last restart. Empty: the id.")
+    start_confirmed = models.BooleanField(default=True, help_text="The provider has confirmed the last restart.")
+    has_stdin = models.BooleanField(default=False)
+    sealed_env = models.BinaryField(null=True, editable=False, help_text="Variables for a restart, encrypted.")
 
     class Meta:
         default_permissions = ("view",)
@@ -49,20 +75,42 @@ class Process(models.Model):
                 condition=Q(state="running", ended_at__isnull=True) | (~Q(state="running") & Q(ended_at__isnull=False)),
                 name="process_running_iff_not_ended",
             ),
+            models.CheckConstraint(condition=Q(restart__in=RestartPolicy.values), name="process_restart_known"),
+            models.CheckConstraint(
+                condition=Q(restart_at__isnull=True) | Q(ended_at__isnull=False, kill_requested_at__isnull=True),
+                name="process_restart_after_end",
+            ),
         ]
         indexes = [
             models.Index(fields=["-started_at", "-id"], name="process_newest"),
             models.Index(fields=["holder", "-started_at", "-id"], name="process_holder"),
             models.Index(fields=["sandbox"], condition=Q(ended_at__isnull=True), name="process_running"),
+            models.Index(fields=["restart_at"], condition=Q(restart_at__isnull=False), name="process_restart_due"),
+            models.Index(fields=["holder"], condition=Q(wake_pending=True), name="process_wake_pending"),
         ]
+
+    @property
+    def current_mark(self) -> str:
+        """Mark of the last start, by which the provider knows the process."""
+        return str(self.mark or self.pk)
 
     def __str__(self) -> str:
         return self.name or f"process {self.pk}"
 
 
-def close_all_processes(sandbox: uuid.UUID, *, now: datetime, note: str) -> int:
-    """Close all open processes of a sandbox, and return their number.
+def close_all_processes(sandbox: uuid.UUID, *, now: datetime, note: str, may_wake: bool = True) -> int:
+    """Close all open processes of a sandbox, and end all pending restarts in it. Return the number of changed rows.
 
-    Called in the transaction that evicts or destroys the sandbox, or marks it as lost."""
-    running = Process.objects.filter(sandbox=sandbox, ended_at__isnull=True)
-    return running.update(state=ProcessStatus.GONE, ended_at=now, note=note[:500])
+    Called in the transaction that evicts, restarts or destroys the sandbox, or marks it as lost. Unless the sandbox was only
+    restarted, the holder's next sandbox starts the processes with `restart_after_wake` again."""
+    rows = Process.objects.filter(Q(ended_at__isnull=True) | Q(restart_at__isnull=False), sandbox=sandbox)
+    is_running = Q(ended_at__isnull=True)
+    wakes = Q(restart_after_wake=True, kill_requested_at__isnull=True) if may_wake else Q(pk__in=[])
+    return rows.update(
+        state=Case(When(is_running, then=Value(ProcessStatus.GONE.value)), default=F("state")),
+        note=Case(When(is_running, then=Value(note[:500])), default=F("note")),
+        ended_at=Coalesce("ended_at", Value(now, output_field=models.DateTimeField())),
+        restart_at=None,
+        wake_pending=Case(When(wakes, then=Value(True)), default=Value(False)),
+        sealed_env=Case(When(wakes, then=F("sealed_env")), default=Value(None, output_field=models.BinaryField(null=True))),
+    )

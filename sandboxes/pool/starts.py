@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import F, Q
 
-from sandboxes import destruction, eviction
+from sandboxes import destruction, eviction, process_restarts
 from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import slots
@@ -58,7 +58,9 @@ def start_reserved(
             holder = None if is_new_holder else sandbox.holder
             source, prepared = _restore_state(sandbox, holder, provider, files, now=clock())
             checkpoint("prepared", sandbox)
-            is_ready = _mark_ready(sandbox, source, prepared=prepared, now=clock(), actor=actor)
+            is_ready = _mark_ready(
+                sandbox, source, prepared=prepared, may_have_processes=holder is not None, now=clock(), actor=actor
+            )
     except StateLost as lost:
         destruction.schedule_destroy(
             sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor
@@ -78,32 +80,36 @@ def start_reserved(
         # The row left `warming` meanwhile. A destroy may have been confirmed before the provider had created anything.
         _discard(provider, sandbox)
         raise _build_overtaken_error(sandbox)
-    if not _has_stored_state(sandbox, source):
+    if not has_stored_state(sandbox, source):
         return sandbox  # with the values that were just written
     seconds = round((clock() - now).total_seconds(), 3)
     log.info("wake", sandbox=str(sandbox.pk), source=source, agent=sandbox.agent_did, seconds=seconds)
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
 
 
-def _mark_ready(sandbox: Sandbox, source: str, *, prepared: bool, now: datetime, actor: str) -> bool:
+def _mark_ready(sandbox: Sandbox, source: str, *, prepared: bool, may_have_processes: bool, now: datetime, actor: str) -> bool:
     """Move the row to `warm`, and set its values in memory. Returns False if another process moved the row first."""
-    is_wake = _has_stored_state(sandbox, source)
+    is_wake = has_stored_state(sandbox, source)
     counters = {f"woken_{source}": F(f"woken_{source}") + 1} if is_wake else {}
     changes: dict[str, Any] = {
         "claim": None, "deadline_at": None, "tries": 0, "last_error": "", "source": source, "prepared": prepared,
         "idle_at": now + sandbox.idle_after if sandbox.holder else None,
     }  # fmt: skip
-    moved = advance(
-        sandbox.pk, WARMING, WARM, now=now, actor=actor, guard=Q(claim=sandbox.claim, incarnation=sandbox.incarnation),
-        code=TransitionReason.READY, reason=f"ready, state: {source}" if is_wake else "", **changes, **counters,
-    )  # fmt: skip
+    with transaction.atomic():
+        moved = advance(
+            sandbox.pk, WARMING, WARM, now=now, actor=actor, guard=Q(claim=sandbox.claim, incarnation=sandbox.incarnation),
+            code=TransitionReason.READY, reason=f"ready, state: {source}" if is_wake else "", **changes, **counters,
+        )  # fmt: skip
+        if moved and may_have_processes:
+            process_restarts.schedule_after_wake(sandbox, now=now)
     for name, value in {**changes, "state": WARM, "state_since": now}.items() if moved else ():
         setattr(sandbox, name, value)
     return moved
 
 
-def _has_stored_state(sandbox: Sandbox, source: str) -> bool:
-    return sandbox.incarnation > 1 or source != "fresh"
+def has_stored_state(sandbox: Sandbox, source: str | None = None) -> bool:
+    """Return whether a sandbox began with stored state. `source` of its state: by default that of the row."""
+    return sandbox.incarnation > 1 or (source or sandbox.source) not in ("", "fresh")
 
 
 def _build_overtaken_error(sandbox: Sandbox) -> SandboxError:

@@ -8,13 +8,12 @@ from datetime import timedelta
 from django.conf import settings
 from django.db.models import QuerySet
 
-from sandboxes.claims import Claim, Progress
+from sandboxes.claims import KILL_GRACE, Claim, Progress
 from sandboxes.db.clock import Clock
 from sandboxes.errors import ClaimLost
 from sandboxes.models import Run
 from sandboxes.providers.base import OutputView
 
-KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, for the provider to kill the command and report the timeout
 DEADLINE_TOLERANCE = timedelta(seconds=5)  # a smaller error of a deadline is not corrected: KILL_GRACE covers it
 
 

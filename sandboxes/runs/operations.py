@@ -14,8 +14,8 @@ import structlog
 from django.conf import settings
 from django.db import transaction
 
-from sandboxes import eviction, lifecycle, suspension
-from sandboxes.claims import hold
+from sandboxes import eviction, lifecycle, process_restarts, suspension
+from sandboxes.claims import KILL_GRACE, hold
 from sandboxes.db import sql, tracing
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
@@ -38,7 +38,7 @@ from sandboxes.models.state import DataStorageMode
 from sandboxes.pool import allocation, starts
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
 from sandboxes.runs import retention, workspace_limit
-from sandboxes.runs.claims import KILL_GRACE, RunClaim
+from sandboxes.runs.claims import RunClaim
 from sandboxes.state import data_sync
 from sandboxes.storage.base import DiskFull, StoreError
 
@@ -212,14 +212,18 @@ def _prepare_sandbox(
     sandbox, provider = opened.sandbox, opened.provider
     if sandbox.frozen:
         suspension.thaw_for_run(sandbox, provider)
+    # Processes that run again after a wake may need /data.
+    has_processes = opened.run.is_first and starts.has_stored_state(sandbox) and process_restarts.are_due(sandbox, now=clock())
     if not sandbox.prepared:
         starts.put_files(sandbox, provider, request.files)
         sql.update(Sandbox, "prepared = TRUE WHERE id = %s AND incarnation = %s", sandbox.pk, sandbox.incarnation)
-    if not command.needs_data:
+    if not command.needs_data and not has_processes:
         return None
     attached = data_sync.attach(sandbox, provider, skill=request.skill, is_first=opened.run.is_first, now=clock())
     if attached and command.kind != "file":  # a full /data must not prevent the removal of files
         data_sync.require_free_space(attached, sandbox, provider, now=clock())
+    if has_processes:
+        process_restarts.restart_after_wake(sandbox, now=clock())
     return attached
 
 

@@ -76,7 +76,8 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     },
     "leases/{id}/processes": COMMAND | {
         "name": ["x" * 101], "wait_seconds": [0, 301], "wait_for": ["x" * 1001, ["x"]],
-        "wait_for_port": [0, 65536, "80"],
+        "wait_for_port": [0, 65536, "80"], "restart": ["sometimes", None, True], "max_restarts": [0, 101, "5"],
+        "restart_window_seconds": [9, 86401, "60"], "restart_after_wake": [1, None],
     },
     f"leases/{{id}}/processes/{uuid.UUID(int=1)}/wait": {
         "pattern": [MISSING, None, 5, "", "(", "[", "x{2,1}", "(?=a)", "\\1", "a\0b", "x" * 501, "(?:x{30}){30}", ["x"]],

@@ -7,8 +7,9 @@ import pytest
 from leases import execution, sweeps
 from leases.models import Lease
 from sandboxes import claims
+from sandboxes.claims import KILL_GRACE
 from sandboxes.models import Run, Sandbox
-from sandboxes.runs.operations import KILL_GRACE, Command
+from sandboxes.runs.operations import Command
 from sandboxes.sweeps.passes import release_instance
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 

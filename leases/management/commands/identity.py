@@ -13,6 +13,7 @@ from leases import shells
 from leases.management.base import parse_did, report_errors
 from leases.models import Agent
 from leases.queue import queue
+from sandboxes import process_restarts
 from sandboxes.formatting import pluralize
 from sandboxes.identity import curves, signing
 from sandboxes.identity.curves import PrivateKey
@@ -94,6 +95,11 @@ class Command(BaseCommand):
         runs = queue.reencrypt()
         if runs.changed or runs.current:
             self._print_reencrypted(pluralize(runs.changed, "queued run's secrets", "queued runs' secrets"), runs.current)
+        processes = process_restarts.reencrypt_env()
+        if processes.changed or processes.current:
+            self._print_reencrypted(
+                pluralize(processes.changed, "process's variables", "processes' variables"), processes.current
+            )
         if keys.undecryptable:
             agents = ", ".join(key.agent_did for key in keys.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")
@@ -106,6 +112,10 @@ class Command(BaseCommand):
         if runs.undecryptable:
             ids = ", ".join(str(row.pk) for row in runs.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the secrets of the queued runs {ids}.")
+
+        if processes.undecryptable:
+            ids = ", ".join(str(row.pk) for row in processes.undecryptable)
+            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the variables of the processes {ids}.")
 
     def _print_reencrypted(self, changed: str, already: int) -> None:
         self.stdout.write(f"{changed} re-encrypted, {already} already current")

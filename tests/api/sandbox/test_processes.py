@@ -6,9 +6,11 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from django.utils import timezone
 
 from leases import leasing
 from leases.models import IdempotentRequest, Lease
+from sandboxes import process_restarts
 from sandboxes.models import Run, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider, ProgramResult
@@ -45,6 +47,39 @@ def test_restart_ends_the_processes(ada: ApiClient, lease: dict[str, Any], proce
     assert (restarted.status_code, restarted.json()["sandbox"]["state"]) == (200, "waiting")
     assert ada.post(url, idempotency_key="k").json() == restarted.json()
     assert ada.get(f"{processes_url}/{process['process_id']}").json()["state"] == "gone"
+
+
+def test_a_restart_policy_is_returned_and_each_restart_counted(ada: ApiClient, processes_url: str) -> None:
+    plain = ada.post(processes_url, WATCH).json()
+    assert (plain["restart"], plain["restart_after_wake"], plain["restarts"], plain["next_restart_at"]) == (
+        "never",
+        False,
+        0,
+        None,
+    )
+    fields = {"restart": "on_failure", "max_restarts": 2, "restart_window_seconds": 3600, "restart_after_wake": True}
+    started = ada.post(processes_url, WATCH | fields).json()
+    assert {name: started[name] for name in fields} == fields
+    url = f"{processes_url}/{started['process_id']}"
+    ended = ada.post(f"{url}/signal", {"signal": "TERM"}).json()
+    assert (ended["state"], ended["exit_code"], ended["restarts"]) == ("exited", 143, 0)
+    assert ended["next_restart_at"] > ended["ended_at"]
+    assert process_restarts.restart_due(now=timezone.now() + MINUTE).counts == {"processes restarted": 1}
+    restarted = ada.get(url).json()
+    assert (restarted["state"], restarted["restarts"], restarted["exit_code"], restarted["next_restart_at"]) == (
+        "running", 1, None, None,
+    )  # fmt: skip
+    assert restarted["restarted_at"] > restarted["started_at"] == started["started_at"]
+    assert ada.get(f"{url}/logs").json()["content"] == "Connected to relay\n"
+    assert "s3cret" not in str(ada.get(processes_url).json())
+
+
+def test_a_deleted_process_is_not_restarted(ada: ApiClient, processes_url: str) -> None:
+    url = f"{processes_url}/{ada.post(processes_url, WATCH | {'restart': 'always'}).json()['process_id']}"
+    assert ada.post(f"{url}/signal", {"signal": "TERM"}).json()["next_restart_at"]
+    killed = ada.delete(url).json()
+    assert (killed["state"], killed["exit_code"], killed["next_restart_at"]) == ("exited", 143, None)
+    assert process_restarts.restart_due(now=timezone.now() + 60 * MINUTE).counts == {}
 
 
 def test_signal_ends_a_process_and_is_refused_afterwards(ada: ApiClient, processes_url: str) -> None:

@@ -208,6 +208,8 @@ def _claim(process: Process, *, now: datetime) -> bool:
         pk=process.sandbox_id, holder=process.holder, incarnation=process.incarnation, state__in=USED_STATES, frozen=False,
         lost_at__isnull=True,
     )  # fmt: skip
+    if process.restart_at is None:  # as a filter, None would select a row that has been restarted
+        return False
     due = Process.objects.filter(pk=process.pk, restart_at=process.restart_at, kill_requested_at__isnull=True)
     with transaction.atomic():
         # Locks the sandbox's row: a concurrent eviction either closes this row afterwards, or makes this query find nothing.

@@ -240,6 +240,16 @@ def test_processes_are_listed_with_their_results_and_without_secrets(viewer: Cli
     assert "TOKEN" in page and "s3cret" not in page
 
 
+def test_restarts_of_a_process_are_counted_and_the_next_one_announced(viewer: Client, lease: Lease) -> None:
+    process = start_process(lease, "sleep", "300")
+    Process.objects.filter(pk=process.pk).update(
+        restart="always", restarts=7, state="exited", exit_code=3, ended_at=NOW, restart_at=NOW + MINUTE
+    )
+    listing = fetch(viewer, "/admin/sandboxes/process/?slice=all")
+    assert ">7<" in "".join(listing.split()) and "next restart due" in listing and "exit 3" in listing
+    assert "Always" in fetch(viewer, row_url(process))
+
+
 # --- the timeline -------------------------------------------------------------------------------------------------
 
 

@@ -152,3 +152,21 @@ def test_shutdown_ends_readers_and_lets_commands_end(streams: Streams) -> None:
     assert next(events).id == "21-0"
     assert_end([*events])
     assert streams.fleet.process.wait(60) == 0
+
+
+def test_watch_shows_changes_by_commands_and_ends_with_the_lease(streams: Streams) -> None:
+    fleet = streams.fleet  # noqa: F811
+    watches = [streams._open("GET", "/files/watch?path=") for _ in range(READER_COUNT)]
+    assert {next(events).name for events in watches} == {"start"}
+    script = "mkdir src && echo 1 > src/a"
+    status, answer = fleet.post(f"/leases/{streams.lease}/exec", {"argv": ["sh", "-c", script]})
+    assert (status, answer["exit_code"]) == (200, 0)
+    for events in watches:
+        names = []
+        while "src/a" not in names:
+            event = next(events)
+            assert event.name == "created"
+            names.append(event.data["name"])
+    fleet.post(f"/leases/{streams.lease}/release", {})
+    for events in watches:
+        assert [(event.name, event.data) for event in events][-1] == ("end", {"end_reason": "released"})

@@ -48,7 +48,7 @@ class McpView(ApiView):
     def post(self, request: ApiRequest) -> HttpResponse:
         """Answer one message."""
         try:
-            from leases.api.mcp import server  # the package takes 30 MiB: only processes that serve MCP have it
+            from leases.api.mcp import server  # the package takes 38 MiB: only processes that serve MCP have it
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in PACKAGES_OF_EXTRA:
                 raise

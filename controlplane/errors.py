@@ -38,6 +38,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.Conflict: 409,
     leases.TurnInProgress: 409,
     leases.AgentRunNotFound: 404,
+    leases.ArtifactNotFound: 404,
     leases.QueuedRunNotFound: 404,
     leases.QueuedRunInterrupted: 409,
     leases.TooManyQueuedRuns: 429,

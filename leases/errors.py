@@ -66,6 +66,12 @@ class AgentRunNotFound(LeaseError):
     code = "agent_run_not_found"
 
 
+class ArtifactNotFound(LeaseError):
+    """The lease has no such artifact."""
+
+    code = "artifact_not_found"
+
+
 class QueuedRunNotFound(LeaseError):
     """There is no such queued run."""
 

@@ -37,7 +37,7 @@ class PolicyAdmin(ConsoleModelAdmin):
         (
             "Egress",
             {
-                "fields": ["models", "calls_per_minute", "most_calls_at_once", "largest_body_kib", "relay"],
+                "fields": ["models", "calls_per_minute", "most_calls_at_once", "largest_body_kib", "relay", "mcp_tools"],
                 "description": "Evaluated on every call. A change takes effect from the next call, also for running sandboxes.",
             },
         ),
@@ -60,6 +60,7 @@ class PolicyAdmin(ConsoleModelAdmin):
         "most_calls_at_once": "Concurrent calls",
         "largest_body_kib": "Maximum request size (KiB)",
         "relay": "Relay access",
+        "mcp_tools": "Control plane tools (MCP)",
     }
 
     def get_readonly_fields(self, request: HttpRequest, obj: Policy | None = None) -> list[str]:
@@ -150,5 +151,6 @@ def build_policy_field(policy: Policy | None) -> SummaryField:
     """Build the policy of a sandbox and its exceptions from the sealed default."""
     if policy is None:
         return SummaryField("Policy", SEALED_POLICY_NAME, note="no exceptions")
-    exceptions = [label for label, allowed in (("writable root", policy.writable_root), ("relay", policy.relay)) if allowed]
+    loosened = ("writable root", policy.writable_root), ("relay", policy.relay), ("tools", policy.mcp_tools)
+    exceptions = [label for label, allowed in loosened if allowed]
     return SummaryField("Policy", render_admin_link("sandboxes_policy", policy.pk, policy), note=", ".join(exceptions))

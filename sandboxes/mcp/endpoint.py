@@ -5,7 +5,7 @@ and takes the response, so that any web server can be in front."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from mcp_types import Tool as ToolDescription
 
 from sandboxes.mcp.tools import Tool, ToolResult
 
-EXECUTE_KEY = "leasehold.execute"  # of the ASGI scope
+EXECUTE_KEY, ALLOWED_KEY = "leasehold.execute", "leasehold.allowed"  # of the ASGI scope
 FORWARDED_HEADERS = ("accept", "content-type")  # and those of the protocol, MCP-*
 
 ToolExecutor = Callable[[Tool, dict[str, Any]], Awaitable[ToolResult]]
@@ -47,7 +47,7 @@ class McpEndpoint:
 
     def __init__(self, name: str, instructions: str, tools: Sequence[Tool], *, max_body_bytes: int) -> None:
         self._tools = {tool.name: tool for tool in tools}
-        self._listing = ListToolsResult(tools=[_describe_tool(tool) for tool in tools])
+        self._descriptions = [_describe_tool(tool) for tool in tools]
         server: Server[Any] = Server(
             name, instructions=instructions, on_list_tools=self._list_tools, on_call_tool=self._call_tool,
             get_tool_input_schema=self._find_input_schema,
@@ -64,12 +64,16 @@ class McpEndpoint:
         async with self._manager.run():
             yield
 
-    async def respond(self, headers: Mapping[str, str], body: bytes, execute: ToolExecutor) -> McpResponse:
-        """Return the response to a POST. `execute` executes a tool of this endpoint that the request calls."""
+    async def respond(
+        self, headers: Mapping[str, str], body: bytes, execute: ToolExecutor, *, allowed: Collection[str] | None = None
+    ) -> McpResponse:
+        """Return the response to a POST. `execute` executes a tool of this endpoint that the request calls.
+
+        `allowed` has the names of the tools that exist for this client; None: all."""
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
             "path": "/mcp", "raw_path": b"/mcp", "query_string": b"", "root_path": "", "client": None, "server": None,
-            "headers": _select_headers(headers), EXECUTE_KEY: execute,
+            "headers": _select_headers(headers), EXECUTE_KEY: execute, ALLOWED_KEY: allowed,
         }  # fmt: skip
         response, unread = McpResponse(), [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -89,11 +93,12 @@ class McpEndpoint:
         return response
 
     async def _list_tools(self, context: Any, params: PaginatedRequestParams | None) -> ListToolsResult:
-        return self._listing
+        allowed = context.request.scope[ALLOWED_KEY]
+        return ListToolsResult(tools=[each for each in self._descriptions if allowed is None or each.name in allowed])
 
     async def _call_tool(self, context: Any, params: CallToolRequestParams) -> CallToolResult:
-        tool = self._tools.get(params.name)
-        if tool is None:
+        tool, allowed = self._tools.get(params.name), context.request.scope[ALLOWED_KEY]
+        if tool is None or (allowed is not None and tool.name not in allowed):
             raise MCPError(INVALID_PARAMS, f"Unknown tool: {params.name[:100]}")
         execute: ToolExecutor = context.request.scope[EXECUTE_KEY]
         result = await execute(tool, params.arguments or {})

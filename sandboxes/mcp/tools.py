@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
+from typing import Any, Protocol
+from uuid import UUID
 
 Schema = dict[str, Any]
 
@@ -34,3 +36,13 @@ class ToolResult:
 
     content: Mapping[str, Any]
     is_error: bool = False
+
+
+class SandboxTools(Protocol):
+    """Tools for programs in sandboxes: the module that the setting SANDBOX_TOOLS names."""
+
+    TOOLS: Sequence[Tool]
+
+    def execute(self, tool: Tool, arguments: Mapping[str, Any], lease_id: UUID, *, now: datetime) -> ToolResult:
+        """Execute a tool for the lease that holds the sandbox. An error is a result with a problem document."""
+        ...

@@ -53,7 +53,7 @@ class McpToolServer:
         if not policy.mcp_tools:
             raise CallRefused(403, "tools_not_allowed", "The policy of this sandbox allows no tools of the control plane.")
         if request.method != "POST":
-            raise CallRefused(405, "method_not_allowed", "Send POST: there are no sessions and no event streams.")
+            return web.Response(status=405, headers={"Allow": "POST"})  # clients then do without an event stream and sessions
         with self._count_call(slot):
             body = await _read_body(request, policy.largest_body_kib)
             endpoint = await self._start()

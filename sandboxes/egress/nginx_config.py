@@ -128,7 +128,7 @@ location = /v1/models {{
   proxy_pass http://server/v1/models;
 }}
 location = /mcp {{
-  if ($request_method != POST) {{ return 405; }}
+  limit_except GET POST DELETE {{ deny all; }}
   proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;

@@ -160,3 +160,59 @@ def test_the_inspector_lists_and_calls_tools(fleet: Fleet, key: str, tmp_path: P
     assert run["structuredContent"]["stdout"] == "42\n"
     failed = inspect(fleet, key, tmp_path, *call, "lease_status", "--tool-arg", f"lease_id={UNKNOWN_ID}")
     assert (failed["isError"], failed["structuredContent"]["code"]) == (True, "not_found")
+
+
+ALLOW_TOOLS = """
+from leases.models import EnvironmentType
+from sandboxes.models import Policy
+policy = Policy.objects.create(name="tools", mcp_tools=["lease_status", "put_artifact", "post_condition"])
+EnvironmentType.objects.filter(name="coding").update(policy=policy)
+"""
+SEND_MESSAGES = """
+import json, os, sys, urllib.request
+results = []
+for method, params in json.load(sys.stdin):
+    message = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+    headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", "X-Leasehold-Slot": "999"}
+    url = os.environ["ANTHROPIC_BASE_URL"] + "/mcp"
+    request = urllib.request.Request(url, json.dumps(message).encode(), headers)
+    try:
+        results.append(json.load(urllib.request.urlopen(request))["result"])
+    except urllib.error.HTTPError as error:
+        results.append([error.code, json.load(error)["error"]["code"]])
+try:
+    urllib.request.urlopen(url)
+except urllib.error.HTTPError as error:
+    results.append(error.code)
+print(json.dumps(results))
+"""
+
+
+def test_a_program_in_a_sandbox_uses_the_tools_of_its_policy(fleet: Fleet, key: str) -> None:  # noqa: F811
+    """Through the relay in the sandbox, nginx and the egress server. A sandbox without the policy has no tools."""
+
+    def send(lease: str, *messages: tuple[str, dict[str, Any]]) -> list[Any]:
+        body = {"argv": ["python3", "-c", SEND_MESSAGES], "stdin": json.dumps(messages)}
+        status, answer = fleet.post(f"/leases/{lease}/exec", body)
+        assert (status, answer.get("exit_code")) == (200, 0), answer
+        results: list[Any] = json.loads(answer["stdout"])
+        return results
+
+    sealed = fleet.join(0)
+    assert sealed
+    assert send(sealed, ("tools/list", {})) == [[403, "tools_not_allowed"], 403]
+    assert run_manage(fleet.path, "shell", "-c", ALLOW_TOOLS, **fleet.env).returncode == 0
+    lease = fleet.join(1)
+    assert lease
+    store = {"name": "put_artifact", "arguments": {"name": "report.md", "content": "done\n"}}
+    tools, status, stored, refused = send(
+        lease, ("tools/list", {}), ("tools/call", {"name": "lease_status", "arguments": {}}), ("tools/call", store)
+    )
+    assert [tool["name"] for tool in tools["tools"]] == ["lease_status", "put_artifact", "post_condition"]
+    assert status["structuredContent"]["lease_id"] == lease
+    assert (stored["structuredContent"]["size_bytes"], refused) == (5, 405)
+    listed = fleet.request("GET", f"/leases/{lease}/artifacts")[1]["results"]
+    assert [(each["name"], each["actor"]) for each in listed] == [("report.md", "sandbox")]
+    fleet.sweep()
+    refusals = fleet.select("SELECT path, code FROM sandboxes_llmcall")
+    assert refusals == [("/mcp", "tools_not_allowed")] * 2

@@ -84,12 +84,9 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
 
 
 def _needs_no_row(line: AccessLogLine) -> bool:
-    """Return whether a request is no call: a list of models, or a message to the tools that was not refused.
-
-    Clients of the tools also ask for an event stream, which is answered 405."""
-    if line.uri == MCP_PATH:
-        return (line.was_forwarded and not line.code) or line.status == 405
-    return line.uri == MODELS_PATH and line.status == 200
+    """Return whether a request is no call: a list of models, or a message to the tools that was not refused."""
+    is_answered = line.was_forwarded and not line.code
+    return (line.uri == MODELS_PATH and line.status == 200) or (line.uri == MCP_PATH and is_answered)
 
 
 def _build_rows(lines: list[AccessLogLine], counts: Counter[str]) -> list[LlmCall]:

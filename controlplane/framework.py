@@ -59,6 +59,7 @@ FORMAT_MODULE_PATH = ["controlplane.formats"]
 STATIC_URL = "/static/"
 WHITENOISE_USE_FINDERS = True  # serves the admin without collectstatic
 WHITENOISE_AUTOREFRESH = False
+SANDBOX_TOOLS = "controlplane.sandbox_tools"  # module: the egress server knows no leases
 LOGIN_REDIRECT_URL = "admin:index"
 AUTH_PASSWORD_VALIDATORS = [{"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator"}]
 SESSION_COOKIE_HTTPONLY = CSRF_COOKIE_HTTPONLY = True

@@ -18,7 +18,8 @@ from leases.api.base import schema
 from sandboxes.db import tracing
 
 GetResponse = Callable[[HttpRequest], HttpResponseBase]
-STATELESS_PATH_PREFIXES = ("/api/", "/healthz", "/readyz", "/livez", "/metrics")
+API_PATH_PREFIXES = ("/api/", "/mcp")
+STATELESS_PATH_PREFIXES = (*API_PATH_PREFIXES, "/healthz", "/readyz", "/livez", "/metrics")
 
 ADMIN_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -64,7 +65,9 @@ class AdminMessageMiddleware(_SkipStatelessPaths, MessageMiddleware):
 
 
 class ProblemDocumentMiddleware:
-    """Turn every response under /api/ with status 400 or above into a problem document, unknown URLs and crashes included."""
+    """Turn every response under /api/ with status 400 or above into a problem document, unknown URLs and crashes included.
+
+    The errors of the protocol at /mcp are JSON-RPC messages, which stay."""
 
     def __init__(self, get_response: GetResponse) -> None:
         self.get_response = get_response
@@ -82,7 +85,7 @@ class ProblemDocumentMiddleware:
 
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
         """Build the response before Django's debug page can show a stack trace to an agent."""
-        if not request.path_info.startswith("/api/"):
+        if not request.path_info.startswith(API_PATH_PREFIXES):
             return None
         return errors.build_error_response(exception, request.path_info, find_operation(request))
 
@@ -123,6 +126,6 @@ class ContentSecurityPolicyMiddleware:
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
         response = self.get_response(request)
         path = request.path_info
-        policy = DOCS_POLICY if path == "/api/docs" else API_POLICY if path.startswith("/api/") else ADMIN_POLICY
+        policy = DOCS_POLICY if path == "/api/docs" else API_POLICY if path.startswith(API_PATH_PREFIXES) else ADMIN_POLICY
         response.headers.setdefault("Content-Security-Policy", policy)
         return response

@@ -1,4 +1,4 @@
-"""URL configuration: /admin/ for operators, /api/v1/ for agents, health and metrics for monitoring."""
+"""URL configuration: /admin/ for operators, /api/v1/ and /mcp for agents, health and metrics for monitoring."""
 
 from django.conf import settings
 from django.contrib import admin
@@ -16,6 +16,7 @@ from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitVie
 from billing.admin.spending import show_spending
 from controlplane import health, metrics
 from controlplane.console import dashboard, terminals
+from leases.api.mcp.views import McpView
 
 admin.autodiscover()
 urlpatterns = [
@@ -28,6 +29,7 @@ urlpatterns = [
     path("api/v1/", include("billing.api.urls")),
     path("api/schema", SpectacularAPIView.as_view(), name="schema"),
     path("api/docs", SpectacularSwaggerSplitView.as_view(url_name="schema")),
+    path("mcp", McpView.as_view()),
     path("livez", health.livez),
     path("healthz", health.healthz),
     path("readyz", health.readyz),

@@ -24,6 +24,24 @@ class NotAllowed(LeaseError):
     code = "forbidden"
 
 
+class HostNotAllowed(LeaseError):
+    """The Host header names no host of this server. ALLOWED_HOSTS lists them."""
+
+    code = "host_not_allowed"
+
+
+class OriginNotAllowed(LeaseError):
+    """Browsers may not send this request from that origin. CSRF_TRUSTED_ORIGINS lists further origins."""
+
+    code = "origin_not_allowed"
+
+
+class McpNotInstalled(LeaseError):
+    """This server was installed without the extra `mcp`: pip install 'leasehold[mcp]'."""
+
+    code = "mcp_not_installed"
+
+
 class LeaseEnded(LeaseError):
     """The lease has ended; acquire a new one."""
 
@@ -46,6 +64,12 @@ class AgentRunNotFound(LeaseError):
     """The lease has no such agent run."""
 
     code = "agent_run_not_found"
+
+
+class ArtifactNotFound(LeaseError):
+    """The lease has no such artifact."""
+
+    code = "artifact_not_found"
 
 
 class QueuedRunNotFound(LeaseError):

@@ -13,18 +13,10 @@ from leases import execution
 from leases.api.base import schema
 from leases.api.base.fields import PatternField, StrictIntegerField, StrictSerializer, seconds_to_timedelta
 from leases.api.base.views import ApiRequest, LeaseApiView
-from leases.models import DID_PATTERN
+from leases.identity_patterns import AUDIENCE_DESCRIPTION, AUDIENCE_PATTERN, NSID_DESCRIPTION, NSID_PATTERN
 from sandboxes.db.clock import format_timestamp
 from sandboxes.identity.signing import DEFAULT_TOKEN_LIFETIME, MAX_TOKEN_LIFETIME, MIN_TOKEN_LIFETIME
 from sandboxes.models import MintedToken
-
-AUDIENCE_PATTERN = rf"{DID_PATTERN}(#[A-Za-z][A-Za-z0-9._~-]{{0,63}})?"
-AUDIENCE_DESCRIPTION = (
-    "a DID of at most 255 characters, with or without the fragment of a service, such as did:web:relay.example#relay"
-)
-DOMAIN_LABEL_PATTERN = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-NSID_PATTERN = rf"(?=[A-Za-z]){DOMAIN_LABEL_PATTERN}(\.{DOMAIN_LABEL_PATTERN})+\.[A-Za-z][A-Za-z0-9]{{0,62}}"
-NSID_DESCRIPTION = "an NSID such as com.atproto.sync.subscribeRepos"
 
 
 def _to_seconds(duration: timedelta) -> int:

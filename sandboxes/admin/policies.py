@@ -37,7 +37,7 @@ class PolicyAdmin(ConsoleModelAdmin):
         (
             "Egress",
             {
-                "fields": ["models", "calls_per_minute", "most_calls_at_once", "largest_body_kib", "relay"],
+                "fields": ["models", "calls_per_minute", "most_calls_at_once", "largest_body_kib", "relay", "mcp_tools"],
                 "description": "Evaluated on every call. A change takes effect from the next call, also for running sandboxes.",
             },
         ),
@@ -68,6 +68,7 @@ class PolicyAdmin(ConsoleModelAdmin):
         "largest_body_kib": "Maximum request size (KiB)",
         "relay": "Relay access",
         "previews": "Preview URLs",
+        "mcp_tools": "Control plane tools (MCP)",
     }
 
     def get_readonly_fields(self, request: HttpRequest, obj: Policy | None = None) -> list[str]:
@@ -158,6 +159,9 @@ def build_policy_field(policy: Policy | None) -> SummaryField:
     """Build the policy of a sandbox and its exceptions from the sealed default."""
     if policy is None:
         return SummaryField("Policy", SEALED_POLICY_NAME, note="no exceptions")
-    allowances = (("writable root", policy.writable_root), ("relay", policy.relay), ("preview URLs", policy.previews))
+    allowances = (
+        ("writable root", policy.writable_root), ("relay", policy.relay), ("preview URLs", policy.previews),
+        ("tools", policy.mcp_tools),
+    )  # fmt: skip
     exceptions = [label for label, is_allowed in allowances if is_allowed]
     return SummaryField("Policy", render_admin_link("sandboxes_policy", policy.pk, policy), note=", ".join(exceptions))

@@ -79,6 +79,9 @@ http {{
   map $http_sec_websocket_version $websocket_version {{ default ""; "~^[0-9]{{1,3}}$" $http_sec_websocket_version; }}
   map $http_anthropic_version $dialect {{ default ""; "~^[A-Za-z0-9.-]{{1,32}}$" $http_anthropic_version; }}
   map $http_anthropic_beta $betas {{ default ""; "~^[A-Za-z0-9., -]{{1,1024}}$" $http_anthropic_beta; }}
+  map $http_mcp_protocol_version $mcp_version {{ default ""; "~^[0-9-]{{1,32}}$" $http_mcp_protocol_version; }}
+  map $http_mcp_method $mcp_method {{ default ""; "~^[A-Za-z/]{{1,64}}$" $http_mcp_method; }}
+  map $http_mcp_name $mcp_name {{ default ""; "~^[A-Za-z0-9_.-]{{1,128}}$" $http_mcp_name; }}
   upstream server {{ server unix:{server}; keepalive 32; }}
 
   server {{
@@ -124,6 +127,19 @@ location = /v1/models {{
   proxy_set_header Connection "";
   proxy_pass http://server/v1/models;
 }}
+location = /mcp {{
+  limit_except GET POST DELETE {{ deny all; }}
+  proxy_set_header X-Leasehold-Slot $slot;
+  proxy_set_header X-Request-Id $request_id;
+  proxy_set_header Host leasehold;
+  proxy_set_header Connection "";
+  proxy_set_header Content-Type application/json;
+  proxy_set_header Accept "application/json, text/event-stream";
+  proxy_set_header MCP-Protocol-Version $mcp_version;
+  proxy_set_header Mcp-Method $mcp_method;
+  proxy_set_header Mcp-Name $mcp_name;
+  proxy_pass http://server/mcp;
+}}
 location ^~ /relay/ {{
   limit_except GET {{ deny all; }}
   proxy_set_header X-Leasehold-Slot $slot;
@@ -140,9 +156,9 @@ location / {{ deny all; }}
 # Status -> (code, message) of errors that nginx itself answers.
 ERROR_RESPONSES = {
     400: ("malformed", "Malformed HTTP request."),
-    403: ("path_forbidden", "Only model calls and the relay are allowed from a sandbox."),
-    404: ("path_forbidden", "Only model calls and the relay are allowed from a sandbox."),
-    405: ("path_forbidden", "Only model calls and the relay are allowed from a sandbox."),
+    403: ("path_forbidden", "Only model calls, tools and the relay are allowed from a sandbox."),
+    404: ("path_forbidden", "Only model calls, tools and the relay are allowed from a sandbox."),
+    405: ("path_forbidden", "Only model calls, tools and the relay are allowed from a sandbox."),
     413: ("too_large", f"The request exceeds the limit of {MAX_BODY_KIB} KiB."),
     414: ("too_large", "The path is too long."),
     429: ("too_many", "Too many concurrent requests or connections."),

@@ -42,6 +42,7 @@ FIELDS_BY_PATH = {
     "/v1/responses": RESPONSE_FIELDS,
 }
 MODELS_PATH = "/v1/models"  # answered by the egress server, free of charge
+MCP_PATH = "/mcp"  # tools of the control plane, answered by the egress server
 REQUIRED_FIELDS = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/responses": "input"}  # other paths: messages
 # Types of tools that the client executes. The provider executes all others, such as web search.
 CLIENT_TOOL_PATTERNS = ("function", "custom", "bash_*", "text_editor_*", "computer_*", "memory_*", "local_shell", "apply_patch")

@@ -1,4 +1,4 @@
-"""LLM egress server: routes requests of sandboxes to the model upstream and the relay.
+"""LLM egress server: routes requests of sandboxes to the model upstream, the relay and the tools of the control plane.
 
 nginx in front of this server terminates HTTP from sandboxes, admits the allowed paths, drops most headers of the requests, and
 adds a header with the slot. Only this process holds the upstream credentials. Where sandboxes are not containers there is no
@@ -24,9 +24,10 @@ from sandboxes.db import database_time
 from sandboxes.egress import authorization
 from sandboxes.egress.authorization import CallRefused
 from sandboxes.egress.call_tracking import CallTracker, DatabaseThreads
+from sandboxes.egress.mcp_tools import McpToolServer
 from sandboxes.egress.model_calls import ModelCallProxy
 from sandboxes.egress.relay import RelayProxy
-from sandboxes.egress.request_filter import FIELDS_BY_PATH, MODELS_PATH
+from sandboxes.egress.request_filter import FIELDS_BY_PATH, MCP_PATH, MODELS_PATH
 from sandboxes.egress.responses import CALL_ID_HEADER, SLOT_HEADER, ClientDisconnected, build_error_response
 from sandboxes.errors import SandboxError, SigningKeyRevoked
 from sandboxes.hosts.directories import chmod_no_follow
@@ -47,6 +48,7 @@ class EgressServer:
     def __post_init__(self) -> None:
         self.database = DatabaseThreads()
         self.calls = CallTracker(self.now, self.database)
+        self.tools = McpToolServer(self.now)
 
     @asynccontextmanager
     async def listening(self, sockets: dict[Path, int | None]) -> AsyncIterator[None]:
@@ -69,6 +71,7 @@ class EgressServer:
                     await runner.cleanup()
                 for path in sockets:
                     path.unlink(missing_ok=True)
+                await self.tools.close()
                 await self.database.close()
 
     def _build_handlers(self, session: aiohttp.ClientSession) -> list[web.RouteDef]:
@@ -78,6 +81,7 @@ class EgressServer:
             web.get(MODELS_PATH, self._with_errors(self._list_models)),
             web.get("/relay/{path:.*}", self._with_errors(relay.handle)),
             *(web.post(path, self._with_errors(models.handle)) for path in FIELDS_BY_PATH),
+            web.route("*", MCP_PATH, self._with_errors(self.tools.handle)),
             web.route("*", "/{path:.*}", self._with_errors(self._reject_path)),
         ]
 
@@ -117,7 +121,7 @@ class EgressServer:
         return web.Response(text="ok\n")
 
     async def _reject_path(self, request: web.Request, slot: int, call_id: str) -> web.Response:
-        return build_error_response(403, "path_forbidden", "Only model calls and the relay are allowed from a sandbox.")
+        return build_error_response(403, "path_forbidden", "Only model calls, tools and the relay are allowed from a sandbox.")
 
     async def _list_models(self, request: web.Request, slot: int, call_id: str) -> web.Response:
         await self.database.run(authorization.identify_caller, slot, now=self.now())

@@ -19,11 +19,18 @@ from django.db.models import (
 SEALED_POLICY_NAME = "sealed"  # policy without exceptions; applies wherever no policy is named
 MAX_BODY_KIB = 1 << 16  # upper bound for every policy: request bodies are held in memory
 
+MCP_TOOLS = ("lease_status", "budget", "put_artifact", "get_artifact", "post_condition", "service_token")
+
 
 def check_models(value: Any) -> None:
     fits = isinstance(value, list) and len(value) <= 64
     if not fits or not all(isinstance(name, str) and 0 < len(name) <= 200 for name in value):
         raise ValidationError("A list of at most 64 names or patterns, each of at most 200 characters.")
+
+
+def check_mcp_tools(value: Any) -> None:
+    if not isinstance(value, list) or not all(name in MCP_TOOLS for name in value) or len({*value}) < len(value):
+        raise ValidationError(f"A list of different names out of {', '.join(MCP_TOOLS)}.")
 
 
 class Policy(Model):
@@ -71,6 +78,10 @@ class Policy(Model):
         default=False,
         help_text="Preview URLs: programs that listen on a TCP port in the sandbox can be reached from outside by signed URLs.",
     )
+    mcp_tools = JSONField(
+        default=list, blank=True, validators=[check_mcp_tools],
+        help_text=f"Tools of the control plane that programs in the sandbox may call: {', '.join(MCP_TOOLS)}. Empty: none.",
+    )  # fmt: skip
     relay = BooleanField(default=False, help_text="Access to the relay. Sandboxes can publish in their agent's name.")
 
     class Meta:
@@ -82,7 +93,7 @@ class Policy(Model):
                 condition=~Q(name=SEALED_POLICY_NAME)
                 | Q(
                     writable_root=False, relay=False, previews=False, calls_per_minute=600, most_calls_at_once=8,
-                    largest_body_kib=4096,
+                    largest_body_kib=4096, mcp_tools=[],
                 ),
                 name="policy_sealed_loosens_nothing",
                 violation_error_message=f"The {SEALED_POLICY_NAME} policy cannot have exceptions. Add another policy.",

@@ -17,6 +17,7 @@ LIST = "/admin/sandboxes/policy/"
 FORM = {
     "name": "builders", "description": "For builds.", "writable_root": "on", "models": "gpt-4o*\n\n o3 ",
     "calls_per_minute": "90", "most_calls_at_once": "8", "largest_body_kib": "1024",
+    "mcp_tools": "lease_status\nput_artifact",
 }  # fmt: skip
 
 
@@ -35,6 +36,7 @@ def test_an_administrator_makes_a_policy_and_edits_all_but_its_name(administrato
     made = Policy.objects.get(name="builders")
     assert (made.writable_root, made.relay, made.models) == (True, False, ["gpt-4o*", "o3"])
     assert (made.calls_per_minute, made.most_calls_at_once, made.largest_body_kib) == (90, 8, 1024)
+    assert made.mcp_tools == ["lease_status", "put_artifact"]
     assert administrator.post(row_url(made), FORM | {"name": "others", "relay": "on"}).status_code == 302
     made.refresh_from_db()
     assert (made.name, made.relay, made.models) == ("builders", True, ["gpt-4o*", "o3"])

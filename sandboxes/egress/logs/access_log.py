@@ -17,7 +17,7 @@ import structlog
 from django.db.models import QuerySet
 
 from sandboxes.egress.logs import tail
-from sandboxes.egress.request_filter import MODELS_PATH
+from sandboxes.egress.request_filter import MCP_PATH, MODELS_PATH
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import LlmCall, Sandbox
 
@@ -69,7 +69,7 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
     disconnect of the client. The call id is unique, and the server inserts before it forwards. If the insert here is first, the
     server refuses the call; if the server's is first, the insert here is ignored."""
     parsed = [parse_line(line) for line in lines]
-    lines_by_call = {line.call_id: line for line in parsed if line and not (line.uri == MODELS_PATH and line.status == 200)}
+    lines_by_call = {line.call_id: line for line in parsed if line and not _needs_no_row(line)}
     counts = Counter(malformed=parsed.count(None))
     recorded = {*LlmCall.objects.filter(call_id__in=lines_by_call).values_list("call_id", flat=True)}
     new = [line for line in lines_by_call.values() if line.call_id not in recorded]
@@ -81,6 +81,12 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
     if counts["unmetered"]:
         log.error("answered calls without a row", calls=counts["unmetered"])
     return +counts
+
+
+def _needs_no_row(line: AccessLogLine) -> bool:
+    """Return whether a request is no call: a list of models, or a message to the tools that was not refused."""
+    is_answered = line.was_forwarded and not line.code
+    return (line.uri == MODELS_PATH and line.status == 200) or (line.uri == MCP_PATH and is_answered)
 
 
 def _build_rows(lines: list[AccessLogLine], counts: Counter[str]) -> list[LlmCall]:

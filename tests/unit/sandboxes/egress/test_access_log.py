@@ -155,6 +155,13 @@ def test_successful_model_list_request_is_not_a_call(file: Path) -> None:
     assert [row.status for row in LlmCall.objects.all()] == [403]
 
 
+def test_message_to_the_tools_is_no_call_unless_it_is_refused(file: Path) -> None:
+    append(file, line(1, uri="/mcp"), line(2, uri="/mcp", status=405, upstream="405"))
+    append(file, line(3, uri="/mcp", status=403, upstream="403", code="tools_not_allowed"), refused(4, uri="/mcp"))
+    assert collect(file) == {"refused": 2}
+    assert {row.code for row in LlmCall.objects.all()} == {"tools_not_allowed", "path_forbidden"}
+
+
 @pytest.mark.parametrize("status", [b"000", b"009"])
 def test_request_without_a_status_is_not_malformed(file: Path, status: bytes) -> None:
     append(file, refused().replace(b"403", status))

@@ -57,8 +57,11 @@ def test_built_in_policy_exists_with_strict_defaults() -> None:
 
 @pytest.mark.parametrize(
     "loose",
-    [{"writable_root": True}, {"relay": True}, {"calls_per_minute": 601}, {"most_calls_at_once": 9}, {"largest_body_kib": 1}],
-)
+    [
+        {"writable_root": True}, {"relay": True}, {"calls_per_minute": 601}, {"most_calls_at_once": 9}, {"largest_body_kib": 1},
+        {"mcp_tools": ["budget"]},
+    ],
+)  # fmt: skip
 def test_built_in_policy_cannot_be_relaxed(loose: dict[str, Any]) -> None:
     with pytest.raises(IntegrityError), transaction.atomic():
         Policy.objects.filter(name=SEALED_POLICY_NAME).update(**loose)
@@ -82,6 +85,7 @@ def test_model_patterns_define_the_allow_list(patterns: list[str], model: str, m
     [
         {"models": "gpt"}, {"models": [""]}, {"models": [7]}, {"models": ["x" * 201]}, {"models": ["x"] * 65},
         {"calls_per_minute": 0}, {"most_calls_at_once": 0}, {"largest_body_kib": 0}, {"largest_body_kib": MAX_BODY_KIB + 1},
+        {"mcp_tools": "budget"}, {"mcp_tools": ["exec"]}, {"mcp_tools": ["budget", "budget"]}, {"mcp_tools": [[]]},
         {"name": "two words"}, {"name": SEALED_POLICY_NAME},
     ],
 )  # fmt: skip

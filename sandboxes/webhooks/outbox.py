@@ -17,7 +17,13 @@ from sandboxes.db import sql
 from sandboxes.hosts import queues
 from sandboxes.models.webhooks import ENABLED, Delivery, Event, EventType, Webhook
 
-POSITION_BATCH_SIZE = 1000  # events of one transaction of assign_positions
+POSITION_BATCH_SIZE = 10_000  # events of one transaction of assign_positions
+ASSIGN_POSITIONS = """\
+UPDATE sandboxes_event SET position = %s + pending.number
+FROM (
+  SELECT id, row_number() OVER (ORDER BY at, id) AS number FROM sandboxes_event WHERE position IS NULL ORDER BY at, id LIMIT %s
+) AS pending
+WHERE sandboxes_event.id = pending.id"""
 EVENT_RETENTION = timedelta(days=30)  # of events and their deliveries
 MAX_QUEUED_TASKS = 100  # with a larger backlog no task is added, and the scheduled sweep delivers
 
@@ -49,16 +55,13 @@ def assign_positions(*, now: datetime) -> int:
     """Assign positions to all committed events that have none, in the order of their times. Return the newest position.
 
     Called by the readers of event streams. Events without a position are found by a partial index, which is mostly empty.
-    Positions are microseconds since 1970, or one more than the newest: the sequence goes on after all events were purged."""
+    Positions continue after the newest one, and after the microseconds since 1970, so that no position is used again after all
+    events were purged."""
     while Event.objects.filter(position__isnull=True).exists():
         with transaction.atomic():
             sql.lock_key("positions of events")
-            pending = Event.objects.filter(position__isnull=True).order_by("at", "pk").only("pk")
-            events = list(pending[:POSITION_BATCH_SIZE])
-            first = max(_find_newest_position() + 1, int(now.timestamp() * 1_000_000))
-            for position, event in enumerate(events, first):
-                event.position = position
-            Event.objects.bulk_update(events, ["position"])
+            last = max(_find_newest_position(), int(now.timestamp() * 1_000_000))
+            sql.execute(ASSIGN_POSITIONS, last, POSITION_BATCH_SIZE)
     return _find_newest_position()
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from pathlib import Path
 
 import pytest
 from django.db import OperationalError
@@ -10,14 +11,14 @@ from requests.exceptions import ConnectionError, ReadTimeout
 from leases import leasing, renewal
 from leases.errors import InvalidRequest
 from leases.models import DID_DESCRIPTION
-from sandboxes.agent.client import NotConnected
+from sandboxes.agent.client import AgentConnection, NotConnected
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import OutcomeUnknown as AgentOutcomeUnknown
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.failures import find_cause
 from sandboxes.models import Host, Run
 from sandboxes.providers.base import FailureCause, Missing, Rejected, Unavailable
-from sandboxes.providers.docker import engine
+from sandboxes.providers.docker import engine, processes
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
@@ -124,6 +125,12 @@ def test_cause_of_a_lost_agent_is_found_behind_the_error_of_the_provider() -> No
     assert find_cause(fail(Unavailable("x"), TimeoutError())) == "timeout"
     assert find_cause(fail(ProviderCallFailed(), Unavailable("x"))) == "provider_unavailable"
     assert find_cause(fail(InvalidRequest("field", "x"), ValueError("/etc/passwd"))) == ""
+
+
+def test_agent_without_a_gateway_is_not_connected(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable) as raised, processes._translate_errors("ref"):
+        AgentConnection(tmp_path / "agent.sock", "container", wait=0.0)
+    assert find_cause(raised.value) == "agent_not_connected"
 
 
 def test_lost_connection_to_the_engine_is_told_from_a_slow_engine() -> None:

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 TICKS = "for i in 1 2 3; do echo tick $i; until [ -e /tmp/go$i ]; do sleep 0.05; done; done; echo end >&2; exit 3"
 READER_COUNT = 24  # six times the threads of the web server
 OUTPUT_BYTES = 1 << 20  # limit of each stream; the row has 64 KiB
+QUEUED_RUN_EVENTS = ["queued_run.queued", "queued_run.started", "queued_run.ended"]
 SHORT_SECONDS = 10.0  # a short call takes milliseconds
 
 
@@ -29,21 +30,45 @@ class Streams:
         self._responses: list[http.client.HTTPResponse] = []
 
     def _open(self, method: str, path: str, body: Any = None, **headers: str) -> Iterator[Event]:
-        response = open_stream(self.fleet.port, self.fleet.key, method, f"/leases/{self.lease}{path}", body, **headers)
+        response = open_stream(self.fleet.port, self.fleet.key, method, path, body, **headers)
         self._responses.append(response)
         assert (response.status, response.headers["Content-Type"]) == (200, "text/event-stream")
         return parse_events(response)
 
     def execute(self, script: str) -> tuple[str, Iterator[Event]]:
         """Start a command. Return the id of its run, and its further events."""
-        events = self._open("POST", "/exec/stream", {"argv": ["sh", "-c", script], "timeout_seconds": 600})
+        events = self._open("POST", f"/leases/{self.lease}/exec/stream", {"argv": ["sh", "-c", script], "timeout_seconds": 600})
         start = next(events)
         assert (start.name, start.id, start.data["live"]) == ("start", "0-0", True)
         return start.data["run_id"], events
 
     def join(self, run_id: str, last_event_id: str = "") -> Iterator[Event]:
         headers = {"Last-Event-ID": last_event_id} if last_event_id else {}
-        return self._open("GET", f"/runs/{run_id}/stream", **headers)
+        return self._open("GET", f"/leases/{self.lease}/runs/{run_id}/stream", **headers)
+
+    def read_events(self, last_event_id: str = "") -> Iterator[Event]:
+        """Open a stream of the events of queued runs."""
+        headers = {"Last-Event-ID": last_event_id} if last_event_id else {}
+        types = ",".join(QUEUED_RUN_EVENTS)
+        return self._open("GET", f"/events/stream?type={types}", **headers)
+
+    def enqueue(self) -> str:
+        body = {"agent_did": "did:plc:a0", "lease_id": self.lease, "argv": ["true"], "queued": True}
+        status, answer = self.fleet.post("/runs", body)
+        assert status == 202, answer
+        return str(answer["queued_run_id"])
+
+    def kill_web_server(self) -> None:
+        """Kill the web server, and wait until it is started again."""
+        for pid in self.fleet.find_processes("web") | self.fleet.find_processes("web1"):
+            os.kill(pid, signal.SIGKILL)
+
+        def is_answered() -> bool:
+            with suppress(OSError, http.client.HTTPException):
+                return self.fleet.request("GET", f"/leases/{self.lease}")[0] == 200
+            return False
+
+        wait_until(is_answered, "the web server is restarted")
 
     def tick(self, number: int) -> None:
         """Let TICKS continue after a line."""
@@ -116,18 +141,9 @@ def test_streams_continue_after_kills_of_the_web_server_and_the_gateway(streams:
     fleet.wait_for_child("egress", [egress])
     streams.tick(1)
     assert [next(events).id, next(reader).id] == ["14-0", "14-0"]
-    web = fleet.find_processes("web") | fleet.find_processes("web1")
-    for pid in web:
-        os.kill(pid, signal.SIGKILL)
+    streams.kill_web_server()
     with suppress(http.client.HTTPException, OSError):
         assert [*reader] == []  # no end of the stream without its last event
-
-    def is_answered() -> bool:
-        with suppress(OSError, http.client.HTTPException):
-            return fleet.request("GET", f"/leases/{streams.lease}")[0] == 200
-        return False
-
-    wait_until(is_answered, "the web server is restarted")
     reader = streams.join(run_id, "14-0")
     streams.tick(2)
     assert next(reader).id == "21-0"
@@ -156,7 +172,7 @@ def test_shutdown_ends_readers_and_lets_commands_end(streams: Streams) -> None:
 
 def test_watch_shows_changes_by_commands_and_ends_with_the_lease(streams: Streams) -> None:
     fleet = streams.fleet  # noqa: F811
-    watches = [streams._open("GET", "/files/watch?path=") for _ in range(READER_COUNT)]
+    watches = [streams._open("GET", "/watch?path=") for _ in range(READER_COUNT)]
     assert {next(events).name for events in watches} == {"start"}
     script = "mkdir src && echo 1 > src/a"
     status, answer = fleet.post(f"/leases/{streams.lease}/exec", {"argv": ["sh", "-c", script]})
@@ -170,3 +186,21 @@ def test_watch_shows_changes_by_commands_and_ends_with_the_lease(streams: Stream
     fleet.post(f"/leases/{streams.lease}/release", {})
     for events in watches:
         assert [(event.name, event.data) for event in events][-1] == ("end", {"end_reason": "released"})
+
+
+def test_events_reach_idle_readers_and_continue_after_a_kill_of_the_web_server(streams: Streams) -> None:
+    readers = [streams.read_events() for _ in range(READER_COUNT)]
+    assert {next(reader).name for reader in readers} == {"start"}
+    queued_run_id = streams.enqueue()
+    received = [[next(reader) for _ in QUEUED_RUN_EVENTS] for reader in readers]
+    assert all(events == received[0] for events in received)
+    assert [event.name for event in received[0]] == QUEUED_RUN_EVENTS
+    assert {event.data["data"]["queued_run_id"] for event in received[0]} == {queued_run_id}
+    streams.kill_web_server()
+    missed = streams.enqueue()
+    reader = streams.read_events(received[0][1].id)
+    assert next(reader) == received[0][2]
+    assert [next(reader).data["data"]["queued_run_id"] for _ in QUEUED_RUN_EVENTS] == [missed] * 3
+    streams.fleet.process.send_signal(signal.SIGTERM)  # type: ignore[union-attr]
+    assert [*reader] == []
+    assert streams.fleet.process.wait(60) == 0  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType, Lease
 from sandboxes import lifecycle, processes, providers
 from sandboxes.errors import SandboxError
-from sandboxes.models import ALIVE_STATES, GONE_STATES, Pool, Process, Quota, Run, Sandbox, Snapshot, Transition
+from sandboxes.models import ALIVE_STATES, GONE_STATES, NEVER_STARTED, Pool, Process, Quota, Run, Sandbox, Snapshot, Transition
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -201,7 +201,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = {sandbox.holder for sandbox in sandboxes if sandbox.holder and sandbox.state not in GONE_STATES}
         assert held <= set(Lease.objects.filter(pool=self.pool, status="active").values_list("pk", flat=True))
         if cold := {sandbox.pk: sandbox.holder for sandbox in sandboxes if sandbox.state == "cold"}:
-            used = Run.objects.filter(sandbox__in=cold, kind="exec").values_list("sandbox", flat=True)
+            used = Run.objects.filter(sandbox__in=cold, kind="exec").exclude(NEVER_STARTED).values_list("sandbox", flat=True)
             stored = Snapshot.objects.filter(holder__in=cold.values(), forgotten_at=None).values_list("holder", flat=True)
             assert {cold[pk] for pk in used} <= set(stored)
 

@@ -54,7 +54,7 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
         Replacement(REGISTRY, '    return Q(**{f"{prefix}host__in": find_local_host_ids()})\n', "    return Q()\n"),
         Replacement(
             REGISTRY,
-            '        raise Unavailable(f"{_describe_location(sandbox)}, which this process does not reach.")\n',
+            "        raise Unavailable(message, cause=FailureCause.ENGINE_UNREACHABLE, provider=sandbox.provider)\n",
             "        return provider\n",
         ),
         Replacement(

@@ -58,17 +58,19 @@ def close_process(
     exit_code: int | None = None,
     note: str = "",
     may_wake: bool = False,
+    has_vanished: bool = False,
 ) -> bool:
     """Close an open row, and schedule the restart if the policy wants one. Return False if another process was first.
 
     Only the start that was observed is closed: a row that was restarted since has another mark. With `may_wake` the sandbox is
-    gone, and its successor starts a process with `restart_after_wake` again."""
+    gone, and its successor starts a process with `restart_after_wake` again. A process that `has_vanished` in its sandbox, as
+    after a restart of the engine, has failed for its policy."""
     rows = Process.objects.filter(pk=process.pk, mark=process.mark, ended_at__isnull=True)
     columns = {"state": state, "ended_at": now, "exit_code": exit_code, "note": note}
     unkilled = rows.filter(kill_requested_at__isnull=True)  # a kill that was requested meanwhile prevents the restart
     if may_wake and unkilled.filter(restart_after_wake=True).update(**columns, wake_pending=True):
         return True
-    plan = plan_restart(process, state, exit_code, now=now)
+    plan = plan_restart(process, ProcessStatus.EXITED if has_vanished else state, exit_code, now=now)
     if plan.restart_at and unkilled.update(
         **columns, restart_at=plan.restart_at, window_started_at=plan.window_started_at, window_restarts=plan.window_restarts
     ):

@@ -397,7 +397,7 @@ def _close_if_ended(
     if state is None and (is_confirmed or not _may_still_start(process, now=now)):
         provider.kill(process.sandbox.ref, process.current_mark)
         if Run.objects.filter(pk=process.pk, outcome=RunOutcome.OK).exists():
-            return close_process(process, ProcessStatus.GONE, now=now, note="The sandbox was restarted.")
+            return close_process(process, ProcessStatus.GONE, now=now, note="The sandbox was restarted.", has_vanished=True)
         return close_process(
             process,
             ProcessStatus.FAILED,

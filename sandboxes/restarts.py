@@ -120,5 +120,8 @@ def _end_claim(
             idle_at=sandbox.idle_at or now + sandbox.idle_after, frozen=sandbox.frozen and not is_restarted,
         )  # fmt: skip
         if ended and is_restarted and cause:
-            processes.close_all_processes(sandbox.pk, now=now, note=f"Sandbox restarted: {cause.label}.", may_wake=False)
+            processes.close_all_processes(
+                sandbox.pk, now=now, note=f"Sandbox restarted: {cause.label}.", may_wake=False,
+                restarts=cause != TransitionReason.RESTART_REQUESTED,
+            )  # fmt: skip
     return ended

@@ -98,19 +98,24 @@ class Process(models.Model):
         return self.name or f"process {self.pk}"
 
 
-def close_all_processes(sandbox: uuid.UUID, *, now: datetime, note: str, may_wake: bool = True) -> int:
+def close_all_processes(sandbox: uuid.UUID, *, now: datetime, note: str, may_wake: bool = True, restarts: bool = False) -> int:
     """Close all open processes of a sandbox, and end all pending restarts in it. Return the number of changed rows.
 
-    Called in the transaction that evicts, restarts or destroys the sandbox, or marks it as lost. Unless the sandbox was only
-    restarted, the holder's next sandbox starts the processes with `restart_after_wake` again."""
+    Called in the transaction that evicts, restarts or destroys the sandbox, or marks it as lost. With `may_wake` the holder's
+    next sandbox starts the processes with `restart_after_wake` again. With `restarts`, for a sandbox that was restarted without
+    a request of its holder, the processes with a restart policy are due at once."""
     rows = Process.objects.filter(Q(ended_at__isnull=True) | Q(restart_at__isnull=False), sandbox=sandbox)
-    is_running = Q(ended_at__isnull=True)
-    wakes = Q(restart_after_wake=True, kill_requested_at__isnull=True) if may_wake else Q(pk__in=[])
+    is_running, never = Q(ended_at__isnull=True), Q(pk__in=[])
+    unkilled = Q(kill_requested_at__isnull=True)
+    wakes = unkilled & Q(restart_after_wake=True) if may_wake else never
+    is_due = unkilled & ~Q(restart=RestartPolicy.NEVER) if restarts else never
     return rows.update(
         state=Case(When(is_running, then=Value(ProcessStatus.GONE.value)), default=F("state")),
         note=Case(When(is_running, then=Value(note[:500])), default=F("note")),
         ended_at=Coalesce("ended_at", Value(now, output_field=models.DateTimeField())),
-        restart_at=None,
+        restart_at=Case(When(is_due, then=Value(now)), default=None, output_field=models.DateTimeField()),
         wake_pending=Case(When(wakes, then=Value(True)), default=Value(False)),
-        sealed_env=Case(When(wakes, then=F("sealed_env")), default=Value(None, output_field=models.BinaryField(null=True))),
+        sealed_env=Case(
+            When(wakes | is_due, then=F("sealed_env")), default=Value(None, output_field=models.BinaryField(null=True))
+        ),
     )

@@ -40,7 +40,8 @@ class ArchiveView(FileApiView):
         operation_id="leases_archive_get",
         summary="Download a directory as tar",
         parameters=[schema.ROOT_PARAMETER, schema.DIRECTORY_PARAMETER, schema.COMPRESSION_PARAMETER, schema.SOURCE_HEADER],
-        responses=schema.build_responses(schema.TAR_BODY, 402, 404, 409, 410, 413, 429),
+        responses=schema.build_responses(schema.TAR_BODY, 402, 404, 409, 410, 413, 429)
+        | {(200, GZIP_MEDIA_TYPE): OpenApiTypes.BINARY},
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponseBase:
         """Return a directory and its descendants as a tar. A cold sandbox is not woken.

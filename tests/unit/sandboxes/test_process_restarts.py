@@ -7,10 +7,10 @@ import pytest
 
 from leases import execution, leasing, sweeps
 from leases.models import Lease
-from sandboxes import eviction, process_restarts, processes
+from sandboxes import eviction, process_restarts, processes, restarts
 from sandboxes.db import encryption
 from sandboxes.errors import SandboxBusy, TooManyProcesses
-from sandboxes.models import Process, ProcessStatus, RestartPolicy, Run, Sandbox
+from sandboxes.models import Process, ProcessStatus, RestartPolicy, Run, Sandbox, TransitionReason
 from sandboxes.process_restarts import MAX_PROCESSES, START_TIMEOUT, plan_restart
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.base import Rejected, Unavailable
@@ -215,6 +215,34 @@ def test_a_restart_of_the_sandbox_by_the_caller_ends_processes_for_good(lease, m
     sleep_and_wake(lease, now=NOW)
     process_restarts.restart_due(now=NOW + HOUR)
     assert (reload(process).state, count_running(memory, process)) == ("gone", 0)
+
+
+def test_a_restart_of_an_unresponsive_sandbox_restarts_processes_with_a_policy(lease, memory) -> None:
+    with_policy, without = start(lease, restart=RestartPolicy.ON_FAILURE), start(lease, restart=RestartPolicy.NEVER)
+    killed = start(lease)
+    process_restarts.forbid(killed, now=NOW)
+    sandbox = Sandbox.objects.get(holder=lease.pk)
+    restarts.restart(sandbox, code=TransitionReason.AGENT_UNRESPONSIVE, now=NOW)
+    assert [(reload(each).state, reload(each).restart_at) for each in (with_policy, without, killed)] == [
+        ("gone", NOW), ("gone", None), ("gone", None),
+    ]  # fmt: skip
+    assert process_restarts.restart_due(now=NOW).counts == {"processes restarted": 1}
+    assert (reload(with_policy).state, reload(with_policy).restarts, count_running(memory, with_policy)) == ("running", 1, 1)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_process_that_vanished_with_a_restart_of_the_engine_is_restarted(lease, memory, is_restarted: bool) -> None:
+    process = start(lease, restart=RestartPolicy.ON_FAILURE)
+    if is_restarted:
+        end(memory, process, now=NOW)
+        process_restarts.restart_due(now=NOW + MINUTE)
+    memory._sandboxes[process.sandbox.ref].background.clear()
+    processes.close_ended(now=NOW + HOUR)
+    process = reload(process)
+    assert (process.state, process.note) == ("gone", "The sandbox was restarted.")
+    assert process.restart_at == NOW + HOUR + 5 * SECOND
+    assert process_restarts.restart_due(now=NOW + 2 * HOUR).counts == {"processes restarted": 1}
+    assert (reload(process).state, reload(process).note, count_running(memory, process)) == ("running", "", 1)
 
 
 def test_an_eviction_ends_a_waiting_restart(lease, memory) -> None:

@@ -156,7 +156,8 @@ def get_policy(lease: Lease) -> AgentPolicy:
     """Return the limits that operators set for the agents of an environment type."""
     policy: Policy | None = lease.environment_type.policy
     return AgentPolicy() if policy is None else AgentPolicy(
-        tuple(policy.agent_tools), tuple(policy.agent_denied_commands), policy.agent_max_turns, policy.agent_max_cost
+        tuple(policy.agent_tools), tuple(policy.agent_denied_commands), policy.agent_max_turns, policy.agent_max_cost,
+        tuple(policy.mcp_tools),
     )  # fmt: skip
 
 

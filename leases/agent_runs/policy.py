@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 MAX_PATTERNS = 64
+MCP_SERVER_NAME = "leasehold"  # of the tools of the control plane, in a CLI
 SHELL_OPERATORS = re.compile(r"&&|\|\||[;|&\n]")
 
 
@@ -30,6 +31,13 @@ class AgentPolicy:
     denied_commands: tuple[str, ...] = ()  # patterns with *, of single commands in a shell
     max_turns: int | None = None
     max_cost: Decimal | None = None  # USD
+    mcp_tools: tuple[str, ...] = ()  # tools of the control plane; none is the default, and only operators add some
+
+    @property
+    def offered_mcp_tools(self) -> tuple[str, ...]:
+        """Names under which the CLI calls the tools of the control plane. A list of allowed tools restricts these as well."""
+        names = tuple(f"mcp__{MCP_SERVER_NAME}__{name}" for name in self.mcp_tools)
+        return tuple(name for name in names if name in self.allowed_tools) if self.allowed_tools else names
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> "AgentPolicy":
@@ -39,6 +47,7 @@ class AgentPolicy:
             tuple(document.get("denied_commands") or ()),
             document.get("max_turns"),
             None if cost is None else Decimal(cost),
+            tuple(document.get("mcp_tools") or ()),
         )
 
     def to_document(self) -> dict[str, Any]:
@@ -47,6 +56,7 @@ class AgentPolicy:
             "denied_commands": list(self.denied_commands),
             "max_turns": self.max_turns,
             "max_cost_usd": None if self.max_cost is None else str(self.max_cost),
+            "mcp_tools": list(self.mcp_tools),
         }
 
     def restrict(self, other: "AgentPolicy") -> "AgentPolicy":
@@ -59,6 +69,7 @@ class AgentPolicy:
             tuple(dict.fromkeys((*self.denied_commands, *other.denied_commands))),
             _min(self.max_turns, other.max_turns),
             _min(self.max_cost, other.max_cost),
+            self.mcp_tools or other.mcp_tools,
         )
 
     def find_violation(self, calls: Iterable[ToolCall], *, turns: int, cost: Decimal | None) -> str:

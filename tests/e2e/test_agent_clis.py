@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from leases.agent_runs.clis.registry import CLIS
+from tests.commands.manage import run_manage
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 from tests.support.event_stream import Event, open_stream, parse_events
 from tests.support.servers.scripted_models import INPUT_TOKENS, OUTPUT_TOKENS, ScriptedModelServer
@@ -116,6 +117,25 @@ def test_claude_code_without_its_session_and_with_a_denied_command(fleet: Fleet,
     row, _ = run_agent(fleet, lease, *lines, model="claude-x", permission_mode="acceptEdits", **limits)
     assert (row["state"], row["violation"]) == ("interrupted", "Command denied by 'touch *': touch /workspace/bad")
     assert fleet.post(f"/leases/{lease}/exec", {"argv": ["test", "-e", "/workspace/bad"]})[1]["exit_code"] == 1
+
+
+ALLOW_TOOLS = """
+from leases.models import EnvironmentType
+from sandboxes.models import Policy
+policy = Policy.objects.create(name="tools", mcp_tools=["lease_status", "put_artifact"])
+EnvironmentType.objects.filter(name="coding").update(policy=policy)
+"""
+
+
+def test_claude_code_calls_tools_of_the_control_plane(fleet: Fleet, lease: str, model: ScriptedModelServer) -> None:  # noqa: F811
+    assert run_manage(fleet.path, "shell", "-c", ALLOW_TOOLS, **fleet.env).returncode == 0
+    lease = fleet.join(1) or ""  # a sandbox keeps the policy with which it was claimed
+    row, events = run_agent(
+        fleet, lease, "Report.", call("mcp__leasehold__put_artifact", name="report.md", content="done"), model="claude-x"
+    )
+    assert (row["state"], row["result"], row["violation"]) == ("completed", "Done after 1 calls.", ""), events
+    assert [each["name"] for each in fleet.request("GET", f"/leases/{lease}/artifacts")[1]["results"]] == ["report.md"]
+    assert "size_bytes" in json.dumps(model.requests[-1][2]["messages"])  # the model has the result of the tool
 
 
 def test_codex_executes_a_command_and_resumes_its_session(fleet: Fleet, lease: str, model: ScriptedModelServer) -> None:  # noqa: F811

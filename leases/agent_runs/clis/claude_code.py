@@ -17,7 +17,9 @@ from leases.agent_runs.clis.base import (
     get_objects,
     get_text,
 )
-from leases.agent_runs.policy import ToolCall
+from leases.agent_runs.policy import MCP_SERVER_NAME, ToolCall
+from sandboxes.egress.request_filter import MCP_PATH
+from sandboxes.providers.base import EGRESS_LOOPBACK_ADDRESS
 
 ROLES = {"assistant": "assistant", "user": "tool", "result": "result"}  # "user" messages are results of tools
 
@@ -44,7 +46,13 @@ class ClaudeCode(AgentCli):
         if policy.max_cost is not None:
             argv += ["--max-budget-usd", str(policy.max_cost)]
         if policy.allowed_tools:
-            argv += ["--tools", ",".join(policy.allowed_tools), "--allowed-tools", ",".join(policy.allowed_tools)]
+            built_in = [name for name in policy.allowed_tools if not name.startswith("mcp__")]
+            argv += ["--tools", ",".join(built_in), "--allowed-tools", ",".join(policy.allowed_tools)]
+        elif policy.offered_mcp_tools:
+            argv += ["--allowed-tools", ",".join(policy.offered_mcp_tools)]
+        if policy.offered_mcp_tools:
+            server = {"type": "http", "url": f"http://{EGRESS_LOOPBACK_ADDRESS}{MCP_PATH}"}
+            argv += ["--mcp-config", json.dumps({"mcpServers": {MCP_SERVER_NAME: server}})]
         if policy.denied_commands:
             rules = [f"Bash({pattern})" for pattern in policy.denied_commands]
             argv += ["--settings", json.dumps({"permissions": {"deny": rules}})]

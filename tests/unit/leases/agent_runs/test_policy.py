@@ -20,6 +20,18 @@ def test_lists_without_a_common_tool_allow_none() -> None:
     assert all(policy.find_violation([ToolCall(name)], turns=0, cost=None) for name in ("Read", "Write"))
 
 
+def test_tools_of_the_control_plane_are_those_of_the_operator_within_the_allowed_ones() -> None:
+    operator = AgentPolicy(mcp_tools=("lease_status", "put_artifact"))
+    assert AgentPolicy().restrict(operator).offered_mcp_tools == (
+        "mcp__leasehold__lease_status",
+        "mcp__leasehold__put_artifact",
+    )
+    narrowed = AgentPolicy(("Bash", "mcp__leasehold__put_artifact")).restrict(operator)
+    assert narrowed.offered_mcp_tools == ("mcp__leasehold__put_artifact",)
+    assert AgentPolicy(("Bash",)).restrict(operator).offered_mcp_tools == ()
+    assert AgentPolicy.from_document(narrowed.to_document()) == narrowed
+
+
 @pytest.mark.parametrize(
     ("command", "is_denied"),
     [

@@ -168,7 +168,7 @@ def _record_failure(row: QueuedRun, failed: Exception, clock: Clock) -> None:
     """Queue a run again after a temporary error before its command began, and end it otherwise."""
     run = Run.objects.filter(pk=row.run_id).first()
     if run is not None and run.ended_at is None:  # a sweep closes the Run, and `recover` settles this row then
-        log.warning("run of a queued run is still open", queued_run=str(row.pk), error=str(failed))
+        log.warning("run of a queued run is still open", queued_run=str(row.pk), attempt=row.attempt, error=str(failed))
         return
     if run is not None and run.outcome != RunOutcome.FAILED:
         settle(row, run, now=clock())
@@ -178,7 +178,7 @@ def _record_failure(row: QueuedRun, failed: Exception, clock: Clock) -> None:
         _retry_unstarted(row, str(failed), now=clock(), error=_describe(failed, retryable=True))
     elif not isinstance(failed, QueuedRunInterrupted) or find_attempt(row).filter(interrupted_at__isnull=False).exists():
         if not isinstance(failed, (SandboxError, Rejected)):
-            log.exception("queued run failed", queued_run=str(row.pk))
+            log.exception("queued run failed", queued_run=str(row.pk), attempt=row.attempt)
         queue.finish(row, STATE.FAILED, error=_describe(failed, retryable=False), now=clock())
 
 

@@ -94,7 +94,7 @@ class Runner:
         try:
             attempts.execute(row, now=self._now())
         except Exception:  # the row is taken over once the lease on it has expired: see `recover`
-            log.exception("queued run not recorded", queued_run=str(row.pk))
+            log.exception("queued run not recorded", queued_run=str(row.pk), attempt=row.attempt)
         finally:
             connections.close_all()
             self._threads.discard(threading.current_thread())

@@ -1,0 +1,64 @@
+"""Contract between the prompt of the Catan skill and the game host: the taught answer is the accepted answer."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controlplane import catan
+from controlplane.catan import COLORS, Move, Seat
+from sandboxes.image import take_turn
+
+PROMPT = (Path(take_turn.__file__).parent / "catan" / "prompt.md").read_text()
+NAME_PATTERN = re.compile(r"`([a-z_]+)`")
+
+
+class LiteralAgent:
+    """Stand-in for a model that does what the prompt says: it answers in the form of the prompt's example."""
+
+    def __init__(self) -> None:
+        self.form = list(take_turn.extract_first_object(PROMPT))
+        self.random, self.states = random.Random(7), list[dict[str, Any]]()
+
+    def call(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        state = body["state"]
+        self.states.append(state)
+        chosen = self.random.choice(state["legal_actions"])
+        action = {name: chosen.get(name, "a reason") for name in self.form}
+        return {"action": json.loads(json.dumps(action)), "skipped": False, "duration_seconds": 0.0}
+
+
+@pytest.fixture(scope="module")
+def game() -> tuple[LiteralAgent, list[Seat], list[Move]]:
+    """A game between two literal agents, to its end."""
+    agent, moves = LiteralAgent(), list[Move]()
+    seats = [Seat(f"did:plc:{color.value}", color, agent, {"id": "x"}) for color in COLORS[:2]]  # type: ignore[arg-type]
+    catan.play(seats, "game", points=4, seed=3, on_move=moves.append)
+    return agent, seats, moves
+
+
+def test_every_answer_in_the_taught_form_is_played(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
+    agent, seats, moves = game
+    assert sum(seat.turns for seat in seats) == len(moves) == len(agent.states) > 20
+    assert [seat.skipped for seat in seats] == [0, 0]
+
+
+def test_every_field_that_the_prompt_names_is_in_the_state(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
+    agent = game[0]
+    state = agent.states[-1]
+    known = {*state, *state["legal_actions"][0], *next(iter(state["players"].values())), "reason"}
+    assert set(NAME_PATTERN.findall(PROMPT)) - known == set()
+
+
+def test_action_that_is_not_offered_is_counted_as_skipped() -> None:
+    class IllegalAgent(LiteralAgent):
+        def call(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            return {**super().call(method, path, body), "action": {"action": "build_city", "position": 12}}
+
+    agent = IllegalAgent()
+    seats = [Seat(f"did:plc:{color.value}", color, agent, {"id": "x"}) for color in COLORS[:2]]  # type: ignore[arg-type]
+    catan.play(seats, "game", points=2, seed=3, on_move=lambda move: None)
+    assert all(seat.skipped == seat.turns > 0 for seat in seats)

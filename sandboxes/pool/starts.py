@@ -5,6 +5,7 @@ start leaves a row in `warming` with a deadline, after which sandboxes.sweeps.pa
 
 import uuid
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import datetime
 from typing import Any
 
@@ -95,7 +96,7 @@ def _mark_ready(sandbox: Sandbox, source: str, *, prepared: bool, may_have_proce
         "claim": None, "deadline_at": None, "tries": 0, "last_error": "", "source": source, "prepared": prepared,
         "idle_at": now + sandbox.idle_after if sandbox.holder else None,
     }  # fmt: skip
-    with transaction.atomic():
+    with transaction.atomic() if may_have_processes else nullcontext():
         moved = advance(
             sandbox.pk, WARMING, WARM, now=now, actor=actor, guard=Q(claim=sandbox.claim, incarnation=sandbox.incarnation),
             code=TransitionReason.READY, reason=f"ready, state: {source}" if is_wake else "", **changes, **counters,

@@ -1,7 +1,7 @@
 """Restart of a sandbox: its processes end, and the sandbox starts again with its /workspace and /data.
 
-While the provider restarts a sandbox, its state is `evicting`: no run starts then, and if this process dies, the sweep `stalled`
-stores the state of the sandbox and makes it cold."""
+While the provider restarts a sandbox, its state is `evicting`: no run starts then, and if this process dies, the sweep
+`stalled` stores the state of the sandbox and makes it cold."""
 
 import time
 import uuid

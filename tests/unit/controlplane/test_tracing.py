@@ -116,7 +116,8 @@ def test_model_call_is_part_of_the_trace_of_its_run(collector: WebhookReceiver, 
                 call_id="c1", sandbox=sandbox, run=opened.run, holder=lease.pk, agent_did=lease.agent_did, kind="chat",
                 model="gpt", started_at=NOW, deadline_at=NOW + timedelta(minutes=1),
             )  # fmt: skip
-            result = CallResult(LlmCall.Outcome.FAILED, status=500, code="upstream_failed", usage=TokenUsage(input_tokens=3, output_tokens=5))
+            usage = TokenUsage(input_tokens=3, output_tokens=5)
+            result = CallResult(LlmCall.Outcome.FAILED, status=500, code="upstream_failed", usage=usage)
             authorization.settle_call(call, result, now=NOW + timedelta(seconds=2))
     spans = collect(collector)
     span, root = spans["call chat"], spans["run exec"]

@@ -31,6 +31,7 @@ class Connection:
     process: UUID | None  # of a terminal
     task: asyncio.Task[Any] | None
     was_revoked: bool = False  # the lease or the process has ended
+    has_response: bool = False  # the client has begun to receive it
 
 
 class Connections:

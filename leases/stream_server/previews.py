@@ -90,8 +90,8 @@ class Previews:
             async with self.ports.use(container, grant.port) as session:
                 try:
                     if _is_websocket(request):
-                        return await _forward_websocket(request, session, url, headers)
-                    return await _forward_http(request, session, url, headers, has_own_host=not prefix)
+                        return await _forward_websocket(request, session, url, headers, connection)
+                    return await _forward_http(request, session, url, headers, connection, has_own_host=not prefix)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     log.info("preview failed", lease=str(grant.lease), port=grant.port, error=type(error).__name__)
                     raise web.HTTPBadGateway(text=f"No response from port {grant.port} in the sandbox.") from error
@@ -111,8 +111,12 @@ class Previews:
 
 
 def _end_revoked(request: web.Request, connection: Connection) -> None:
-    """End the client's connection of a revoked preview: an incomplete response must not look complete."""
-    if connection.was_revoked and request.transport:
+    """End the request of a revoked preview: with 410, or an incomplete response, which must not look complete."""
+    if not connection.was_revoked:
+        return
+    if not connection.has_response:
+        raise web.HTTPGone(text="The lease has ended.")
+    if request.transport:
         request.transport.abort()
 
 
@@ -146,8 +150,9 @@ def _filter_cookies(header: str) -> str:
 
 
 async def _forward_http(
-    request: web.Request, session: aiohttp.ClientSession, url: URL, headers: "CIMultiDict[str]", *, has_own_host: bool
-) -> web.StreamResponse:
+    request: web.Request, session: aiohttp.ClientSession, url: URL, headers: "CIMultiDict[str]", connection: Connection,
+    *, has_own_host: bool,
+) -> web.StreamResponse:  # fmt: skip
     body = request.content if request.can_read_body else None
     forwarding = session.request(
         request.method, url, headers=headers, data=body, allow_redirects=False,
@@ -162,6 +167,7 @@ async def _forward_http(
         response.headers["X-Robots-Tag"] = "noindex"
         if not has_own_host:
             response.headers.add("Content-Security-Policy", SANDBOX_POLICY)
+        connection.has_response = True
         await response.prepare(request)
         async for chunk in upstream.content.iter_any():
             await response.write(chunk)
@@ -170,7 +176,7 @@ async def _forward_http(
 
 
 async def _forward_websocket(
-    request: web.Request, session: aiohttp.ClientSession, url: URL, headers: "CIMultiDict[str]"
+    request: web.Request, session: aiohttp.ClientSession, url: URL, headers: "CIMultiDict[str]", connection: Connection
 ) -> web.StreamResponse:
     if not web.WebSocketResponse().can_prepare(request):
         raise web.HTTPBadRequest(text="Malformed WebSocket handshake.")
@@ -185,6 +191,7 @@ async def _forward_websocket(
             protocols=[upstream.protocol] if upstream.protocol else [],
             max_msg_size=MAX_MESSAGE_BYTES, heartbeat=PING_INTERVAL_SECONDS,
         )  # fmt: skip
+        connection.has_response = True
         await client.prepare(request)
         await relay_messages(client, upstream, WebSocketBytes())
         return client

@@ -172,7 +172,7 @@ def test_shutdown_ends_readers_and_lets_commands_end(streams: Streams) -> None:
 
 def test_watch_shows_changes_by_commands_and_ends_with_the_lease(streams: Streams) -> None:
     fleet = streams.fleet  # noqa: F811
-    watches = [streams._open("GET", "/watch?path=") for _ in range(READER_COUNT)]
+    watches = [streams._open("GET", f"/leases/{streams.lease}/watch?path=") for _ in range(READER_COUNT)]
     assert {next(events).name for events in watches} == {"start"}
     script = "mkdir src && echo 1 > src/a"
     status, answer = fleet.post(f"/leases/{streams.lease}/exec", {"argv": ["sh", "-c", script]})

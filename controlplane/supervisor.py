@@ -324,11 +324,10 @@ class Supervisor:
         self.print_line(f"{child.name} (pid {pid}): {problem}; restarting in {delay:g} s")
 
     def stop(self) -> None:
-        """Stop every child: first those that drain, then the others. A child that does not end in time is killed."""
+        """Stop every child: first those that drain, together, then the others. A child that does not end in time is killed."""
         running = [child for child in self.children if child.pid]
-        for child in running:
-            if child.drain_seconds:
-                self._stop([child], timeout=child.drain_seconds)
+        if draining := [child for child in running if child.drain_seconds]:
+            self._stop([*draining], timeout=max(child.drain_seconds for child in draining))
         self._stop([child for child in running if child.pid], timeout=STOP_TIMEOUT_SECONDS)
 
     def _stop(self, running: list[Child], *, timeout: float) -> None:

@@ -11,12 +11,17 @@ from typing import Any
 import requests
 from catanatron import Color, Game, RandomPlayer
 from catanatron.json import GameEncoder
-from catanatron.models.enums import RESOURCES, Action, ActionType
+from catanatron.models.board import get_edges
+from catanatron.models.enums import DEVELOPMENT_CARDS, RESOURCES, Action, ActionType
+from catanatron.models.map import CatanMap
+from catanatron.state import State
 from catanatron.state_functions import (
     get_actual_victory_points,
     get_longest_road_length,
     get_player_buildings,
     get_visible_victory_points,
+    player_has_rolled,
+    player_key,
     player_num_dev_cards,
     player_num_resource_cards,
 )
@@ -84,9 +89,9 @@ def play(seats: list[Seat], environment: str, *, points: int, seed: int | None, 
 
 def _choose_action(game: Game, seat: Seat, legal: list[Action], environment: str, on_move: Callable[[Move], None]) -> Action:
     """Request a turn from the agent. For an illegal action END_TURN or else the first legal action is played."""
-    offered = [_encode_action(action) for action in legal]
     number = seat.turns + 1
-    state = _build_visible_state(game, seat, environment) | {"turn_number": number, "legal_actions": offered}
+    state = build_turn_state(game, seat.color, environment, number, legal)
+    offered = state["legal_actions"]
     turn = seat.client.call("POST", f"/leases/{seat.lease['id']}/turns", {"turn_number": number, "state": state})
     seat.turns, seat.seconds = number, seat.seconds + turn["duration_seconds"]
     chosen_action = {"type": turn["action"].get("type"), "value": turn["action"].get("value")}
@@ -100,31 +105,76 @@ def _choose_action(game: Game, seat: Seat, legal: list[Action], environment: str
     return chosen
 
 
-def _encode_action(action: Action) -> dict[str, Any]:
+def encode_action(action: Action) -> dict[str, Any]:
     """Encode an action for agents, such as {"type": "BUILD_ROAD", "value": [3, 4]}."""
     return {"type": action.action_type.value, "value": json.loads(json.dumps(action.value, cls=GameEncoder))}
 
 
-def _build_visible_state(game: Game, seat: Seat, environment: str) -> dict[str, Any]:
+def build_turn_state(game: Game, color: Color, environment: str, number: int, legal: list[Action]) -> dict[str, Any]:
+    """Build the state of one turn: the state visible to this color, and its legal actions."""
+    offered = [encode_action(action) for action in legal]
+    return _build_visible_state(game, color, environment) | {"turn_number": number, "legal_actions": offered}
+
+
+def _build_visible_state(game: Game, color: Color, environment: str) -> dict[str, Any]:
     """Build the state visible to this player: its own hand and the public state of the others."""
     state = game.state
     return {
         "environment_type": "catan",
         "game_id": environment,
-        "you": seat.color.value,
+        "you": color.value,
         "prompt": state.current_prompt.value,
-        "hand": {kind: player_num_resource_cards(state, seat.color, kind) for kind in RESOURCES},
+        "phase": _name_phase(state),
+        "dice": next((list(done.value) for done in reversed(state.actions) if done.action_type == ActionType.ROLL), None),
+        "board": _encode_board(state.board.map),
+        "robber": state.board.map.land_tiles[state.board.robber_coordinate].id,
+        "hand": {kind: player_num_resource_cards(state, color, kind) for kind in RESOURCES},
+        "own_development_cards": {
+            kind: state.player_state[f"{player_key(state, color)}_{kind}_IN_HAND"] for kind in DEVELOPMENT_CARDS
+        },
+        "trade_rates": _list_trade_rates(state.board.get_player_port_resources(color)),
         "players": {
-            color.value: {
-                "points": (get_actual_victory_points if color == seat.color else get_visible_victory_points)(state, color),
-                "cards": player_num_resource_cards(state, color),
-                "development_cards": player_num_dev_cards(state, color),
-                "longest_road": get_longest_road_length(state, color),
-                "buildings": {kind: list(get_player_buildings(state, color, kind)) for kind in ("SETTLEMENT", "CITY")},
+            other.value: {
+                "points": (get_actual_victory_points if other == color else get_visible_victory_points)(state, other),
+                "cards": player_num_resource_cards(state, other),
+                "development_cards": player_num_dev_cards(state, other),
+                "longest_road": get_longest_road_length(state, other),
+                "buildings": {kind: list(get_player_buildings(state, other, kind)) for kind in ("SETTLEMENT", "CITY")},
+                "roads": sorted([a, b] for (a, b), owner in state.board.roads.items() if owner == other and a < b),
             }
-            for color in state.colors
+            for other in state.colors
         },
     }
+
+
+def _name_phase(state: State) -> str:
+    """Return SETUP, ROAD_BUILDING (free roads of a card), BEFORE_ROLL or AFTER_ROLL."""
+    if state.is_initial_build_phase:
+        return "SETUP"
+    if state.is_road_building:
+        return "ROAD_BUILDING"
+    return "AFTER_ROLL" if player_has_rolled(state, state.colors[state.current_turn_index]) else "BEFORE_ROLL"
+
+
+def _encode_board(board: CatanMap) -> dict[str, Any]:
+    """Encode the constant part of the board. A node's port is a resource (2:1), "ANY" (3:1) or null."""
+    ports = {node: kind or "ANY" for kind, nodes in board.port_nodes.items() for node in nodes}
+    return {
+        "tiles": [
+            {"id": tile.id, "coordinate": list(coordinate), "resource": tile.resource, "number": tile.number}
+            for coordinate, tile in board.land_tiles.items()
+        ],
+        "nodes": [
+            {"id": node, "tiles": [tile.id for tile in board.adjacent_tiles[node]], "port": ports.get(node)}
+            for node in sorted(board.land_nodes)
+        ],
+        "edges": sorted(sorted(edge) for edge in get_edges(board.land_nodes)),
+    }
+
+
+def _list_trade_rates(ports: set[str | None]) -> dict[str, int]:
+    """Return the number of cards that the bank takes for one card, by resource given."""
+    return {kind: 2 if kind in ports else 3 if None in ports else 4 for kind in RESOURCES}
 
 
 def _format_score(game: Game) -> str:

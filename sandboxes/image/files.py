@@ -288,6 +288,8 @@ def seed(source: str, under: str, root: str, kind: str) -> None:
         try:
             tree.open(("skills", new), make=True)
             for parent, name, path, status in _walk(source, under):
+                if "__pycache__" in path:
+                    continue
                 parts = ("skills", new, *_split_path(path[len(under) + 1 :]))
                 if stat.S_ISDIR(status.st_mode):
                     tree.open(parts, make=True)

@@ -7,21 +7,31 @@ Environment variables:
     MODEL              model name
     ENVIRONMENT_TYPE   kind of environment, if the state does not contain it
     LEASEHOLD_DATA     directory of the agent's data, with its skills
+    MODEL_TIMEOUT      seconds to wait for the model of a kind with a policy.py (default and maximum 55)
+
+A skill with a policy.py (`choose_action`, `describe_state`) adds an analysis of the state to the prompt. The model's answer is
+then repaired to a legal action. Without such an answer the action of the policy is played, with "by": "heuristic".
 
 Exits with code 1 and one line on stderr if there is no action."""
 
 import http.client
+import importlib
 import json
 import os
 import re
 import socket
 import sys
+import threading
 import time
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
 MODEL_TIMEOUT_SECONDS = 55.0  # a turn has 60 s
+SKILL_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+OFFLINE_MODEL = "leasehold-offline-policy"  # its answers know no game: the skill's policy is preferred
 DEFAULT_PROMPT = (
     "You are an agent taking one turn in an environment. The user's message is its state as JSON. Choose the action "
     "that serves your goal best; if the state lists legal actions, choose one of them. Answer with exactly one JSON "
@@ -42,16 +52,103 @@ def take_turn(text: str, env: dict[str, str]) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise TurnFailed("the state on stdin is not a JSON object")
     kind = str(state.get("environment_type") or env.get("ENVIRONMENT_TYPE", ""))
+    data = Path(env.get("LEASEHOLD_DATA") or "/data")
+    prompt, legal = load_prompt(kind, data), state.get("legal_actions")
+    heuristic, analysis = _consult_policy(kind, data, state) if isinstance(legal, list) and legal else (None, "")
     messages = [
-        {"role": "system", "content": load_prompt(kind, Path(env.get("LEASEHOLD_DATA") or "/data"))},
+        {"role": "system", "content": f"{prompt}\n\n{analysis}" if analysis else prompt},
         {"role": "user", "content": json.dumps(state, ensure_ascii=False)},
     ]
-    return extract_first_object(ask_model({"model": env.get("MODEL") or "default", "messages": messages}, env))
+    request = {"model": env.get("MODEL") or "default", "messages": messages}
+    if heuristic is None:
+        return extract_first_object(ask_model(request, env))
+    try:
+        answer = extract_first_object(_ask_within_timeout(request, env))
+    except TurnFailed as error:
+        print(_to_single_line(f"take_turn: {error}; the heuristic plays"), file=sys.stderr)
+        return heuristic
+    repaired = None if answer.get("by") == OFFLINE_MODEL else repair_action(answer, legal)
+    return heuristic if repaired is None else repaired
+
+
+def repair_action(answer: dict[str, Any], legal: list[Any]) -> dict[str, Any] | None:
+    """Return the answer with the legal value that is closest among the actions of its type, None if no value is."""
+    named = str(answer.get("type", "")).strip().upper()
+    same_type = [action for action in legal if isinstance(action, dict) and action.get("type") == named]
+    value = answer.get("value")
+    exact = [action for action in same_type if action.get("value") == value]
+    if not exact and len(same_type) > 1:
+        scores = [_compare_values(value, action.get("value")) for action in same_type]
+        best = max(scores)
+        same_type = [action for action, score in zip(same_type, scores, strict=True) if score == best and best > (0, 0)]
+    chosen = exact or same_type
+    return {**answer, **chosen[0]} if len(chosen) == 1 else None
+
+
+def _compare_values(value: Any, legal: Any) -> tuple[int, int]:
+    """Return the number of common items, and of those at the same position."""
+    left, right = _flatten(value), _flatten(legal)
+    return (Counter(left) & Counter(right)).total(), sum(a == b for a, b in zip(left, right, strict=False))
+
+
+def _flatten(value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [item for part in value for item in _flatten(part)]
+    return [] if value is None else [str(value).strip().upper()]
+
+
+def _consult_policy(kind: str, data: Path, state: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """Return the action of the skill's policy and its analysis, (None, "") without a policy or if it fails."""
+    try:
+        policy = _load_policy(kind, data)
+        if policy is None:
+            return None, ""
+        return {**policy.choose_action(state), "by": "heuristic"}, str(policy.describe_state(state))
+    except Exception as error:  # the agent may have changed its skill
+        print(_to_single_line(f"take_turn: the policy failed: {type(error).__name__}: {error}"), file=sys.stderr)
+        return None, ""
+
+
+def _load_policy(kind: str, data: Path) -> ModuleType | None:
+    """Import policy.py of the agent's skill, or else of the image's."""
+    here = Path(__file__).resolve().parent
+    for folder in (data / "skills" / kind, here / "skills" / kind, here / kind):
+        if re.fullmatch(SKILL_PATTERN, kind) and (folder / "policy.py").is_file():
+            sys.dont_write_bytecode = True  # /data is stored
+            package = ModuleType("skill")
+            package.__path__ = [str(folder)]
+            sys.modules["skill"] = package
+            return importlib.import_module("skill.policy")
+    return None
+
+
+def _ask_within_timeout(request: dict[str, Any], env: dict[str, str]) -> str:
+    """Return the model's text. Raise TurnFailed, also if the whole answer takes longer than the timeout."""
+    results: list[str | TurnFailed] = []
+
+    def ask() -> None:
+        try:
+            results.append(ask_model(request, env))
+        except TurnFailed as error:
+            results.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)  # does not delay the exit
+    thread.start()
+    thread.join(_read_timeout(env))
+    result = results[0] if results else TurnFailed("the model did not answer in time")
+    if isinstance(result, TurnFailed):
+        raise result
+    return result
+
+
+def _read_timeout(env: dict[str, str]) -> float:
+    text = env.get("MODEL_TIMEOUT", "")
+    return min(float(text), MODEL_TIMEOUT_SECONDS) if re.fullmatch(r"\d{1,3}(\.\d+)?", text) else MODEL_TIMEOUT_SECONDS
 
 
 def load_prompt(kind: str, data: Path) -> str:
     """Return the prompt of the agent's skill for this kind of environment, or the default prompt."""
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", kind):
+    if re.fullmatch(SKILL_PATTERN, kind):
         try:
             return (data / "skills" / kind / "prompt.md").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):

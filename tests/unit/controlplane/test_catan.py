@@ -49,8 +49,25 @@ def test_every_answer_in_the_taught_form_is_played(game: tuple[LiteralAgent, lis
 def test_every_field_that_the_prompt_names_is_in_the_state(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
     agent = game[0]
     state = agent.states[-1]
-    known = {*state, *state["legal_actions"][0], *next(iter(state["players"].values())), "reason"}
+    board = state["board"]
+    parts = (state["legal_actions"][0], next(iter(state["players"].values())), board, board["tiles"][0], board["nodes"][0])
+    known = {*state, "reason"}.union(*parts)
     assert set(NAME_PATTERN.findall(PROMPT)) - known == set()
+    assert known - set(NAME_PATTERN.findall(PROMPT)) == {"environment_type", "game_id", "turn_number"}
+
+
+def test_state_describes_the_board_compactly(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
+    states = game[0].states
+    assert {state["phase"] for state in states} >= {"SETUP", "AFTER_ROLL"}
+    for state in states:
+        board = state["board"]
+        assert (len(board["tiles"]), len(board["nodes"]), len(board["edges"])) == (19, 54, 72)
+        assert state["robber"] in {tile["id"] for tile in board["tiles"]}
+        assert (state["dice"] is None) == (state["phase"] == "SETUP") or state["phase"] == "BEFORE_ROLL"
+        assert set(state["trade_rates"]) == set(state["hand"])
+        assert json.loads(json.dumps(state)) == state
+        assert len(json.dumps({**state, "legal_actions": []})) < 8000
+    assert sum(node["port"] is not None for node in states[0]["board"]["nodes"]) == 18
 
 
 def test_action_that_is_not_offered_is_counted_as_skipped() -> None:

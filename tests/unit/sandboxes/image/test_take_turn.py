@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -113,3 +114,76 @@ def test_retry_after_beyond_the_turn_is_not_awaited(model: ScriptedServer, retry
 )
 def test_invalid_input_is_one_line_on_stderr(state: str, env: dict[str, str], reason: str) -> None:
     assert_failed(turn(state, env), reason)
+
+
+LEGAL = [
+    {"type": "END_TURN", "value": None},
+    {"type": "BUILD_ROAD", "value": [3, 4]},
+    {"type": "BUILD_ROAD", "value": [5, 9]},
+    {"type": "BUILD_CITY", "value": 12},
+]
+POLICY = """
+from .reasons import REASON
+
+def choose_action(state):
+    return {**state["legal_actions"][-1], "reason": REASON}
+
+def describe_state(state):
+    return "Analysis: a city is affordable."
+"""
+HEURISTIC = {"type": "BUILD_CITY", "value": 12, "reason": "policy", "by": "heuristic"}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    """Agent's data with a skill that has a policy."""
+    skill = tmp_path / "skills" / "maze"
+    skill.mkdir(parents=True)
+    (skill / "prompt.md").write_text("Play.")
+    (skill / "policy.py").write_text(POLICY)
+    (skill / "reasons.py").write_text('REASON = "policy"\n')
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "played"),
+    [
+        ({"type": "BUILD_ROAD", "value": [5, 9]}, {"type": "BUILD_ROAD", "value": [5, 9]}),
+        ({"type": "BUILD_ROAD", "value": [9, 5]}, {"type": "BUILD_ROAD", "value": [5, 9]}),
+        ({"type": "build_road", "value": ["3"]}, {"type": "BUILD_ROAD", "value": [3, 4]}),
+        ({"type": "BUILD_CITY", "value": 44}, {"type": "BUILD_CITY", "value": 12}),
+        ({"type": "END_TURN"}, {"type": "END_TURN", "value": None}),
+        ({"type": "BUILD_ROAD", "value": [1, 2]}, HEURISTIC),
+        ({"type": "BUILD_CASTLE", "value": 12}, HEURISTIC),
+        ({**LEGAL[0], "by": "leasehold-offline-policy"}, HEURISTIC),
+    ],
+)
+def test_answer_is_repaired_or_the_policy_plays(data: str, answer: dict[str, object], played: dict[str, object]) -> None:
+    with run_scripted_server(say(json.dumps(answer))) as model:
+        done = turn_with(model, {"environment_type": "maze", "legal_actions": LEGAL}, LEASEHOLD_DATA=data)
+        assert (done.returncode, json.loads(done.stdout)) == (0, played)
+        assert prompts(model)[0]["content"] == "Play.\n\nAnalysis: a city is affordable."
+    assert not list(Path(data).rglob("*.pyc"))
+
+
+def test_policy_plays_without_a_model(data: str) -> None:
+    state = {"environment_type": "maze", "legal_actions": LEGAL}
+    done = turn(state, {"OPENAI_BASE_URL": "http://127.0.0.1:9", "LEASEHOLD_DATA": data})
+    assert (done.returncode, json.loads(done.stdout)) == (0, HEURISTIC)
+    assert "unreachable" in done.stderr
+
+
+def test_policy_plays_when_the_model_takes_too_long(data: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = {"OPENAI_BASE_URL": url, "LEASEHOLD_DATA": data, "MODEL_TIMEOUT": "0.2"}
+        done = turn({"environment_type": "maze", "legal_actions": LEGAL}, env)
+    assert (done.returncode, json.loads(done.stdout)) == (0, HEURISTIC)
+    assert "in time" in done.stderr
+
+
+def test_failing_policy_leaves_the_turn_to_the_model(data: str) -> None:
+    (Path(data) / "skills" / "maze" / "reasons.py").write_text("broken(")
+    with run_scripted_server(say('{"type": "END_TURN"}')) as model:
+        done = turn_with(model, {"environment_type": "maze", "legal_actions": LEGAL}, LEASEHOLD_DATA=data)
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"type": "END_TURN"})

@@ -1,10 +1,14 @@
 """Events of a game server through the API."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.utils import timezone
 
+from leases import sweeps
 from leases.models import EnvironmentType, QueuedRun, Turn
 from leases.queue import attempts, queue
 from tests.api.conftest import ApiClient, assert_refused
@@ -17,9 +21,9 @@ def build_event(number: int = 1, **fields: Any) -> dict[str, Any]:
     return {"type": "turn", "agent_did": ADA, "turn_number": number, "state": {"n": number}} | fields
 
 
-def work() -> None:
-    while row := queue.claim("r1", now=timezone.now()):
-        attempts.execute(row, now=timezone.now())
+def work(delay: timedelta = timedelta(0)) -> None:
+    while row := queue.claim("r1", now=timezone.now() + delay):
+        attempts.execute(row, now=timezone.now() + delay)
 
 
 def test_event_becomes_a_turn_whose_action_is_polled(ada: ApiClient, lease) -> None:
@@ -69,3 +73,23 @@ def test_event_needs_an_active_lease_of_an_agent_of_the_key(ada: ApiClient, leas
     assert ada.post(f"leases/{lease['id']}/release").status_code == 200
     assert ada.post(url, build_event()).json()["code"] == "no_active_lease"
     assert not QueuedRun.objects.exists()
+
+
+def test_game_of_events_survives_a_dead_runner(
+    ada: ApiClient, lease, crash_at: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    EnvironmentType.objects.update(turn_argv=["cat"])
+    url = f"environments/{lease['environment_id']}/events"
+    queued = [ada.post(url, build_event(number), idempotency_key=f"e{number}").json() for number in range(5)]
+    with crash_at("run answered"):
+        work()
+    for number in range(5):  # the game server repeats its events after the restart
+        assert ada.post(url, build_event(number), idempotency_key=f"e{number}").json() == queued[number]
+    for minutes in (20, 25, 30):
+        delay = timedelta(minutes=minutes)
+        sweeps.recover_stalled(now=timezone.now() + delay)
+        attempts.recover(runner="r2", now=timezone.now() + delay)
+        work(delay)
+    rows = [ada.get(f"runs/queued/{row['queued_run_id']}").json() for row in queued]
+    assert [(row["state"], row["action"]) for row in rows] == [("completed", {"n": number}) for number in range(5)]
+    assert list(Turn.objects.order_by("started_at").values_list("number", flat=True)) == list(range(5))

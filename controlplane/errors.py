@@ -44,6 +44,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.AgentRunNotFound: 404,
     leases.ArtifactNotFound: 404,
     leases.QueuedRunNotFound: 404,
+    leases.NoActiveLease: 404,
     leases.QueuedRunInterrupted: 409,
     leases.EventNotFound: 410,
     leases.TooManyQueuedRuns: 429,

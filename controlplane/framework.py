@@ -96,7 +96,7 @@ SPECTACULAR_SETTINGS = {
         "AgentRunStateEnum": "leases.agent_runs.models.AgentRunState",
         "QueuedRunStateEnum": "leases.queue.models.QueuedRunState",
         "PendingStateEnum": ["queued", "started"],
-        "QueuedRunKindEnum": ["exec", "agent_run"],
+        "QueuedRunKindEnum": ["exec", "agent_run", "turn"],
         "RestartPolicyEnum": "sandboxes.models.RestartPolicy",
         "WaitOutcomeEnum": ["matched", "timed_out", "process_ended"],
         "OutcomeEnum": "sandboxes.models.RunOutcome",

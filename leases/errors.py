@@ -78,6 +78,12 @@ class QueuedRunNotFound(LeaseError):
     code = "queued_run_not_found"
 
 
+class NoActiveLease(LeaseError):
+    """The agent has no active lease in this environment. Join the environment first."""
+
+    code = "no_active_lease"
+
+
 class QueuedRunInterrupted(LeaseError):
     """The queued run was interrupted, or another runner has taken it over."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import datetime, timedelta
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import structlog
 from django.conf import settings
@@ -19,6 +19,7 @@ from leases.models import Lease, Turn
 from sandboxes.claims import KILL_GRACE, Claim, hold
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import ProviderCallFailed, SandboxError
+from sandboxes.guard import Guard
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, RunOutcome
@@ -59,12 +60,23 @@ def join_environment(
             return admission.read_admission(lease.pk, is_new=is_new)
 
 
-def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime, actor: str = "") -> Turn:
+def take_turn(
+    pk: UUID,
+    number: int,
+    state: Mapping[str, Any],
+    *,
+    now: datetime,
+    actor: str = "",
+    run_id: UUID | None = None,
+    attempt: int = 1,
+    wrap_guard: Callable[[Guard], Guard] | None = None,
+) -> Turn:
     """Play one turn of a lease. Idempotent: a number that was played before returns the stored turn.
 
     A turn that fails, times out, runs out of memory or prints anything but one JSON object is stored as `skip_turn` with a
     reason. Raise TurnInProgress while another call plays the same number. An error that prevents the start, such as exhausted
-    capacity or an ended lease, is raised and leaves the number free."""
+    capacity or an ended lease, is raised and leaves the number free. `run_id`, `attempt` and `wrap_guard` are those of a queued
+    turn."""
     clock = clock_from(now)
     played = Turn.objects.filter(lease=pk, number=number, ended_at__isnull=False).first()
     if played:  # returned even if the lease has ended since
@@ -79,6 +91,7 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     checkpoint("turn claimed", turn)
     command = Command(
         argv=environment_type.turn_argv, timeout=timeout, stdin=json.dumps(state).encode(), kind="turn", turn_number=number,
+        run_id=run_id or uuid4(), attempt=attempt,
         env={
             "AGENT_DID": lease.agent_did,
             "ENVIRONMENT_ID": lease.environment_id,
@@ -92,7 +105,7 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     open_turn = Turn.objects.filter(pk=turn.pk, ended_at__isnull=True)
     try:
         with hold(Claim(open_turn, deadline=turn.deadline_at, clock=clock, ttl=max_duration)):
-            run, _ = execution.exec_command(pk, command, now=clock(), actor=actor)
+            run, _ = execution.exec_command(pk, command, now=clock(), actor=actor, wrap_guard=wrap_guard)
     except ProviderCallFailed as failed:
         _settle_turn(turn, Run.objects.filter(pk=command.run_id).first(), build_skip_action(str(failed)), now=clock())
         leasing.renew(lease, now=clock())

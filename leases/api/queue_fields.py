@@ -9,7 +9,7 @@ from rest_framework import serializers
 from leases.api.base.fields import StrictBooleanField, StrictIntegerField, StrictSerializer, encode_output
 from leases.errors import InvalidRequest
 from leases.queue.models import QueuedRun, QueuedRunState
-from leases.queue.queue import QueueOptions
+from leases.queue.queue import QueueOptions, build_turn_result
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.models import Run
 
@@ -41,7 +41,7 @@ class QueueSerializer(StrictSerializer):
 class QueuedRunSerializer(serializers.Serializer):
     queued_run_id = serializers.UUIDField()
     state = serializers.ChoiceField(QueuedRunState.choices)
-    kind = serializers.ChoiceField(["exec", "agent_run"])
+    kind = serializers.ChoiceField(["exec", "agent_run", "turn"])
     agent_did = serializers.CharField()
     lease_id = serializers.UUIDField(allow_null=True, help_text="Null: the run gets a sandbox of its own.")
     priority = serializers.IntegerField()
@@ -61,7 +61,16 @@ class QueuedRunSerializer(serializers.Serializer):
     )
 
 
-class QueuedRunOutputSerializer(QueuedRunSerializer):
+class QueuedTurnSerializer(serializers.Serializer):
+    """Fields of a queued turn, null for other kinds and while the turn has no answer."""
+
+    turn_number = serializers.IntegerField(allow_null=True)
+    action = serializers.DictField(allow_null=True, help_text="Output of the turn command, or `skip_turn`.")
+    skipped = serializers.BooleanField(allow_null=True)
+    reason = serializers.CharField(allow_null=True, help_text="Reason of a skipped turn.")
+
+
+class QueuedRunOutputSerializer(QueuedTurnSerializer, QueuedRunSerializer):
     stdout = serializers.CharField(help_text="Stored beginning of the output of the last attempt.")
     stderr = serializers.CharField()
 
@@ -108,6 +117,8 @@ TIMESTAMPS = ("queued_at", "available_at", "expires_at", "started_at", "ended_at
 
 def serialize_queued_run_output(row: QueuedRun, encoding: str) -> dict[str, Any]:
     run = Run.objects.filter(pk=row.run_id).first()
-    return serialize_queued_run(row) | {
-        name: encode_output(bytes(getattr(run, name)), encoding) if run else "" for name in ("stdout", "stderr")
-    }
+    return (
+        serialize_queued_run(row)
+        | build_turn_result(row)
+        | {name: encode_output(bytes(getattr(run, name)), encoding) if run else "" for name in ("stdout", "stderr")}
+    )

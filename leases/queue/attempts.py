@@ -13,14 +13,14 @@ import structlog
 from django.conf import settings
 from django.db.models import QuerySet
 
-from leases import api_keys, execution, leasing, one_shot, shells
+from leases import api_keys, execution, leasing, one_shot, shells, turns
 from leases.agent_runs import lifecycle
 from leases.agent_runs.clis.base import AgentOptions
 from leases.agent_runs.lifecycle import AgentRequest
 from leases.agent_runs.policy import AgentPolicy
 from leases.allow_lists import AllowLists
 from leases.errors import LeaseEnded, NotAllowed, QueuedRunInterrupted
-from leases.models import AgentKey, Lease, LeaseStatus
+from leases.models import AgentKey, Lease, LeaseStatus, Turn
 from leases.one_shot import OneShotRequest
 from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState, derive_run_id
@@ -90,7 +90,9 @@ def execute(row: QueuedRun, *, now: datetime) -> None:
         return
     checkpoint("attempt executed", row)
     run = Run.objects.filter(pk=row.run_id).first()
-    if run is None:  # a one-shot run whose sandbox did not start
+    if row.turn_number is not None:
+        _settle_turn(row, now=clock())
+    elif run is None:  # a one-shot run whose sandbox did not start
         _retry_unstarted(row, "The sandbox of the run could not be started.", now=clock())
     else:
         settle(row, run, now=clock())
@@ -121,6 +123,12 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
             now=clock(), actor=row.actor, admit=admit,
         )  # fmt: skip
         return
+    if row.turn_number is not None:
+        turns.take_turn(
+            row.lease_id, row.turn_number, secrets["state"], now=clock(), actor=row.actor, run_id=run_id, attempt=row.attempt,
+            wrap_guard=wrap,
+        )  # fmt: skip
+        return
     context = shells.build_context(row.lease_id, request["shell"], cwd=request["cwd"], env=secrets["env"])
     if request["kind"] == "agent_run":
         options = AgentOptions(
@@ -149,7 +157,9 @@ def _find_key(key_id: str, *, now: datetime) -> AgentKey | None:
 
 def settle(row: QueuedRun, run: Run, *, now: datetime) -> None:
     """End a run by the ended Run of its attempt; or queue it again, if the outcome is unknown and the run repeatable."""
-    if run.exit_code is not None:
+    if row.turn_number is not None:
+        _settle_turn(row, now=now)
+    elif run.exit_code is not None:
         is_ok = run.outcome == RunOutcome.OK
         message = run.note or (f"Timed out after {row.request['timeout_seconds']} s." if run.timed_out else "")
         error = (
@@ -162,6 +172,25 @@ def settle(row: QueuedRun, run: Run, *, now: datetime) -> None:
         _retry_unstarted(row, run.note, now=now)
     else:
         _retry_or_fail(row, run.note or LOST_RUNNER_NOTE, now=now)
+
+
+def _settle_turn(row: QueuedRun, *, now: datetime) -> None:
+    """End a queued turn by its stored answer, a skipped one too. Queue the run again while the turn has no answer.
+
+    The turn of a runner that died in the middle is settled by a sweep or by the next attempt: from its Run, or as skipped. The
+    command is not executed again in either case, and the pending timeout does not run during the wait."""
+    turn = queue.find_turn(row)
+    if turn is not None:
+        exit_code = turn.run.exit_code if turn.run else None
+        queue.finish(row, STATE.COMPLETED, exit_code=exit_code, now=now)
+    elif row.turn_number is not None and Turn.objects.filter(lease=row.lease_id, number=row.turn_number).exists():
+        delay = compute_backoff(row.attempt, maximum=timedelta(seconds=10))
+        expires_at = row.expires_at + delay + (now - (row.started_at or now))
+        error = queue.build_error("exec", LOST_RUNNER_NOTE, retryable=True, code="outcome_unknown")
+        if not queue.requeue(row, delay=delay, error=error, now=now, expires_at=expires_at):
+            queue.finish(row, STATE.FAILED, error=error, now=now)
+    else:
+        _retry_unstarted(row, "The runner died before the command began.", now=now)
 
 
 def _record_failure(row: QueuedRun, failed: Exception, clock: Clock) -> None:
@@ -243,7 +272,9 @@ def recover(*, runner: str, now: datetime, limit: int = 100) -> int:
         if run is not None and run.ended_at is None:
             find_attempt(row).update(runner="", runner_deadline=now + queue.RUNNER_TTL)
             continue
-        if run is None:
+        if row.turn_number is not None:
+            _settle_turn(row, now=now)
+        elif run is None:
             _end_one_shot_lease(row, now=now)
             _retry_unstarted(row, "The runner died before the command began.", now=now)
         else:

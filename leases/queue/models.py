@@ -30,6 +30,9 @@ class QueuedRun(models.Model):
     request = models.JSONField(help_text="Command and options, without secrets.")
     sealed = models.BinaryField(default=b"", help_text="Environment variables, stdin and prompt, encrypted.")
     actor = models.CharField(max_length=255, blank=True)
+    turn_number = models.BigIntegerField(
+        null=True, blank=True, help_text="Of a turn. The turns of an agent in an environment are played in this order."
+    )
     priority = models.SmallIntegerField(default=0, help_text="Higher first, among the runs of one agent.")
     state = models.CharField(max_length=16, choices=QueuedRunState.choices, default=QueuedRunState.QUEUED)
     repeatable = models.BooleanField(default=False, help_text="An attempt with an unknown outcome is repeated.")
@@ -71,6 +74,11 @@ class QueuedRun(models.Model):
             models.Index(fields=["state"], condition=Q(ended_at__isnull=True), name="queuedrun_open"),
             models.Index(fields=["expires_at"], condition=Q(state="queued"), name="queuedrun_expiry"),
             models.Index(fields=["runner_deadline"], condition=Q(state="started"), name="queuedrun_started"),
+            models.Index(
+                fields=["agent_did", "turn_number"],
+                condition=Q(ended_at__isnull=True, turn_number__isnull=False),
+                name="queuedrun_turn",
+            ),
         ]
 
     def __str__(self) -> str:

@@ -1,7 +1,8 @@
 """Queue of runs: enqueue, claim, interrupt, expire, totals.
 
 Claims are serialized by a lock. The next run is one of the agent that has the fewest started runs, and among those of the agent
-that was served longest ago: an agent with thousands of queued runs delays the others by one run."""
+that was served longest ago: an agent with thousands of queued runs delays the others by one run. The turns of an agent in an
+environment start one after another, in the order of their numbers."""
 
 import base64
 import json
@@ -13,11 +14,11 @@ from typing import Any
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Count, Min, Q, QuerySet
+from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
 
 from leases.agent_runs import interruption
 from leases.errors import QueuedRunNotFound, TooManyQueuedRuns
-from leases.models import Lease
+from leases.models import Lease, Turn
 from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState
 from sandboxes.db import encryption, sql, tracing
 from sandboxes.lifecycle import checkpoint
@@ -73,7 +74,8 @@ def enqueue(
         _require_below(pending, settings.QUEUE_MAX_PENDING, "The queue")
         row = QueuedRun.objects.create(
             id=pk, agent_did=agent_did, lease=lease, pool=pool, request=request, sealed=sealed, actor=actor,
-            priority=options.priority, repeatable=options.repeatable, max_attempts=options.max_attempts, queued_at=now,
+            turn_number=request.get("turn_number"), priority=options.priority, repeatable=options.repeatable,
+            max_attempts=options.max_attempts, queued_at=now,
             available_at=now, expires_at=now + options.pending_timeout,
         )  # fmt: skip
         _publish(EventType.QUEUED_RUN_QUEUED, row, now=now)
@@ -125,6 +127,7 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
         )
         ready = QueuedRun.objects.filter(state=STATE.QUEUED, available_at__lte=now, expires_at__gt=now)
         ready = ready.exclude(pool__in=list(full_pools.values_list("pool", flat=True)))
+        ready = ready.filter(Q(turn_number__isnull=True) | ~Exists(_find_preceding_turns()))
         agent = _find_next_agent(ready)
         if agent is None:
             return None
@@ -142,6 +145,41 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
         return None
     checkpoint("queued run claimed", row)
     return row
+
+
+def _find_preceding_turns() -> QuerySet[QueuedRun]:
+    """Return the open turns that a queued turn of the same agent and environment waits for.
+
+    A started turn counts even if its number is higher: the turn of a late event does not overlap with a later one."""
+    earlier = Q(turn_number__lt=OuterRef("turn_number")) | Q(
+        Q(queued_at__lt=OuterRef("queued_at")) | Q(queued_at=OuterRef("queued_at"), pk__lt=OuterRef("pk")),
+        turn_number=OuterRef("turn_number"),
+    )
+    return QueuedRun.objects.filter(
+        Q(state=STATE.STARTED) | earlier,
+        agent_did=OuterRef("agent_did"),
+        lease__environment_id=OuterRef("lease__environment_id"),
+        turn_number__isnull=False,
+        ended_at__isnull=True,
+    ).exclude(pk=OuterRef("pk"))
+
+
+def find_turn(row: QueuedRun) -> Turn | None:
+    """Return the turn that a queued turn has played, if its answer is stored."""
+    if row.turn_number is None:
+        return None
+    return Turn.objects.filter(lease=row.lease_id, number=row.turn_number, ended_at__isnull=False).first()
+
+
+def build_turn_result(row: QueuedRun) -> dict[str, Any]:
+    """Return the fields of a turn in the document and the events of a queued run."""
+    turn = find_turn(row) if row.ended_at else None
+    return {
+        "turn_number": row.turn_number,
+        "action": turn.action if turn else None,
+        "skipped": turn.skipped if turn else None,
+        "reason": turn.action.get("reason") if turn and turn.skipped else None,
+    }
 
 
 def _find_next_agent(ready: QuerySet[QueuedRun]) -> str | None:
@@ -203,7 +241,7 @@ def _publish(kind: EventType, row: QueuedRun, *, now: datetime) -> None:
         "run_id": str(row.run_id) if row.attempt else None,
         "exit_code": row.exit_code,
         "error": row.error,
-    }
+    } | (build_turn_result(row) if row.turn_number is not None else {})
     key = str(row.pk) if kind == EventType.QUEUED_RUN_ENDED else f"{row.pk} {row.attempt}"
     outbox.enqueue_event(kind, key=key, payload=payload, now=now)
 

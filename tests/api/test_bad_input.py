@@ -89,6 +89,11 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
         "limits.timeout_seconds": [0, -1, "60", True, 1.5, 3601],
         "limits.memory_mib": [0, 15, -1, "64", True, 4097, 10**400],
     },
+    "environments/game-1/events": {
+        "type": [MISSING, None, 5, "move"], "agent_did": [MISSING, "ada", 5],
+        "turn_number": [MISSING, -1, 2**62 + 1, "1", 1.0, True],
+        "state": [MISSING, None, [], "x"],
+    },
     "leases/{id}/turns": {
         "turn_number": [MISSING, -1, 2**62 + 1, 10**400, "1", 1.0, True, None, []], "state": [MISSING, None, [], "x", 1, [{}]],
     },
@@ -311,7 +316,7 @@ def test_invalid_idempotency_keys_are_rejected(ada: ApiClient, lease) -> None:
 MAX_BODY_BYTES = {
     "exec": 16 << 20, "exec/stream": 16 << 20, "turns": (1 << 20) + 1024, "processes": 1 << 20, "files/a": 64 << 20,
     "archive": 1 << 30, "chat": 256 << 10, "audit": 256 << 10, "artifacts/a": 64 << 20, "runs": 32 << 20,
-    "agent-runs": 2 << 20, "terminals": 1 << 20,
+    "agent-runs": 2 << 20, "terminals": 1 << 20, "environments/game-1/events": (1 << 20) + 1024,
     f"processes/{uuid.UUID(int=1)}/stdin": 2 << 20,
 }  # fmt: skip
 

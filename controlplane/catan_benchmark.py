@@ -9,7 +9,7 @@ from catanatron.models.player import Player
 from catanatron.players.weighted_random import WeightedRandomPlayer
 
 from controlplane.catan import MAX_MOVES, build_turn_state, encode_action
-from sandboxes.image.catan import policy
+from leases.packs.shipped.catan.skill import policy
 
 OPPONENTS: dict[str, type[Player]] = {"random": RandomPlayer, "weighted": WeightedRandomPlayer}
 HEURISTIC_COLORS = (Color.RED, Color.BLUE)

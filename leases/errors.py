@@ -18,6 +18,15 @@ class InvalidRequest(LeaseError):
         super().__init__(detail, field=field)
 
 
+class InvalidPack(LeaseError):
+    """The environment pack is not valid."""
+
+    code = "invalid_pack"
+
+    def __init__(self, file: str, detail: str) -> None:
+        super().__init__(f"{file}: {detail}", field=file)
+
+
 class NotAllowed(LeaseError):
     """This API key may not use the environment type or pool."""
 

@@ -36,7 +36,6 @@ MAX_CLEAR_DEPTH = 50  # `clear` moves deeper directories to the root instead of 
 MAX_PATH_BYTES = 4000  # of a relative path; system calls accept up to 4096, so only malicious programs create longer paths
 MAX_MTIME_SECONDS = 8**11 - 1  # maximum of a plain tar header
 UNLIMITED = 1 << 60
-SKILLS_DIRECTORY = "/opt/leasehold/skills"
 # Symbolic link, not a directory, socket, name too long.
 _WRONG_TYPE_ERRNOS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG)
 _NOT_EMPTY_ERRNOS = (errno.ENOTEMPTY, errno.EEXIST)
@@ -248,7 +247,7 @@ def unpack(root: str, source: BinaryIO) -> None:
         raise BadPath(str(error)) from error
 
 
-def _unpack(root: str, source: BinaryIO) -> None:
+def _unpack(root: str, source: BinaryIO, *, below: tuple[str, ...] = ()) -> None:
     import tarfile
 
     directories: list[tuple[tuple[str, ...], int, float]] = []
@@ -257,7 +256,7 @@ def _unpack(root: str, source: BinaryIO) -> None:
         tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=_build_member_type()) as tar,
     ):
         for member in tar:
-            parts = _resolve_member_path(member.name)
+            parts = below + _resolve_member_path(member.name)
             if member.isdir():
                 tree.open(parts, make=True)
                 directories.append((parts, member.mode & 0o777, member.mtime))
@@ -273,37 +272,30 @@ def _unpack(root: str, source: BinaryIO) -> None:
                 tree.modes[directory] = mode
 
 
-def seed(source: str, under: str, root: str, kind: str) -> None:
-    """Copy the directory `under` below `source` to skills/`kind` below `root`, unless the path is occupied.
+def seed(root: str, kind: str, source: BinaryIO) -> None:
+    """Unpack a tar to skills/`kind` below `root`, unless the path is occupied. Concurrent readers see all of it or nothing.
 
-    Does nothing if the source directory does not exist."""
-    with _DirectoryTree(source) as source_tree, _DirectoryTree(root, writing=True) as tree:
+    Raise BadPath as `unpack` does."""
+    import tarfile
+
+    with _DirectoryTree(root, writing=True) as tree:
         try:
-            source_tree.open(_split_path(under))
             if _lstat_or_none(tree.open(("skills",), make=True), kind) is not None:
                 return
-        except (FileNotFoundError, BadPath):
+        except BadPath:  # `skills` is a file or a link of the agent
             return
         new = _temporary_name()
         try:
             tree.open(("skills", new), make=True)
-            for parent, name, path, status in _walk(source, under):
-                if "__pycache__" in path:
-                    continue
-                parts = ("skills", new, *_split_path(path[len(under) + 1 :]))
-                if stat.S_ISDIR(status.st_mode):
-                    tree.open(parts, make=True)
-                elif stat.S_ISREG(status.st_mode):
-                    with _open_regular(parent, name) as file, _create_file(tree.open(parts[:-1]), name) as copy:
-                        while chunk := file.read(CHUNK_BYTES):
-                            copy.write(chunk)
-                        os.fchmod(copy.fileno(), status.st_mode & 0o755 | 0o644)
+            _unpack(root, source, below=("skills", new))
             parent = tree.open(("skills",))
             os.rename(new, kind, src_dir_fd=parent, dst_dir_fd=parent)
         except BaseException as error:
             parent = tree.open(("skills",))
             _empty_directory(parent, parent, new, 0, math.inf)
             _remove_entry(parent, new)
+            if isinstance(error, tarfile.TarError):
+                raise BadPath(str(error)) from error
             exists_now = isinstance(error, OSError) and error.errno in (*_NOT_EMPTY_ERRNOS, errno.ENOTDIR)
             if not exists_now:
                 raise
@@ -717,7 +709,7 @@ def main(argv: Sequence[str]) -> int:
                 for path, fields in scan(root, max_entries=int(max_entries)):
                     out.write(encode_entry(path, *fields))
             case ["seed", root, kind]:
-                seed(SKILLS_DIRECTORY, kind, root, kind)
+                seed(root, kind, source)
             case _:
                 print("usage: files.py VERB ROOT ...", file=sys.stderr)
                 return 2

@@ -72,7 +72,12 @@ def take_turn(text: str, env: dict[str, str]) -> dict[str, Any]:
 
 
 def repair_action(answer: dict[str, Any], legal: list[Any]) -> dict[str, Any] | None:
-    """Return the answer with the legal value that is closest among the actions of its type, None if no value is."""
+    """Return the answer with the legal value that is closest among the actions of its type, None if no value is.
+
+    Legal actions are objects with a type and a value, or texts, one of which has to be the answer's `action`."""
+    texts = {_normalize(action): action for action in legal if isinstance(action, str)}
+    if (text := _normalize(str(answer.get("action", "")))) in texts:
+        return {**answer, "action": texts[text]}
     named = str(answer.get("type", "")).strip().upper()
     same_type = [action for action in legal if isinstance(action, dict) and action.get("type") == named]
     value = answer.get("value")
@@ -83,6 +88,10 @@ def repair_action(answer: dict[str, Any], legal: list[Any]) -> dict[str, Any] | 
         same_type = [action for action, score in zip(same_type, scores, strict=True) if score == best and best > (0, 0)]
     chosen = exact or same_type
     return {**answer, **chosen[0]} if len(chosen) == 1 else None
+
+
+def _normalize(text: str) -> str:
+    return " ".join(text.split()).casefold()
 
 
 def _compare_values(value: Any, legal: Any) -> tuple[int, int]:
@@ -110,16 +119,15 @@ def _consult_policy(kind: str, data: Path, state: dict[str, Any]) -> tuple[dict[
 
 
 def _load_policy(kind: str, data: Path) -> ModuleType | None:
-    """Import policy.py of the agent's skill, or else of the image's."""
-    here = Path(__file__).resolve().parent
-    for folder in (data / "skills" / kind, here / "skills" / kind, here / kind):
-        if re.fullmatch(SKILL_PATTERN, kind) and (folder / "policy.py").is_file():
-            sys.dont_write_bytecode = True  # /data is stored
-            package = ModuleType("skill")
-            package.__path__ = [str(folder)]
-            sys.modules["skill"] = package
-            return importlib.import_module("skill.policy")
-    return None
+    """Import policy.py of the agent's skill, if there is one."""
+    folder = data / "skills" / kind
+    if not re.fullmatch(SKILL_PATTERN, kind) or not (folder / "policy.py").is_file():
+        return None
+    sys.dont_write_bytecode = True  # /data is stored
+    package = ModuleType("skill")
+    package.__path__ = [str(folder)]
+    sys.modules["skill"] = package
+    return importlib.import_module("skill.policy")
 
 
 def _ask_within_timeout(request: dict[str, Any], env: dict[str, str]) -> str:

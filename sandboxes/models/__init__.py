@@ -5,6 +5,7 @@ from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
 from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate
+from sandboxes.models.packs import PackAssignment, PackOrigin, PackVersion
 from sandboxes.models.policies import Policy
 from sandboxes.models.pools import Pool, Quota
 from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
@@ -48,6 +49,9 @@ __all__ = [
     "LogPosition",
     "MintedToken",
     "ModelRate",
+    "PackAssignment",
+    "PackOrigin",
+    "PackVersion",
     "Policy",
     "Pool",
     "Process",

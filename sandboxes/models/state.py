@@ -186,7 +186,7 @@ class Attachment(models.Model):
     base = models.JSONField(default=dict, help_text="Path -> revision, digest, stamp.")
     pulling = models.JSONField(default=list, blank=True)
     pull_until = models.DateTimeField(null=True, blank=True, help_text="Deadline of the worker that writes the pulled paths.")
-    skill = models.CharField(max_length=63, blank=True, help_text="Skill that was written or already present.")
+    skill = models.CharField(max_length=63, blank=True, help_text="Environment type whose skill is written.")
     unsaved_since = models.DateTimeField(null=True, blank=True, help_text="Time since which changes could not be stored.")
     full = models.BooleanField(default=False, help_text="Changes not stored because the data limit was exceeded.")
     last_error = models.TextField(blank=True)

@@ -45,7 +45,7 @@ class SandboxRequest:
     pool: Pool
     idle_after: timedelta
     files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path -> content, written before the first run
-    skill: str = ""  # directory that /data/skills must contain, if the image has it
+    skill: str = ""  # environment type whose skill /data/skills must contain, if a pack is assigned to it
     memory_mib: int | None = None  # None: the pool's default
     final_persist: FinalPersist = FinalPersist.ALL  # stored before the sandbox is destroyed
     guard: Guard = OPEN_GUARD

@@ -499,10 +499,10 @@ class Provider(ABC):
         """Return the sum of the sizes of all regular files below /workspace or /data, in bytes."""
 
     @abstractmethod
-    def seed(self, ref: str, kind: str) -> None:
-        """Copy the image's skill for this kind of environment to /data/skills/<kind>/ unless the path is occupied.
+    def seed(self, ref: str, kind: str, tar: BinaryIO) -> None:
+        """Unpack an uncompressed tar to /data/skills/<kind>/ unless the path is occupied. Owners in the tar are ignored.
 
-        Does nothing if the image has no such skill. Raise Rejected if `kind` is not a slug."""
+        All files appear at once. Raise Rejected if `kind` is not a slug, or a member would leave the directory."""
 
     def inside(self, ref: str, path: str) -> str:
         """Translate a sandbox path to the path that programs in the sandbox use.

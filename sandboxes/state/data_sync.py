@@ -23,9 +23,9 @@ from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import DataFull, SandboxBusy
 from sandboxes.models import AWAKE_STATES, Sandbox, SandboxState
-from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, DataStorageMode
+from sandboxes.models.state import AgentData, Attachment, DataEvent, DataObject, DataStorageMode
 from sandboxes.providers.base import DATA, Missing, Provider, ProviderError, Rejected, TooLarge
-from sandboxes.state import changes, mounts, pull
+from sandboxes.state import changes, mounts, pull, skills
 from sandboxes.state.changes import REPACK_SLACK_BYTES
 from sandboxes.state.merge import ConcurrentChange, record_changes, record_event
 from sandboxes.storage import get_store
@@ -44,6 +44,8 @@ MIN_OUTDATED_OBJECTS = 8  # per agent; fewer are left to a later call or to the 
 def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", is_first: bool = False, now: datetime) -> Attachment:
     """Write the newest version of each of the agent's files into its sandbox's /data. Idempotent; safe to call concurrently.
 
+    `skill`: environment type whose skill /data must contain.
+
     `is_first`: nothing has run in the sandbox since its start.
 
     Unsaved changes of the sandbox are not overwritten: `persist` merges them. Raise StoreError or ProviderError; then nothing
@@ -54,7 +56,7 @@ def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", is_first: b
         if pull.claim_pull(attachment, now=clock()):
             try:
                 with hold(pull.build_claim(attachment, clock)):
-                    pull.pull(attachment, sandbox, provider, clock, skill=skill, is_first=is_first)
+                    pull.pull(attachment, sandbox, provider, clock, is_first=is_first)
                 break
             except pull.ObjectMissing:
                 attempts += 1
@@ -67,7 +69,7 @@ def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", is_first: b
     if attachment.data.keeping == DataStorageMode.MOUNT:
         mounts.attach(sandbox, provider)
     if skill and attachment.skill != skill:
-        _seed_skill(attachment, sandbox, provider, skill, now=clock())
+        skills.deliver(attachment, sandbox, provider, skill)
     return attachment
 
 
@@ -121,19 +123,6 @@ def _needs_pull(attachment: Attachment, sandbox: Sandbox) -> bool:
     if attachment.revision >= attachment.data.revision:
         return False
     return not Sandbox.objects.filter(pk=sandbox.pk, open_runs__gt=1).exists()
-
-
-def _seed_skill(attachment: Attachment, sandbox: Sandbox, provider: Provider, skill: str, *, now: datetime) -> None:
-    """Copy the environment type's skill from the image at first use. A skill that the agent removed is not seeded again."""
-    path = f"skills/{skill}"
-    skill_files = Q(path=path) | Q(path__startswith=f"{path}/")
-    if not DataFile.objects.filter(skill_files, data=attachment.data_id).exists():
-        provider.seed(sandbox.ref, skill)
-        if attachment.data.keeping == DataStorageMode.MOUNT:  # mounted data has no other rows that record a seeded skill
-            seeded = {"kind": "directory", "mode": 0o755, "revision": 0, "at": now, "removed": True}
-            DataFile.objects.get_or_create(data=attachment.data, path=path, defaults=seeded)
-    Attachment.objects.filter(pk=attachment.pk, incarnation=attachment.incarnation).update(skill=skill)
-    attachment.skill = skill
 
 
 def persist(

@@ -49,14 +49,11 @@ def build_claim(attachment: Attachment, clock: Clock) -> SelfGuardedClaim:
     return SelfGuardedClaim(rows, deadline=attachment.pull_until, clock=clock, column="pull_until")
 
 
-def pull(
-    attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Clock, *, skill: str = "", is_first: bool = False
-) -> None:
+def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Clock, *, is_first: bool = False) -> None:
     """Write the versions that are newer than the sandbox's copies, except paths with unsaved changes in the sandbox.
 
-    The excluded versions stay unseen until `persist` has merged the sandbox's changes. Call after claim_pull. `skill` is
-    recorded as present if a version below its directory is among those written. `is_first`: nothing has run in the sandbox
-    since its start, so it has no changes, and is not listed before."""
+    The excluded versions stay unseen until `persist` has merged the sandbox's changes. Call after claim_pull. `is_first`:
+    nothing has run in the sandbox since its start, so it has no changes, and is not listed before."""
     note_progress()
     try:
         revision = AgentData.objects.values_list("revision", flat=True).get(pk=attachment.data_id)
@@ -101,7 +98,6 @@ def pull(
         base=attachment.base,
         revision=revision,
         look=digest_manifest(manifest) if is_clean else "",
-        **({"skill": skill} if any(row.path.startswith(f"skills/{skill}/") for row in rows) else {}),
     )
 
 

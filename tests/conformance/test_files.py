@@ -3,6 +3,7 @@
 import io
 import os
 import tarfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from sandboxes.image import files
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.providers.base import DATA, WORKSPACE, BadPath, FileExists, NoSuchFile, Rejected, TooLarge
 from sandboxes.providers.docker.files import _parse_listing
-from sandboxes.state import changes
+from sandboxes.state import changes, skills
 from tests.conformance.conftest import BY_ENGINE, make_box_fixture
 from tests.support.storage.tars import directory, file, link, pack
 
@@ -449,16 +450,20 @@ def test_range_of_a_non_file_is_refused(box):
 # --- skills -------------------------------------------------------------------------------------------------------
 
 
+def skill_tar(**contents):
+    return io.BytesIO(zlib.decompress(skills.pack_archive({name.replace("_", "."): text for name, text in contents.items()})))
+
+
 def test_seeded_skills_are_owned_by_the_agent(box):
     kinds = ("rpg", "catan", "coding")
     for number, kind in enumerate(kinds, 1):
-        box.provider.seed(box.ref, kind)
+        box.provider.seed(box.ref, kind, skill_tar(prompt_md=f"Play {kind}.".encode(), turn_py=b"#!/bin/sh"))
         assert box.look(under="skills", deep=False).keys() == {f"skills/{each}" for each in kinds[:number]}
-        assert f"skills/{kind}/prompt.md" in box.look(under=f"skills/{kind}")
         assert box.look()[f"skills/{kind}/prompt.md"].mode == 0o644
-        assert b"JSON" in box.read(f"skills/{kind}/prompt.md")
+        assert box.look()[f"skills/{kind}/turn.py"].mode == 0o755
+        assert box.read(f"skills/{kind}/prompt.md") == f"Play {kind}.".encode()
     assert box.run("sh", "-c", "echo mine >prompt.md", cwd=f"{DATA}/skills/rpg").exit_code == 0
-    box.provider.seed(box.ref, "rpg")
+    box.provider.seed(box.ref, "rpg", skill_tar(prompt_md=b"another"))
     assert box.read("skills/rpg/prompt.md") == b"mine\n"
 
 
@@ -475,21 +480,27 @@ IN_THE_WAY = {
 def test_seed_does_not_replace_existing_entries(box, what):
     box.put(IN_THE_WAY[what]())
     before = box.look()
-    box.provider.seed(box.ref, "catan")
+    box.provider.seed(box.ref, "catan", skill_tar(prompt_md=b"Play."))
     assert box.look() == before
 
 
-def test_unknown_skill_is_ignored_and_an_invalid_name_rejected(box):
-    box.provider.seed(box.ref, "chess")
+def test_seed_with_an_invalid_name_or_tar_is_rejected_and_writes_nothing(box):
     for kind in ("", "..", "a/b", ".", "a b", "ü", "x" * 101, "a\n", "a\0"):
         with pytest.raises(Rejected):
-            box.provider.seed(box.ref, kind)
+            box.provider.seed(box.ref, kind, skill_tar(prompt_md=b"Play."))
     assert box.look() == {}
+    outside = io.BytesIO()
+    with tarfile.open(fileobj=outside, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("../outside"))
+    for content in (outside.getvalue(), b"no tar" * 100):
+        with pytest.raises(Rejected):
+            box.provider.seed(box.ref, "catan", io.BytesIO(content))
+    assert box.look(deep=True).keys() <= {"skills"}
 
 
-def test_concurrent_seeds_copy_the_skill_once(box):
+def test_concurrent_seeds_write_the_skill_once(box):
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: box.provider.seed(box.ref, "catan"), range(8)))
+        list(threads.map(lambda _: box.provider.seed(box.ref, "catan", skill_tar(prompt_md=b"Play.")), range(8)))
     assert box.look().keys() == {"skills", "skills/catan", "skills/catan/prompt.md"}
 
 

@@ -155,7 +155,13 @@ def test_command_that_survives_its_engine_keeps_the_sandbox_running_until_it_is_
 
 
 def _runs_program(container: str, program: str) -> bool:
-    return any(Path(f"/proc/{pid}/comm").read_text().strip() == program for pid in list_container_processes(container))
+    for pid in list_container_processes(container):
+        try:
+            if Path(f"/proc/{pid}/comm").read_text().strip() == program:
+                return True
+        except OSError:  # has ended since it was listed
+            continue
+    return False
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from django.db import connection, transaction
 from django.db.backends.utils import CursorWrapper
 
 CACHE = Path(os.environ.get("LEASEHOLD_CACHE") or Path.home() / ".cache" / "leasehold")
-SCHEMA_SOURCES = ("migrations/*.py", "models.py", "models/**/*.py")  # of an app; migrations import from the models
+# Of an app. Migrations import from the models, and the packs of the release are stored after them.
+SCHEMA_SOURCES = ("migrations/*.py", "models.py", "models/**/*.py", "packs/shipped/**/*.*")
 COPY_PREFIX = "migrated_"  # of tables with copies of the rows that migrations insert
 
 

@@ -147,8 +147,8 @@ class ContainerFilesProvider(ContainerCommandProvider):
             raise Unavailable(f"{ref}: invalid size of {root}")
         return int(size)
 
-    def seed(self, ref: str, kind: str) -> None:
-        self._run_in_container(ref, "seed", DATA, check_slug(kind))
+    def seed(self, ref: str, kind: str, tar: BinaryIO) -> None:
+        self._run_in_container(ref, "seed", DATA, check_slug(kind), stdin=tar)
 
     def _run_in_container(self, ref: str, *words: str, stdin: BinaryIO | None = None, cap: int = 0) -> bytes:
         """Execute image/files.py in the container. Return at most `cap` bytes of its output."""

@@ -118,7 +118,6 @@ def run_shell(programs: Mapping[str, Program], call: ProgramCall) -> ProgramResu
     return total
 
 
-SKILLS = {kind: f"Play {kind}. Answer with JSON.\n".encode() for kind in ("rpg", "catan", "coding")}
 PROGRAMS: dict[str, Program] = {
     "true": lambda call: ProgramResult(),
     "false": lambda call: ProgramResult(1),

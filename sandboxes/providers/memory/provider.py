@@ -13,7 +13,6 @@ their duration, and print all their output at the start. Beyond the port it offe
     memory.calls                     [(verb, ref), ...]; for `list` (verb, owner)
     memory.files(ref)                {"/workspace/a b": File(b"..."), ...}, readable and writable
     memory.programs["python3"] = fn  a program is Callable[[ProgramCall], ProgramResult]
-    memory.skills["catan"]           files copied by `seed`: {"prompt.md": b"..."}
     with memory.on_engine("b"):      calls of this thread or task go to the engine "b", which has sandboxes of its own
     memory.select_engine("b")        the same without an end, as from a hook that exchanges the engine during a call"""
 
@@ -80,7 +79,6 @@ from sandboxes.providers.memory.file_tree import (
 )
 from sandboxes.providers.memory.programs import (
     PROGRAMS,
-    SKILLS,
     Program,
     ProgramCall,
     ProgramResult,
@@ -143,14 +141,13 @@ class MemoryProvider(HookedCalls, Provider):
         self.reset()
 
     def reset(self) -> None:
-        """Remove all sandboxes, hooks and recorded calls, and restore the default programs and skills."""
+        """Remove all sandboxes, hooks and recorded calls, and restore the default programs."""
         with self._lock:
             self._engines: dict[str, dict[str, MemorySandbox]] = {}
             self.silent: set[str] = set()
             _selected_engine.set(DEFAULT_ENGINE_ID)
             self.clear_hooks()
             self.programs: dict[str, Program] = {**PROGRAMS, "sh": lambda call: run_shell(self.programs, call)}
-            self.skills: dict[str, dict[str, bytes]] = {kind: {"prompt.md": prompt} for kind, prompt in SKILLS.items()}
 
     @property
     def _sandboxes(self) -> dict[str, MemorySandbox]:
@@ -473,12 +470,21 @@ class MemoryProvider(HookedCalls, Provider):
             entries = list_below(self._running(ref).files, check_root(root))
             return sum(len(entry.content) for _, entry in entries if isinstance(entry, File))
 
-    def seed(self, ref: str, kind: str) -> None:
+    def seed(self, ref: str, kind: str, tar: BinaryIO) -> None:
+        content = io.BytesIO(tar.read())
         with self.hooked_call("seed", ref), self._lock:
             files, target = self._running(ref).files, f"{DATA}/skills/{check_slug(kind)}"
-            if kind in self.skills and target not in files and isinstance(files.get(f"{DATA}/skills", Folder()), Folder):
-                for name, content in self.skills[kind].items():
-                    put_entry(files, f"{target}/{name}", File(content))
+            if target in files or not isinstance(files.get(f"{DATA}/skills", Folder()), Folder):
+                return
+            unpacked: Files = {}
+            try:
+                with tarfile.open(fileobj=content, mode="r|") as members:
+                    for member in members:
+                        unpack_member(unpacked, target, member, members)
+            except tarfile.TarError as error:
+                raise Rejected(f"Invalid tar: {error}") from None
+            for path, entry in list_below(unpacked, target):
+                put_entry(files, path, entry)
 
     def _get(self, ref: str) -> MemorySandbox:
         try:

@@ -66,7 +66,6 @@ from sandboxes.providers.base import (
 from sandboxes.providers.launcher import BackgroundProcessProvider
 from sandboxes.providers.process.child import ChildCommunication, start_process
 from sandboxes.providers.process.directories import (
-    IMAGE_DIRECTORY,
     METADATA_FILE,
     SANDBOX_VARIABLE,
     SandboxDirectory,
@@ -326,11 +325,10 @@ class ProcessProvider(BackgroundProcessProvider):
         with self._files(ref, root) as host:
             return files.size(host)
 
-    def seed(self, ref: str, kind: str) -> None:
+    def seed(self, ref: str, kind: str, tar: BinaryIO) -> None:
         check_slug(kind)
         with self._files(ref, DATA) as host:
-            if (IMAGE_DIRECTORY / kind / "prompt.md").is_file():
-                files.seed(str(IMAGE_DIRECTORY), kind, host, kind)
+            files.seed(host, kind, tar)
 
     def inside(self, ref: str, path: str) -> str:
         return self._open(ref).inside(path)

@@ -3,16 +3,18 @@
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from controlplane import catan
 from controlplane.catan import COLORS, Move, Seat
+from leases.packs.folder import SHIPPED_DIRECTORY, read_folder
 from sandboxes.image import take_turn
 
-PROMPT = (Path(take_turn.__file__).parent / "catan" / "prompt.md").read_text()
+PACK = read_folder(SHIPPED_DIRECTORY / "catan")
+PROMPT = PACK.skill["prompt.md"].decode()
 NAME_PATTERN = re.compile(r"`([a-z_]+)`")
 
 
@@ -44,6 +46,14 @@ def test_every_answer_in_the_taught_form_is_played(game: tuple[LiteralAgent, lis
     agent, seats, moves = game
     assert sum(seat.turns for seat in seats) == len(moves) == len(agent.states) > 20
     assert [seat.skipped for seat in seats] == [0, 0]
+
+
+def test_every_state_and_answer_matches_the_schemas_of_the_pack(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
+    check_state, check_action = (Draft202012Validator(PACK.schemas[key]).validate for key in ("state", "action"))
+    for state in game[0].states[:: max(1, len(game[0].states) // 50)]:
+        check_state(state)
+        for action in state["legal_actions"]:
+            check_action(action)
 
 
 def test_every_field_that_the_prompt_names_is_in_the_state(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:

@@ -22,6 +22,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Agents", "smart_toy", "leases.agent"),
         ("API keys", "key", "leases.agentkey"),
         ("Environment types", "category", "leases.environmenttype"),
+        ("Packs", "inventory_2", "sandboxes.packversion"),
     ],
     "Sandboxes": [
         ("Sandboxes", "deployed_code", "sandboxes.sandbox"),

@@ -63,7 +63,7 @@ class CatalogAgent(models.Model):
         help_text="Of the model calls of one run, USD. Empty: no limit.",
     )  # fmt: skip
     created_at = models.DateTimeField(default=timezone.now, editable=False)
-    enabled = models.BooleanField(default=True, help_text="Disabled: not listed, and no run can be started.")
+    enabled = models.BooleanField(default=True, help_text="Listed, and can be run by clients.")
 
     class Meta:
         ordering = ["name"]

@@ -31,7 +31,7 @@ class Migration(migrations.Migration):
                 ('max_turns', models.PositiveIntegerField(blank=True, help_text='Empty: no limit.', null=True, validators=[django.core.validators.MinValueValidator(1), django.core.validators.MaxValueValidator(10000)])),
                 ('max_cost', models.DecimalField(blank=True, decimal_places=9, help_text='Of the model calls of one run, USD. Empty: no limit.', max_digits=18, null=True, validators=[django.core.validators.MinValueValidator(0)])),
                 ('created_at', models.DateTimeField(default=django.utils.timezone.now, editable=False)),
-                ('enabled', models.BooleanField(default=True, help_text='Disabled: not listed, and no run can be started.')),
+                ('enabled', models.BooleanField(default=True, help_text='Listed, and can be run by clients.')),
                 ('environment_type', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to='leases.environmenttype')),
             ],
             options={

@@ -62,7 +62,7 @@ class PackVersionAdmin(ReadOnlyModelAdmin):
 
     @display(description="Defaults")
     def default_values(self, row: PackVersion) -> str:
-        return json.dumps(row.defaults, indent=1)
+        return "\n".join(f"{name}: {json.dumps(value)}" for name, value in row.defaults.items()) or "none"
 
     @display(description="Files below /data/skills")
     def file_names(self, row: PackVersion) -> str:

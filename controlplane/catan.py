@@ -4,7 +4,8 @@ The host uses the control plane only through the HTTP API, as any environment do
 optional extra, GPL-3.0). An agent's action is checked against the legal actions before it is played."""
 
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,27 +28,52 @@ from catanatron.state_functions import (
 )
 
 COLORS = (Color.RED, Color.BLUE, Color.ORANGE, Color.WHITE)
+RETRY_INTERVAL_SECONDS = 0.5
+MAX_REJOINS = 3  # for one turn
 MAX_MOVES = 4000  # forced moves included; a longer game is a draw
 
 
 class ApiError(Exception):
     """The control plane responded with a problem document."""
 
+    def __init__(self, message: str, problem: Mapping[str, Any]) -> None:
+        self.code = str(problem.get("code", ""))
+        super().__init__(message)
+
+
+class RetryableError(ApiError):
+    """The same request may succeed later."""
+
 
 @dataclass
 class Client:
-    """HTTP client for agents and the game host, with one API key."""
+    """HTTP client for agents and the game host, with one API key.
+
+    A request that may succeed later, or whose server is gone, is repeated for `patience_seconds`. All requests of a game are
+    idempotent: a lease by agent and environment, a turn by its number, the end by its condition."""
 
     base: str
     key: str
+    patience_seconds: float = 0.0
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float = 300) -> dict[str, Any]:
-        response = requests.request(
-            method, f"{self.base}/api/v1{path}", json=body, timeout=timeout, headers={"Authorization": f"Bearer {self.key}"}
-        )
-        if response.status_code >= 400:
-            raise ApiError(f"{method} {path}: {response.status_code} {response.json().get('detail', '')}")
-        return dict(response.json())
+        deadline = time.monotonic() + self.patience_seconds
+        while True:
+            try:
+                return self._send(method, path, body, timeout)
+            except (requests.ConnectionError, requests.Timeout, RetryableError):
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(RETRY_INTERVAL_SECONDS)
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self.key}"}
+        response = requests.request(method, f"{self.base}/api/v1{path}", json=body, timeout=timeout, headers=headers)
+        document: dict[str, Any] = response.json()
+        if response.status_code < 400:
+            return document
+        error = RetryableError if document.get("retryable") else ApiError
+        raise error(f"{method} {path}: {response.status_code} {document.get('detail', '')}", document)
 
 
 @dataclass
@@ -61,6 +87,28 @@ class Seat:
     turns: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    lost_leases: list[str] = field(default_factory=list)
+
+    def join(self, environment: str) -> None:
+        """Acquire a lease and start its sandbox, with the agent's /data. Idempotent."""
+        body = {"agent_did": self.did, "environment_type": "catan"}
+        self.lease = self.client.call("POST", f"/environments/{environment}/join", body)
+
+    def take_turn(self, environment: str, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Play a turn. If the sandbox is lost in it, the agent joins again, and plays the turn in a new sandbox.
+
+        The game has not seen an action of the lost turn, so no action is executed twice."""
+        body = {"turn_number": number, "state": state}
+        for _ in range(MAX_REJOINS):
+            try:
+                return self.client.call("POST", f"/leases/{self.lease['id']}/turns", body)
+            except ApiError as error:
+                lease = self.client.call("GET", f"/leases/{self.lease['id']}")
+                if error.code not in ("lease_ended", "sandbox_lost") or lease["end_reason"] != "lost":
+                    raise
+            self.lost_leases.append(self.lease["id"])
+            self.join(environment)
+        return self.client.call("POST", f"/leases/{self.lease['id']}/turns", body)
 
 
 @dataclass(frozen=True)
@@ -92,7 +140,7 @@ def _choose_action(game: Game, seat: Seat, legal: list[Action], environment: str
     number = seat.turns + 1
     state = build_turn_state(game, seat.color, environment, number, legal)
     offered = state["legal_actions"]
-    turn = seat.client.call("POST", f"/leases/{seat.lease['id']}/turns", {"turn_number": number, "state": state})
+    turn = seat.take_turn(environment, number, state)
     seat.turns, seat.seconds = number, seat.seconds + turn["duration_seconds"]
     chosen_action = {"type": turn["action"].get("type"), "value": turn["action"].get("value")}
     if turn["skipped"] or chosen_action not in offered:

@@ -1,6 +1,7 @@
 """manage.py pack: versions and assignments on the command line."""
 
 import io
+import re
 import shutil
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_pack_is_checked_added_and_upgraded(folder: Path) -> None:
-    assert pack("check", "catan")[0].startswith("catan 1.0.0: 12 turns played, no problems")
+    assert re.fullmatch(r"catan 1.0.0: \d+ turns played, no problems", pack("check", "catan")[0])
     assert pack("add", str(folder), "--dry-run")[0].startswith("would store coding 9.1.0.0")
     assert pack("add", str(folder)) == [
         f"stored: coding 9.1.0.0, {len(list((folder / 'skill').iterdir()))} files",

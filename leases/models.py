@@ -12,6 +12,8 @@ from django.db.models import F, Q
 from django.utils import timezone
 
 from leases.agent_runs.models import AgentRun as AgentRun  # makes the table known to Django
+from leases.environments.models import Environment as Environment  # makes the tables known to Django
+from leases.environments.models import EnvironmentSecret as EnvironmentSecret
 from leases.queue.models import QueueAgent as QueueAgent  # makes the tables known to Django
 from leases.queue.models import QueuedRun as QueuedRun
 from sandboxes.db import durations
@@ -307,6 +309,13 @@ class LeaseEvent(models.Model):
         return self.kind
 
 
+class TurnManager(models.Manager["Turn"]):
+    """Manager of turns that reads the state only at its first use: lists would load up to 64 KiB for each turn."""
+
+    def get_queryset(self) -> models.QuerySet["Turn"]:
+        return super().get_queryset().defer("state")
+
+
 class Turn(models.Model):
     """Turn of a lease. The process that inserts the row plays the turn; a repeated number returns the stored answer."""
 
@@ -318,11 +327,18 @@ class Turn(models.Model):
     ended_at = models.DateTimeField(null=True, blank=True)
     skipped = models.BooleanField(default=False)
     answer = models.TextField(blank=True, help_text="Action as JSON text.")
+    state = models.TextField(
+        blank=True, editable=False,
+        help_text="Input as JSON text. Empty: longer than turns.MAX_STATE_BYTES, or past its retention.",
+    )  # fmt: skip
+
+    objects = TurnManager()
 
     class Meta:
         default_permissions = ("view",)
         ordering = ["-started_at", "-pk"]
         constraints = [models.UniqueConstraint(fields=["lease", "number"], name="turn_once")]
+        indexes = [models.Index(fields=["started_at"], condition=~Q(state=""), name="turn_with_state")]
 
     def __str__(self) -> str:
         return f"turn {self.number}"

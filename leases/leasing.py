@@ -34,8 +34,9 @@ AGENT_EXISTS_SQL = "SELECT EXISTS (SELECT 1 FROM leases_agent WHERE did = %s)"
 ENVIRONMENT_OPEN_SQL = "SELECT EXISTS (SELECT 1 FROM leases_environment WHERE id = %s AND ended_at IS NULL)"
 # An ended environment is opened again: agents may return to it, and its members are active then.
 OPEN_ENVIRONMENT_SQL = (
-    "INSERT INTO leases_environment (id, type_id, phase, created_at, started_at, end_reason) VALUES (%s, %s, '', %s, %s, '') "
-    "ON CONFLICT (id) DO UPDATE SET ended_at = NULL, end_reason = '', outcome = NULL "
+    "INSERT INTO leases_environment (id, type_id, phase, created_at, started_at, end_reason, outcome_text) "
+    "VALUES (%s, %s, '', %s, %s, '', '') "
+    "ON CONFLICT (id) DO UPDATE SET ended_at = NULL, end_reason = '', outcome_text = '' "
     "WHERE leases_environment.ended_at IS NOT NULL"
 )
 BASIS_JOINS: list[tuple[type[Model], str]] = [

@@ -272,7 +272,7 @@ class Lease(models.Model):
         indexes = [
             models.Index(fields=["-leased_at", "-id"], name="lease_newest"),
             models.Index(fields=["agent_did", "-leased_at"], name="lease_agent"),
-            models.Index(fields=["environment_id"], condition=Q(status="active"), name="lease_environment_active"),
+            models.Index(fields=["environment_id", "-leased_at", "-id"], name="lease_environment"),
             models.Index(fields=["expires_minute"], condition=Q(status="active"), name="lease_expiry"),
             models.Index(fields=["ended_at"], condition=Q(status="expired"), name="lease_to_reclaim"),
         ]

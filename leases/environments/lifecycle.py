@@ -3,6 +3,7 @@
 Lock order: the environment, then its leases. A grant that commits while the environment is being ended may leave one active
 lease in it; ending the environment again ends that lease too."""
 
+import json
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -30,7 +31,9 @@ def find(environment_id: str) -> Environment:
     return environment
 
 
-def create(environment_id: str, environment_type: str, *, phase: str = "", now: datetime, actor: str = "") -> tuple[Environment, bool]:
+def create(
+    environment_id: str, environment_type: str, *, phase: str = "", now: datetime, actor: str = ""
+) -> tuple[Environment, bool]:
     """Create an environment that has not started, and return whether this call created it. Idempotent.
 
     Raise InvalidRequest for an unknown type, Conflict if the environment exists with another type."""
@@ -118,7 +121,7 @@ def _find_active(now: datetime) -> QuerySet[Lease]:
 
 
 def _record_end(condition: Q, reason: str, *, outcome: Any = NOTHING, now: datetime) -> int:
-    told = {} if outcome is NOTHING else {"outcome": outcome}
+    told = {} if outcome is NOTHING else {"outcome_text": json.dumps(outcome)}
     return Environment.objects.filter(condition, ended_at__isnull=True).update(ended_at=now, end_reason=reason[:80], **told)
 
 

@@ -1,6 +1,8 @@
 """Tables of environments and of the signing secrets of their game servers."""
 
+import json
 import uuid
+from typing import Any
 
 from django.db import models
 from django.db.models import F, Q
@@ -22,7 +24,7 @@ class Environment(models.Model):
     started_at = models.DateTimeField(null=True, blank=True)
     ended_at = models.DateTimeField(null=True, blank=True)
     end_reason = models.CharField(max_length=80, blank=True, help_text="operator, unused or condition:<name>.")
-    outcome = models.JSONField(null=True, blank=True, help_text="Result as told at the end, any JSON value.")
+    outcome_text = models.TextField(blank=True, verbose_name="outcome", help_text="Result as told at the end, as JSON text.")
 
     class Meta:
         default_permissions = ("view",)
@@ -42,6 +44,10 @@ class Environment(models.Model):
 
     def __str__(self) -> str:
         return self.id
+
+    @property
+    def outcome(self) -> Any:
+        return json.loads(self.outcome_text) if self.outcome_text else None
 
     @property
     def status(self) -> str:

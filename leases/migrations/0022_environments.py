@@ -9,10 +9,10 @@ from django.db import migrations, models
 
 # Leases of earlier versions have no environment row. An environment without an active lease has ended.
 INSERT_ENVIRONMENTS = """
-INSERT INTO leases_environment (id, type_id, phase, created_at, started_at, ended_at, end_reason)
+INSERT INTO leases_environment (id, type_id, phase, created_at, started_at, ended_at, end_reason, outcome_text)
 SELECT environment_id, MIN(environment_type_id), '', MIN(leased_at), MIN(leased_at),
     CASE WHEN SUM(CASE WHEN status = 'active' THEN 1 ELSE 0 END) = 0 THEN MAX(ended_at) END,
-    CASE WHEN SUM(CASE WHEN status = 'active' THEN 1 ELSE 0 END) = 0 THEN 'unused' ELSE '' END
+    CASE WHEN SUM(CASE WHEN status = 'active' THEN 1 ELSE 0 END) = 0 THEN 'unused' ELSE '' END, ''
 FROM leases_lease GROUP BY environment_id
 """
 VIEW = ["view_environment"]
@@ -52,7 +52,7 @@ class Migration(migrations.Migration):
                 ('started_at', models.DateTimeField(blank=True, null=True)),
                 ('ended_at', models.DateTimeField(blank=True, null=True)),
                 ('end_reason', models.CharField(blank=True, help_text='operator, unused or condition:<name>.', max_length=80)),
-                ('outcome', models.JSONField(blank=True, help_text='Result as told at the end, any JSON value.', null=True)),
+                ('outcome_text', models.TextField(blank=True, help_text='Result as told at the end, as JSON text.', verbose_name='outcome')),
             ],
             options={
                 'ordering': ['-created_at', '-pk'],
@@ -112,6 +112,14 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='environmentsecret',
             constraint=models.CheckConstraint(condition=models.Q(('valid_until__isnull', True), ('valid_until__gte', models.F('created_at')), _connector='OR'), name='environmentsecret_valid'),
+        ),
+        migrations.RemoveIndex(
+            model_name='lease',
+            name='lease_environment_active',
+        ),
+        migrations.AddIndex(
+            model_name='lease',
+            index=models.Index(fields=['environment_id', '-leased_at', '-id'], name='lease_environment'),
         ),
         migrations.RunSQL(INSERT_ENVIRONMENTS, migrations.RunSQL.noop),
         migrations.RunPython(grant, migrations.RunPython.noop),

@@ -76,7 +76,6 @@ class MemberRow:
     agent: str
     player: Player | None
     lease: SafeString
-    ends: SafeString
     turns: play.TurnTotals
     cost: str
 
@@ -195,6 +194,10 @@ class EnvironmentAdmin(ReadOnlyModelAdmin):
             members.setdefault(environment_id, []).append(did)
         for row in rows:
             row.member_dids = members.get(row.pk, [])  # type: ignore[attr-defined]
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Environment | None:
+        # PostgreSQL refuses NUL in a parameter.
+        return None if "\0" in object_id else super().get_object(request, object_id, from_field)
 
     def get_row_url(self, row: Any) -> str:
         return reverse("admin:leases_environment_change", args=[quote(row.pk)])
@@ -339,8 +342,10 @@ def _build_member_row(
     return MemberRow(
         agent=lease.agent_did,
         player=players.get(lease.pk),
-        lease=render_admin_link("leases_lease", lease.pk, render_badge(lease.status)),
-        ends=format_html("{} {}", render_lease_end(lease, now), lease.end_reason),
+        lease=render_two_lines(
+            render_admin_link("leases_lease", lease.pk, render_badge(lease.status)),
+            format_html("{} {}", render_lease_end(lease, now), lease.end_reason.replace("condition:", "by ")),
+        ),
         turns=counts.get(lease.pk, play.TurnTotals()),
         cost=_format_cost(max(spent.total, spent.model_calls)),
     )

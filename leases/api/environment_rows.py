@@ -51,7 +51,7 @@ class EnvironmentSerializer(serializers.Serializer):
         help_text="Empty until the end, then operator, unused or condition:<name>. A lease that is granted later opens the "
         "environment again."
     )
-    outcome = JsonField(help_text="Result as told at the end, null without one.")
+    outcome = JsonField(allow_null=False, help_text="Result as told at the end, null without one.")
 
 
 class EnvironmentMemberSerializer(serializers.Serializer):

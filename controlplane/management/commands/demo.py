@@ -84,7 +84,8 @@ class Command(BaseCommand):
 
         winner = self.catan.play(seats, environment, points=options["points"], seed=options["seed"], on_move=on_move)
         self.print_line(f"{winner.did} wins." if winner else "Draw.")
-        ended = host.call("POST", f"/environments/{environment}/conditions", {"condition": "game.finished"})
+        outcome = f"{winner.did} wins" if winner else "draw"
+        ended = host.call("POST", f"/environments/{environment}/conditions", {"condition": "game.finished", "outcome": outcome})
         self.print_line(f"game.finished posted: {len(ended['ended'])} leases ended; their sandboxes are being destroyed.")
         deadline = time.monotonic() + 75  # longer than the interval of the `reclaim` sweep, which is normally enqueued at once
         while time.monotonic() < deadline and up.poll() is None:

@@ -1,14 +1,13 @@
-"""Game host of the demo: a game of Catan whose players are agents in leased sandboxes.
+"""Game host of Catan: a game whose players are agents in leased sandboxes.
 
-The host uses the control plane only through the HTTP API, as any environment does. The rules come from `catanatron` (an
-optional extra, GPL-3.0). An agent's action is checked against the legal actions before it is played."""
+The rules come from `catanatron` (an optional extra, GPL-3.0). An agent's action is checked against the legal actions before it
+is played."""
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import requests
 from catanatron import Color, Game, RandomPlayer
 from catanatron.json import GameEncoder
 from catanatron.models.board import get_edges
@@ -26,41 +25,23 @@ from catanatron.state_functions import (
     player_num_resource_cards,
 )
 
+from controlplane.games import DemoOptions
+from controlplane.games.client import Client, Player
+
+CONDITION = "game.finished"
 COLORS = (Color.RED, Color.BLUE, Color.ORANGE, Color.WHITE)
 MAX_MOVES = 4000  # forced moves included; a longer game is a draw
 
 
-class ApiError(Exception):
-    """The control plane responded with a problem document."""
-
-
 @dataclass
-class Client:
-    """HTTP client for agents and the game host, with one API key."""
+class Seat(Player):
+    """A player with a color."""
 
-    base: str
-    key: str
+    color: Color = COLORS[0]
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float = 300) -> dict[str, Any]:
-        response = requests.request(
-            method, f"{self.base}/api/v1{path}", json=body, timeout=timeout, headers={"Authorization": f"Bearer {self.key}"}
-        )
-        if response.status_code >= 400:
-            raise ApiError(f"{method} {path}: {response.status_code} {response.json().get('detail', '')}")
-        return dict(response.json())
-
-
-@dataclass
-class Seat:
-    """A player: an agent, its color and its lease."""
-
-    did: str
-    color: Color
-    client: Client
-    lease: dict[str, Any] = field(default_factory=dict)
-    turns: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
+    @property
+    def label(self) -> str:
+        return str(self.color.value)
 
 
 @dataclass(frozen=True)
@@ -72,6 +53,25 @@ class Move:
     action: str
     seconds: float
     points: str
+
+
+def create_player(number: int, did: str, client: Client) -> Seat:
+    return Seat(did, client, color=COLORS[number])
+
+
+def run_demo(
+    players: list[Seat], environment: str, host: Client, options: DemoOptions, print_line: Callable[[str], None]
+) -> str:
+    """Play one game, print each decision, and return the outcome."""
+
+    def on_move(move: Move) -> None:
+        print_line(
+            f"turn {sum(seat.turns for seat in players):>3}  {move.seat.label:<6} {move.action:<24} "
+            f"{move.seconds:5.2f} s   {move.points}"
+        )
+
+    winner = play(players, environment, points=options.points, seed=options.seed, on_move=on_move)
+    return f"{winner.did} wins." if winner else "Draw."
 
 
 def play(seats: list[Seat], environment: str, *, points: int, seed: int | None, on_move: Callable[[Move], None]) -> Seat | None:
@@ -92,8 +92,7 @@ def _choose_action(game: Game, seat: Seat, legal: list[Action], environment: str
     number = seat.turns + 1
     state = build_turn_state(game, seat.color, environment, number, legal)
     offered = state["legal_actions"]
-    turn = seat.client.call("POST", f"/leases/{seat.lease['id']}/turns", {"turn_number": number, "state": state})
-    seat.turns, seat.seconds = number, seat.seconds + turn["duration_seconds"]
+    turn = seat.take_turn(state)
     chosen_action = {"type": turn["action"].get("type"), "value": turn["action"].get("value")}
     if turn["skipped"] or chosen_action not in offered:
         seat.skipped += 1
@@ -179,19 +178,3 @@ def _list_trade_rates(ports: set[str | None]) -> dict[str, int]:
 
 def _format_score(game: Game) -> str:
     return " ".join(f"{color.value}:{get_actual_victory_points(game.state, color)}" for color in game.state.colors)
-
-
-def build_result_rows(seats: list[Seat]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the final table, the heading first."""
-    yield ("agent", "lease", "status", "provider", "turns", "skipped", "seconds alive")
-    for seat in seats:
-        lease = seat.client.call("GET", f"/leases/{seat.lease['id']}")
-        yield (
-            seat.did,
-            seat.lease["id"],
-            f"{lease['status']} ({lease['end_reason']})" if lease["end_reason"] else lease["status"],
-            seat.lease["sandbox"]["provider"],
-            str(seat.turns),
-            str(seat.skipped),
-            f"{lease['seconds_alive']:.1f}",
-        )

@@ -42,6 +42,8 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.Conflict: 409,
     leases.TurnInProgress: 409,
     leases.AgentRunNotFound: 404,
+    leases.CatalogAgentNotFound: 404,
+    leases.InvalidPack: 400,
     leases.ArtifactNotFound: 404,
     leases.QueuedRunNotFound: 404,
     leases.NoActiveLease: 404,

@@ -75,6 +75,12 @@ class AgentRunNotFound(LeaseError):
     code = "agent_run_not_found"
 
 
+class CatalogAgentNotFound(LeaseError):
+    """The catalog has no such agent."""
+
+    code = "catalog_agent_not_found"
+
+
 class ArtifactNotFound(LeaseError):
     """The lease has no such artifact."""
 

@@ -12,6 +12,7 @@ from django.db.models import F, Q
 from django.utils import timezone
 
 from leases.agent_runs.models import AgentRun as AgentRun  # makes the table known to Django
+from leases.catalog.models import CatalogAgent as CatalogAgent
 from leases.queue.models import QueueAgent as QueueAgent  # makes the tables known to Django
 from leases.queue.models import QueuedRun as QueuedRun
 from sandboxes.db import durations

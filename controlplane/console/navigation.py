@@ -20,8 +20,10 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Agent runs", "robot_2", "leases.agentrun"),
         ("Queued runs", "low_priority", "leases.queuedrun"),
         ("Agents", "smart_toy", "leases.agent"),
+        ("Agent catalog", "storefront", "leases.catalogagent"),
         ("API keys", "key", "leases.agentkey"),
         ("Environment types", "category", "leases.environmenttype"),
+        ("Packs", "inventory_2", "sandboxes.packversion"),
     ],
     "Sandboxes": [
         ("Sandboxes", "deployed_code", "sandboxes.sandbox"),

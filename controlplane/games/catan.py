@@ -26,6 +26,7 @@ from catanatron.state_functions import (
 )
 
 from controlplane.games import DemoOptions
+from controlplane.games.catan_trading import TRADE_TYPES, OfferBook, Trade, negotiate
 from controlplane.games.client import Client, Player
 
 CONDITION = "game.finished"
@@ -78,30 +79,58 @@ def play(seats: list[Seat], environment: str, *, points: int, seed: int | None, 
     """Play one game and return the winner, None for a draw. Every seat must have joined before."""
     by_color = {seat.color: seat for seat in seats}
     game = Game([RandomPlayer(seat.color) for seat in seats], seed=seed, vps_to_win=points)
+    table = _Table(game, by_color, environment, on_move)
     for _ in range(MAX_MOVES):
         if game.winning_color() is not None:
             return by_color[game.winning_color()]
-        legal: list[Action] = list(game.state.playable_actions)
-        seat = by_color[game.state.current_color()]
-        game.execute(legal[0] if len(legal) == 1 else _choose_action(game, seat, legal, environment, on_move))
+        table.play_move()
     return None
 
 
-def _choose_action(game: Game, seat: Seat, legal: list[Action], environment: str, on_move: Callable[[Move], None]) -> Action:
-    """Request a turn from the agent. For an illegal action END_TURN or else the first legal action is played."""
-    number = seat.turns + 1
-    state = build_turn_state(game, seat.color, environment, number, legal)
-    offered = state["legal_actions"]
-    turn = seat.take_turn(state)
-    chosen_action = {"type": turn["action"].get("type"), "value": turn["action"].get("value")}
-    if turn["skipped"] or chosen_action not in offered:
-        seat.skipped += 1
-        chosen = next((action for action in legal if action.action_type == ActionType.END_TURN), legal[0])
-    else:
-        chosen = legal[offered.index(chosen_action)]
-    outcome = chosen.action_type.value if not turn["skipped"] else f"skipped: {turn['action'].get('reason', '')[:60]}"
-    on_move(Move(seat, number, outcome, turn["duration_seconds"], _format_score(game)))
-    return chosen
+class _Table:
+    """A game with its seats."""
+
+    def __init__(self, game: Game, seats: dict[Color, Seat], environment: str, on_move: Callable[[Move], None]) -> None:
+        self.game, self.seats, self.environment, self.on_move = game, seats, environment, on_move
+        self.offers = OfferBook()
+
+    def play_move(self) -> None:
+        """Execute one action of the current player, or one trade. A single legal action needs no decision."""
+        legal: list[Action] = list(self.game.state.playable_actions)
+        color = self.game.state.current_color()
+        offers = self.offers.list_offers(self.game, color)
+        if len(legal) == 1 and not offers:
+            self._execute(legal[0])
+            return
+        encoded = [encode_action(action) for action in legal]
+        fallback = next((action for action in encoded if action["type"] == ActionType.END_TURN.value), encoded[0])
+        chosen = self._request(color, encoded + offers, fallback, None)
+        if chosen["type"] in TRADE_TYPES:
+            self.offers.made.append(chosen["value"])
+            negotiate(self.game, color, chosen, lambda who, actions, trade: self._request(who, actions, actions[0], trade))
+        else:
+            self._execute(legal[encoded.index(chosen)])
+
+    def _execute(self, action: Action) -> None:
+        self.game.execute(action)
+        if action.action_type == ActionType.END_TURN:
+            self.offers = OfferBook()
+
+    def _request(
+        self, color: Color, legal: list[dict[str, Any]], fallback: dict[str, Any], trade: Trade | None
+    ) -> dict[str, Any]:
+        """Request a turn from the agent. In place of an action that is not legal, the fallback is played."""
+        seat = self.seats[color]
+        number = seat.turns + 1
+        state = build_turn_state(self.game, color, self.environment, number, legal, trade=trade, offers=self.offers)
+        turn = seat.take_turn(state)
+        chosen = {"type": turn["action"].get("type"), "value": turn["action"].get("value")}
+        if turn["skipped"] or chosen not in legal:
+            seat.skipped += 1
+            chosen = fallback
+        outcome = chosen["type"] if not turn["skipped"] else f"skipped: {turn['action'].get('reason', '')[:60]}"
+        self.on_move(Move(seat, number, outcome, turn["duration_seconds"], _format_score(self.game)))
+        return chosen
 
 
 def encode_action(action: Action) -> dict[str, Any]:
@@ -109,10 +138,25 @@ def encode_action(action: Action) -> dict[str, Any]:
     return {"type": action.action_type.value, "value": json.loads(json.dumps(action.value, cls=GameEncoder))}
 
 
-def build_turn_state(game: Game, color: Color, environment: str, number: int, legal: list[Action]) -> dict[str, Any]:
-    """Build the state of one turn: the state visible to this color, and its legal actions."""
-    offered = [encode_action(action) for action in legal]
-    return _build_visible_state(game, color, environment) | {"turn_number": number, "legal_actions": offered}
+def build_turn_state(
+    game: Game,
+    color: Color,
+    environment: str,
+    number: int,
+    legal: list[dict[str, Any]],
+    *,
+    trade: Trade | None = None,
+    offers: OfferBook | None = None,
+) -> dict[str, Any]:
+    """Build the state of one turn: the state visible to this color, and its legal actions, encoded."""
+    prompt = None if trade is None else "CONFIRM_TRADE" if trade.player == color else "DECIDE_TRADE"
+    return _build_visible_state(game, color, environment) | {
+        **({"prompt": prompt} if prompt else {}),
+        "turn_number": number,
+        "trade": trade and trade.encode(),
+        "offers_left": offers.left if offers else 0,
+        "legal_actions": legal,
+    }
 
 
 def _build_visible_state(game: Game, color: Color, environment: str) -> dict[str, Any]:

@@ -54,5 +54,6 @@ def _play_game(color: Color, opponent: type[Player], *, points: int, seed: int) 
 
 
 def _choose_action(game: Game, legal: list[Action], number: int) -> Action:
-    state = json.loads(json.dumps(build_turn_state(game, game.state.current_color(), "benchmark", number, legal)))
+    offered = [encode_action(action) for action in legal]
+    state = json.loads(json.dumps(build_turn_state(game, game.state.current_color(), "benchmark", number, offered)))
     return legal[state["legal_actions"].index(policy.choose_action(state))]

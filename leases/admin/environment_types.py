@@ -10,8 +10,15 @@ from unfold.decorators import display
 from leases.admin import spending
 from leases.models import EnvironmentType, LeaseStatus
 from sandboxes.admin.base.changelist import ListTab
-from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, format_duration, render_two_lines
+from sandboxes.admin.base.formatting import (
+    SummaryField,
+    build_changelist_url,
+    format_duration,
+    render_admin_link,
+    render_two_lines,
+)
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.models import PackVersion
 from sandboxes.models.policies import SEALED_POLICY_NAME
 
 
@@ -76,8 +83,11 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
     def get_page_context(self, request: HttpRequest, row: EnvironmentType) -> dict[str, Any]:
         active = row.leases.filter(status=LeaseStatus.ACTIVE).count()
         href = build_changelist_url("leases_lease", slice="active", environment_type__name__exact=row.name)
+        assigned = PackVersion.objects.filter(assignments__environment_type=row.name).only("pack", "version").first()
+        pack = render_admin_link("sandboxes_packversion", assigned.pk, str(assigned)) if assigned else "none"
         return {
             "facts": [
+                SummaryField("Pack", pack, note="skill of its sandboxes; changed by manage.py pack upgrade"),
                 SummaryField("Active leases", active, href=href),
                 SummaryField("Spend limit", spending.format_spend_limit(row.llm_limit), note="on model calls, per new lease"),
             ]

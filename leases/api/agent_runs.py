@@ -1,7 +1,7 @@
 """Agent runs of a lease: an agent CLI in the sandbox, its messages as server-sent events, and its interruption."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
@@ -34,7 +34,7 @@ from leases.api.base.fields import (
 )
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
-from leases.api.base.views import ApiRequest, LeaseApiView
+from leases.api.base.views import ApiRequest, ApiView, LeaseApiView
 from leases.api.command_threads import CommandThread
 from leases.api.queue_fields import (
     QueuedRunSerializer,
@@ -45,6 +45,7 @@ from leases.api.queue_fields import (
 )
 from leases.api.runs import SHELL_NAME_DESCRIPTION, SHELL_NAME_PATTERN, CwdField
 from leases.errors import InvalidRequest
+from leases.models import Lease
 from leases.queue import queue, runner
 from sandboxes.claims import KILL_GRACE
 from sandboxes.db import database_time
@@ -127,6 +128,7 @@ class NewAgentRunSerializer(QueueSerializer):
 
 class AgentRunSerializer(serializers.Serializer):
     run_id = serializers.UUIDField(help_text="Also the id of the run whose command is the CLI.")
+    lease_id = serializers.UUIDField()
     cli = serializers.CharField()
     model = serializers.CharField()
     state = serializers.ChoiceField(AgentRunState.choices)
@@ -154,9 +156,95 @@ class AgentRunSerializer(serializers.Serializer):
 NEW_AGENT_RUN_SERIALIZER = NewAgentRunSerializer()
 
 
-class AgentRunListView(LeaseApiView):
+class AgentRunStarter(ApiView):
+    """Start of an agent run, now or from the queue, in a lease to which the key has access."""
+
     max_body_bytes = 2 * MAX_PROMPT_BYTES
 
+    def start(self, find_lease: Callable[[], Lease], data: Mapping[str, Any], limits: AgentPolicy) -> HttpResponse:
+        """Start the run of a validated body in the lease, and respond once its command has begun; with `queued`, at once.
+
+        `limits` apply besides those of the lease's environment type. `find_lease` is called once the request is known to be no
+        repetition."""
+        default = min(settings.EXEC_TIMEOUT_MOST, settings.AGENT_RUN_TIMEOUT_MOST)
+        timeout = seconds_to_timedelta(data, "timeout_seconds") or default
+        if data["queued"]:
+            return self.execute_once(lambda run_id: self._enqueue(run_id, find_lease(), data, timeout, limits))
+        require_queued(data)
+
+        def rebuild(run: Run) -> StatusAndBody | None:
+            row = AgentRun.objects.filter(pk=run.pk).first()
+            return (201, serialize_agent_run(row)) if row else None
+
+        max_duration = settings.SANDBOX_START_TIMEOUT + timedelta(minutes=1) + 2 * KILL_GRACE
+        return self.execute_once(
+            lambda run_id: self._begin(run_id, find_lease(), data, timeout, limits),
+            max_duration=max_duration,
+            repeatable=False,
+            rebuild=rebuild,
+        )
+
+    def _begin(
+        self, run_id: UUID, lease: Lease, data: Mapping[str, Any], timeout: timedelta, limits: AgentPolicy
+    ) -> StatusAndBody:
+        context = shells.build_context(lease.pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
+        request = AgentRequest(data["cli"], build_options(lease, data, limits), context.env, context.cwd, timeout)
+        created = lifecycle.create(lease.pk, request, run_id=run_id, now=self.now, actor=self.actor)
+        actor, now = self.actor, self.now
+        thread = CommandThread(lambda started: lifecycle.execute(created, request, on_start=started.set, now=now, actor=actor))
+        thread.start_and_wait()
+        if thread.error is not None and not AgentRun.objects.filter(pk=run_id).exists():
+            raise thread.error  # nothing was executed
+        return 201, serialize_agent_run(lifecycle.find(lease.pk, run_id))
+
+    def _enqueue(
+        self, queued_run_id: UUID, lease: Lease, data: Mapping[str, Any], timeout: timedelta, limits: AgentPolicy
+    ) -> StatusAndBody:
+        """Add the run to the queue. Its options and its session are those of now, and its shell is that of the start."""
+        options = build_options(lease, data, limits)
+        CLIS[data["cli"]].check(options)
+        command = {
+            "kind": "agent_run",
+            "cli": data["cli"],
+            "argv": list(options.argv),
+            "options": {name: getattr(options, name) for name in QUEUED_OPTIONS},
+            "policy": options.policy.to_document(),
+            "cwd": data.get("cwd"),
+            "shell": data.get("shell"),
+            "timeout_seconds": int(timeout.total_seconds()),
+        }
+        secrets = {"env": data["env"], "prompt": options.prompt}
+        lease = leasing.require_active(lease.pk, now=self.now)
+        row = queue.enqueue(
+            queued_run_id, agent_did=lease.agent_did, lease=lease, pool=lease.pool, request=command, secrets=secrets,
+            options=build_queue_options(data), now=self.now, actor=self.actor,
+        )  # fmt: skip
+        runner.get_runner().notify()
+        return 202, serialize_queued_run(row)
+
+
+def build_options(lease: Lease, data: Mapping[str, Any], limits: AgentPolicy) -> AgentOptions:
+    """Build the options of a validated body. Its limits restrict `limits` and those of the environment type."""
+    requested = AgentPolicy(
+        tuple(data["allowed_tools"]), tuple(data["denied_commands"]), data.get("max_turns"), data.get("max_cost_usd")
+    )
+    session_id = data.get("session_id") or ""
+    if data["resume"]:
+        if session_id:
+            raise InvalidRequest("resume", "Either resume or session_id.")
+        session_id = lifecycle.find_last_session(lease.pk, data["cli"])
+    return AgentOptions(
+        data["prompt"],
+        model=data.get("model") or "",
+        permission_mode=data["permission_mode"],
+        system_prompt=data["system_prompt"],
+        session_id=session_id,
+        argv=tuple(data.get("argv") or ()),
+        policy=requested.restrict(limits).restrict(lifecycle.get_policy(lease)),
+    )
+
+
+class AgentRunListView(AgentRunStarter, LeaseApiView):
     @extend_schema(
         operation_id="leases_agent_runs_list",
         summary="List agent runs",
@@ -181,83 +269,7 @@ class AgentRunListView(LeaseApiView):
 
         Read the messages from the stream of the run. A client that goes away does not end the run. With `queued`, the answer is
         202 with the queued run, which a runner executes later."""
-        data = self.validate_body(NEW_AGENT_RUN_SERIALIZER)
-        default = min(settings.EXEC_TIMEOUT_MOST, settings.AGENT_RUN_TIMEOUT_MOST)
-        timeout = seconds_to_timedelta(data, "timeout_seconds") or default
-        if data["queued"]:
-            return self._enqueue(pk, data, timeout)
-        require_queued(data)
-
-        def act(run_id: UUID) -> StatusAndBody:
-            agent_request = self._build_request(pk, data, timeout)
-            created = lifecycle.create(pk, agent_request, run_id=run_id, now=self.now, actor=self.actor)
-            actor, now = self.actor, self.now
-            thread = CommandThread(
-                lambda started: lifecycle.execute(created, agent_request, on_start=started.set, now=now, actor=actor)
-            )
-            thread.start_and_wait()
-            if thread.error is not None and not AgentRun.objects.filter(pk=run_id).exists():
-                raise thread.error  # nothing was executed
-            return 201, serialize_agent_run(lifecycle.find(pk, run_id))
-
-        def rebuild(run: Run) -> StatusAndBody | None:
-            row = AgentRun.objects.filter(pk=run.pk).first()
-            return (201, serialize_agent_run(row)) if row else None
-
-        max_duration = settings.SANDBOX_START_TIMEOUT + timedelta(minutes=1) + 2 * KILL_GRACE
-        return self.execute_once(act, max_duration=max_duration, repeatable=False, rebuild=rebuild)
-
-    def _enqueue(self, pk: UUID, data: dict[str, Any], timeout: timedelta) -> HttpResponse:
-        """Add the run to the queue. Its options and its session are those of now, and its shell is that of the start."""
-        options = self._build_options(pk, data)
-        CLIS[data["cli"]].check(options)
-        command = {
-            "kind": "agent_run",
-            "cli": data["cli"],
-            "argv": list(options.argv),
-            "options": {name: getattr(options, name) for name in QUEUED_OPTIONS},
-            "policy": options.policy.to_document(),
-            "cwd": data.get("cwd"),
-            "shell": data.get("shell"),
-            "timeout_seconds": int(timeout.total_seconds()),
-        }
-        secrets = {"env": data["env"], "prompt": options.prompt}
-        queue_options = build_queue_options(data)
-
-        def act(queued_run_id: UUID) -> StatusAndBody:
-            lease = leasing.require_active(pk, now=self.now)
-            row = queue.enqueue(
-                queued_run_id, agent_did=lease.agent_did, lease=lease, pool=lease.pool, request=command, secrets=secrets,
-                options=queue_options, now=self.now, actor=self.actor,
-            )  # fmt: skip
-            runner.get_runner().notify()
-            return 202, serialize_queued_run(row)
-
-        return self.execute_once(act)
-
-    def _build_request(self, pk: UUID, data: Mapping[str, Any], timeout: timedelta) -> AgentRequest:
-        options = self._build_options(pk, data)
-        context = shells.build_context(pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
-        return AgentRequest(data["cli"], options, context.env, context.cwd, timeout)
-
-    def _build_options(self, pk: UUID, data: Mapping[str, Any]) -> AgentOptions:
-        requested = AgentPolicy(
-            tuple(data["allowed_tools"]), tuple(data["denied_commands"]), data.get("max_turns"), data.get("max_cost_usd")
-        )
-        session_id = data.get("session_id") or ""
-        if data["resume"]:
-            if session_id:
-                raise InvalidRequest("resume", "Either resume or session_id.")
-            session_id = lifecycle.find_last_session(pk, data["cli"])
-        return AgentOptions(
-            data["prompt"],
-            model=data.get("model") or "",
-            permission_mode=data["permission_mode"],
-            system_prompt=data["system_prompt"],
-            session_id=session_id,
-            argv=tuple(data.get("argv") or ()),
-            policy=requested.restrict(lifecycle.get_policy(self.lease)),
-        )
+        return self.start(lambda: self.lease, self.validate_body(NEW_AGENT_RUN_SERIALIZER), AgentPolicy())
 
 
 class AgentRunView(LeaseApiView):
@@ -303,6 +315,7 @@ def serialize_agent_runs(rows: Sequence[AgentRun]) -> list[dict[str, Any]]:
 def _serialize(row: AgentRun, result: AgentRunResult) -> dict[str, Any]:
     return {
         "run_id": str(row.pk),
+        "lease_id": str(row.lease_id),
         "cli": row.cli,
         "model": row.model,
         "state": row.state,

@@ -8,6 +8,7 @@ from sandboxes.admin import (
     identity,
     llm_calls,
     model_rates,
+    packs,
     policies,
     pools,
     processes,
@@ -21,6 +22,6 @@ from sandboxes.admin import (
 )
 
 __all__ = [
-    "agent_data", "data_events", "deliveries", "hosts", "identity", "llm_calls", "model_rates", "policies", "pools",
+    "agent_data", "data_events", "deliveries", "hosts", "identity", "llm_calls", "model_rates", "packs", "policies", "pools",
     "processes", "quotas", "readings", "runs", "sandboxes", "snapshots", "sweeps", "webhooks",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ class PackOrigin(TextChoices):
 class PackVersion(Model):
     """Immutable version of an environment pack: its manifest, its schemas and the files of its skill."""
 
-    pack = SlugField(max_length=63)
+    pack = SlugField(max_length=63, db_index=False)
     version = CharField(max_length=63)
     digest = CharField(max_length=64, help_text="SHA-256 of all files of the pack.")
     description = CharField(max_length=200, blank=True)

@@ -245,6 +245,7 @@ def test_facts_are_read_only_even_for_a_superuser() -> None:
     assert {page.model.__name__ for page in facts} == {
         "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement", "AgentRun", "QueuedRun",
+            "PackVersion",
     }  # fmt: skip
     for page in facts:
         assert not page.has_add_permission(request)

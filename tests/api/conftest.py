@@ -24,6 +24,7 @@ from leases.models import (
     Agent,
     AgentKey,
     AgentRun,
+    CatalogAgent,
     EnvironmentType,
     IdempotentRequest,
     Lease,
@@ -40,6 +41,7 @@ OPENAPI = Path(__file__).resolve().parents[2] / "controlplane" / "openapi.yaml"
 PATH_PARAMETERS = {
     "id": "{id}", "path": "a", "name": "a", "event_id": "x", "session_id": "s", "environment_id": "game-1",
     "run_id": str(uuid.UUID(int=1)), "process_id": str(uuid.UUID(int=1)), "did": ADA, "account": "house", "month": "2026-10",
+    "catalog_id": "sandbox:none",
 }  # fmt: skip
 ANY_BODY = {
     "argv": ["true"], "turn_number": 1, "state": {}, "snapshot_id": str(uuid.UUID(int=1)), "environment_id": "fork-1",
@@ -48,8 +50,8 @@ ANY_BODY = {
     "signal": "TERM", "offset": 0, "prompt": "x", "port": 8080, "path": "a", "target": "b", "method": "GET", "pattern": "x",
 }  # fmt: skip
 ALL_MODELS = (
-    Agent, AgentKey, AgentRun, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken, OrmQ, Pool, Process,
-    QueuedRun, Run, Sandbox, Shell, Snapshot, Transition, Turn,
+    Agent, AgentKey, AgentRun, CatalogAgent, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken, OrmQ, Pool,
+    Process, QueuedRun, Run, Sandbox, Shell, Snapshot, Transition, Turn,
 )  # fmt: skip
 
 

@@ -317,6 +317,7 @@ MAX_BODY_BYTES = {
     "exec": 16 << 20, "exec/stream": 16 << 20, "turns": (1 << 20) + 1024, "processes": 1 << 20, "files/a": 64 << 20,
     "archive": 1 << 30, "chat": 256 << 10, "audit": 256 << 10, "artifacts/a": 64 << 20, "runs": 32 << 20,
     "agent-runs": 2 << 20, "terminals": 1 << 20, "environments/game-1/events": (1 << 20) + 1024,
+    "agent-catalog/sandbox:none/runs": 2 << 20,
     f"processes/{uuid.UUID(int=1)}/stdin": 2 << 20,
 }  # fmt: skip
 

@@ -143,7 +143,7 @@ VERBS = {
     "remove_files": lambda p, ref: p.remove_files(ref, DATA, ["a"]),
     "clear": lambda p, ref: p.clear(ref, DATA),
     "read_range": lambda p, ref: p.read_range(ref, f"{DATA}/a", start=0, length=1),
-    "seed": lambda p, ref: p.seed(ref, "catan"),
+    "seed": lambda p, ref: p.seed(ref, "catan", pack(file("prompt.md", b"Play."))),
 }
 
 

@@ -35,9 +35,9 @@ class LiteralAgent:
 
 @pytest.fixture(scope="module")
 def game() -> tuple[LiteralAgent, list[Seat], list[Move]]:
-    """A game between two literal agents, to its end."""
+    """A game between three literal agents, to its end."""
     agent, moves = LiteralAgent(), list[Move]()
-    seats = [Seat(f"did:plc:{color.value}", agent, {"id": "x"}, color=color) for color in COLORS[:2]]  # type: ignore[arg-type]
+    seats = [Seat(f"did:plc:{color.value}", agent, {"id": "x"}, color=color) for color in COLORS[:3]]  # type: ignore[arg-type]
     catan.play(seats, "game", points=4, seed=3, on_move=moves.append)
     return agent, seats, moves
 
@@ -45,7 +45,8 @@ def game() -> tuple[LiteralAgent, list[Seat], list[Move]]:
 def test_every_answer_in_the_taught_form_is_played(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
     agent, seats, moves = game
     assert sum(seat.turns for seat in seats) == len(moves) == len(agent.states) > 20
-    assert [seat.skipped for seat in seats] == [0, 0]
+    assert [seat.skipped for seat in seats] == [0, 0, 0]
+    assert {move.action for move in moves} >= {"OFFER_TRADE", "ACCEPT_TRADE", "COUNTER_OFFER", "CONFIRM_TRADE"}
 
 
 def test_every_state_and_answer_matches_the_schemas_of_the_pack(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
@@ -58,9 +59,16 @@ def test_every_state_and_answer_matches_the_schemas_of_the_pack(game: tuple[Lite
 
 def test_every_field_that_the_prompt_names_is_in_the_state(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
     agent = game[0]
-    state = agent.states[-1]
+    state = next(state for state in agent.states if state["trade"])
     board = state["board"]
-    parts = (state["legal_actions"][0], next(iter(state["players"].values())), board, board["tiles"][0], board["nodes"][0])
+    parts = (
+        state["trade"],
+        state["legal_actions"][0],
+        next(iter(state["players"].values())),
+        board,
+        board["tiles"][0],
+        board["nodes"][0],
+    )
     known = {*state, "reason"}.union(*parts)
     assert set(NAME_PATTERN.findall(PROMPT)) - known == set()
     assert known - set(NAME_PATTERN.findall(PROMPT)) == {"environment_type", "game_id", "turn_number"}

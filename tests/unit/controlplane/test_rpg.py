@@ -169,9 +169,11 @@ def test_party_without_living_characters_is_defeated(tmp_path: Path) -> None:
 
 def test_agent_whose_lease_ends_leaves_the_party(tmp_path: Path) -> None:
     class LeavingAgent(SkilledAgent):
-        def call(self, method: str, path: str, body: State) -> State:
+        def call(self, method: str, path: str, body: State | None = None) -> State:
+            if body is None:
+                return {"end_reason": "ttl"}
             if len(self.states) == 3:
-                raise ApiError("410", status=410, code="lease_ended")
+                raise ApiError("the lease has ended", {"code": "lease_ended"})
             return super().call(method, path, body)
 
     campaign, _ = create([SkilledAgent(tmp_path / "a"), LeavingAgent(tmp_path / "b")], seed=9)

@@ -15,6 +15,7 @@ MIN_ROAD_TARGET_VALUE = 3.0
 MAX_ROAD_DISTANCE = 3
 MAX_SETTLEMENTS = 5
 MAX_CITIES = 4
+EMBARGO_POINTS = 6  # a leader with as many points gets no trade
 
 Action = dict[str, Any]
 
@@ -127,6 +128,48 @@ class _Scorer:
             if after < before and (rank == 0 or sum(self.seen.hand.values()) > 7):
                 return 200 - 10 * rank - after
         return -1
+
+    def _score_offer_trade(self, value: list[list[str]]) -> float:
+        """Score an offer by the goal that it completes. Cheaper than the bank, so it is tried first."""
+        gives, wants = value
+        for rank, goal in enumerate(self.goals):
+            if not self.seen.missing(goal):
+                return -1
+            if not self.seen.missing(goal, self._hand_after(gives, wants)):
+                return 850 - 100 * rank
+        return -1
+
+    def _score_accept_trade(self, _: None) -> float:
+        trade = self.state["trade"]
+        return 100 if self._is_gain(trade["wants"], trade["gives"], trade["from"]) else -1
+
+    def _score_counter_offer(self, value: list[list[str]]) -> float:
+        gives, wants = value
+        return 50 - len(gives) if self._is_gain(wants, gives, self.state["trade"]["from"]) else -1
+
+    def _score_confirm_trade(self, value: list[Any]) -> float:
+        partner, gives, wants = value
+        gain = self._is_gain(gives, wants, partner)
+        return 500 - 10 * self.seen.players[partner]["points"] - len(gives) if gain else -1
+
+    def _score_reject_trade(self, _: None) -> float:
+        return 0
+
+    def _score_cancel_trade(self, _: None) -> float:
+        return 0
+
+    def _is_gain(self, given: list[str], received: list[str], partner: str) -> bool:
+        """Return whether an exchange brings the best goal closer. A leader close to the victory gets nothing."""
+        points = {color: player["points"] for color, player in self.seen.players.items()}
+        if points[partner] >= EMBARGO_POINTS and points[partner] >= max(points.values()):
+            return False
+        before, after = self.seen.missing(self.goals[0]), self.seen.missing(self.goals[0], self._hand_after(given, received))
+        return sum(after.values()) < sum(before.values())
+
+    def _hand_after(self, given: list[str], received: list[str]) -> dict[str, int]:
+        change = Counter(received)
+        change.subtract(given)
+        return {kind: n + change[kind] for kind, n in self.seen.hand.items()}
 
     def _score_move_robber(self, value: list[Any]) -> float:
         coordinate, victim = value[0], value[1]

@@ -1,6 +1,7 @@
 # `make demo` and `make test` include their setup; `make help` lists all targets.
 PYTHON ?= python3
 PORT ?= 8000
+PACK ?= catan
 py = .venv/bin/python
 manage = $(py) manage.py
 
@@ -10,10 +11,10 @@ manage = $(py) manage.py
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-demo: install image ## play a game with agents in leased sandboxes; the server runs until Ctrl-C
+demo: install image ## play a game with agents in leased sandboxes, until Ctrl-C: make demo, make demo PACK=rpg
 	@$(manage) migrate --verbosity 0
 	@$(manage) quickstart
-	@exec $(manage) demo --port $(PORT)
+	@exec $(manage) demo --pack $(PACK) --port $(PORT)
 
 run: install ## run the control plane without the game
 	@exec $(manage) up --initialize --port $(PORT) --leave-nothing

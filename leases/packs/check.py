@@ -48,13 +48,14 @@ def check_pack(pack: PackFolder) -> CheckResult:
             result.problems.append(f"skill/prompt.md teaches {text}, which is not a valid action: {problem}")
     if not pack.examples:
         result.problems.append("examples has no state to play")
-    with tempfile.TemporaryDirectory() as data, _stand_in_model() as model:
-        _write_skill(Path(data) / "skills" / pack.name, pack.skill)
+    with _stand_in_model() as model:
         for name, state in pack.examples.items():
             if problem := _find_violation(Draft202012Validator(pack.schemas["state"]), state):
                 result.problems.append(f"examples/{name} does not match the schema of states: {problem}")
             for given in _build_answers(taught, state):
-                _play(pack, name, state, given, data, model, result)
+                with tempfile.TemporaryDirectory() as data:  # of an agent without history: a skill may store what it remembers
+                    _write_skill(Path(data) / "skills" / pack.name, pack.skill)
+                    _play(pack, name, state, given, data, model, result)
     return result
 
 

@@ -11,9 +11,12 @@ Environment variables:
 
 A skill with a policy.py (`choose_action`, `describe_state`) adds an analysis of the state to the prompt. The model's answer is
 then repaired to a legal action. Without such an answer the action of the policy is played, with "by": "heuristic".
+Two further functions are optional: `prepare_state(state, data)` returns the state to play, `record_turn(state, action, data)`
+the action to print. They keep what the agent remembers in its data. One that fails is reported on stderr and has no effect.
 
 Exits with code 1 and one line on stderr if there is no action."""
 
+import copy
 import http.client
 import importlib
 import json
@@ -53,8 +56,22 @@ def take_turn(text: str, env: dict[str, str]) -> dict[str, Any]:
         raise TurnFailed("the state on stdin is not a JSON object")
     kind = str(state.get("environment_type") or env.get("ENVIRONMENT_TYPE", ""))
     data = Path(env.get("LEASEHOLD_DATA") or "/data")
-    prompt, legal = load_prompt(kind, data), state.get("legal_actions")
-    heuristic, analysis = _consult_policy(kind, data, state) if isinstance(legal, list) and legal else (None, "")
+    policy = _load_policy(kind, data) if _has_legal_actions(state) else None
+    prepared = _call_hook(policy, "prepare_state", state, data)
+    if prepared is not None and _has_legal_actions(prepared):
+        state = prepared
+    action = _choose_action(policy, load_prompt(kind, data), state, env)
+    recorded = _call_hook(policy, "record_turn", state, action, data)
+    return action if recorded is None else recorded
+
+
+def _has_legal_actions(state: dict[str, Any]) -> bool:
+    return isinstance(state.get("legal_actions"), list) and bool(state["legal_actions"])
+
+
+def _choose_action(policy: ModuleType | None, prompt: str, state: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+    """Return the model's action, or else the action of the skill's policy. Raise TurnFailed."""
+    heuristic, analysis = _consult_policy(policy, state)
     messages = [
         {"role": "system", "content": f"{prompt}\n\n{analysis}" if analysis else prompt},
         {"role": "user", "content": json.dumps(state, ensure_ascii=False)},
@@ -67,7 +84,7 @@ def take_turn(text: str, env: dict[str, str]) -> dict[str, Any]:
     except TurnFailed as error:
         print(_to_single_line(f"take_turn: {error}; the heuristic plays"), file=sys.stderr)
         return heuristic
-    repaired = None if answer.get("by") == OFFLINE_MODEL else repair_action(answer, legal)
+    repaired = None if answer.get("by") == OFFLINE_MODEL else repair_action(answer, state["legal_actions"])
     return heuristic if repaired is None else repaired
 
 
@@ -91,7 +108,7 @@ def repair_action(answer: dict[str, Any], legal: list[Any]) -> dict[str, Any] | 
 
 
 def _normalize(text: str) -> str:
-    return " ".join(text.split()).casefold()
+    return " ".join(word for word in text.casefold().split() if word not in ("a", "an", "the"))
 
 
 def _compare_values(value: Any, legal: Any) -> tuple[int, int]:
@@ -106,20 +123,36 @@ def _flatten(value: Any) -> list[str]:
     return [] if value is None else [str(value).strip().upper()]
 
 
-def _consult_policy(kind: str, data: Path, state: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+def _consult_policy(policy: ModuleType | None, state: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """Return the action of the skill's policy and its analysis, (None, "") without a policy or if it fails."""
+    if policy is None:
+        return None, ""
     try:
-        policy = _load_policy(kind, data)
-        if policy is None:
-            return None, ""
         return {**policy.choose_action(state), "by": "heuristic"}, str(policy.describe_state(state))
     except Exception as error:  # the agent may have changed its skill
-        print(_to_single_line(f"take_turn: the policy failed: {type(error).__name__}: {error}"), file=sys.stderr)
+        _report_failure("the policy failed", error)
         return None, ""
 
 
+def _call_hook(policy: ModuleType | None, name: str, *args: Any) -> dict[str, Any] | None:
+    """Return the object that an optional function of the policy returns. None without the function, or if it fails."""
+    hook = getattr(policy, name, None)
+    if hook is None:
+        return None
+    try:
+        result = hook(*copy.deepcopy(args))  # a hook that fails has changed nothing
+        return result if isinstance(result, dict) else None
+    except Exception as error:
+        _report_failure(f"{name} failed", error)
+        return None
+
+
+def _report_failure(what: str, error: Exception) -> None:
+    print(_to_single_line(f"take_turn: {what}: {type(error).__name__}: {error}"), file=sys.stderr)
+
+
 def _load_policy(kind: str, data: Path) -> ModuleType | None:
-    """Import policy.py of the agent's skill, if there is one."""
+    """Import policy.py of the agent's skill. None if there is none or it cannot be imported."""
     folder = data / "skills" / kind
     if not re.fullmatch(SKILL_PATTERN, kind) or not (folder / "policy.py").is_file():
         return None
@@ -127,7 +160,11 @@ def _load_policy(kind: str, data: Path) -> ModuleType | None:
     package = ModuleType("skill")
     package.__path__ = [str(folder)]
     sys.modules["skill"] = package
-    return importlib.import_module("skill.policy")
+    try:
+        return importlib.import_module("skill.policy")
+    except Exception as error:  # the agent may have changed its skill
+        _report_failure("the policy failed", error)
+        return None
 
 
 def _ask_within_timeout(request: dict[str, Any], env: dict[str, str]) -> str:

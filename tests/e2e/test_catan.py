@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from controlplane import catan
-from controlplane.catan import COLORS, Client, Move, Seat
+from controlplane.games import catan
+from controlplane.games.catan import COLORS, Client, Move, Seat
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401
 from tests.support.waiting import wait_until
 
@@ -42,12 +42,12 @@ class Game:
         base = f"http://127.0.0.1:{fleet.port}"
         self.host = Client(base, fleet.key, PATIENCE_SECONDS)
         agents = {"did:web:ada.example.org": COLORS[0], "did:web:bob.example.org": COLORS[1]}
-        self.seats = [Seat(did, color, self.host) for did, color in agents.items()]
+        self.seats = [Seat(did, self.host, color=color) for did, color in agents.items()]
         self.moves: list[Move] = []
         self.disturbed: list[str] = []
         self.threads: list[threading.Thread] = []
         for seat in self.seats:
-            seat.join(ENVIRONMENT)
+            seat.join(ENVIRONMENT, "catan")
             self.exec(seat, 'cd /data/skills/catan && mv policy.py shipped.py && printf %s "$1" >policy.py', WAITING_POLICY)
 
     def exec(self, seat: Seat, script: str, *words: str) -> str:

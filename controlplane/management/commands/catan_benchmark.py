@@ -17,7 +17,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
-            from controlplane import catan_benchmark
+            from controlplane.games import catan_benchmark
         except ImportError:
             raise CommandError('The benchmark needs catanatron: pip install "leasehold[demo]".') from None
         games = options["games"]

@@ -1,4 +1,4 @@
-"""manage.py demo: start the control plane and play a game of Catan with agents in leased sandboxes."""
+"""manage.py demo: start the control plane and play a game with agents in leased sandboxes."""
 
 import os
 import signal
@@ -6,20 +6,25 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
+from io import StringIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import requests
+from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
+from controlplane.games import GAMES, DemoOptions
+from controlplane.games.client import ApiError, Client, Player, build_cost_rows, build_result_rows, post_condition
 from leases import api_keys
 from sandboxes.egress import nginx
 
 MANAGE_PY = Path(__file__).resolve().parents[3] / "manage.py"
 START_TIMEOUT_SECONDS = 60.0
 STOP_TIMEOUT_SECONDS = 60.0
+AGENT_NAMES = ("ada", "brook", "cleo", "dara")
 
 
 class StopRequested(Exception):
@@ -27,21 +32,23 @@ class StopRequested(Exception):
 
 
 class Command(BaseCommand):
-    help = "Start the control plane and play a game of Catan. Each player is an agent in a leased sandbox."
+    help = "Start the control plane and play Catan or a role-playing campaign. Each player is an agent in a leased sandbox."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--port", type=int, default=8000)
-        parser.add_argument("--agents", type=int, default=2, choices=[2, 3, 4])
-        parser.add_argument("--points", type=int, default=7, help="victory points that win the game (a full game has 10)")
+        parser.add_argument("--pack", choices=sorted(GAMES), default="catan", help="environment pack and its game")
+        parser.add_argument("--agents", type=int, choices=[2, 3, 4], help="default: 2 in Catan, 3 in a campaign")
+        parser.add_argument("--points", type=int, default=7, help="victory points that win Catan (a full game has 10)")
         parser.add_argument("--seed", type=int, help="random seed, to repeat a game")
         parser.add_argument("--exit", action="store_true", help="stop everything after the game")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        game = GAMES[options["pack"]]
         try:
-            from controlplane import catan
+            self.module = game.load()
         except ImportError:
-            raise CommandError('The demo needs catanatron: pip install "leasehold[demo]".') from None
-        self.catan = catan
+            raise CommandError(f'This demo needs {game.engine}: pip install "leasehold[{game.extra}]".') from None
+        options["agents"] = options["agents"] or game.agents
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.request_stop)
         base = f"http://127.0.0.1:{options['port']}"
@@ -56,50 +63,46 @@ class Command(BaseCommand):
                 sys.exit(up.wait())
         except StopRequested:
             self.print_line("Stopping ...")
-        except (requests.ConnectionError, catan.ApiError) as error:
+        except (requests.ConnectionError, ApiError) as error:
             raise CommandError(f"The game was aborted: {error}") from None
         finally:
             self.stop_control_plane(up)
 
     def play(self, up: "subprocess.Popen[bytes]", base: str, options: dict[str, Any]) -> None:
-        environment = f"catan-{os.urandom(4).hex()}"
+        pack, condition = options["pack"], self.module.CONDITION
+        environment = f"{pack}-{os.urandom(4).hex()}"
         host = self.create_client(base, [], operator=True, name="demo: game host")
-        seats = []
-        for name, color in zip(("ada", "brook", "cleo", "dara"), self.catan.COLORS[: options["agents"]], strict=False):
-            did = f"did:web:{name}.demo.invalid"
-            seat = self.catan.Seat(did, color, self.create_client(base, [did], operator=False, name=f"demo: {name}"))
-            started = time.monotonic()
-            seat.lease = seat.client.call(
-                "POST", f"/environments/{environment}/join", {"agent_did": did, "environment_type": "catan"}
-            )
-            seconds, provider = time.monotonic() - started, seat.lease["sandbox"]["provider"]
-            self.print_line(f"{did} joined {environment} as {color.value}: {provider} sandbox ready in {seconds:.1f} s")
-            seats.append(seat)
-
-        def on_move(move: Any) -> None:
-            self.print_line(
-                f"turn {sum(seat.turns for seat in seats):>3}  {move.seat.color.value:<6} {move.action:<24} "
-                f"{move.seconds:5.2f} s   {move.points}"
-            )
-
-        winner = self.catan.play(seats, environment, points=options["points"], seed=options["seed"], on_move=on_move)
-        self.print_line(f"{winner.did} wins." if winner else "Draw.")
-        outcome = f"{winner.did} wins" if winner else "draw"
-        ended = host.call("POST", f"/environments/{environment}/conditions", {"condition": "game.finished", "outcome": outcome})
-        self.print_line(f"game.finished posted: {len(ended['ended'])} leases ended; their sandboxes are being destroyed.")
+        players = [self.join(base, number, environment, pack) for number in range(options["agents"])]
+        demo_options = DemoOptions(points=options["points"], seed=options["seed"])
+        outcome = self.module.run_demo(players, environment, host, demo_options, self.print_line)
+        self.print_line(outcome)
+        ended = post_condition(host, environment, condition, outcome=outcome.rstrip("."))
+        self.print_line(f"{condition} posted: {len(ended)} leases ended; their sandboxes are being destroyed.")
         deadline = time.monotonic() + 75  # longer than the interval of the `reclaim` sweep, which is normally enqueued at once
         while time.monotonic() < deadline and up.poll() is None:
-            states = {seat.client.call("GET", f"/leases/{seat.lease['id']}")["status"] for seat in seats}
+            states = {player.client.call("GET", f"/leases/{player.lease['id']}")["status"] for player in players}
             if states == {"destroyed"}:
                 break
             time.sleep(0.2)
-        self.print_table(list(self.catan.build_result_rows(seats)))
+        self.print_table(list(build_result_rows(players)))
+        call_command("meter", stdout=StringIO())  # the sweep runs once a minute
+        self.print_table(list(build_cost_rows(host, environment)))
         self.print_line(f"admin     {base}/admin/     (user operator; manage.py quickstart printed its password)")
         self.print_line(f"API docs  {base}/api/docs")
 
-    def create_client(self, base: str, dids: list[str], *, operator: bool, name: str) -> Any:
+    def join(self, base: str, number: int, environment: str, pack: str) -> Player:
+        did = f"did:web:{AGENT_NAMES[number]}.demo.invalid"
+        client = self.create_client(base, [did], operator=False, name=f"demo: {AGENT_NAMES[number]}")
+        player: Player = self.module.create_player(number, did, client)
+        started = time.monotonic()
+        player.join(environment, pack)
+        seconds, provider = time.monotonic() - started, player.lease["sandbox"]["provider"]
+        self.print_line(f"{did} joined {environment} as {player.label}: {provider} sandbox ready in {seconds:.1f} s")
+        return player
+
+    def create_client(self, base: str, dids: list[str], *, operator: bool, name: str) -> Client:
         _, key = api_keys.issue_key(dids, operator=operator, name=name, now=timezone.now())
-        return self.catan.Client(base, key)
+        return Client(base, key)
 
     def wait_ready(self, up: "subprocess.Popen[bytes]", base: str) -> None:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS

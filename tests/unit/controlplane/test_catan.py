@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from controlplane import catan
-from controlplane.catan import COLORS, Move, Seat
+from controlplane.games import catan
+from controlplane.games.catan import COLORS, Move, Seat
 from leases.packs.folder import SHIPPED_DIRECTORY, read_folder
 from sandboxes.image import take_turn
 
@@ -37,7 +37,7 @@ class LiteralAgent:
 def game() -> tuple[LiteralAgent, list[Seat], list[Move]]:
     """A game between three literal agents, to its end."""
     agent, moves = LiteralAgent(), list[Move]()
-    seats = [Seat(f"did:plc:{color.value}", color, agent, {"id": "x"}) for color in COLORS[:3]]  # type: ignore[arg-type]
+    seats = [Seat(f"did:plc:{color.value}", agent, {"id": "x"}, color=color) for color in COLORS[:3]]  # type: ignore[arg-type]
     catan.play(seats, "game", points=4, seed=3, on_move=moves.append)
     return agent, seats, moves
 
@@ -94,6 +94,6 @@ def test_action_that_is_not_offered_is_counted_as_skipped() -> None:
             return {**super().call(method, path, body), "action": {"action": "build_city", "position": 12}}
 
     agent = IllegalAgent()
-    seats = [Seat(f"did:plc:{color.value}", color, agent, {"id": "x"}) for color in COLORS[:2]]  # type: ignore[arg-type]
+    seats = [Seat(f"did:plc:{color.value}", agent, {"id": "x"}, color=color) for color in COLORS[:2]]  # type: ignore[arg-type]
     catan.play(seats, "game", points=2, seed=3, on_move=lambda move: None)
     assert all(seat.skipped == seat.turns > 0 for seat in seats)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from controlplane.catan_benchmark import run_games
+from controlplane.games.catan_benchmark import run_games
 
 
 @pytest.mark.parametrize("opponent", ["random", "weighted"])

@@ -9,9 +9,9 @@ from catanatron import Color, Game, RandomPlayer
 from catanatron.models.enums import RESOURCES, ActionPrompt
 from catanatron.state_functions import player_freqdeck_add, player_num_resource_cards
 
-from controlplane import catan
-from controlplane.catan import COLORS, Seat, build_turn_state
-from controlplane.catan_trading import Encoded, OfferBook, Trade, negotiate
+from controlplane.games import catan
+from controlplane.games.catan import COLORS, Seat, build_turn_state
+from controlplane.games.catan_trading import Encoded, OfferBook, Trade, negotiate
 from leases.packs.shipped.catan.skill import policy
 
 RED, BLUE, ORANGE = COLORS[:3]
@@ -115,7 +115,7 @@ class PolicyAgent:
 
 def test_heuristics_trade_with_each_other_in_a_whole_game() -> None:
     moves: Counter[str] = Counter()
-    seats = [Seat(f"did:plc:{color.value}", color, PolicyAgent(), {"id": "x"}) for color in COLORS[:4]]  # type: ignore[arg-type]
+    seats = [Seat(f"did:plc:{color.value}", PolicyAgent(), {"id": "x"}, color=color) for color in COLORS[:4]]  # type: ignore[arg-type]
     winner = catan.play(seats, "game", points=8, seed=1, on_move=lambda move: moves.update([move.action]))
     assert winner is not None and [seat.skipped for seat in seats] == [0] * 4
     assert moves["CONFIRM_TRADE"] > 0, moves

@@ -187,3 +187,67 @@ def test_failing_policy_leaves_the_turn_to_the_model(data: str) -> None:
     with run_scripted_server(say('{"type": "END_TURN"}')) as model:
         done = turn_with(model, {"environment_type": "maze", "legal_actions": LEGAL}, LEASEHOLD_DATA=data)
     assert (done.returncode, json.loads(done.stdout)) == (0, {"type": "END_TURN"})
+
+
+COMMANDS = ["wait", "go north", "take key from chest"]
+HOOKS = """
+from pathlib import Path
+
+def prepare_state(state, data):
+    counter = Path(data) / "turns"
+    return {**state, "turns_before": int(counter.read_text()) if counter.exists() else 0}
+
+def record_turn(state, action, data):
+    (Path(data) / "turns").write_text(str(state["turns_before"] + 1))
+    return {**action, "turns_before": state["turns_before"]}
+
+def choose_action(state):
+    return {"action": state["legal_actions"][-1]}
+
+def describe_state(state):
+    return ""
+"""
+HOOKED_HEURISTIC = {"action": "take key from chest", "by": "heuristic"}
+
+
+@pytest.fixture
+def hooked(data: str) -> Path:
+    """Agent's data with a skill whose policy keeps the number of turns."""
+    (Path(data) / "skills" / "maze" / "policy.py").write_text(HOOKS)
+    return Path(data)
+
+
+@pytest.mark.parametrize(
+    ("answer", "played"),
+    [
+        ("Go  North", {"action": "go north"}),
+        ("take the key from the chest", {"action": "take key from chest"}),
+        ("take the sword", HOOKED_HEURISTIC),
+    ],
+)
+def test_action_in_words_is_repaired_if_it_is_the_same_but_for_case_and_articles(
+    hooked: Path, answer: str, played: dict[str, object]
+) -> None:
+    with run_scripted_server(say(json.dumps({"action": answer}))) as model:
+        done = turn_with(model, {"environment_type": "maze", "legal_actions": COMMANDS}, LEASEHOLD_DATA=str(hooked))
+    assert json.loads(done.stdout) == {**played, "turns_before": 0}
+
+
+def test_hooks_prepare_the_state_and_record_the_turn(hooked: Path) -> None:
+    with run_scripted_server(say('{"action": "wait"}')) as model:
+        for turns_before in range(2):
+            done = turn_with(model, {"environment_type": "maze", "legal_actions": COMMANDS}, LEASEHOLD_DATA=str(hooked))
+            assert json.loads(done.stdout) == {"action": "wait", "turns_before": turns_before}
+        states = [json.loads(json.loads(request.body)["messages"][1]["content"]) for request in model.seen]
+    assert [state["turns_before"] for state in states] == [0, 1]
+    assert (hooked / "turns").read_text() == "2"
+
+
+@pytest.mark.parametrize("hook", ["prepare_state", "record_turn"])
+@pytest.mark.parametrize("body", ["args[0].clear(); raise RuntimeError('out of ink')", "return 'no object'"])
+def test_failing_hook_has_no_effect(hooked: Path, hook: str, body: str) -> None:
+    (hooked / "skills" / "maze" / "policy.py").write_text(f"{POLICY}\ndef {hook}(*args):\n    {body}\n")
+    with run_scripted_server(say('{"action": "wait"}')) as model:
+        done = turn_with(model, {"environment_type": "maze", "legal_actions": [{"type": "X"}]}, LEASEHOLD_DATA=str(hooked))
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"type": "X", "reason": "policy", "by": "heuristic"})
+    assert ("out of ink" in done.stderr) == ("raise" in body)

@@ -8,7 +8,7 @@ from catanatron.models.enums import Action
 from catanatron.models.player import Player
 from catanatron.players.weighted_random import WeightedRandomPlayer
 
-from controlplane.catan import MAX_MOVES, build_turn_state, encode_action
+from controlplane.games.catan import MAX_MOVES, build_turn_state, encode_action
 from leases.packs.shipped.catan.skill import policy
 
 OPPONENTS: dict[str, type[Player]] = {"random": RandomPlayer, "weighted": WeightedRandomPlayer}

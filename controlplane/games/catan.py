@@ -1,15 +1,13 @@
-"""Game host of the demo: a game of Catan whose players are agents in leased sandboxes.
+"""Game host of Catan: a game whose players are agents in leased sandboxes.
 
-The host uses the control plane only through the HTTP API, as any environment does. The rules come from `catanatron` (an
-optional extra, GPL-3.0). An agent's action is checked against the legal actions before it is played."""
+The rules come from `catanatron` (an optional extra, GPL-3.0). An agent's action is checked against the legal actions before it
+is played."""
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import requests
 from catanatron import Color, Game, RandomPlayer
 from catanatron.json import GameEncoder
 from catanatron.models.board import get_edges
@@ -27,90 +25,24 @@ from catanatron.state_functions import (
     player_num_resource_cards,
 )
 
-from controlplane.catan_trading import TRADE_TYPES, OfferBook, Trade, negotiate
+from controlplane.games import DemoOptions
+from controlplane.games.catan_trading import TRADE_TYPES, OfferBook, Trade, negotiate
+from controlplane.games.client import Client, Player
 
+CONDITION = "game.finished"
 COLORS = (Color.RED, Color.BLUE, Color.ORANGE, Color.WHITE)
-RETRY_INTERVAL_SECONDS = 0.5
-MAX_REJOINS = 3  # for one turn
 MAX_MOVES = 4000  # forced moves included; a longer game is a draw
 
 
-class ApiError(Exception):
-    """The control plane responded with a problem document."""
-
-    def __init__(self, message: str, problem: Mapping[str, Any]) -> None:
-        self.code = str(problem.get("code", ""))
-        super().__init__(message)
-
-
-class RetryableError(ApiError):
-    """The same request may succeed later."""
-
-
 @dataclass
-class Client:
-    """HTTP client for agents and the game host, with one API key.
+class Seat(Player):
+    """A player with a color."""
 
-    A request that may succeed later, or whose server is gone, is repeated for `patience_seconds`. All requests of a game are
-    idempotent: a lease by agent and environment, a turn by its number, the end by its condition."""
+    color: Color = COLORS[0]
 
-    base: str
-    key: str
-    patience_seconds: float = 0.0
-
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float = 300) -> dict[str, Any]:
-        deadline = time.monotonic() + self.patience_seconds
-        while True:
-            try:
-                return self._send(method, path, body, timeout)
-            except (requests.ConnectionError, requests.Timeout, RetryableError):
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(RETRY_INTERVAL_SECONDS)
-
-    def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {self.key}"}
-        response = requests.request(method, f"{self.base}/api/v1{path}", json=body, timeout=timeout, headers=headers)
-        document: dict[str, Any] = response.json()
-        if response.status_code < 400:
-            return document
-        error = RetryableError if document.get("retryable") else ApiError
-        raise error(f"{method} {path}: {response.status_code} {document.get('detail', '')}", document)
-
-
-@dataclass
-class Seat:
-    """A player: an agent, its color and its lease."""
-
-    did: str
-    color: Color
-    client: Client
-    lease: dict[str, Any] = field(default_factory=dict)
-    turns: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    lost_leases: list[str] = field(default_factory=list)
-
-    def join(self, environment: str) -> None:
-        """Acquire a lease and start its sandbox, with the agent's /data. Idempotent."""
-        body = {"agent_did": self.did, "environment_type": "catan"}
-        self.lease = self.client.call("POST", f"/environments/{environment}/join", body)
-
-    def take_turn(self, environment: str, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Play a turn. If the sandbox is lost in it, the agent joins again, and plays the turn in a new sandbox.
-
-        The game has not seen an action of the lost turn, so no action is executed twice."""
-        body = {"turn_number": number, "state": state}
-        for _ in range(MAX_REJOINS):
-            try:
-                return self.client.call("POST", f"/leases/{self.lease['id']}/turns", body)
-            except ApiError as error:
-                lease = self.client.call("GET", f"/leases/{self.lease['id']}")
-                if error.code not in ("lease_ended", "sandbox_lost") or lease["end_reason"] != "lost":
-                    raise
-            self.lost_leases.append(self.lease["id"])
-            self.join(environment)
-        return self.client.call("POST", f"/leases/{self.lease['id']}/turns", body)
+    @property
+    def label(self) -> str:
+        return str(self.color.value)
 
 
 @dataclass(frozen=True)
@@ -122,6 +54,25 @@ class Move:
     action: str
     seconds: float
     points: str
+
+
+def create_player(number: int, did: str, client: Client) -> Seat:
+    return Seat(did, client, color=COLORS[number])
+
+
+def run_demo(
+    players: list[Seat], environment: str, host: Client, options: DemoOptions, print_line: Callable[[str], None]
+) -> str:
+    """Play one game, print each decision, and return the outcome."""
+
+    def on_move(move: Move) -> None:
+        print_line(
+            f"turn {sum(seat.turns for seat in players):>3}  {move.seat.label:<6} {move.action:<24} "
+            f"{move.seconds:5.2f} s   {move.points}"
+        )
+
+    winner = play(players, environment, points=options.points, seed=options.seed, on_move=on_move)
+    return f"{winner.did} wins." if winner else "Draw."
 
 
 def play(seats: list[Seat], environment: str, *, points: int, seed: int | None, on_move: Callable[[Move], None]) -> Seat | None:
@@ -172,8 +123,7 @@ class _Table:
         seat = self.seats[color]
         number = seat.turns + 1
         state = build_turn_state(self.game, color, self.environment, number, legal, trade=trade, offers=self.offers)
-        turn = seat.take_turn(self.environment, number, state)
-        seat.turns, seat.seconds = number, seat.seconds + turn["duration_seconds"]
+        turn = seat.take_turn(state)
         chosen = {"type": turn["action"].get("type"), "value": turn["action"].get("value")}
         if turn["skipped"] or chosen not in legal:
             seat.skipped += 1
@@ -272,19 +222,3 @@ def _list_trade_rates(ports: set[str | None]) -> dict[str, int]:
 
 def _format_score(game: Game) -> str:
     return " ".join(f"{color.value}:{get_actual_victory_points(game.state, color)}" for color in game.state.colors)
-
-
-def build_result_rows(seats: list[Seat]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the final table, the heading first."""
-    yield ("agent", "lease", "status", "provider", "turns", "skipped", "seconds alive")
-    for seat in seats:
-        lease = seat.client.call("GET", f"/leases/{seat.lease['id']}")
-        yield (
-            seat.did,
-            seat.lease["id"],
-            f"{lease['status']} ({lease['end_reason']})" if lease["end_reason"] else lease["status"],
-            seat.lease["sandbox"]["provider"],
-            str(seat.turns),
-            str(seat.skipped),
-            f"{lease['seconds_alive']:.1f}",
-        )

@@ -1,0 +1,1 @@
+"""Role-playing campaign of two to four characters. docs/rpg.md has the rules."""

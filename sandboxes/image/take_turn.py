@@ -11,6 +11,8 @@ Environment variables:
 
 A skill with a policy.py (`choose_action`, `describe_state`) adds an analysis of the state to the prompt. The model's answer is
 then repaired to a legal action. Without such an answer the action of the policy is played, with "by": "heuristic".
+It may have `TOOLS`, which the model may call before it answers: a dictionary of names, each with `call`, a function of the
+state and the model's arguments, and `schema`, its description and parameters.
 Two further functions are optional: `prepare_state(state, data)` returns the state to play, `record_turn(state, action, data)`
 the action to print. They keep what the agent remembers in its data. One that fails is reported on stderr and has no effect.
 
@@ -33,6 +35,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 MODEL_TIMEOUT_SECONDS = 55.0  # a turn has 60 s
+MAX_TOOL_ROUNDS = 4  # answers of the model with tool calls, in one turn
+MAX_CALLS_PER_ROUND = 8
 SKILL_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 OFFLINE_MODEL = "leasehold-offline-policy"  # its answers know no game: the skill's policy is preferred
 DEFAULT_PROMPT = (
@@ -78,14 +82,43 @@ def _choose_action(policy: ModuleType | None, prompt: str, state: dict[str, Any]
     ]
     request = {"model": env.get("MODEL") or "default", "messages": messages}
     if heuristic is None:
-        return extract_first_object(ask_model(request, env))
+        return extract_first_object(_get_text(ask_model(request, env)))
     try:
-        answer = extract_first_object(_ask_within_timeout(request, env))
+        answer = extract_first_object(_converse(policy, request, state, env))
     except TurnFailed as error:
         print(_to_single_line(f"take_turn: {error}; the heuristic plays"), file=sys.stderr)
         return heuristic
     repaired = None if answer.get("by") == OFFLINE_MODEL else repair_action(answer, state["legal_actions"])
     return heuristic if repaired is None else repaired
+
+
+def _converse(policy: ModuleType | None, request: dict[str, Any], state: dict[str, Any], env: dict[str, str]) -> str:
+    """Return the model's text, after the tools of the policy that it calls. Raise TurnFailed, also after the timeout."""
+    deadline = time.monotonic() + _read_timeout(env)
+    tools = getattr(policy, "TOOLS", None) or {}
+    offered = [{"type": "function", "function": {"name": name, **tool["schema"]}} for name, tool in tools.items()]
+    for rounds_left in range(MAX_TOOL_ROUNDS, -1, -1):
+        options = {"tools": offered, **({} if rounds_left else {"tool_choice": "none"})} if offered else {}
+        message = _ask_within_timeout({**request, **options}, env, deadline - time.monotonic())
+        calls = message.get("tool_calls")
+        if not offered or not rounds_left or not isinstance(calls, list) or not calls:
+            break
+        results = [_call_tool(tools, call, state) for call in calls[:MAX_CALLS_PER_ROUND]]
+        answered = {"role": "assistant", "content": message.get("content"), "tool_calls": calls[:MAX_CALLS_PER_ROUND]}
+        request = {**request, "messages": [*request["messages"], answered, *results]}
+    return _get_text(message)
+
+
+def _call_tool(tools: dict[str, Any], call: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with the result of a tool call. A failure is a result, which the model may correct."""
+    try:
+        function = call["function"]
+        arguments = json.loads(function["arguments"] or "{}")
+        result = tools[function["name"]]["call"](copy.deepcopy(state), **arguments)
+    except Exception as error:
+        result = {"error": _to_single_line(f"{type(error).__name__}: {error}")}
+    call_id = call.get("id") if isinstance(call, dict) else None
+    return {"role": "tool", "tool_call_id": call_id, "content": json.dumps(result, ensure_ascii=False, default=str)}
 
 
 def repair_action(answer: dict[str, Any], legal: list[Any]) -> dict[str, Any] | None:
@@ -167,9 +200,9 @@ def _load_policy(kind: str, data: Path) -> ModuleType | None:
         return None
 
 
-def _ask_within_timeout(request: dict[str, Any], env: dict[str, str]) -> str:
-    """Return the model's text. Raise TurnFailed, also if the whole answer takes longer than the timeout."""
-    results: list[str | TurnFailed] = []
+def _ask_within_timeout(request: dict[str, Any], env: dict[str, str], seconds: float) -> dict[str, Any]:
+    """Return the model's message. Raise TurnFailed, also if the whole answer takes longer than the timeout."""
+    results: list[dict[str, Any] | TurnFailed] = []
 
     def ask() -> None:
         try:
@@ -179,7 +212,7 @@ def _ask_within_timeout(request: dict[str, Any], env: dict[str, str]) -> str:
 
     thread = threading.Thread(target=ask, daemon=True)  # does not delay the exit
     thread.start()
-    thread.join(_read_timeout(env))
+    thread.join(max(0.0, seconds))
     result = results[0] if results else TurnFailed("the model did not answer in time")
     if isinstance(result, TurnFailed):
         raise result
@@ -201,8 +234,8 @@ def load_prompt(kind: str, data: Path) -> str:
     return DEFAULT_PROMPT
 
 
-def ask_model(request: dict[str, Any], env: dict[str, str]) -> str:
-    """Return the model's text. Retries as requested by Retry-After, within the timeout. Raise TurnFailed."""
+def ask_model(request: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+    """Return the model's message. Retries as requested by Retry-After, within the timeout. Raise TurnFailed."""
     deadline = time.monotonic() + MODEL_TIMEOUT_SECONDS
     while True:
         status, content, retry_after = _post(request, env)
@@ -212,11 +245,18 @@ def ask_model(request: dict[str, Any], env: dict[str, str]) -> str:
     if status != 200:
         raise TurnFailed(f"the model answered {status}: {_to_single_line(content.decode(errors='replace'))}")
     try:
-        text = json.loads(content)["choices"][0]["message"]["content"]
+        message = json.loads(content)["choices"][0]["message"]
     except (ValueError, LookupError, TypeError) as error:
         raise TurnFailed(
             f"the model's answer is not a chat completion: {_to_single_line(content.decode(errors='replace'))}"
         ) from error
+    if not isinstance(message, dict):
+        raise TurnFailed("the model's answer is not a chat completion")
+    return message
+
+
+def _get_text(message: dict[str, Any]) -> str:
+    text = message.get("content")
     if not isinstance(text, str):
         raise TurnFailed("the model answered without text")
     return text

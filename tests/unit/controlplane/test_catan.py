@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 from controlplane.games import catan
 from controlplane.games.catan import COLORS, Move, Seat
 from leases.packs.folder import SHIPPED_DIRECTORY, read_folder
+from leases.packs.shipped.catan.skill import policy
 from sandboxes.image import take_turn
 
 PACK = read_folder(SHIPPED_DIRECTORY / "catan")
@@ -33,8 +34,11 @@ class LiteralAgent:
         return {"action": json.loads(json.dumps(action)), "skipped": False, "duration_seconds": 0.0}
 
 
+GameFixture = tuple[LiteralAgent, list[Seat], list[Move]]
+
+
 @pytest.fixture(scope="module")
-def game() -> tuple[LiteralAgent, list[Seat], list[Move]]:
+def game() -> GameFixture:
     """A game between three literal agents, to its end."""
     agent, moves = LiteralAgent(), list[Move]()
     seats = [Seat(f"did:plc:{color.value}", agent, {"id": "x"}, color=color) for color in COLORS[:3]]  # type: ignore[arg-type]
@@ -42,14 +46,14 @@ def game() -> tuple[LiteralAgent, list[Seat], list[Move]]:
     return agent, seats, moves
 
 
-def test_every_answer_in_the_taught_form_is_played(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
+def test_every_answer_in_the_taught_form_is_played(game: GameFixture) -> None:
     agent, seats, moves = game
     assert sum(seat.turns for seat in seats) == len(moves) == len(agent.states) > 20
     assert [seat.skipped for seat in seats] == [0, 0, 0]
     assert {move.action for move in moves} >= {"OFFER_TRADE", "ACCEPT_TRADE", "COUNTER_OFFER", "CONFIRM_TRADE"}
 
 
-def test_every_state_and_answer_matches_the_schemas_of_the_pack(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
+def test_every_state_and_answer_matches_the_schemas_of_the_pack(game: GameFixture) -> None:
     check_state, check_action = (Draft202012Validator(PACK.schemas[key]).validate for key in ("state", "action"))
     for state in game[0].states[:: max(1, len(game[0].states) // 50)]:
         check_state(state)
@@ -57,7 +61,7 @@ def test_every_state_and_answer_matches_the_schemas_of_the_pack(game: tuple[Lite
             check_action(action)
 
 
-def test_every_field_that_the_prompt_names_is_in_the_state(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
+def test_every_field_that_the_prompt_names_is_in_the_state(game: GameFixture) -> None:
     agent = game[0]
     state = next(state for state in agent.states if state["trade"])
     board = state["board"]
@@ -74,7 +78,7 @@ def test_every_field_that_the_prompt_names_is_in_the_state(game: tuple[LiteralAg
     assert known - set(NAME_PATTERN.findall(PROMPT)) == {"environment_type", "game_id", "turn_number"}
 
 
-def test_state_describes_the_board_compactly(game: tuple[LiteralAgent, list[Seat], list[Move]]) -> None:
+def test_state_describes_the_board_compactly(game: GameFixture) -> None:
     states = game[0].states
     assert {state["phase"] for state in states} >= {"SETUP", "AFTER_ROLL"}
     for state in states:
@@ -97,3 +101,31 @@ def test_action_that_is_not_offered_is_counted_as_skipped() -> None:
     seats = [Seat(f"did:plc:{color.value}", agent, {"id": "x"}, color=color) for color in COLORS[:2]]  # type: ignore[arg-type]
     catan.play(seats, "game", points=2, seed=3, on_move=lambda move: None)
     assert all(seat.skipped == seat.turns > 0 for seat in seats)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "keys"),
+    [
+        ("evaluate_node", {"node": 0}, {"pips", "tiles", "port", "port_value", "is_free", "is_reachable"}),
+        ("evaluate_builds", {}, {"missing", "bank_rates"}),
+        ("evaluate_trade", {"gives": [], "gets": ["ORE"]}, {"missing", "hand"}),
+        ("evaluate_robber", {"tile": 3}, {"RED", "BLUE", "ORANGE"}),
+    ],
+)
+def test_tools_answer_for_every_state(name: str, arguments: dict[str, Any], keys: set[str], game: GameFixture) -> None:
+    tool = policy.TOOLS[name]
+    assert set(tool["schema"]["parameters"]["properties"]) == set(arguments)
+    for state in game[0].states[::25]:
+        result = tool["call"](state, **arguments)
+        assert set(result) == keys and json.loads(json.dumps(result)) == result
+
+
+def test_tools_evaluate_a_trade_and_suggest_legal_actions(game: GameFixture) -> None:
+    state = next(state for state in game[0].states if state["hand"]["WOOD"] and not state["hand"]["ORE"])
+    before, after = (policy.TOOLS["evaluate_trade"]["call"](state, gives, ["ORE"]) for gives in ([], ["WOOD"]))
+    assert (after["hand"]["WOOD"], after["hand"]["ORE"]) == (state["hand"]["WOOD"] - 1, 1)
+    assert after["missing"]["CITY"]["ORE"] == before["missing"]["CITY"]["ORE"] == 2
+    with pytest.raises(ValueError, match="not in your hand"):
+        policy.TOOLS["evaluate_trade"]["call"](state, ["ORE"], [])
+    suggested = policy.TOOLS["suggest_actions"]["call"](state)
+    assert suggested[0] == policy.choose_action(state) and all(action in state["legal_actions"] for action in suggested)

@@ -182,6 +182,48 @@ def test_policy_plays_when_the_model_takes_too_long(data: str) -> None:
     assert "in time" in done.stderr
 
 
+TOOLS = """
+def measure(state, way):
+    return {"steps": {"left": 3}[way], "turn": state["turn"]}
+
+TOOLS = {"measure": {"call": measure, "schema": {"description": "Steps of a way.", "parameters": {"type": "object"}}}}
+"""
+
+
+def call_tools(*calls: tuple[str, str]) -> Responder:
+    tool_calls = [
+        {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return respond(200, json.dumps({"choices": [{"message": {"content": None, "tool_calls": tool_calls}}]}).encode())
+
+
+def test_model_calls_tools_of_the_policy_before_it_answers(data: str) -> None:
+    policy = Path(data) / "skills" / "maze" / "policy.py"
+    policy.write_text(POLICY + TOOLS)
+    wrong = [("measure", '{"way": "up"}'), ("measure", "no json"), ("unknown", "{}")]
+    script = (call_tools(("measure", '{"way": "left"}')), call_tools(*wrong), say('{"type": "END_TURN"}'))
+    with run_scripted_server(*script) as model:
+        done = turn_with(model, {"environment_type": "maze", "turn": 7, "legal_actions": LEGAL}, LEASEHOLD_DATA=data)
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"type": "END_TURN", "value": None})
+    first, _, last = (json.loads(request.body) for request in model.seen)
+    assert first["tools"][0]["function"]["name"] == "measure"
+    results = [message for message in last["messages"] if message["role"] == "tool"]
+    assert json.loads(results[0]["content"]) == {"steps": 3, "turn": 7}
+    assert [sorted(json.loads(result["content"])) for result in results[1:]] == [["error"]] * 3
+    assert [result["tool_call_id"] for result in results] == ["c0", "c0", "c1", "c2"]
+
+
+def test_tool_calls_without_end_are_cut_off(data: str) -> None:
+    (Path(data) / "skills" / "maze" / "policy.py").write_text(POLICY + TOOLS)
+    script = [call_tools(("measure", '{"way": "left"}'))] * 10
+    with run_scripted_server(*script) as model:
+        done = turn_with(model, {"environment_type": "maze", "turn": 7, "legal_actions": LEGAL}, LEASEHOLD_DATA=data)
+    assert (done.returncode, json.loads(done.stdout)) == (0, HEURISTIC)
+    assert len(model.seen) == 5
+    assert json.loads(model.seen[-1].body)["tool_choice"] == "none"
+
+
 def test_failing_policy_leaves_the_turn_to_the_model(data: str) -> None:
     (Path(data) / "skills" / "maze" / "reasons.py").write_text("broken(")
     with run_scripted_server(say('{"type": "END_TURN"}')) as model:

@@ -6,8 +6,10 @@ from collections import Counter
 from typing import Any
 
 from .analysis import COSTS, RESOURCES, Analysis, describe_state
+from .tools import MAX_RANKED
+from .tools import TOOLS as TOOLS_OF_STATES
 
-__all__ = ["choose_action", "describe_state", "rank_actions"]
+__all__ = ["TOOLS", "choose_action", "describe_state", "rank_actions"]
 
 WEIGHTS = {"WOOD": 1.0, "BRICK": 1.0, "SHEEP": 0.8, "WHEAT": 1.2, "ORE": 1.1}
 NEW_RESOURCE_BONUS = 2.0
@@ -36,6 +38,23 @@ def rank_actions(state: dict[str, Any]) -> list[Action]:
         return -round(scorer.score(action), 6), hashlib.sha256(seed + text.encode()).digest()
 
     return sorted(state["legal_actions"], key=key)
+
+
+def suggest_actions(state: dict[str, Any]) -> list[Action]:
+    """Return the legal actions that the heuristic prefers, best first."""
+    return rank_actions(state)[:MAX_RANKED]
+
+
+TOOLS: dict[str, dict[str, Any]] = {
+    **TOOLS_OF_STATES,
+    "suggest_actions": {
+        "call": suggest_actions,
+        "schema": {
+            "description": f"The {MAX_RANKED} legal actions that a heuristic prefers, best first.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    },
+}
 
 
 class _Scorer:

@@ -32,6 +32,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.InvalidRequest: 400,
     leases.NotAllowed: 403,
     leases.KeyExpired: 401,
+    leases.InvalidSignature: 401,
     leases.SignedUrlInvalid: 401,
     leases.SignedUrlExpired: 401,
     leases.InsufficientScope: 403,

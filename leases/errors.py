@@ -105,6 +105,12 @@ class EnvironmentEnded(LeaseError):
     code = "environment_ended"
 
 
+class InvalidSignature(LeaseError):
+    """The signature of the event is not valid."""
+
+    code = "invalid_signature"
+
+
 class NoActiveLease(LeaseError):
     """The agent has no active lease in this environment. Join the environment first."""
 

@@ -344,11 +344,15 @@ def _build_member_row(
         player=players.get(lease.pk),
         lease=render_two_lines(
             render_admin_link("leases_lease", lease.pk, render_badge(lease.status)),
-            format_html("{} {}", render_lease_end(lease, now), lease.end_reason.replace("condition:", "by ")),
+            format_html("{} {} {}", "" if lease.ended_at else "ends", render_lease_end(lease, now), _format_reason(lease)),
         ),
         turns=counts.get(lease.pk, play.TurnTotals()),
         cost=_format_cost(max(spent.total, spent.model_calls)),
     )
+
+
+def _format_reason(lease: Lease) -> str:
+    return lease.end_reason.replace("condition:", "by ")
 
 
 def _format_cost(amount: Decimal) -> str:

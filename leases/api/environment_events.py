@@ -1,25 +1,79 @@
 """Events of a game server: a turn notification becomes a queued turn of the agent's lease."""
 
 from typing import Any
-from uuid import UUID
+from uuid import NAMESPACE_OID, UUID, uuid5
 
 from django.conf import settings
 from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.authentication import BaseAuthentication
+from rest_framework.request import Request
+from rest_framework.response import Response
 
 from leases import leasing
 from leases.api.base import schema
-from leases.api.base.fields import JsonObjectField, StrictIntegerField, StrictSerializer, build_did_field, validate_url_value
-from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.fields import (
+    JsonObjectField,
+    StrictBooleanField,
+    StrictIntegerField,
+    StrictSerializer,
+    build_did_field,
+    validate_url_value,
+)
+from leases.api.base.idempotency import KeyReused, StatusAndBody
+from leases.api.base.parsers import read_body
+from leases.api.base.permissions import HasKey
 from leases.api.base.views import ApiRequest, ApiView
+from leases.api.environment_rows import EnvironmentApiView
 from leases.api.leases import ACQUIRE_SERIALIZER
 from leases.api.queue_fields import QueuedRunSerializer, serialize_queued_run
 from leases.api.turns import MAX_TURN_BODY_BYTES, MAX_TURN_NUMBER
-from leases.errors import NoActiveLease
+from leases.environments import signing
+from leases.errors import InvalidRequest, NoActiveLease
 from leases.models import Lease, LeaseStatus
 from leases.queue import queue, runner
+from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
+from sandboxes.db import database_time
+from sandboxes.db.clock import format_optional_timestamp, format_timestamp
+from sandboxes.webhooks.signatures import MESSAGE_ID_RE
+
+
+class GameServer:
+    """Sender of a signed event, in place of a Django user. May post events of one environment."""
+
+    is_authenticated = True
+    name = "game server"
+
+    def __init__(self, environment_id: str, message_id: str) -> None:
+        self.environment_id = environment_id
+        self.message_id = message_id
+
+    def derive_run_id(self) -> UUID:
+        """Return the id of the queued run of this message: a repeated message finds the first one's run."""
+        return uuid5(NAMESPACE_OID, f"event {self.environment_id} {self.message_id}")
+
+
+class SignatureAuthentication(BaseAuthentication):
+    """Authenticate a game server by its Standard Webhooks signature."""
+
+    def authenticate(self, request: Any) -> tuple[GameServer, None]:
+        """Raise InvalidSignature. The body is read once the headers are valid."""
+        meta, environment_id = request.META, request.parser_context["kwargs"]["environment_id"]
+        message_id, timestamp, signature = (meta.get(f"HTTP_WEBHOOK_{name}", "") for name in ("ID", "TIMESTAMP", "SIGNATURE"))
+        secrets = signing.check_request(environment_id, message_id, timestamp, signature, now=database_time.now())
+        body = read_body(request._request, MAX_TURN_BODY_BYTES)
+        signing.verify(secrets, message_id, timestamp, signature, body)
+        request.load_json(body)
+        return GameServer(environment_id, message_id), None
+
+
+class HasKeyOrSignature(HasKey):
+    """The request carries a valid API key, or a valid signature for the environment in the URL."""
+
+    def has_permission(self, request: Request, view: Any) -> bool:
+        return isinstance(request.user, GameServer) or super().has_permission(request, view)
 
 
 class EnvironmentEventSerializer(StrictSerializer):
@@ -33,7 +87,13 @@ EVENT_SERIALIZER = EnvironmentEventSerializer()
 
 
 class EnvironmentEventListView(ApiView):
+    permission_classes = [HasKeyOrSignature]
     max_body_bytes = MAX_TURN_BODY_BYTES
+
+    def get_authenticators(self) -> list[BaseAuthentication]:
+        meta = getattr(getattr(self, "request", None), "META", {})  # no request while the OpenAPI document is generated
+        is_signed = "HTTP_WEBHOOK_SIGNATURE" in meta and "HTTP_AUTHORIZATION" not in meta
+        return [SignatureAuthentication()] if is_signed else super().get_authenticators()
 
     @extend_schema(
         operation_id="environments_post_event",
@@ -47,23 +107,42 @@ class EnvironmentEventListView(ApiView):
 
         The turns of an agent in an environment are played one after another, in the order of their numbers. The result is in
         `GET /runs/queued/{id}` and in the event `queued_run.ended`. The header
-        `webhook-id` serves as the Idempotency-Key if the request has none."""
+        `webhook-id` serves as the Idempotency-Key if the request has none. Instead of an API key, a game server may sign the
+        request with a secret of the environment (Standard Webhooks: `webhook-id`, `webhook-timestamp` and
+        `webhook-signature`)."""
+        environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
+        if isinstance(request.user, GameServer):
+            data = self.validate_body(EVENT_SERIALIZER)
+            status, document = self._enqueue_signed(request.user, data)
+            return Response(document, status=status)
         if "HTTP_IDEMPOTENCY_KEY" not in request.META and (event_id := request.META.get("HTTP_WEBHOOK_ID")) is not None:
+            if not MESSAGE_ID_RE.fullmatch(event_id):
+                raise InvalidRequest("webhook-id", "The header webhook-id has 1 to 255 visible ASCII characters.")
             request.META["HTTP_IDEMPOTENCY_KEY"] = event_id
         data = self.validate_body(EVENT_SERIALIZER)
-        environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
         self.caller.require(data["agent_did"])
+        return self.execute_once(lambda pk: self._enqueue(pk, environment_id, data))
 
-        def act(pk: UUID) -> StatusAndBody:
-            lease = self._find_lease(data["agent_did"], environment_id)
-            row = queue.enqueue(
-                pk, agent_did=lease.agent_did, lease=lease, pool=lease.pool, request=build_turn_request(lease, data),
-                secrets={"env": {}, "state": data["state"]}, options=QueueOptions(), now=self.now, actor=self.actor,
-            )  # fmt: skip
-            runner.get_runner().notify()
-            return 202, serialize_queued_run(row)
+    def _enqueue_signed(self, server: GameServer, data: dict[str, Any]) -> StatusAndBody:
+        pk = server.derive_run_id()
+        if existing := QueuedRun.objects.filter(pk=pk).first():  # also if the lease has ended since
+            return self._replay(existing, data)
+        status, document = self._enqueue(pk, server.environment_id, data)
+        return status, document
 
-        return self.execute_once(act)
+    def _replay(self, row: QueuedRun, data: dict[str, Any]) -> StatusAndBody:
+        if (row.agent_did, row.turn_number) != (data["agent_did"], data["turn_number"]):
+            raise KeyReused("This webhook-id was sent with another event.", field="webhook-id")
+        return 202, serialize_queued_run(row)
+
+    def _enqueue(self, pk: UUID, environment_id: str, data: dict[str, Any]) -> StatusAndBody:
+        lease = self._find_lease(data["agent_did"], environment_id)
+        row = queue.enqueue(
+            pk, agent_did=lease.agent_did, lease=lease, pool=lease.pool, request=build_turn_request(lease, data),
+            secrets={"env": {}, "state": data["state"]}, options=QueueOptions(), now=self.now, actor=self.actor,
+        )  # fmt: skip
+        runner.get_runner().notify()
+        return self._replay(row, data)
 
     def _find_lease(self, agent_did: str, environment_id: str) -> Lease:
         lease = Lease.objects.filter(
@@ -83,3 +162,42 @@ def build_turn_request(lease: Lease, data: dict[str, Any]) -> dict[str, Any]:
         "turn_number": data["turn_number"],
         "timeout_seconds": int(timeout.total_seconds()),
     }
+
+
+class NewSecretSerializer(StrictSerializer):
+    revoke_previous = StrictBooleanField(default=False, help_text="End earlier secrets at once, instead of after 24 hours.")
+
+
+class EnvironmentSecretSerializer(serializers.Serializer):
+    secret_id = serializers.UUIDField()
+    secret = serializers.CharField(help_text="Signing secret, `whsec_…`. Shown once.")
+    created_at = serializers.DateTimeField()
+    valid_until = serializers.DateTimeField(allow_null=True)
+
+
+NEW_SECRET_SERIALIZER = NewSecretSerializer()
+
+
+class EnvironmentSecretListView(EnvironmentApiView):
+    @extend_schema(
+        operation_id="environments_create_secret",
+        summary="Create a signing secret",
+        request=NewSecretSerializer,
+        responses=schema.build_responses(EnvironmentSecretSerializer, 404, 413, 415, ok=(201,)),
+    )
+    def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
+        """Create a secret with which a game server signs the events of this environment. Operator keys only.
+
+        Earlier secrets stay valid for 24 hours. The response is not stored for an Idempotency-Key."""
+        data = self.validate_body(NEW_SECRET_SERIALIZER)
+        environment_id = self.get_environment(environment_id).pk
+        row, secret = signing.add_secret(
+            environment_id, revoke_previous=data["revoke_previous"], now=self.now, actor=self.actor
+        )
+        document = {
+            "secret_id": str(row.pk),
+            "secret": secret,
+            "created_at": format_timestamp(row.created_at),
+            "valid_until": format_optional_timestamp(row.valid_until),
+        }
+        return Response(document, status=201)

@@ -98,6 +98,7 @@ urlpatterns = [
     path("environments/<str:environment_id>/end", environment_rows.EnvironmentEndView.as_view()),
     path("environments/<str:environment_id>/join", environments.EnvironmentJoinView.as_view()),
     path("environments/<str:environment_id>/conditions", environments.EnvironmentConditionView.as_view()),
+    path("environments/<str:environment_id>/secrets", environment_events.EnvironmentSecretListView.as_view()),
     path("environments/<str:environment_id>/events", environment_events.EnvironmentEventListView.as_view()),
     path("runs", one_shot.OneShotRunCreateView.as_view()),
     path("runs/queued", queued_runs.QueuedRunListView.as_view()),

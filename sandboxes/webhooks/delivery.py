@@ -4,9 +4,6 @@ Signatures follow Standard Webhooks 1.0.0 (https://www.standardwebhooks.com): he
 webhook-signature, the last one a list of "v1," plus the base64 of HMAC-SHA256 over "id.timestamp.body", one for each valid
 secret. The id is the event's and stays the same over all attempts, so that receivers can drop duplicates."""
 
-import base64
-import hashlib
-import hmac
 import json
 import uuid
 from collections.abc import Sequence
@@ -22,7 +19,7 @@ from sandboxes.errors import WebhookTestFailed
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models.webhooks import ENABLED, NOT_REMOVED, Delivery, Event, EventType, Webhook
 from sandboxes.sweep_log import SweepResult
-from sandboxes.webhooks import subscriptions
+from sandboxes.webhooks import signatures, subscriptions
 from sandboxes.webhooks.post_result import PostResult
 
 log = structlog.get_logger(__name__)
@@ -142,14 +139,12 @@ def build_body(event: Event) -> bytes:
 
 def build_headers(event_id: uuid.UUID, body: bytes, secrets: Sequence[bytes], *, now: datetime) -> dict[str, str]:
     timestamp = str(int(now.timestamp()))
-    signed = b".".join((str(event_id).encode(), timestamp.encode(), body))
-    signatures = (base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode() for secret in secrets)
     return {
         "Content-Type": "application/json",
         "User-Agent": "Leasehold",
         "webhook-id": str(event_id),
         "webhook-timestamp": timestamp,
-        "webhook-signature": " ".join(f"v1,{signature}" for signature in signatures),
+        "webhook-signature": " ".join(signatures.sign(secret, str(event_id), timestamp, body) for secret in secrets),
     }
 
 

@@ -1,9 +1,7 @@
 """Webhook subscriptions: add, pause, resume, rotate the secret, remove. A secret is returned once, when it is generated."""
 
-import base64
-import secrets
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from uuid import UUID
 
 import structlog
@@ -12,11 +10,10 @@ from django.db.models import Q
 
 from sandboxes.db import encryption
 from sandboxes.models.webhooks import NOT_REMOVED, Delivery, Webhook
+from sandboxes.webhooks import signatures
+from sandboxes.webhooks.signatures import ROTATION_OVERLAP
 
 log = structlog.get_logger(__name__)
-SECRET_PREFIX = "whsec_"  # noqa: S105 - Standard Webhooks 1.0.0, "Signature scheme": https://www.standardwebhooks.com
-SECRET_BYTES = 32  # Standard Webhooks requires 24 to 64
-ROTATION_OVERLAP = timedelta(hours=24)  # both secrets sign during the overlap
 
 
 def add_webhook(
@@ -131,8 +128,8 @@ def reencrypt_secrets(*, now: datetime) -> encryption.ReencryptionResult[Webhook
 
 
 def _generate_secret(pk: UUID) -> tuple[bytes, str]:
-    secret = secrets.token_bytes(SECRET_BYTES)
-    return encryption.encrypt(secret, row=_encryption_context(pk)), SECRET_PREFIX + base64.b64encode(secret).decode()
+    secret, text = signatures.generate_secret()
+    return encryption.encrypt(secret, row=_encryption_context(pk)), text
 
 
 def _encryption_context(pk: UUID) -> str:

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.django_db
 
 PAGES = [
     "", "fleet/", "leases/lease/", "leases/lease/?slice=history", "leases/turn/", "leases/agentrun/?slice=all",
-    "leases/queuedrun/", "leases/agent/", "leases/agentkey/",
+    "leases/queuedrun/", "leases/environment/", "leases/agent/", "leases/agentkey/",
     "leases/environmenttype/", "sandboxes/sandbox/", "sandboxes/sandbox/?slice=stalled", "sandboxes/run/", "sandboxes/llmcall/",
     "sandboxes/llmcall/?slice=refused&code=no&since=1d&streamed__exact=0", "sandboxes/llmcall/?slice=unpriced",
     "sandboxes/sandbox/?slice=unstored&lasting=5m", "sandboxes/pool/", "sandboxes/host/", "sandboxes/policy/",

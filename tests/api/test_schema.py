@@ -36,7 +36,7 @@ def test_every_operation_documents_authentication_and_errors(name: str, operatio
     problem = {"schema": {"$ref": "#/components/schemas/Problem"}}
     assert all(content == {"application/problem+json": problem} for content in failures.values())
     headers = [row["name"] for row in operation.get("parameters", []) if row["in"] == "header"]
-    credentials = ("/service-token", "/url", "/previews", "/file-urls")  # are not stored
+    credentials = ("/service-token", "/url", "/previews", "/file-urls", "/secrets")  # are not stored
     stores_its_response = name.startswith("post") and not name.endswith(credentials)
     resumed = ["Last-Event-ID"] if name.startswith("get") and name.endswith("/stream") else []
     assert headers == (["Idempotency-Key"] if stores_its_response else resumed)

@@ -24,7 +24,7 @@ from billing.errors import BudgetExhausted
 from leases import api_keys, leasing
 from leases.api.base import idempotency
 from leases.api.base.authentication import Caller, KeyAuthentication
-from leases.api.base.parsers import discard_body
+from leases.api.base.parsers import discard_body, parse_json_object
 from leases.api.base.permissions import CanAccessLease, HasKey
 from leases.api.base.renderers import Negotiation
 from leases.models import Lease
@@ -44,6 +44,10 @@ class ApiRequest(Request):
     method: str
     raw_body: bytes = b""
     _parsed: Any = None
+
+    def load_json(self, body: bytes) -> None:
+        """Parse a body that an authenticator has read. Raises like JsonParser."""
+        self.raw_body, self._parsed = body, parse_json_object(self._request, body)
 
     @property
     def data(self) -> Any:

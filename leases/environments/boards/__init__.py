@@ -1,6 +1,6 @@
 """Registry of board renderers, one module for each environment type. To add one: write the module and list it here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from leases.environments.boards import catan
@@ -47,9 +47,15 @@ def outline(value: Any, depth: int = 0) -> str:
     return f"{indent}{value}"
 
 
+def _is_nested(values: Iterable[Any]) -> bool:
+    return any(isinstance(each, (dict, list)) for each in values)
+
+
 def _outline_entry(label: str, value: Any, depth: int) -> str:
-    if isinstance(value, list) and not any(isinstance(each, (dict, list)) for each in value):
+    if isinstance(value, list) and not _is_nested(value):
         return f"{label} {', '.join(map(str, value))}".rstrip()
+    if isinstance(value, dict) and label.endswith("-") and not _is_nested(value.values()):
+        return f"{label} {', '.join(f'{key}: {each}' for key, each in value.items())}".rstrip()
     if isinstance(value, (dict, list)):
         return f"{label}\n{outline(value, depth + 1)}" if value else f"{label} –"
     return f"{label} {value}"

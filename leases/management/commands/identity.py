@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from leases import shells
+from leases.environments import signing as environment_signing
 from leases.management.base import parse_did, report_errors
 from leases.models import Agent
 from leases.queue import queue
@@ -95,6 +96,11 @@ class Command(BaseCommand):
         runs = queue.reencrypt()
         if runs.changed or runs.current:
             self._print_reencrypted(pluralize(runs.changed, "queued run's secrets", "queued runs' secrets"), runs.current)
+        servers = environment_signing.reencrypt()
+        if servers.changed or servers.current:
+            self._print_reencrypted(
+                pluralize(servers.changed, "game server's secret", "game servers' secrets"), servers.current
+            )
         processes = process_restarts.reencrypt_env()
         if processes.changed or processes.current:
             self._print_reencrypted(
@@ -112,7 +118,9 @@ class Command(BaseCommand):
         if runs.undecryptable:
             ids = ", ".join(str(row.pk) for row in runs.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the secrets of the queued runs {ids}.")
-
+        if servers.undecryptable:
+            names = ", ".join(str(row) for row in servers.undecryptable)
+            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the {names}.")
         if processes.undecryptable:
             ids = ", ".join(str(row.pk) for row in processes.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the variables of the processes {ids}.")

@@ -91,5 +91,5 @@ def test_action_is_described_in_words(action: dict[str, Any], text: str) -> None
 def test_other_types_have_the_fields_of_the_action_and_an_outline_of_the_state() -> None:
     assert boards.describe_action("rpg", {"action": "attack", "target": "goblin"}) == "attack · target: goblin"
     assert boards.outline({"room": "cave", "exits": ["n", "s"], "foes": [{"name": "goblin", "hp": 3}], "loot": []}) == (
-        "room: cave\nexits: n, s\nfoes:\n  -\n    name: goblin\n    hp: 3\nloot:"
+        "room: cave\nexits: n, s\nfoes:\n  - name: goblin, hp: 3\nloot:"
     )

@@ -1,0 +1,103 @@
+"""A game that its server drives by signed events alone, with a control plane that is killed in the middle."""
+
+import base64
+import http.client
+import json
+import time
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+
+from sandboxes.webhooks import signatures
+from tests.e2e.conftest import HEALTHY
+from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.docker]
+AGENTS, ROUNDS = ("did:plc:red", "did:plc:blue"), 4
+# Appends its turn to a file in /data, waits in one of the turns for a file, and prints what it has played so far.
+TURN = """import json, os, sys, time
+state = json.load(sys.stdin)
+with open("/data/played", "a") as file:
+    file.write(f"{state['n']}\\n")
+while state["wait"] and not os.path.exists("/tmp/go"):
+    time.sleep(0.1)
+print(json.dumps({"action": "count", "n": state["n"], "played": open("/data/played").read().split()}))
+"""
+
+
+class GameServer:
+    """Sends each event until it is accepted, and repeats all of them after a restart, as a server without a memory would."""
+
+    def __init__(self, fleet: Fleet, secret: str) -> None:  # noqa: F811
+        self.fleet = fleet
+        self.secret = base64.b64decode(secret.removeprefix(signatures.SECRET_PREFIX))
+        self.runs: dict[tuple[str, int], str] = {}
+
+    def send(self, agent: str, number: int, *, wait: bool = False) -> bool:
+        """Send one event. Return whether it was accepted; a repeated one must name the same run."""
+        event = {"type": "turn", "agent_did": agent, "turn_number": number, "state": {"n": number, "wait": wait}}
+        body, message_id, timestamp = json.dumps(event).encode(), f"{agent}-{number}", str(int(time.time()))
+        headers = {
+            "Content-Type": "application/json", "webhook-id": message_id, "webhook-timestamp": timestamp,
+            "webhook-signature": signatures.sign(self.secret, message_id, timestamp, body),
+        }  # fmt: skip
+        with suppress(OSError, http.client.HTTPException):
+            with closing(http.client.HTTPConnection("127.0.0.1", self.fleet.port, timeout=60)) as connection:
+                connection.request("POST", "/api/v1/environments/duel/events", body, headers)
+                response = connection.getresponse()
+                answer = json.loads(response.read())
+            assert response.status == 202, answer
+            assert self.runs.setdefault((agent, number), answer["queued_run_id"]) == answer["queued_run_id"]
+            return True
+        return False
+
+    def find_result(self, agent: str, number: int) -> dict[str, Any]:
+        return self.fleet.request("GET", f"/runs/queued/{self.runs[agent, number]}")[1]
+
+
+def test_game_of_signed_events_is_played_once_across_a_kill(fleet: Fleet) -> None:  # noqa: F811
+    fleet.up()
+    leases = {}
+    for agent in AGENTS:
+        status, lease = fleet.post("/environments/duel/join", {"agent_did": agent, "environment_type": "coding"})
+        assert status == 201, lease
+        leases[agent] = lease["id"]
+    argv = json.dumps(["python3", "-c", TURN]).replace("'", "''")
+    fleet.update(f"UPDATE leases_environmenttype SET turn_argv = '{argv}' WHERE name = 'coding'")
+    status, secret = fleet.post("/environments/duel/secrets")
+    assert status == 201, secret
+    server = GameServer(fleet, secret["secret"])
+    events = [(agent, number) for number in range(1, ROUNDS + 1) for agent in AGENTS]
+    waiting = (AGENTS[0], 2)  # in progress when the control plane is killed; later turns of this agent are queued
+
+    for agent, number in events[: len(events) // 2 + 1]:
+        assert server.send(agent, number, wait=(agent, number) == waiting)
+    in_progress = "SELECT count(*) FROM leases_turn WHERE number = 2 AND ended_at IS NULL"
+    wait_until(lambda: fleet.select(in_progress) == [(1,)], "the waiting turn is in progress", within=HEALTHY)
+    other = [(AGENTS[1], 1), (AGENTS[1], 2)]
+    wait_until(lambda: all(server.find_result(*event)["ended_at"] for event in other), "the other agent plays on", within=90.0)
+    fleet.kill()
+    assert not server.send(*events[-1])
+    fleet.up()
+    for agent, number in events:
+        wait_until(lambda: server.send(agent, number, wait=(agent, number) == waiting), "the event is accepted", within=60.0)  # noqa: B023
+    assert fleet.post(f"/leases/{leases[AGENTS[0]]}/exec", {"argv": ["touch", "/tmp/go"]})[0] == 200
+
+    def have_ended() -> bool:
+        fleet.sweep()
+        return all(server.find_result(*event)["ended_at"] for event in events)
+
+    wait_until(have_ended, "every turn has its result", within=180.0, every=1.0)
+    for agent, number in events:
+        row = server.find_result(agent, number)
+        assert (row["state"], row["skipped"]) == ("completed", False), row
+        assert row["action"] == {"action": "count", "n": number, "played": [str(n) for n in range(1, number + 1)]}
+    assert fleet.select("SELECT count(*) FROM leases_turn") == [(len(events),)]
+
+    status, ended = fleet.post("/environments/duel/end", {"outcome": "draw"})
+    assert (status, sorted(ended["ended"])) == (200, sorted(leases.values()))
+    document = fleet.request("GET", "/environments/duel")[1]
+    assert (document["outcome"], [row["turns"] for row in document["members"]]) == ("draw", [ROUNDS, ROUNDS])
+    wait_until(lambda: fleet.sweep() or not fleet.list_containers(), "every sandbox is destroyed", within=90.0)

@@ -47,6 +47,8 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.ArtifactNotFound: 404,
     leases.QueuedRunNotFound: 404,
     leases.NoActiveLease: 404,
+    leases.EnvironmentNotFound: 404,
+    leases.EnvironmentEnded: 409,
     leases.QueuedRunInterrupted: 409,
     leases.EventNotFound: 410,
     leases.TooManyQueuedRuns: 429,

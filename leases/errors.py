@@ -93,6 +93,18 @@ class QueuedRunNotFound(LeaseError):
     code = "queued_run_not_found"
 
 
+class EnvironmentNotFound(LeaseError):
+    """There is no such environment."""
+
+    code = "environment_not_found"
+
+
+class EnvironmentEnded(LeaseError):
+    """The environment has ended."""
+
+    code = "environment_ended"
+
+
 class NoActiveLease(LeaseError):
     """The agent has no active lease in this environment. Join the environment first."""
 

@@ -31,6 +31,14 @@ CONCURRENT_ACQUIRES = "The lease is repeatedly acquired and released by concurre
 # The status is a literal, not a parameter: PostgreSQL uses a partial index in a prepared statement only with the literal.
 ACTIVE_LEASE_SQL = "agent_did = %s AND environment_id = %s AND status = 'active'"
 AGENT_EXISTS_SQL = "SELECT EXISTS (SELECT 1 FROM leases_agent WHERE did = %s)"
+ENVIRONMENT_OPEN_SQL = "SELECT EXISTS (SELECT 1 FROM leases_environment WHERE id = %s AND ended_at IS NULL)"
+# An ended environment is opened again: agents may return to it, and its members are active then.
+OPEN_ENVIRONMENT_SQL = (
+    "INSERT INTO leases_environment (id, type_id, phase, created_at, started_at, end_reason, outcome_text) "
+    "VALUES (%s, %s, '', %s, %s, '', '') "
+    "ON CONFLICT (id) DO UPDATE SET ended_at = NULL, end_reason = '', outcome_text = '' "
+    "WHERE leases_environment.ended_at IS NOT NULL"
+)
 BASIS_JOINS: list[tuple[type[Model], str]] = [
     (
         Lease,
@@ -69,6 +77,7 @@ class GrantBasis:
     environment_type: EnvironmentType | None  # of the request, with its policy
     pool: Pool | None
     knows_agent: bool = False
+    has_open_environment: bool = False
     has_budgets: bool = False  # a hard budget exists, and may apply to the lease
 
 
@@ -111,9 +120,9 @@ def read_basis(request: LeaseRequest) -> GrantBasis:
     """Read the rows that decide about a request. Plan: lookups in unique indexes, and one in a partial index of budgets."""
     pool_condition, values = _build_pool_condition(request)
     environment_type, joined, flags = sql.find_joined(
-        EnvironmentType, [*BASIS_JOINS, (Pool, pool_condition)], [AGENT_EXISTS_SQL, budgets.ANY_HARD_SQL],
+        EnvironmentType, [*BASIS_JOINS, (Pool, pool_condition)], [AGENT_EXISTS_SQL, ENVIRONMENT_OPEN_SQL, budgets.ANY_HARD_SQL],
         "leases_environmenttype.name = %s",
-        request.agent_did, request.agent_did, request.environment_id, *values, request.environment_type,
+        request.agent_did, request.environment_id, request.agent_did, request.environment_id, *values, request.environment_type,
     )  # fmt: skip
     if environment_type is None:  # an unknown type: the agent may hold a lease of another one
         held = sql.find_first(Lease, ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
@@ -147,9 +156,11 @@ def grant(
     """Grant a lease in the caller's transaction, and end the elapsed one that `basis` names, if there is one.
 
     Raise IntegrityError if the agent holds a lease in the environment, and the errors of `acquire`."""
+    lease = build_lease(request, basis, now=now)
+    if not basis.has_open_environment:  # before the leases, see leases.environments.lifecycle
+        sql.execute(OPEN_ENVIRONMENT_SQL, request.environment_id, request.environment_type, now, now)
     if basis.held:
         end(basis.held.pk, reason=find_elapsed_clock(basis.held, now), now=now, actor="acquire")
-    lease = build_lease(request, basis, now=now)
     if not basis.knows_agent:
         Agent.objects.get_or_create(did=request.agent_did)
     tab = Tab(

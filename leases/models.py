@@ -13,6 +13,8 @@ from django.utils import timezone
 
 from leases.agent_runs.models import AgentRun as AgentRun  # makes the table known to Django
 from leases.catalog.models import CatalogAgent as CatalogAgent
+from leases.environments.models import Environment as Environment  # makes the tables known to Django
+from leases.environments.models import EnvironmentSecret as EnvironmentSecret
 from leases.queue.models import QueueAgent as QueueAgent  # makes the tables known to Django
 from leases.queue.models import QueuedRun as QueuedRun
 from sandboxes.db import durations
@@ -271,7 +273,7 @@ class Lease(models.Model):
         indexes = [
             models.Index(fields=["-leased_at", "-id"], name="lease_newest"),
             models.Index(fields=["agent_did", "-leased_at"], name="lease_agent"),
-            models.Index(fields=["environment_id"], condition=Q(status="active"), name="lease_environment_active"),
+            models.Index(fields=["environment_id", "-leased_at", "-id"], name="lease_environment"),
             models.Index(fields=["expires_minute"], condition=Q(status="active"), name="lease_expiry"),
             models.Index(fields=["ended_at"], condition=Q(status="expired"), name="lease_to_reclaim"),
         ]
@@ -308,6 +310,13 @@ class LeaseEvent(models.Model):
         return self.kind
 
 
+class TurnManager(models.Manager["Turn"]):
+    """Manager of turns that reads the state only at its first use: lists would load up to 64 KiB for each turn."""
+
+    def get_queryset(self) -> models.QuerySet["Turn"]:
+        return super().get_queryset().defer("state")
+
+
 class Turn(models.Model):
     """Turn of a lease. The process that inserts the row plays the turn; a repeated number returns the stored answer."""
 
@@ -319,11 +328,18 @@ class Turn(models.Model):
     ended_at = models.DateTimeField(null=True, blank=True)
     skipped = models.BooleanField(default=False)
     answer = models.TextField(blank=True, help_text="Action as JSON text.")
+    state = models.TextField(
+        blank=True, editable=False,
+        help_text="Input as JSON text. Empty: longer than turns.MAX_STATE_BYTES, or past its retention.",
+    )  # fmt: skip
+
+    objects = TurnManager()
 
     class Meta:
         default_permissions = ("view",)
         ordering = ["-started_at", "-pk"]
         constraints = [models.UniqueConstraint(fields=["lease", "number"], name="turn_once")]
+        indexes = [models.Index(fields=["started_at"], condition=~Q(state=""), name="turn_with_state")]
 
     def __str__(self) -> str:
         return f"turn {self.number}"

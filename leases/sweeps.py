@@ -11,6 +11,7 @@ from django.db.models.functions import Cast
 
 from leases import leasing, shells, turns
 from leases.agent_runs import lifecycle
+from leases.environments import lifecycle as environments
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
 from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState
@@ -35,6 +36,7 @@ def expire_due_leases(*, now: datetime, limit: int = 500) -> SweepResult:
     for lease in find_elapsed_leases(now=now)[:limit]:
         reason = leasing.find_elapsed_clock(lease, now)
         result.note("expired" if _end_if_elapsed(lease, reason, now) else "lost race")
+    result.note("unused environments ended", environments.end_unused(now=now))
     return result
 
 
@@ -216,6 +218,7 @@ def prune(*, now: datetime) -> SweepResult:
     result.failures += pruned_stores.failures
     result.note("rows of old service tokens removed", signing.purge_old_tokens(now=now))
     result.note("queued runs removed", queue.delete_old(now=now))
+    result.note("states of old turns removed", turns.delete_old_states(now=now))
     result.note("old events removed", outbox.purge_old_events(now=now))
     return result
 

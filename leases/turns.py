@@ -29,6 +29,7 @@ log = structlog.get_logger(__name__)
 MAX_SKIP_REASON_CHARS = 500
 SETTLE_GRACE_PERIOD = timedelta(seconds=5)  # time for the playing process to store the answer after the Run has ended
 MAX_ACTION_BYTES = 64 << 10
+MAX_STATE_BYTES = 64 << 10  # of the stored copy of a state; a longer one is played and not stored
 
 Action = dict[str, Any]
 
@@ -85,12 +86,13 @@ def take_turn(
     environment_type = lease.environment_type
     timeout = environment_type.turn_timeout or settings.TURN_TIMEOUT
     max_duration = settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE
-    turn, claimed = _claim_turn(lease, number, now=now, max_duration=max_duration)
+    sent = json.dumps(state)
+    turn, claimed = _claim_turn(lease, number, sent, now=now, max_duration=max_duration)
     if not claimed:
         return turn
     checkpoint("turn claimed", turn)
     command = Command(
-        argv=environment_type.turn_argv, timeout=timeout, stdin=json.dumps(state).encode(), kind="turn", turn_number=number,
+        argv=environment_type.turn_argv, timeout=timeout, stdin=sent.encode(), kind="turn", turn_number=number,
         run_id=run_id or uuid4(), attempt=attempt,
         env={
             "AGENT_DID": lease.agent_did,
@@ -119,10 +121,13 @@ def take_turn(
     return turn
 
 
-def _claim_turn(lease: Lease, number: int, *, now: datetime, max_duration: timedelta) -> tuple[Turn, bool]:
+def _claim_turn(lease: Lease, number: int, state: str, *, now: datetime, max_duration: timedelta) -> tuple[Turn, bool]:
+    kept = state if len(state) <= MAX_STATE_BYTES else ""  # json.dumps writes ASCII
     try:
         with transaction.atomic():
-            return Turn.objects.create(lease=lease, number=number, started_at=now, deadline_at=now + max_duration), True
+            return Turn.objects.create(
+                lease=lease, number=number, state=kept, started_at=now, deadline_at=now + max_duration
+            ), True
     except IntegrityError:
         turn = Turn.objects.get(lease=lease, number=number)
     if turn.ended_at is None and find_overdue_turns(now=now).filter(pk=turn.pk).exists():
@@ -157,6 +162,12 @@ def _settle_overdue(turn: Turn, *, now: datetime) -> bool:
 def settle_overdue_turns(*, now: datetime, limit: int = 200) -> int:
     """Settle turns past their deadline. Return how many."""
     return sum(_settle_overdue(turn, now=now) for turn in find_overdue_turns(now=now)[:limit])
+
+
+def delete_old_states(*, now: datetime, limit: int = 5000) -> int:
+    """Delete the stored states of turns whose lease ended before LEASEHOLD_KEEP_STATE. Return their number."""
+    old = Turn.objects.filter(~Q(state=""), lease__ended_at__lte=now - settings.KEEP_STATE).order_by("started_at")
+    return Turn.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).update(state="")
 
 
 def find_overdue_turns(*, now: datetime) -> QuerySet[Turn]:

@@ -15,6 +15,7 @@ from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 # group -> [(title, icon, "app.model", URL name if the page is not the model's list)]
 MENU: Mapping[str, list[tuple[str, ...]]] = {
     "Leases": [
+        ("Environments", "sports_esports", "leases.environment"),
         ("Leases", "contract", "leases.lease"),
         ("Turns", "casino", "leases.turn"),
         ("Agent runs", "robot_2", "leases.agentrun"),

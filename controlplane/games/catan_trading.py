@@ -18,7 +18,7 @@ MIN_PARTNERS = 2  # between two players a gain of one is a loss of the other
 TRADE_TYPES = frozenset({"OFFER_TRADE", "ACCEPT_TRADE", "REJECT_TRADE", "COUNTER_OFFER", "CONFIRM_TRADE", "CANCEL_TRADE"})
 
 Encoded = dict[str, Any]  # action as agents see it: type and value
-DecisionFunction = Callable[[Color, list[Encoded], "Trade"], Encoded]  # decision of a player about a trade
+DecisionRequest = Callable[[Color, list[Encoded], "Trade"], Encoded]  # decision of a player about a trade
 
 
 @dataclass
@@ -58,7 +58,7 @@ class OfferBook:
         return [_encode("OFFER_TRADE", value) for value in values if value not in self.made]
 
 
-def negotiate(game: Game, color: Color, offer: Encoded, ask: DecisionFunction) -> Color | None:
+def negotiate(game: Game, color: Color, offer: Encoded, ask: DecisionRequest) -> Color | None:
     """Ask the other players, then the player, and move the cards. Return the partner, None without a trade."""
     gives, wants = offer["value"]
     trade = Trade(color, gives, wants)

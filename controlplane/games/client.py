@@ -101,9 +101,17 @@ class Player:
         return self.client.call("POST", f"/leases/{self.lease['id']}/turns", body)
 
 
-def post_condition(host: Client, environment: str, condition: str, *, agents: list[str] | None = None) -> list[str]:
-    """Post a condition for these agents, None for all, and return the ids of the leases that it ended."""
-    body = {"condition": condition} | ({} if agents is None else {"agent_did": agents})
+def post_condition(
+    host: Client, environment: str, condition: str, *, agents: list[str] | None = None, outcome: str = ""
+) -> list[str]:
+    """Post a condition for these agents, None for all, and return the ids of the leases that it ended.
+
+    `outcome` is recorded if the environment ends with its last lease."""
+    body: dict[str, Any] = {"condition": condition}
+    if agents is not None:
+        body["agent_did"] = agents
+    if outcome:
+        body["outcome"] = outcome
     return list(host.call("POST", f"/environments/{environment}/conditions", body)["ended"])
 
 

@@ -214,7 +214,7 @@ def _parse_datetime(raw: str) -> datetime | None:
 
 @admin.register(Turn)
 class TurnAdmin(ReadOnlyModelAdmin):
-    list_display = ["turn", "agent_label", "state", "action_summary", "lasted", "started"]
+    list_display = ["turn", "agent_label", "status", "action_summary", "lasted", "started"]
     list_filter = ["skipped"]
     list_select_related = ["lease"]
     search_fields = ["lease__agent_did__startswith", "lease__environment_id__startswith"]
@@ -237,7 +237,7 @@ class TurnAdmin(ReadOnlyModelAdmin):
         return render_two_lines(row.lease.agent_did, row.lease.environment_id)
 
     @display(description="State")
-    def state(self, row: Turn) -> SafeString:
+    def status(self, row: Turn) -> SafeString:
         return render_turn_status(row)
 
     @display(description="Action")

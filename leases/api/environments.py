@@ -13,10 +13,18 @@ from rest_framework.response import Response
 
 from leases import admission, api_keys, conditions, leasing, turns
 from leases.api.base import schema
-from leases.api.base.fields import PatternField, StrictIntegerField, StrictSerializer, build_did_field, validate_url_value
+from leases.api.base.fields import (
+    JsonField,
+    PatternField,
+    StrictIntegerField,
+    StrictSerializer,
+    build_did_field,
+    validate_url_value,
+)
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.leases import ACQUIRE_SERIALIZER, LeaseSerializer, NewLeaseSerializer, build_lease_request, serialize_lease
+from leases.environments import lifecycle
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import begin_reclaim
 from sandboxes.claims import KILL_GRACE
@@ -54,6 +62,7 @@ class ConditionSerializer(StrictSerializer):
         help_text="Agent, or list of agents, whose leases end, as for `agent.death`. Default: every agent that the key may "
         "act for.",
     )
+    outcome = JsonField(required=False, help_text="Result, any JSON value: stored if this call ends the environment.")
 
 
 class JoinSerializer(NewLeaseSerializer):
@@ -164,6 +173,8 @@ class EnvironmentConditionView(ApiView):
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
         """End the active leases in an environment that list the condition, in one transaction.
 
+        If no lease is active afterwards, the environment ends too.
+
         An agent's key ends only leases of its own agents, an operator's key all. `agent_did` restricts this to the agents that
         the condition concerns; a key that may not act for one of them is answered 403."""
         data = self.validate_body(CONDITION_SERIALIZER)
@@ -175,7 +186,10 @@ class EnvironmentConditionView(ApiView):
             agents = self.caller.key.dids
 
         def act(run_id: UUID) -> StatusAndBody:
-            ended = conditions.post_condition(environment_id, data["condition"], now=self.now, agents=agents, actor=self.actor)
+            ended = conditions.post_condition(
+                environment_id, data["condition"], now=self.now, agents=agents,
+                outcome=data.get("outcome", lifecycle.NOTHING), actor=self.actor,
+            )  # fmt: skip
             if ended:
                 begin_reclaim(ended)
             return 200, {"ended": [str(lease.pk) for lease in ended]}

@@ -1,6 +1,7 @@
 """Error reporting and option parsing shared by the management commands."""
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from django.core.management.base import CommandError
 from django.db import Error as DatabaseError
 
 from leases.errors import InvalidRequest
-from leases.models import DID_DESCRIPTION, Lease, validate_did
+from leases.models import DID_DESCRIPTION, ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN, Lease, validate_did
 from sandboxes.db import durations
 from sandboxes.errors import SandboxError
 from sandboxes.providers.base import ProviderError
@@ -61,6 +62,13 @@ def parse_did(text: str) -> str:
         validate_did(text)
     except ValidationError:
         raise InvalidRequest("agent", f"{text[:80]!r} is not {DID_DESCRIPTION}.") from None
+    return text
+
+
+def parse_environment_id(text: str) -> str:
+    """Return a valid environment id unchanged. Raise InvalidRequest otherwise."""
+    if not re.fullmatch(ENVIRONMENT_ID_PATTERN, text, re.ASCII):
+        raise InvalidRequest("environment", f"{text[:80]!r} is not {ENVIRONMENT_ID_DESCRIPTION}.")
     return text
 
 

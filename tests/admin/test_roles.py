@@ -19,6 +19,7 @@ from billing.admin.usage import get_previous_month
 from billing.dates import start_of_day
 from billing.models import Account, Credit
 from leases import api_keys, snapshots
+from leases.environments import lifecycle
 from leases.models import AgentRun, Lease, LeaseEvent, QueuedRun
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from sandboxes.identity import signing
@@ -44,7 +45,7 @@ VIEWS = {
     "billing": {
         "account", "budget", "costrecord", "credit", "membership", "rate", "statement", "statementline", "usagerecord",
     },
-    "leases": {"agent", "agentkey", "agentrun", "environmenttype", "lease", "leaseevent", "queuedrun", "turn"},
+    "leases": {"agent", "agentkey", "agentrun", "environment", "environmenttype", "lease", "leaseevent", "queuedrun", "turn"},
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "event", "host", "llmcall", "mintedtoken", "modelrate", "policy",
         "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
@@ -52,7 +53,8 @@ VIEWS = {
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
 OPERATOR = VIEWER | {
-    "leases.end_lease", "leases.interrupt_run", "sandboxes.act_on_sandbox", "sandboxes.declare_host_lost",
+    "leases.end_lease", "leases.interrupt_run", "leases.manage_environment", "sandboxes.act_on_sandbox",
+    "sandboxes.declare_host_lost",
     "sandboxes.drain_pool", "sandboxes.open_terminal", "sandboxes.read_agent_data", "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
@@ -78,13 +80,14 @@ OPERATOR_ACTIONS = {
     "sandbox": {"evict", "restart", "take_snapshot", "destroy_now", "discard", "open_terminal"}, "process": {"connect"},
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
-    "agent_run": {"interrupt"}, "queued_run": {"interrupt"},
+    "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "environment": {"start", "set_phase", "end"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
     "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
     "unused": {"turn_on"}, "account": {"grant_credit", "close_month"}, "credit": {"take_back"}, "rate": {"withdraw"},
 }  # fmt: skip
 READ_ONLY_ROWS = {
+    "environment",
     "process",
     "agent_run",
     "queued_run",
@@ -128,7 +131,7 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "statement": close_month(other, month, now=now), "membership": join_account(other, agent=BOB),
         "model_rate": ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=NOW),
         "policy": Policy.objects.create(name="relaying"), "sealed": Policy.objects.get(name=SEALED_POLICY_NAME),
-        "type": lease.environment_type,
+        "type": lease.environment_type, "environment": lifecycle.create("new-game", "catan", now=NOW)[0],
         "agent_run": AgentRun.objects.create(lease=lease, cli="codex", started_at=NOW, recorder_deadline=NOW),
         "queued_run": QueuedRun.objects.create(
             agent_did=ADA, lease=lease, pool=lease.pool, request={"kind": "exec", "argv": ["true"]}, queued_at=NOW,
@@ -176,7 +179,7 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
     tables = {"Operator": OPERATOR_ACTIONS, "Administrator": ADMINISTRATOR_ACTIONS}
     assert declared == {(type(rows[row]), act) for table in tables.values() for row, acts in table.items() for act in acts}
     month = f"{get_previous_month(timezone.now()):%Y-%m-%d}"
-    fields = {**WHY, "usd": "5", "limit": "5", "month": month, "environment": "game-2"}
+    fields = {**WHY, "usd": "5", "limit": "5", "month": month, "environment": "game-2", "phase": "x"}
     before = list_values(rows)
     OrmQ.objects.all().delete()
     refused = {"Operator": ["Viewer"], "Administrator": ["Viewer", "Operator"]}
@@ -246,6 +249,7 @@ def test_facts_are_read_only_even_for_a_superuser() -> None:
         "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement", "AgentRun", "QueuedRun",
             "PackVersion",
+        "Environment",
     }  # fmt: skip
     for page in facts:
         assert not page.has_add_permission(request)

@@ -46,7 +46,7 @@ PATH_PARAMETERS = {
 ANY_BODY = {
     "argv": ["true"], "turn_number": 1, "state": {}, "snapshot_id": str(uuid.UUID(int=1)), "environment_id": "fork-1",
     "role": "user", "content": "x", "action": "x", "type": "turn", "aud": "did:web:example.com", "lxm": "com.example.method",
-    "did": "did:plc:new", "condition": "x", "ids": [str(uuid.UUID(int=1))], "name": "n",
+    "did": "did:plc:new", "phase": "combat", "condition": "x", "ids": [str(uuid.UUID(int=1))], "name": "n",
     "signal": "TERM", "offset": 0, "prompt": "x", "port": 8080, "path": "a", "target": "b", "method": "GET", "pattern": "x",
 }  # fmt: skip
 ALL_MODELS = (

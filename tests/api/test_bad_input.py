@@ -58,6 +58,10 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     "environments/game-1/conditions": {
         "condition": [MISSING, None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"], "agent_did": ["ada", 5, ["ada"]],
     },
+    "environments": {
+        "environment_id": [MISSING, "", "a/b", "x" * 201, "a\0", 7], "type": [MISSING, "chess", "Ünfug", None],
+        "phase": ["x" * 65, "a\0", 5, None],
+    },
     "agents": {"did": [MISSING, "x"], "name": ["n" * 101, "\0"]},
     "leases/{id}/shells": {
         "name": [MISSING, None, 5, "", "a b", "a/b", ".a", "x" * 101], "env": COMMAND["env"], "cwd": COMMAND["cwd"],

@@ -70,6 +70,6 @@ def assert_constant_queries(client: Client, pages: list[str], limit: int, create
             for url in urls.values():
                 client.get(url)
         counts.append({page: count_queries(client, url) for page, url in urls.items()})
-    assert counts[0] == counts[1]
+    assert counts[0] == counts[1], {page: [n[page] for n in counts] for page in urls if counts[0][page] != counts[1][page]}
     assert max(counts[0].values()) <= limit
     return counts[0]

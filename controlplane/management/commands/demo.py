@@ -74,8 +74,9 @@ class Command(BaseCommand):
         host = self.create_client(base, [], operator=True, name="demo: game host")
         players = [self.join(base, number, environment, pack) for number in range(options["agents"])]
         demo_options = DemoOptions(points=options["points"], seed=options["seed"])
-        self.print_line(self.module.run_demo(players, environment, host, demo_options, self.print_line))
-        ended = post_condition(host, environment, condition)
+        outcome = self.module.run_demo(players, environment, host, demo_options, self.print_line)
+        self.print_line(outcome)
+        ended = post_condition(host, environment, condition, outcome=outcome.rstrip("."))
         self.print_line(f"{condition} posted: {len(ended)} leases ended; their sandboxes are being destroyed.")
         deadline = time.monotonic() + 75  # longer than the interval of the `reclaim` sweep, which is normally enqueued at once
         while time.monotonic() < deadline and up.poll() is None:

@@ -49,6 +49,10 @@ LEASE_FILTER_PARAMETERS = [
     _build_query_parameter("environment_id", "Only leases in this environment."),
     _build_query_parameter("status", "Only leases with this status.", enum=LeaseStatus.values),
 ]
+ENVIRONMENT_FILTER_PARAMETERS = [
+    _build_query_parameter("type", "Only environments of this type."),
+    _build_query_parameter("open", "1: only environments that have not ended; 0: only ended ones.", enum=["0", "1"]),
+]
 ENCODING_PARAMETER = _build_query_parameter(
     "encoding", "Encoding of input and output. utf-8 replaces invalid bytes, base64 is exact. Default: utf-8.", enum=ENCODINGS
 )

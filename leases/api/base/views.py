@@ -60,7 +60,7 @@ class ApiView(APIView):
     `now` is the time at which the request was received, or at which its body had been read. A body may take minutes to
     arrive, and a lease that ended meanwhile must not be used."""
 
-    http_method_names = ["get", "head", "post", "put", "delete"]
+    http_method_names = ["get", "head", "post", "put", "patch", "delete"]
     max_body_bytes = MAX_SMALL_BODY_BYTES
     request: ApiRequest
     now: datetime

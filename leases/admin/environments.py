@@ -1,0 +1,375 @@
+"""Console pages of environments: members, board and play-by-play, which htmx updates while the environment is open."""
+
+import json
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+from urllib.parse import urlencode
+
+from django import forms
+from django.contrib import admin
+from django.contrib.admin.utils import quote, unquote
+from django.db.models import Q
+from django.http import Http404, HttpRequest, HttpResponse
+from django.shortcuts import render
+from django.urls import path, reverse
+from django.utils import timezone
+from django.utils.decorators import method_decorator
+from django.utils.html import format_html
+from django.utils.safestring import SafeString, mark_safe
+from django.views.decorators.cache import never_cache
+from unfold.decorators import display
+from unfold.widgets import UnfoldAdminTextInputWidget
+
+from billing.admin.formatting import format_money, format_money_aligned
+from leases import leasing
+from leases.admin.leases import render_lease_end
+from leases.admin.timeline import render_turn_status
+from leases.environments import boards, lifecycle, play
+from leases.environments.boards.base import Board, Player, UnreadableState
+from leases.environments.models import Environment
+from leases.models import Lease, LeaseStatus, Turn
+from leases.tasks import enqueue_reclaim
+from sandboxes.admin.base.actions import AdminAction, ReasonForm
+from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.formatting import (
+    SummaryField,
+    build_changelist_url,
+    format_duration,
+    render_admin_link,
+    render_badge,
+    render_time_ago,
+    render_timestamp,
+    render_two_lines,
+)
+from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+
+MAX_MOVES = 60  # on one page of the play-by-play
+MAX_COLOURED_MEMBERS = 12  # whose player is read from the state of a turn
+STOP_POLLING = 286  # status on which htmx stops
+STATUS_BADGES = {"created": "cold", "open": "active", "ended": "expired"}
+
+
+@dataclass(frozen=True)
+class MoveRow:
+    """Line of the play-by-play."""
+
+    number: int
+    href: str
+    turn_href: str
+    at: datetime
+    agent: str
+    player: Player | None
+    action: str
+    skip_reason: str
+    duration: str
+    cost: str
+    in_progress: bool
+    shown: bool  # its state is on the board
+
+
+@dataclass(frozen=True)
+class MemberRow:
+    """Line of the members."""
+
+    agent: str
+    player: Player | None
+    lease: SafeString
+    turns: play.TurnTotals
+    cost: str
+
+
+class PhaseForm(ReasonForm):
+    """New phase of an environment."""
+
+    field_order = ["phase", "reason"]
+    phase = forms.CharField(required=False, max_length=64, widget=UnfoldAdminTextInputWidget({"autocomplete": "off"}))
+
+
+class OutcomeForm(ReasonForm):
+    """Outcome of an environment, as text."""
+
+    field_order = ["outcome", "reason"]
+    outcome = forms.CharField(required=False, max_length=500, widget=UnfoldAdminTextInputWidget({"autocomplete": "off"}))
+
+
+def _start(row: Environment, actor: str, reason: str, now: datetime) -> bool:
+    return lifecycle.start(row.pk, now=now, actor=actor)
+
+
+def _set_phase(row: Environment, actor: str, reason: str, now: datetime, phase: str) -> bool:
+    return lifecycle.set_phase(row.pk, phase, actor=actor)
+
+
+def _end(row: Environment, actor: str, reason: str, now: datetime, outcome: str = "") -> bool:
+    is_open = row.ended_at is None
+    ended = lifecycle.end(row.pk, outcome=outcome or lifecycle.NOTHING, now=now, actor=actor)
+    return is_open or bool(ended)
+
+
+START_ACTION = AdminAction(
+    title="Start",
+    warning="Records the start. Agents may hold leases before it.",
+    done="started",
+    refusal_reason="has started",
+    legal=lambda row: row.status == "created",
+    verb=_start,
+    permissions=("leases.manage_environment",),
+)
+PHASE_ACTION = AdminAction(
+    title="Set phase",
+    warning="The phase is shown to operators and through the API.",
+    done="updated with the new phase",
+    refusal_reason="has that phase",
+    legal=lambda row: row.ended_at is None,
+    verb=_set_phase,
+    icon="flag",
+    permissions=("leases.manage_environment",),
+    form=PhaseForm,
+)
+END_ACTION = AdminAction(
+    title="End environment",
+    warning="Every active lease in it ends: its agent loses access at once. The last state of each sandbox is stored and kept "
+    "for LEASEHOLD_KEEP_STATE, then the sandbox is destroyed.",
+    done="ended",
+    refusal_reason="has ended",
+    legal=lambda row: row.ended_at is None,
+    verb=_end,
+    icon="block",
+    permissions=("leases.manage_environment", "leases.end_lease"),
+    danger=True,
+    enqueue=enqueue_reclaim,
+)
+
+
+@admin.register(Environment)
+class EnvironmentAdmin(ReadOnlyModelAdmin):
+    list_display = ["name", "status_badge", "agents", "lasted", "started"]
+    list_filter = ["type"]
+    list_select_related = ["type"]
+    search_fields = ["pk__startswith"]
+    search_help_text = "Environment (prefix)"
+    ordering = ["-created_at", "-pk"]
+    list_tabs = {
+        "open": ListTab(
+            "Open",
+            "No open environments. The first lease of an agent in an environment opens it.",
+            lambda now: Q(ended_at__isnull=True),
+        ),
+        "ended": ListTab("Ended", "No ended environments yet.", lambda now: Q(ended_at__isnull=False)),
+        "all": ListTab("All", "No environments yet. The first lease of an agent in an environment opens it."),
+    }
+    fieldsets = build_all_fields_fieldset(
+        "id", "type", "phase", "created_at", "started_at", "ended_at", "end_reason", "outcome_text"
+    )
+    change_form_outer_before_template = "admin/leases/environment/page.html"
+    row_actions = {"start": START_ACTION, "set_phase": PHASE_ACTION, "end": replace(END_ACTION, form=OutcomeForm)}
+    bulk_actions = {"end_all": END_ACTION}
+
+    @display(description="Environment")
+    def name(self, row: Environment) -> SafeString:
+        return render_two_lines(row.pk, row.type_id)
+
+    @display(description="State")
+    def status_badge(self, row: Environment) -> SafeString:
+        return render_two_lines(render_status(row), row.phase if row.status == "open" else row.end_reason)
+
+    @display(description="Members")
+    def agents(self, row: Environment) -> str:
+        return ", ".join(getattr(row, "member_dids", [])) or "–"
+
+    @display(description="Duration")
+    def lasted(self, row: Environment) -> str:
+        return _format_lasted(row, timezone.now())
+
+    @display(description="Created")
+    def started(self, row: Environment) -> SafeString | str:
+        return render_time_ago(row.created_at)
+
+    def annotate_rows(self, rows: list[Environment]) -> None:
+        members: dict[str, list[str]] = {}
+        leases = Lease.objects.filter(environment_id__in=[row.pk for row in rows]).order_by("agent_did")
+        for environment_id, did in leases.values_list("environment_id", "agent_did").distinct()[:1000]:
+            members.setdefault(environment_id, []).append(did)
+        for row in rows:
+            row.member_dids = members.get(row.pk, [])  # type: ignore[attr-defined]
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Environment | None:
+        # PostgreSQL refuses NUL in a parameter.
+        return None if "\0" in object_id else super().get_object(request, object_id, from_field)
+
+    def get_row_url(self, row: Any) -> str:
+        return reverse("admin:leases_environment_change", args=[quote(row.pk)])
+
+    def get_urls(self) -> list[Any]:
+        live = path("<path:object_id>/live/", self.admin_site.admin_view(self.live_fragment), name="leases_environment_live")
+        return [live, *super().get_urls()]
+
+    @method_decorator(never_cache)
+    def live_fragment(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """Render the part of the page that changes, which htmx fetches. On status 286 htmx stops polling."""
+        row = self.get_object(request, unquote(object_id))
+        if row is None or not self.has_view_permission(request, row):
+            raise Http404
+        context = self.get_page_context(request, row)
+        status = STOP_POLLING if row.ended_at else 200
+        return render(request, "admin/leases/environment/live.html", context, status=status)
+
+    def get_page_context(self, request: HttpRequest, row: Environment) -> dict[str, Any]:
+        return build_page(row, parse_turn(request, "turn"), parse_turn(request, "until"), now=timezone.now())
+
+
+def build_page(row: Environment, turn_id: int | None, until_id: int | None, *, now: datetime) -> dict[str, Any]:
+    """Build the context of an environment's page: totals, board, members, play-by-play."""
+    members = play.list_members(Lease.objects.all(), row.pk)
+    shown = play.find_shown_turn(members, turn_id)
+    until = Turn.objects.filter(pk=until_id, lease__in=members).first() if until_id else None
+    moves = play.list_moves(members, limit=MAX_MOVES + 1, until=until)
+    players = _find_players(row, members)
+    url = reverse("admin:leases_environment_change", args=[quote(row.pk)])
+    live_url = reverse("admin:leases_environment_live", args=[quote(row.pk)])
+    query = f"?{urlencode(chosen)}" if (chosen := {k: v for k, v in (("turn", turn_id), ("until", until_id)) if v}) else ""
+    counts, costs = play.count_turns(members), play.calculate_costs(members)
+    return {
+        "facts": _build_facts(row, members, counts, costs, now=now),
+        "live_url": f"{live_url}{query}",
+        "is_live": row.ended_at is None,
+        "page_url": url,
+        "moves": [_build_move_row(row, move, players, shown, url) for move in moves[:MAX_MOVES]],
+        "older": f"{url}?until={moves[MAX_MOVES].turn.pk}" if len(moves) > MAX_MOVES else "",
+        "is_past": bool(turn_id or until_id),
+        "members": [_build_member_row(lease, players, counts, costs, now=now) for lease in members],
+        **_build_board(row, shown, members, url),
+    }
+
+
+def _build_facts(
+    row: Environment, members: list[Lease], counts: dict[Any, play.TurnTotals], costs: dict[Any, play.Costs], *, now: datetime
+) -> list[SummaryField]:
+    turns = sum(each.turns for each in counts.values())
+    skipped = sum(each.skipped for each in counts.values())
+    total = play.sum_costs(costs)
+    active = sum(lease.status == LeaseStatus.ACTIVE and lease.expires_at > now for lease in members)
+    return [
+        SummaryField("State", render_status(row), note=row.end_reason.replace("condition:", "condition ") or row.phase),
+        SummaryField("Environment type", render_admin_link("leases_environmenttype", row.type.pk, row.type_id)),
+        SummaryField("Duration", _format_lasted(row, now), note=render_timestamp(row.started_at or row.created_at)),
+        SummaryField(
+            "Members", len({lease.agent_did for lease in members}), note=f"{active} active",
+            href=build_changelist_url("leases_lease", slice="history", q=row.pk),
+        ),
+        SummaryField(
+            "Turns", f"{turns:,}", note=format_html('<span class="lh-alarm">{} skipped</span>', skipped) if skipped else ""
+        ),
+        SummaryField("Playing time", format_duration(play.measure_playing_time(members)), note="first to last turn"),
+        SummaryField("Model calls", f"{format_money(total.model_calls)} USD", note="up to now"),
+        SummaryField("Total cost", f"{format_money(total.total)} USD", note="cost records, derived hourly"),
+        *([SummaryField("Outcome", _format_outcome(row))] if row.outcome_text else []),
+    ]  # fmt: skip
+
+
+def _format_outcome(row: Environment) -> str:
+    outcome = row.outcome
+    return boards.truncate(outcome if isinstance(outcome, str) else json.dumps(outcome, ensure_ascii=False))
+
+
+def _build_board(row: Environment, turn: Turn | None, members: list[Lease], url: str) -> dict[str, Any]:
+    if turn is None:
+        return {"shown": None}
+    before, after = play.find_neighbours(members, turn)
+    board, outline = draw_turn(row.type_id, turn)
+    return {
+        "shown": turn,
+        "shown_action": boards.describe_action(row.type_id, turn.action) if turn.answer and not turn.skipped else "",
+        "shown_status": render_turn_status(turn),
+        "board": board,
+        "board_svg": mark_safe(board.svg) if board else "",  # noqa: S308 - serialized by xml.etree, see Board
+        "outline": outline,
+        "previous": f"{url}?turn={before}" if before else "",
+        "next": f"{url}?turn={after}" if after else "",
+    }
+
+
+def draw_turn(environment_type: str, turn: Turn) -> tuple[Board | None, str]:
+    """Return the board of a turn's state, or the state as text if its environment type has no renderer that reads it."""
+    if not turn.state:
+        return None, ""
+    state = json.loads(turn.state)
+    renderer = boards.find_renderer(environment_type)
+    try:
+        return (renderer.draw(state, turn.action), "") if renderer else (None, boards.outline(state))
+    except UnreadableState:
+        return None, boards.outline(state)
+
+
+def _find_players(row: Environment, members: list[Lease]) -> dict[Any, Player]:
+    """Return the player of each member by lease, from the state of one turn of the lease."""
+    renderer = boards.find_renderer(row.type_id)
+    if renderer is None:
+        return {}
+    found = {}
+    for lease in members[:MAX_COLOURED_MEMBERS]:
+        state = Turn.objects.filter(lease=lease).exclude(state="").order_by("number").values_list("state", flat=True).first()
+        if state and (player := renderer.find_player(json.loads(state))):
+            found[lease.pk] = player
+    return found
+
+
+def _build_move_row(row: Environment, move: play.Move, players: dict[Any, Player], shown: Turn | None, url: str) -> MoveRow:
+    turn = move.turn
+    return MoveRow(
+        number=turn.number,
+        href=f"{url}?turn={turn.pk}",
+        turn_href=reverse("admin:leases_turn_change", args=[turn.pk]),
+        at=turn.started_at,
+        agent=format_agent(move.lease.agent_did),
+        player=players.get(move.lease.pk),
+        action="" if turn.skipped or not turn.answer else boards.describe_action(row.type_id, turn.action),
+        skip_reason=boards.truncate(move.skip_reason or "no reason") if turn.skipped else "",
+        duration=format_duration(move.duration) if move.duration is not None else "",
+        cost=format_money_aligned(move.model_cost) if move.model_cost else "",
+        in_progress=turn.ended_at is None,
+        shown=shown is not None and shown.pk == turn.pk,
+    )
+
+
+def _build_member_row(
+    lease: Lease, players: dict[Any, Player], counts: dict[Any, play.TurnTotals], costs: dict[Any, play.Costs], *, now: datetime
+) -> MemberRow:
+    leasing.apply_elapsed_clock(lease, now)
+    spent = costs[lease.pk]
+    return MemberRow(
+        agent=lease.agent_did,
+        player=players.get(lease.pk),
+        lease=render_two_lines(
+            render_admin_link("leases_lease", lease.pk, render_badge(lease.status)),
+            format_html("{} {}", render_lease_end(lease, now), lease.end_reason.replace("condition:", "by ")),
+        ),
+        turns=counts.get(lease.pk, play.TurnTotals()),
+        cost=_format_cost(max(spent.total, spent.model_calls)),
+    )
+
+
+def _format_cost(amount: Decimal) -> str:
+    return format_money_aligned(amount) if amount else "–"
+
+
+def _format_lasted(row: Environment, now: datetime) -> str:
+    if row.started_at is None:
+        return "not started"
+    return format_duration(max((row.ended_at or now) - row.started_at, timedelta(0)))
+
+
+def format_agent(did: str) -> str:
+    """Shorten a DID to its last part, for lines that name the agent many times."""
+    return did.rpartition(":")[2]
+
+
+def render_status(row: Environment) -> SafeString:
+    return render_badge(STATUS_BADGES[row.status], row.status)
+
+
+def parse_turn(request: HttpRequest, name: str) -> int | None:
+    text = request.GET.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None

@@ -1,0 +1,79 @@
+"""manage.py join, turn, condition and environment."""
+
+import io
+import json
+from collections.abc import Callable
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.utils import timezone
+
+from leases.environments.models import Environment
+from leases.models import EnvironmentType, Lease, Turn
+from sandboxes.models import Pool
+
+pytestmark = pytest.mark.django_db
+ADA = "did:plc:ada"
+
+
+def manage(*args: str) -> str:
+    output = io.StringIO()
+    call_command(*args, stdout=output)
+    return output.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def types(pool: Pool) -> None:
+    EnvironmentType.objects.update(pool=pool, turn_argv=["cat"])
+
+
+def test_game_is_played_by_commands() -> None:
+    assert manage("environment", "create", "game-9", "--type", "catan", "--phase", "setup") == "game-9 created\n"
+    assert manage("environment", "start", "game-9") == "game-9 started\n"
+    assert manage("environment", "phase", "game-9", "trade") == "game-9 phase set\n"
+    assert "joined: did:plc:ada::game-9, sandbox " in manage("join", "game-9", "--agent", ADA, "--type", "catan")
+    assert "already a member" in manage("join", "game-9", "--agent", ADA, "--type", "catan")
+    lease = Lease.objects.get()
+    for _ in range(2):
+        assert json.loads(manage("turn", str(lease.pk), "1", "--state", '{"n": 1}')) == {"n": 1}
+    assert Turn.objects.count() == 1
+    shown = manage("environment", "show", "game-9")
+    assert "game-9 catan open trade" in shown and f"{ADA} {lease.pk} active  1 turns, 0 skipped, 0 USD" in shown
+    ended = manage("condition", "game-9", "game.finished", "--outcome", "ada wins")
+    assert ended == "game-9: 1 lease ended\n"
+    assert Environment.objects.get().outcome == "ada wins"
+    assert manage("environment", "list", "--open") == ""
+    assert manage("environment", "list").startswith("game-9 catan ended trade ")
+
+
+def test_environment_is_ended_with_its_leases(lease: Lease) -> None:
+    assert manage("environment", "end", "game-1", "--outcome", "draw") == "game-1 ended: 1 lease\n"
+    assert manage("environment", "end", "game-1") == "game-1 ended: 0 leases\n"
+    assert 'outcome: "draw"' in manage("environment", "show", "game-1")
+
+
+def test_skipped_turn_exits_with_1(grant: Callable[..., Lease]) -> None:
+    lease = grant(now=timezone.now())
+    EnvironmentType.objects.update(turn_argv=["false"])
+    with pytest.raises(SystemExit) as ended:
+        manage("turn", str(lease.pk), "1")
+    assert ended.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("join", "a b", "--agent", ADA, "--type", "catan"), "is not 1 to 200 letters"),
+        (("join", "game-1", "--agent", "ada", "--type", "catan"), "is not a DID"),
+        (("turn", "x", "1"), "is not a lease id"), (("turn", "x", "1", "--state", "[]"), "--state: not a JSON object"),
+        (("turn", "x", "1", "--state", "{"), "--state: not JSON"), (("turn", "x", "1" * 30), "NUMBER"),
+        (("condition", "game-1", "a b"), "is not 1 to 64 letters"),
+        (("environment", "show", "no-game"), "There is no such environment"),
+        (("environment", "create", "game-1", "--type", "chess"), "no such environment type"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_named(args: tuple[str, ...], message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        manage(*args)
+    assert not Environment.objects.exists()

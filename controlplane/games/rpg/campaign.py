@@ -187,7 +187,7 @@ class Campaign:
             direction = command.removeprefix("go ")
             self.map[before][direction], self.came_from = self.world.room, OPPOSITES[direction]
             self.map.setdefault(self.world.room, {})[self.came_from] = before
-            monster = f" A {self.monster.name} is here." if self.monster else ""
+            monster = f" Enemy: {self.monster.name}." if self.monster else ""
             self._record(f"The party enters the {self.world.room}.{monster}")
         self._update_map()
 

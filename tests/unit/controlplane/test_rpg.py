@@ -150,6 +150,12 @@ def test_policies_complete_the_quest_and_a_death_is_posted_for_one_agent(tmp_pat
     assert all(hero.turns > dead.turns for hero in campaign.playing) and death < len(campaign.events) - 1
 
 
+def test_policies_complete_the_quests_of_ten_worlds(tmp_path: Path) -> None:
+    for seed in range(10):
+        campaign, moves = create([SkilledAgent(tmp_path / str(seed) / name) for name in NAMES[:3]], seed=seed)
+        assert (campaign.play(), {move.accepted for move in moves}) == ("victory", {True}), seed
+
+
 def test_same_seed_and_answers_repeat_the_campaign(tmp_path: Path) -> None:
     played = []
     for run in ("a", "b"):

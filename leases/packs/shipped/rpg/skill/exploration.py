@@ -10,7 +10,7 @@ FILLER = {"a", "an", "and", "from", "in", "into", "is", "of", "on", "the", "to",
 VERBS = {  # words of an objective by the command that may complete it
     "take": "take recover retrieve get pick grab find lift fetch",
     "drop": "drop toss throw floor ground leave",
-    "put": "put place rest sits stands surface",
+    "put": "put place rest set sit sits stands surface",
     "insert": "insert place put inside stow into",
     "lock": "lock locked",
     "unlock": "unlock unlocked",

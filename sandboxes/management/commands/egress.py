@@ -20,6 +20,7 @@ from sandboxes.agent import companions
 from sandboxes.agent.gateway import AgentGateway
 from sandboxes.db import database_time, tracing
 from sandboxes.egress import nginx, slots
+from sandboxes.egress.allow_list.proxy import AllowListProxy
 from sandboxes.egress.logs import access_log, collection
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.egress.server import EgressServer
@@ -63,11 +64,14 @@ class Command(BaseCommand):
             return
         try:
             container = await asyncio.to_thread(lambda: NginxProxy(Engine()))
-            agents = [slots.ensure_agent_directory(slot) / slots.AGENT_SOCKET_NAME for slot in range(settings.EGRESS_SLOTS)]
-            gateway = AgentGateway()
+            directories = [slots.ensure_agent_directory(slot) for slot in range(settings.EGRESS_SLOTS)]
+            agents = [directory / slots.AGENT_SOCKET_NAME for directory in directories]
+            proxies = {directory / slots.PROXY_SOCKET_NAME: slot for slot, directory in enumerate(directories)}
+            gateway, server = AgentGateway(), EgressServer()
             async with (
                 gateway.listening(agents, settings.AGENT_GATEWAY),
-                EgressServer().listening({nginx.get_server_socket_path(): None}),
+                server.listening({nginx.get_server_socket_path(): None}),
+                AllowListProxy(server.now, server.database).listening(proxies),
                 companions.serving(gateway),
             ):
                 await asyncio.to_thread(container.start)

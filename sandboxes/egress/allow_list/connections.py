@@ -20,6 +20,7 @@ MINUTE = timedelta(minutes=1)
 MAX_ATTEMPTS_PER_MINUTE = 600  # per lease, including refused ones: bounds the number of rows
 MAX_LOGGED_REFUSALS_PER_MINUTE = 30  # per lease; further refusals of the policy are not stored
 RETENTION = timedelta(days=30)  # of the rows of ended connections
+PROXY_EVENTS = ("admitted", "refused")  # counts of the proxy
 Outcome = EgressConnection.Outcome
 
 
@@ -129,7 +130,12 @@ def close_abandoned(*, now: datetime, limit: int = 200) -> int:
     return EgressConnection.objects.filter(pk__in=overdue, ended_at__isnull=True).update(ended_at=now, outcome=Outcome.LOST)
 
 
+def find_expired(*, now: datetime) -> QuerySet[EgressConnection]:
+    """Return the rows of ended connections that started before RETENTION."""
+    return EgressConnection.objects.filter(started_at__lt=now - RETENTION, ended_at__isnull=False).order_by("started_at")
+
+
 def delete_expired(*, now: datetime, limit: int = 1000) -> int:
-    """Delete up to `limit` rows that started before RETENTION and have ended. Return the number deleted."""
-    expired = EgressConnection.objects.filter(started_at__lt=now - RETENTION, ended_at__isnull=False).order_by("started_at")
-    return EgressConnection.objects.filter(pk__in=[*expired.values_list("pk", flat=True)[:limit]]).delete()[0]
+    """Delete up to `limit` expired rows. Return the number deleted."""
+    expired = [*find_expired(now=now).values_list("pk", flat=True)[:limit]]
+    return EgressConnection.objects.filter(pk__in=expired).delete()[0]

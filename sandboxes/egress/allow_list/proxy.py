@@ -56,7 +56,7 @@ class AllowListProxy:
 
     now: Callable[[], datetime]
     database: DatabaseThreads
-    counts: Counter[str] = field(default_factory=Counter)  # connections and refusals by code, since the start
+    counts: Counter[str] = field(default_factory=Counter)  # "admitted" and "refused" since the start
     _open: set[OpenConnection] = field(default_factory=set)
     _sockets: Counter[int] = field(default_factory=Counter)  # accepted connections by slot
     _budgets: dict[int, "LeaseBudget"] = field(default_factory=dict)  # by slot, while it has connections
@@ -83,6 +83,11 @@ class AllowListProxy:
             self._resolver.shutdown(wait=False, cancel_futures=True)
             for path in sockets:
                 path.unlink(missing_ok=True)
+
+    def read_counts(self) -> dict[str, int]:
+        """Return the numbers of admitted and refused connections since the start, and of those open now."""
+        counts = {event: self.counts[event] for event in connections.PROXY_EVENTS}
+        return {f"connections {event}": count for event, count in counts.items()} | {"connections open": len(self._open)}
 
     def _accept(self, listener: socket.socket, slot: int) -> None:
         loop = asyncio.get_running_loop()
@@ -116,7 +121,7 @@ class AllowListProxy:
             head = await _read_head(reader)
             await self._handle(Tunnel(reader, writer), head, slot, budget)
         except (CallRefused, InvalidRequest) as refusal:
-            self.counts[getattr(refusal, "code", "malformed")] += 1
+            self.counts["refused"] += 1
             await _answer_refusal(writer, refusal.status, str(refusal))
         except DatabaseError as error:
             log.error("connection not recorded", error=str(error))
@@ -135,7 +140,7 @@ class AllowListProxy:
         admission = await self.database.run(
             connections.open_connection, slot, uuid.uuid4().hex, head.host, head.port, now=self.now()
         )
-        self.counts["connections"] += 1
+        self.counts["admitted"] += 1
         budget.begin(admission)
         result = connections.ConnectionResult()
         traffic = Traffic(result, budget, admission.policy.max_connection_mib << 20)

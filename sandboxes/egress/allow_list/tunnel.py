@@ -11,6 +11,7 @@ from sandboxes.egress.authorization import CallRefused
 
 CHUNK_BYTES = 64 << 10
 IDLE_SECONDS = 300.0  # without a byte in either direction
+IDLE_SECONDS_AFTER_END = 10.0  # once the sandbox has ended its side: its program has probably gone
 MAX_SECONDS = 3600.0  # of one connection
 
 
@@ -36,6 +37,7 @@ class Traffic:
     budget: Budget
     remaining: int  # bytes of this connection
     cut_reason: str = ""
+    idle_limit: float = IDLE_SECONDS
     started: float = field(default_factory=time.monotonic)
     active: float = field(default_factory=time.monotonic)  # monotonic time of the last byte
 
@@ -55,7 +57,7 @@ class Traffic:
     def find_timeout(self) -> str:
         """Return the reason to end the connection now, or ""."""
         now = time.monotonic()
-        if now - self.active > IDLE_SECONDS:
+        if now - self.active > self.idle_limit:
             return "idle"
         return "too_long" if now - self.started > MAX_SECONDS else ""
 
@@ -118,6 +120,7 @@ class Tunnel:
             await self.upstream_writer.drain()
             left = None if left is None else left - len(chunk)
         if body_bytes is None:
+            traffic.idle_limit = IDLE_SECONDS_AFTER_END
             _end_writing(self.upstream_writer)
 
     async def _download(self, traffic: Traffic) -> None:

@@ -260,6 +260,15 @@ def test_a_lease_ends_at_its_byte_limit(
     assert sum(row.sent_bytes + row.received_bytes for row in closed_rows(2)) <= MIB
 
 
+def test_a_slow_reader_receives_everything(
+    box: LeasedSandbox, upstream: Upstream, certificates: TlsFiles, tmp_path: Path
+) -> None:
+    (tmp_path / "large").write_bytes(bytes(2 * MIB))
+    options = ("--limit-rate", "1M", "-o", "/dev/null", "-w", "%{size_download}")
+    assert curl(box, certificates, f"https://{DOMAIN}:{upstream.port}/large", *options) == (0, str(2 * MIB))
+    assert [row.outcome for row in closed_rows(1)] == ["ok"]
+
+
 class SilentUpstream:
     """Server that completes the TLS handshake and then neither answers nor closes."""
 

@@ -31,7 +31,7 @@ async def resolve(host: str, executor: Executor) -> list[Address]:
 
 
 def _look_up(host: str) -> list[Address]:
-    infos = socket.getaddrinfo(f"{host}.", None, type=socket.SOCK_STREAM)  # absolute: without the host's search domains
+    infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(ip_address(str(info[4][0])) for info in infos))
 
 

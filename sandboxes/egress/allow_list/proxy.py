@@ -24,7 +24,7 @@ from sandboxes.agent.gateway import bind_listener
 from sandboxes.egress.allow_list import connections, destinations
 from sandboxes.egress.allow_list.client_hello import InvalidHello, parse_client_hello
 from sandboxes.egress.allow_list.request_head import MAX_HEAD_BYTES, InvalidRequest, RequestHead, parse_request_head
-from sandboxes.egress.allow_list.tunnel import ConnectionCut, Traffic, Tunnel
+from sandboxes.egress.allow_list.tunnel import ConnectionCut, Traffic, Tunnel, flush
 from sandboxes.egress.authorization import CallRefused, filter_held
 from sandboxes.egress.call_tracking import DatabaseThreads
 
@@ -129,7 +129,7 @@ class AllowListProxy:
         except (OSError, EOFError, ConnectionCut):  # EOFError: asyncio.IncompleteReadError
             pass
         finally:
-            writer.transport.abort() if writer.transport.get_write_buffer_size() == 0 else writer.close()
+            writer.transport.abort()  # close() would wait without end for a client that does not read
             self._sockets[slot] -= 1
             budget.users -= 1
             if not budget.users:
@@ -255,7 +255,6 @@ async def _read_hello(tunnel: Tunnel, head: RequestHead) -> bytes:
     if hello.is_encrypted or hello.server_name != head.host:
         with suppress(OSError):
             tunnel.client_writer.write(UNRECOGNIZED_NAME_ALERT)
-            await tunnel.client_writer.drain()
         raise TunnelRefused("encrypted_hello" if hello.is_encrypted else "server_name_mismatch")
     return received
 
@@ -278,4 +277,4 @@ async def _answer_refusal(writer: asyncio.StreamWriter, status: int, message: st
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(HEAD_TIMEOUT_SECONDS):
             writer.write(head.encode() + body)
-            await writer.drain()
+            await flush(writer)

@@ -100,6 +100,8 @@ class Tunnel:
                 await asyncio.gather(upload, download)
             else:  # a server may answer before it has read the body
                 await asyncio.wait([upload, download], return_when=asyncio.FIRST_EXCEPTION)
+                if upload.done() and isinstance(upload.exception(), ConnectionCut):
+                    await upload
                 await download
         finally:
             for task in (upload, download):
@@ -133,10 +135,18 @@ class Tunnel:
             except ConnectionError:  # the sandbox's program has ended
                 return
         _end_writing(self.client_writer)
+        await flush(self.client_writer)
 
     def close_upstream(self) -> None:
         if self.upstream_writer:
             self.upstream_writer.transport.abort()
+
+
+async def flush(writer: asyncio.StreamWriter) -> None:
+    """Wait until all written bytes are in the socket. `drain` alone returns while less than its limit is buffered."""
+    writer.transport.set_write_buffer_limits(high=0)
+    with suppress(ConnectionError):
+        await writer.drain()
 
 
 def _end_writing(writer: asyncio.StreamWriter) -> None:

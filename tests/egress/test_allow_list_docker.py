@@ -25,7 +25,7 @@ from sandboxes.egress.allow_list.proxy import AllowListProxy
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.models import EgressConnection, Policy
 from tests.conftest import NOW
-from tests.egress.stack import EgressStack, LeasedSandbox, run_in_thread
+from tests.egress.stack import EgressStack, LeasedSandbox, run_egress_command, run_in_thread
 from tests.support.servers.tls import TlsFiles, create_certificates
 from tests.support.waiting import wait_until
 
@@ -309,7 +309,7 @@ def test_the_end_of_a_lease_closes_its_connections(box: LeasedSandbox, silent: S
     assert [(row.outcome, row.code) for row in rows] == [("cut", "lease_ended"), ("refused", "too_many_at_once")]
 
 
-def test_rows_of_a_killed_proxy_are_closed_by_the_sweep(
+def test_rows_of_a_dead_proxy_are_closed_by_the_sweep_and_deleted_later(
     box: LeasedSandbox, silent: SilentUpstream, certificates: TlsFiles, egress: EgressStack, proxy: AllowListProxy
 ) -> None:
     with run_in_thread(lambda: curl(box, certificates, f"https://{DOMAIN}:{silent.port}/", "--max-time", "3")):
@@ -323,3 +323,22 @@ def test_rows_of_a_killed_proxy_are_closed_by_the_sweep(
     assert row.outcome == "lost"
     assert connections.delete_expired(now=NOW + connections.RETENTION) == 0
     assert connections.delete_expired(now=NOW + connections.RETENTION + timedelta(seconds=1)) == 1
+
+
+def test_the_command_serves_the_proxy_and_again_after_a_kill(
+    egress: EgressStack, policy: Policy, enter: Callable[..., LeasedSandbox], certificates: TlsFiles
+) -> None:
+    """The name of the domain exists nowhere, so that the proxy of the command answers 502."""
+    egress.serving.close()
+    unknown = f"https://missing.{OTHER_DOMAIN}/"
+    Policy.objects.filter(pk=policy.pk).update(allowed_domains=[f"missing.{OTHER_DOMAIN}"])
+    with run_egress_command(egress) as command:
+        box = enter()
+        code, output = curl(box, certificates, unknown)
+        assert (code, "502" in output) == (56, True)
+        assert [(row.outcome, row.code) for row in closed_rows(1)] == [("failed", "not_resolved")]
+        command.kill()
+        command.wait(20)
+        assert curl(box, certificates, unknown)[0] != 0
+    with run_egress_command(egress):
+        wait_until(lambda: "502" in curl(box, certificates, unknown)[1], "the proxy listens again")

@@ -14,6 +14,7 @@ from leases import sweeps as leases
 from leases.models import Lease
 from sandboxes import process_restarts, suspension
 from sandboxes.egress import authorization, model_pricing
+from sandboxes.egress.allow_list import connections
 from sandboxes.egress.logs import access_log
 from sandboxes.models import ModelRate, Pool, Sandbox
 from sandboxes.providers.base import ProviderSandbox
@@ -52,6 +53,8 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "restart process": lambda now: process_restarts.find_due(now=now)[:MAX_LISTED],
         "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
         "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
+        "close connection": lambda now: connections.find_overdue(now=now)[:MAX_LISTED],
+        "delete row of connection": lambda now: connections.find_expired(now=now)[:MAX_LISTED],
         "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
     },
     "hosts": {},

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from difflib import get_close_matches
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,6 +130,13 @@ def string_list(name: str, default: str, *, help: str) -> list[str]:
     return _read_variable(
         name, lambda raw: [part.strip() for part in raw.split(",") if part.strip()], default, "a comma-separated list", help
     )
+
+
+def networks(name: str, *, help: str) -> list[IPv4Network | IPv6Network]:
+    def parse(value: str) -> list[IPv4Network | IPv6Network]:
+        return [ip_network(part.strip()) for part in value.split(",") if part.strip()]
+
+    return _read_variable(name, parse, "", "networks such as 10.20.0.0/16, separated by commas", help)
 
 
 def keys(name: str, *, help: str) -> list[bytes]:

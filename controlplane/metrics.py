@@ -32,6 +32,7 @@ from leases.queue.queue import QueueStats
 from sandboxes import pool_stats
 from sandboxes.agent.gateway import FALLBACK_REASONS
 from sandboxes.db import database_time, dialect
+from sandboxes.egress.allow_list.connections import PROXY_EVENTS
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import EDGES, START_REASONS
 from sandboxes.models import Host, Sweep
@@ -303,6 +304,15 @@ def _build_gateway_families(gateways: Mapping[str, Mapping[str, int]]) -> Iterat
         "Sessions of agents, executions by agents, violations of their protocol and rejected connections of other processes.",
         ["host", "event"],
         {(host, event): counts.get(event, 0) for host, counts in gateways.items() for event in GATEWAY_EVENTS},
+    )  # fmt: skip
+    yield _build_family(
+        GaugeMetricFamily, "egress_connections_open", "Open connections of sandboxes to domains of their policy's allow list.",
+        ["host"], {(host,): counts.get("connections open", 0) for host, counts in gateways.items()},
+    )  # fmt: skip
+    yield _build_family(
+        CounterMetricFamily, "egress_connections", "Connections that the proxy of the allow lists admitted and refused.",
+        ["host", "event"],
+        {(host, event): counts.get(f"connections {event}", 0) for host, counts in gateways.items() for event in PROXY_EVENTS},
     )  # fmt: skip
     yield _build_family(
         CounterMetricFamily, "agent_fallbacks", "Commands and file operations executed by the engine instead of an agent.",

@@ -368,6 +368,12 @@ EGRESS_SLOTS = env.integer(
     help="maximum number of sandboxes with a process, over all pools; beyond it a start or wake evicts another sandbox",
 )  # fmt: skip
 
+EGRESS_ALLOWED_NETWORKS = env.networks(
+    "LEASEHOLD_EGRESS_ALLOWED_NETWORKS",
+    help="private networks that domains of an allow list may resolve to, such as that of a registry; link-local, multicast and "
+    "cloud metadata addresses are never allowed",
+)
+
 # --- terminals and previews -----------------------------------------------------------------------------------------
 STREAM_HOST = env.text("LEASEHOLD_STREAM_HOST", "127.0.0.1", help="address on which the stream server of this host listens")
 STREAM_PORT = env.integer(

@@ -22,6 +22,7 @@ from sandboxes import destruction
 from sandboxes.claims import KILL_GRACE, track, track_transfer
 from sandboxes.db.clock import clock_from
 from sandboxes.db.connection_errors import retry_connection_errors
+from sandboxes.egress.allow_list.environment import build_proxy_environment
 from sandboxes.errors import (
     ClaimLost,
     ProviderCallFailed,
@@ -260,8 +261,9 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
             checkpoint("workspace in", lease)
             opened.claim.begin_command(total_timeout)
             opened.result = result = provider.exec(
-                sandbox.ref, argv, env=request.env, cwd=request.cwd, stdin=request.stdin, timeout=request.timeout,
-                cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id), output=opened.claim.output,
+                sandbox.ref, argv, env={**build_proxy_environment(sandbox, provider), **request.env}, cwd=request.cwd,
+                stdin=request.stdin, timeout=request.timeout, cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id),
+                output=opened.claim.output,
             )  # fmt: skip
             opened.claim.end_command()
             checkpoint("command ended", lease)

@@ -17,6 +17,7 @@ from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState
 from sandboxes import process_restarts, processes
 from sandboxes.egress import authorization
+from sandboxes.egress.allow_list import connections
 from sandboxes.hosts import registry
 from sandboxes.identity import signing
 from sandboxes.models import GONE_STATES, Host, Process, Sandbox, SandboxState, Snapshot
@@ -142,6 +143,8 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     result.note("turns skipped", turns.settle_overdue_turns(now=now, limit=limit))
     result.add(lifecycle.record_abandoned(now=now, limit=limit))
     result.note("model calls closed", authorization.close_abandoned(now=now, limit=limit))
+    result.note("connections closed", connections.close_abandoned(now=now, limit=limit))
+    result.note("rows of old connections deleted", connections.delete_expired(now=now))
     result.note("shells of ended leases deleted", shells.delete_of_ended_leases())
     result.note("idempotent responses deleted", find_expired_idempotent_requests(now=now).delete()[0])
     return result

@@ -18,6 +18,7 @@ from django.db.models import Q, QuerySet
 from sandboxes import process_restarts, suspension
 from sandboxes.agent.protocol import TerminalSize
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.egress.allow_list.environment import build_proxy_environment
 from sandboxes.errors import (
     ProcessEnded,
     ProcessOutputGone,
@@ -86,9 +87,10 @@ def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, 
 
 
 def _launch(process: Process, spec: ProcessSpec, opened: Operation, clock: Clock) -> None:
+    env = {**build_proxy_environment(opened.sandbox, opened.provider), **spec.env}
     try:
         state = opened.provider.start(
-            opened.sandbox.ref, list(spec.argv), env=spec.env, cwd=spec.cwd, mark=process.current_mark, stdin=spec.stdin,
+            opened.sandbox.ref, list(spec.argv), env=env, cwd=spec.cwd, mark=process.current_mark, stdin=spec.stdin,
             terminal=spec.terminal,
         )  # fmt: skip
     except Rejected as refused:

@@ -32,6 +32,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Processes", "memory", "sandboxes.process"),
         ("Readings", "speed", "sandboxes.reading"),
         ("Model calls", "forum", "sandboxes.llmcall"),
+        ("Connections", "public", "sandboxes.egressconnection"),
         ("Model rates", "sell", "sandboxes.modelrate"),
         ("Pools", "database", "sandboxes.pool"),
         ("Hosts", "dns", "sandboxes.host"),

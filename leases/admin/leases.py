@@ -193,6 +193,7 @@ class LeaseAdmin(ReadOnlyModelAdmin):
             ),
             *_build_shell_fields(row),
             *spending.build_lease_spending_fields(row),
+            *spending.build_lease_network_fields(row),
             build_total_cost_field(holder=row.pk),
         ]
 

@@ -5,6 +5,7 @@ from decimal import Decimal
 from typing import Any
 
 from django.contrib.admin.utils import unquote
+from django.db.models import Count, F, Sum
 from django.http import HttpRequest
 from django.utils import timezone
 from django.utils.html import format_html
@@ -16,10 +17,12 @@ from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import parse_uuid
 from sandboxes.admin.base.fields import NormalizedDecimalField
 from sandboxes.admin.base.formatting import SummaryField, format_usd, render_meter
+from sandboxes.admin.egress_connections import build_connections_url
 from sandboxes.admin.llm_calls import StartedWithinFilter, build_calls_field, build_model_cost_field, build_tokens_field
 from sandboxes.egress.authorization import sum_spend
 from sandboxes.egress.totals import calculate_totals
-from sandboxes.models import LlmCall
+from sandboxes.formatting import format_bytes
+from sandboxes.models import EgressConnection, LlmCall
 
 LIMIT_FIELD = Lease._meta.get_field("llm_limit")
 RECENT_PERIOD = "30d"  # bounds the query: an agent may have any number of older calls
@@ -88,6 +91,16 @@ def build_lease_spending_fields(lease: Lease) -> list[SummaryField]:
     over = limit is not None and total.spent >= limit
     spending = build_model_cost_field(total, format_html("{}{}", bar, format_spend_limit(limit)), alarm=over, holder=lease.pk)
     return [build_calls_field(total, holder=lease.pk), build_tokens_field(total), spending]
+
+
+def build_lease_network_fields(lease: Lease) -> list[SummaryField]:
+    """Build the number and bytes of the lease's connections to allowed domains, if there are any. One query."""
+    rows = EgressConnection.objects.filter(holder=lease.pk)
+    total = rows.aggregate(count=Count("pk"), bytes=Sum(F("sent_bytes") + F("received_bytes"), default=0))
+    if not total["count"]:
+        return []
+    href = build_connections_url(q=lease.pk)
+    return [SummaryField("Connections", f"{total['count']:,}", note=format_bytes(total["bytes"]), href=href)]
 
 
 def build_agent_spending_fields(did: str) -> list[SummaryField]:

@@ -4,6 +4,7 @@ from sandboxes.admin import (
     agent_data,
     data_events,
     deliveries,
+    egress_connections,
     hosts,
     identity,
     llm_calls,
@@ -22,6 +23,6 @@ from sandboxes.admin import (
 )
 
 __all__ = [
-    "agent_data", "data_events", "deliveries", "hosts", "identity", "llm_calls", "model_rates", "packs", "policies", "pools",
-    "processes", "quotas", "readings", "runs", "sandboxes", "snapshots", "sweeps", "webhooks",
+    "agent_data", "data_events", "deliveries", "egress_connections", "hosts", "identity", "llm_calls", "model_rates", "packs",
+    "policies", "pools", "processes", "quotas", "readings", "runs", "sandboxes", "snapshots", "sweeps", "webhooks",
 ]  # fmt: skip

@@ -42,6 +42,14 @@ class PolicyAdmin(ConsoleModelAdmin):
             },
         ),
         (
+            "Network",
+            {
+                "fields": ["allowed_domains", "max_connections", "max_connection_mib", "max_lease_mib"],
+                "description": "Evaluated on every connection. Only Docker sandboxes. A change takes effect from the next "
+                "connection; commands that started before an allow list was added have no proxy variables.",
+            },
+        ),
+        (
             "Ingress",
             {
                 "fields": ["previews"],
@@ -66,6 +74,10 @@ class PolicyAdmin(ConsoleModelAdmin):
         "models": "Allowed models",
         "most_calls_at_once": "Concurrent calls",
         "largest_body_kib": "Maximum request size (KiB)",
+        "allowed_domains": "Allowed domains",
+        "max_connections": "Concurrent connections",
+        "max_connection_mib": "Maximum bytes of a connection (MiB)",
+        "max_lease_mib": "Maximum bytes of a lease (MiB)",
         "relay": "Relay access",
         "previews": "Preview URLs",
         "mcp_tools": "Control plane tools (MCP)",
@@ -131,6 +143,11 @@ class PolicyAdmin(ConsoleModelAdmin):
             "facts": [
                 SummaryField("Root file system", render_root_mode(row)),
                 SummaryField("Models", render_allowed_models(row), note="and relay access" if row.relay else ""),
+                SummaryField(
+                    "Network",
+                    "allow list" if row.allowed_domains else "none",
+                    note=", ".join(row.allowed_domains[:3]) + (", …" if len(row.allowed_domains) > 3 else ""),
+                ),
                 *build_registered_fields(row),
                 SummaryField(
                     "Live sandboxes",
@@ -161,7 +178,7 @@ def build_policy_field(policy: Policy | None) -> SummaryField:
         return SummaryField("Policy", SEALED_POLICY_NAME, note="no exceptions")
     allowances = (
         ("writable root", policy.writable_root), ("relay", policy.relay), ("preview URLs", policy.previews),
-        ("tools", policy.mcp_tools),
+        ("tools", policy.mcp_tools), ("network by allow list", policy.allowed_domains),
     )  # fmt: skip
     exceptions = [label for label, is_allowed in allowances if is_allowed]
     return SummaryField("Policy", render_admin_link("sandboxes_policy", policy.pk, policy), note=", ".join(exceptions))

@@ -14,7 +14,7 @@ from sandboxes.errors import CapacityExhausted
 from sandboxes.hosts.directories import ensure_directory, ensure_private_directory
 from sandboxes.models import Sandbox, SandboxState
 
-SOCKET_NAME, AGENT_SOCKET_NAME = "llm.sock", "agent.sock"
+SOCKET_NAME, AGENT_SOCKET_NAME, PROXY_SOCKET_NAME = "llm.sock", "agent.sock", "http.sock"
 PROXY_UID = 10003  # the proxy's user if the control plane runs as root; otherwise the proxy runs as the same user
 SLOT_SAMPLE_SIZE = 16
 

@@ -1,6 +1,7 @@
 """Models of the app: one module a noun. This package re-exports every model and the sets of states."""
 
 from sandboxes.models.admission import AdmissionRequest
+from sandboxes.models.egress_connections import EgressConnection
 from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
@@ -41,6 +42,7 @@ __all__ = [
     "DataObject",
     "DataSize",
     "Delivery",
+    "EgressConnection",
     "Event",
     "FinalPersist",
     "Host",

@@ -16,6 +16,8 @@ from django.db.models import (
     SlugField,
 )
 
+from sandboxes.egress.allow_list.domains import check_allowed_domains
+
 SEALED_POLICY_NAME = "sealed"  # policy without exceptions; applies wherever no policy is named
 MAX_BODY_KIB = 1 << 16  # upper bound for every policy: request bodies are held in memory
 
@@ -84,6 +86,23 @@ class Policy(Model):
     )  # fmt: skip
     relay = BooleanField(default=False, help_text="Access to the relay. Sandboxes can publish in their agent's name.")
 
+    allowed_domains = JSONField(
+        default=list, blank=True, validators=[check_allowed_domains],
+        help_text='Domains that the sandbox reaches through the proxy: "pypi.org", "*.example.org" (names below it) or '
+        '"git.example.org:8443"; ports 443 and 80 unless stated. Empty: no network.',
+    )  # fmt: skip
+    max_connections = PositiveIntegerField(
+        default=16, validators=[MinValueValidator(1), MaxValueValidator(64)],
+        help_text="Maximum number of concurrent connections of one sandbox to these domains.",
+    )  # fmt: skip
+    max_connection_mib = PositiveIntegerField(
+        default=1024, validators=[MinValueValidator(1)], help_text="Maximum bytes of one connection in both directions, MiB."
+    )
+    max_lease_mib = PositiveIntegerField(
+        default=10240, validators=[MinValueValidator(1)],
+        help_text="Maximum bytes of all connections of one lease in both directions, MiB.",
+    )  # fmt: skip
+
     class Meta:
         verbose_name_plural = "policies"
         default_permissions = ("add", "change", "view")
@@ -93,7 +112,7 @@ class Policy(Model):
                 condition=~Q(name=SEALED_POLICY_NAME)
                 | Q(
                     writable_root=False, relay=False, previews=False, calls_per_minute=600, most_calls_at_once=8,
-                    largest_body_kib=4096, mcp_tools=[],
+                    largest_body_kib=4096, mcp_tools=[], allowed_domains=[],
                 ),
                 name="policy_sealed_loosens_nothing",
                 violation_error_message=f"The {SEALED_POLICY_NAME} policy cannot have exceptions. Add another policy.",

@@ -24,6 +24,8 @@ AGENT_DIRECTORY = "/run/leasehold-agent"
 AGENT_SOCKET = f"{AGENT_DIRECTORY}/agent.sock"  # gateway, to which process 1 of a sandbox connects
 LLM_SOCKET = f"{SOCKETS_DIRECTORY}/llm.sock"  # egress proxy: model calls and the relay
 EGRESS_LOOPBACK_ADDRESS = "127.0.0.1:4010"  # the egress proxy over TCP, in sandboxes with their own network namespace
+PROXY_SOCKET = f"{AGENT_DIRECTORY}/http.sock"  # proxy of the policy's allow list
+PROXY_LOOPBACK_ADDRESS = "127.0.0.1:4011"  # the same over TCP
 # Variables read by SDKs. The keys are placeholders: the egress proxy adds the credentials.
 EGRESS_ENVIRONMENT = {
     "OPENAI_BASE_URL": f"http://{EGRESS_LOOPBACK_ADDRESS}/v1",
@@ -237,6 +239,7 @@ class Provider(ABC):
     measures_usage: bool  # `stats` returns measurements
     streams_output: bool = False  # `open_output` returns a reader, if the sandbox can be reached
     has_terminals: bool = False  # `start` accepts `terminal`, and `find_agent_id` returns an id, if the sandbox can be reached
+    bridges_proxy: bool = False  # a port in the sandbox leads to the proxy of the policy's allow list
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
 
     @abstractmethod

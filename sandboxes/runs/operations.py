@@ -19,6 +19,7 @@ from sandboxes.claims import KILL_GRACE, hold
 from sandboxes.db import sql, tracing
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
+from sandboxes.egress.allow_list.environment import build_proxy_environment
 from sandboxes.errors import (
     ClaimLost,
     DataFull,
@@ -95,7 +96,7 @@ def exec_in_sandbox(
         result = opened.provider.exec(
             opened.sandbox.ref,
             list(command.argv),
-            env=command.env,
+            env={**build_proxy_environment(opened.sandbox, opened.provider), **command.env},
             cwd=command.cwd,
             stdin=command.stdin,
             timeout=command.timeout,

@@ -111,7 +111,7 @@ def test_a_page_costs_as_many_queries_for_many_related_rows_as_for_few(
     rows = (lease, sandbox, pool, Agent.objects.get(did=lease.agent_did), data)
     lists = [f"sandboxes/{name}/" for name in ("agentdata", "dataevent", "quota", "pool", "sandbox", "snapshot")]
     pages = [*map(row_url, rows), f"{row_url(data)}?path=memory", *lists, "sandboxes/snapshot/?slice=history"]
-    counts = assert_constant_queries(viewer, pages, 19, create)
+    counts = assert_constant_queries(viewer, pages, 20, create)
     assert max(counts[page] for page in lists) <= 9
 
 

@@ -17,7 +17,8 @@ LIST = "/admin/sandboxes/policy/"
 FORM = {
     "name": "builders", "description": "For builds.", "writable_root": "on", "models": "gpt-4o*\n\n o3 ",
     "calls_per_minute": "90", "most_calls_at_once": "8", "largest_body_kib": "1024",
-    "mcp_tools": "lease_status\nput_artifact",
+    "mcp_tools": "lease_status\nput_artifact", "allowed_domains": "pypi.org\n*.example.org:8443", "max_connections": "4",
+    "max_connection_mib": "10", "max_lease_mib": "100",
 }  # fmt: skip
 
 
@@ -37,6 +38,7 @@ def test_an_administrator_makes_a_policy_and_edits_all_but_its_name(administrato
     assert (made.writable_root, made.relay, made.models) == (True, False, ["gpt-4o*", "o3"])
     assert (made.calls_per_minute, made.most_calls_at_once, made.largest_body_kib) == (90, 8, 1024)
     assert made.mcp_tools == ["lease_status", "put_artifact"]
+    assert (made.allowed_domains, made.max_connections) == (["pypi.org", "*.example.org:8443"], 4)
     assert administrator.post(row_url(made), FORM | {"name": "others", "relay": "on"}).status_code == 302
     made.refresh_from_db()
     assert (made.name, made.relay, made.models) == ("builders", True, ["gpt-4o*", "o3"])
@@ -46,7 +48,7 @@ def test_an_administrator_makes_a_policy_and_edits_all_but_its_name(administrato
     ("wrong", "message"),
     [
         ({"name": SEALED_POLICY_NAME}, "already exists"), ({"calls_per_minute": "0"}, "greater than or equal to 1"),
-        ({"models": "x" * 201}, "at most 64"),
+        ({"models": "x" * 201}, "at most 64"), ({"allowed_domains": "*"}, "expected a domain"),
     ],
 )  # fmt: skip
 def test_an_invalid_policy_is_explained(administrator: Client, wrong: dict[str, str], message: str) -> None:

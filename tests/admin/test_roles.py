@@ -47,8 +47,9 @@ VIEWS = {
     },
     "leases": {"agent", "agentkey", "agentrun", "environment", "environmenttype", "lease", "leaseevent", "queuedrun", "turn"},
     "sandboxes": {
-        "agentdata", "dataevent", "datafile", "delivery", "event", "host", "llmcall", "mintedtoken", "modelrate", "policy",
-        "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
+        "agentdata", "dataevent", "datafile", "delivery", "egressconnection", "event", "host", "llmcall", "mintedtoken",
+        "modelrate", "policy", "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run",
+        "sweep", "webhook",
     },
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
@@ -219,6 +220,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
         "sandboxes/reading", "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
+        "sandboxes/egressconnection",
         "billing/costrecord", "billing/usagerecord", "billing/rate", "billing/account", "billing/membership", "billing/credit",
         "billing/statement", "spending", "billing/budget", "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
     )  # fmt: skip
@@ -247,6 +249,7 @@ def test_facts_are_read_only_even_for_a_superuser() -> None:
     facts = [page for page in admin.site._registry.values() if isinstance(page, ReadOnlyModelAdmin)]
     assert {page.model.__name__ for page in facts} == {
         "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
+        "EgressConnection",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement", "AgentRun", "QueuedRun",
             "PackVersion",
         "Environment",

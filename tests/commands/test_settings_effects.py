@@ -204,6 +204,7 @@ TESTS = {  # abbreviations of files
     "config": "tests/commands/test_config.py", "store": "tests/commands/test_storage_config.py",
     "egress": "tests/unit/sandboxes/egress/test_egress_server.py", "snapshots": "tests/unit/sandboxes/test_snapshots.py",
     "mounts": "tests/unit/sandboxes/state/test_mounts.py", "relay": "tests/egress/test_relay.py",
+    "destinations": "tests/unit/sandboxes/egress/allow_list/test_destinations.py",
     "keys": "tests/unit/sandboxes/identity/test_signing_keys.py",
     "docker": "tests/docker/test_provider.py", "up": "tests/e2e/test_up.py", "kill": "tests/e2e/test_kill.py",
     "calls": "tests/egress/test_egress_docker.py", "litellm": "tests/egress/test_litellm_docker.py",
@@ -317,6 +318,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_EGRESS_PROXY": ("none", "front::test_nginx_without_a_server_is_removed_after_the_grace_period"),
     "LEASEHOLD_EGRESS_IMAGE": ("other:1", "calls::test_command_restarts_nginx_and_removes_it_at_exit"),
     "LEASEHOLD_EGRESS_SLOTS": ("1", "egress::test_calls_through_a_reused_slot_are_billed_to_its_current_holder"),
+    "LEASEHOLD_EGRESS_ALLOWED_NETWORKS": (
+        "10.20.0.0/16,fd00::/8", "destinations::test_a_private_address_needs_a_network_of_the_operator",
+    ),
     "LEASEHOLD_STREAM_HOST": ("127.0.0.2", "stream_server::test_server_listens_where_it_is_configured_to"),
     "LEASEHOLD_STREAM_PORT": ("18765", "stream_server::test_server_listens_where_it_is_configured_to"),
     "LEASEHOLD_STREAM_URL": ("https://streams.example.com/x", "terminals::test_urls_lead_to_the_configured_address"),

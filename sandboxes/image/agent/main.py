@@ -1,6 +1,6 @@
 """Sandbox agent: runs commands for the control plane over one outgoing connection. Process 1 of a sandbox.
 
-    main.py SOCKET SHIM PORT UPSTREAM
+    main.py SOCKET SHIM [PORT UPSTREAM]...
 
 The agent connects to SOCKET and answers requests; sandboxes/agent/protocol.py describes frames and verbs. A run is started at
 most once per id, and its result is retained until it is acknowledged, so a control plane that lost its connection repeats the
@@ -8,7 +8,7 @@ request and receives the stored result.
 Each run has a process of the program SHIM (shim.c), which is a subreaper. Every process of the run stays below its shim,
 including daemons with a session and an environment of their own, and is killed through it. One single-threaded loop without
 children of its own: a fork bomb cannot starve it. File operations run in processes of the helper (helper.py).
-The same loop serves the bridge (bridge.py) from PORT of the loopback interface to the unix socket UPSTREAM.
+The same loop serves a bridge (bridge.py) from each PORT of the loopback interface to the unix socket UPSTREAM.
 Standard library only; executed by its path as an isolated Python (-I -S)."""
 
 import contextlib
@@ -356,16 +356,17 @@ def run_helper(channel, load_all):
     serve(channel, load_all)
 
 
-def main(path, shim_path, port="", upstream=""):
+def main(path, shim_path, *bridges):
     for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):  # return the memory of acknowledged output to the system
         _libc.mallopt(option, 64 << 10)
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory and descriptors are hidden from commands of the same user
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # no effect in process 1
     agent = Agent(path, shim_path)
-    if port:
+    if bridges:
         from bridge import Bridge
 
-        Bridge(agent, int(port), upstream)
+        for port, upstream in zip(bridges[::2], bridges[1::2], strict=True):
+            Bridge(agent, int(port), upstream)
     agent.serve()
 
 

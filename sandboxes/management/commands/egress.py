@@ -5,7 +5,7 @@ import resource
 import signal
 import time
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from sandboxes.agent import companions
 from sandboxes.agent.gateway import AgentGateway
 from sandboxes.db import database_time, tracing
 from sandboxes.egress import nginx, slots
+from sandboxes.egress.allow_list.proxy import AllowListProxy
 from sandboxes.egress.logs import access_log, collection
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.egress.server import EgressServer
@@ -59,21 +60,25 @@ class Command(BaseCommand):
             sockets = {slots.ensure_slot_directory(slot) / slots.SOCKET_NAME: slot for slot in range(settings.EGRESS_SLOTS)}
             async with EgressServer().listening({nginx.get_server_socket_path(): None, **sockets}):
                 self.stdout.write(f"egress: {len(sockets)} slots, without nginx")
-                await self._supervise(None, stop)
+                await self._supervise(None, stop, dict)
             return
         try:
             container = await asyncio.to_thread(lambda: NginxProxy(Engine()))
-            agents = [slots.ensure_agent_directory(slot) / slots.AGENT_SOCKET_NAME for slot in range(settings.EGRESS_SLOTS)]
-            gateway = AgentGateway()
+            directories = [slots.ensure_agent_directory(slot) for slot in range(settings.EGRESS_SLOTS)]
+            agents = [directory / slots.AGENT_SOCKET_NAME for directory in directories]
+            proxies = {directory / slots.PROXY_SOCKET_NAME: slot for slot, directory in enumerate(directories)}
+            gateway, server = AgentGateway(), EgressServer()
+            allow_list = AllowListProxy(server.now, server.database)
             async with (
                 gateway.listening(agents, settings.AGENT_GATEWAY),
-                EgressServer().listening({nginx.get_server_socket_path(): None}),
+                server.listening({nginx.get_server_socket_path(): None}),
+                allow_list.listening(proxies),
                 companions.serving(gateway),
             ):
                 await asyncio.to_thread(container.start)
                 try:
                     self.stdout.write(f"egress: {settings.EGRESS_SLOTS} slots through {container.name}")
-                    await self._supervise(container, stop, gateway)
+                    await self._supervise(container, stop, lambda: {**gateway.read_counts(), **allow_list.read_counts()})
                 finally:
                     await asyncio.to_thread(container.stop)
         except ProviderError as error:
@@ -81,7 +86,9 @@ class Command(BaseCommand):
         finally:
             await asyncio.to_thread(tracing.flush)
 
-    async def _supervise(self, container: NginxProxy | None, stop: asyncio.Event, gateway: AgentGateway | None = None) -> None:
+    async def _supervise(
+        self, container: NginxProxy | None, stop: asyncio.Event, read_counts: Callable[[], Mapping[str, int]]
+    ) -> None:
         """Record heartbeats and restart a removed or stopped container, until `stop` is set.
 
         The engine itself restarts a container whose process has crashed."""
@@ -89,8 +96,7 @@ class Command(BaseCommand):
         while not stop.is_set():
             if time.monotonic() - last_heartbeat >= HEARTBEAT_INTERVAL.total_seconds():
                 last_heartbeat = time.monotonic()
-                counts = gateway.read_counts() if gateway else {}
-                await asyncio.to_thread(self._record_heartbeat, container, counts)
+                await asyncio.to_thread(self._record_heartbeat, container, read_counts())
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), PROXY_CHECK_INTERVAL_SECONDS)
                 return
@@ -109,7 +115,7 @@ class Command(BaseCommand):
 def record_heartbeat(container: NginxProxy | None, counts: Mapping[str, int] = MappingProxyType({})) -> None:
     """Record a sweep row, which the health check reads, and rotate nginx's access log.
 
-    `counts` are those of the gateway, AgentGateway.read_counts. The row and the metrics show them."""
+    `counts` are those of the gateway and of the allow list's proxy, their read_counts. The row and the metrics show them."""
     now = database_time.now()
 
     def rotate() -> SweepResult:

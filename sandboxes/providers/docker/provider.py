@@ -52,6 +52,8 @@ INIT_COMMAND = (
     "/opt/leasehold/shim",
     base.EGRESS_LOOPBACK_ADDRESS.rpartition(":")[2],
     base.LLM_SOCKET,
+    base.PROXY_LOOPBACK_ADDRESS.rpartition(":")[2],
+    base.PROXY_SOCKET,
 )
 REMOVAL_TIMEOUT_SECONDS = 30.0  # for a removal begun by another process
 # Sizes of tmpfs directories as shares of the sandbox's memory limit, to which their content counts. Completely full, including
@@ -75,6 +77,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
 
     name = "docker"
     isolated = True
+    bridges_proxy = True
     enforces_limits = True
     measures_usage = True
     streams_output = True

@@ -38,7 +38,7 @@ def grant(apps, schema_editor):
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('leases', '0019_agent_catalog'),
+        ('leases', '0020_egress_connection_permission'),
         ('sandboxes', '0025_packs'),
     ]
 

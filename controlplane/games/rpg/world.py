@@ -22,9 +22,16 @@ def _import_textworld() -> ModuleType:
     import. Worlds of this module are files in JSON, which TextWorld plays without Jericho."""
     if "jericho" not in sys.modules and importlib.util.find_spec("jericho") is None:
         absent = ModuleType("jericho")
-        absent.__getattr__ = lambda name: type(name, (Warning,), {})  # type: ignore[method-assign]
+        absent.__getattr__ = _create_placeholder  # type: ignore[method-assign]
         sys.modules["jericho"] = absent
     return importlib.import_module("textworld")
+
+
+def _create_placeholder(name: str) -> type[Warning]:
+    """Return a class in place of one of Jericho's. Tools read attributes such as `__file__` of every module: there are none."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (Warning,), {})
 
 
 textworld = _import_textworld()

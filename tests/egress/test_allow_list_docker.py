@@ -1,9 +1,11 @@
 """Allow list with real sandboxes: curl, pip and git reach a listed domain, and nothing else is reached."""
 
 import http.server
+import io
 import socket
 import ssl
 import subprocess
+import tarfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from leases.models import EnvironmentType
 from sandboxes.egress import slots
 from sandboxes.egress.allow_list import connections, destinations
 from sandboxes.egress.allow_list.proxy import AllowListProxy
+from sandboxes.egress.authorization import CallRefused
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.models import EgressConnection, Policy
 from tests.conftest import NOW
@@ -342,3 +345,24 @@ def test_the_command_serves_the_proxy_and_again_after_a_kill(
         assert curl(box, certificates, unknown)[0] != 0
     with run_egress_command(egress):
         wait_until(lambda: "502" in curl(box, certificates, unknown)[1], "the proxy listens again")
+
+
+def test_npm_installs_from_an_allowed_host(
+    box: LeasedSandbox, upstream: Upstream, certificates: TlsFiles, tmp_path: Path
+) -> None:
+    content = b'{"name": "hello", "version": "1.0.0"}'
+    with tarfile.open(tmp_path / "hello-1.0.0.tgz", "w:gz") as package:
+        member = tarfile.TarInfo("package/package.json")
+        member.size = len(content)
+        package.addfile(member, io.BytesIO(content))
+    script = "cat > ca.pem; npm install --no-audit --no-fund --cafile ca.pem $0 2>&1; cat node_modules/hello/package.json"
+    url = f"https://{DOMAIN}:{upstream.port}/hello-1.0.0.tgz"
+    done = box.run("sh", "-c", script, url, stdin=certificates.authority.read_bytes())
+    assert done.stdout.endswith(content), done.stdout
+
+
+def test_refusals_beyond_the_limit_are_not_stored(box: LeasedSandbox) -> None:
+    for number in range(connections.MAX_LOGGED_REFUSALS_PER_MINUTE + 2):
+        with pytest.raises(CallRefused, match="not on the allow list"):
+            connections.open_connection(box.box.slot or 0, f"c{number}", "evil.test", 443, now=NOW)
+    assert len(closed_rows(connections.MAX_LOGGED_REFUSALS_PER_MINUTE)) == connections.MAX_LOGGED_REFUSALS_PER_MINUTE

@@ -4,7 +4,7 @@ The rules come from `catanatron` (an optional extra, GPL-3.0). An agent's action
 is played."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,10 @@ from catanatron.state_functions import (
     player_num_dev_cards,
     player_num_resource_cards,
 )
+from rich.console import Console
 
 from controlplane.games import DemoOptions
+from controlplane.games.catan_terminal import GameView
 from controlplane.games.catan_trading import TRADE_TYPES, OfferBook, Trade, negotiate
 from controlplane.games.client import Client, Player
 
@@ -54,6 +56,7 @@ class Move:
     action: str
     seconds: float
     points: str
+    state: Mapping[str, Any]  # that the agent got
 
 
 def create_player(number: int, did: str, client: Client) -> Seat:
@@ -63,15 +66,21 @@ def create_player(number: int, did: str, client: Client) -> Seat:
 def run_demo(
     players: list[Seat], environment: str, host: Client, options: DemoOptions, print_line: Callable[[str], None]
 ) -> str:
-    """Play one game, print each decision, and return the outcome."""
+    """Play one game, print each decision, on a terminal with the board, and return the outcome."""
 
-    def on_move(move: Move) -> None:
-        print_line(
-            f"turn {sum(seat.turns for seat in players):>3}  {move.seat.label:<6} {move.action:<24} "
-            f"{move.seconds:5.2f} s   {move.points}"
-        )
+    def format_move(move: Move) -> str:
+        number = sum(seat.turns for seat in players)
+        return f"turn {number:>3}  {move.seat.label:<6} {move.action:<24} {move.seconds:5.2f} s   {move.points}"
 
-    winner = play(players, environment, points=options.points, seed=options.seed, on_move=on_move)
+    def run(on_move: Callable[[Move], None]) -> Seat | None:
+        return play(players, environment, points=options.points, seed=options.seed, on_move=on_move)
+
+    console = Console()
+    if console.is_terminal:
+        with GameView(console, environment, {seat.color.value: seat.did for seat in players}) as view:
+            winner = run(lambda move: view.show(move.state, format_move(move)))
+    else:
+        winner = run(lambda move: print_line(format_move(move)))
     return f"{winner.did} wins." if winner else "Draw."
 
 
@@ -129,7 +138,7 @@ class _Table:
             seat.skipped += 1
             chosen = fallback
         outcome = chosen["type"] if not turn["skipped"] else f"skipped: {turn['action'].get('reason', '')[:60]}"
-        self.on_move(Move(seat, number, outcome, turn["duration_seconds"], _format_score(self.game)))
+        self.on_move(Move(seat, number, outcome, turn["duration_seconds"], _format_score(self.game), state))
         return chosen
 
 

@@ -1,19 +1,13 @@
-"""Board of Catan: tiles, numbers, ports, robber, roads, settlements and cities, from the state that a turn receives.
+"""Board of Catan: tiles, numbers, ports, robber, roads, settlements and cities, from the state that a turn receives."""
 
-The state names the tiles around each node, not its place. A node lies at a corner that has exactly these tiles; of the two
-free corners of an outer tile, the edges of the board tell which is which."""
-
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 from xml.etree import ElementTree
 
 from leases.environments.boards.base import Board, Player, UnreadableState
+from leases.environments.boards.catan_geometry import SIZE, Point, list_corners, locate_tile, place_nodes, place_tiles
 
-Point = tuple[float, float]
-SIZE = 60.0  # side of a tile
 MARGIN = 62.0  # of the sea around the tiles, with room for the ports
-MAX_TILES, MAX_NODES, MAX_EDGES = 100, 300, 500
 COLOURS = {"RED": "#c93a34", "BLUE": "#2f6fd0", "ORANGE": "#f08c22", "WHITE": "#f4f1ea"}
 UNKNOWN_COLOUR = "#7a5bb5"
 TILE_COLOURS = {"WOOD": "#3f7d45", "BRICK": "#bf6b4a", "SHEEP": "#9ccb63", "WHEAT": "#ecc450", "ORE": "#8d97a5"}
@@ -33,7 +27,7 @@ PHRASES = {
 
 def draw(state: Mapping[str, Any], action: Mapping[str, Any]) -> Board:
     try:
-        tiles, nodes = _place_tiles(state), _place_nodes(state)
+        tiles, nodes = place_tiles(state), place_nodes(state)
         players = _read_players(state)
         svg = _draw_sea(tiles)
         robber = state.get("robber")
@@ -106,78 +100,6 @@ def _get_ink(resource: Any) -> str:
     return INK_ON_WOOD if resource == "WOOD" else INK
 
 
-# --- geometry ---------------------------------------------------------------------------------------------------------
-
-
-def _place_tiles(state: Mapping[str, Any]) -> dict[int, Point]:
-    """Return the centre of each tile by its id."""
-    tiles = state["board"]["tiles"]
-    if not 0 < len(tiles) <= MAX_TILES:
-        raise UnreadableState
-    return {tile["id"]: _locate_tile(tile["coordinate"]) for tile in tiles}
-
-
-def _locate_tile(coordinate: list[int]) -> Point:
-    x, _, z = (int(part) for part in coordinate)
-    return SIZE * math.sqrt(3) * (x + z / 2), SIZE * 1.5 * z
-
-
-def _list_corners(centre: Point, size: float = SIZE) -> list[Point]:
-    angles = [math.radians(60 * number - 30) for number in range(6)]
-    return [(centre[0] + size * math.cos(angle), centre[1] + size * math.sin(angle)) for angle in angles]
-
-
-def _place_nodes(state: Mapping[str, Any]) -> dict[int, Point]:
-    """Return the place of each node by its id. Raise UnreadableState if the board does not determine it."""
-    board = state["board"]
-    if len(board["nodes"]) > MAX_NODES or len(board["edges"]) > MAX_EDGES:
-        raise UnreadableState
-    corners = _group_corners(_place_tiles(state))
-    candidates = {node["id"]: list(corners.get(frozenset(node["tiles"]), [])) for node in board["nodes"]}
-    neighbours: dict[int, list[int]] = {node: [] for node in candidates}
-    for first, second in board["edges"]:
-        neighbours[first].append(second)
-        neighbours[second].append(first)
-    placed = {node: places[0] for node, places in candidates.items() if len(places) == 1}
-    waiting = [node for node in candidates if node not in placed]
-    for _ in range(len(waiting)):  # each pass places a node or the board is not determined
-        for node in waiting:
-            known = [placed[other] for other in neighbours[node] if other in placed]
-            fitting = [
-                place for place in candidates[node]
-                if place not in placed.values() and all(math.dist(place, other) < SIZE * 1.1 for other in known)
-            ]  # fmt: skip
-            if len(fitting) == 1:
-                placed[node] = fitting[0]
-        waiting = [node for node in waiting if node not in placed]
-        if not waiting:
-            return placed
-    if waiting:
-        raise UnreadableState
-    return placed
-
-
-def _group_corners(tiles: Mapping[int, Point]) -> dict[frozenset[int], list[Point]]:
-    """Return the corners of the board by the tiles around them."""
-    around: dict[tuple[int, int], set[int]] = {}
-    places: dict[tuple[int, int], Point] = {}
-    for tile, centre in tiles.items():
-        for corner in _list_corners(centre):
-            key = round(corner[0] / 4), round(corner[1] / 4)
-            near = next((each for each in _list_near(key) if each in around), key)
-            around.setdefault(near, set()).add(tile)
-            places.setdefault(near, corner)
-    grouped: dict[frozenset[int], list[Point]] = {}
-    for key, ids in around.items():
-        grouped.setdefault(frozenset(ids), []).append(places[key])
-    return grouped
-
-
-def _list_near(key: tuple[int, int]) -> Iterable[tuple[int, int]]:
-    """Yield a key and those beside it: rounding may separate equal corners of two tiles."""
-    return ((key[0] + x, key[1] + y) for x in (0, -1, 1) for y in (0, -1, 1))
-
-
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +133,7 @@ def _draw_sea(tiles: Mapping[int, Point]) -> ElementTree.Element:
     _add(svg, "title", "Board of Catan")
     _add(svg, "rect", x=left, y=top, width=right - left, height=bottom - top, rx=28, fill=SEA_COLOUR)
     for centre in tiles.values():
-        shore = _format_points(_list_corners(centre, SIZE + 11))
+        shore = _format_points(list_corners(centre, SIZE + 11))
         _add(svg, "polygon", points=shore, fill=SAND_COLOUR, stroke=SAND_COLOUR, stroke_width=6, stroke_linejoin="round")
     return svg
 
@@ -222,7 +144,7 @@ def _draw_tile(svg: ElementTree.Element, centre: Point, tile: Mapping[str, Any])
     group = _add(svg, "g")
     _add(group, "title", f"tile {tile['id']}: {str(resource or 'desert').lower()} {number or ''}".strip())
     colour = TILE_COLOURS.get(resource, DESERT_COLOUR)
-    _add(group, "polygon", points=_format_points(_list_corners(centre, SIZE - 2)), fill=colour, stroke="#00000033")
+    _add(group, "polygon", points=_format_points(list_corners(centre, SIZE - 2)), fill=colour, stroke="#00000033")
     _add(group, "text", str(resource or "desert").lower(), x=x, y=y - 27, font_size=12, fill=_get_ink(resource))
     if isinstance(number, int):
         ink = "#b3261e" if number in (6, 8) else INK
@@ -301,5 +223,5 @@ def _highlight(
             _add(svg, "line", stroke=colour, stroke_opacity=0.7, stroke_width=12, **line)
             _add(svg, "line", stroke=INK, stroke_width=3, stroke_dasharray="5 4", **line)
         case "MOVE_ROBBER", [[int(), int(), int()] as coordinate, *_]:
-            if (centre := _locate_tile(coordinate)) in tiles.values():
-                ElementTree.SubElement(svg, "polygon", {"points": _format_points(_list_corners(centre, SIZE - 5)), **HIGHLIGHT})
+            if (centre := locate_tile(coordinate)) in tiles.values():
+                ElementTree.SubElement(svg, "polygon", {"points": _format_points(list_corners(centre, SIZE - 5)), **HIGHLIGHT})

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from leases.environments import boards
-from leases.environments.boards import catan
+from leases.environments.boards import catan, catan_geometry
 from leases.environments.boards.base import UnreadableState
 
 EXAMPLES = Path(boards.__file__).parents[2] / "packs" / "shipped" / "catan" / "examples"
@@ -38,7 +38,7 @@ def test_every_example_is_drawn_with_all_its_parts(name: str) -> None:
 
 def test_nodes_are_placed_one_side_apart_along_every_edge() -> None:
     state = load_state("after-roll")
-    places = catan._place_nodes(state)
+    places = catan_geometry.place_nodes(state)
     assert len(set(places.values())) == len(state["board"]["nodes"]) == 54
     for first, second in state["board"]["edges"]:
         (x1, y1), (x2, y2) = places[first], places[second]

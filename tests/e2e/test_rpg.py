@@ -12,6 +12,7 @@ from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
+PATIENCE_SECONDS = 120.0  # with a busy server
 SEED_WITH_ONE_DEATH = 4
 ASLEEP_BEFORE_TURN = 5  # of the second hero
 COUNT_SLEEPS = "SELECT count(*) FROM sandboxes_transition WHERE \"to\" = 'cold'"
@@ -21,7 +22,9 @@ def create_heroes(fleet: Fleet, environment: str) -> list[Hero]:  # noqa: F811
     heroes = []
     for number, did in enumerate(f"did:web:{name}.invalid" for name in ("ada", "brook", "cleo")):
         created = run_manage(fleet.path, "create_key", "--agent", did, "--json", **fleet.env)
-        hero = create_player(number, did, Client(f"http://127.0.0.1:{fleet.port}", json.loads(created.stdout)["key"]))
+        hero = create_player(
+            number, did, Client(f"http://127.0.0.1:{fleet.port}", json.loads(created.stdout)["key"], PATIENCE_SECONDS)
+        )
         hero.join(environment, "rpg")
         heroes.append(hero)
     return heroes
@@ -51,7 +54,7 @@ def read_sheet(hero: Hero) -> dict[str, Any]:
 
 def test_campaign_survives_a_sleep_and_a_death_and_its_sheets_start_the_next(fleet: Fleet) -> None:  # noqa: F811
     fleet.up()
-    host = Client(f"http://127.0.0.1:{fleet.port}", fleet.key)
+    host = Client(f"http://127.0.0.1:{fleet.port}", fleet.key, PATIENCE_SECONDS)
     heroes = create_heroes(fleet, "campaign-1")
     sleeper = heroes[1]
     statuses_after_death: list[str] = []

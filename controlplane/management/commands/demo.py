@@ -24,6 +24,7 @@ from sandboxes.egress import nginx
 MANAGE_PY = Path(__file__).resolve().parents[3] / "manage.py"
 START_TIMEOUT_SECONDS = 60.0
 STOP_TIMEOUT_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0  # with a busy or restarting control plane
 AGENT_NAMES = ("ada", "brook", "cleo", "dara")
 
 
@@ -102,7 +103,7 @@ class Command(BaseCommand):
 
     def create_client(self, base: str, dids: list[str], *, operator: bool, name: str) -> Client:
         _, key = api_keys.issue_key(dids, operator=operator, name=name, now=timezone.now())
-        return Client(base, key)
+        return Client(base, key, PATIENCE_SECONDS)
 
     def wait_ready(self, up: "subprocess.Popen[bytes]", base: str) -> None:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS

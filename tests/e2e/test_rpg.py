@@ -8,11 +8,11 @@ import pytest
 from controlplane.games.client import Client, post_condition
 from controlplane.games.rpg.campaign import CONDITION, DEATH_CONDITION, Hero, Move, create_campaign, create_player
 from tests.commands.manage import run_manage
+from tests.e2e.disturbances import PATIENCE_SECONDS, Disturbances
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
-PATIENCE_SECONDS = 120.0  # with a busy server
 SEED_WITH_ONE_DEATH = 4
 ASLEEP_BEFORE_TURN = 5  # of the second hero
 COUNT_SLEEPS = "SELECT count(*) FROM sandboxes_transition WHERE \"to\" = 'cold'"
@@ -90,3 +90,18 @@ def test_campaign_survives_a_sleep_and_a_death_and_its_sheets_start_the_next(fle
     dead, *living = [hero.character for hero in again if hero.character]
     assert [(each.role, each.campaigns) for each in [dead, *living]] == [("fighter", 2), ("healer", 2), ("mage", 2)]
     assert all(each.level >= 3 for each in living)
+
+
+def test_campaign_goes_on_after_a_killed_container_and_a_killed_control_plane(fleet: Fleet) -> None:  # noqa: F811
+    fleet.up()
+    host = Client(f"http://127.0.0.1:{fleet.port}", fleet.key, PATIENCE_SECONDS)
+    heroes = create_heroes(fleet, "campaign-3")
+    plan = {5: "kill_container", 9: "kill_control_plane", 13: "put_to_sleep"}
+    disturbances = Disturbances(fleet, heroes, host, plan=plan)
+    campaign = create_campaign(heroes, "campaign-3", host, seed=2, on_move=lambda move: disturbances.note_move())
+    assert campaign.play() == "victory"
+    disturbances.finish()
+    assert sum(len(hero.lost_leases) for hero in heroes) == 1
+    for hero in heroes:
+        assert hero.skipped == 0
+        assert disturbances.read_played_turns(hero) == list(range(1, hero.turns + 1))

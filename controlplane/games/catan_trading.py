@@ -37,7 +37,7 @@ class Trade:
 
 @dataclass
 class OfferBook:
-    """Offers of the current turn. An offer is not repeated in it."""
+    """Offers of the current turn. A player cannot repeat an offer within a turn."""
 
     made: list[Any] = field(default_factory=list)
 

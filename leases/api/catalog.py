@@ -82,7 +82,7 @@ class CatalogRunListView(AgentRunStarter):
         | {202: QueuedRunSerializer},
     )
     def post(self, request: ApiRequest, catalog_id: str) -> HttpResponse:
-        """Grant the agent a lease of the catalog entry's environment type, or use its active one, and run the CLI in it.
+        """Run the CLI in a lease of the catalog entry's environment type: the active one of the agent, or a new one.
 
         The answer is that of an agent run, with `lease_id`; its messages are in the stream of the run."""
         data = self.validate_body(CATALOG_RUN_SERIALIZER)

@@ -133,7 +133,7 @@ def _find_problem(pack: PackFolder, state: Mapping[str, Any], answer: str, done:
 
 
 def matches_legal_action(action: Mapping[str, Any], legal: Any) -> bool:
-    """Return whether an action is this legal action: equal in all keys of it, or in `action` if it is a text."""
+    """Return whether an action is a legal one: equal in each key of an object, or with a text as its `action`."""
     if isinstance(legal, dict):
         return all(key in action and action[key] == value for key, value in legal.items())
     return bool(action.get("action") == legal)

@@ -136,6 +136,11 @@ class PolicyAdmin(ConsoleModelAdmin):
     def live(self, row: Policy) -> str:
         return f"{row.live:,}"  # type: ignore[attr-defined]
 
+    def _build_credential_fields(self, row: Policy) -> list[SummaryField]:
+        domains = list(row.egress_credentials.values_list("domain", flat=True)) if row.allowed_domains else []
+        note = "added by the proxy; changed by manage.py egress_credential"
+        return [SummaryField("Credentials", ", ".join(domains), note=note)] if domains else []
+
     def get_page_context(self, request: HttpRequest, row: Policy) -> dict[str, Any]:
         filters: dict[str, Any] = {"policy__isnull": True} if row.built_in else {"policy": row}
         params = {"policy__isnull": "True"} if row.built_in else {"policy__id__exact": row.pk}
@@ -148,6 +153,7 @@ class PolicyAdmin(ConsoleModelAdmin):
                     "allow list" if row.allowed_domains else "none",
                     note=", ".join(row.allowed_domains[:3]) + (", …" if len(row.allowed_domains) > 3 else ""),
                 ),
+                *self._build_credential_fields(row),
                 *build_registered_fields(row),
                 SummaryField(
                     "Live sandboxes",

@@ -2,6 +2,7 @@
 
 from sandboxes.models.admission import AdmissionRequest
 from sandboxes.models.egress_connections import EgressConnection
+from sandboxes.models.egress_credentials import EgressCredential
 from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
@@ -43,6 +44,7 @@ __all__ = [
     "DataSize",
     "Delivery",
     "EgressConnection",
+    "EgressCredential",
     "Event",
     "FinalPersist",
     "Host",

@@ -22,7 +22,7 @@ from django.conf import settings as django_settings
 from leases import leasing
 from leases.models import EnvironmentType
 from sandboxes.egress import slots
-from sandboxes.egress.allow_list import connections, destinations
+from sandboxes.egress.allow_list import connections, credentials, destinations
 from sandboxes.egress.allow_list.proxy import AllowListProxy
 from sandboxes.egress.authorization import CallRefused
 from sandboxes.egress.call_tracking import DatabaseThreads
@@ -39,14 +39,16 @@ MIB = 1 << 20
 
 
 class Upstream:
-    """TLS server of a directory on loopback. `paths` are those of its requests."""
+    """TLS server of a directory on loopback. `paths` and `authorizations` are those of its requests."""
 
     def __init__(self, directory: Path, files: TlsFiles) -> None:
         paths = self.paths = list[str]()
+        authorizations = self.authorizations = list[str | None]()
 
         class Handler(http.server.SimpleHTTPRequestHandler):
             def log_message(self, *args: Any) -> None:
                 paths.append(self.path)
+                authorizations.append(self.headers.get("Authorization"))
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(directory)))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -197,6 +199,23 @@ def test_plain_http_is_forwarded_with_its_body(
     assert curl(box, certificates, f"http://local.test:{port}/v1/chat/completions", *options) == (0, "200")
     (row,) = closed_rows(1)
     assert (row.outcome, egress.upstream.requests[-1][2]) == ("ok", {"model": "m"})
+
+
+def test_credential_is_added_outside_and_sent_over_tls_only(
+    box: LeasedSandbox, policy: Policy, upstream: Upstream, certificates: TlsFiles, proxy: AllowListProxy
+) -> None:
+    credentials.set_credential(policy, DOMAIN, "Bearer of-the-operator", now=NOW)
+    proxy._tls = ssl.create_default_context(cafile=str(certificates.authority))
+    url = f"http://{DOMAIN}:{upstream.port}/hello.txt"
+    assert curl(box, certificates, url, "-H", "Authorization: Bearer of-the-agent") == (0, "hello\n")
+    assert upstream.authorizations == ["Bearer of-the-operator"]
+    assert curl(box, certificates, url.replace("http:", "https:"))[0] == 0  # a tunnel is not read, so nothing is added
+    assert upstream.authorizations == ["Bearer of-the-operator", None]
+    proxy._tls = ssl.create_default_context()  # does not know the authority
+    code, output = curl(box, certificates, url, "-o", "/dev/null", "-w", "%{http_code}")
+    assert (code, output, len(upstream.paths)) == (0, "502", 2)
+    assert b"of-the-operator" not in box.run("sh", "-c", "env; cat /proc/[0-9]*/environ 2>/dev/null").stdout
+    assert [row.outcome for row in closed_rows(3)] == ["ok", "ok", "failed"]
 
 
 def test_pip_installs_from_an_allowed_index(

@@ -15,6 +15,7 @@ from leases.management.base import parse_did, report_errors
 from leases.models import Agent
 from leases.queue import queue
 from sandboxes import process_restarts
+from sandboxes.egress.allow_list import credentials as egress_credentials
 from sandboxes.formatting import pluralize
 from sandboxes.identity import curves, signing
 from sandboxes.identity.curves import PrivateKey
@@ -101,6 +102,11 @@ class Command(BaseCommand):
             self._print_reencrypted(
                 pluralize(servers.changed, "game server's secret", "game servers' secrets"), servers.current
             )
+        credentials = egress_credentials.reencrypt()
+        if credentials.changed or credentials.current:
+            self._print_reencrypted(
+                pluralize(credentials.changed, "egress credential", "egress credentials"), credentials.current
+            )
         processes = process_restarts.reencrypt_env()
         if processes.changed or processes.current:
             self._print_reencrypted(
@@ -121,6 +127,9 @@ class Command(BaseCommand):
         if servers.undecryptable:
             names = ", ".join(str(row) for row in servers.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the {names}.")
+        if credentials.undecryptable:
+            names = ", ".join(f"{row.domain} of policy {row.policy}" for row in credentials.undecryptable)
+            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the egress credentials {names}.")
         if processes.undecryptable:
             ids = ", ".join(str(row.pk) for row in processes.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the variables of the processes {ids}.")

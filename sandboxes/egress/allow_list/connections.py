@@ -11,6 +11,7 @@ from django.db import transaction
 from django.db.models import F, QuerySet, Sum
 
 from sandboxes.db import sql
+from sandboxes.egress.allow_list import credentials
 from sandboxes.egress.allow_list.domains import is_allowed
 from sandboxes.egress.authorization import SLOT_CONDITION_SQL, CallerIdentity, CallRefused, identify_caller
 from sandboxes.models import EgressConnection, Policy, Sandbox
@@ -43,10 +44,15 @@ class Admission:
     caller: CallerIdentity
     policy: Policy
     remaining_lease_bytes: int
+    authorization: str = ""  # header that the proxy adds to a plain-http request, which it then sends over TLS
 
 
-def open_connection(slot: int, connection_id: str, domain: str, port: int, *, now: datetime) -> Admission:
+def open_connection(
+    slot: int, connection_id: str, domain: str, port: int, *, is_plain: bool = False, now: datetime
+) -> Admission:
     """Authorize a connection and write its row. Raise CallRefused, after recording the refusal, if the policy forbids it.
+
+    `is_plain`: a plain-http request, to which a credential of the domain is added.
 
     The lock on the sandbox's row serializes the attempts of the sandbox, so that the limit of concurrent connections holds."""
     with transaction.atomic():
@@ -65,8 +71,9 @@ def open_connection(slot: int, connection_id: str, domain: str, port: int, *, no
             _record_refusal(row, error)
             refusal = error
         else:
+            authorization = credentials.find_authorization(policy, domain) if is_plain else ""
             row.save(force_insert=True)
-            return Admission(row, caller, policy, remaining)
+            return Admission(row, caller, policy, remaining, authorization)
     raise refusal  # after the commit, because an exception inside would roll the refusal's row back
 
 

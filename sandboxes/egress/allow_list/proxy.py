@@ -6,6 +6,7 @@ address. The proxy connects to an address that was checked."""
 
 import asyncio
 import socket
+import ssl
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -21,10 +22,12 @@ import structlog
 from django.db import Error as DatabaseError
 
 from sandboxes.agent.gateway import bind_listener
+from sandboxes.db.encryption import DecryptionFailed
 from sandboxes.egress.allow_list import connections, destinations
 from sandboxes.egress.allow_list.client_hello import InvalidHello, parse_client_hello
+from sandboxes.egress.allow_list.credentials import HTTP_PORT, HTTPS_PORT
 from sandboxes.egress.allow_list.request_head import MAX_HEAD_BYTES, InvalidRequest, RequestHead, parse_request_head
-from sandboxes.egress.allow_list.tunnel import ConnectionCut, Traffic, Tunnel, flush
+from sandboxes.egress.allow_list.tunnel import ConnectionCut, TlsServer, Traffic, Tunnel, flush
 from sandboxes.egress.authorization import CallRefused, filter_held
 from sandboxes.egress.call_tracking import DatabaseThreads
 
@@ -61,6 +64,7 @@ class AllowListProxy:
     _sockets: Counter[int] = field(default_factory=Counter)  # accepted connections by slot
     _budgets: dict[int, "LeaseBudget"] = field(default_factory=dict)  # by slot, while it has connections
     _tasks: set["asyncio.Task[None]"] = field(default_factory=set)
+    _tls: ssl.SSLContext | None = None
 
     @asynccontextmanager
     async def listening(self, sockets: dict[Path, int]) -> AsyncIterator[None]:
@@ -117,12 +121,16 @@ class AllowListProxy:
         reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_HEAD_BYTES)
         budget = self._budgets.setdefault(slot, LeaseBudget())
         budget.users += 1
+        head = None
         try:
             head = await _read_head(reader)
             await self._handle(Tunnel(reader, writer), head, slot, budget)
         except (CallRefused, InvalidRequest) as refusal:
             self.counts["refused"] += 1
             await _answer_refusal(writer, refusal.status, str(refusal))
+        except DecryptionFailed:
+            log.error("credential not decrypted", host=head.host if head else "")
+            await _answer_refusal(writer, 503, "The credential of this domain cannot be decrypted.")
         except DatabaseError as error:
             log.error("connection not recorded", error=str(error))
             await _answer_refusal(writer, 503, "The connection could not be recorded. Try again.")
@@ -138,8 +146,9 @@ class AllowListProxy:
     async def _handle(self, tunnel: Tunnel, head: RequestHead, slot: int, budget: "LeaseBudget") -> None:
         """Admit one connection and serve it to its end. Its row is closed also after an exception."""
         admission = await self.database.run(
-            connections.open_connection, slot, uuid.uuid4().hex, head.host, head.port, now=self.now()
-        )
+            connections.open_connection, slot, uuid.uuid4().hex, head.host, head.port, is_plain=head.path is not None,
+            now=self.now(),
+        )  # fmt: skip
         self.counts["admitted"] += 1
         budget.begin(admission)
         result = connections.ConnectionResult()
@@ -147,7 +156,7 @@ class AllowListProxy:
         opened = OpenConnection(admission, traffic, asyncio.current_task())
         self._open.add(opened)
         try:
-            await self._forward(tunnel, head, traffic)
+            await self._forward(tunnel, head, traffic, admission.authorization)
             result.outcome = Outcome.OK
         except CallRefused as refusal:
             result.outcome = Outcome.FAILED if refusal.status == 502 else Outcome.REFUSED
@@ -169,9 +178,15 @@ class AllowListProxy:
             except DatabaseError as error:  # the row stays open until a sweep closes it
                 log.error("end of a connection not recorded", connection=admission.row.connection_id, error=str(error))
 
-    async def _forward(self, tunnel: Tunnel, head: RequestHead, traffic: Traffic) -> None:
+    async def _forward(self, tunnel: Tunnel, head: RequestHead, traffic: Traffic, authorization: str) -> None:
+        """Connect and relay. With a credential the request is sent over TLS: the credential is never sent in clear text."""
         addresses = await destinations.resolve(head.host, self._resolver)
-        await tunnel.connect([str(address) for address in addresses], head.port, traffic, timeout=CONNECT_TIMEOUT_SECONDS)
+        server, port = None, head.port
+        if authorization:
+            server = TlsServer(self._get_tls_context(), head.host)
+            port = HTTPS_PORT if head.port == HTTP_PORT else head.port
+        targets = [str(address) for address in addresses]
+        await tunnel.connect(targets, port, traffic, timeout=CONNECT_TIMEOUT_SECONDS, server=server)
         try:
             if head.path is None:
                 tunnel.client_writer.write(ESTABLISHED)
@@ -180,9 +195,15 @@ class AllowListProxy:
             else:
                 if head.expects_continue and head.content_length:
                     tunnel.client_writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                await tunnel.relay(traffic, first=head.encode(), body_bytes=head.content_length)
+                await tunnel.relay(traffic, first=head.encode(authorization), body_bytes=head.content_length)
         finally:
             tunnel.close_upstream()
+
+    def _get_tls_context(self) -> ssl.SSLContext:
+        """Return the context of requests with a credential, with the authorities of the host. Loaded at the first use."""
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
 
     async def _watch(self) -> None:
         """Cut connections that are idle, too long or of an ended lease. Record the bytes. Runs until cancelled."""

@@ -1,6 +1,7 @@
 """Byte streams of one proxied connection: backpressure, limits and byte counts."""
 
 import asyncio
+import ssl
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,6 +63,14 @@ class Traffic:
         return "too_long" if now - self.started > MAX_SECONDS else ""
 
 
+@dataclass(frozen=True)
+class TlsServer:
+    """Server to which the proxy speaks TLS."""
+
+    context: ssl.SSLContext
+    name: str
+
+
 @dataclass
 class Tunnel:
     """Streams to the sandbox, and to the upstream once connected."""
@@ -71,15 +80,20 @@ class Tunnel:
     upstream_reader: asyncio.StreamReader | None = None
     upstream_writer: asyncio.StreamWriter | None = None
 
-    async def connect(self, addresses: list[str], port: int, traffic: Traffic, *, timeout: float) -> None:
-        """Connect to the first address that accepts. Raise CallRefused if none does within `timeout` seconds."""
+    async def connect(
+        self, addresses: list[str], port: int, traffic: Traffic, *, timeout: float, server: TlsServer | None = None
+    ) -> None:
+        """Connect to the first address that accepts. Raise CallRefused if none does within `timeout` seconds.
+
+        With `server` the proxy itself speaks TLS, and accepts only a certificate of this server."""
+        context, name = (server.context, server.name) if server else (None, None)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 for address in addresses:
                     traffic.result.address = address
                     with suppress(OSError):
                         self.upstream_reader, self.upstream_writer = await asyncio.open_connection(
-                            address, port, limit=CHUNK_BYTES
+                            address, port, limit=CHUNK_BYTES, ssl=context, server_hostname=name
                         )
                         return
         raise CallRefused(502, "upstream_unreachable", "The upstream could not be reached.")

@@ -185,7 +185,7 @@ def test_a_directory_is_downloaded_as_a_tar_with_all_that_is_below_it(operator: 
         assert len(tar.getnames()) == 6
     assert operator.get(data_url(row, "tar", path="nothing")).status_code == 404
     assert operator.get(data_url(row, "file", path="memory")).status_code == 404
-    assert operator.get("/admin/sandboxes/agentdata/99/tar/").status_code == 404
+    assert operator.get(f"/admin/sandboxes/agentdata/{row.pk + 1}/tar/").status_code == 404
 
 
 def test_a_large_file_is_never_held_in_memory(operator: Client) -> None:

@@ -45,8 +45,8 @@ def list_states(lease: Lease) -> list[str]:
 def test_a_run_whose_data_takes_an_hour_to_pull_and_to_store_stays_open_and_its_sandbox_alive(
     grant: Callable[..., Lease], store: SlowStore, time: VirtualTime, memory: MemoryProvider
 ) -> None:
-    run(grant(environment="writer"), "sh", "-c", "echo first >/data/note")
-    lease = grant(ttl=HOUR / 2, sleep_after=MINUTE)
+    run(grant(environment="writer", environment_type="run"), "sh", "-c", "echo first >/data/note")
+    lease = grant(ttl=HOUR / 2, sleep_after=MINUTE, environment_type="run")
     deadlines = []
 
     def work(call: ProgramCall) -> ProgramResult:
@@ -64,7 +64,7 @@ def test_a_run_whose_data_takes_an_hour_to_pull_and_to_store_stays_open_and_its_
     assert deadlines == [MINUTE + timedelta(seconds=30)]  # that of the command, from its start
     assert list_states(lease) == ["warming", "warm", "running", "waiting"]
     store.pace = lambda: None
-    assert run(grant(environment="reader"), "cat", "/data/note", now=time.now).stdout == b"second\n"
+    assert run(grant(environment="reader", environment_type="run"), "cat", "/data/note", now=time.now).stdout == b"second\n"
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.commands.manage import run_manage
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 from tests.support.terminal import TerminalClient
 from tests.support.waiting import wait_until
@@ -136,12 +137,9 @@ def test_preview_forwards_http_and_websocket_without_credentials(running: Fleet)
     lease = running.join(0)
     assert lease
     assert running.post(f"/leases/{lease}/previews", {"port": 8080})[1]["code"] == "previews_forbidden"
-    running.update(
-        "INSERT INTO sandboxes_policy (name, description, writable_root, models, calls_per_minute, most_calls_at_once,"
-        " largest_body_kib, agent_tools, agent_denied_commands, mcp_tools, relay, previews)"
-        " VALUES ('open', '', false, '[]', 600, 8, 4096, '[]', '[]', '[]', false, true)"
-    )
-    running.update("UPDATE leases_environmenttype SET policy_id = (SELECT id FROM sandboxes_policy WHERE name = 'open')")
+    script = "from leases.models import EnvironmentType as T; from sandboxes.models import Policy as P; "
+    script += "T.objects.update(policy=P.objects.create(name='open', previews=True))"
+    assert run_manage(running.path, "shell", "-c", script, **running.env).returncode == 0
     status, preview = running.post(f"/leases/{lease}/previews", {"port": 8080})
     assert (status, preview["port"]) == (201, 8080)
     url, host = split_preview_url(preview["url"])

@@ -11,6 +11,7 @@ from django.db import connections
 from leases.api import command_threads
 from leases.models import CatalogAgent, EnvironmentType, Lease
 from leases.queue.models import QueuedRun
+from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ApiClient, assert_refused
 from tests.support.billing import ADA
 from tests.support.waiting import wait_until
@@ -21,7 +22,7 @@ RUNS = "agent-catalog/sandbox:fixer/runs"
 
 
 @pytest.fixture
-def fixer() -> Iterator[CatalogAgent]:
+def fixer(memory: MemoryProvider) -> Iterator[CatalogAgent]:
     agent = CatalogAgent(
         name="fixer", title="Fixer", cli="program", argv=["cat"], environment_type=EnvironmentType.objects.get(name="coding"),
         max_turns=20, denied_commands=["git push*"],

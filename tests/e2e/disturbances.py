@@ -64,9 +64,8 @@ class Disturbances:
 
     def put_to_sleep(self) -> None:
         self.fleet.update(f"UPDATE sandboxes_sandbox SET idle_at = '2020-01-01 00:00:00+00:00' WHERE {AWAKE}")
-        wait_until(
-            lambda: self.fleet.sweep() or self.fleet.select(STATES) == [("cold",)], "all sandboxes are cold", within=60.0
-        )
+        self.fleet.sweep()
+        wait_until(lambda: self.fleet.select(STATES) == [("cold",)], "all sandboxes are cold", within=60.0, every=0.5)
 
     def kill_container(self) -> None:
         """Kill the container of the agent that plays next, in its turn."""

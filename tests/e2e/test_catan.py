@@ -7,6 +7,7 @@ import pytest
 from controlplane.games import catan
 from controlplane.games.catan import COLORS, Seat
 from controlplane.games.client import Client, post_condition
+from tests.commands.manage import run_manage
 from tests.e2e.disturbances import PATIENCE_SECONDS, Disturbances
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 from tests.support.waiting import wait_until
@@ -39,13 +40,14 @@ def test_game_is_played_to_its_end_through_sleeps_and_kills(fleet: Fleet) -> Non
 
     assert len(post_condition(host, ENVIRONMENT, catan.CONDITION)) == 2
     gone = "SELECT count(*) FROM leases_lease WHERE status <> 'destroyed'"
-    wait_until(lambda: fleet.sweep() or fleet.select(gone) == [(0,)], "every lease is destroyed", within=60.0)
+    wait_until(lambda: fleet.select(gone) == [(0,)], "every lease is destroyed", within=90.0, every=0.5)
     assert fleet.list_containers() == {}
 
     def count_billed_calls() -> int:
         return sum(int(quantities.get("llm", 0)) for quantities in read_costs(host, "lease").values())
 
-    wait_until(lambda: fleet.sweep() or count_billed_calls() == disturbances.moves, "each turn is billed once", within=60.0)
+    assert run_manage(fleet.path, "meter", **fleet.env).returncode == 0
+    wait_until(lambda: count_billed_calls() == disturbances.moves, "each turn is billed once", within=90.0, every=2.0)
     check_bill(host)
 
 

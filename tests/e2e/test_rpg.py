@@ -52,7 +52,7 @@ def read_sheet(hero: Hero) -> dict[str, Any]:
     return sheet
 
 
-def test_campaign_survives_a_sleep_and_a_death_and_its_sheets_start_the_next(fleet: Fleet) -> None:  # noqa: F811
+def test_campaigns_survive_a_sleep_a_death_and_kills_and_keep_their_sheets(fleet: Fleet) -> None:  # noqa: F811
     fleet.up()
     host = Client(f"http://127.0.0.1:{fleet.port}", fleet.key, PATIENCE_SECONDS)
     heroes = create_heroes(fleet, "campaign-1")
@@ -85,23 +85,14 @@ def test_campaign_survives_a_sleep_and_a_death_and_its_sheets_start_the_next(fle
     wait_until(lambda: not fleet.list_containers(), "no container is left", within=120.0)
 
     again = create_heroes(fleet, "campaign-2")
-    second = create_campaign(again, "campaign-2", host, seed=2)
+    disturbances = Disturbances(fleet, again, host, plan={5: "kill_container", 9: "kill_control_plane"})
+    second = create_campaign(again, "campaign-2", host, seed=2, on_move=lambda move: disturbances.note_move())
     assert second.play() == "victory"
+    disturbances.finish()
+    assert sum(len(hero.lost_leases) for hero in again) == 1
+    for hero in again:
+        assert hero.skipped == 0
+        assert disturbances.read_played_turns(hero) == list(range(1, hero.turns + 1))
     dead, *living = [hero.character for hero in again if hero.character]
     assert [(each.role, each.campaigns) for each in [dead, *living]] == [("fighter", 2), ("healer", 2), ("mage", 2)]
     assert all(each.level >= 3 for each in living)
-
-
-def test_campaign_goes_on_after_a_killed_container_and_a_killed_control_plane(fleet: Fleet) -> None:  # noqa: F811
-    fleet.up()
-    host = Client(f"http://127.0.0.1:{fleet.port}", fleet.key, PATIENCE_SECONDS)
-    heroes = create_heroes(fleet, "campaign-3")
-    plan = {5: "kill_container", 9: "kill_control_plane", 13: "put_to_sleep"}
-    disturbances = Disturbances(fleet, heroes, host, plan=plan)
-    campaign = create_campaign(heroes, "campaign-3", host, seed=2, on_move=lambda move: disturbances.note_move())
-    assert campaign.play() == "victory"
-    disturbances.finish()
-    assert sum(len(hero.lost_leases) for hero in heroes) == 1
-    for hero in heroes:
-        assert hero.skipped == 0
-        assert disturbances.read_played_turns(hero) == list(range(1, hero.turns + 1))

@@ -27,7 +27,7 @@ from catanatron.state_functions import (
 from rich.console import Console
 
 from controlplane.games import DemoOptions
-from controlplane.games.catan_terminal import GameView
+from controlplane.games.catan_terminal import MIN_TERMINAL_LINES, GameView
 from controlplane.games.catan_trading import TRADE_TYPES, OfferBook, Trade, negotiate
 from controlplane.games.client import Client, Player
 
@@ -76,7 +76,7 @@ def run_demo(
         return play(players, environment, points=options.points, seed=options.seed, on_move=on_move)
 
     console = Console()
-    if console.is_terminal:
+    if console.is_terminal and console.height >= MIN_TERMINAL_LINES:
         with GameView(console, environment, {seat.color.value: seat.did for seat in players}) as view:
             winner = run(lambda move: view.show(move.state, format_move(move)))
     else:

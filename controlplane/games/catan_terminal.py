@@ -14,6 +14,7 @@ from leases.environments.boards.catan_geometry import Point, place_nodes, place_
 
 COLUMNS_PER_UNIT, LINES_PER_UNIT = 12 / 103.92, 4 / 90  # a tile is 12 columns wide, and a row of tiles 4 lines high
 LOG_LINES = 8
+MIN_TERMINAL_LINES = 38  # for board, four players, log and frame: a lower terminal would show a part
 STYLES = {"RED": "bold red", "BLUE": "bold bright_blue", "ORANGE": "bold dark_orange", "WHITE": "bold white"}
 TILE_STYLES = {"WOOD": "green4", "BRICK": "indian_red", "SHEEP": "green_yellow", "WHEAT": "gold1", "ORE": "grey62"}
 DESERT_STYLE, EDGE_STYLE = "wheat4", "grey30"

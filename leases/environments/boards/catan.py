@@ -22,6 +22,7 @@ PHRASES = {
     "PLAY_KNIGHT_CARD": "plays a knight", "PLAY_ROAD_BUILDING": "plays road building", "DISCARD": "discards cards",
     "DISCARD_RESOURCE": "discards cards", "ACCEPT_TRADE": "accepts the trade", "REJECT_TRADE": "rejects the trade",
     "CANCEL_TRADE": "cancels the trade", "CONFIRM_TRADE": "confirms the trade", "OFFER_TRADE": "offers a trade",
+    "COUNTER_OFFER": "makes a counter-offer",
 }  # fmt: skip
 
 
@@ -59,6 +60,12 @@ def describe_action(action: Mapping[str, Any]) -> str:
         case "MARITIME_TRADE", [*cards, str() as received]:
             given = [card for card in cards if isinstance(card, str)]
             return f"trades {len(given)} {given[0].lower()} for {received.lower()}" if given else ""
+        case "OFFER_TRADE", [list() as gives, list() as wants]:
+            return f"offers {_join_cards(gives)} for {_join_cards(wants)}"
+        case "COUNTER_OFFER", [list() as gives, list() as wants]:
+            return f"asks for {_join_cards(gives)} for {_join_cards(wants)}"
+        case "CONFIRM_TRADE", [str() as partner, list() as gives, list() as wants]:
+            return f"trades {_join_cards(gives)} for {_join_cards(wants)} with {partner.capitalize()}"
         case "MOVE_ROBBER", [_, *others]:
             victim = others[0] if others and isinstance(others[0], str) else ""
             return f"moves the robber and robs {victim.capitalize()}" if victim else "moves the robber"
@@ -67,6 +74,10 @@ def describe_action(action: Mapping[str, Any]) -> str:
         case "PLAY_YEAR_OF_PLENTY", [*cards]:
             return f"plays year of plenty for {' and '.join(str(card).lower() for card in cards)}"
     return PHRASES.get(kind, "")
+
+
+def _join_cards(cards: list[Any]) -> str:
+    return " and ".join(str(card).lower() for card in cards)
 
 
 def _write_caption(state: Mapping[str, Any]) -> str:

@@ -105,8 +105,20 @@ def test_heuristic_accepts_what_brings_its_goal_closer_but_not_from_a_leader(gam
     assert decide(game, BLUE, Trade(RED, ["ORE"], ["WOOD"]), legal) == REJECT
 
 
+def test_heuristic_confirms_what_it_has_offered_unless_a_leader_answers(game: Game) -> None:
+    # Red has offered wood for the sheep of a development card, its second goal.
+    player_freqdeck_add(game.state, RED, [0, 0, 0, 1, 1])
+    trade = Trade(RED, ["WOOD"], ["SHEEP"], {BLUE: ACCEPT})
+    confirm = {"type": "CONFIRM_TRADE", "value": ["BLUE", ["WOOD"], ["SHEEP"]]}
+    offer = {"type": "OFFER_TRADE", "value": [["WOOD"], ["SHEEP"]]}
+    assert decide(game, RED, trade, [{"type": "END_TURN", "value": None}, offer]) == offer
+    assert decide(game, RED, trade, [CANCEL, confirm]) == confirm
+    game.state.player_state[f"P{game.state.color_to_index[BLUE]}_VICTORY_POINTS"] = 7
+    assert decide(game, RED, trade, [CANCEL, confirm]) == CANCEL
+
+
 class PolicyAgent:
-    """Plays the heuristic, and checks before each decision that no card was created or lost."""
+    """Plays the heuristic."""
 
     def call(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         state = json.loads(json.dumps(body["state"]))

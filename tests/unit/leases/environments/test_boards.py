@@ -93,3 +93,16 @@ def test_other_types_have_the_fields_of_the_action_and_an_outline_of_the_state()
     assert boards.outline({"room": "cave", "exits": ["n", "s"], "foes": [{"name": "goblin", "hp": 3}], "loot": []}) == (
         "room: cave\nexits: n, s\nfoes:\n  - name: goblin, hp: 3\nloot:"
     )
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ({"type": "OFFER_TRADE", "value": [["WOOD"], ["ORE"]]}, "offers wood for ore"),
+        ({"type": "COUNTER_OFFER", "value": [["WOOD", "WOOD"], ["ORE"]]}, "asks for wood and wood for ore"),
+        ({"type": "CONFIRM_TRADE", "value": ["BLUE", ["WOOD"], ["ORE"]]}, "trades wood for ore with Blue"),
+        ({"type": "OFFER_TRADE", "value": None}, "offers a trade"),
+    ],
+)
+def test_trades_between_players_are_described(action: dict[str, Any], words: str) -> None:
+    assert catan.describe_action(action) == words

@@ -160,15 +160,18 @@ class _Scorer:
 
     def _score_accept_trade(self, _: None) -> float:
         trade = self.state["trade"]
-        return 100 if self._is_gain(trade["wants"], trade["gives"], trade["from"]) else -1
+        gain = self._is_gain(trade["wants"], trade["gives"]) and not self._is_embargoed(trade["from"])
+        return 100 if gain else -1
 
     def _score_counter_offer(self, value: list[list[str]]) -> float:
         gives, wants = value
-        return 50 - len(gives) if self._is_gain(wants, gives, self.state["trade"]["from"]) else -1
+        gain = self._is_gain(wants, gives) and not self._is_embargoed(self.state["trade"]["from"])
+        return 50 - len(gives) if gain else -1
 
     def _score_confirm_trade(self, value: list[Any]) -> float:
         partner, gives, wants = value
-        gain = self._is_gain(gives, wants, partner)
+        useful = self._score_offer_trade([gives, wants]) > 0 or self._is_gain(gives, wants)
+        gain = useful and not self._is_embargoed(partner)
         return 500 - 10 * self.seen.players[partner]["points"] - len(gives) if gain else -1
 
     def _score_reject_trade(self, _: None) -> float:
@@ -177,11 +180,13 @@ class _Scorer:
     def _score_cancel_trade(self, _: None) -> float:
         return 0
 
-    def _is_gain(self, given: list[str], received: list[str], partner: str) -> bool:
-        """Return whether an exchange brings the best goal closer. A leader close to the victory gets nothing."""
+    def _is_embargoed(self, partner: str) -> bool:
+        """Return whether the partner leads and is close to the victory."""
         points = {color: player["points"] for color, player in self.seen.players.items()}
-        if points[partner] >= EMBARGO_POINTS and points[partner] >= max(points.values()):
-            return False
+        return points[partner] >= max(EMBARGO_POINTS, *points.values())
+
+    def _is_gain(self, given: list[str], received: list[str]) -> bool:
+        """Return whether an exchange brings the best goal closer."""
         before, after = self.seen.missing(self.goals[0]), self.seen.missing(self.goals[0], self._hand_after(given, received))
         return sum(after.values()) < sum(before.values())
 

@@ -11,6 +11,7 @@ from django.conf import settings
 from billing.models import Budget, Unpriced
 from leases import budget_enforcement, turns
 from leases import sweeps as leases
+from leases.coding import pull_requests, tasks
 from leases.models import Lease
 from sandboxes import process_restarts, suspension
 from sandboxes.egress import authorization, model_pricing
@@ -101,6 +102,10 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "end lease": lambda now: Lease.objects.filter(
             pk__in=[*budget_enforcement.find_leases_over_budget(now=now)][:MAX_LISTED]
         ),
+    },
+    "pull_requests": {
+        "request state of pull request": lambda now: pull_requests.find_due(now=now)[:MAX_LISTED],
+        "abandon task": lambda now: tasks.find_unsubmitted(now=now)[:MAX_LISTED],
     },
     "webhooks": {"attempt delivery": lambda now: delivery.find_deliverable(now=now)[:MAX_LISTED]},
 }

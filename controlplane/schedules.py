@@ -15,6 +15,7 @@ from billing.models import CostRecord
 from controlplane import dry_run
 from leases import budget_enforcement
 from leases import sweeps as leases
+from leases.coding.pull_requests import poll_pull_requests
 from sandboxes.db import database_time
 from sandboxes.db.clock import clock_from
 from sandboxes.egress.logs import collection
@@ -98,14 +99,18 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                collection.collect_call_logs),
     "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),
     "budgets":   ScheduledSweep(1,  "total budget spending, end leases over budget",        budget_enforcement.enforce_budgets),
+    "pull_requests": ScheduledSweep(1, "open and poll pull requests of coding tasks",       poll_pull_requests),
     "webhooks":  ScheduledSweep(1,  "deliver due webhook events",                           delivery.deliver_due),
 }
 # fmt: on
 # Sweeps that destroy, suspend, restart, delete, end leases or notify: refused while the installation does not match, and
 # counted in observe mode.
 DESTRUCTIVE_SWEEPS = frozenset(
-    {"expire", "stalled", "reclaim", "idle", "suspend", "restart", "cold", "warm", "reconcile", "prune", "budgets", "webhooks"}
-)
+    {
+        "expire", "stalled", "reclaim", "idle", "suspend", "restart", "cold", "warm", "reconcile", "prune", "budgets",
+        "pull_requests", "webhooks",
+    }
+)  # fmt: skip
 # Sweeps that concern an engine, its sandboxes or the directories of a machine: each host's worker runs them for its host. The
 # others concern the whole installation and run once, on any host.
 HOST_SWEEPS = frozenset(

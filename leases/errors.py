@@ -105,6 +105,43 @@ class EnvironmentEnded(LeaseError):
     code = "environment_ended"
 
 
+class RepositoryNotFound(LeaseError):
+    """There is no such repository."""
+
+    code = "repository_not_found"
+
+
+class RepositoryUnavailable(LeaseError):
+    """The repository cannot be read or written."""
+
+    code = "repository_unavailable"
+
+
+class CodingTaskNotFound(LeaseError):
+    """The environment has no coding task."""
+
+    code = "coding_task_not_found"
+
+
+class CodingTaskEnded(LeaseError):
+    """The coding task has ended."""
+
+    code = "coding_task_ended"
+
+
+class CodingTaskBusy(LeaseError):
+    """A submission of this coding task is in progress. Try again in a few seconds."""
+
+    code = "coding_task_busy"
+    retry_after = 5
+
+
+class CheckoutFailed(LeaseError):
+    """Git in the sandbox could not check out the repository."""
+
+    code = "checkout_failed"
+
+
 class InvalidSignature(LeaseError):
     """The signature of the event is not valid."""
 

@@ -13,6 +13,8 @@ from django.utils import timezone
 
 from leases.agent_runs.models import AgentRun as AgentRun  # makes the table known to Django
 from leases.catalog.models import CatalogAgent as CatalogAgent
+from leases.coding.models import CodingTask as CodingTask
+from leases.coding.models import Repository as Repository
 from leases.environments.models import Environment as Environment  # makes the tables known to Django
 from leases.environments.models import EnvironmentSecret as EnvironmentSecret
 from leases.queue.models import QueueAgent as QueueAgent  # makes the tables known to Django

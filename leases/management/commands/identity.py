@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from leases import shells
+from leases.coding import repositories
 from leases.environments import signing as environment_signing
 from leases.management.base import parse_did, report_errors
 from leases.models import Agent
@@ -107,6 +108,11 @@ class Command(BaseCommand):
             self._print_reencrypted(
                 pluralize(credentials.changed, "egress credential", "egress credentials"), credentials.current
             )
+        tokens = repositories.reencrypt()
+        if tokens.changed or tokens.current:
+            self._print_reencrypted(
+                pluralize(tokens.changed, "repository's credentials", "repositories' credentials"), tokens.current
+            )
         processes = process_restarts.reencrypt_env()
         if processes.changed or processes.current:
             self._print_reencrypted(
@@ -130,6 +136,9 @@ class Command(BaseCommand):
         if credentials.undecryptable:
             names = ", ".join(f"{row.domain} of policy {row.policy}" for row in credentials.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the egress credentials {names}.")
+        if tokens.undecryptable:
+            names = ", ".join(row.name for row in tokens.undecryptable)
+            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the credentials of the repositories {names}.")
         if processes.undecryptable:
             ids = ", ".join(str(row.pk) for row in processes.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the variables of the processes {ids}.")

@@ -1,0 +1,118 @@
+"""Pull requests of coding tasks: opened after a push, polled until they are merged or closed.
+
+The leases of a task end by conditions: `task.complete` with the pull request or with its merge, `pr.merged` with the merge,
+`pr.closed` if it is closed without. A condition is posted before the status is recorded, and posting it again has no effect."""
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from uuid import UUID
+
+import structlog
+from django.db.models import Q, QuerySet
+
+from leases import conditions
+from leases.coding import repositories, tasks
+from leases.coding.forges import ForgeError, PullRequest
+from leases.coding.git import GitError, InvalidCloneUrl
+from leases.coding.models import CodingTask, CodingTaskStatus, CompletesOn
+from leases.errors import RepositoryUnavailable
+from leases.models import Lease
+from leases.tasks import enqueue_reclaim
+from sandboxes.db.clock import clock_from
+from sandboxes.lifecycle import checkpoint
+from sandboxes.sweep_log import SweepResult
+
+log = structlog.get_logger(__name__)
+TASK_COMPLETE, MERGED, CLOSED = "task.complete", "pr.merged", "pr.closed"  # conditions
+MIN_POLL_INTERVAL, MAX_POLL_INTERVAL = timedelta(minutes=1), timedelta(hours=1)
+POLL_CLAIM = timedelta(minutes=5)  # longer than requests to a forge take
+
+
+def poll_pull_requests(*, now: datetime, limit: int = 100) -> SweepResult:
+    """Open the pull requests of pushed branches, and read the state of open ones. Abandon tasks whose environment ended."""
+    result = SweepResult()
+    clock = clock_from(now)
+    for pk in list(find_due(now=now).values_list("pk", flat=True)[:limit]):
+        result.note(propose_or_poll(pk, now=clock(), actor="sweep"))
+    result.note("abandoned", tasks.abandon_unsubmitted(now=now))
+    return result
+
+
+def find_due(*, now: datetime) -> QuerySet[CodingTask]:
+    """Tasks whose pull request is to be opened or read, the longest overdue first."""
+    return CodingTask.objects.filter(next_poll_at__lte=now).order_by("next_poll_at")
+
+
+def propose_or_poll(pk: UUID, *, now: datetime, actor: str = "") -> str:
+    """Open the pull request of a task, or read its state, and return the result as one word.
+
+    An error of the forge is stored in the task, and the request is repeated later."""
+    clock = clock_from(now)
+    task = CodingTask.objects.select_related("repository").get(pk=pk)
+    was = task.next_poll_at
+    if was is None or not CodingTask.objects.filter(pk=pk, next_poll_at=was).update(next_poll_at=now + POLL_CLAIM):
+        return "lost race"
+    try:
+        pull_request = _request_pull_request(task)
+    except (ForgeError, RepositoryUnavailable, GitError, InvalidCloneUrl) as error:
+        at = clock() + _choose_interval(task, clock())
+        CodingTask.objects.filter(pk=pk, next_poll_at=now + POLL_CLAIM).update(poll_error=str(error)[:500], next_poll_at=at)
+        log.warning("forge request failed", task=str(pk), error=str(error))
+        return "failed"
+    checkpoint("pull request known", task)
+    if _post_conditions(task, pull_request, now=clock(), actor=actor):
+        enqueue_reclaim()
+    checkpoint("conditions posted", task)
+    return _record(task, pull_request, claimed=now + POLL_CLAIM, now=clock())
+
+
+def poll_soon(repository: str, branch: str, *, now: datetime) -> bool:
+    """Let the next sweep read the state of the pull request from this branch. Return whether there is one."""
+    found = CodingTask.objects.filter(repository__name=repository, branch=branch, next_poll_at__isnull=False)
+    return bool(found.update(next_poll_at=now))
+
+
+def _request_pull_request(task: CodingTask) -> PullRequest:
+    with repositories.open_repository_git(task.repository) as git:
+        forge = repositories.open_forge(task.repository, git)
+        if task.status == CodingTaskStatus.PUSHED:
+            title, body = task.proposal_title, task.proposal_body
+            return forge.open_pull_request(head=task.branch, base=task.base_branch, title=title, body=body)
+        return forge.pull_request(head=task.branch, base=task.base_branch, number=task.pull_request_number)
+
+
+def _post_conditions(task: CodingTask, found: PullRequest, *, now: datetime, actor: str) -> Sequence[Lease]:
+    names = {"open": [], "merged": [MERGED, TASK_COMPLETE], "closed": [CLOSED]}[found.state]
+    if found.state == "open" and task.completes_on == CompletesOn.PULL_REQUEST:
+        names = [TASK_COMPLETE]
+    outcome = {"pull_request": found.url, "state": found.state}
+    environment = task.environment_id
+    return [
+        lease
+        for name in names
+        for lease in conditions.post_condition(environment, name, now=now, agents=None, outcome=outcome, actor=actor)
+    ]
+
+
+def _record(task: CodingTask, found: PullRequest, *, claimed: datetime, now: datetime) -> str:
+    status = {
+        "open": CodingTaskStatus.PROPOSED, "merged": CodingTaskStatus.MERGED, "closed": CodingTaskStatus.CLOSED,
+    }[found.state]  # fmt: skip
+    is_open = found.state == "open"
+    recorded = CodingTask.objects.filter(Q(status=task.status), pk=task.pk, next_poll_at=claimed).update(
+        status=status,
+        pull_request_number=found.number,
+        pull_request_url=found.url[:500],
+        poll_error="",
+        next_poll_at=now + _choose_interval(task, now) if is_open else None,
+        ended_at=None if is_open else now,
+    )
+    if recorded and status != task.status:
+        log.info("pull request recorded", task=str(task.pk), status=status, url=found.url)
+    return str(status) if recorded else "lost race"
+
+
+def _choose_interval(task: CodingTask, now: datetime) -> timedelta:
+    """Return a tenth of the time since the submission, within limits."""
+    age = now - (task.submitted_at or task.created_at)
+    return min(max(age / 10, MIN_POLL_INTERVAL), MAX_POLL_INTERVAL)

@@ -1,0 +1,91 @@
+"""manage.py repository: Git repositories of coding tasks. Credentials are read from stdin and never printed."""
+
+import sys
+from argparse import ArgumentParser
+from getpass import getpass
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+from django.db.models import ProtectedError
+
+from leases.coding import repositories
+from leases.coding.models import ForgeKind, Repository
+from leases.management.base import report_errors
+from sandboxes.db import database_time
+
+MAX_SECRET_CHARS = 4000
+ACTOR = "command line"
+
+
+class Command(BaseCommand):
+    help = "Add, list, disable and remove the Git repositories of coding tasks."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        add = actions.add_parser("add", help="add a repository, or change the given settings of one")
+        add.add_argument("name", metavar="NAME")
+        add.add_argument("--clone-url", help="https or ssh URL, or absolute path on this host")
+        add.add_argument("--base-branch", help="default: main")
+        add.add_argument("--forge", choices=ForgeKind.values, help="default: bare")
+        add.add_argument("--api-url", help="base URL of a GitHub-compatible REST API")
+        add.add_argument("--project", help="owner/name at the forge")
+        add.add_argument("--ssh-key-path", help="private key for ssh, on this host")
+        add.add_argument("--depth", type=int, help="commits in a sandbox's copy; default: 50")
+        add.add_argument("--max-mib", type=int, help="limit of a copy's objects; default: 500")
+        add.add_argument("--max-change-mib", type=int, help="limit of a submission; default: 10")
+        add.add_argument("--protected-path", action="append", dest="protected_paths", metavar="PATTERN", help="repeatable")
+        add.add_argument("--token-stdin", action="store_true", help="read the token for https and the API from stdin")
+        add.add_argument("--webhook-secret-stdin", action="store_true", help="read the secret of webhooks from stdin")
+        actions.add_parser("list", help="list the repositories")
+        for name, purpose in (("enable", "accept new tasks"), ("disable", "refuse new tasks"), ("remove", "remove it")):
+            actions.add_parser(name, help=purpose).add_argument("name", metavar="NAME")
+
+    def handle(self, *args: Any, action: str, verbosity: int, **options: Any) -> None:
+        with report_errors(verbosity):
+            getattr(self, f"_{action}")(options)
+
+    def _add(self, options: dict[str, Any]) -> None:
+        if options["token_stdin"] and options["webhook_secret_stdin"]:
+            raise CommandError("Only one secret is read at a time: --token-stdin or --webhook-secret-stdin.")
+        secrets: dict[str, str | None] = {
+            repositories.TOKEN: _read_secret() if options["token_stdin"] else None,
+            repositories.WEBHOOK_SECRET: _read_secret() if options["webhook_secret_stdin"] else None,
+        }
+        names = (
+            "clone_url", "base_branch", "forge", "api_url", "project", "ssh_key_path", "depth", "max_mib", "max_change_mib",
+            "protected_paths",
+        )  # fmt: skip
+        fields = {name: options[name] for name in names}
+        row, is_new = repositories.save(options["name"], secrets=secrets, now=database_time.now(), actor=ACTOR, **fields)
+        self.stdout.write(f"{row.name} {'added' if is_new else 'changed'}: {row.clone_url} ({row.forge})")
+
+    def _list(self, options: dict[str, Any]) -> None:
+        for row in Repository.objects.order_by("name"):
+            state = "" if row.enabled else " disabled"
+            self.stdout.write(f"{row.name} {row.clone_url} {row.base_branch} {row.forge}{state}")
+
+    def _enable(self, options: dict[str, Any]) -> None:
+        self._set_enabled(options["name"], True)
+
+    def _disable(self, options: dict[str, Any]) -> None:
+        self._set_enabled(options["name"], False)
+
+    def _set_enabled(self, name: str, enabled: bool) -> None:
+        now = database_time.now()
+        repositories.save(repositories.find(name).name, secrets={}, enabled=enabled, now=now, actor=ACTOR)
+        self.stdout.write(f"{name} {'enabled' if enabled else 'disabled'}")
+
+    def _remove(self, options: dict[str, Any]) -> None:
+        try:
+            repositories.find(options["name"]).delete()
+        except ProtectedError:
+            raise CommandError("The repository has tasks. Disable it instead.") from None
+        self.stdout.write(f"{options['name']} removed")
+
+
+def _read_secret() -> str:
+    text = getpass("Secret: ") if sys.stdin.isatty() else sys.stdin.read(MAX_SECRET_CHARS)
+    secret = text.strip()
+    if not secret:
+        raise CommandError("No secret on stdin.")
+    return secret

@@ -21,6 +21,7 @@ class Game:
     extra: str
     engine: str
     agents: int  # players if the command line names no number
+    max_agents: int = 4
 
     def load(self) -> ModuleType:
         """Import the module of the game. Raise ImportError without its engine."""
@@ -37,5 +38,6 @@ class DemoOptions:
 
 GAMES = {
     "catan": Game("controlplane.games.catan", "demo", "catanatron", agents=2),
+    "coding": Game("controlplane.games.coding", "demo", "git", agents=1, max_agents=1),
     "rpg": Game("controlplane.games.rpg.campaign", "rpg", "textworld", agents=3),
 }

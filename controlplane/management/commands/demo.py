@@ -33,12 +33,17 @@ class StopRequested(Exception):
 
 
 class Command(BaseCommand):
-    help = "Start the control plane and play Catan or a role-playing campaign. Each player is an agent in a leased sandbox."
+    help = (
+        "Start the control plane and play Catan or a role-playing campaign, or do a coding task. Each player is an agent in a "
+        "leased sandbox."
+    )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--port", type=int, default=8000)
         parser.add_argument("--pack", choices=sorted(GAMES), default="catan", help="environment pack and its game")
-        parser.add_argument("--agents", type=int, choices=[2, 3, 4], help="default: 2 in Catan, 3 in a campaign")
+        parser.add_argument(
+            "--agents", type=int, choices=[1, 2, 3, 4], help="default: 2 in Catan, 3 in a campaign, 1 in a coding task"
+        )
         parser.add_argument("--points", type=int, default=7, help="victory points that win Catan (a full game has 10)")
         parser.add_argument("--seed", type=int, help="random seed, to repeat a game")
         parser.add_argument("--exit", action="store_true", help="stop everything after the game")
@@ -50,6 +55,8 @@ class Command(BaseCommand):
         except ImportError:
             raise CommandError(f'This demo needs {game.engine}: pip install "leasehold[{game.extra}]".') from None
         options["agents"] = options["agents"] or game.agents
+        if not min(game.agents, 2) <= options["agents"] <= game.max_agents:
+            raise CommandError(f"--agents: {options['pack']} has {min(game.agents, 2)} to {game.max_agents} agents.")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.request_stop)
         base = f"http://127.0.0.1:{options['port']}"

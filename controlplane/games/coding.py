@@ -90,7 +90,7 @@ def run_demo(
         if done["status"] == "open":
             return "The agent gave up."
         print_line(f"pull request {done['pull_request_url']}")
-        print_line(_git(bare, "log", "-p", "--format=%h %an: %s%n%n%b", f"{done['base_commit']}..{done['head_commit']}"))
+        print_line(_git(bare, "log", "-p", "--format=%h %an: %s", f"{done['base_commit']}..{done['head_commit']}"))
         call_command("repository", "disable", name, stdout=StringIO())
         return f"{players[0].did} opened a pull request after {players[0].turns} turns."
 

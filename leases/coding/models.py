@@ -66,7 +66,7 @@ class Repository(models.Model):
     api_url = models.CharField(max_length=500, blank=True, help_text="Such as https://api.github.com.")
     project = models.CharField(max_length=200, blank=True, help_text="owner/name at the forge.")
     ssh_key_path = models.CharField(max_length=500, blank=True, help_text="Private key for ssh, on the control plane's host.")
-    sealed_secrets = models.BinaryField(null=True, editable=False, help_text="Encrypted by sandboxes.db.encryption.")
+    sealed_token = models.BinaryField(null=True, editable=False, help_text="Encrypted by sandboxes.db.encryption.")
     depth = models.PositiveIntegerField(
         default=50, validators=[MinValueValidator(1), MaxValueValidator(100_000)], help_text="Commits in a sandbox's copy."
     )

@@ -27,7 +27,7 @@ CrashAt = Callable[[str], AbstractContextManager[None]]
 @pytest.fixture
 def bare(tmp_path: Path, db: None) -> Path:
     path = create_project(tmp_path)
-    repositories.save("calc", secrets={}, now=timezone.now(), clone_url=str(path))
+    repositories.save("calc", now=timezone.now(), clone_url=str(path))
     return path
 
 

@@ -90,10 +90,10 @@ def test_claude_code_fixes_a_failing_test(fleet: Fleet, tmp_path: Path) -> None:
         host.call("POST", f"/leases/{lease}/checkout", {})
         row, events = run_agent(
             fleet, lease, "The tests in repo fail. Fix them and commit.",
-            call("Bash", command="cd repo && python -m pytest -q; true", description="run the tests"),
+            call("Bash", command="cd /workspace/repo && python -m pytest -q; true", description="run the tests"),
             call("Read", file_path="/workspace/repo/calc.py"),
             call("Edit", file_path="/workspace/repo/calc.py", old_string="a - b", new_string="a + b"),
-            call("Bash", command="cd repo && python -m pytest -q && git commit -qam 'Fix add'", description="test, commit"),
+            call("Bash", command="cd /workspace/repo && python -m pytest -q && git commit -qam Fix", description="x"),
             model="claude-x", permission_mode="acceptEdits", allowed_tools=["Read", "Write", "Edit", "Bash"],
         )  # fmt: skip
         assert (row["state"], row["is_error"]) == ("completed", False), events

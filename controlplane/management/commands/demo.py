@@ -85,7 +85,8 @@ class Command(BaseCommand):
         outcome = self.module.run_demo(players, environment, host, demo_options, self.print_line)
         self.print_line(outcome)
         ended = post_condition(host, environment, condition, outcome=outcome.rstrip("."))
-        self.print_line(f"{condition} posted: {len(ended)} leases ended; their sandboxes are being destroyed.")
+        if ended:
+            self.print_line(f"{condition} posted: {len(ended)} leases ended; their sandboxes are being destroyed.")
         deadline = time.monotonic() + 75  # longer than the interval of the `reclaim` sweep, which is normally enqueued at once
         while time.monotonic() < deadline and up.poll() is None:
             states = {player.client.call("GET", f"/leases/{player.lease['id']}")["status"] for player in players}

@@ -35,7 +35,6 @@ class Command(BaseCommand):
         add.add_argument("--max-change-mib", type=int, help="limit of a submission; default: 10")
         add.add_argument("--protected-path", action="append", dest="protected_paths", metavar="PATTERN", help="repeatable")
         add.add_argument("--token-stdin", action="store_true", help="read the token for https and the API from stdin")
-        add.add_argument("--webhook-secret-stdin", action="store_true", help="read the secret of webhooks from stdin")
         actions.add_parser("list", help="list the repositories")
         for name, purpose in (("enable", "accept new tasks"), ("disable", "refuse new tasks"), ("remove", "remove it")):
             actions.add_parser(name, help=purpose).add_argument("name", metavar="NAME")
@@ -45,18 +44,13 @@ class Command(BaseCommand):
             getattr(self, f"_{action}")(options)
 
     def _add(self, options: dict[str, Any]) -> None:
-        if options["token_stdin"] and options["webhook_secret_stdin"]:
-            raise CommandError("Only one secret is read at a time: --token-stdin or --webhook-secret-stdin.")
-        secrets: dict[str, str | None] = {
-            repositories.TOKEN: _read_secret() if options["token_stdin"] else None,
-            repositories.WEBHOOK_SECRET: _read_secret() if options["webhook_secret_stdin"] else None,
-        }
+        token = _read_secret() if options["token_stdin"] else None
         names = (
             "clone_url", "base_branch", "forge", "api_url", "project", "ssh_key_path", "depth", "max_mib", "max_change_mib",
             "protected_paths",
         )  # fmt: skip
         fields = {name: options[name] for name in names}
-        row, is_new = repositories.save(options["name"], secrets=secrets, now=database_time.now(), actor=ACTOR, **fields)
+        row, is_new = repositories.save(options["name"], token=token, now=database_time.now(), actor=ACTOR, **fields)
         self.stdout.write(f"{row.name} {'added' if is_new else 'changed'}: {row.clone_url} ({row.forge})")
 
     def _list(self, options: dict[str, Any]) -> None:
@@ -72,7 +66,7 @@ class Command(BaseCommand):
 
     def _set_enabled(self, name: str, enabled: bool) -> None:
         now = database_time.now()
-        repositories.save(repositories.find(name).name, secrets={}, enabled=enabled, now=now, actor=ACTOR)
+        repositories.save(repositories.find(name).name, enabled=enabled, now=now, actor=ACTOR)
         self.stdout.write(f"{name} {'enabled' if enabled else 'disabled'}")
 
     def _remove(self, options: dict[str, Any]) -> None:

@@ -1,0 +1,108 @@
+"""Forge with GitHub's REST API, as GitHub, GitHub Enterprise, Gitea and Forgejo have it.
+
+Gitea's list of pull requests ignores the parameter `head`, and answers 409 in place of GitHub's 422 for a pull request that
+exists. Lists are therefore filtered here, and any refusal is followed by a second look."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+
+from leases.coding.forges.base import ForgeError, PullRequest, State
+from leases.coding.git import LOOPBACK_HOSTS
+
+TIMEOUT_SECONDS = (5.0, 30.0)  # connect, read
+PAGE_SIZE = 50
+MAX_PAGES = 20  # newest pull requests first
+RATE_LIMITED = (403, 429)  # GitHub's secondary limit answers 403
+EXISTS = (409, 422)
+
+
+class InvalidApiUrl(ValueError):
+    """Not an https URL, nor an http URL of a loopback address."""
+
+
+def check_api_url(url: str) -> None:
+    """Raise InvalidApiUrl."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise InvalidApiUrl("Not a URL.") from None
+    is_loopback = parts.scheme == "http" and parts.hostname in LOOPBACK_HOSTS
+    if not parts.hostname or parts.username or parts.query or not (parts.scheme == "https" or is_loopback):
+        raise InvalidApiUrl("Must be an https URL without credentials, such as https://api.github.com.")
+
+
+@dataclass(frozen=True)
+class GitHubForge:
+    """Pull requests of `project`, which is owner/name, within one repository."""
+
+    api_url: str
+    project: str
+    token: str = field(repr=False)
+
+    def open_pull_request(self, *, head: str, base: str, title: str, body: str) -> PullRequest:
+        """Open the pull request, or return the one that exists, also if the answer to an earlier request was lost."""
+        if existing := self._find(head, base, "open"):
+            return existing
+        try:
+            created = self._request("POST", "pulls", json={"title": title, "head": head, "base": base, "body": body})
+        except ForgeError as error:
+            if existing := self._find(head, base, "all"):  # opened by another request, or merged since
+                return existing
+            raise error
+        return _read_pull_request(created)
+
+    def pull_request(self, *, head: str, base: str, number: int | None) -> PullRequest:
+        if number is not None:
+            return _read_pull_request(self._request("GET", f"pulls/{number}"))
+        if found := self._find(head, base, "all"):
+            return found
+        raise ForgeError(f"{self.project}: there is no pull request of {head}.", retryable=True)
+
+    def _find(self, head: str, base: str, state: str) -> PullRequest | None:
+        for row in self._list(head, base, state):
+            same_repository = (row["head"].get("repo") or {}).get("full_name", self.project).lower() == self.project.lower()
+            if row["head"]["ref"] == head and row["base"]["ref"] == base and same_repository:
+                return _read_pull_request(row)
+        return None
+
+    def _list(self, head: str, base: str, state: str) -> Iterator[dict[str, Any]]:
+        owner = self.project.partition("/")[0]
+        for page in range(1, MAX_PAGES + 1):
+            rows = self._request(
+                "GET", "pulls",
+                params={
+                    "state": state, "head": f"{owner}:{head}", "base": base, "sort": "created", "direction": "desc",
+                    "per_page": PAGE_SIZE, "limit": PAGE_SIZE, "page": page,
+                },
+            )  # fmt: skip
+            yield from rows
+            if len(rows) < PAGE_SIZE:
+                return
+
+    def _request(self, method: str, path: str, **options: Any) -> Any:
+        """Return the document of a 2xx answer. Redirects are not followed: the token belongs to one host."""
+        operation = f"{method} {path.split('/')[0]} of {self.project} at {urlsplit(self.api_url).hostname}"
+        headers = {"Accept": "application/vnd.github+json", "Authorization": f"Bearer {self.token}"}
+        try:
+            response = requests.request(
+                method, f"{self.api_url.rstrip('/')}/repos/{self.project}/{path}", headers=headers if self.token else {},
+                timeout=TIMEOUT_SECONDS, allow_redirects=False, **options,
+            )  # fmt: skip
+            document = response.json()
+        except requests.RequestException as error:
+            raise ForgeError(f"{operation}: {type(error).__name__}", retryable=True) from None
+        if 200 <= response.status_code < 300:
+            return document
+        message = str(document.get("message", ""))[:200] if isinstance(document, dict) else ""
+        retryable = response.status_code >= 500 or response.status_code in RATE_LIMITED
+        raise ForgeError(f"{operation}: {response.status_code} {message}", retryable=retryable)
+
+
+def _read_pull_request(row: dict[str, Any]) -> PullRequest:
+    merged = bool(row.get("merged") or row.get("merged_at"))
+    state: State = "merged" if merged else "closed" if row["state"] == "closed" else "open"
+    return PullRequest(row["number"], row["html_url"], state, (row.get("merge_commit_sha") or "") if merged else "")

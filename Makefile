@@ -11,7 +11,7 @@ manage = $(py) manage.py
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-demo: install image ## play a game with agents in leased sandboxes, until Ctrl-C: make demo, make demo PACK=rpg
+demo: install image ## play a game with agents in leased sandboxes, until Ctrl-C: make demo, make demo PACK=rpg or coding
 	@$(manage) migrate --verbosity 0
 	@$(manage) quickstart
 	@exec $(manage) demo --pack $(PACK) --port $(PORT)

@@ -98,6 +98,8 @@ SPECTACULAR_SETTINGS = {
         "PendingStateEnum": ["queued", "started"],
         "QueuedRunKindEnum": ["exec", "agent_run", "turn"],
         "RestartPolicyEnum": "sandboxes.models.RestartPolicy",
+        "LeaseStatusEnum": "leases.models.LeaseStatus",
+        "CodingTaskStatusEnum": "leases.coding.models.CodingTaskStatus",
         "WaitOutcomeEnum": ["matched", "timed_out", "process_ended"],
         "OutcomeEnum": "sandboxes.models.RunOutcome",
         "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],

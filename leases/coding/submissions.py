@@ -18,7 +18,7 @@ from leases.coding.checkout import REPOSITORY_PATH, fetch_base
 from leases.coding.git import Git, GitError
 from leases.coding.models import CodingTask, CodingTaskStatus
 from leases.coding.patches import SubmissionRefused
-from leases.errors import CodingTaskBusy, InvalidRequest, RepositoryUnavailable
+from leases.errors import CodingTaskBusy, Conflict, RepositoryUnavailable
 from leases.models import Lease
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.lifecycle import checkpoint
@@ -51,7 +51,7 @@ def submit(pk: UUID, *, title: str, summary: str = "", now: datetime, actor: str
     lease = leasing.require_active(pk, now=now)
     task = tasks.require_open(lease.environment_id)
     if not task.base_commit:
-        raise InvalidRequest("lease_id", "The repository was not checked out.")
+        raise Conflict("The repository was not checked out.")
     with _claim(task, clock) as claim:
         try:
             pack, agents_head = _take_pack(lease, task, clock, actor)

@@ -25,6 +25,7 @@ from leases.models import (
     AgentKey,
     AgentRun,
     CatalogAgent,
+    CodingTask,
     EnvironmentType,
     IdempotentRequest,
     Lease,
@@ -47,11 +48,12 @@ ANY_BODY = {
     "argv": ["true"], "turn_number": 1, "state": {}, "snapshot_id": str(uuid.UUID(int=1)), "environment_id": "fork-1",
     "role": "user", "content": "x", "action": "x", "type": "turn", "aud": "did:web:example.com", "lxm": "com.example.method",
     "did": "did:plc:new", "phase": "combat", "condition": "x", "ids": [str(uuid.UUID(int=1))], "name": "n",
-    "signal": "TERM", "offset": 0, "prompt": "x", "port": 8080, "path": "a", "target": "b", "method": "GET", "pattern": "x",
+    "signal": "TERM", "offset": 0, "prompt": "x", "repository": "none", "title": "x",
+    "port": 8080, "path": "a", "target": "b", "method": "GET", "pattern": "x",
 }  # fmt: skip
 ALL_MODELS = (
-    Agent, AgentKey, AgentRun, CatalogAgent, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken, OrmQ, Pool,
-    Process, QueuedRun, Run, Sandbox, Shell, Snapshot, Transition, Turn,
+    Agent, AgentKey, AgentRun, CatalogAgent, CodingTask, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken,
+    OrmQ, Pool, Process, QueuedRun, Run, Sandbox, Shell, Snapshot, Transition, Turn,
 )  # fmt: skip
 
 

@@ -127,7 +127,8 @@ def test_git_over_http_needs_the_token_which_no_error_contains(forge: Forge, lea
     row = Repository.objects.get()
     with repositories.open_repository_git(row) as own:
         assert fetch_base(own, row, "main", depth=1) == git(forge.bare, "rev-parse", "main")
-        head = own.read("commit-tree", "main^{tree}", "-p", "main", "-m", "Second")
+        identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+        head = own.read(*identity, "commit-tree", "main^{tree}", "-p", "main", "-m", "Second")
         push(own, task, head)
     assert git(forge.bare, "rev-parse", task.branch) == head
     save(forge, token="wrong-token-0123456789")
@@ -152,5 +153,5 @@ def test_settings_of_a_repository_are_checked(db: None, fields: dict[str, str], 
     valid = {"clone_url": "/srv/x.git", "forge": "github", "api_url": "https://api.github.com", "project": "a/b"}
     with pytest.raises(InvalidRequest) as error:
         repositories.save("calc", now=NOW, **valid | fields)
-    assert error.value.field == name
+    assert error.value.extra["field"] == name
     assert not Repository.objects.exists()

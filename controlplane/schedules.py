@@ -106,11 +106,22 @@ SCHEDULE: dict[str, ScheduledSweep] = {
 # Sweeps that destroy, suspend, restart, delete, end leases or notify: refused while the installation does not match, and
 # counted in observe mode.
 DESTRUCTIVE_SWEEPS = frozenset(
-    {
-        "expire", "stalled", "reclaim", "idle", "suspend", "restart", "cold", "warm", "reconcile", "prune", "budgets",
-        "pull_requests", "webhooks",
-    }
-)  # fmt: skip
+    [
+        "expire",
+        "stalled",
+        "reclaim",
+        "idle",
+        "suspend",
+        "restart",
+        "cold",
+        "warm",
+        "reconcile",
+        "prune",
+        "budgets",
+        "pull_requests",
+        "webhooks",
+    ]
+)
 # Sweeps that concern an engine, its sandboxes or the directories of a machine: each host's worker runs them for its host. The
 # others concern the whole installation and run once, on any host.
 HOST_SWEEPS = frozenset(

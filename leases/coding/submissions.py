@@ -134,14 +134,14 @@ def _check_and_rebuild(git: Git, task: CodingTask, pack: bytes, head: str, *, au
 
 
 def _push(git: Git, task: CodingTask, head: str) -> None:
-    """Push the branch, unless it is there. Raise RepositoryUnavailable, also if somebody else has pushed to the branch."""
+    """Push the branch, unless it is there. Raise RepositoryUnavailable, also if the branch has commits of another author."""
     ref, url = f"refs/heads/{task.branch}", task.repository.clone_url
     try:
         current = git.read("ls-remote", url, ref).split("\t")[0]
         if current == head:
             return
         if current and current not in (task.head_commit, task.pushing_commit):
-            raise RepositoryUnavailable(f"The branch {task.branch} has commits of somebody else.")
+            raise RepositoryUnavailable(f"The branch {task.branch} has commits of another author.")
         git.run("push", "--quiet", "--no-verify", f"--force-with-lease={ref}:{current}", url, f"{head}:{ref}")
     except GitError as error:
         raise RepositoryUnavailable(f"{task.repository.name} cannot be pushed to: {error}") from None

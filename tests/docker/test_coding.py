@@ -144,13 +144,13 @@ def test_the_sweep_continues_after_a_crash_behind_the_push(docker_pool: Pool, ba
         submit(lease)
 
 
-def test_commits_of_somebody_else_on_the_branch_stay(docker_pool: Pool, bare: Path) -> None:
+def test_commits_of_another_author_on_the_branch_stay(docker_pool: Pool, bare: Path) -> None:
     lease = start_task(docker_pool)
     task = check_out(lease)
     commit(lease)
     foreign = git(bare, "commit-tree", "main^{tree}", "-p", "main", "-m", "Foreign")
     git(bare, "update-ref", f"refs/heads/{task.branch}", foreign)
-    with pytest.raises(RepositoryUnavailable, match="somebody else"):
+    with pytest.raises(RepositoryUnavailable, match="another author"):
         submit(lease)
     assert git(bare, "rev-parse", task.branch) == foreign
 

@@ -8,6 +8,13 @@ import uuid
 from django.db import migrations, models
 
 
+def add_closed_condition(apps, schema_editor):
+    """Add the condition of a pull request that is closed, unless an operator changed the conditions."""
+    types = apps.get_model("leases", "EnvironmentType").objects
+    unchanged = types.filter(name="coding", expiry_conditions=["task.complete", "pr.merged"])
+    unchanged.update(expiry_conditions=["task.complete", "pr.merged", "pr.closed"])
+
+
 class Migration(migrations.Migration):
 
     dependencies = [
@@ -77,4 +84,5 @@ class Migration(migrations.Migration):
                 'constraints': [models.CheckConstraint(condition=models.Q(models.Q(('ended_at__isnull', False), ('next_poll_at__isnull', True), ('status__in', ('merged', 'closed', 'abandoned'))), models.Q(models.Q(('status__in', ('merged', 'closed', 'abandoned')), _negated=True), ('ended_at__isnull', True)), _connector='OR'), name='codingtask_ended'), models.CheckConstraint(condition=models.Q(models.Q(('status__in', ['pushed', 'proposed', 'merged', 'closed']), _negated=True), models.Q(('head_commit', ''), _negated=True), _connector='OR'), name='codingtask_pushed_has_head')],
             },
         ),
+        migrations.RunPython(add_closed_condition, migrations.RunPython.noop),
     ]

@@ -11,6 +11,7 @@ from django.conf import settings
 from billing.models import Budget, Unpriced
 from leases import budget_enforcement, turns
 from leases import sweeps as leases
+from leases.atproto import records
 from leases.coding import pull_requests, tasks
 from leases.models import Lease
 from sandboxes import process_restarts, suspension
@@ -107,6 +108,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "request state of pull request": lambda now: pull_requests.find_due(now=now)[:MAX_LISTED],
         "abandon task": lambda now: tasks.find_unsubmitted(now=now)[:MAX_LISTED],
     },
+    "records": {"create record": lambda now: records.find_due(now=now)[:MAX_LISTED]},
     "webhooks": {"attempt delivery": lambda now: delivery.find_deliverable(now=now)[:MAX_LISTED]},
 }
 

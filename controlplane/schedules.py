@@ -15,6 +15,7 @@ from billing.models import CostRecord
 from controlplane import dry_run
 from leases import budget_enforcement
 from leases import sweeps as leases
+from leases.atproto.records import create_due_records
 from leases.coding.pull_requests import poll_pull_requests
 from sandboxes.db import database_time
 from sandboxes.db.clock import clock_from
@@ -100,6 +101,7 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),
     "budgets":   ScheduledSweep(1,  "total budget spending, end leases over budget",        budget_enforcement.enforce_budgets),
     "pull_requests": ScheduledSweep(1, "open and poll pull requests of coding tasks",       poll_pull_requests),
+    "records":   ScheduledSweep(1,  "create due AT Protocol records",                       create_due_records),
     "webhooks":  ScheduledSweep(1,  "deliver due webhook events",                           delivery.deliver_due),
 }
 # fmt: on
@@ -119,6 +121,7 @@ DESTRUCTIVE_SWEEPS = frozenset(
         "prune",
         "budgets",
         "pull_requests",
+        "records",
         "webhooks",
     ]
 )

@@ -12,6 +12,8 @@ from django.db.models import F, Q
 from django.utils import timezone
 
 from leases.agent_runs.models import AgentRun as AgentRun  # makes the table known to Django
+from leases.atproto.models import AtprotoAccount as AtprotoAccount
+from leases.atproto.models import AtprotoRecord as AtprotoRecord
 from leases.catalog.models import CatalogAgent as CatalogAgent
 from leases.coding.models import CodingTask as CodingTask
 from leases.coding.models import Repository as Repository
@@ -21,6 +23,7 @@ from leases.queue.models import QueueAgent as QueueAgent  # makes the tables kno
 from leases.queue.models import QueuedRun as QueuedRun
 from sandboxes.db import durations
 from sandboxes.models import Policy, Pool, Run
+from sandboxes.nsid import MAX_NSID_LENGTH, NSID_DESCRIPTION, NSID_PATTERN
 
 DID_PATTERN = r"did:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]"
 DID_DESCRIPTION = "a DID such as did:plc:abc123: letters, digits and . _ : % - after did:<method>:, at most 255 characters"
@@ -174,6 +177,11 @@ class EnvironmentType(models.Model):
         default=default_turn_argv, validators=[check_argv], help_text="Command of a turn. It receives the state on stdin."
     )
     turn_timeout = models.DurationField(null=True, blank=True, help_text="Empty: LEASEHOLD_TURN_TIMEOUT.")
+    turn_collection = models.CharField(
+        max_length=MAX_NSID_LENGTH, blank=True, validators=[RegexValidator(rf"\A{NSID_PATTERN}\Z", f"Not {NSID_DESCRIPTION}.")],
+        help_text="Collection of the agent's AT Protocol repository in which a record of each action is created: an NSID that "
+        "the policy lists. Empty: no records.",
+    )  # fmt: skip
     pool = models.ForeignKey(
         Pool, on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text='Empty: the pool "default".'
     )

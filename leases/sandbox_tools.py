@@ -1,6 +1,5 @@
 """Tools of the control plane for programs in a sandbox. Each concerns the lease that holds the sandbox."""
 
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
@@ -13,9 +12,11 @@ from billing.budgets import Disclosure
 from billing.models.budgets import Budget, Tab
 from billing.pricing import format_decimal
 from leases import conditions, execution, leasing
+from leases.atproto import records
 from leases.errors import ArtifactNotFound, InvalidRequest
 from leases.identity_patterns import AUDIENCE_DESCRIPTION, AUDIENCE_PATTERN, NSID_DESCRIPTION, NSID_PATTERN
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN, Lease
+from leases.patterns import require_match
 from leases.tasks import begin_reclaim
 from sandboxes.db.clock import format_timestamp
 from sandboxes.egress.authorization import sum_spend
@@ -89,6 +90,17 @@ TOOLS = (
         },
         ["aud", "lxm"],
     ),
+    Tool(
+        "create_record", "Create an AT Protocol record",
+        "Create a record in this agent's repository. Creating it again with the same key and content has no effect. Status "
+        "pending: the repository's server does not answer, and the record is created later.",
+        {
+            "collection": {"type": "string", "description": "NSID of the collection."},
+            "record": {"type": "object", "description": "The record, without floating-point numbers."},
+            "key": {"type": "string", "description": "Record key. Default: a new one from the time."},
+        },
+        ["collection", "record"],
+    ),
 )  # fmt: skip
 
 
@@ -154,8 +166,8 @@ def _open_stores(lease: Lease) -> LeaseStores:
 def _put_artifact(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     encoding = arguments.get("encoding", "utf-8")
     media_type = arguments.get("media_type") or ("text/plain" if encoding == "utf-8" else "application/octet-stream")
-    _require_match("name", arguments["name"], NAME_PATTERN, NAME_RULES)
-    _require_match("media_type", media_type, MEDIA_TYPE_PATTERN, "a media type")
+    require_match("name", arguments["name"], NAME_PATTERN, NAME_RULES)
+    require_match("media_type", media_type, MEDIA_TYPE_PATTERN, "a media type")
     try:
         content = decode_content(arguments["content"], encoding)
     except ValueError:
@@ -167,7 +179,7 @@ def _put_artifact(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> 
 
 def _get_artifact(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     name, offset, encoding = arguments["name"], arguments.get("offset", 0), arguments.get("encoding", "utf-8")
-    _require_match("name", name, NAME_PATTERN, NAME_RULES)
+    require_match("name", name, NAME_PATTERN, NAME_RULES)
     with tempfile.SpooledTemporaryFile(MAX_IN_MEMORY_BYTES) as file:
         artifact = _open_stores(lease).artifacts.fetch(name, file)  # type: ignore[arg-type]
         if artifact is None:
@@ -189,7 +201,7 @@ def _serialize_artifact(artifact: Artifact) -> dict[str, Any]:
 
 def _post_condition(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     condition = arguments["condition"]
-    _require_match("condition", condition, CONDITION_PATTERN, CONDITION_DESCRIPTION)
+    require_match("condition", condition, CONDITION_PATTERN, CONDITION_DESCRIPTION)
     ended = conditions.post_condition(lease.environment_id, condition, now=now, agents=[lease.agent_did], actor=ACTOR)
     if ended:
         begin_reclaim(ended)
@@ -197,8 +209,8 @@ def _post_condition(lease: Lease, arguments: Mapping[str, Any], now: datetime) -
 
 
 def _create_service_token(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> dict[str, Any]:
-    _require_match("aud", arguments["aud"], AUDIENCE_PATTERN, AUDIENCE_DESCRIPTION)
-    _require_match("lxm", arguments["lxm"], NSID_PATTERN, NSID_DESCRIPTION)
+    require_match("aud", arguments["aud"], AUDIENCE_PATTERN, AUDIENCE_DESCRIPTION)
+    require_match("lxm", arguments["lxm"], NSID_PATTERN, NSID_DESCRIPTION)
     seconds = arguments.get("lifetime_seconds")
     lifetime = timedelta(seconds=seconds) if seconds else DEFAULT_TOKEN_LIFETIME
     token, minted = execution.mint_service_token(
@@ -207,9 +219,14 @@ def _create_service_token(lease: Lease, arguments: Mapping[str, Any], now: datet
     return {"token": token, "expires_at": format_timestamp(minted.expires_at)}
 
 
-def _require_match(name: str, value: str, pattern: str, description: str) -> None:
-    if len(value) > 320 or not re.fullmatch(pattern, value, re.ASCII):
-        raise InvalidRequest(name, f"Not {description}.")
+def _create_record(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+    require_match("collection", arguments["collection"], NSID_PATTERN, NSID_DESCRIPTION)
+    record = records.create_for_agent(
+        lease, arguments["collection"], arguments["record"], key=arguments.get("key", ""), now=now, actor=ACTOR
+    )
+    return {
+        "key": record.record_key, "status": record.status, "uri": record.uri, "cid": record.cid, "error": record.error,
+    }  # fmt: skip
 
 
 EXECUTORS: Mapping[str, Callable[[Lease, Mapping[str, Any], datetime], dict[str, Any]]] = {
@@ -219,4 +236,5 @@ EXECUTORS: Mapping[str, Callable[[Lease, Mapping[str, Any], datetime], dict[str,
     "get_artifact": _get_artifact,
     "post_condition": _post_condition,
     "service_token": _create_service_token,
+    "create_record": _create_record,
 }

@@ -14,6 +14,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from leases import admission, execution, leasing
 from leases.admission import Admission
+from leases.atproto import records
 from leases.errors import TurnInProgress
 from leases.models import Lease, Turn
 from sandboxes.claims import KILL_GRACE, Claim, hold
@@ -143,11 +144,15 @@ def _settle_turn(turn: Turn, run: Run | None, action: Action, *, now: datetime) 
     skipped = action.get("action") == "skip_turn"
     if skipped:
         log.info("turn skipped", lease=str(turn.lease_id), turn=turn.number, run=str(run.pk) if run else None)
-    return bool(
-        Turn.objects.filter(pk=turn.pk, ended_at__isnull=True).update(
-            ended_at=now, run=run, skipped=skipped, answer=json.dumps(action)
-        )
-    )
+    changes = {"ended_at": now, "run": run, "skipped": skipped, "answer": json.dumps(action)}
+    open_turn = Turn.objects.filter(pk=turn.pk, ended_at__isnull=True)
+    if skipped or not turn.lease.environment_type.turn_collection:
+        return bool(open_turn.update(**changes))
+    with transaction.atomic():
+        settled = bool(open_turn.update(**changes))
+        if settled:
+            records.insert_for_turn(turn, action, now=now)
+    return settled
 
 
 def _settle_overdue(turn: Turn, *, now: datetime) -> bool:

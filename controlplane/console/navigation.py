@@ -53,6 +53,8 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
     "Identity": [
         ("Signing keys", "fingerprint", "sandboxes.signingkey"),
         ("Service tokens", "confirmation_number", "sandboxes.mintedtoken"),
+        ("AT Protocol accounts", "alternate_email", "leases.atprotoaccount"),
+        ("AT Protocol records", "library_books", "leases.atprotorecord"),
     ],
     "State": [
         ("Agent data", "folder_shared", "sandboxes.agentdata"),

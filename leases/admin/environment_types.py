@@ -35,7 +35,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
         ("Lease lifetime", {"fields": ["ttl", "max_ttl", "expiry_conditions"]}),
         (
             "Turns, suspension and eviction",
-            {"fields": ["turn_argv", "turn_timeout", "suspend_after", "sleep_after", "snapshot_excludes"]},
+            {"fields": ["turn_argv", "turn_timeout", "turn_collection", "suspend_after", "sleep_after", "snapshot_excludes"]},
         ),
         (
             "Model calls",
@@ -50,6 +50,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
         "max_ttl": "Hard limit",
         "expiry_conditions": "End conditions",
         "turn_argv": "Turn command",
+        "turn_collection": "Collection of turns",
         "suspend_after": "Suspend after",
         "sleep_after": "Evict after",
         "snapshot_excludes": "Excluded from snapshots",

@@ -17,10 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from leases.service_urls import LOOPBACK_HOSTS
+
 GIT_TIMEOUT = timedelta(seconds=120)  # of one process
 MAX_MEMORY_BYTES = 4 << 30  # address space of one process; git maps packs
 MAX_OUTPUT_BYTES = 64 << 20
-LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 PASSED_VARIABLES = (
     "PATH", "HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy", "GIT_SSL_CAINFO", "SSL_CERT_FILE", "SSL_CERT_DIR",
 )  # fmt: skip

@@ -10,10 +10,10 @@ import structlog
 from django.core.exceptions import ValidationError
 
 from leases.coding.forges import Forge, forge_of
-from leases.coding.forges.github import InvalidApiUrl, check_api_url
 from leases.coding.git import Git, InvalidCloneUrl, get_protocol, open_git
 from leases.coding.models import ForgeKind, Repository
 from leases.errors import InvalidRequest, RepositoryNotFound, RepositoryUnavailable
+from leases.service_urls import InvalidServiceUrl, check_service_url
 from sandboxes.db import encryption
 
 PROJECT_PATTERN = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
@@ -63,8 +63,8 @@ def _validate(row: Repository) -> None:
 
 def _validate_forge(row: Repository) -> None:
     try:
-        check_api_url(row.api_url)
-    except InvalidApiUrl as error:
+        check_service_url(row.api_url, example="https://api.github.com")
+    except InvalidServiceUrl as error:
         raise InvalidRequest("api_url", str(error)) from None
     if not PROJECT_PATTERN.fullmatch(row.project):
         raise InvalidRequest("project", "Must be owner/name.")

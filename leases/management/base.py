@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from getpass import getpass
 from uuid import UUID
 
 from django.core.exceptions import ValidationError
@@ -19,6 +20,7 @@ from sandboxes.errors import SandboxError
 from sandboxes.providers.base import ProviderError
 
 EXIT_INTERRUPTED = 130
+MAX_SECRET_CHARS = 4000
 
 
 @contextmanager
@@ -46,6 +48,15 @@ def report_errors(verbosity: int) -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def read_secret() -> str:
+    """Read a secret from stdin, without echo on a terminal. Raise CommandError if there is none."""
+    text = getpass("Secret: ") if sys.stdin.isatty() else sys.stdin.read(MAX_SECRET_CHARS)
+    secret = text.strip()
+    if not secret:
+        raise CommandError("No secret on stdin.")
+    return secret
 
 
 def parse_lease_id(text: str) -> UUID:

@@ -37,7 +37,15 @@ class PolicyAdmin(ConsoleModelAdmin):
         (
             "Egress",
             {
-                "fields": ["models", "calls_per_minute", "most_calls_at_once", "largest_body_kib", "relay", "mcp_tools"],
+                "fields": [
+                    "models",
+                    "calls_per_minute",
+                    "most_calls_at_once",
+                    "largest_body_kib",
+                    "relay",
+                    "mcp_tools",
+                    "record_collections",
+                ],
                 "description": "Evaluated on every call. A change takes effect from the next call, also for running sandboxes.",
             },
         ),
@@ -81,6 +89,7 @@ class PolicyAdmin(ConsoleModelAdmin):
         "relay": "Relay access",
         "previews": "Preview URLs",
         "mcp_tools": "Control plane tools (MCP)",
+        "record_collections": "AT Protocol collections",
     }
 
     def get_readonly_fields(self, request: HttpRequest, obj: Policy | None = None) -> list[str]:
@@ -184,7 +193,8 @@ def build_policy_field(policy: Policy | None) -> SummaryField:
         return SummaryField("Policy", SEALED_POLICY_NAME, note="no exceptions")
     allowances = (
         ("writable root", policy.writable_root), ("relay", policy.relay), ("preview URLs", policy.previews),
-        ("tools", policy.mcp_tools), ("network by allow list", policy.allowed_domains),
+        ("tools", policy.mcp_tools), ("AT Protocol records", policy.record_collections),
+        ("network by allow list", policy.allowed_domains),
     )  # fmt: skip
     exceptions = [label for label, is_allowed in allowances if is_allowed]
     return SummaryField("Policy", render_admin_link("sandboxes_policy", policy.pk, policy), note=", ".join(exceptions))

@@ -1,5 +1,6 @@
 """Sandbox policies: named exceptions from the sealed default, assigned to environment types by operators."""
 
+import re
 from typing import Any
 
 from django.core.exceptions import ValidationError
@@ -17,11 +18,12 @@ from django.db.models import (
 )
 
 from sandboxes.egress.allow_list.domains import check_allowed_domains
+from sandboxes.nsid import MAX_NSID_LENGTH, NSID_DESCRIPTION, NSID_PATTERN
 
 SEALED_POLICY_NAME = "sealed"  # policy without exceptions; applies wherever no policy is named
 MAX_BODY_KIB = 1 << 16  # upper bound for every policy: request bodies are held in memory
 
-MCP_TOOLS = ("lease_status", "budget", "put_artifact", "get_artifact", "post_condition", "service_token")
+MCP_TOOLS = ("lease_status", "budget", "put_artifact", "get_artifact", "post_condition", "service_token", "create_record")
 
 
 def check_models(value: Any) -> None:
@@ -33,6 +35,14 @@ def check_models(value: Any) -> None:
 def check_mcp_tools(value: Any) -> None:
     if not isinstance(value, list) or not all(name in MCP_TOOLS for name in value) or len({*value}) < len(value):
         raise ValidationError(f"A list of different names out of {', '.join(MCP_TOOLS)}.")
+
+
+def check_collections(value: Any) -> None:
+    if not isinstance(value, list) or len(value) > 64 or not all(isinstance(name, str) for name in value):
+        raise ValidationError("A list of at most 64 NSIDs.")
+    for name in value:
+        if len(name) > MAX_NSID_LENGTH or not re.fullmatch(NSID_PATTERN, name):
+            raise ValidationError(f"{name[:80]} is not {NSID_DESCRIPTION}.")
 
 
 class Policy(Model):
@@ -84,6 +94,11 @@ class Policy(Model):
         default=list, blank=True, validators=[check_mcp_tools],
         help_text=f"Tools of the control plane that programs in the sandbox may call: {', '.join(MCP_TOOLS)}. Empty: none.",
     )  # fmt: skip
+    record_collections = JSONField(
+        default=list, blank=True, validators=[check_collections],
+        help_text='Collections of the agent\'s AT Protocol repository in which records are created: NSIDs such as '
+        '"org.example.game.action". Empty: none.',
+    )  # fmt: skip
     relay = BooleanField(default=False, help_text="Access to the relay. Sandboxes can publish in their agent's name.")
 
     allowed_domains = JSONField(
@@ -112,7 +127,7 @@ class Policy(Model):
                 condition=~Q(name=SEALED_POLICY_NAME)
                 | Q(
                     writable_root=False, relay=False, previews=False, calls_per_minute=600, most_calls_at_once=8,
-                    largest_body_kib=4096, mcp_tools=[], allowed_domains=[],
+                    largest_body_kib=4096, mcp_tools=[], allowed_domains=[], record_collections=[],
                 ),
                 name="policy_sealed_loosens_nothing",
                 violation_error_message=f"The {SEALED_POLICY_NAME} policy cannot have exceptions. Add another policy.",

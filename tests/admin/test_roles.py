@@ -19,6 +19,8 @@ from billing.admin.usage import get_previous_month
 from billing.dates import start_of_day
 from billing.models import Account, Credit
 from leases import api_keys, snapshots
+from leases.atproto.accounts import set_account
+from leases.atproto.models import AtprotoRecord
 from leases.environments import lifecycle
 from leases.models import AgentRun, Lease, LeaseEvent, QueuedRun
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
@@ -45,7 +47,10 @@ VIEWS = {
     "billing": {
         "account", "budget", "costrecord", "credit", "membership", "rate", "statement", "statementline", "usagerecord",
     },
-    "leases": {"agent", "agentkey", "agentrun", "environment", "environmenttype", "lease", "leaseevent", "queuedrun", "turn"},
+    "leases": {
+        "agent", "agentkey", "agentrun", "atprotoaccount", "atprotorecord", "environment", "environmenttype", "lease",
+        "leaseevent", "queuedrun", "turn",
+    },
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "egressconnection", "event", "host", "llmcall", "mintedtoken",
         "modelrate", "policy", "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run",
@@ -54,7 +59,8 @@ VIEWS = {
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
 OPERATOR = VIEWER | {
-    "leases.end_lease", "leases.interrupt_run", "leases.manage_environment", "sandboxes.act_on_sandbox",
+    "leases.end_lease", "leases.interrupt_run", "leases.manage_environment", "leases.manage_atprotorecord",
+    "sandboxes.act_on_sandbox",
     "sandboxes.declare_host_lost",
     "sandboxes.drain_pool", "sandboxes.open_terminal", "sandboxes.read_agent_data", "sandboxes.send_webhook",
 }  # fmt: skip
@@ -82,6 +88,7 @@ OPERATOR_ACTIONS = {
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
     "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "environment": {"start", "set_phase", "end"},
+    "record": {"repeat"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
     "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
@@ -89,6 +96,8 @@ ADMINISTRATOR_ACTIONS = {
 }  # fmt: skip
 READ_ONLY_ROWS = {
     "environment",
+    "record",
+    "account_at_server",
     "process",
     "agent_run",
     "queued_run",
@@ -138,6 +147,11 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
             agent_did=ADA, lease=lease, pool=lease.pool, request={"kind": "exec", "argv": ["true"]}, queued_at=NOW,
             available_at=NOW, expires_at=NOW + HOUR,
         ),
+        "record": AtprotoRecord.objects.create(
+            lease=lease, agent_did=ADA, collection="org.example.action", record_key="a", value_text="{}", status="failed",
+            created_at=NOW, ended_at=NOW, give_up_at=NOW,
+        ),
+        "account_at_server": set_account(ADA, service_url="https://pds.example", service_did="did:web:pds.example", now=NOW)[0],
         "process": Process.objects.create(
             sandbox=ensure_sandbox(lease), holder=lease.pk, agent_did=ADA, incarnation=1, argv=["sh"], cwd="/", started_at=NOW,
             starts_by=NOW, is_terminal=True,
@@ -220,7 +234,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
         "sandboxes/reading", "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
-        "sandboxes/egressconnection",
+        "sandboxes/egressconnection", "leases/atprotoaccount", "leases/atprotorecord",
         "billing/costrecord", "billing/usagerecord", "billing/rate", "billing/account", "billing/membership", "billing/credit",
         "billing/statement", "spending", "billing/budget", "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
     )  # fmt: skip
@@ -249,7 +263,7 @@ def test_facts_are_read_only_even_for_a_superuser() -> None:
     facts = [page for page in admin.site._registry.values() if isinstance(page, ReadOnlyModelAdmin)]
     assert {page.model.__name__ for page in facts} == {
         "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
-        "EgressConnection",
+        "EgressConnection", "AtprotoAccount", "AtprotoRecord",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement", "AgentRun", "QueuedRun",
             "PackVersion",
         "Environment",

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.django_db
 NAMES = [
     "hosts", "mark", "expire", "stalled", "reclaim", "persist", "idle", "suspend", "restart", "cold", "warm", "reconcile",
     "recount", "measure", "weigh", "read", "prune", "collect", "meter", "budgets", "pull_requests",
-    "webhooks",
+    "records", "webhooks",
 ]  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
         f"read: would read sandbox {Sandbox.objects.get(holder=used.pk).pk}",
         *(f"{name}: nothing to do" for name in ("prune", "collect")),
         *[f"meter: would meter sandbox {pk}" for pk in Sandbox.objects.order_by("pk").values_list("pk", flat=True)],
-        *(f"{name}: nothing to do" for name in ("budgets", "pull_requests", "webhooks")),
+        *(f"{name}: nothing to do" for name in ("budgets", "pull_requests", "records", "webhooks")),
     ]
     assert sweep("--dry-run") == expected
     assert sweep("--dry-run") == expected

@@ -11,28 +11,13 @@ from urllib.parse import urlsplit
 import requests
 
 from leases.coding.forges.base import ForgeError, PullRequest, State
-from leases.coding.git import LOOPBACK_HOSTS
+from leases.service_urls import join_url
 
 TIMEOUT_SECONDS = (5.0, 30.0)  # connect, read
 PAGE_SIZE = 50
 MAX_PAGES = 20  # newest pull requests first
 RATE_LIMITED = (403, 429)  # GitHub's secondary limit answers 403
 EXISTS = (409, 422)
-
-
-class InvalidApiUrl(ValueError):
-    """Not an https URL, nor an http URL of a loopback address."""
-
-
-def check_api_url(url: str) -> None:
-    """Raise InvalidApiUrl."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        raise InvalidApiUrl("Not a URL.") from None
-    is_loopback = parts.scheme == "http" and parts.hostname in LOOPBACK_HOSTS
-    if not parts.hostname or parts.username or parts.query or not (parts.scheme == "https" or is_loopback):
-        raise InvalidApiUrl("Must be an https URL without credentials, such as https://api.github.com.")
 
 
 @dataclass(frozen=True)
@@ -89,7 +74,7 @@ class GitHubForge:
         headers = {"Accept": "application/vnd.github+json", "Authorization": f"Bearer {self.token}"}
         try:
             response = requests.request(
-                method, f"{self.api_url.rstrip('/')}/repos/{self.project}/{path}", headers=headers if self.token else {},
+                method, join_url(self.api_url, f"repos/{self.project}/{path}"), headers=headers if self.token else {},
                 timeout=TIMEOUT_SECONDS, allow_redirects=False, **options,
             )  # fmt: skip
             document = response.json()

@@ -3,6 +3,8 @@
 import json
 import sys
 from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import dataclass
 from getpass import getpass
 from typing import Any
 
@@ -10,12 +12,14 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from leases import shells
+from leases.atproto import accounts
 from leases.coding import repositories
 from leases.environments import signing as environment_signing
 from leases.management.base import parse_did, report_errors
 from leases.models import Agent
 from leases.queue import queue
 from sandboxes import process_restarts
+from sandboxes.db.encryption import ReencryptionResult
 from sandboxes.egress.allow_list import credentials as egress_credentials
 from sandboxes.formatting import pluralize
 from sandboxes.identity import curves, signing
@@ -87,70 +91,73 @@ class Command(BaseCommand):
         self.stdout.write(json.dumps(signing.build_verification_method(key), indent=2))
 
     def _reencrypt(self) -> None:
-        keys = signing.reencrypt_keys()
-        self._print_reencrypted(pluralize(keys.changed, "private key", "private keys"), keys.current)
-        webhooks = subscriptions.reencrypt_secrets(now=timezone.now())
-        if webhooks.changed or webhooks.current:
-            self._print_reencrypted(pluralize(webhooks.changed, "webhook's secret", "webhooks' secrets"), webhooks.current)
-        variables = shells.reencrypt_shells()
-        if variables.changed or variables.current:
-            self._print_reencrypted(pluralize(variables.changed, "shell's variables", "shells' variables"), variables.current)
-        runs = queue.reencrypt()
-        if runs.changed or runs.current:
-            self._print_reencrypted(pluralize(runs.changed, "queued run's secrets", "queued runs' secrets"), runs.current)
-        servers = environment_signing.reencrypt()
-        if servers.changed or servers.current:
-            self._print_reencrypted(
-                pluralize(servers.changed, "game server's secret", "game servers' secrets"), servers.current
-            )
-        credentials = egress_credentials.reencrypt()
-        if credentials.changed or credentials.current:
-            self._print_reencrypted(
-                pluralize(credentials.changed, "egress credential", "egress credentials"), credentials.current
-            )
-        tokens = repositories.reencrypt()
-        if tokens.changed or tokens.current:
-            self._print_reencrypted(
-                pluralize(tokens.changed, "repository's credentials", "repositories' credentials"), tokens.current
-            )
-        processes = process_restarts.reencrypt_env()
-        if processes.changed or processes.current:
-            self._print_reencrypted(
-                pluralize(processes.changed, "process's variables", "processes' variables"), processes.current
-            )
-        if keys.undecryptable:
-            agents = ", ".join(key.agent_did for key in keys.undecryptable)
-            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")
-        if webhooks.undecryptable:
-            urls = ", ".join(row.url for row in webhooks.undecryptable)
-            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the secret of {urls}.")
-        if variables.undecryptable:
-            names = ", ".join(f"{row.name} of lease {row.lease_id}" for row in variables.undecryptable)
-            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the variables of the shells {names}.")
-        if runs.undecryptable:
-            ids = ", ".join(str(row.pk) for row in runs.undecryptable)
-            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the secrets of the queued runs {ids}.")
-        if servers.undecryptable:
-            names = ", ".join(str(row) for row in servers.undecryptable)
-            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the {names}.")
-        if credentials.undecryptable:
-            names = ", ".join(f"{row.domain} of policy {row.policy}" for row in credentials.undecryptable)
-            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the egress credentials {names}.")
-        if tokens.undecryptable:
-            names = ", ".join(row.name for row in tokens.undecryptable)
-            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the credentials of the repositories {names}.")
-        if processes.undecryptable:
-            ids = ", ".join(str(row.pk) for row in processes.undecryptable)
-            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the variables of the processes {ids}.")
-
-    def _print_reencrypted(self, changed: str, already: int) -> None:
-        self.stdout.write(f"{changed} re-encrypted, {already} already current")
+        undecryptable = []
+        for secret in STORED_SECRETS:
+            result = secret.reencrypt()
+            if secret.always_printed or result.changed or result.current:
+                changed = pluralize(result.changed, secret.singular, secret.plural)
+                self.stdout.write(f"{changed} re-encrypted, {result.current} already current")
+            if result.undecryptable:
+                names = ", ".join(secret.describe(row) for row in result.undecryptable)
+                undecryptable.append(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the {secret.owned_by} {names}.")
+        if undecryptable:
+            raise CommandError(" ".join(undecryptable))
 
     def _print_key(self, key: SigningKey, verb: str) -> None:
         self.stdout.write(f"{key.agent_did} {verb} {key.did_key} ({key.algorithm}): publish the output of `identity show`")
 
 
 OPTION_NAMES = {"agent", "algorithm", "imported"}
+
+
+@dataclass(frozen=True)
+class StoredSecret:
+    """One kind of secret that is stored encrypted. `owned_by` and `describe` name the rows that no key decrypts."""
+
+    reencrypt: Callable[[], ReencryptionResult[Any]]
+    singular: str
+    plural: str
+    owned_by: str
+    describe: Callable[[Any], str]
+    always_printed: bool = False
+
+
+STORED_SECRETS = (
+    StoredSecret(
+        signing.reencrypt_keys, "private key", "private keys", "private key of", lambda row: row.agent_did, always_printed=True
+    ),
+    StoredSecret(
+        lambda: subscriptions.reencrypt_secrets(now=timezone.now()), "webhook's secret", "webhooks' secrets", "secret of",
+        lambda row: row.url,
+    ),
+    StoredSecret(
+        shells.reencrypt_shells, "shell's variables", "shells' variables", "variables of the shells",
+        lambda row: f"{row.name} of lease {row.lease_id}",
+    ),
+    StoredSecret(
+        queue.reencrypt, "queued run's secrets", "queued runs' secrets", "secrets of the queued runs", lambda row: str(row.pk)
+    ),
+    StoredSecret(
+        environment_signing.reencrypt, "game server's secret", "game servers' secrets", "secrets of the environments",
+        lambda row: row.environment_id,
+    ),
+    StoredSecret(
+        egress_credentials.reencrypt, "egress credential", "egress credentials", "egress credentials",
+        lambda row: f"{row.domain} of policy {row.policy}",
+    ),
+    StoredSecret(
+        repositories.reencrypt, "repository's credentials", "repositories' credentials", "credentials of the repositories",
+        lambda row: row.name,
+    ),
+    StoredSecret(
+        process_restarts.reencrypt_env, "process's variables", "processes' variables", "variables of the processes",
+        lambda row: str(row.pk),
+    ),
+    StoredSecret(
+        accounts.reencrypt, "AT Protocol password", "AT Protocol passwords", "AT Protocol password of",
+        lambda row: row.agent_did
+    ),
+)  # fmt: skip
 
 
 def _read_private_key(algorithm: str) -> PrivateKey:

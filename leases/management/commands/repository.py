@@ -1,8 +1,6 @@
 """manage.py repository: Git repositories of coding tasks. Credentials are read from stdin and never printed."""
 
-import sys
 from argparse import ArgumentParser
-from getpass import getpass
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
@@ -10,10 +8,9 @@ from django.db.models import ProtectedError
 
 from leases.coding import repositories
 from leases.coding.models import ForgeKind, Repository
-from leases.management.base import report_errors
+from leases.management.base import read_secret, report_errors
 from sandboxes.db import database_time
 
-MAX_SECRET_CHARS = 4000
 ACTOR = "command line"
 
 
@@ -44,7 +41,7 @@ class Command(BaseCommand):
             getattr(self, f"_{action}")(options)
 
     def _add(self, options: dict[str, Any]) -> None:
-        token = _read_secret() if options["token_stdin"] else None
+        token = read_secret() if options["token_stdin"] else None
         names = (
             "clone_url", "base_branch", "forge", "api_url", "project", "ssh_key_path", "depth", "max_mib", "max_change_mib",
             "protected_paths",
@@ -75,11 +72,3 @@ class Command(BaseCommand):
         except ProtectedError:
             raise CommandError("The repository has tasks. Disable it instead.") from None
         self.stdout.write(f"{options['name']} removed")
-
-
-def _read_secret() -> str:
-    text = getpass("Secret: ") if sys.stdin.isatty() else sys.stdin.read(MAX_SECRET_CHARS)
-    secret = text.strip()
-    if not secret:
-        raise CommandError("No secret on stdin.")
-    return secret

@@ -17,7 +17,8 @@ from mcp.shared.exceptions import MCPError
 from billing.models.budgets import Budget
 from controlplane import sandbox_tools
 from leases import execution, leasing
-from leases.models import Lease, LeaseEvent
+from leases.atproto import accounts
+from leases.models import EnvironmentType, Lease, LeaseEvent
 from sandboxes.egress.server import EgressServer
 from sandboxes.identity import signing
 from sandboxes.models import MintedToken, Policy, Sandbox
@@ -25,6 +26,7 @@ from sandboxes.models.policies import MCP_TOOLS
 from sandboxes.runs.operations import Command
 from sandboxes.stores.lease_stores import open_stores
 from tests.conftest import MINUTE, NOW
+from tests.emulators.pds import DidDocuments, Pds, serve
 from tests.support.servers.egress import EventLoopThread, post, run_server
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -201,6 +203,22 @@ def test_a_service_token_is_recorded(socket_path: Path, lease: Lease) -> None:
     assert (minted.agent_did, minted.aud, minted.holder) == (lease.agent_did, "did:web:relay.example", lease.pk)
     assert fail(socket_path, "service_token", **arguments | {"aud": "relay"})["field"] == "aud"
     assert fail(socket_path, "service_token", **arguments | {"lifetime_seconds": 301})["field"] == "lifetime_seconds"
+
+
+def test_a_record_is_created_in_the_agents_repository(socket_path: Path, lease: Lease) -> None:
+    collection = "org.example.game.action"
+    allow(lease, "create_record", record_collections=[collection])
+    record = {"text": "gg"}
+    assert fail(socket_path, "create_record", collection=collection, record=record)["field"] == "collection"
+    EnvironmentType.objects.filter(name=lease.environment_type_id).update(policy=Policy.objects.get(name="with-tools"))
+    assert fail(socket_path, "create_record", collection="gg", record=record)["field"] == "collection"
+    assert fail(socket_path, "create_record", collection=collection, record=record, key="a/b")["field"] == "key"
+    with serve(DidDocuments()) as documents, serve(Pds(documents, now=lambda: NOW)) as pds:
+        pds.passwords[lease.agent_did] = "password-of-ada"
+        accounts.set_account(lease.agent_did, service_url=pds.url, password="password-of-ada", now=NOW)
+        created = succeed(socket_path, "create_record", collection=collection, record=record, key="end")
+        assert created["uri"] == f"at://{lease.agent_did}/{collection}/end" and created["status"] == "created"
+        assert [*pds.records.values()] == [{"$type": collection, "text": "gg"}]
 
 
 def test_a_crash_of_a_tool_is_an_internal_problem(socket_path: Path, lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def attempt(pk: UUID, *, now: datetime, actor: str = "") -> str:
     except (ServiceError, RecordRefused, SandboxError, accounts.AccountPasswordUnreadable) as error:
         return _note_error(row, error, claimed_until=now + ATTEMPT_CLAIM, now=clock())
     checkpoint("record created", row)
-    created = pending.update(  # whoever learns that the record exists may store it
+    created = pending.update(  # without the claim: any attempt may learn that the record exists
         status=RecordStatus.CREATED, uri=reference.uri, cid=reference.cid, ended_at=clock(), next_attempt_at=None, error=""
     )
     if created:

@@ -1,21 +1,28 @@
-"""A game that its server drives by signed events alone, with a control plane that is killed in the middle."""
+"""A game that its server drives by signed events alone, with a control plane that is killed in the middle.
+
+Each action becomes a record in the repository of its agent, on an emulated server."""
 
 import base64
 import http.client
 import json
 import time
+from collections.abc import Iterator
 from contextlib import closing, suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from sandboxes.webhooks import signatures
+from tests.commands.manage import run_manage
 from tests.e2e.conftest import HEALTHY
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
+from tests.emulators.pds import CUT_AFTER_CREATE, CUT_BEFORE_CREATE, DidDocuments, Pds, serve
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 AGENTS, ROUNDS = ("did:plc:red", "did:plc:blue"), 4
+COLLECTION = "org.example.duel.action"
 # Appends its turn to a file in /data, waits in one of the turns for a file, and prints what it has played so far.
 TURN = """import json, os, sys, time
 state = json.load(sys.stdin)
@@ -57,15 +64,42 @@ class GameServer:
         return self.fleet.request("GET", f"/runs/queued/{self.runs[agent, number]}")[1]
 
 
-def test_game_of_signed_events_is_played_once_across_a_kill(fleet: Fleet) -> None:  # noqa: F811
+@pytest.fixture
+def pds() -> Iterator[Pds]:
+    with serve(Pds(DidDocuments(), now=lambda: datetime.now(UTC))) as pds:
+        pds.passwords = dict.fromkeys(AGENTS, "password-of-the-account")
+        yield pds
+
+
+RECORD_TURNS = """
+import sys
+from django.utils import timezone
+from leases.atproto import accounts
+from leases.models import EnvironmentType
+from sandboxes.models import Policy
+policy = Policy.objects.create(name="recorded", record_collections=["{collection}"])
+EnvironmentType.objects.filter(name="coding").update(policy=policy, turn_collection="{collection}", turn_argv={argv})
+for agent, password in {passwords}.items():
+    accounts.set_account(agent, service_url="{url}", password=password, now=timezone.now())
+"""
+
+
+def configure(fleet: Fleet, pds: Pds) -> None:  # noqa: F811
+    """Set the command of turns, and let each action become a record in the repository of its agent."""
+    script = RECORD_TURNS.format(collection=COLLECTION, argv=["python3", "-c", TURN], passwords=pds.passwords, url=pds.url)
+    process = run_manage(fleet.path, "shell", "-c", script, **fleet.env)
+    assert process.returncode == 0, process.stderr
+
+
+def test_game_of_signed_events_is_played_once_across_a_kill(fleet: Fleet, pds: Pds) -> None:  # noqa: F811
     fleet.up()
+    configure(fleet, pds)
+    pds.faults = [CUT_AFTER_CREATE, 503, CUT_BEFORE_CREATE]
     leases = {}
     for agent in AGENTS:
         status, lease = fleet.post("/environments/duel/join", {"agent_did": agent, "environment_type": "coding"})
         assert status == 201, lease
         leases[agent] = lease["id"]
-    argv = json.dumps(["python3", "-c", TURN]).replace("'", "''")
-    fleet.update(f"UPDATE leases_environmenttype SET turn_argv = '{argv}' WHERE name = 'coding'")
     status, secret = fleet.post("/environments/duel/secrets")
     assert status == 201, secret
     server = GameServer(fleet, secret["secret"])
@@ -101,3 +135,9 @@ def test_game_of_signed_events_is_played_once_across_a_kill(fleet: Fleet) -> Non
     document = fleet.request("GET", "/environments/duel")[1]
     assert (document["outcome"], [row["turns"] for row in document["members"]]) == ("draw", [ROUNDS, ROUNDS])
     wait_until(lambda: fleet.sweep() or not fleet.list_containers(), "every sandbox is destroyed", within=90.0)
+
+    fleet.update("UPDATE leases_atprotorecord SET next_attempt_at = '2020-01-01 00:00:00+00:00' WHERE status = 'pending'")
+    fleet.sweep()
+    assert fleet.select("SELECT DISTINCT status, error FROM leases_atprotorecord") == [("created", "")]
+    recorded = sorted((agent, value["turn"], value["action"]["n"]) for (agent, _, _), value in pds.records.items())
+    assert recorded == sorted((agent, number, number) for agent, number in events)

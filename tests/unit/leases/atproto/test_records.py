@@ -1,4 +1,4 @@
-"""Records of turns: created once in the agent's repository, whatever fails on the way."""
+"""Records of turns: created once in the agent's repository, with every failure on the way."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

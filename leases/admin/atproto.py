@@ -27,6 +27,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
+from sandboxes.admin.llm_calls import TextLookupFilter
 
 STATUS_BADGES = {RecordStatus.PENDING: "waiting", RecordStatus.CREATED: "ok", RecordStatus.FAILED: "failed"}
 
@@ -42,10 +43,14 @@ REPEAT_ACTION = AdminAction(
 )
 
 
+class EnvironmentFilter(TextLookupFilter):
+    title, parameter_name, lookup = "environment", "environment", "lease__environment_id"
+
+
 @admin.register(AtprotoRecord)
 class AtprotoRecordAdmin(ReadOnlyModelAdmin):
     list_display = ["record_label", "state", "agent_label", "attempt_count", "stored"]
-    list_filter = [("status", ChoicesRadioFilter), "collection"]
+    list_filter = [("status", ChoicesRadioFilter), EnvironmentFilter]
     list_select_related = ["lease"]
     search_fields = ["agent_did__startswith", "record_key__startswith"]
     search_help_text = "Agent or record key (prefix)"

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from django import forms
 from django.contrib import admin
 from django.contrib.admin.utils import quote, unquote
-from django.db.models import Q
+from django.db.models import Count, Q
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import path, reverse
@@ -24,8 +24,10 @@ from unfold.widgets import UnfoldAdminTextInputWidget
 
 from billing.admin.formatting import format_money, format_money_aligned
 from leases import leasing
+from leases.admin.coding_panel import build_coding_panel
 from leases.admin.leases import render_lease_end
 from leases.admin.timeline import render_turn_status
+from leases.atproto.models import AtprotoRecord, RecordStatus
 from leases.environments import boards, lifecycle, play
 from leases.environments.boards.base import Board, Player, UnreadableState
 from leases.environments.models import Environment
@@ -240,6 +242,7 @@ def build_page(row: Environment, turn_id: int | None, until_id: int | None, *, n
         "older": f"{url}?until={moves[MAX_MOVES].turn.pk}" if len(moves) > MAX_MOVES else "",
         "is_past": bool(turn_id or until_id),
         "members": [_build_member_row(lease, players, counts, costs, now=now) for lease in members],
+        "coding": build_coding_panel(row),
         **_build_board(row, shown, members, url),
     }
 
@@ -265,8 +268,19 @@ def _build_facts(
         SummaryField("Playing time", format_duration(play.measure_playing_time(members)), note="first to last turn"),
         SummaryField("Model calls", f"{format_money(total.model_calls)} USD", note="up to now"),
         SummaryField("Total cost", f"{format_money(total.total)} USD", note="cost records, derived hourly"),
+        *_build_record_fact(row),
         *([SummaryField("Outcome", _format_outcome(row))] if row.outcome_text else []),
     ]  # fmt: skip
+
+
+def _build_record_fact(row: Environment) -> list[SummaryField]:
+    if not row.type.turn_collection:
+        return []
+    found = AtprotoRecord.objects.filter(lease__environment_id=row.pk).order_by()
+    counts = dict(found.values_list("status").annotate(Count("pk")))
+    others = ", ".join(f"{counts[name]:,} {name}" for name in (RecordStatus.PENDING, RecordStatus.FAILED) if name in counts)
+    url = build_changelist_url("leases_atprotorecord", slice="all", environment=row.pk)
+    return [SummaryField("Records created", f"{counts.get(RecordStatus.CREATED, 0):,}", note=others, href=url)]
 
 
 def _format_outcome(row: Environment) -> str:

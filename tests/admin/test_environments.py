@@ -9,6 +9,8 @@ from django.test import Client
 
 import leases.packs
 from leases import turns
+from leases.atproto.models import AtprotoRecord
+from leases.coding.models import CodingTask, Repository
 from leases.environments import lifecycle
 from leases.environments.models import Environment
 from leases.models import EnvironmentType, Lease, Turn
@@ -107,3 +109,44 @@ def test_long_play_is_paged(viewer: Client, lease: Lease) -> None:
     context = viewer.get(url).context
     assert [move.number for move in context["moves"]] == [*range(69, 9, -1)]
     assert [move.number for move in viewer.get(context["older"]).context["moves"]] == [*range(9, -1, -1)]
+
+
+def create_coding_task(lease: Lease, **fields: object) -> CodingTask:
+    repository = Repository.objects.create(name="calc", clone_url="/srv/git/calc.git")
+    return CodingTask.objects.create(
+        environment_id=lease.environment_id, repository=repository, title="Fix add", base_branch="main",
+        branch="leasehold/task-1-ab12", **fields,
+    )  # fmt: skip
+
+
+def test_page_shows_the_coding_task_and_links_its_pull_request(viewer: Client, grant: Callable[..., Lease]) -> None:
+    lease = grant(environment="task-1", environment_type="coding")
+    create_coding_task(
+        lease, status="proposed", head_commit="c0ffee" * 6, submissions=2, submitted_at=NOW, description=MARKUP,
+        pull_request_number=7, pull_request_url="https://forge.example/owner/calc/pull/7",
+    )  # fmt: skip
+    page = fetch(viewer, row_url(Environment.objects.get(pk="task-1")))
+    assert '<a class="lh-link" href="https://forge.example/owner/calc/pull/7" rel="noreferrer">#7</a>' in page
+    assert "Fix add" in page and "leasehold/task-1-ab12" in page and "proposed" in page and MARKUP not in page
+
+
+def test_page_lists_the_refusals_and_links_no_other_scheme(viewer: Client, grant: Callable[..., Lease]) -> None:
+    lease = grant(environment="task-1", environment_type="coding")
+    create_coding_task(
+        lease, status="pushed", head_commit="c0ffee" * 6, refusals=[MARKUP, "a.py: too large"], next_poll_at=NOW,
+        pull_request_url="javascript:alert(1)",
+    )  # fmt: skip
+    page = fetch(viewer, row_url(Environment.objects.get(pk="task-1")))
+    assert "a.py: too large" in page and MARKUP not in page
+    assert "javascript:alert(1)" in page and 'href="javascript' not in page
+
+
+def test_page_counts_the_records_of_the_turns(viewer: Client, lease: Lease) -> None:
+    EnvironmentType.objects.update(turn_collection="org.example.action")
+    play(lease, 1, {"type": "END_TURN", "value": None})
+    page = fetch(viewer, row_url(Environment.objects.get()))
+    assert "Records created" in page and "1 pending" in page
+    listing = fetch(viewer, f"/admin/leases/atprotorecord/?slice=all&environment={lease.environment_id}")
+    assert "org.example.action" in listing
+    record = fetch(viewer, row_url(AtprotoRecord.objects.get()))
+    assert "END_TURN" in record and "org.example.action" in record

@@ -76,6 +76,7 @@ class MemberRow:
     """Line of the members."""
 
     agent: str
+    did: str
     player: Player | None
     lease: SafeString
     turns: play.TurnTotals
@@ -265,7 +266,9 @@ def _build_facts(
         SummaryField(
             "Turns", f"{turns:,}", note=format_html('<span class="lh-alarm">{} skipped</span>', skipped) if skipped else ""
         ),
-        SummaryField("Playing time", format_duration(play.measure_playing_time(members)), note="first to last turn"),
+        SummaryField(
+            "Playing time", format_duration(play.measure_playing_time(members)) if turns else "–", note="first to last turn"
+        ),
         SummaryField("Model calls", f"{format_money(total.model_calls)} USD", note="up to now"),
         SummaryField("Total cost", f"{format_money(total.total)} USD", note="cost records, derived hourly"),
         *_build_record_fact(row),
@@ -354,7 +357,8 @@ def _build_member_row(
     leasing.apply_elapsed_clock(lease, now)
     spent = costs[lease.pk]
     return MemberRow(
-        agent=lease.agent_did,
+        agent=format_agent(lease.agent_did),
+        did=lease.agent_did,
         player=players.get(lease.pk),
         lease=render_two_lines(
             render_admin_link("leases_lease", lease.pk, render_badge(lease.status)),

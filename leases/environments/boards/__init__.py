@@ -24,7 +24,7 @@ def describe_action(environment_type: str, action: Mapping[str, Any]) -> str:
 def _list_fields(action: Mapping[str, Any]) -> str:
     name = next((str(action[key]) for key in ("action", "type", "name") if isinstance(action.get(key), str)), "")
     fields = [f"{key}: {_format_value(value)}" for key, value in action.items() if value != name and value is not None]
-    return " · ".join(filter(None, [name.replace("_", " ").lower(), *fields]))
+    return " · ".join(filter(None, [(name.replace("_", " ").lower() if name.isupper() else name.replace("_", " ")), *fields]))
 
 
 def _format_value(value: Any) -> str:
@@ -44,7 +44,7 @@ def outline(value: Any, depth: int = 0) -> str:
         return "\n".join(_outline_entry(f"{indent}{key}:", each, depth) for key, each in value.items())
     if isinstance(value, list):
         return "\n".join(_outline_entry(f"{indent}-", each, depth) for each in value)
-    return f"{indent}{value}"
+    return f"{indent}{_format_scalar(value)}"
 
 
 def _is_nested(values: Iterable[Any]) -> bool:
@@ -53,9 +53,13 @@ def _is_nested(values: Iterable[Any]) -> bool:
 
 def _outline_entry(label: str, value: Any, depth: int) -> str:
     if isinstance(value, list) and not _is_nested(value):
-        return f"{label} {', '.join(map(str, value))}".rstrip()
+        return f"{label} {', '.join(map(_format_scalar, value))}".rstrip()
     if isinstance(value, dict) and label.endswith("-") and not _is_nested(value.values()):
-        return f"{label} {', '.join(f'{key}: {each}' for key, each in value.items())}".rstrip()
+        return f"{label} {', '.join(f'{key}: {_format_scalar(each)}' for key, each in value.items())}".rstrip()
     if isinstance(value, (dict, list)):
         return f"{label}\n{outline(value, depth + 1)}" if value else f"{label} –"
-    return f"{label} {value}"
+    return f"{label} {_format_scalar(value)}"
+
+
+def _format_scalar(value: Any) -> str:
+    return "–" if value is None else ("no", "yes")[value] if isinstance(value, bool) else str(value)

@@ -69,6 +69,16 @@ print(taken >> 20, files)
 
 # Bash scripts that exercise a tool. Each succeeds and prints "fine" at the end.
 TOOLS = {
+    "analysis": """cat >plot.py <<'END'
+import matplotlib, numpy, pandas
+matplotlib.use("Agg")
+from matplotlib import pyplot
+frame = pandas.DataFrame({"turn": numpy.arange(100), "points": numpy.arange(100) % 7})
+frame.groupby("points").sum().plot(y="turn")
+pyplot.savefig("plot.png")
+END
+python3 -W error::UserWarning plot.py 2>errors; cat errors; test ! -s errors
+test "$(head -c 4 plot.png | tail -c 3)" = PNG; echo fine""",
     "bash": """
 sleep 30 & kill $! ; wait $! || true
 diff <(printf '%s\\n' a b | sort -r | cat) <(printf 'b\\na\\n')

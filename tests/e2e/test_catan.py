@@ -1,13 +1,11 @@
 """A game of Catan between agents in Docker sandboxes, through sleeps and kills to its end."""
 
-from decimal import Decimal
-
 import pytest
 
 from controlplane.games import catan
 from controlplane.games.catan import COLORS, Seat
 from controlplane.games.client import Client, post_condition
-from tests.commands.manage import run_manage
+from tests.e2e.bill import check_bill
 from tests.e2e.disturbances import PATIENCE_SECONDS, Disturbances
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 from tests.support.waiting import wait_until
@@ -15,11 +13,6 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 ENVIRONMENT = "catan-kills"
 PLAN = {4: "put_to_sleep", 7: "kill_container", 11: "kill_control_plane", 14: "put_to_sleep"}
-
-
-def read_costs(host: Client, by: str) -> dict[str, dict[str, str]]:
-    """Return the billed quantities of each lease or environment."""
-    return {total["key"]: total["quantities"] for total in host.call("GET", f"/costs?by={by}")["results"]}
 
 
 def test_game_is_played_to_its_end_through_sleeps_and_kills(fleet: Fleet) -> None:  # noqa: F811
@@ -42,21 +35,4 @@ def test_game_is_played_to_its_end_through_sleeps_and_kills(fleet: Fleet) -> Non
     gone = "SELECT count(*) FROM leases_lease WHERE status <> 'destroyed'"
     wait_until(lambda: fleet.select(gone) == [(0,)], "every lease is destroyed", within=90.0, every=0.5)
     assert fleet.list_containers() == {}
-
-    def count_billed_calls() -> int:
-        return sum(int(quantities.get("llm", 0)) for quantities in read_costs(host, "lease").values())
-
-    assert run_manage(fleet.path, "meter", **fleet.env).returncode == 0
-    wait_until(lambda: count_billed_calls() == disturbances.moves, "each turn is billed once", within=90.0, every=2.0)
-    check_bill(host)
-
-
-def check_bill(host: Client) -> None:
-    """Check that the leases add up to the environment, and that none is billed for longer than its sandboxes were alive."""
-    by_lease = read_costs(host, "lease")
-    [(environment, total)] = read_costs(host, "environment").items()
-    assert environment == ENVIRONMENT
-    for item in ("time", "llm"):
-        assert sum(Decimal(quantities[item]) for quantities in by_lease.values()) == Decimal(total[item])
-    for lease, quantities in by_lease.items():
-        assert 0 < float(quantities["time"]) * 3600 <= host.call("GET", f"/leases/{lease}")["seconds_alive"]
+    check_bill(fleet, host, ENVIRONMENT, calls=disturbances.moves)

@@ -8,6 +8,7 @@ import pytest
 from controlplane.games.client import Client, post_condition
 from controlplane.games.rpg.campaign import CONDITION, DEATH_CONDITION, Hero, Move, create_campaign, create_player
 from tests.commands.manage import run_manage
+from tests.e2e.bill import check_bill
 from tests.e2e.disturbances import PATIENCE_SECONDS, Disturbances
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 from tests.support.waiting import wait_until
@@ -83,6 +84,7 @@ def test_campaigns_survive_a_sleep_a_death_and_kills_and_keep_their_sheets(fleet
     assert sorted(post_condition(host, "campaign-1", CONDITION)) == sorted(hero.lease["id"] for hero in heroes[1:])
     wait_until(lambda: {read_lease(hero)["status"] for hero in heroes} == {"destroyed"}, "leases are destroyed", within=120.0)
     wait_until(lambda: not fleet.list_containers(), "no container is left", within=120.0)
+    check_bill(fleet, host, "campaign-1", calls=sum(hero.turns for hero in heroes))
 
     again = create_heroes(fleet, "campaign-2")
     disturbances = Disturbances(fleet, again, host, plan={5: "kill_container", 9: "kill_control_plane"})

@@ -368,6 +368,10 @@ class Provider(ABC):
         """Prepare resources that make the next starts faster, and remove outdated ones. Idempotent. Return counts by result."""
         return {}
 
+    def discard_prepared(self) -> None:
+        """Remove the resources of `prepare_starts`. Idempotent."""
+        return
+
     @abstractmethod
     def suspend(self, ref: str) -> None:
         """Freeze all processes of the sandbox: they use no CPU time, and keep their memory. Idempotent.

@@ -181,7 +181,7 @@ class Command(BaseCommand):
         capacity.update_automatic_capacities(now=database_time.now())
 
     def _destroy_all_sandboxes(self, processes: Supervisor) -> None:
-        """End every lease and destroy every sandbox, except those of other hosts.
+        """End every lease, and destroy every sandbox and all resources for starts, except those of other hosts.
 
         Stops when CLEANUP_TIMEOUT_SECONDS pass or a signal arrives."""
         ended = lease_sweeps.end_all_leases(now=database_time.now(), detail="the control plane was shut down", actor="up")
@@ -193,10 +193,17 @@ class Command(BaseCommand):
             if not retryable or processes.stop_at_once or time.monotonic() > deadline:
                 break
             time.sleep(CLEANUP_RETRY_SECONDS)
+        self._discard_prepared()
         remaining = sandboxes_left.count()
         self.print_line(f"{ended} leases ended, {count - remaining} sandboxes destroyed, {remaining} left")
         if remaining:
             raise CommandError("Sandboxes remain. manage.py sweep --loop destroys them once the provider responds.")
+
+    def _discard_prepared(self) -> None:
+        try:
+            providers.get_provider(providers.get_default_provider_name()).discard_prepared()
+        except ProviderError as error:
+            self.print_line(f"resources for starts not removed: {error}")
 
 
 def initialize_installation() -> None:

@@ -87,14 +87,14 @@ def remove(engine: Engine, container: str) -> None:
         return
 
 
-def sweep(engine: Engine) -> int:
-    """Remove containers that are used no longer, and those beyond the setting. Return the number removed. Raise ProviderError.
+def sweep(engine: Engine, *, keep: int) -> int:
+    """Remove containers that are used no longer, and all unused ones but `keep`. Return their number. Raise ProviderError.
 
     A claimed container is kept while a sandbox waits to be started in its namespace. A sandbox that is created just now may
     lose its parked container in this way, and then starts in a namespace of its own."""
     listed = engine.call("GET", f"/containers/json?all=true&filters={_quote_label(LABEL)}")
     own = _get_directory()
-    kept = {f"/{_get_name(number)}" for number in range(settings.PARKED_NETWORKS)}
+    kept = {f"/{_get_name(number)}" for number in range(keep)}
     waited_for = _find_waited_for(engine) if listed else set()
     removed = 0
     for container in listed:

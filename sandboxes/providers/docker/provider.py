@@ -103,8 +103,11 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
                 parked_networks.replace_later(self._engine, parked)
 
     def prepare_starts(self) -> Mapping[str, int]:
-        removed = parked_networks.sweep(self._engine)
+        removed = parked_networks.sweep(self._engine, keep=settings.PARKED_NETWORKS)
         return {"parked networks removed": removed, "networks parked": parked_networks.park(self._engine)}
+
+    def discard_prepared(self) -> None:
+        parked_networks.sweep(self._engine, keep=0)
 
     def _create_and_start(self, spec: SandboxSpec, parked: str | None) -> str:
         client, deadline = self._engine.client, time.monotonic() + CALL_TIMEOUT_SECONDS

@@ -22,6 +22,7 @@ from leases.service_urls import LOOPBACK_HOSTS
 GIT_TIMEOUT = timedelta(seconds=120)  # of one process
 MAX_MEMORY_BYTES = 4 << 30  # address space of one process; git maps packs
 MAX_OUTPUT_BYTES = 64 << 20
+NO_REASON = "Could not read from remote repository"
 PASSED_VARIABLES = (
     "PATH", "HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy", "GIT_SSL_CAINFO", "SSL_CERT_FILE", "SSL_CERT_DIR",
 )  # fmt: skip
@@ -148,7 +149,10 @@ class Git:
         if "out of memory" in text.lower() or "mmap failed" in text:
             return GitTooLarge(f"git {command} needs more than {MAX_MEMORY_BYTES >> 30} GiB of memory.")
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith("hint:")]
-        chosen = next((line for line in lines if line.startswith(("fatal:", "error:", "remote:"))), lines[-1] if lines else "")
+        at = next((i for i, line in enumerate(lines) if line.startswith(("fatal:", "error:", "remote:"))), len(lines) - 1)
+        if at > 0 and NO_REASON in lines[at]:
+            at -= 1  # the line of ssh
+        chosen = lines[at] if lines else ""
         return GitError(f"git {command}: {chosen[:300] or f'exit {status}'}")
 
 

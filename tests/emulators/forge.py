@@ -138,7 +138,7 @@ def _encode_basic() -> str:
 @contextmanager
 def serve_forge(bare: Path, *, is_gitea: bool = False) -> Iterator[Forge]:
     server = Forge(bare, is_gitea=is_gitea)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
         yield server

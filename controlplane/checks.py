@@ -8,9 +8,12 @@ from django.apps import AppConfig
 from django.conf import settings
 from django.contrib.admin.checks import check_admin_app
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.core.exceptions import ImproperlyConfigured
 from django.urls import get_resolver
 
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
+from sandboxes.providers import load_class
+from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 from sandboxes.state import mounts
 
 CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
@@ -37,7 +40,7 @@ def check_queue_retry(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
 
 @register(CONFIGURATION)
 def check_isolation(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    if settings.SANDBOX_PROVIDER not in ("process", "memory") or settings.DEBUG or settings.ALLOW_UNISOLATED:
+    if settings.SANDBOX_PROVIDER not in DEVELOPMENT_PROVIDERS or settings.DEBUG or settings.ALLOW_UNISOLATED:
         return []
     return [
         Error(
@@ -46,6 +49,18 @@ def check_isolation(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> l
             id="leasehold.E002",
         )
     ]
+
+
+@register(CONFIGURATION)
+def check_provider_packages(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Check SANDBOX_PROVIDER. The provider of a pool is checked when the pool first needs a sandbox."""
+    if settings.SANDBOX_PROVIDER == "auto":
+        return []
+    try:
+        load_class(settings.SANDBOX_PROVIDER)
+    except ImproperlyConfigured as error:
+        return [Error(str(error), hint=PROVIDERS[settings.SANDBOX_PROVIDER].install_command, id="leasehold.E007")]
+    return []
 
 
 @register(CONFIGURATION)

@@ -9,6 +9,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from controlplane import env, logs
 from controlplane.framework import *  # noqa: F403 - settings that do not depend on the environment
+from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 
 BASE_DIR = env.BASE_DIR
 
@@ -86,7 +87,7 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 # --- sandboxes ----------------------------------------------------------------------------------------------------
 SANDBOX_PROVIDER = env.choice(
-    "SANDBOX_PROVIDER", "auto", ["auto", "docker", "process", "memory"],
+    "SANDBOX_PROVIDER", "auto", ["auto", *PROVIDERS],
     help="provider of new sandboxes; auto: docker if a daemon responds, else process, which does not isolate",
 )  # fmt: skip
 ALLOW_UNISOLATED = env.boolean(
@@ -94,7 +95,7 @@ ALLOW_UNISOLATED = env.boolean(
     False,
     help="allow the process provider with DEBUG off; agents then run with the rights of this user",
 )
-if SANDBOX_PROVIDER in ("process", "memory") and not (DEBUG or ALLOW_UNISOLATED):
+if SANDBOX_PROVIDER in DEVELOPMENT_PROVIDERS and not (DEBUG or ALLOW_UNISOLATED):
     raise ImproperlyConfigured(
         f"SANDBOX_PROVIDER={SANDBOX_PROVIDER} does not isolate and DEBUG is off. It takes docker or auto here; "
         "LEASEHOLD_ALLOW_UNISOLATED=1 overrides this."

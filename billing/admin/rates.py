@@ -34,10 +34,10 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.formatting import suggest_match
-from sandboxes.providers import PROVIDER_CLASSES
+from sandboxes.providers.registry import PROVIDERS
 
 # Rates of other providers are shipped for estimates only.
-AVAILABLE_PROVIDERS_FILTER = Q(provider__in=[*PROVIDER_CLASSES, STORE_PROVIDER])
+AVAILABLE_PROVIDERS_FILTER = Q(provider__in=[*PROVIDERS, STORE_PROVIDER])
 ITEM_LABELS = {
     BillableItem.TIME: "sandbox time", BillableItem.MEMORY: "memory", BillableItem.CPU: "CPU", BillableItem.DISK: "disk",
     BillableItem.SUSPENSION: "suspended memory", BillableItem.STORAGE: "storage", BillableItem.REQUEST: "requests (runs)",
@@ -58,7 +58,7 @@ class RateForm(forms.ModelForm):
         super().__init__(*args, **kwargs)
         if "provider" in self.fields:  # absent on read-only pages
             self.fields["provider"].help_text = (
-                f"One of {', '.join([*PROVIDER_CLASSES, STORE_PROVIDER])} ({STORE_PROVIDER}: agents' stored data), "
+                f"One of {', '.join([*PROVIDERS, STORE_PROVIDER])} ({STORE_PROVIDER}: agents' stored data), "
                 f"or for estimates {', '.join(ESTIMATE_PROVIDERS)}."
             )
             self.fields[
@@ -67,7 +67,7 @@ class RateForm(forms.ModelForm):
 
     def clean_provider(self) -> str:
         provider: str = self.cleaned_data["provider"]
-        known = [*PROVIDER_CLASSES, STORE_PROVIDER, *ESTIMATE_PROVIDERS]
+        known = [*PROVIDERS, STORE_PROVIDER, *ESTIMATE_PROVIDERS]
         if provider not in known:
             raise ValidationError(f"There is no such provider.{suggest_match(provider, known)}")
         return provider

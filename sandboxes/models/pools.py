@@ -8,6 +8,8 @@ from django.db import models
 from django.db.models import F, Q
 from django.utils import timezone
 
+from sandboxes.providers.registry import PROVIDERS
+
 UNMEASURED_CAPACITY = 1000  # places, where the engine's memory is not known
 
 
@@ -27,6 +29,10 @@ def default_pids() -> int:
     return int(settings.SANDBOX_PIDS)
 
 
+def list_provider_choices() -> list[tuple[str, str]]:
+    return [(name, name) for name in PROVIDERS]
+
+
 class Pool(models.Model):
     """Capacity and defaults of one kind of sandbox, with its counters."""
 
@@ -37,7 +43,7 @@ class Pool(models.Model):
     provider = models.CharField(
         max_length=32,
         blank=True,
-        choices=[("docker", "docker"), ("process", "process"), ("memory", "memory")],
+        choices=list_provider_choices,
         help_text="Empty: SANDBOX_PROVIDER.",
     )
     image = models.CharField(max_length=255, blank=True, help_text="Empty: LEASEHOLD_SANDBOX_IMAGE.")

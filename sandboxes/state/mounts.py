@@ -37,7 +37,7 @@ def find_missing_requirement() -> str:
     """Return the reason why this installation cannot mount data; "" if it can."""
     if settings.STORAGE_BACKEND != "s3":
         return "mounted data requires STORAGE_BACKEND=s3"
-    if settings.SANDBOX_PROVIDER in ("process", "memory"):
+    if settings.SANDBOX_PROVIDER not in ("auto", SUPPORTED_PROVIDER):
         return "mounted data requires SANDBOX_PROVIDER=docker"
     if os.geteuid() != 0:
         return "mounting requires root"

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes.providers import PROVIDER_CLASSES
+from sandboxes.providers import load_class
 from sandboxes.providers.base import DATA, WORKSPACE, ExecResult, FileStat, Provider, SandboxSpec
 from sandboxes.providers.docker import agent_exec
 from sandboxes.providers.docker.provider import DockerProvider
@@ -157,7 +157,7 @@ def make_bench(request, tmp_path):
         gateway, settings = request.getfixturevalue("gateway"), request.getfixturevalue("settings")
         settings.AGENT_GATEWAY = tmp_path / "none" if request.param == BY_ENGINE else gateway.client_path
         return ProviderBench(DockerProvider(), agent=gateway.mount)
-    return ProviderBench(ProcessProvider(tmp_path) if kind == "process" else PROVIDER_CLASSES[kind]())
+    return ProviderBench(ProcessProvider(tmp_path) if kind == "process" else load_class(kind)())
 
 
 def make_bench_fixture(*kinds):

@@ -1,0 +1,29 @@
+"""Table of the sandbox providers. Reading it imports no provider: settings, models and billing take the names from here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ProviderEntry:
+    """Class of a provider, imported when the provider is first used.
+
+    `extra` names the optional dependency of this package that the class needs; empty: none. A provider that is not for
+    production is refused as SANDBOX_PROVIDER with DEBUG off, unless LEASEHOLD_ALLOW_UNISOLATED is set."""
+
+    module: str
+    class_name: str
+    for_production: bool = True
+    extra: str = ""
+
+    @property
+    def install_command(self) -> str:
+        return f"pip install 'leasehold[{self.extra}]'"
+
+
+PROVIDERS: Mapping[str, ProviderEntry] = {
+    "docker": ProviderEntry("sandboxes.providers.docker.provider", "DockerProvider"),
+    "process": ProviderEntry("sandboxes.providers.process.provider", "ProcessProvider", for_production=False),
+    "memory": ProviderEntry("sandboxes.providers.memory.provider", "MemoryProvider", for_production=False),
+}
+DEVELOPMENT_PROVIDERS = tuple(name for name, entry in PROVIDERS.items() if not entry.for_production)

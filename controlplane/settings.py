@@ -322,6 +322,16 @@ MAX_STREAMS_PER_LEASE = env.integer(
 )
 TURN_TIMEOUT = env.duration("LEASEHOLD_TURN_TIMEOUT", "60s", help="time limit of a turn; a turn that exceeds it is skipped")
 
+FALLBACK_TRIGGER_TOKENS = env.integer(
+    "LEASEHOLD_FALLBACK_TRIGGER_TOKENS",
+    100_000,
+    minimum=1,
+    help="length of a conversation at which an agent summarizes it, if its model has no profile; in /workspace/config.json",
+)
+FALLBACK_KEEP_MESSAGES = env.integer(
+    "LEASEHOLD_FALLBACK_KEEP_MESSAGES", 6, minimum=0, help="latest messages that an agent keeps when it summarizes the others"
+)
+
 # --- model calls --------------------------------------------------------------------------------------------------
 LLM_URL = env.text(
     "LEASEHOLD_LLM_URL",

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 from uuid import UUID
 
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Model
@@ -55,6 +56,10 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         "agentDid": lease.agent_did,
         "environmentId": lease.environment_id,
         "environmentType": lease.environment_type_id,
+        "summarization": {
+            "fallbackTriggerTokens": settings.FALLBACK_TRIGGER_TOKENS,
+            "fallbackKeepMessages": settings.FALLBACK_KEEP_MESSAGES,
+        },
     }
     return SandboxRequest(
         holder=lease.pk,

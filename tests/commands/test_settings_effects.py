@@ -3,6 +3,7 @@
 EFFECTS has an entry for each variable: a function that observes the behaviour, or the test that changes the variable, where the
 effect needs a service or has a test of its own."""
 
+import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +22,7 @@ from rest_framework.exceptions import ValidationError
 
 from controlplane import env, schedules, webserver
 from controlplane.management.commands.up import build_children
-from leases import leasing, sweeps, turns
+from leases import execution, leasing, sweeps, turns
 from leases.api.agent_runs import NEW_AGENT_RUN_SERIALIZER
 from leases.models import Lease
 from sandboxes import storage
@@ -173,6 +174,13 @@ def turn_timeout(world: World) -> set[timedelta]:
     return set(timeouts)
 
 
+def summarization(world: World) -> dict[str, int]:
+    """Read the part of config.json that tells an agent when to summarize."""
+    [content] = execution.build_sandbox_request(world.lease(), now=NOW).files.values()
+    found: dict[str, int] = json.loads(content)["summarization"]
+    return found
+
+
 def claimed_by(world: World) -> str:
     lease = world.lease()
     run(lease)
@@ -306,6 +314,8 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_MAX_STREAMS": ("2", "streams::test_stream_above_a_limit_is_refused_until_one_is_closed"),
     "LEASEHOLD_MAX_STREAMS_PER_LEASE": ("2", "streams::test_stream_above_a_limit_is_refused_until_one_is_closed"),
     "LEASEHOLD_TURN_TIMEOUT": ("7s", turn_timeout),
+    "LEASEHOLD_FALLBACK_TRIGGER_TOKENS": ("5000", summarization),
+    "LEASEHOLD_FALLBACK_KEEP_MESSAGES": ("2", summarization),
     "LEASEHOLD_LLM_URL": ("http://127.0.0.1:2/v1", "egress::test_unreachable_upstream_is_a_failed_call"),
     "LEASEHOLD_LLM_API_KEY": ("sk-x", "calls::test_calls_with_curl_match_rows_and_log"),
     "LEASEHOLD_LLM_MODEL": ("m", "litellm::test_egress_server_killed_during_a_call"),

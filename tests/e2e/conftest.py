@@ -8,12 +8,15 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import uuid
 from collections.abc import Collection, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psycopg
 import pytest
+from django.conf import settings
 
 from tests.commands.manage import MANAGE, build_environment, get_runtime_dir, run_manage
 from tests.support.servers import ports
@@ -111,3 +114,39 @@ def home(tmp_path: Path, migrated_database: Path) -> Iterator[Home]:
     if home.process:
         home.process.wait(timeout=HEALTHY)
     shutil.rmtree(get_runtime_dir(tmp_path), ignore_errors=True)
+
+
+class FleetTemplate(NamedTuple):
+    """A migrated database with an operator's key, copied for each fleet."""
+
+    database: str  # name on the PostgreSQL server, or path of a SQLite file
+    key: str
+
+
+@contextmanager
+def drop_at_exit(name: str) -> Iterator[str]:
+    """Yield the URL of the PostgreSQL database `name`, which the caller creates, and drop the database."""
+    try:
+        yield f"{os.environ['DATABASE_URL'].rpartition('/')[0]}/{name}"
+    finally:
+        execute_on_server(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def execute_on_server(statement: str) -> None:
+    with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as server:
+        server.execute(statement)
+
+
+@pytest.fixture(scope="session")
+def fleet_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetTemplate]:
+    path = tmp_path_factory.mktemp("fleet-template")
+    with ExitStack() as stack:
+        database = str(path / "leasehold.sqlite3")
+        url = f"sqlite:///{database}"
+        if settings.ON_POSTGRES:
+            database = f"kill_{uuid.uuid4().hex[:12]}"
+            execute_on_server(f"CREATE DATABASE {database}")
+            url = stack.enter_context(drop_at_exit(database))
+        assert run_manage(path, "migrate", DATABASE_URL=url).returncode == 0
+        process = run_manage(path, "create_key", "--operator", "--json", DATABASE_URL=url)
+        yield FleetTemplate(database, json.loads(process.stdout)["key"])

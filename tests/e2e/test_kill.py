@@ -9,7 +9,7 @@ import sqlite3
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from sandboxes.egress.nginx import DIRECTORY_LABEL, NginxProxy
 from sandboxes.providers.docker.engine import Engine
 from tests.commands.manage import get_runtime_dir, run_manage
 from tests.conftest import DOCKER_IMAGE
-from tests.e2e.conftest import HEALTHY, Home
+from tests.e2e.conftest import HEALTHY, FleetTemplate, Home, drop_at_exit, execute_on_server
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
@@ -122,27 +122,27 @@ class Fleet(Home):
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, docker_ready: None) -> Iterator[Fleet]:
-    url, database_name = f"sqlite:///{tmp_path / 'leasehold.sqlite3'}", f"kill_{uuid.uuid4().hex[:12]}"
-    if settings.ON_POSTGRES:
-        url = f"{os.environ['DATABASE_URL'].rpartition('/')[0]}/{database_name}"
-        with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as database:
-            database.execute(f"CREATE DATABASE {database_name}")
-    fleet = Fleet(
-        tmp_path,
-        DATABASE_URL=url,
-        SANDBOX_PROVIDER="docker",
-        LEASEHOLD_SANDBOX_MEMORY_MIB="128",
-        LEASEHOLD_WEB_THREADS="4",
-        LEASEHOLD_SANDBOX_IMAGE=DOCKER_IMAGE,
-    )
-    assert run_manage(tmp_path, "migrate", **fleet.env).returncode == 0
-    fleet.key = json.loads(run_manage(tmp_path, "create_key", "--operator", "--json", **fleet.env).stdout)["key"]
-    yield fleet
-    fleet.remove()
-    if settings.ON_POSTGRES:
-        with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as database:
-            database.execute(f"DROP DATABASE {database_name} WITH (FORCE)")
+def fleet(tmp_path: Path, docker_ready: None, fleet_template: FleetTemplate) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        url = f"sqlite:///{tmp_path / 'leasehold.sqlite3'}"
+        if settings.ON_POSTGRES:
+            name = f"kill_{uuid.uuid4().hex[:12]}"
+            execute_on_server(f"CREATE DATABASE {name} TEMPLATE {fleet_template.database}")
+            url = stack.enter_context(drop_at_exit(name))
+        else:
+            shutil.copy(fleet_template.database, tmp_path)
+        fleet = Fleet(
+            tmp_path,
+            DATABASE_URL=url,
+            SANDBOX_PROVIDER="docker",
+            LEASEHOLD_SANDBOX_MEMORY_MIB="128",
+            LEASEHOLD_WEB_THREADS="4",
+            LEASEHOLD_SANDBOX_IMAGE=DOCKER_IMAGE,
+        )
+        fleet.key = fleet_template.key
+        fleet.update(f"UPDATE sandboxes_pool SET owner = '{uuid.uuid4().hex}'")  # each installation lists its own containers
+        yield fleet
+        fleet.remove()
 
 
 def test_a_kill_during_concurrent_joins_leaks_no_container_and_loses_no_lease(fleet: Fleet) -> None:

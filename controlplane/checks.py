@@ -14,6 +14,7 @@ from django.urls import get_resolver
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.providers import load_class
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
+from sandboxes.providers.remote.configuration import KEY_VARIABLES, get_configuration
 from sandboxes.state import mounts
 
 CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
@@ -61,6 +62,30 @@ def check_provider_packages(app_configs: Sequence[AppConfig] | None, **kwargs: A
     except ImproperlyConfigured as error:
         return [Error(str(error), hint=PROVIDERS[settings.SANDBOX_PROVIDER].install_command, id="leasehold.E007")]
     return []
+
+
+@register(CONFIGURATION)
+def check_provider_key(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Check that the API key of the vendor behind SANDBOX_PROVIDER is set."""
+    if settings.SANDBOX_PROVIDER not in settings.REMOTE_PROVIDERS:
+        return []
+    try:
+        get_configuration(settings.SANDBOX_PROVIDER)
+    except ImproperlyConfigured as error:
+        return [Error(str(error), hint=f"Set {KEY_VARIABLES[settings.SANDBOX_PROVIDER]}.", id="leasehold.E008")]
+    return []
+
+
+@register(CONFIGURATION)
+def check_gateway(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Warn if agents in remote sandboxes would have no models."""
+    if settings.SANDBOX_PROVIDER not in settings.REMOTE_PROVIDERS or settings.GATEWAY_URL:
+        return []
+    message = (
+        f"LEASEHOLD_GATEWAY_URL is unset: sandboxes of {settings.SANDBOX_PROVIDER} have no models. Commands and files work."
+    )
+    hint = "Commands and files work. Serve the gateway and set its public address: docs/providers.md, Models."
+    return [Warning(message, hint=hint, id="leasehold.W002")]
 
 
 @register(CONFIGURATION)

@@ -86,6 +86,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.WorkspaceFull: 409,
     sandboxes.DataFull: 409,
     sandboxes.TooManyProcesses: 409,
+    sandboxes.NoGateway: 409,
     sandboxes.ProcessOutputGone: 404,
     sandboxes.ProcessEnded: 409,
     sandboxes.StoreUnavailable: 503,

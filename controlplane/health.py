@@ -31,6 +31,7 @@ from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.hosts import registry
 from sandboxes.models import Sweep
 from sandboxes.pool_stats import PoolStats, Stats
+from sandboxes.providers.base import FailureCause, Unavailable
 from sandboxes.state import disk_space
 from sandboxes.sweeps import installation
 from sandboxes.sweeps.passes import COUNTERS_CORRECTED
@@ -230,10 +231,17 @@ def query_provider() -> dict[str, Any]:
     try:
         provider = providers.get_provider(name)
         provider.list("health")
+    except Unavailable as error:
+        if error.cause != FailureCause.NOT_SUPPORTED:  # which means that the engine responds, and cannot list
+            return _report_unresponsive(name, error)
     except Exception as error:  # any failure means that the provider does not respond
-        log.warning("provider does not respond", provider=name, error=f"{type(error).__name__}: {error}")
-        return {"name": name, "isolated": None, "answers": False}
+        return _report_unresponsive(name, error)
     return {"name": name, "isolated": provider.isolated, "answers": True}
+
+
+def _report_unresponsive(name: str, error: Exception) -> dict[str, Any]:
+    log.warning("provider does not respond", provider=name, error=f"{type(error).__name__}: {error}")
+    return {"name": name, "isolated": None, "answers": False}
 
 
 provider_probe = ProviderProbe()

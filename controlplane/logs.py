@@ -45,7 +45,7 @@ def build_logging(format: str, level: str) -> dict[str, Any]:
         "root": {"handlers": ["stderr"], "level": level},
         "loggers": {
             "django-q": {"level": "WARNING"},  # at INFO it logs three lines per task
-            "mcp": {"level": "WARNING"},  # at INFO it logs each request
+            **{name: {"level": "WARNING"} for name in ("mcp", "httpx", "httpx2")},  # at INFO they log each request
             "django.request": {"level": "ERROR"},
             "django.db.backends": {"level": "INFO"},
         },

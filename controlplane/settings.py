@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
-from controlplane import env, logs
+from controlplane import env, logs, remote_settings
 from controlplane.framework import *  # noqa: F403 - settings that do not depend on the environment
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 
@@ -97,7 +97,7 @@ ALLOW_UNISOLATED = env.boolean(
 )
 if SANDBOX_PROVIDER in DEVELOPMENT_PROVIDERS and not (DEBUG or ALLOW_UNISOLATED):
     raise ImproperlyConfigured(
-        f"SANDBOX_PROVIDER={SANDBOX_PROVIDER} does not isolate and DEBUG is off. It takes docker or auto here; "
+        f"SANDBOX_PROVIDER={SANDBOX_PROVIDER} does not isolate and DEBUG is off. It takes docker, a remote provider or auto; "
         "LEASEHOLD_ALLOW_UNISOLATED=1 overrides this."
     )
 SANDBOX_IMAGE = env.text("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest", help="container image of new sandboxes")
@@ -105,6 +105,7 @@ DOCKER_RUNTIME = env.text(
     "LEASEHOLD_DOCKER_RUNTIME",
     help="OCI runtime of new Docker sandboxes, such as runsc or kata-runtime, known to the daemon; unset: the daemon's default",
 )
+REMOTE_PROVIDERS = remote_settings.read()
 PARKED_NETWORKS = env.integer(
     "LEASEHOLD_PARKED_NETWORKS", 1, minimum=0, maximum=16,
     help="empty network namespaces kept ready on each Docker host for the next starts, in containers of about 6 MiB; 0: none",
@@ -378,6 +379,24 @@ EGRESS_SLOTS = env.integer(
     "LEASEHOLD_EGRESS_SLOTS", 1024, minimum=1, maximum=16384,
     help="maximum number of sandboxes with a process, over all pools; beyond it a start or wake evicts another sandbox",
 )  # fmt: skip
+GATEWAY_LISTEN = env.text(
+    "LEASEHOLD_GATEWAY_LISTEN",
+    accepts="host:port",
+    pattern=r"(\[[0-9a-f:]+\]|[^:\s]+):[0-9]{1,5}",
+    help="address on which `manage.py egress` serves the gateway for remote sandboxes; unset: no gateway",
+)
+GATEWAY_URL = env.text(
+    "LEASEHOLD_GATEWAY_URL",
+    accepts="an https:// URL, or http:// on this machine",
+    pattern=r"https://[^\s/]+[^\s]*|http://(127\.0\.0\.1|localhost)(:[0-9]{1,5})?(/[^\s]*)?",
+    help="public address of the gateway, which remote sandboxes call; unset: they have no models",
+).rstrip("/")
+GATEWAY_CERTIFICATE = env.text(
+    "LEASEHOLD_GATEWAY_CERTIFICATE", help="PEM file with the gateway's certificate chain; unset: a proxy before it ends TLS"
+)
+GATEWAY_CERTIFICATE_KEY = env.text(
+    "LEASEHOLD_GATEWAY_CERTIFICATE_KEY", help="PEM file with the key of the certificate; unset: it is in the certificate's file"
+)
 
 EGRESS_ALLOWED_NETWORKS = env.networks(
     "LEASEHOLD_EGRESS_ALLOWED_NETWORKS",

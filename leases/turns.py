@@ -16,9 +16,10 @@ from leases import admission, execution, leasing
 from leases.admission import Admission
 from leases.atproto import records
 from leases.errors import TurnInProgress
-from leases.models import Lease, Turn
+from leases.models import Lease, Turn, default_turn_argv
 from sandboxes.claims import KILL_GRACE, Claim, hold
 from sandboxes.db.clock import clock_from
+from sandboxes.egress import gateway_tokens
 from sandboxes.errors import ProviderCallFailed, SandboxError
 from sandboxes.guard import Guard
 from sandboxes.lifecycle import checkpoint
@@ -77,14 +78,16 @@ def take_turn(
 
     A turn that fails, times out, runs out of memory or prints anything but one JSON object is stored as `skip_turn` with a
     reason. Raise TurnInProgress while another call plays the same number. An error that prevents the start, such as exhausted
-    capacity or an ended lease, is raised and leaves the number free. `run_id`, `attempt` and `wrap_guard` are those of a queued
-    turn."""
+    capacity, a missing gateway or an ended lease, is raised and leaves the number free. `run_id`, `attempt` and `wrap_guard`
+    are those of a queued turn."""
     clock = clock_from(now)
     played = Turn.objects.filter(lease=pk, number=number, ended_at__isnull=False).first()
     if played:  # returned even if the lease has ended since
         return played
     lease = leasing.require_active(pk, now=now)
     environment_type = lease.environment_type
+    if environment_type.turn_argv == default_turn_argv():  # it asks a model; other turn commands may do without
+        gateway_tokens.require_models(lease.pool)
     timeout = environment_type.turn_timeout or settings.TURN_TIMEOUT
     max_duration = settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE
     sent = json.dumps(state)

@@ -37,6 +37,12 @@ class SandboxNotHeld(SandboxError):
     code = "not_held"
 
 
+class NoGateway(SandboxError):
+    """Remote sandboxes have no models: LEASEHOLD_GATEWAY_URL is not set. Commands and files work."""
+
+    code = "no_gateway"
+
+
 class WrongHost(SandboxError):
     """The sandbox is on a host that this server does not reach. Send the request to a server of that host."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from django.conf import settings
 from django.db.models import Case, Count, F, Min, Q, QuerySet, Sum, Value, When
 
+from sandboxes import providers
 from sandboxes.db import sql
 from sandboxes.destruction import SANDBOX_COUNTER_FIELDS
 from sandboxes.models import GONE_STATES, IN_FLIGHT_STATES, Attachment, Pool, Quota, Sandbox, SandboxState
@@ -99,7 +100,8 @@ def collect_pool_stats(*, now: datetime) -> list[PoolStats]:
 
 def _build_count_filters(now: datetime) -> dict[str, Q]:
     """Return the filter of each gauge, by the gauge's name."""
-    image = Case(When(pool__image="", then=Value(settings.SANDBOX_IMAGE)), default=F("pool__image"))
+    defaults = [When(provider=name, then=Value(providers.get_default_image(name))) for name in settings.REMOTE_PROVIDERS]
+    image = Case(When(pool__image__gt="", then=F("pool__image")), *defaults, default=Value(settings.SANDBOX_IMAGE))
     return {
         **{state.value: Q(state=state) for state in LIVE_STATES},
         "quarantined": Q(state=SandboxState.DESTROYING, quarantined_at__isnull=False),

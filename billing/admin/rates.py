@@ -35,9 +35,11 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.formatting import suggest_match
 from sandboxes.providers.registry import PROVIDERS
+from sandboxes.providers.remote.configuration import is_configured
 
-# Rates of other providers are shipped for estimates only.
-AVAILABLE_PROVIDERS_FILTER = Q(provider__in=[*PROVIDERS, STORE_PROVIDER])
+# Rates of other providers, and of vendors without an account here, serve estimates only.
+AVAILABLE_PROVIDERS = [name for name in PROVIDERS if is_configured(name)]
+AVAILABLE_PROVIDERS_FILTER = Q(provider__in=[*AVAILABLE_PROVIDERS, STORE_PROVIDER])
 ITEM_LABELS = {
     BillableItem.TIME: "sandbox time", BillableItem.MEMORY: "memory", BillableItem.CPU: "CPU", BillableItem.DISK: "disk",
     BillableItem.SUSPENSION: "suspended memory", BillableItem.STORAGE: "storage", BillableItem.REQUEST: "requests (runs)",
@@ -58,7 +60,7 @@ class RateForm(forms.ModelForm):
         super().__init__(*args, **kwargs)
         if "provider" in self.fields:  # absent on read-only pages
             self.fields["provider"].help_text = (
-                f"One of {', '.join([*PROVIDERS, STORE_PROVIDER])} ({STORE_PROVIDER}: agents' stored data), "
+                f"One of {', '.join([*AVAILABLE_PROVIDERS, STORE_PROVIDER])} ({STORE_PROVIDER}: agents' stored data), "
                 f"or for estimates {', '.join(ESTIMATE_PROVIDERS)}."
             )
             self.fields[

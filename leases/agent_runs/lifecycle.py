@@ -22,6 +22,7 @@ from leases.agent_runs.recorder import RECORDER_TTL, Recorder, RecorderReplaced,
 from leases.errors import AgentRunNotFound
 from leases.models import Lease
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.egress import gateway_tokens
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import NEVER_STARTED, Policy, Run
 from sandboxes.runs.operations import Command
@@ -47,8 +48,9 @@ class AgentRequest:
 def create(pk: uuid.UUID, request: AgentRequest, *, run_id: uuid.UUID, now: datetime, actor: str = "") -> AgentRun:
     """Create the row of an agent run, and store its prompt. Nothing is executed.
 
-    Raise LeaseEnded, InvalidRequest for an option that the CLI does not have, StoreError."""
+    Raise LeaseEnded, InvalidRequest for an option that the CLI does not have, NoGateway, StoreError."""
     lease = leasing.require_active(pk, now=now)
+    gateway_tokens.require_models(lease.pool)
     cli = CLIS[request.cli]
     cli.check(request.options)
     row = AgentRun(

@@ -48,6 +48,7 @@ from sandboxes.db import database_time, sql
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.egress.totals import calculate_totals
 from sandboxes.models import LlmCall, Sandbox, SandboxState
+from sandboxes.providers.registry import SEALED_PROVIDERS
 
 MAX_RENEWED_LEASES = 1000  # in one request
 HELD_SANDBOX_SQL = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
@@ -91,7 +92,10 @@ class SandboxSerializer(serializers.Serializer):
         "suspended: like waiting, with frozen processes that the next use resumes; running: a run is open.",
     )
     provider = serializers.CharField()
-    isolated = serializers.BooleanField(help_text="Commands cannot reach the host, other sandboxes or the network.")
+    isolated = serializers.BooleanField(help_text="Commands cannot reach the host or other sandboxes.")
+    sealed = serializers.BooleanField(
+        help_text="The sandbox has no network but the egress proxy and what its policy allows. False: an open network."
+    )
 
 
 class LeaseSerializer(serializers.Serializer):
@@ -378,4 +382,7 @@ def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = Fal
 
 
 def serialize_sandbox(sandbox: Sandbox) -> dict[str, Any]:
-    return {"id": str(sandbox.pk), "state": sandbox.state, "provider": sandbox.provider, "isolated": sandbox.isolated}
+    return {
+        "id": str(sandbox.pk), "state": sandbox.state, "provider": sandbox.provider, "isolated": sandbox.isolated,
+        "sealed": sandbox.provider in SEALED_PROVIDERS,
+    }  # fmt: skip

@@ -44,6 +44,7 @@ from sandboxes.formatting import format_bytes, pluralize
 from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Host, Sandbox, SandboxState, Snapshot, Transition
 from sandboxes.models.state import Attachment, SnapshotKind
+from sandboxes.providers.registry import SEALED_PROVIDERS
 
 MAX_PANEL_ROWS = 25  # newest entries of each table on a sandbox's page
 UNSTORED_STATES = (SandboxState.RUNNING, SandboxState.WAITING, SandboxState.SUSPENDED)  # with changes since the last store
@@ -162,6 +163,8 @@ class SandboxAdmin(ReadOnlyModelAdmin):
 
     def get_page_context(self, request: HttpRequest, row: Sandbox) -> dict[str, Any]:
         now, isolation = timezone.now(), "" if row.isolated else ", not isolated"
+        if row.provider not in SEALED_PROVIDERS:
+            isolation += ", open network"
         ref = format_html('<span class="lh-command">{}</span>', row.ref or "–")
         entries = self.list_entries(row)
         stored = list(find_snapshots(row)[: MAX_PANEL_ROWS + 1])

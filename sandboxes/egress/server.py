@@ -6,6 +6,7 @@ nginx, and the server listens on the slots' sockets itself."""
 
 import asyncio
 import socket
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from django.conf import settings
 from django.db import Error as DatabaseError
 
 from sandboxes.db import database_time
-from sandboxes.egress import authorization
+from sandboxes.egress import authorization, gateway_tokens
 from sandboxes.egress.authorization import CallRefused
 from sandboxes.egress.call_tracking import CallTracker, DatabaseThreads
 from sandboxes.egress.mcp_tools import McpToolServer
@@ -36,7 +37,18 @@ log = structlog.get_logger(__name__)
 CONNECT_TIMEOUT_SECONDS = 10.0  # to reach an upstream
 READ_TIMEOUT_SECONDS = 300.0  # between two reads of an upstream's response
 SLOT_KEY: web.AppKey[int | None] = web.AppKey("slot")
+TOKEN_KEY: web.AppKey[bool] = web.AppKey("by_token")  # callers state a token: the gateway for remote sandboxes
 RequestHandler = Callable[[web.Request, int, str], Awaitable[web.StreamResponse]]  # (request, slot, call id)
+
+
+@dataclass(frozen=True)
+class GatewayListener:
+    """Address of the gateway for remote sandboxes. Without a certificate it speaks plain HTTP, behind a proxy that ends TLS."""
+
+    host: str
+    port: int
+    certificate: str = ""  # path of a PEM file with the chain
+    key: str = ""  # path of a PEM file; empty: in the file of the certificate
 
 
 @dataclass
@@ -51,8 +63,8 @@ class EgressServer:
         self.tools = McpToolServer(self.now)
 
     @asynccontextmanager
-    async def listening(self, sockets: dict[Path, int | None]) -> AsyncIterator[None]:
-        """Serve on unix sockets (path -> slot) during the body of the `with`.
+    async def listening(self, sockets: dict[Path, int | None], gateway: GatewayListener | None = None) -> AsyncIterator[None]:
+        """Serve on unix sockets (path -> slot), and as the gateway for remote sandboxes, during the body of the `with`.
 
         nginx connects to the socket whose slot is None; its requests name their slot in a header. At the end of the body all
         calls in flight are cancelled, and the sockets are removed."""
@@ -63,6 +75,8 @@ class EgressServer:
             try:
                 for path, slot in sockets.items():
                     runners.append(await self._listen(path, slot, handlers))
+                if gateway:
+                    runners.append(await self._listen_as_gateway(gateway, handlers))
                 yield
             finally:
                 watcher.cancel()
@@ -86,23 +100,40 @@ class EgressServer:
         ]
 
     async def _listen(self, path: Path, slot: int | None, routes: list[web.RouteDef]) -> web.AppRunner:
-        app = web.Application()
-        app[SLOT_KEY] = slot
-        app.router.add_routes(routes)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=75.0)
-        await runner.setup()
+        runner = await _set_up_runner(routes, slot=slot)
         await web.SockSite(runner, bind_unix_socket(path), backlog=512).start()
         return runner
+
+    async def _listen_as_gateway(self, gateway: GatewayListener, routes: list[web.RouteDef]) -> web.AppRunner:
+        runner = await _set_up_runner(routes, by_token=True)
+        context = None
+        if gateway.certificate:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(gateway.certificate, gateway.key or None)
+        await web.TCPSite(runner, gateway.host, gateway.port, backlog=512, ssl_context=context).start()
+        return runner
+
+    async def _find_slot(self, request: web.Request) -> int:
+        """Return the slot of the caller: that of the socket, the one that nginx states, or the one of the token.
+
+        Raise CallRefused without a valid token."""
+        if not request.app[TOKEN_KEY]:
+            slot = request.app[SLOT_KEY]
+            return int(request.headers[SLOT_HEADER]) if slot is None else slot
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        found = await self.database.run(gateway_tokens.find_slot, token.strip()) if scheme.lower() == "bearer" else None
+        if found is None:
+            raise CallRefused(401, "invalid_token", "The gateway does not know this token, or its sandbox is gone.")
+        return found
 
     def _with_errors(self, handle: RequestHandler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Wrap a handler: supply slot and call id, and translate exceptions into error bodies that SDKs display."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            bound_slot = request.app[SLOT_KEY]
-            slot = int(request.headers[SLOT_HEADER]) if bound_slot is None else bound_slot
-            call_id = request.headers[CALL_ID_HEADER] if bound_slot is None else uuid.uuid4().hex
+            behind_nginx = request.app[SLOT_KEY] is None and not request.app[TOKEN_KEY]
+            call_id = request.headers[CALL_ID_HEADER] if behind_nginx else uuid.uuid4().hex
             try:
-                return await handle(request, slot, call_id)
+                return await handle(request, await self._find_slot(request), call_id)
             except CallRefused as refusal:
                 return build_error_response(refusal.status, refusal.code, refusal.message)
             except ClientDisconnected:
@@ -128,6 +159,15 @@ class EgressServer:
         names = [name for name in (settings.LLM_MODEL, *settings.LLM_MODELS) if "*" not in name]
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "leasehold"} for name in dict.fromkeys(names)]
         return web.json_response({"object": "list", "data": models})
+
+
+async def _set_up_runner(routes: list[web.RouteDef], *, slot: int | None = None, by_token: bool = False) -> web.AppRunner:
+    app = web.Application()
+    app[SLOT_KEY], app[TOKEN_KEY] = slot, by_token
+    app.router.add_routes(routes)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=75.0)
+    await runner.setup()
+    return runner
 
 
 def _open_client_session() -> aiohttp.ClientSession:

@@ -89,7 +89,7 @@ def _inspect_process(pid: int, mark: str, gid: int | None) -> _Process | None:
             state, parent, *rest = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    belongs = _read_gid(pid) == gid if gid is not None else _read_mark(pid) == mark
+    belongs = _read_gid(pid) == gid if gid is not None else read_mark(pid) == mark
     return _Process(int(parent), start_time=rest[17], belongs=belongs, is_zombie=state in (b"Z", b"X"))
 
 
@@ -101,7 +101,7 @@ def _read_gid(pid: int) -> int | None:
         return None
 
 
-def _read_mark(pid: int) -> str | None:
+def read_mark(pid: int) -> str | None:
     prefix = f"{MARK_VARIABLE}=".encode()
     try:
         assignment = next((entry for entry in read_environment(pid).split(b"\0") if entry.startswith(prefix)), prefix)

@@ -3,6 +3,7 @@
 from sandboxes.models.admission import AdmissionRequest
 from sandboxes.models.egress_connections import EgressConnection
 from sandboxes.models.egress_credentials import EgressCredential
+from sandboxes.models.gateway import GatewayToken
 from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
@@ -47,6 +48,7 @@ __all__ = [
     "EgressCredential",
     "Event",
     "FinalPersist",
+    "GatewayToken",
     "Host",
     "Installation",
     "LlmCall",

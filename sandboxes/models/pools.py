@@ -46,7 +46,9 @@ class Pool(models.Model):
         choices=list_provider_choices,
         help_text="Empty: SANDBOX_PROVIDER.",
     )
-    image = models.CharField(max_length=255, blank=True, help_text="Empty: LEASEHOLD_SANDBOX_IMAGE.")
+    image = models.CharField(
+        max_length=255, blank=True, help_text="Empty: the default of the provider, such as LEASEHOLD_SANDBOX_IMAGE."
+    )
     capacity = models.PositiveIntegerField(
         default=default_capacity,
         validators=[MinValueValidator(1)],

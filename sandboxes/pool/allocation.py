@@ -329,7 +329,7 @@ def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
         host=registry.get_placement_host(provider, now=now),
         isolated=providers.get_provider(provider).isolated,
         measured=providers.get_provider(provider).measures_usage,
-        image=pool.image or settings.SANDBOX_IMAGE,
+        image=pool.image or providers.get_default_image(provider),
         memory_mib=pool.memory_mib,
         millicpus=pool.millicpus,
         pids=pool.pids,

@@ -2,7 +2,6 @@
 
 from datetime import datetime
 
-from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db.models import QuerySet
 
@@ -20,11 +19,16 @@ READY_SQL = (
 COUNT_CLAIM_SQL = "UPDATE sandboxes_pool SET claimed_warm = claimed_warm + 1 WHERE id = %s"
 
 
+def get_image(pool: Pool) -> str:
+    """Return the image of the pool's new sandboxes."""
+    return pool.image or providers.get_default_image(pool.provider or providers.get_default_provider_name())
+
+
 def find_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
     """Select sandboxes without a holder that were started with the pool's current image and memory size."""
-    return Sandbox.objects.filter(
-        pool=pool, holder__isnull=True, image=pool.image or settings.SANDBOX_IMAGE, memory_mib=pool.memory_mib
-    ).exclude(state__in=GONE_STATES)
+    return Sandbox.objects.filter(pool=pool, holder__isnull=True, image=get_image(pool), memory_mib=pool.memory_mib).exclude(
+        state__in=GONE_STATES
+    )
 
 
 def find_local_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
@@ -42,7 +46,7 @@ def lock_ready(pool: Pool, *, now: datetime) -> tuple[Sandbox | None, bool]:
     except (ProviderError, ImproperlyConfigured):
         return None, False
     sandbox, _, results = sql.find_joined(
-        Sandbox, [], [REQUESTS_WAIT_SQL], READY_SQL, pool.pk, now, pool.pk, host, pool.image or settings.SANDBOX_IMAGE,
+        Sandbox, [], [REQUESTS_WAIT_SQL], READY_SQL, pool.pk, now, pool.pk, host, get_image(pool),
         pool.memory_mib, lock=dialect.row_lock_or_skip(),
     )  # fmt: skip
     return sandbox, any(results)

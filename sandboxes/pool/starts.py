@@ -17,7 +17,7 @@ from django.db.models import F, Q
 from sandboxes import destruction, eviction, process_restarts
 from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
 from sandboxes.db.clock import clock_from
-from sandboxes.egress import slots
+from sandboxes.egress import gateway_tokens, slots
 from sandboxes.errors import ClaimLost, SandboxError, SandboxLost, SandboxNotHeld, SandboxNotReady
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint
@@ -55,6 +55,8 @@ def start_reserved(
             checkpoint("created", sandbox)
             claim.note_progress()
             provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
+            if provider.needs_gateway and settings.GATEWAY_URL:
+                provider.connect_gateway(sandbox.ref, settings.GATEWAY_URL, gateway_tokens.issue(sandbox, now=clock()))
             claim.note_progress()
             holder = None if is_new_holder else sandbox.holder
             source, prepared = _restore_state(sandbox, holder, provider, files, now=clock())

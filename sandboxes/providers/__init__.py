@@ -61,3 +61,10 @@ def _choose_provider_name() -> str:
     from sandboxes.providers.docker.provider import is_daemon_available
 
     return "docker" if is_daemon_available() else "process"
+
+
+def get_default_image(name: str) -> str:
+    """Return the image of sandboxes of a provider whose pool names none. Empty: the default of the vendor."""
+    if name in settings.REMOTE_PROVIDERS:
+        return str(settings.REMOTE_PROVIDERS[name].image)
+    return str(settings.SANDBOX_IMAGE)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sandboxes.providers.base import DATA, WORKSPACE, BadPath, Rejected
 
@@ -71,3 +71,24 @@ def check_slug(kind: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", kind):
         raise Rejected("The kind of an environment must be 1 to 100 characters of a-z, A-Z, 0-9, - and _.")
     return kind
+
+
+def check_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+    """Raise Rejected unless the command can be passed to a program."""
+    if not argv:
+        raise Rejected("argv must not be empty.")
+    if not cwd.startswith("/"):
+        raise Rejected("cwd must be an absolute path.")
+    if any(not key or "=" in key for key in env):
+        raise Rejected("The name of an environment variable must not be empty or contain '='.")
+    for word in (*argv, *env, *env.values(), cwd):
+        if "\0" in word or not _is_encodable(word):
+            raise Rejected("Arguments, environment and cwd must be valid Unicode without NUL.")
+
+
+def _is_encodable(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

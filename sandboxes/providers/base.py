@@ -47,6 +47,9 @@ class FailureCause(StrEnum):
     ENGINE_REPLACED = "engine_replaced"  # the engine is not the one that started the sandbox
     AGENT_NOT_CONNECTED = "agent_not_connected"  # no agent of the sandbox is connected, or its connection was lost
     AGENT_FAILED = "agent_failed"  # the agent in the sandbox violated its protocol, or has lost a result
+    RATE_LIMITED = "rate_limited"  # the vendor of a remote provider refuses more requests for now
+    CREDENTIALS_REFUSED = "credentials_refused"  # the vendor of a remote provider does not accept the API key
+    NOT_SUPPORTED = "not_supported"  # by the engine
     NOT_RUNNING = "sandbox_not_running"
     TIMEOUT = "timeout"
 
@@ -234,12 +237,14 @@ class Provider(ABC):
     """Engine that runs sandboxes. The module's docstring states the contract common to all methods."""
 
     name: str
-    isolated: bool  # commands cannot reach the host, other sandboxes or the network
+    isolated: bool  # commands cannot reach the host or other sandboxes; registry.py says whether they have a network
     enforces_limits: bool  # memory, CPU and process limits hold, and ExecResult.oom is reported
     measures_usage: bool  # `stats` returns measurements
     streams_output: bool = False  # `open_output` returns a reader, if the sandbox can be reached
     has_terminals: bool = False  # `start` accepts `terminal`, and `find_agent_id` returns an id, if the sandbox can be reached
     bridges_proxy: bool = False  # a port in the sandbox leads to the proxy of the policy's allow list
+    can_list: bool = True  # otherwise `list` raises Unavailable with the cause NOT_SUPPORTED, if the engine responds
+    needs_gateway: bool = False  # sandboxes reach models by the public gateway alone, for which `connect_gateway` prepares them
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
 
     @abstractmethod
@@ -395,6 +400,10 @@ class Provider(ABC):
 
     def prepare_claim(self, ref: str) -> None:  # noqa: B027 - nothing to prepare by default
         """Prepare a pre-warmed sandbox for the first operation of its future holder. Without effect if that fails."""
+
+    def connect_gateway(self, ref: str, url: str, token: str) -> None:
+        """Give a sandbox the gateway's address and its token, which replaces an earlier one. Raise Missing, Unavailable."""
+        raise Rejected("The sandboxes of this provider need no gateway.")
 
     @abstractmethod
     def restart(self, ref: str) -> None:

@@ -1,4 +1,4 @@
-"""Limits on the bytes, the time and the rate of tar streams out of a sandbox.
+"""Limits on the bytes, the time and the rate of streams out of a sandbox.
 
 A tar contains every file with its apparent size. A sparse file costs an agent nothing, but a copy of it can fill a disk.
 Therefore a sparse file counts with its apparent size."""
@@ -59,3 +59,19 @@ class BoundedWriter:
         if self.remaining < 0:
             raise files.TooLarge(self.message)
         return self.file.write(content)
+
+
+class BoundedBuffer:
+    """Buffer for the first `cap` bytes of a stream. `truncated` is set if there were more."""
+
+    def __init__(self, cap: int, content: bytes = b"") -> None:
+        self._content, self._cap, self.truncated = bytearray(), cap, False
+        self.add(content)
+
+    def add(self, chunk: bytes) -> None:
+        room = self._cap - len(self._content)
+        self._content += chunk[:room]
+        self.truncated |= len(chunk) > room
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._content)

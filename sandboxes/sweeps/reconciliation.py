@@ -28,11 +28,13 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
       sandbox may not be committed yet.
     - Alive in its row, not listed, and missing when inspected by name: cold if nothing in it was unsaved, otherwise lost.
     - Listed as suspended, and not `suspended` in its row: resumed. Listed as running, and `suspended` in its row: frozen again.
-    - A listing that fails, is empty or comes from another engine changes nothing.
+    - A listing that fails, is empty or comes from another engine changes nothing. A provider that cannot list is skipped.
     - An egress proxy without a server is removed, once older than `grace`."""
     result = SweepResult()
     for pool, name in iter_pool_providers():
         try:
+            if not providers.get_provider(name).can_list:  # a lost sandbox is found by its next use
+                continue
             host_id = registry.get_local_host_id(name)
             # Read before the listing: a sandbox created later is not expected in the listing.
             alive = find_alive(pool, host_id)
@@ -74,8 +76,11 @@ def find_alive(pool: Pool, host_id: UUID) -> list[Sandbox]:
 def list_sandboxes(pool: Pool, provider_name: str, host_id: UUID) -> list[ProviderSandbox]:
     """List the pool's sandboxes on the engine of this host. Raise ProviderError if the listing is not complete.
 
+    Empty for a provider that cannot list.
     The engine is asked for its identity after the listing: the listing of another engine would show orphans and losses."""
     provider = providers.get_provider(provider_name)
+    if not provider.can_list:
+        return []
     listed = provider.list(str(pool.owner))
     require_engine(provider, host_id)
     return listed

@@ -227,6 +227,8 @@ TESTS = {  # abbreviations of files
     "races": "tests/races/test_budget_races.py", "admission": "tests/unit/billing/test_budget_admission.py",
 }  # fmt: skip
 # variable -> value ({tmp} is a directory of the test), and the observation that changes with it or "file::test"
+GATEWAY_LISTENER = "tests/unit/sandboxes/remote/test_gateway.py::test_gateway_settings_reach_the_listener"
+REMOTE_VARIABLES = "tests/unit/sandboxes/remote/test_lifecycle.py::test_variable_of_a_vendor_is_read_and_takes_precedence"
 EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "DEBUG": ("0", "config::test_a_provider_that_does_not_isolate_needs_debug"),
     "SECRET_KEY": ("another", "keys::test_encryption_keys_can_be_replaced_without_losing_a_signing_key"),
@@ -247,6 +249,29 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_ALLOW_UNISOLATED": ("1", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_SANDBOX_IMAGE": ("other:1", image_of_sandbox),
     "LEASEHOLD_DOCKER_RUNTIME": ("runsc", "docker::test_runtime_setting_is_passed_to_the_engine"),
+    "LEASEHOLD_SANDBOX_AUTO_STOP_MINUTES": ("7", REMOTE_VARIABLES),
+    "LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES": ("8", REMOTE_VARIABLES),
+    "CLOUDFLARE_SANDBOX_API_KEY": ("k", REMOTE_VARIABLES),
+    "CLOUDFLARE_SANDBOX_URL": ("http://127.0.0.1:1", REMOTE_VARIABLES),
+    "DAYTONA_SANDBOX_AUTO_STOP_MINUTES": ("9", REMOTE_VARIABLES),
+    "DAYTONA_SANDBOX_AUTO_DELETE_MINUTES": ("9", REMOTE_VARIABLES),
+    "DAYTONA_API_KEY": ("k", REMOTE_VARIABLES),
+    "DAYTONA_API_URL": ("http://127.0.0.1:1", REMOTE_VARIABLES),
+    "DAYTONA_SANDBOX_IMAGE": ("i", REMOTE_VARIABLES),
+    "DAYTONA_TARGET": ("eu", REMOTE_VARIABLES),
+    "DAYTONA_ORGANIZATION_ID": ("o", REMOTE_VARIABLES),
+    "LANGSMITH_SANDBOX_AUTO_STOP_MINUTES": ("9", REMOTE_VARIABLES),
+    "LANGSMITH_SANDBOX_AUTO_DELETE_MINUTES": ("9", REMOTE_VARIABLES),
+    "LANGSMITH_API_KEY": ("k", REMOTE_VARIABLES),
+    "LANGSMITH_ENDPOINT": ("http://127.0.0.1:1", REMOTE_VARIABLES),
+    "LANGSMITH_SANDBOX_IMAGE": ("i", REMOTE_VARIABLES),
+    "LANGSMITH_WORKSPACE_ID": ("w", REMOTE_VARIABLES),
+    "RUNLOOP_SANDBOX_AUTO_STOP_MINUTES": ("9", REMOTE_VARIABLES),
+    "RUNLOOP_API_KEY": ("k", REMOTE_VARIABLES),
+    "RUNLOOP_BASE_URL": ("http://127.0.0.1:1", REMOTE_VARIABLES),
+    "RUNLOOP_SANDBOX_IMAGE": ("i", REMOTE_VARIABLES),
+    "RUNLOOP_SANDBOX_SIZE": ("LARGE", REMOTE_VARIABLES),
+    "RUNLOOP_ACCOUNT": ("a", REMOTE_VARIABLES),
     "LEASEHOLD_PARKED_NETWORKS": (
         "2", "tests/docker/test_parked_networks.py::test_sweep_keeps_as_many_as_the_setting_and_removes_the_rest",
     ),
@@ -328,6 +353,13 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_EGRESS_PROXY": ("none", "front::test_nginx_without_a_server_is_removed_after_the_grace_period"),
     "LEASEHOLD_EGRESS_IMAGE": ("other:1", "calls::test_command_restarts_nginx_and_removes_it_at_exit"),
     "LEASEHOLD_EGRESS_SLOTS": ("1", "egress::test_calls_through_a_reused_slot_are_billed_to_its_current_holder"),
+    "LEASEHOLD_GATEWAY_LISTEN": ("127.0.0.1:9", GATEWAY_LISTENER),
+    "LEASEHOLD_GATEWAY_URL": (
+        "https://gateway.example.org",
+        "tests/unit/sandboxes/remote/test_gateway.py::test_program_in_a_remote_sandbox_calls_the_model_on_the_bill_of_its_lease",
+    ),
+    "LEASEHOLD_GATEWAY_CERTIFICATE": ("c.pem", GATEWAY_LISTENER),
+    "LEASEHOLD_GATEWAY_CERTIFICATE_KEY": ("k.pem", GATEWAY_LISTENER),
     "LEASEHOLD_EGRESS_ALLOWED_NETWORKS": (
         "10.20.0.0/16,fd00::/8", "destinations::test_a_private_address_needs_a_network_of_the_operator",
     ),

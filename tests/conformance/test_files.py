@@ -13,7 +13,7 @@ from sandboxes.file_watch import FileWatch
 from sandboxes.image import files
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.providers.base import DATA, WORKSPACE, BadPath, FileExists, NoSuchFile, Rejected, TooLarge
-from sandboxes.providers.docker.files import _parse_listing
+from sandboxes.providers.file_verbs import parse_listing
 from sandboxes.state import changes, skills
 from tests.conformance.conftest import BY_ENGINE, make_box_fixture
 from tests.support.storage.tars import directory, file, link, pack
@@ -605,13 +605,13 @@ NONSENSE = {
 
 
 def test_valid_listing_of_a_sandbox_is_parsed():
-    assert [*(_parse_listing(build_listing(*GOOD), "", 3) or {})] == ["a", "a/b", "l"]
-    assert _parse_listing(b"", "", 3) == {}
+    assert [*(parse_listing(build_listing(*GOOD), "", 3) or {})] == ["a", "a/b", "l"]
+    assert parse_listing(b"", "", 3) == {}
 
 
 @pytest.mark.parametrize("kind", NONSENSE)
 def test_invalid_listing_of_a_sandbox_is_rejected(kind):
-    assert _parse_listing(NONSENSE[kind], "", 10) is None
+    assert parse_listing(NONSENSE[kind], "", 10) is None
 
 
 # --- races --------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_create_is_idempotent_and_keeps_files(bench):
     bench.provider.wait_ready(ref, timeout=READY_TIMEOUT)
     bench.provider.write_file(ref, "/workspace/kept", b"kept")
     assert bench.provider.create(spec) == ref
-    assert [found.name for found in bench.provider.list(bench.owner)] == [spec.name]
+    assert [found.name for found in bench.list()] == [spec.name]
     assert bench.provider.read_file(ref, "/workspace/kept", limit=10) == b"kept"
 
 
@@ -58,7 +58,7 @@ def test_concurrent_creates_return_the_same_sandbox(bench):
     spec = bench.spec()
     with ThreadPoolExecutor(4) as threads:
         refs = {*threads.map(bench.provider.create, [spec] * 4)}
-    assert refs == {found.ref for found in bench.provider.list(bench.owner)}
+    assert refs == {found.ref for found in bench.list()}
     assert len(refs) == 1
 
 
@@ -66,7 +66,7 @@ def test_name_of_another_owner_is_rejected(bench):
     exec_box = bench.box()
     with pytest.raises(Rejected):
         bench.provider.create(SandboxSpec(name=exec_box.name, owner=bench.owner + "-other", image=bench.spec().image))
-    assert bench.provider.list(bench.owner + "-other") == []
+    assert bench.list(bench.owner + "-other") == []
     assert exec_box.run("true").exit_code == 0
 
 
@@ -84,16 +84,16 @@ def test_every_verb_accepts_the_name_as_ref(bench):
     exec_box.write("a", b"1")
     assert exec_box.run("cat", "a").stdout == b"1"
     bench.provider.destroy(exec_box.name)
-    assert bench.provider.list(bench.owner) == []
+    assert bench.list() == []
 
 
 def test_list_and_destroy_affect_only_the_named_sandboxes(bench):
     first, second = bench.box(), bench.box()
-    assert {found.ref for found in bench.provider.list(bench.owner)} == {first.ref, second.ref}
-    assert bench.provider.list(bench.owner + "-other") == bench.provider.list(bench.owner[:-1]) == []
+    assert {found.ref for found in bench.list()} == {first.ref, second.ref}
+    assert bench.list(bench.owner + "-other") == bench.list(bench.owner[:-1]) == []
     for ref in (first.ref, first.ref, f"lhc-never-{uuid4().hex}"):
         bench.provider.destroy(ref)
-        assert [found.ref for found in bench.provider.list(bench.owner)] == [second.ref]
+        assert [found.ref for found in bench.list()] == [second.ref]
     with pytest.raises(Missing):
         bench.provider.inspect(first.ref)
     assert second.run("echo", "still here").stdout == b"still here\n"

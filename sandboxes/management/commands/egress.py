@@ -23,7 +23,7 @@ from sandboxes.egress import nginx, slots
 from sandboxes.egress.allow_list.proxy import AllowListProxy
 from sandboxes.egress.logs import access_log, collection
 from sandboxes.egress.nginx import NginxProxy
-from sandboxes.egress.server import EgressServer
+from sandboxes.egress.server import EgressServer, GatewayListener
 from sandboxes.hosts import registry
 from sandboxes.providers.base import ProviderError
 from sandboxes.providers.docker.engine import Engine
@@ -58,7 +58,7 @@ class Command(BaseCommand):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # two files per call
         if proxy == "none":
             sockets = {slots.ensure_slot_directory(slot) / slots.SOCKET_NAME: slot for slot in range(settings.EGRESS_SLOTS)}
-            async with EgressServer().listening({nginx.get_server_socket_path(): None, **sockets}):
+            async with EgressServer().listening({nginx.get_server_socket_path(): None, **sockets}, read_gateway_listener()):
                 self.stdout.write(f"egress: {len(sockets)} slots, without nginx")
                 await self._supervise(None, stop, dict)
             return
@@ -71,7 +71,7 @@ class Command(BaseCommand):
             allow_list = AllowListProxy(server.now, server.database)
             async with (
                 gateway.listening(agents, settings.AGENT_GATEWAY),
-                server.listening({nginx.get_server_socket_path(): None}),
+                server.listening({nginx.get_server_socket_path(): None}, read_gateway_listener()),
                 allow_list.listening(proxies),
                 companions.serving(gateway),
             ):
@@ -131,3 +131,11 @@ def record_heartbeat(container: NginxProxy | None, counts: Mapping[str, int] = M
         run_recorded("egress", rotate, now=now, every=HEARTBEAT_INTERVAL, host=host, started_by=host)
     except (DatabaseError, ProviderError, OSError) as error:
         log.error("egress heartbeat not recorded", error=f"{type(error).__name__}: {error}")
+
+
+def read_gateway_listener() -> GatewayListener | None:
+    """Return the address of LEASEHOLD_GATEWAY_LISTEN, or None if it is not set."""
+    if not settings.GATEWAY_LISTEN:
+        return None
+    host, _, port = settings.GATEWAY_LISTEN.rpartition(":")
+    return GatewayListener(host.strip("[]"), int(port), settings.GATEWAY_CERTIFICATE, settings.GATEWAY_CERTIFICATE_KEY)

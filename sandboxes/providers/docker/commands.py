@@ -13,6 +13,7 @@ from docker.errors import APIError
 
 from sandboxes.agent.runs import AgentResult, AgentRun, NotStarted, OutcomeUnknown
 from sandboxes.image import reap
+from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import (
     DATA,
     MARK_VARIABLE,
@@ -25,13 +26,13 @@ from sandboxes.providers.base import (
     OutputView,
     Provider,
     ProviderError,
-    Rejected,
     Unavailable,
 )
 from sandboxes.providers.docker import agent_exec, parked_networks, replacement
 from sandboxes.providers.docker.agent_output import AgentOutputReader
 from sandboxes.providers.docker.engine import Conflict, Engine, translate_errors
-from sandboxes.providers.docker.exec_stream import BoundedBuffer, EngineExec
+from sandboxes.providers.docker.exec_stream import EngineExec
+from sandboxes.providers.streams import BoundedBuffer
 
 AGENT_UID = 10001  # user id of the agent's commands, as in image/Dockerfile
 PYTHON_COMMAND = ("python3", "-I", "-S")
@@ -349,24 +350,3 @@ def _parse_start_failure(message: bytes, cap: int) -> tuple[int, BoundedBuffer, 
         raise Conflict(text)
     is_missing = text.startswith("exec") and ("not found" in text or "no such file" in text)
     return 127 if is_missing else 126, BoundedBuffer(cap), BoundedBuffer(cap, f"{text}\n".encode())
-
-
-def check_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-    """Raise Rejected unless the command can be passed to a program."""
-    if not argv:
-        raise Rejected("argv must not be empty.")
-    if not cwd.startswith("/"):
-        raise Rejected("cwd must be an absolute path.")
-    if any(not key or "=" in key for key in env):
-        raise Rejected("The name of an environment variable must not be empty or contain '='.")
-    for word in (*argv, *env, *env.values(), cwd):
-        if "\0" in word or not _is_encodable(word):
-            raise Rejected("Arguments, environment and cwd must be valid Unicode without NUL.")
-
-
-def _is_encodable(word: str) -> bool:
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 from sandboxes.providers.base import Missing
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, Engine, build_unavailable
+from sandboxes.providers.streams import BoundedBuffer
 
 CHUNK_BYTES = 1 << 18
 
@@ -139,19 +140,3 @@ class EngineExec:
         except ConnectionError:
             pass  # the program closed its stdin without reading everything
         self._stdin = None
-
-
-class BoundedBuffer:
-    """Buffer for the first `cap` bytes of a stream. `truncated` is set if there were more."""
-
-    def __init__(self, cap: int, content: bytes = b"") -> None:
-        self._content, self._cap, self.truncated = bytearray(), cap, False
-        self.add(content)
-
-    def add(self, chunk: bytes) -> None:
-        room = self._cap - len(self._content)
-        self._content += chunk[:room]
-        self.truncated |= len(chunk) > room
-
-    def __bytes__(self) -> bytes:
-        return bytes(self._content)

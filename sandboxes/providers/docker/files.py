@@ -1,161 +1,25 @@
-"""File operations of the Docker provider: image/files.py in the container, executed by the agent or else by the engine.
+"""File operations of the Docker provider: image/files.py in the container, executed by the agent or else by the engine."""
 
-The sandbox's own memory and CPU are used. The output is untrusted: it is size-limited and strictly validated."""
-
-import io
-import os
-import re
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from sandboxes.agent.client import ConnectionLost
 from sandboxes.agent.operations import FileOperation, OperationFailed
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import NotStarted
-from sandboxes.image import files
-from sandboxes.providers.arguments import (
-    check_directory_path,
-    check_patterns,
-    check_range,
-    check_relative_path,
-    check_root,
-    check_slug,
-    split_move,
-    split_sandbox_path,
-)
-from sandboxes.providers.base import (
-    DATA,
-    GET_FILES_TIMEOUT,
-    WORKSPACE,
-    BadPath,
-    FailureCause,
-    FileExists,
-    FileStat,
-    NoSuchFile,
-    ProviderError,
-    TooLarge,
-    Unavailable,
-)
+from sandboxes.providers.base import FailureCause, Unavailable
 from sandboxes.providers.docker import agent_exec
 from sandboxes.providers.docker.commands import PYTHON_COMMAND, ContainerCommandProvider
-from sandboxes.providers.docker.exec_stream import BoundedBuffer
-from sandboxes.providers.streams import limit_stream
+from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
+from sandboxes.providers.streams import BoundedBuffer
 
 IDLE_TIMEOUT_SECONDS = 60.0  # without progress of a file transfer
-_ERRORS_BY_EXIT_CODE: dict[int, type[ProviderError]] = {
-    files.NO_FILE: NoSuchFile,
-    files.BAD_PATH: BadPath,
-    files.TOO_LARGE: TooLarge,
-    files.EXISTS: FileExists,
-}
-_NUMBER_PATTERN, _MODE_PATTERN, _STAMP_PATTERN = (
-    re.compile(rb"[0-9]{1,18}"),
-    re.compile(rb"[0-7]{1,3}"),
-    re.compile(rb"[0-9a-f.]{1,60}"),
-)
-_KINDS = {b"file", b"directory", b"link", b"other"}
 
 
-class ContainerFilesProvider(ContainerCommandProvider):
+class ContainerFilesProvider(ContainerCommandProvider, FileVerbsProvider):
     """File verbs of DockerProvider."""
-
-    def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
-        root, parts = split_sandbox_path(path)
-        return self._run_in_container(ref, "read", root, str(limit), stdin=_encode_stdin("/".join(parts)), cap=limit)
-
-    def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
-        root, parts = split_sandbox_path(path)
-        check_range(start, length)
-        words, stdin = ("read_range", root, str(start), str(length)), _encode_stdin("/".join(parts))
-        size, _, content = self._run_in_container(ref, *words, stdin=stdin, cap=length + 20).partition(b"\n")
-        if not _NUMBER_PATTERN.fullmatch(size):
-            raise Unavailable(f"{ref}: invalid size of {path}")
-        return content[:length], int(size)
-
-    def write_file(self, ref: str, path: str, content: bytes) -> None:
-        root, parts = split_sandbox_path(path)
-        self._run_in_container(ref, "write", root, stdin=_encode_stdin("/".join(parts), content=content))
-
-    def remove_file(self, ref: str, path: str) -> None:
-        root, parts = split_sandbox_path(path)
-        self._run_in_container(ref, "remove", root, stdin=_encode_stdin("/".join(parts)))
-
-    def make_directory(self, ref: str, path: str) -> None:
-        root, parts = split_sandbox_path(path)
-        self._run_in_container(ref, "mkdir", root, stdin=_encode_stdin("/".join(parts)))
-
-    def move_file(self, ref: str, source: str, target: str, *, overwrite: bool) -> None:
-        root, old, new = split_move(source, target)
-        words = ("move", root, "overwrite" if overwrite else "keep")
-        self._run_in_container(ref, *words, stdin=_encode_stdin("/".join(old), "/".join(new)))
-
-    def manifest(
-        self, ref: str, root: str, *, under: str = "", deep: bool = True, max_entries: int = 100_000
-    ) -> dict[str, FileStat]:
-        check_directory_path(root, under)
-        words = ("look", root, "deep" if deep else "here", str(max_entries))
-        return self._read_listing(ref, words, _encode_stdin(under), under=under, max_entries=max_entries)
-
-    def _read_listing(
-        self, ref: str, words: Sequence[str], stdin: BinaryIO, *, under: str = "", max_entries: int
-    ) -> dict[str, FileStat]:
-        """Execute an operation that prints a listing below `under`."""
-        output = BoundedBuffer(420 * max_entries + (4 << 20))
-        for chunk in self._stream_output(ref, words, stdin):
-            output.add(chunk)
-        listing = None if output.truncated else _parse_listing(bytes(output), under, max_entries)
-        if listing is None:
-            raise Unavailable(f"{ref}: invalid listing of {words[1]}")
-        return listing
-
-    def get_files(
-        self,
-        ref: str,
-        root: str,
-        *,
-        only: Collection[str] | None = None,
-        exclude: Sequence[str] = (),
-        max_bytes: int | None = None,
-        timeout: timedelta = GET_FILES_TIMEOUT,
-    ) -> Iterator[bytes]:
-        patterns = check_patterns(exclude)
-        selected = [] if only is None else [check_relative_path(root, path) for path in only]
-        words = ("pack", check_root(root), "all" if only is None else "only", str(len(patterns)))
-        chunks = self._stream_output(ref, words, _encode_stdin(*patterns, *selected))
-        return limit_stream(chunks, max_bytes=max_bytes, timeout=timeout)
-
-    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
-        self._run_in_container(ref, "unpack", check_root(root), stdin=tar)
-
-    def put_and_list_files(self, ref: str, root: str, tar: BinaryIO, *, max_entries: int = 100_000) -> dict[str, FileStat]:
-        return self._read_listing(ref, ("unpack_and_look", check_root(root), str(max_entries)), tar, max_entries=max_entries)
-
-    def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
-        checked = [check_relative_path(root, path) for path in paths]
-        self._run_in_container(ref, "remove_files", check_root(root), stdin=_encode_stdin(*checked))
-
-    def clear(self, ref: str, root: str) -> None:
-        recreated = (".home",) if check_root(root) == WORKSPACE else ()
-        self._run_in_container(ref, "clear", root, *recreated)
-
-    def size(self, ref: str, root: str) -> int:
-        size = self._run_in_container(ref, "size", check_root(root), cap=20).strip()
-        if not _NUMBER_PATTERN.fullmatch(size):
-            raise Unavailable(f"{ref}: invalid size of {root}")
-        return int(size)
-
-    def seed(self, ref: str, kind: str, tar: BinaryIO) -> None:
-        self._run_in_container(ref, "seed", DATA, check_slug(kind), stdin=tar)
-
-    def _run_in_container(self, ref: str, *words: str, stdin: BinaryIO | None = None, cap: int = 0) -> bytes:
-        """Execute image/files.py in the container. Return at most `cap` bytes of its output."""
-        out = BoundedBuffer(cap)
-        for chunk in self._stream_output(ref, words, stdin):
-            out.add(chunk)
-        return bytes(out)
 
     def _stream_output(self, ref: str, words: Sequence[str], stdin: BinaryIO | None = None) -> Iterator[bytes]:
         """Execute image/files.py by the agent, or by the engine if no agent has started it."""
@@ -185,17 +49,14 @@ class ContainerFilesProvider(ContainerCommandProvider):
                 exit_code, _ = run.wait()
             except TimeoutError as error:
                 raise _stalled(ref, words) from error
-        if exit_code:
-            message = bytes(err).decode(errors="replace").strip() or f"exit code {exit_code}"
-            raise _ERRORS_BY_EXIT_CODE.get(exit_code, Unavailable)(message)
+        raise_for_exit_code(exit_code, bytes(err).decode(errors="replace"))
 
 
 def _translate_operation_errors(chunks: Iterator[bytes], ref: str, words: Sequence[str]) -> Iterator[bytes]:
     try:
         yield from chunks
     except OperationFailed as error:
-        message = str(error) or f"exit code {error.exit_code}"
-        raise _ERRORS_BY_EXIT_CODE.get(error.exit_code, Unavailable)(message) from error
+        raise_for_exit_code(error.exit_code, str(error))
     except TimeoutError as error:
         raise _stalled(ref, words) from error
     except (ConnectionLost, ProtocolError) as error:
@@ -205,38 +66,3 @@ def _translate_operation_errors(chunks: Iterator[bytes], ref: str, words: Sequen
 def _stalled(ref: str, words: Sequence[str]) -> Unavailable:
     message = f"{ref}: no progress of {words[0]} in {words[1]} for {IDLE_TIMEOUT_SECONDS:.0f} s"
     return Unavailable(message, cause=FailureCause.TIMEOUT)
-
-
-def _encode_stdin(*words: str, content: bytes = b"") -> BinaryIO:
-    """Encode NUL-terminated arguments, and optional content, for the stdin of image/files.py."""
-    return io.BytesIO(b"".join(os.fsencode(word) + b"\0" for word in words) + content)
-
-
-def _parse_listing(output: bytes, under: str, max_entries: int) -> dict[str, FileStat] | None:
-    """Parse the listing printed by image/files.py. Return None if it is not a valid listing."""
-    words, entries = output.split(b"\0"), dict[str, FileStat]()
-    if len(words) % 7 != 1 or words[-1] or len(words) > 7 * max_entries + 1:
-        return None
-    for start in range(0, len(words) - 1, 7):
-        path, kind, mode, size, mtime, stamp, target = words[start : start + 7]
-        parent_path, _, name = path.rpartition(b"/")
-        entry_path, parent = os.fsdecode(path), os.fsdecode(parent_path)
-        if (
-            len(path) > files.MAX_PATH_BYTES
-            or path.startswith(b"/")
-            or entry_path in entries
-            or not 0 < len(name) <= 255
-            or name in (b".", b"..")
-            or (parent != under and (parent not in entries or entries[parent].kind != "directory"))
-            or kind not in _KINDS
-            or not _MODE_PATTERN.fullmatch(mode)
-            or not (_NUMBER_PATTERN.fullmatch(size) and _NUMBER_PATTERN.fullmatch(mtime))
-            or int(mtime) > files.MAX_MTIME_SECONDS
-            or not _STAMP_PATTERN.fullmatch(stamp)
-            or len(target) > 4096
-            or bool(target) != (kind == b"link")
-        ):
-            return None
-        fields = (kind.decode(), int(mode, 8), int(size), int(mtime), stamp.decode(), os.fsdecode(target))
-        entries[entry_path] = FileStat(*fields)
-    return entries

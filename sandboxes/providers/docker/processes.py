@@ -8,10 +8,10 @@ from sandboxes.agent.client import ConnectionLost, NotConnected
 from sandboxes.agent.operations import AgentProcesses
 from sandboxes.agent.protocol import ProtocolError, TerminalSize
 from sandboxes.agent.runs import NotStarted
-from sandboxes.providers.arguments import check_range
+from sandboxes.providers.arguments import check_command, check_range
 from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE, ProcessOutput, ProcessState, Rejected, Unavailable
 from sandboxes.providers.docker import agent_exec
-from sandboxes.providers.docker.commands import ContainerCommandProvider, check_command
+from sandboxes.providers.docker.commands import ContainerCommandProvider
 from sandboxes.providers.launcher import BackgroundProcessProvider
 
 

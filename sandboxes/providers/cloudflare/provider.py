@@ -1,0 +1,189 @@
+"""Cloudflare provider: sandboxes of the bridge worker (`cloudflare-sandbox-bridge`) that an operator deploys, over HTTP.
+
+The bridge starts a container for any request with a well-formed id, known or not, and a container that slept or was lost is
+silently replaced by an empty one under the same id. Existence is therefore decided by the runner: a container without the files
+that were uploaded at creation is not the sandbox, and is deleted again. The id is derived from the name. The bridge has no
+list, labels or lifetimes; image and idle time are constants of the worker.
+
+Output of an exec is text inside, files can be written below /workspace only, and a write is limited to 32 MiB as base64. The
+runner and `max_upload_bytes` provide for all of that. No exec has a session, because the bridge drops timeouts in sessions."""
+
+import base64
+import hashlib
+import json
+import math
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from urllib.parse import quote
+
+import requests
+from django.conf import settings
+
+from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.remote.configuration import RemoteConfiguration, get_configuration
+from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
+from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause, RemoteProvider
+
+CALL_TIMEOUT_SECONDS = 130.0  # a cold start may wait 30 s for an instance and 90 s for its port
+UPLOAD_TIMEOUT_SECONDS = 300.0
+CONNECT_TIMEOUT_SECONDS = 10.0
+OWNER_FILE = "owner.json"  # in the tool directory: name, owner and time of creation
+MAX_OUTPUT_BYTES = 8 << 20  # of one exec, of which a response of the runner is a part
+
+
+class CloudflareProvider(RemoteProvider):
+    """Provider for one bridge: CLOUDFLARE_SANDBOX_URL, CLOUDFLARE_SANDBOX_API_KEY."""
+
+    name = "cloudflare"
+    can_list = False
+    upload_directory = "/workspace"
+    max_upload_bytes = 16 << 20
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configuration = get_configuration(self.name)
+
+    @property
+    def _session(self) -> requests.Session:
+        return self._get_clients(lambda: _create_session(self.configuration))
+
+    def engine_id(self) -> str:
+        """Return the address of the bridge. Makes no call."""
+        return self.configuration.api_url[:200]
+
+    # Lifecycle
+
+    def create(self, spec: SandboxSpec) -> str:
+        deadline = time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds()
+        self._wait_running(spec.name, deadline)
+        try:
+            owner = self._read_owner(spec.name)
+        except Missing:
+            self._set_up(spec.name, deadline)
+            stated = {"name": spec.name, "owner": spec.owner, "created_at": datetime.now(UTC).isoformat()}
+            path = f"{self.tool_directory}/{OWNER_FILE}"
+            # Concurrent creates state the same, unless their owners differ: the first one wins.
+            script = f"set -C; printf %s {shlex.quote(json.dumps(stated))} >{path}"
+            self._execute(spec.name, f"({script}) 2>/dev/null; true", timeout=timedelta(seconds=30))
+            owner = self._read_owner(spec.name)
+        if owner["owner"] != spec.owner:
+            raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
+        return spec.name
+
+    def _read_owner(self, ref: str) -> dict[str, str]:
+        """Return the statement that was written at creation. Raise Missing if this is another container."""
+        path = f"{self.tool_directory}/{OWNER_FILE}"
+        output = self._execute(ref, f"cat {path} 2>/dev/null || echo none", timeout=timedelta(seconds=30))
+        try:
+            stated = json.loads(output)
+            return {key: str(stated[key]) for key in ("name", "owner", "created_at")}
+        except (ValueError, KeyError, TypeError):
+            raise Missing(f"The bridge has no sandbox {ref}, or an empty one in its place.") from None
+
+    def _wait_running(self, ref: str, deadline: float) -> None:
+        """Wait until the container executes. A pool without a free place answers 502 or 503 for some time."""
+        pause = Pause(deadline)
+        while True:
+            try:
+                self._execute(ref, "true", timeout=timedelta(seconds=30))
+                return
+            except Unavailable as error:
+                if error.cause not in TRANSIENT_CAUSES:
+                    raise
+                pause.wait(f"{ref} is not ready in time: {error}")
+
+    def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
+        self._read_owner(ref)  # `create` has waited
+
+    def destroy(self, ref: str) -> None:
+        with _translate_errors(ref):
+            response = self._session.delete(self._build_url(ref), timeout=(CONNECT_TIMEOUT_SECONDS, CALL_TIMEOUT_SECONDS))
+        _check_status(response, ref)
+
+    def inspect(self, ref: str) -> ProviderSandbox:
+        try:
+            owner = self._read_owner(ref)
+        except Missing:
+            self.destroy(ref)  # the question has started a container
+            raise
+        return ProviderSandbox(ref=ref, name=ref, running=True, created_at=datetime.fromisoformat(owner["created_at"]))
+
+    def _discard_empty(self, ref: str) -> None:
+        self.destroy(ref)
+
+    def list(self, owner: str) -> list[ProviderSandbox]:
+        """Check that the bridge responds, and raise Unavailable: it cannot list."""
+        with _translate_errors("the bridge"):
+            response = self._session.get(f"{self.configuration.api_url}/v1/pool/stats", timeout=CONNECT_TIMEOUT_SECONDS)
+        _check_status(response, "the bridge")
+        raise Unavailable("The bridge of Cloudflare cannot list sandboxes.", cause=FailureCause.NOT_SUPPORTED)
+
+    # Commands and files
+
+    def _execute(self, ref: str, command: str, *, timeout: timedelta) -> str:
+        seconds = math.ceil(timeout.total_seconds())
+        body = {"argv": ["sh", "-c", command], "timeout_ms": 1000 * seconds}
+        with _translate_errors(ref):
+            response = self._session.post(
+                f"{self._build_url(ref)}/exec", json=body, stream=True,
+                timeout=(CONNECT_TIMEOUT_SECONDS, max(seconds + 10.0, CALL_TIMEOUT_SECONDS)),
+            )  # fmt: skip
+            with response:
+                _check_status(response, ref)
+                return _collect_output(ref, response)
+
+    def _upload(self, ref: str, path: str, content: bytes) -> None:
+        url = f"{self._build_url(ref)}/file/{quote(path.lstrip('/'))}"
+        with _translate_errors(ref):
+            response = self._session.put(url, data=content, timeout=(CONNECT_TIMEOUT_SECONDS, UPLOAD_TIMEOUT_SECONDS))
+        _check_status(response, ref)
+
+    def _build_url(self, ref: str) -> str:
+        return f"{self.configuration.api_url}/v1/sandbox/{derive_id(ref)}"
+
+
+def derive_id(name: str) -> str:
+    """Return the bridge's id of a sandbox: 52 characters of a-z and 2-7 derived from its name."""
+    return base64.b32encode(hashlib.sha256(name.encode()).digest()).decode().rstrip("=").lower()
+
+
+def _collect_output(ref: str, response: requests.Response) -> str:
+    """Return the stdout of an exec from its stream of events. Raise Unavailable unless the stream states the end."""
+    stdout, event = bytearray(), ""
+    for line in response.iter_lines(chunk_size=65536):
+        key, _, value = line.partition(b": ")
+        if key == b"event":
+            event = value.decode()
+        elif key == b"data" and event == "stdout":
+            stdout += base64.b64decode(value)
+            if len(stdout) > MAX_OUTPUT_BYTES:
+                raise Unavailable(f"{ref}: too much output", cause=FailureCause.AGENT_FAILED)
+        elif key == b"data" and event == "exit":
+            return stdout.decode(errors="replace")
+        elif key == b"data" and event == "error":
+            raise Unavailable(f"{ref}: {value[:300].decode(errors='replace')}", cause=FailureCause.ENGINE_ERROR)
+    raise Unavailable(f"{ref}: the stream ended without a result", cause=FailureCause.ENGINE_UNREACHABLE)
+
+
+def _check_status(response: requests.Response, subject: str) -> None:
+    if response.status_code == 503:  # capacity_exceeded
+        raise Unavailable(f"{subject}: {response.text[:300]}", cause=FailureCause.RATE_LIMITED)
+    if response.status_code >= 400:
+        raise_for_status(response.status_code, subject, response.text)
+
+
+def _create_session(configuration: RemoteConfiguration) -> requests.Session:
+    session = requests.Session()
+    session.headers["Authorization"] = f"Bearer {configuration.api_key}"  # this spelling: /v1/pool refuses "bearer"
+    return session
+
+
+@contextmanager
+def _translate_errors(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except requests.RequestException as error:
+        raise_for_transport(subject, error, is_timeout=isinstance(error, requests.Timeout))

@@ -1,0 +1,260 @@
+"""Daytona provider: sandboxes of Daytona, by the API clients that Daytona generates from its OpenAPI documents.
+
+Its SDK on top of these clients is not used: it waits for a created sandbox without a limit or with SIGALRM, which only one part
+of a process can use, and keeps a connection for events in a thread of its own.
+
+The name of a sandbox is also its name at Daytona, which accepts a name once. A create whose outcome is unknown is therefore
+settled by a look-up of the name. All intervals of Daytona are minutes, and an `autoDeleteInterval` of 0 deletes a sandbox as
+soon as it stops: off is -1."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+import urllib3
+from daytona_api_client import (
+    ApiClient,
+    Configuration,
+    CreateBuildInfo,
+    CreateSandbox,
+    SandboxApi,
+    SandboxListItem,
+    SandboxState,
+)
+from daytona_api_client import Sandbox as VendorSandbox
+from daytona_api_client.exceptions import ApiException
+from daytona_toolbox_api_client import ApiClient as ToolboxClient
+from daytona_toolbox_api_client import Configuration as ToolboxConfiguration
+from daytona_toolbox_api_client import ExecuteRequest, FileSystemApi, ProcessApi
+from daytona_toolbox_api_client.exceptions import ApiException as ToolboxException
+from django.conf import settings
+from pydantic import ValidationError
+
+from sandboxes.providers.base import FailureCause, Missing, ProviderError, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.remote.configuration import RemoteConfiguration, get_configuration, round_up_minutes
+from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_for_transport
+from sandboxes.providers.remote.provider import Pause, RemoteProvider
+
+Result = TypeVar("Result")
+Client = TypeVar("Client", ApiClient, ToolboxClient)
+OWNER_LABEL, NAME_LABEL = "leasehold.owner", "leasehold.name"
+CALL_TIMEOUT_SECONDS = 60.0  # of one request
+UPLOAD_TIMEOUT_SECONDS = 300.0
+PAGE_SIZE = 200  # the maximum of the API
+REMOVAL_TIMEOUT_SECONDS = 60.0
+NO_AUTO_DELETE = -1
+RUNNING = {SandboxState.STARTED}
+GONE = {SandboxState.DESTROYED, SandboxState.DESTROYING}
+FAILED = {SandboxState.ERROR, SandboxState.BUILD_FAILED}
+STARTABLE = {SandboxState.STOPPED, SandboxState.ARCHIVED}
+
+
+class DaytonaProvider(RemoteProvider):
+    """Provider for one organization at Daytona: DAYTONA_API_KEY, DAYTONA_API_URL."""
+
+    name = "daytona"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configuration = get_configuration(self.name)
+        self._toolbox_urls: dict[str, str] = {}  # by name
+
+    @property
+    def _clients(self) -> "_Clients":
+        return self._get_clients(lambda: _Clients(self.configuration))
+
+    @property
+    def _api(self) -> SandboxApi:
+        return self._clients.api
+
+    def engine_id(self) -> str:
+        """Return the address of the API and the organization, if one is configured. Makes no call."""
+        organization = self.configuration.options["organization_id"]
+        return f"{self.configuration.api_url} {organization}".strip()[:200]
+
+    # Lifecycle
+
+    def create(self, spec: SandboxSpec) -> str:
+        try:
+            with _translate_errors(spec.name):
+                found = self._api.create_sandbox(self._build_request(spec), _request_timeout=CALL_TIMEOUT_SECONDS)
+        except (Conflict, Unavailable) as error:
+            try:
+                found = self._get(spec.name)  # it exists, or an unknown outcome was a success
+            except Missing:
+                raise (error if isinstance(error, Unavailable) else Unavailable(str(error))) from None
+            if found.labels.get(OWNER_LABEL) != spec.owner:
+                raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.") from None
+        self._remember(found)
+        return spec.name
+
+    def _build_request(self, spec: SandboxSpec) -> CreateSandbox:
+        configuration = self.configuration
+        labels = {**spec.labels, OWNER_LABEL: spec.owner, NAME_LABEL: spec.name}
+        image = spec.image or configuration.image
+        return CreateSandbox(
+            name=spec.name,
+            labels={key: value[:255] for key, value in labels.items()},
+            target=configuration.options["target"] or None,
+            build_info=CreateBuildInfo(dockerfile_content=f"FROM {image}\n") if image else None,
+            cpu=-(-spec.millicpus // 1000) if image else None,  # the size of a snapshot is part of the snapshot
+            memory=-(-spec.memory_mib // 1024) if image else None,  # GiB
+            auto_stop_interval=round_up_minutes(configuration.auto_stop),
+            auto_delete_interval=round_up_minutes(configuration.auto_delete) or NO_AUTO_DELETE,
+        )
+
+    def _wait_running(self, ref: str, deadline: float) -> None:
+        pause = Pause(deadline)
+        while True:
+            found = self._get(ref)
+            if found.state in RUNNING:
+                return
+            if found.state in FAILED:
+                raise Rejected(f"Daytona could not create {ref}: {found.error_reason or found.state}")
+            if found.state in STARTABLE:
+                self._request_start(ref)
+            pause.wait(f"{ref} is {found.state} and not ready in time")
+
+    def _request_start(self, ref: str) -> None:
+        try:
+            with _translate_errors(ref):
+                self._api.start_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
+        except Conflict:
+            return  # it is starting already
+
+    def restart(self, ref: str) -> None:
+        """Stop and start: only that ends every process."""
+        deadline = time.monotonic() + REMOVAL_TIMEOUT_SECONDS
+        try:
+            with _translate_errors(ref):
+                self._api.stop_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
+        except Conflict:
+            pass  # it is stopping or stopped
+        pause = Pause(deadline)
+        while self._get(ref).state not in STARTABLE:
+            pause.wait(f"{ref} is still stopping")
+        self._wait_running(ref, deadline)
+
+    def destroy(self, ref: str) -> None:
+        self._toolbox_urls.pop(ref, None)
+        pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)
+        while True:
+            try:
+                with _translate_errors(ref):
+                    self._api.delete_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
+            except Missing:
+                return
+            except Conflict:
+                pass  # in a state that ends by itself, such as starting
+            try:
+                self._get(ref, including_destroying=True)
+            except Missing:
+                return
+            pause.wait(f"{ref} is still being deleted")
+
+    def inspect(self, ref: str) -> ProviderSandbox:
+        return _to_sandbox(self._get(ref))
+
+    def list(self, owner: str) -> list[ProviderSandbox]:
+        labels, cursor, found = json.dumps({OWNER_LABEL: owner}), None, list[ProviderSandbox]()
+        while True:
+            with _translate_errors("the list of sandboxes"):
+                page = self._api.list_sandboxes(
+                    labels=labels, cursor=cursor, limit=PAGE_SIZE, _request_timeout=CALL_TIMEOUT_SECONDS
+                )
+            for sandbox in page.items:
+                if sandbox.labels.get(OWNER_LABEL) == owner and sandbox.state not in GONE:
+                    found.append(_to_sandbox(sandbox))
+            cursor = page.next_cursor
+            if not cursor:
+                return found
+
+    def _get(self, ref: str, *, including_destroying: bool = False) -> VendorSandbox:
+        with _translate_errors(ref):
+            found = self._api.get_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
+        is_gone = found.state == SandboxState.DESTROYED or (found.state in GONE and not including_destroying)
+        if is_gone or found.name != ref:
+            raise Missing(f"Daytona has no sandbox {ref}.")
+        self._remember(found)
+        return found
+
+    def _remember(self, found: VendorSandbox) -> None:
+        self._toolbox_urls[found.name] = f"{found.toolbox_proxy_url.rstrip('/')}/{found.id}"
+
+    # Commands and files, by the toolbox of the sandbox
+
+    def _execute(self, ref: str, command: str, *, timeout: timedelta) -> str:
+        seconds = int(timeout.total_seconds()) + 1  # stated in each request: the server's default is 10 seconds
+        request = ExecuteRequest(command=command, timeout=seconds)
+
+        def execute(client: ToolboxClient) -> str:
+            return str(ProcessApi(client).execute_command(request, _request_timeout=seconds + 10.0).result)
+
+        return self._by_toolbox(ref, execute)
+
+    def _upload(self, ref: str, path: str, content: bytes) -> None:
+        def upload(client: ToolboxClient) -> object:
+            return FileSystemApi(client).upload_file(path, ("content", content), _request_timeout=UPLOAD_TIMEOUT_SECONDS)
+
+        self._by_toolbox(ref, upload)
+
+    def _by_toolbox(self, ref: str, call: Callable[[ToolboxClient], Result]) -> Result:
+        """Call the toolbox of a sandbox. Start the sandbox first if it turns out to be stopped."""
+        try:
+            return self._call_toolbox(ref, call)
+        except ProviderError as error:
+            found = self._get(ref)
+            if found.state in RUNNING:
+                if isinstance(error, Missing):
+                    raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
+                raise
+        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
+        return self._call_toolbox(ref, call)
+
+    def _call_toolbox(self, ref: str, call: Callable[[ToolboxClient], Result]) -> Result:
+        if ref not in self._toolbox_urls:
+            self._get(ref)
+        client = ToolboxClient(ToolboxConfiguration(host=self._toolbox_urls[ref], retries=False))
+        client.rest_client = self._clients.toolbox_connections
+        with _translate_errors(ref):
+            return call(_authorize(client, self.configuration.api_key))
+
+
+class _Clients:
+    """Clients of one process: a forked process must not share connections."""
+
+    def __init__(self, configuration: RemoteConfiguration) -> None:
+        client = ApiClient(Configuration(host=configuration.api_url, retries=False))
+        self.api = SandboxApi(_authorize(client, configuration.api_key))
+        self.toolbox_connections = ToolboxClient(ToolboxConfiguration(host="", retries=False)).rest_client
+
+
+def _authorize(client: Client, api_key: str) -> Client:
+    client.default_headers["Authorization"] = f"Bearer {api_key}"
+    return client
+
+
+@contextmanager
+def _translate_errors(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except (ApiException, ToolboxException) as error:
+        if not error.status:
+            raise_for_transport(subject, error)
+        raise_for_status(error.status, subject, str(error.body or error.reason))
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise_for_transport(subject, error, is_timeout=isinstance(error, urllib3.exceptions.TimeoutError))
+    except ValidationError as error:
+        raise Unavailable(f"{subject}: unexpected response of the vendor: {error}", cause=FailureCause.ENGINE_ERROR) from error
+
+
+def _to_sandbox(found: VendorSandbox | SandboxListItem) -> ProviderSandbox:
+    return ProviderSandbox(
+        ref=found.name,
+        name=found.name,
+        running=found.state in RUNNING,
+        created_at=datetime.fromisoformat(found.created_at) if found.created_at else datetime.now(UTC),
+    )

@@ -1,0 +1,205 @@
+"""LangSmith provider: sandboxes of LangSmith, by its own client.
+
+The client repeats requests after errors, and a repeated create without a name makes a second sandbox: it is told not to, and
+the name of a sandbox is also its name at LangSmith, which accepts a name once. Durations are seconds in multiples of 60. The
+list of sandboxes has no filter, so the owner is a label that is compared here."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+import httpx2  # the HTTP client of LangSmith's client
+from django.conf import settings
+from langsmith.sandbox import (
+    CommandTimeoutError,
+    QuotaExceededError,
+    ResourceNotFoundError,
+    ResourceTimeoutError,
+    SandboxAuthenticationError,
+    SandboxClient,
+    SandboxClientError,
+    SandboxConnectionError,
+    ValidationError,
+)
+from langsmith.sandbox import Sandbox as VendorSandbox
+
+from sandboxes.providers.base import FailureCause, Missing, ProviderError, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.remote.configuration import RemoteConfiguration, get_configuration
+from sandboxes.providers.remote.errors import raise_for_transport
+from sandboxes.providers.remote.provider import Pause, RemoteProvider
+
+Result = TypeVar("Result")
+OWNER_LABEL, NAME_LABEL = "leasehold.owner", "leasehold.name"
+CALL_TIMEOUT_SECONDS = 60.0  # of one request
+UPLOAD_TIMEOUT_SECONDS = 300
+REMOVAL_TIMEOUT_SECONDS = 60.0
+READY, STOPPED, FAILED = "ready", "stopped", "failed"
+
+
+class LangSmithProvider(RemoteProvider):
+    """Provider for one workspace of LangSmith: LANGSMITH_API_KEY, LANGSMITH_ENDPOINT."""
+
+    name = "langsmith"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configuration = get_configuration(self.name)
+        self._sandboxes: dict[str, VendorSandbox] = {}  # by name
+
+    @property
+    def _client(self) -> SandboxClient:
+        return self._get_clients(lambda: _create_client(self.configuration))
+
+    def engine_id(self) -> str:
+        """Return the address of the API and the workspace, if one is configured. Makes no call."""
+        return f"{self.configuration.api_url} {self.configuration.options['workspace']}".strip()[:200]
+
+    # Lifecycle
+
+    def create(self, spec: SandboxSpec) -> str:
+        configuration = self.configuration
+        labels = {**spec.labels, OWNER_LABEL: spec.owner, NAME_LABEL: spec.name}
+        try:
+            with _translate_errors(spec.name):
+                found = self._client.create_sandbox(
+                    name=spec.name,
+                    snapshot=spec.image or configuration.image or None,
+                    wait_for_ready=False,
+                    labels={key: value[:255] for key, value in labels.items()},
+                    idle_ttl_seconds=round_up_to_minute(configuration.auto_stop),
+                    delete_after_stop_seconds=round_up_to_minute(configuration.auto_delete),
+                    vcpus=math.ceil(spec.millicpus / 1000),
+                    mem_bytes=spec.memory_mib << 20,
+                )
+        except ProviderError as error:
+            try:
+                found = self._get(spec.name)  # the name is taken, or an unknown outcome was a success
+            except Missing:
+                raise error from None
+        if (found.labels or {}).get(OWNER_LABEL) != spec.owner:
+            raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
+        return spec.name
+
+    def _wait_running(self, ref: str, deadline: float) -> None:
+        pause = Pause(deadline)
+        while True:
+            found = self._get(ref)
+            if found.status == READY:
+                self._sandboxes[ref] = found
+                return
+            if found.status == FAILED:
+                raise Rejected(f"LangSmith could not create {ref}: {found.status_message or found.status}")
+            if found.status == STOPPED:
+                with suppress(ResourceTimeoutError), _translate_errors(ref):
+                    self._client.start_sandbox(ref, timeout=max(math.ceil(deadline - time.monotonic()), 1))
+            pause.wait(f"{ref} is {found.status} and not ready in time")
+
+    def restart(self, ref: str) -> None:
+        """Stop and start: only that ends every process."""
+        self._get(ref)
+        with _translate_errors(ref):
+            self._client.stop_sandbox(ref)
+        deadline = time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds()
+        pause = Pause(deadline)
+        while self._get(ref).status == READY:
+            pause.wait(f"{ref} is still stopping")
+        self._wait_running(ref, deadline)
+
+    def destroy(self, ref: str) -> None:
+        self._sandboxes.pop(ref, None)
+        pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)
+        while True:
+            try:
+                with _translate_errors(ref):
+                    self._client.delete_sandbox(ref)
+                self._get(ref)
+            except Missing:
+                return
+            pause.wait(f"{ref} is still being deleted")
+
+    def inspect(self, ref: str) -> ProviderSandbox:
+        return _to_sandbox(self._get(ref))
+
+    def list(self, owner: str) -> list[ProviderSandbox]:
+        with _translate_errors("the list of sandboxes"):
+            found = self._client.list_sandboxes()
+        return [_to_sandbox(sandbox) for sandbox in found if (sandbox.labels or {}).get(OWNER_LABEL) == owner]
+
+    def _get(self, ref: str) -> VendorSandbox:
+        with _translate_errors(ref):
+            return self._client.get_sandbox(ref)
+
+    # Commands and files
+
+    def _execute(self, ref: str, command: str, *, timeout: timedelta) -> str:
+        seconds = math.ceil(timeout.total_seconds())
+
+        def execute(sandbox: VendorSandbox) -> str:
+            return str(sandbox.run(command, timeout=seconds).stdout)
+
+        return self._in_sandbox(ref, execute)
+
+    def _upload(self, ref: str, path: str, content: bytes) -> None:
+        self._in_sandbox(ref, lambda sandbox: sandbox.write(path, content, timeout=UPLOAD_TIMEOUT_SECONDS))
+
+    def _in_sandbox(self, ref: str, call: Callable[[VendorSandbox], Result]) -> Result:
+        """Call the data plane of a sandbox. Start the sandbox first if it turns out to be stopped."""
+        try:
+            return self._call_sandbox(ref, call)
+        except ProviderError as error:
+            self._sandboxes.pop(ref, None)
+            if self._get(ref).status == READY:
+                if isinstance(error, Missing):
+                    raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
+                raise
+        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
+        return self._call_sandbox(ref, call)
+
+    def _call_sandbox(self, ref: str, call: Callable[[VendorSandbox], Result]) -> Result:
+        if ref not in self._sandboxes:
+            found = self._get(ref)
+            if found.status != READY:
+                raise Unavailable(f"{ref} is {found.status}", cause=FailureCause.NOT_RUNNING)
+            self._sandboxes[ref] = found
+        with _translate_errors(ref):
+            return call(self._sandboxes[ref])
+
+
+def round_up_to_minute(duration: timedelta | None) -> int:
+    """Return a duration in seconds as LangSmith accepts it: a multiple of 60, rounded up; 0 for None."""
+    return 60 * -(-duration // timedelta(minutes=1)) if duration else 0
+
+
+def _create_client(configuration: RemoteConfiguration) -> SandboxClient:
+    return SandboxClient(
+        api_endpoint=f"{configuration.api_url}/api/v2/sandboxes", api_key=configuration.api_key, max_retries=0,
+        timeout=CALL_TIMEOUT_SECONDS,
+    )  # fmt: skip
+
+
+@contextmanager
+def _translate_errors(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except ResourceNotFoundError as error:
+        raise Missing(f"{subject}: {error}") from error
+    except SandboxAuthenticationError as error:
+        raise Unavailable(f"{subject}: {error}", cause=FailureCause.CREDENTIALS_REFUSED) from error
+    except QuotaExceededError as error:
+        raise Unavailable(f"{subject}: {error}", cause=FailureCause.RATE_LIMITED) from error
+    except ValidationError as error:
+        raise Rejected(f"{subject}: {error}") from error
+    except (CommandTimeoutError, ResourceTimeoutError) as error:
+        raise Unavailable(f"{subject}: {error}", cause=FailureCause.TIMEOUT) from error
+    except (SandboxConnectionError, httpx2.TransportError, OSError) as error:
+        raise_for_transport(subject, error, is_timeout=isinstance(error, httpx2.TimeoutException))
+    except (SandboxClientError, httpx2.HTTPError, ValueError) as error:
+        raise Unavailable(f"{subject}: {error}", cause=FailureCause.ENGINE_ERROR) from error
+
+
+def _to_sandbox(found: VendorSandbox) -> ProviderSandbox:
+    created_at = datetime.fromisoformat(found.created_at) if found.created_at else datetime.now(UTC)
+    return ProviderSandbox(ref=found.name, name=found.name, running=found.status == READY, created_at=created_at)

@@ -1,0 +1,52 @@
+"""Configuration of the providers of remote sandboxes, from the settings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+
+
+@dataclass(frozen=True)
+class RemoteConfiguration:
+    """Account at a vendor, and defaults of its sandboxes. A duration of None is off.
+
+    `auto_stop` and `auto_delete` are carried out by the vendor and take effect if no control plane cleans up: a sandbox stops
+    when it was idle for `auto_stop`, and is deleted when it was stopped for `auto_delete`. `options` are of one vendor."""
+
+    api_key: str
+    api_url: str
+    image: str = ""
+    auto_stop: timedelta | None = None
+    auto_delete: timedelta | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def get_configuration(provider_name: str) -> RemoteConfiguration:
+    """Return the configuration of a vendor. Raise ImproperlyConfigured, naming the variable, without an API key."""
+    configuration: RemoteConfiguration = settings.REMOTE_PROVIDERS[provider_name]
+    if not configuration.api_key:
+        variable = KEY_VARIABLES[provider_name]
+        raise ImproperlyConfigured(f"The {provider_name} provider needs {variable}, which is not set.")
+    if not configuration.api_url:
+        raise ImproperlyConfigured("The cloudflare provider needs CLOUDFLARE_SANDBOX_URL, which is not set.")
+    return configuration
+
+
+KEY_VARIABLES = {
+    "cloudflare": "CLOUDFLARE_SANDBOX_API_KEY",
+    "daytona": "DAYTONA_API_KEY",
+    "langsmith": "LANGSMITH_API_KEY",
+    "runloop": "RUNLOOP_API_KEY",
+}
+
+
+def is_configured(provider_name: str) -> bool:
+    """Return whether a provider can be used as far as the settings tell: a vendor needs an API key."""
+    return provider_name not in settings.REMOTE_PROVIDERS or bool(settings.REMOTE_PROVIDERS[provider_name].api_key)
+
+
+def round_up_minutes(duration: timedelta | None) -> int:
+    """Return a duration in whole minutes, rounded up; 0 for None."""
+    return -(-duration // timedelta(minutes=1)) if duration else 0

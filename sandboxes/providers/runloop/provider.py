@@ -1,0 +1,226 @@
+"""Runloop provider: devboxes of Runloop, by the generated part of its client.
+
+A devbox has no unique name, so name and owner are metadata, by which devboxes are found in the list of all: the API has no
+filter for them. The idempotency key of a create is derived from the name, so a repeated create makes no second devbox, and the
+list settles an unknown outcome. A command has no timeout of the vendor, and its output may be truncated to the last lines:
+the runner in the devbox provides for both. The vendor cannot delete a suspended devbox after a time."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+from django.conf import settings
+from runloop_api_client import APIConnectionError, APIStatusError, APITimeoutError, Runloop, RunloopError, omit
+from runloop_api_client.types import DevboxView
+
+from sandboxes.providers.base import FailureCause, Missing, ProviderError, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.remote.configuration import RemoteConfiguration, get_configuration
+from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
+from sandboxes.providers.remote.provider import Pause, RemoteProvider
+
+Result = TypeVar("Result")
+OWNER_KEY, NAME_KEY = "leasehold.owner", "leasehold.name"
+CALL_TIMEOUT_SECONDS = 60.0  # of one request
+UPLOAD_TIMEOUT_SECONDS = 300.0
+MAX_WAIT_SECONDS = 25  # of one request for the end of a command
+PAGE_SIZE = 1000
+MAX_CREATES = 5  # with keys whose devboxes have been shut down
+REMOVAL_TIMEOUT_SECONDS = 60.0
+ENDED = {"failure", "shutdown"}  # such devboxes stay in the list
+
+
+class RunloopProvider(RemoteProvider):
+    """Provider for one account at Runloop: RUNLOOP_API_KEY, RUNLOOP_BASE_URL."""
+
+    name = "runloop"
+    max_response_bytes = 48 << 10  # the vendor states no limit of the output of a command, and truncates it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configuration = get_configuration(self.name)
+        self._ids: dict[str, str] = {}  # by name
+
+    @property
+    def _client(self) -> Runloop:
+        return self._get_clients(lambda: _create_client(self.configuration))
+
+    def engine_id(self) -> str:
+        """Return the address of the API and the account, if one is configured. Makes no call."""
+        return f"{self.configuration.api_url} {self.configuration.options['account']}".strip()[:200]
+
+    # Lifecycle
+
+    def create(self, spec: SandboxSpec) -> str:
+        for number in range(MAX_CREATES):
+            try:
+                found = self._create(spec, f"{spec.name}-{number}")
+            except Unavailable as error:
+                try:
+                    found = self._find(spec.name)  # an unknown outcome was a success
+                except Missing:
+                    raise error from None
+            if found.metadata.get(OWNER_KEY) != spec.owner:
+                raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
+            if found.status not in ENDED:  # else a sandbox of this name was destroyed before
+                self._ids[spec.name] = found.id
+                return spec.name
+        raise Rejected(f"{MAX_CREATES} devboxes named {spec.name} have been shut down.")
+
+    def _create(self, spec: SandboxSpec, key: str) -> DevboxView:
+        configuration = self.configuration
+        parameters: dict[str, Any] = {}
+        if configuration.auto_stop:
+            idle = {"idle_time_seconds": math.ceil(configuration.auto_stop.total_seconds()), "on_idle": "suspend"}
+            parameters["lifecycle"] = {"after_idle": idle}
+        if configuration.options["size"]:
+            parameters["resource_size_request"] = configuration.options["size"]
+        metadata = {**spec.labels, OWNER_KEY: spec.owner, NAME_KEY: spec.name}
+        blueprint = spec.image or configuration.image
+        with _translate_errors(spec.name):
+            return self._client.devboxes.create(
+                name=spec.name,
+                metadata={name: value[:255] for name, value in metadata.items()},
+                launch_parameters=parameters,  # type: ignore[arg-type]
+                idempotency_key=key,
+                blueprint_name=blueprint or omit,
+            )
+
+    def _wait_running(self, ref: str, deadline: float) -> None:
+        pause = Pause(deadline)
+        while True:
+            found = self._get(ref)
+            if found.status == "running":
+                return
+            if found.status == "suspended":
+                with _translate_errors(ref):
+                    self._client.devboxes.resume(found.id)
+            pause.wait(f"{ref} is {found.status} and not ready in time")
+
+    def restart(self, ref: str) -> None:
+        """Suspend and resume: a suspended devbox has no processes."""
+        deadline = time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds()
+        found = self._get(ref)
+        with _translate_errors(ref):
+            self._client.devboxes.suspend(found.id)
+        pause = Pause(deadline)
+        while self._get(ref).status != "suspended":
+            pause.wait(f"{ref} is still being suspended")
+        self._wait_running(ref, deadline)
+
+    def destroy(self, ref: str) -> None:
+        pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)
+        while True:
+            try:
+                found = self._get(ref)
+            except Missing:
+                self._ids.pop(ref, None)
+                return
+            with _translate_errors(ref):
+                self._client.devboxes.shutdown(found.id, force="true")  # also while a snapshot is made
+            pause.wait(f"{ref} is still being shut down")
+
+    def inspect(self, ref: str) -> ProviderSandbox:
+        return _to_sandbox(self._get(ref))
+
+    def _list_all(self) -> list[DevboxView]:
+        """Return all devboxes of the account with a name of ours that have not ended."""
+        with _translate_errors("the list of devboxes"):
+            found = [
+                devbox
+                for devbox in self._client.devboxes.list(limit=PAGE_SIZE)  # fetches all pages
+                if devbox.status not in ENDED and NAME_KEY in devbox.metadata
+            ]
+        self._ids.update({devbox.metadata[NAME_KEY]: devbox.id for devbox in found})
+        return found
+
+    def _find(self, ref: str) -> DevboxView:
+        for devbox in self._list_all():
+            if devbox.metadata[NAME_KEY] == ref:
+                return devbox
+        raise Missing(f"Runloop has no devbox {ref}.")
+
+    def _get(self, ref: str) -> DevboxView:
+        if ref not in self._ids:
+            return self._find(ref)
+        with _translate_errors(ref):
+            found = self._client.devboxes.retrieve(self._ids[ref])
+        if found.status in ENDED:
+            del self._ids[ref]
+            return self._find(ref)
+        return found
+
+    # Commands and files
+
+    def _execute(self, ref: str, command: str, *, timeout: timedelta) -> str:
+        return self._in_devbox(ref, lambda devbox: self._run_command(devbox, command, timeout))
+
+    def _run_command(self, devbox: str, command: str, timeout: timedelta) -> str:
+        client, deadline = self._client.devboxes, time.monotonic() + timeout.total_seconds()
+        execution = client.execute_async(devbox, command=command)
+        while execution.status != "completed":
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                client.executions.kill(execution.execution_id, devbox_id=devbox, kill_process_group=True)
+                raise Unavailable(f"{devbox}: a command did not end in time", cause=FailureCause.TIMEOUT)
+            try:
+                execution = client.wait_for_command(
+                    execution.execution_id,
+                    devbox_id=devbox,
+                    statuses=["completed"],
+                    timeout_seconds=max(min(MAX_WAIT_SECONDS, math.ceil(remaining)), 1),
+                )
+            except APIStatusError as error:
+                if error.status_code != 408:  # it still runs
+                    raise
+        return execution.stdout or ""
+
+    def _upload(self, ref: str, path: str, content: bytes) -> None:
+        def upload(devbox: str) -> object:
+            return self._client.devboxes.upload_file(devbox, path=path, file=content, timeout=UPLOAD_TIMEOUT_SECONDS)
+
+        self._in_devbox(ref, upload)
+
+    def _in_devbox(self, ref: str, call: Callable[[str], Result]) -> Result:
+        """Call a devbox by its id. Resume it first if it turns out to be suspended."""
+        devbox = self._ids.get(ref) or self._find(ref).id
+        try:
+            with _translate_errors(ref):
+                return call(devbox)
+        except ProviderError as error:
+            if self._get(ref).status == "running":
+                if isinstance(error, Missing):
+                    raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
+                raise
+        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
+        with _translate_errors(ref):
+            return call(self._ids[ref])
+
+    def list(self, owner: str) -> list[ProviderSandbox]:
+        return [_to_sandbox(found) for found in self._list_all() if found.metadata.get(OWNER_KEY) == owner]
+
+
+def _create_client(configuration: RemoteConfiguration) -> Runloop:
+    return Runloop(
+        bearer_token=configuration.api_key, base_url=configuration.api_url, max_retries=0, timeout=CALL_TIMEOUT_SECONDS
+    )  # fmt: skip
+
+
+@contextmanager
+def _translate_errors(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except APIStatusError as error:
+        raise_for_status(error.status_code, subject, str(error.message))
+    except APIConnectionError as error:
+        raise_for_transport(subject, error, is_timeout=isinstance(error, APITimeoutError))
+    except (RunloopError, ValueError) as error:
+        raise Unavailable(f"{subject}: {error}", cause=FailureCause.ENGINE_ERROR) from error
+
+
+def _to_sandbox(found: DevboxView) -> ProviderSandbox:
+    name = found.metadata[NAME_KEY]
+    created_at = datetime.fromtimestamp(found.create_time_ms / 1000, UTC)
+    return ProviderSandbox(ref=name, name=name, running=found.status == "running", created_at=created_at)

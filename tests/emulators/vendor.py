@@ -1,0 +1,289 @@
+"""Base of the vendor emulators: an HTTP server with routes, fault switches, and machines that execute for real."""
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from email.parser import BytesParser
+from email.policy import HTTP
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from wsproto.connection import Connection, ConnectionType
+from wsproto.events import CloseConnection, Ping, TextMessage
+
+from tests.emulators.machine import Machine
+
+WEBSOCKET_GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
+CUT_BEFORE, CUT_AFTER = "cut before", "cut after"  # the connection, before or after the request is carried out
+
+
+@dataclass
+class Fault:
+    """Fault of the next `times` requests whose "METHOD /path" matches `pattern`.
+
+    `outcome` is a status, CUT_BEFORE or CUT_AFTER; None: only a delay of `seconds`."""
+
+    pattern: str
+    outcome: int | str | None = None
+    times: int = 1
+    seconds: float = 0.0
+
+
+@dataclass
+class Request:
+    """One request. `groups` are those of the route's pattern."""
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: bytes
+    groups: tuple[str, ...] = ()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body or b"{}")
+
+    def parse_form(self) -> dict[str, bytes]:
+        """Return the parts of a multipart body by name."""
+        head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
+        message = BytesParser(policy=HTTP).parsebytes(head + self.body)
+        parts = {}
+        for part in message.iter_parts():  # type: ignore[attr-defined]
+            parts[part.get_param("name", header="content-disposition")] = part.get_payload(decode=True)
+        return parts
+
+
+@dataclass
+class Response:
+    """Response of a route.
+
+    `stream` writes a body of unknown length to a function that sends one chunk. `websocket` serves an upgraded connection."""
+
+    status: int = 200
+    body: bytes = b""
+    content_type: str = "application/json"
+    stream: Callable[[Callable[[bytes], None]], None] | None = None
+    websocket: Callable[["WebSocket"], None] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Rejected(Exception):
+    """The request is answered with this status and JSON body."""
+
+    def __init__(self, status: int, body: Any) -> None:
+        super().__init__(status, body)
+        self.status, self.body = status, body
+
+
+Handler = Callable[[Any, Request], Response]
+HandlerT = TypeVar("HandlerT", bound=Callable[..., Response])
+
+
+def route(method: str, pattern: str) -> Callable[[HandlerT], HandlerT]:
+    """Declare a method of an emulator as the handler of requests whose path matches `pattern` completely."""
+
+    def declare(handler: HandlerT) -> HandlerT:
+        handler.routes = [*getattr(handler, "routes", []), (method, re.compile(pattern))]  # type: ignore[attr-defined]
+        return handler
+
+    return declare
+
+
+def as_json(content: Any, status: int = 200) -> Response:
+    return Response(status, json.dumps(content).encode())
+
+
+class VendorEmulator(ThreadingHTTPServer):
+    """HTTP emulator of one vendor. A subclass declares routes and says how a key is stated."""
+
+    daemon_threads = True
+    request_queue_size = 128
+    key = "emulator-key"
+    home: ClassVar[str] = "/home/user"
+    api_path: ClassVar[str] = ""
+    writable: ClassVar[tuple[str, ...]] = ("/workspace", "/data", "/opt/leasehold")
+    rejection: ClassVar[Callable[[int, str], Any]] = staticmethod(lambda status, message: {"message": message})
+
+    def __init__(self, directory: Path, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.directory = directory
+        self.lock = threading.RLock()
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []  # "METHOD /path", in the order of their arrival
+        self.is_listing_late = False  # new sandboxes are not listed
+        self.routes = [
+            (method, pattern, getattr(self, name))
+            for name in dir(type(self))
+            for method, pattern in getattr(getattr(type(self), name), "routes", [])
+        ]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @property
+    def api_url(self) -> str:
+        """Address for the provider's configuration."""
+        return self.url + self.api_path
+
+    def create_machine(self, identifier: str) -> Machine:
+        machine = Machine(self.directory / identifier, writable=self.writable, home=self.home)
+        machine.start()
+        return machine
+
+    def is_authorized(self, request: Request) -> bool:
+        return request.headers.get("Authorization") == f"Bearer {self.key}"
+
+    def close(self) -> None:
+        """Stop the server, and remove every machine."""
+        self.shutdown()
+        self.server_close()
+        for machine in self.list_machines():
+            machine.remove()
+
+    def list_machines(self) -> list[Machine]:
+        raise NotImplementedError
+
+    def find_machines(self, name: str) -> list[Machine]:
+        """Return the machines of the sandboxes with this name that have not been destroyed."""
+        raise NotImplementedError
+
+    def stop_idle(self, name: str) -> None:
+        """Stop a sandbox, as the vendor does with an idle one."""
+        raise NotImplementedError
+
+    def get_creation(self, name: str) -> dict[str, Any]:
+        """Return the fields of the request that created a sandbox."""
+        raise NotImplementedError
+
+    def handle(self, request: Request) -> tuple[Response, Fault | None]:
+        line = f"{request.method} {request.path}"
+        with self.lock:
+            self.requests.append(line)
+            fault = next((fault for fault in self.faults if fault.times > 0 and re.search(fault.pattern, line)), None)
+            if fault:
+                fault.times -= 1
+        if fault:
+            time.sleep(fault.seconds)
+            if isinstance(fault.outcome, int):
+                return as_json(self.rejection(fault.outcome, "fault"), fault.outcome), None
+            if fault.outcome == CUT_BEFORE:
+                return Response(), fault
+        if not self.is_authorized(request):
+            return as_json(self.rejection(401, "Unauthorized"), 401), None
+        for method, pattern, handler in self.routes:
+            if method == request.method and (match := pattern.fullmatch(request.path)):
+                request.groups = match.groups()
+                try:
+                    return handler(request), fault if fault and fault.outcome == CUT_AFTER else None
+                except Rejected as rejected:
+                    return as_json(rejected.body, rejected.status), None
+        return as_json(self.rejection(404, f"no route {line}"), 404), None
+
+
+class WebSocket:
+    """Server side of one WebSocket with text messages."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._protocol = connection, Connection(ConnectionType.SERVER)
+        self._events = iter(())
+
+    def receive(self) -> str | None:
+        """Return the next message, or None once the client has closed the connection."""
+        text = ""
+        while True:
+            for event in self._events:
+                if isinstance(event, TextMessage):
+                    text += event.data
+                    if event.message_finished:
+                        return text
+                elif isinstance(event, Ping):
+                    self._socket.sendall(self._protocol.send(event.response()))
+                elif isinstance(event, CloseConnection):
+                    with suppress(OSError):
+                        self._socket.sendall(self._protocol.send(event.response()))
+                    return None
+            content = self._socket.recv(65536)
+            if not content:
+                return None
+            self._protocol.receive_data(content)
+            self._events = self._protocol.events()
+
+    def send(self, message: str) -> None:
+        self._socket.sendall(self._protocol.send(TextMessage(message)))
+
+    def close(self) -> None:
+        self._socket.sendall(self._protocol.send(CloseConnection(1000)))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: VendorEmulator
+    disable_nagle_algorithm = True
+
+    def _serve(self) -> None:
+        parts = urlsplit(self.path)
+        query = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        body = self._read_body()
+        response, cut = self.server.handle(Request(self.command, unquote(parts.path), query, self.headers, body))
+        if cut is not None:
+            self.close_connection = True
+            return
+        if response.websocket is not None:
+            self._upgrade(response.websocket)
+            return
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.content_type)
+        for name, value in response.headers.items():
+            self.send_header(name, value)
+        if response.stream is None:
+            self.send_header("Content-Length", str(len(response.body)))
+            self.end_headers()
+            self.wfile.write(response.body)
+            return
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            response.stream(self._send_chunk)
+            self.wfile.write(b"0\r\n\r\n")
+        except ConnectionError:
+            self.close_connection = True
+
+    def _upgrade(self, serve: Callable[[WebSocket], None]) -> None:
+        accept = base64.b64encode(hashlib.sha1(f"{self.headers['Sec-WebSocket-Key']}{WEBSOCKET_GUID}".encode()).digest())
+        self.send_response(101)
+        for name, value in (("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Accept", accept.decode())):
+            self.send_header(name, value)
+        self.end_headers()
+        self.close_connection = True
+        with suppress(OSError):
+            serve(WebSocket(self.connection))
+
+    def _send_chunk(self, chunk: bytes) -> None:
+        if chunk:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+
+    def _read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            chunks = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                chunks.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(chunks)
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _serve
+
+    def log_message(self, format: str, *args: object) -> None:
+        return

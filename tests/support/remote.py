@@ -1,0 +1,35 @@
+"""Providers of remote sandboxes, connected to the emulators of their vendors."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.test import override_settings
+
+from sandboxes.providers import load_class
+from sandboxes.providers.remote.provider import RemoteProvider
+from tests.emulators.registry import serve
+from tests.emulators.vendor import VendorEmulator
+
+GetEmulator = Callable[[str], VendorEmulator]
+
+
+@pytest.fixture(scope="session")
+def emulators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEmulator]:
+    """Start the emulator of a vendor at its first use, and return it."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")  # a test sets a proxy in the environment, which clients of vendors use
+        yield cache(lambda name: stack.enter_context(serve(name, tmp_path_factory.mktemp(name))))
+
+
+def connect_provider(name: str, emulator: VendorEmulator, **changes: Any) -> RemoteProvider:
+    """Return a provider that reaches an emulator, with changes of its configuration."""
+    reached = replace(settings.REMOTE_PROVIDERS[name], **({"api_key": emulator.key, "api_url": emulator.api_url} | changes))
+    with override_settings(REMOTE_PROVIDERS={**settings.REMOTE_PROVIDERS, name: reached}):
+        provider = load_class(name)()
+    assert isinstance(provider, RemoteProvider)
+    return provider

@@ -1,0 +1,95 @@
+"""Remote providers on the emulators of their vendors, with faults."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.conf import settings as live_settings
+
+from sandboxes import providers
+from sandboxes.models import Pool
+from sandboxes.providers import load_class
+from sandboxes.providers.base import ExecResult, SandboxSpec
+from sandboxes.providers.remote.provider import RemoteProvider
+from tests.emulators.registry import EMULATORS
+from tests.emulators.vendor import Fault, VendorEmulator
+from tests.support.remote import GetEmulator, connect_provider, emulators  # noqa: F401 - fixture
+
+LISTING = sorted(name for name in EMULATORS if load_class(name).can_list)
+MakeProvider = Callable[..., RemoteProvider]
+CREATE = {"daytona": "POST /api/sandbox$", "langsmith": "POST .*/boxes$", "runloop": "POST /v1/devboxes$"}
+EXECUTE = {"daytona": "POST .*/process/execute", "langsmith": "GET .*/execute/ws", "runloop": "POST .*/execute_async"}
+LIST = {"daytona": "GET /api/sandbox$", "langsmith": "GET .*/boxes$", "runloop": "GET /v1/devboxes$"}
+
+
+@dataclass
+class Remote:
+    """One vendor's provider and emulator, and the owner of the sandboxes of this test."""
+
+    kind: str
+    provider: RemoteProvider
+    emulator: VendorEmulator
+    owner: str
+
+    def spec(self, name: str = "") -> SandboxSpec:
+        return SandboxSpec(name or f"lhr-{uuid4().hex[:16]}", self.owner)
+
+    def start(self) -> str:
+        """Create a sandbox and return its ref."""
+        ref = self.provider.create(self.spec())
+        self.provider.wait_ready(ref, timeout=timedelta(seconds=30))
+        return ref
+
+    def run(self, ref: str, *argv: str, mark: str = "", retain: bool = False) -> ExecResult:
+        timeout = timedelta(seconds=30)
+        return self.provider.exec(ref, argv, env={}, timeout=timeout, mark=mark or uuid4().hex, retain=retain)
+
+    def fail(self, pattern: str, outcome: int | str | None, times: int = 1) -> None:
+        """Let the next requests that match the pattern fail."""
+        self.emulator.faults.append(Fault(pattern, outcome, times))
+
+
+@pytest.fixture(params=LISTING)
+def remote(request: pytest.FixtureRequest, emulators: GetEmulator) -> Iterator[Remote]:  # noqa: F811
+    emulator = emulators(request.param)
+    provider = connect_provider(request.param, emulator)
+    provider.retry_delays_seconds = (0.0, 0.0, 0.0)
+    remote = Remote(request.param, provider, emulator, owner=uuid4().hex)
+    yield remote
+    emulator.faults.clear()
+    emulator.is_listing_late = False
+    for found in provider.list(remote.owner):
+        provider.destroy(found.ref)
+
+
+@pytest.fixture
+def make_provider(emulators: GetEmulator) -> MakeProvider:  # noqa: F811
+    """Connect a provider to its emulator, with changes of its configuration."""
+    return lambda kind, **changes: connect_provider(kind, emulators(kind), **changes)
+
+
+@pytest.fixture
+def move_pool(settings: Any, pool: Pool, emulators: GetEmulator) -> Iterator[Callable[[str], Pool]]:  # noqa: F811
+    """Move the test's pool to a vendor, whose emulator serves its sandboxes: move_pool("daytona")."""
+    moved: list[str] = []
+
+    def move(kind: str) -> Pool:
+        emulator = emulators(kind)
+        reached = replace(live_settings.REMOTE_PROVIDERS[kind], api_key=emulator.key, api_url=emulator.api_url)
+        settings.REMOTE_PROVIDERS = {**live_settings.REMOTE_PROVIDERS, kind: reached}
+        settings.SANDBOX_PROVIDER = kind
+        providers._create_provider.cache_clear()
+        Pool.objects.filter(pk=pool.pk).update(provider=kind)
+        moved.append(kind)
+        return pool
+
+    yield move
+    for kind in moved:
+        emulators(kind).faults.clear()
+        provider = providers.get_provider(kind)
+        for found in provider.list(str(pool.owner)) if provider.can_list else ():
+            provider.destroy(found.ref)
+    providers._create_provider.cache_clear()

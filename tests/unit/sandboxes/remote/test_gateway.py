@@ -1,0 +1,188 @@
+"""Model calls of remote sandboxes through the gateway: identity by token, the same rows and limits as on this host."""
+
+import base64
+import json
+import ssl
+import urllib.request
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from leases import execution, leasing, turns
+from leases.agent_runs import lifecycle
+from leases.agent_runs.clis.base import AgentOptions
+from leases.models import Lease, Turn
+from sandboxes.egress import gateway_tokens
+from sandboxes.egress.server import EgressServer, GatewayListener
+from sandboxes.errors import NoGateway
+from sandboxes.management.commands.egress import read_gateway_listener
+from sandboxes.models import GatewayToken, LlmCall, Pool, Run, Sandbox
+from sandboxes.providers.daytona.provider import DaytonaProvider
+from sandboxes.runs.operations import Command
+from tests.conftest import MINUTE, NOW
+from tests.support.leases import evict
+from tests.support.remote import GetEmulator
+from tests.support.servers import ports
+from tests.support.servers.egress import CHAT_PATH, COMPLETION_REQUEST, COMPLETION_RESPONSE, EventLoopThread, FakeUpstream
+from tests.support.servers.tls import create_certificates
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+CALL = f"""
+import json, os, urllib.request
+body = json.dumps({COMPLETION_REQUEST!r}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+headers = {{"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+print(urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=20).read().decode())
+"""
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoopThread]:
+    loop = EventLoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def upstream(settings: Any, loop: EventLoopThread) -> Iterator[FakeUpstream]:
+    with loop.run_context(FakeUpstream().listening()) as upstream:
+        settings.LLM_URL, settings.LLM_API_KEY = upstream.url, "sk-secret"
+        yield upstream
+
+
+@pytest.fixture
+def gateway(settings: Any, loop: EventLoopThread, upstream: FakeUpstream) -> Iterator[int]:
+    """Port of the gateway, which sandboxes are told."""
+    [port] = ports.find_free_ports()
+    settings.GATEWAY_URL = f"http://127.0.0.1:{port}"
+    server = EgressServer(now=lambda: NOW)
+    with loop.run_context(server.listening({}, GatewayListener("127.0.0.1", port))):
+        yield port
+
+
+@pytest.fixture
+def remote_pool(move_pool: Callable[[str], Pool]) -> Pool:
+    return move_pool("daytona")
+
+
+def run(lease: Lease, *argv: str) -> Run:
+    found, _ = execution.exec_command(lease.pk, Command(argv=list(argv), timeout=MINUTE), now=NOW)
+    return found
+
+
+def post(port: int, token: str, **headers: str) -> tuple[int, Any]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json", **headers}
+    connection.request("POST", CHAT_PATH, json.dumps(COMPLETION_REQUEST), headers)
+    response = connection.getresponse()
+    answer = response.status, json.loads(response.read())
+    connection.close()
+    return answer
+
+
+def read_token(lease: Lease) -> str:
+    done = run(lease, "cat", "/opt/leasehold/gateway.json")
+    return str(json.loads(bytes(done.stdout))["token"])
+
+
+def test_program_in_a_remote_sandbox_calls_the_model_on_the_bill_of_its_lease(
+    remote_pool: Pool, grant: Callable[..., Lease], gateway: int, upstream: FakeUpstream
+) -> None:
+    lease = grant()
+    done = run(lease, "python3", "-c", CALL)
+    assert (done.exit_code, bytes(done.stderr)) == (0, b"")
+    assert json.loads(bytes(done.stdout)) == COMPLETION_RESPONSE
+    wait_until(lambda: not LlmCall.objects.filter(outcome="open").exists(), "the call is settled")
+    [call] = LlmCall.objects.all()
+    assert (call.holder, call.run_id, call.outcome, call.agent_did) == (lease.pk, done.pk, "ok", lease.agent_did)
+    assert bytes(run(lease, "stat", "-c", "%a", "/opt/leasehold/gateway.json").stdout) == b"600\n"
+
+
+def test_token_is_replaced_at_a_wake_and_dies_with_the_lease(
+    remote_pool: Pool, grant: Callable[..., Lease], gateway: int
+) -> None:
+    lease = grant()
+    first = read_token(lease)
+    assert post(gateway, first)[0] == 200
+    evict(lease)
+    assert post(gateway, first)[0] == 401  # no sandbox has it
+    second = read_token(lease)
+    assert second != first and post(gateway, first)[0] == 401 and post(gateway, second)[0] == 200
+    assert not GatewayToken.objects.filter(sha256__in=[first, second]).exists()  # only hashes are stored
+    leasing.release(lease.pk, now=NOW + timedelta(seconds=1))
+    assert post(gateway, second)[0] == 401
+
+
+def test_turn_that_asks_a_model_is_refused_without_a_gateway_and_other_commands_work(
+    remote_pool: Pool, grant: Callable[..., Lease]
+) -> None:
+    lease = grant()
+    with pytest.raises(NoGateway, match=r"Sandboxes of daytona have no models: LEASEHOLD_GATEWAY_URL is not set\."):
+        turns.take_turn(lease.pk, 1, {}, now=NOW)
+    request = lifecycle.AgentRequest("claude", AgentOptions("hello"), {}, "/workspace", MINUTE)
+    with pytest.raises(NoGateway):
+        lifecycle.create(lease.pk, request, run_id=uuid4(), now=NOW)
+    assert not Turn.objects.exists() and not Run.objects.exists()  # nothing has started
+    assert bytes(run(lease, "echo", "works").stdout) == b"works\n"
+    type(lease.environment_type).objects.update(turn_argv=["sh", "-c", "echo '{}'"])
+    assert turns.take_turn(lease.pk, 1, {}, now=NOW).ended_at
+
+
+def test_token_is_in_no_command_line(
+    remote_pool: Pool, grant: Callable[..., Lease], gateway: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[str] = []
+    execute = DaytonaProvider._execute
+
+    def record(provider: DaytonaProvider, ref: str, command: str, **more: Any) -> str:
+        commands.append(command)
+        return execute(provider, ref, command, **more)
+
+    monkeypatch.setattr(DaytonaProvider, "_execute", record)
+    token = read_token(grant())
+    requests = [base64.b64decode(word) for command in commands for word in command.split() if len(word) > 100]
+    assert len(requests) > 1 and not any(token.encode() in text for text in [*requests, *map(str.encode, commands)])
+
+
+def test_gateway_identifies_callers_by_their_token_alone(remote_pool: Pool, grant: Callable[..., Lease], gateway: int) -> None:
+    lease = grant()
+    token = read_token(lease)
+    slot = Sandbox.objects.get(holder=lease.pk).slot
+    for wrong in ("", "lhg_unknown", token[:-1], token.upper()):
+        status, body = post(gateway, wrong, **{"X-Leasehold-Slot": str(slot)})
+        assert (status, body["error"]["code"]) == (401, "invalid_token")
+    assert gateway_tokens.find_slot(token) == slot
+
+
+def test_relay_is_started_again_after_a_stop_by_the_vendor(
+    remote_pool: Pool, grant: Callable[..., Lease], gateway: int, emulators: GetEmulator
+) -> None:
+    lease = grant()
+    assert run(lease, "python3", "-c", CALL).exit_code == 0
+    emulators("daytona").stop_idle(Sandbox.objects.get(holder=lease.pk).ref)
+    done = run(lease, "python3", "-c", CALL)
+    assert (done.exit_code, bytes(done.stderr)) == (0, b"")
+
+
+def test_gateway_with_a_certificate_speaks_tls(tmp_path: Path, loop: EventLoopThread) -> None:
+    files, [port] = create_certificates(tmp_path, "localhost"), ports.find_free_ports()
+    listener = GatewayListener("127.0.0.1", port, str(files.certificate), str(files.key))
+    context = ssl.create_default_context(cafile=files.authority)
+    with (
+        loop.run_context(EgressServer(now=lambda: NOW).listening({}, listener)),
+        urllib.request.urlopen(f"https://localhost:{port}/healthz", context=context, timeout=20) as response,
+    ):
+        assert response.read() == b"ok\n"
+
+
+def test_gateway_settings_reach_the_listener(settings: Any) -> None:
+    assert read_gateway_listener() is None
+    settings.GATEWAY_LISTEN = "[::1]:8443"
+    settings.GATEWAY_CERTIFICATE, settings.GATEWAY_CERTIFICATE_KEY = "c.pem", "k.pem"
+    assert read_gateway_listener() == GatewayListener("::1", 8443, "c.pem", "k.pem")

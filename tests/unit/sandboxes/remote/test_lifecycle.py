@@ -1,0 +1,140 @@
+"""Lifecycle settings of remote sandboxes: which one applies, its unit at the vendor, and what is refused."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+
+from controlplane.checks import check_gateway, check_provider_key
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.remote.configuration import RemoteConfiguration
+from tests.commands.manage import load_settings
+from tests.support.remote import GetEmulator
+from tests.unit.sandboxes.remote.conftest import MakeProvider
+
+MINUTE = timedelta(minutes=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("daytona", {"auto_stop": 90 * MINUTE, "auto_delete": None}, {"autoStopInterval": 90, "autoDeleteInterval": -1}),
+        ("daytona", {"auto_stop": None, "auto_delete": MINUTE / 2}, {"autoStopInterval": 0, "autoDeleteInterval": 1}),
+        ("langsmith", {"auto_stop": 1.5 * MINUTE}, {"idle_ttl_seconds": 120, "delete_after_stop_seconds": 0}),
+        ("langsmith", {"auto_stop": None, "auto_delete": MINUTE}, {"idle_ttl_seconds": 0, "delete_after_stop_seconds": 60}),
+        (
+            "runloop",
+            {"auto_stop": 1.5 * MINUTE},
+            {"launch_parameters": {"lifecycle": {"after_idle": {"idle_time_seconds": 90, "on_idle": "suspend"}}}},
+        ),
+        ("runloop", {"auto_stop": None}, {"launch_parameters": {}}),
+        ("daytona", {"image": "debian:12"}, {"buildInfo": {"dockerfileContent": "FROM debian:12\n"}, "cpu": 1, "memory": 1}),
+        ("langsmith", {"image": "python:3"}, {"snapshot": "python:3"}),
+        ("runloop", {"image": "py"}, {"blueprint_name": "py"}),
+        ("daytona", {"options": {"target": "eu", "organization_id": ""}}, {"target": "eu"}),
+        ("runloop", {"options": {"size": "SMALL", "account": ""}, "auto_stop": None},
+         {"launch_parameters": {"resource_size_request": "SMALL"}}),
+    ],
+)  # fmt: skip
+def test_configuration_reaches_the_vendor_in_its_units(
+    kind: str, changes: dict[str, Any], expected: dict[str, Any], make_provider: MakeProvider, emulators: GetEmulator
+) -> None:  # fmt: skip
+    provider = make_provider(kind, **changes)
+    ref = provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle"))
+    sent = emulators(kind).get_creation(ref)
+    provider.destroy(ref)
+    assert {name: sent[name] for name in expected} == expected
+
+
+def read_configuration(home: Path, kind: str, **variables: str) -> RemoteConfiguration:
+    with pytest.MonkeyPatch.context() as patch:
+        found: RemoteConfiguration = load_settings(patch, home, **variables).REMOTE_PROVIDERS[kind]
+    return found
+
+
+VARIABLES = [
+    ("daytona", {}, "auto_stop", 60 * MINUTE),
+    ("daytona", {}, "auto_delete", None),
+    ("daytona", {"LEASEHOLD_SANDBOX_AUTO_STOP_MINUTES": "7"}, "auto_stop", 7 * MINUTE),
+    ("daytona", {"LEASEHOLD_SANDBOX_AUTO_STOP_MINUTES": "7", "DAYTONA_SANDBOX_AUTO_STOP_MINUTES": "0"}, "auto_stop", None),
+    ("langsmith", {"DAYTONA_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 60 * MINUTE),
+    ("langsmith", {"LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES": "8"}, "auto_delete", 8 * MINUTE),
+    ("daytona", {"DAYTONA_SANDBOX_AUTO_DELETE_MINUTES": "9"}, "auto_delete", 9 * MINUTE),
+    ("langsmith", {"LANGSMITH_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
+    ("langsmith", {"LANGSMITH_SANDBOX_AUTO_DELETE_MINUTES": "9"}, "auto_delete", 9 * MINUTE),
+    ("runloop", {"RUNLOOP_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
+    ("cloudflare", {"CLOUDFLARE_SANDBOX_API_KEY": "k"}, "api_key", "k"),
+    ("cloudflare", {"CLOUDFLARE_SANDBOX_URL": "http://127.0.0.1:1/"}, "api_url", "http://127.0.0.1:1"),
+    ("daytona", {"DAYTONA_API_KEY": "k"}, "api_key", "k"),
+    ("langsmith", {"LANGSMITH_API_KEY": "k"}, "api_key", "k"),
+    ("runloop", {"RUNLOOP_API_KEY": "k"}, "api_key", "k"),
+    ("daytona", {"DAYTONA_API_URL": "http://127.0.0.1:1/api/"}, "api_url", "http://127.0.0.1:1/api"),
+    ("langsmith", {"LANGSMITH_ENDPOINT": "http://127.0.0.1:1"}, "api_url", "http://127.0.0.1:1"),
+    ("runloop", {"RUNLOOP_BASE_URL": "http://127.0.0.1:1"}, "api_url", "http://127.0.0.1:1"),
+    ("daytona", {"DAYTONA_SANDBOX_IMAGE": "i"}, "image", "i"),
+    ("langsmith", {"LANGSMITH_SANDBOX_IMAGE": "i"}, "image", "i"),
+    ("runloop", {"RUNLOOP_SANDBOX_IMAGE": "i"}, "image", "i"),
+    ("daytona", {"DAYTONA_TARGET": "eu"}, "target", "eu"),
+    ("daytona", {"DAYTONA_ORGANIZATION_ID": "o"}, "organization_id", "o"),
+    ("langsmith", {"LANGSMITH_WORKSPACE_ID": "w"}, "workspace", "w"),
+    ("runloop", {"RUNLOOP_SANDBOX_SIZE": "LARGE"}, "size", "LARGE"),
+    ("runloop", {"RUNLOOP_ACCOUNT": "a"}, "account", "a"),
+]
+
+
+@pytest.mark.parametrize(("kind", "variables", "field", "expected"), VARIABLES)
+def test_variable_of_a_vendor_is_read_and_takes_precedence(
+    kind: str, variables: dict[str, str], field: str, expected: object, tmp_path: Path
+) -> None:
+    found = read_configuration(tmp_path, kind, **variables)
+    assert (found.options[field] if field in found.options else getattr(found, field)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("DAYTONA_SANDBOX_AUTO_STOP_MINUTES", "an hour", "DAYTONA_SANDBOX_AUTO_STOP_MINUTES='an hour' is not accepted."),
+        ("LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES", "-1", "LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES='-1' is not accepted."),
+        ("DAYTONA_SANDBOX_AUTOSTOP", "1", "DAYTONA_SANDBOX_AUTOSTOP is not a variable of Leasehold."),
+        # Runloop cannot delete a suspended devbox after a time.
+        ("RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES", "5", "RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES is not a variable of Leasehold."),
+        ("RUNLOOP_SANDBOX_SIZE", "HUGE", "RUNLOOP_SANDBOX_SIZE='HUGE' is not accepted."),
+    ],
+)
+def test_invalid_or_unknown_variable_prevents_the_start(name: str, value: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ImproperlyConfigured, match=re.escape(message)):
+        read_configuration(tmp_path, "daytona", **{name: value})
+
+
+NAMES = [("daytona", "organization_id"), ("langsmith", "workspace"), ("runloop", "account")]
+
+
+@pytest.mark.parametrize(("kind", "option"), NAMES)
+def test_accounts_behind_one_address_are_told_apart_if_they_are_named(
+    kind: str, option: str, make_provider: MakeProvider
+) -> None:
+    plain = make_provider(kind)
+    named = make_provider(kind, options={**settings.REMOTE_PROVIDERS[kind].options, option: "x-1"})
+    assert named.engine_id() == f"{plain.engine_id()} x-1"
+
+
+def test_missing_key_is_found_at_the_start(settings: Any) -> None:
+    settings.SANDBOX_PROVIDER = "runloop"
+    [found] = check_provider_key(None)
+    message = "The runloop provider needs RUNLOOP_API_KEY, which is not set."
+    assert (found.msg, found.hint, found.id) == (message, "Set RUNLOOP_API_KEY.", "leasehold.E008")
+    settings.SANDBOX_PROVIDER = "docker"
+    assert check_provider_key(None) == []
+
+
+def test_missing_gateway_is_a_warning_at_the_start(settings: Any) -> None:
+    settings.SANDBOX_PROVIDER = "runloop"
+    [found] = check_gateway(None)
+    assert found.id == "leasehold.W002" and "sandboxes of runloop have no models" in found.msg
+    settings.GATEWAY_URL = "https://gateway.example.org"
+    assert check_gateway(None) == []

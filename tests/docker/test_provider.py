@@ -2,6 +2,7 @@
 
 import io
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -22,8 +23,9 @@ from leases import execution, leasing
 from sandboxes.agent.client import AgentConnection
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import ExecResult, Missing, Rejected, ResourceUsage, SandboxSpec, Unavailable
-from sandboxes.providers.docker import engine
+from sandboxes.providers.docker import commands, engine
 from sandboxes.providers.docker.engine import Cgroup, Engine
+from sandboxes.providers.docker.exec_stream import EngineExec
 from sandboxes.providers.docker.provider import DockerProvider, is_daemon_available
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import reconciliation
@@ -343,6 +345,43 @@ def test_container_is_killed_if_reaping_fails_and_its_files_remain(box: Box, mon
 @pytest.mark.usefixtures("executor")
 def test_timeout_shorter_than_the_start_leaves_no_process(box: Box) -> None:
     assert box.run("sleep", "300", seconds=0.005).timed_out
+    assert box.processes() == []
+
+
+def test_kill_waits_for_a_start_that_the_engine_has_not_begun(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy engine reads the request to start a command after the timeout of the command."""
+    began, killed = list[bytes](), threading.Event()
+    kill_by_mark = DockerProvider._kill_by_mark
+
+    def delay(connection: socket.socket) -> socket.socket:
+        """Return a connection whose first bytes reach the engine after the first attempt to kill."""
+        near, far = socket.socketpair()
+
+        def relay() -> None:
+            request = far.recv(1 << 16)
+            assert killed.wait(30)
+            connection.sendall(request)
+            while chunk := connection.recv(1 << 16):
+                began.append(chunk)
+                far.sendall(chunk)
+            far.close()
+
+        threading.Thread(target=relay, daemon=True).start()
+        return near
+
+    def start(engine: Engine, connection: socket.socket, *args: Any) -> EngineExec:
+        return EngineExec(engine, delay(connection), *args)
+
+    def kill(provider: DockerProvider, *args: Any) -> bool:
+        result = kill_by_mark(provider, *args)
+        killed.set()
+        return result
+
+    monkeypatch.setattr(commands, "EngineExec", start)
+    monkeypatch.setattr(DockerProvider, "_kill_by_mark", kill)
+    assert box.run("sleep", "300", seconds=0.005).timed_out
+    monkeypatch.undo()
+    assert began  # the command was started after the first attempt
     assert box.processes() == []
 
 

@@ -86,15 +86,21 @@ class EngineExec:
         return (137, True) if code is None else (code, bool(state["Pid"]))
 
     def is_alive(self) -> bool:
-        """Return whether the engine reports the exec as running."""
-        return bool(self._inspect()["Running"])
+        """Return whether the exec is running, or may still be started: a busy engine may not have begun with the start."""
+        state = self._inspect()
+        if state["Running"] or state["ExitCode"] is not None or state.get("gone"):
+            return bool(state["Running"])
+        try:
+            return self._open or self._receive()
+        except Conflict:  # the engine has refused the start
+            return False
 
     def _inspect(self) -> dict[str, Any]:
         try:
             return dict(self._engine.call("GET", f"/exec/{self._exec_id}/json"))
         except Missing:  # the container has stopped, or is gone
             self._engine.call("GET", f"/containers/{self.ref}/json")
-            return {"Running": False, "ExitCode": None}
+            return {"Running": False, "ExitCode": None, "gone": True}
 
     def _receive(self) -> bool:
         try:

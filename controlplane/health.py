@@ -31,7 +31,6 @@ from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.hosts import registry
 from sandboxes.models import Sweep
 from sandboxes.pool_stats import PoolStats, Stats
-from sandboxes.providers.base import FailureCause, Unavailable
 from sandboxes.state import disk_space
 from sandboxes.sweeps import installation
 from sandboxes.sweeps.passes import COUNTERS_CORRECTED
@@ -230,18 +229,11 @@ def query_provider() -> dict[str, Any]:
     name = providers.get_default_provider_name()
     try:
         provider = providers.get_provider(name)
-        provider.list("health")
-    except Unavailable as error:
-        if error.cause != FailureCause.NOT_SUPPORTED:  # which means that the engine responds, and cannot list
-            return _report_unresponsive(name, error)
+        provider.ping()
     except Exception as error:  # any failure means that the provider does not respond
-        return _report_unresponsive(name, error)
+        log.warning("provider does not respond", provider=name, error=f"{type(error).__name__}: {error}")
+        return {"name": name, "isolated": None, "answers": False}
     return {"name": name, "isolated": provider.isolated, "answers": True}
-
-
-def _report_unresponsive(name: str, error: Exception) -> dict[str, Any]:
-    log.warning("provider does not respond", provider=name, error=f"{type(error).__name__}: {error}")
-    return {"name": name, "isolated": None, "answers": False}
 
 
 provider_probe = ProviderProbe()

@@ -77,7 +77,8 @@ def follow(request):
     base_path, begun = _get_path(request["mark"]), time.monotonic()
     offsets, pause = request["offsets"], 0.002
     while True:
-        is_running = _is_running(base_path)  # before the result: a keeper writes it while it runs
+        # The keeper holds the lock; None: the mark is not known. Before the result, which a keeper writes while it runs.
+        is_running = _is_locked(f"{base_path}.lock")
         result = _read_result(base_path)
         waited = time.monotonic() - begun
         if result is not None or not is_running or waited > request["wait"]:
@@ -151,7 +152,7 @@ def _ensure_relay():
     if not os.path.exists(os.path.join(TOOL_DIRECTORY, "gateway.json")):
         return None
     port_path = os.path.join(TOOL_DIRECTORY, "gateway.port")
-    if not _is_relay_running():
+    if not _is_locked(os.path.join(TOOL_DIRECTORY, "gateway.lock")):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(port_path)  # of a relay that is dead
         if os.fork() == 0:
@@ -162,20 +163,6 @@ def _ensure_relay():
             return int(file.read())
         time.sleep(MAX_PAUSE_SECONDS)
     return None
-
-
-def _is_relay_running():
-    try:
-        lock = os.open(os.path.join(TOOL_DIRECTORY, "gateway.lock"), os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
 
 
 def _run_relay():
@@ -194,10 +181,10 @@ def _get_path(mark):
     return os.path.join(RUNS_DIRECTORY, mark.encode().hex())
 
 
-def _is_running(base_path):
-    """Return whether the keeper lives, or None if the mark is not known."""
+def _is_locked(path):
+    """Return whether a living process has locked a file, or None if there is no such file."""
     try:
-        lock = os.open(f"{base_path}.lock", os.O_RDONLY)
+        lock = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:

@@ -243,7 +243,7 @@ class Provider(ABC):
     streams_output: bool = False  # `open_output` returns a reader, if the sandbox can be reached
     has_terminals: bool = False  # `start` accepts `terminal`, and `find_agent_id` returns an id, if the sandbox can be reached
     bridges_proxy: bool = False  # a port in the sandbox leads to the proxy of the policy's allow list
-    can_list: bool = True  # otherwise `list` raises Unavailable with the cause NOT_SUPPORTED, if the engine responds
+    can_list: bool = True  # otherwise `list` raises Unavailable with the cause NOT_SUPPORTED
     needs_gateway: bool = False  # sandboxes reach models by the public gateway alone, for which `connect_gateway` prepares them
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
 
@@ -252,6 +252,10 @@ class Provider(ABC):
         """Ask the engine for its identity, at most 200 characters. Two engines never share one. Raise Unavailable.
 
         It stays the same over restarts of the engine and of the control plane, as long as the sandboxes do."""
+
+    def ping(self) -> None:
+        """Ask the engine for an answer of any kind. Raise Unavailable without one."""
+        self.list("health")
 
     def last_engine_id(self) -> str:
         """Return the identity that the engine last stated, without a call if it is known. Raise Unavailable."""

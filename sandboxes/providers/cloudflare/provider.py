@@ -22,10 +22,10 @@ from urllib.parse import quote
 import requests
 from django.conf import settings
 
-from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.remote.configuration import RemoteConfiguration, get_configuration
+from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, SandboxSpec, Unavailable
+from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
-from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause, RemoteProvider
+from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause, RemoteProvider, require_owner
 
 CALL_TIMEOUT_SECONDS = 130.0  # a cold start may wait 30 s for an instance and 90 s for its port
 UPLOAD_TIMEOUT_SECONDS = 300.0
@@ -42,17 +42,9 @@ class CloudflareProvider(RemoteProvider):
     upload_directory = "/workspace"
     max_upload_bytes = 16 << 20
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.configuration = get_configuration(self.name)
-
     @property
     def _session(self) -> requests.Session:
         return self._get_clients(lambda: _create_session(self.configuration))
-
-    def engine_id(self) -> str:
-        """Return the address of the bridge. Makes no call."""
-        return self.configuration.api_url[:200]
 
     # Lifecycle
 
@@ -69,8 +61,7 @@ class CloudflareProvider(RemoteProvider):
             script = f"set -C; printf %s {shlex.quote(json.dumps(stated))} >{path}"
             self._execute(spec.name, f"({script}) 2>/dev/null; true", timeout=timedelta(seconds=30))
             owner = self._read_owner(spec.name)
-        if owner["owner"] != spec.owner:
-            raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
+        require_owner(spec, owner["owner"])
         return spec.name
 
     def _read_owner(self, ref: str) -> dict[str, str]:
@@ -114,11 +105,12 @@ class CloudflareProvider(RemoteProvider):
     def _discard_empty(self, ref: str) -> None:
         self.destroy(ref)
 
-    def list(self, owner: str) -> list[ProviderSandbox]:
-        """Check that the bridge responds, and raise Unavailable: it cannot list."""
+    def ping(self) -> None:
         with _translate_errors("the bridge"):
             response = self._session.get(f"{self.configuration.api_url}/v1/pool/stats", timeout=CONNECT_TIMEOUT_SECONDS)
         _check_status(response, "the bridge")
+
+    def list(self, owner: str) -> list[ProviderSandbox]:
         raise Unavailable("The bridge of Cloudflare cannot list sandboxes.", cause=FailureCause.NOT_SUPPORTED)
 
     # Commands and files

@@ -30,17 +30,15 @@ from daytona_toolbox_api_client import ApiClient as ToolboxClient
 from daytona_toolbox_api_client import Configuration as ToolboxConfiguration
 from daytona_toolbox_api_client import ExecuteRequest, FileSystemApi, ProcessApi
 from daytona_toolbox_api_client.exceptions import ApiException as ToolboxException
-from django.conf import settings
 from pydantic import ValidationError
 
-from sandboxes.providers.base import FailureCause, Missing, ProviderError, ProviderSandbox, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.remote.configuration import RemoteConfiguration, get_configuration, round_up_minutes
+from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.remote.configuration import RemoteConfiguration, round_up_minutes
 from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_for_transport
-from sandboxes.providers.remote.provider import Pause, RemoteProvider
+from sandboxes.providers.remote.provider import OWNER_LABEL, Pause, RemoteProvider, build_labels, require_owner
 
 Result = TypeVar("Result")
 Client = TypeVar("Client", ApiClient, ToolboxClient)
-OWNER_LABEL, NAME_LABEL = "leasehold.owner", "leasehold.name"
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300.0
 PAGE_SIZE = 200  # the maximum of the API
@@ -56,10 +54,10 @@ class DaytonaProvider(RemoteProvider):
     """Provider for one organization at Daytona: DAYTONA_API_KEY, DAYTONA_API_URL."""
 
     name = "daytona"
+    account_option = "organization_id"
 
     def __init__(self) -> None:
         super().__init__()
-        self.configuration = get_configuration(self.name)
         self._toolbox_urls: dict[str, str] = {}  # by name
 
     @property
@@ -70,34 +68,27 @@ class DaytonaProvider(RemoteProvider):
     def _api(self) -> SandboxApi:
         return self._clients.api
 
-    def engine_id(self) -> str:
-        """Return the address of the API and the organization, if one is configured. Makes no call."""
-        organization = self.configuration.options["organization_id"]
-        return f"{self.configuration.api_url} {organization}".strip()[:200]
-
     # Lifecycle
 
     def create(self, spec: SandboxSpec) -> str:
         try:
             with _translate_errors(spec.name):
                 found = self._api.create_sandbox(self._build_request(spec), _request_timeout=CALL_TIMEOUT_SECONDS)
-        except (Conflict, Unavailable) as error:
+        except Unavailable as error:
             try:
                 found = self._get(spec.name)  # it exists, or an unknown outcome was a success
             except Missing:
-                raise (error if isinstance(error, Unavailable) else Unavailable(str(error))) from None
-            if found.labels.get(OWNER_LABEL) != spec.owner:
-                raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.") from None
+                raise error from None
+        require_owner(spec, found.labels.get(OWNER_LABEL))
         self._remember(found)
         return spec.name
 
     def _build_request(self, spec: SandboxSpec) -> CreateSandbox:
         configuration = self.configuration
-        labels = {**spec.labels, OWNER_LABEL: spec.owner, NAME_LABEL: spec.name}
         image = spec.image or configuration.image
         return CreateSandbox(
             name=spec.name,
-            labels={key: value[:255] for key, value in labels.items()},
+            labels=build_labels(spec),
             target=configuration.options["target"] or None,
             build_info=CreateBuildInfo(dockerfile_content=f"FROM {image}\n") if image else None,
             cpu=-(-spec.millicpus // 1000) if image else None,  # the size of a snapshot is part of the snapshot
@@ -193,26 +184,13 @@ class DaytonaProvider(RemoteProvider):
         def execute(client: ToolboxClient) -> str:
             return str(ProcessApi(client).execute_command(request, _request_timeout=seconds + 10.0).result)
 
-        return self._by_toolbox(ref, execute)
+        return self._call_running(ref, lambda: self._call_toolbox(ref, execute))
 
     def _upload(self, ref: str, path: str, content: bytes) -> None:
         def upload(client: ToolboxClient) -> object:
             return FileSystemApi(client).upload_file(path, ("content", content), _request_timeout=UPLOAD_TIMEOUT_SECONDS)
 
-        self._by_toolbox(ref, upload)
-
-    def _by_toolbox(self, ref: str, call: Callable[[ToolboxClient], Result]) -> Result:
-        """Call the toolbox of a sandbox. Start the sandbox first if it turns out to be stopped."""
-        try:
-            return self._call_toolbox(ref, call)
-        except ProviderError as error:
-            found = self._get(ref)
-            if found.state in RUNNING:
-                if isinstance(error, Missing):
-                    raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
-                raise
-        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
-        return self._call_toolbox(ref, call)
+        self._call_running(ref, lambda: self._call_toolbox(ref, upload))
 
     def _call_toolbox(self, ref: str, call: Callable[[ToolboxClient], Result]) -> Result:
         if ref not in self._toolbox_urls:

@@ -27,12 +27,11 @@ from langsmith.sandbox import (
 from langsmith.sandbox import Sandbox as VendorSandbox
 
 from sandboxes.providers.base import FailureCause, Missing, ProviderError, ProviderSandbox, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.remote.configuration import RemoteConfiguration, get_configuration
+from sandboxes.providers.remote.configuration import RemoteConfiguration, round_up_minutes
 from sandboxes.providers.remote.errors import raise_for_transport
-from sandboxes.providers.remote.provider import Pause, RemoteProvider
+from sandboxes.providers.remote.provider import OWNER_LABEL, Pause, RemoteProvider, build_labels, require_owner
 
 Result = TypeVar("Result")
-OWNER_LABEL, NAME_LABEL = "leasehold.owner", "leasehold.name"
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300
 REMOVAL_TIMEOUT_SECONDS = 60.0
@@ -43,34 +42,29 @@ class LangSmithProvider(RemoteProvider):
     """Provider for one workspace of LangSmith: LANGSMITH_API_KEY, LANGSMITH_ENDPOINT."""
 
     name = "langsmith"
+    account_option = "workspace"
 
     def __init__(self) -> None:
         super().__init__()
-        self.configuration = get_configuration(self.name)
         self._sandboxes: dict[str, VendorSandbox] = {}  # by name
 
     @property
     def _client(self) -> SandboxClient:
         return self._get_clients(lambda: _create_client(self.configuration))
 
-    def engine_id(self) -> str:
-        """Return the address of the API and the workspace, if one is configured. Makes no call."""
-        return f"{self.configuration.api_url} {self.configuration.options['workspace']}".strip()[:200]
-
     # Lifecycle
 
     def create(self, spec: SandboxSpec) -> str:
         configuration = self.configuration
-        labels = {**spec.labels, OWNER_LABEL: spec.owner, NAME_LABEL: spec.name}
         try:
             with _translate_errors(spec.name):
                 found = self._client.create_sandbox(
                     name=spec.name,
                     snapshot=spec.image or configuration.image or None,
                     wait_for_ready=False,
-                    labels={key: value[:255] for key, value in labels.items()},
-                    idle_ttl_seconds=round_up_to_minute(configuration.auto_stop),
-                    delete_after_stop_seconds=round_up_to_minute(configuration.auto_delete),
+                    labels=build_labels(spec),
+                    idle_ttl_seconds=60 * round_up_minutes(configuration.auto_stop),
+                    delete_after_stop_seconds=60 * round_up_minutes(configuration.auto_delete),
                     vcpus=math.ceil(spec.millicpus / 1000),
                     mem_bytes=spec.memory_mib << 20,
                 )
@@ -79,8 +73,7 @@ class LangSmithProvider(RemoteProvider):
                 found = self._get(spec.name)  # the name is taken, or an unknown outcome was a success
             except Missing:
                 raise error from None
-        if (found.labels or {}).get(OWNER_LABEL) != spec.owner:
-            raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
+        require_owner(spec, (found.labels or {}).get(OWNER_LABEL))
         return spec.name
 
     def _wait_running(self, ref: str, deadline: float) -> None:
@@ -140,23 +133,13 @@ class LangSmithProvider(RemoteProvider):
         def execute(sandbox: VendorSandbox) -> str:
             return str(sandbox.run(command, timeout=seconds).stdout)
 
-        return self._in_sandbox(ref, execute)
+        return self._call_running(ref, lambda: self._call_sandbox(ref, execute))
 
     def _upload(self, ref: str, path: str, content: bytes) -> None:
-        self._in_sandbox(ref, lambda sandbox: sandbox.write(path, content, timeout=UPLOAD_TIMEOUT_SECONDS))
+        def upload(sandbox: VendorSandbox) -> None:
+            sandbox.write(path, content, timeout=UPLOAD_TIMEOUT_SECONDS)
 
-    def _in_sandbox(self, ref: str, call: Callable[[VendorSandbox], Result]) -> Result:
-        """Call the data plane of a sandbox. Start the sandbox first if it turns out to be stopped."""
-        try:
-            return self._call_sandbox(ref, call)
-        except ProviderError as error:
-            self._sandboxes.pop(ref, None)
-            if self._get(ref).status == READY:
-                if isinstance(error, Missing):
-                    raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
-                raise
-        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
-        return self._call_sandbox(ref, call)
+        self._call_running(ref, lambda: self._call_sandbox(ref, upload))
 
     def _call_sandbox(self, ref: str, call: Callable[[VendorSandbox], Result]) -> Result:
         if ref not in self._sandboxes:
@@ -164,13 +147,12 @@ class LangSmithProvider(RemoteProvider):
             if found.status != READY:
                 raise Unavailable(f"{ref} is {found.status}", cause=FailureCause.NOT_RUNNING)
             self._sandboxes[ref] = found
-        with _translate_errors(ref):
-            return call(self._sandboxes[ref])
-
-
-def round_up_to_minute(duration: timedelta | None) -> int:
-    """Return a duration in seconds as LangSmith accepts it: a multiple of 60, rounded up; 0 for None."""
-    return 60 * -(-duration // timedelta(minutes=1)) if duration else 0
+        try:
+            with _translate_errors(ref):
+                return call(self._sandboxes[ref])
+        except ProviderError:
+            self._sandboxes.pop(ref, None)  # its data plane may be elsewhere after a start
+            raise
 
 
 def _create_client(configuration: RemoteConfiguration) -> SandboxClient:

@@ -18,6 +18,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, BinaryIO, TypeVar
 
+from django.conf import settings
+
 from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import (
     MARK_VARIABLE,
@@ -32,17 +34,21 @@ from sandboxes.providers.base import (
     ProviderError,
     Rejected,
     ResourceUsage,
+    SandboxSpec,
     Unavailable,
+    truncate_labels,
 )
 from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
 from sandboxes.providers.launcher import BackgroundProcessProvider
 from sandboxes.providers.remote import tool
+from sandboxes.providers.remote.configuration import get_configuration
 from sandboxes.providers.remote.tool import InvalidResponse, RunRequest, RunState
 
 CALL_GRACE_SECONDS = 40.0  # beyond the time that a call waits in the sandbox, after which the vendor has not responded
 FILE_TIMEOUT = timedelta(hours=1)  # of one file operation; a transfer has a limit of its own
 FILE_IDLE_SECONDS = 60.0  # without progress of a file operation
 UNLIMITED_BYTES = 1 << 50
+OWNER_LABEL, NAME_LABEL = "leasehold.owner", "leasehold.name"  # of sandboxes at vendors that have labels
 TRANSIENT_CAUSES = {
     FailureCause.ENGINE_UNREACHABLE, FailureCause.ENGINE_ERROR, FailureCause.RATE_LIMITED, FailureCause.AGENT_FAILED,
 }  # fmt: skip
@@ -66,7 +72,10 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     poll_seconds = 20.0  # the longest time that one call of the vendor waits for a command
     retry_delays_seconds: Sequence[float] = (0.2, 1.0, 3.0)  # before repetitions of calls that may be repeated
 
+    account_option = ""  # option of the configuration that names the account
+
     def __init__(self) -> None:
+        self.configuration = get_configuration(self.name)
         self._acknowledged: dict[str, list[str]] = {}
         self._acknowledged_lock = threading.Lock()
         self._clients_by_pid: dict[int, Any] = {}
@@ -79,6 +88,11 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         clients: Result = self._clients_by_pid[pid]
         return clients
 
+    def engine_id(self) -> str:
+        """Return the address of the vendor's API, and the account if the configuration names one. Makes no call."""
+        account = self.configuration.options.get(self.account_option, "")
+        return f"{self.configuration.api_url} {account}".strip()[:200]
+
     @abstractmethod
     def _execute(self, ref: str, command: str, *, timeout: timedelta) -> str:
         """Execute one shell command by the vendor's exec and return its output. Start a sandbox that is stopped.
@@ -88,6 +102,18 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     @abstractmethod
     def _upload(self, ref: str, path: str, content: bytes) -> None:
         """Write one file of at most `max_upload_bytes` by the vendor's file API. Raise Missing, Unavailable, Rejected."""
+
+    def _call_running(self, ref: str, call: Callable[[], Result]) -> Result:
+        """Make a call that needs a running sandbox. If it fails in a stopped one, start the sandbox and repeat the call."""
+        try:
+            return call()
+        except ProviderError as error:
+            if self.inspect(ref).running:
+                if isinstance(error, Missing):
+                    raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
+                raise
+        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
+        return call()
 
     # Commands
 
@@ -182,10 +208,8 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         self._retry(lambda: self._call_runner(ref, {"verb": "join", "path": path, "parts": parts}))
         return path
 
-    def _follow(
-        self, ref: str, fields: Mapping[str, Any], offsets: Sequence[int], *, wait: float, live: bool, limit: int = 0
-    ) -> RunState:
-        more = {"offsets": [*offsets], "wait": wait, "live": live, "limit": limit or self.max_response_bytes}
+    def _follow(self, ref: str, fields: Mapping[str, Any], offsets: Sequence[int], *, wait: float, live: bool) -> RunState:
+        more = {"offsets": [*offsets], "wait": wait, "live": live, "limit": self.max_response_bytes}
         return self._retry(lambda: _parse(ref, self._call_runner(ref, {**fields, **more}, wait=wait)))
 
     def _call_runner(
@@ -343,6 +367,17 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     def stats(self, ref: str) -> ResourceUsage | None:
         self.inspect(ref)
         return None
+
+
+def build_labels(spec: SandboxSpec) -> dict[str, str]:
+    """Return the labels of a sandbox at its vendor, with its owner and its name."""
+    return truncate_labels({**spec.labels, OWNER_LABEL: spec.owner, NAME_LABEL: spec.name}.items())
+
+
+def require_owner(spec: SandboxSpec, owner: str | None) -> None:
+    """Raise Rejected if the sandbox of this name has another owner."""
+    if owner != spec.owner:
+        raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
 
 
 class Pause:

@@ -25,10 +25,10 @@ from sandboxes.providers.base import (
     WORKSPACE,
     ExecResult,
 )
+from sandboxes.providers.launcher import PYTHON_COMMAND
 
 TOOL_DIRECTORY = "/opt/leasehold"
 TOOL_FILES = ("runner.py", "files.py", "launch.py", "reap.py", "gateway_relay.py", "take_turn.py")
-PYTHON_COMMAND = ("python3", "-I", "-S")
 MAX_INLINE_BYTES = 60_000  # of a request in the command line; Linux accepts 131072 bytes in one argument
 MAX_RESPONSE_BYTES = 1 << 20  # of output in one response, before base64
 RESPONSE_PREFIX = "leasehold:"  # as in image/runner.py
@@ -45,7 +45,7 @@ GATEWAY_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Command for the runner. `stdin_path` is a file in the sandbox that was uploaded before, and is removed."""
+    """Command for the runner, without its stdin."""
 
     mark: str  # unique: the runner never starts the same mark twice
     argv: Sequence[str]
@@ -53,16 +53,14 @@ class RunRequest:
     cwd: str
     timeout_seconds: float
     cap: int  # bytes kept of each stream
-    stdin: bytes = b""
-    stdin_path: str = ""
     retain: bool = False
     files: Sequence[str] = ()  # arguments of image/files.py, executed in place of `argv`
 
     def to_fields(self) -> dict[str, Any]:
         return {
             "verb": "run", "mark": self.mark, "argv": self.argv, "env": dict(self.env), "cwd": self.cwd,
-            "timeout": self.timeout_seconds, "cap": self.cap, "stdin": base64.b64encode(self.stdin).decode(),
-            "stdin_path": self.stdin_path, "retain": self.retain, "files": self.files,
+            "timeout": self.timeout_seconds, "cap": self.cap, "stdin": "",
+            "stdin_path": "", "retain": self.retain, "files": self.files,
             "base_env": BASE_ENVIRONMENT, "gateway_env": GATEWAY_ENVIRONMENT, "path_suffix": USER_PROGRAMS_DIRECTORY,
         }  # fmt: skip
 

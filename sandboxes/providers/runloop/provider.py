@@ -16,13 +16,12 @@ from django.conf import settings
 from runloop_api_client import APIConnectionError, APIStatusError, APITimeoutError, Runloop, RunloopError, omit
 from runloop_api_client.types import DevboxView
 
-from sandboxes.providers.base import FailureCause, Missing, ProviderError, ProviderSandbox, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.remote.configuration import RemoteConfiguration, get_configuration
+from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
-from sandboxes.providers.remote.provider import Pause, RemoteProvider
+from sandboxes.providers.remote.provider import NAME_LABEL, OWNER_LABEL, Pause, RemoteProvider, build_labels, require_owner
 
 Result = TypeVar("Result")
-OWNER_KEY, NAME_KEY = "leasehold.owner", "leasehold.name"
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300.0
 MAX_WAIT_SECONDS = 25  # of one request for the end of a command
@@ -36,20 +35,16 @@ class RunloopProvider(RemoteProvider):
     """Provider for one account at Runloop: RUNLOOP_API_KEY, RUNLOOP_BASE_URL."""
 
     name = "runloop"
+    account_option = "account"
     max_response_bytes = 48 << 10  # the vendor states no limit of the output of a command, and truncates it
 
     def __init__(self) -> None:
         super().__init__()
-        self.configuration = get_configuration(self.name)
         self._ids: dict[str, str] = {}  # by name
 
     @property
     def _client(self) -> Runloop:
         return self._get_clients(lambda: _create_client(self.configuration))
-
-    def engine_id(self) -> str:
-        """Return the address of the API and the account, if one is configured. Makes no call."""
-        return f"{self.configuration.api_url} {self.configuration.options['account']}".strip()[:200]
 
     # Lifecycle
 
@@ -62,8 +57,7 @@ class RunloopProvider(RemoteProvider):
                     found = self._find(spec.name)  # an unknown outcome was a success
                 except Missing:
                     raise error from None
-            if found.metadata.get(OWNER_KEY) != spec.owner:
-                raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
+            require_owner(spec, found.metadata.get(OWNER_LABEL))
             if found.status not in ENDED:  # else a sandbox of this name was destroyed before
                 self._ids[spec.name] = found.id
                 return spec.name
@@ -77,12 +71,11 @@ class RunloopProvider(RemoteProvider):
             parameters["lifecycle"] = {"after_idle": idle}
         if configuration.options["size"]:
             parameters["resource_size_request"] = configuration.options["size"]
-        metadata = {**spec.labels, OWNER_KEY: spec.owner, NAME_KEY: spec.name}
         blueprint = spec.image or configuration.image
         with _translate_errors(spec.name):
             return self._client.devboxes.create(
                 name=spec.name,
-                metadata={name: value[:255] for name, value in metadata.items()},
+                metadata=build_labels(spec),
                 launch_parameters=parameters,  # type: ignore[arg-type]
                 idempotency_key=key,
                 blueprint_name=blueprint or omit,
@@ -131,14 +124,14 @@ class RunloopProvider(RemoteProvider):
             found = [
                 devbox
                 for devbox in self._client.devboxes.list(limit=PAGE_SIZE)  # fetches all pages
-                if devbox.status not in ENDED and NAME_KEY in devbox.metadata
+                if devbox.status not in ENDED and NAME_LABEL in devbox.metadata
             ]
-        self._ids.update({devbox.metadata[NAME_KEY]: devbox.id for devbox in found})
+        self._ids.update({devbox.metadata[NAME_LABEL]: devbox.id for devbox in found})
         return found
 
     def _find(self, ref: str) -> DevboxView:
         for devbox in self._list_all():
-            if devbox.metadata[NAME_KEY] == ref:
+            if devbox.metadata[NAME_LABEL] == ref:
                 return devbox
         raise Missing(f"Runloop has no devbox {ref}.")
 
@@ -155,7 +148,10 @@ class RunloopProvider(RemoteProvider):
     # Commands and files
 
     def _execute(self, ref: str, command: str, *, timeout: timedelta) -> str:
-        return self._in_devbox(ref, lambda devbox: self._run_command(devbox, command, timeout))
+        def execute(devbox: str) -> str:
+            return self._run_command(devbox, command, timeout)
+
+        return self._call_running(ref, lambda: self._call_devbox(ref, execute))
 
     def _run_command(self, devbox: str, command: str, timeout: timedelta) -> str:
         client, deadline = self._client.devboxes, time.monotonic() + timeout.total_seconds()
@@ -181,25 +177,15 @@ class RunloopProvider(RemoteProvider):
         def upload(devbox: str) -> object:
             return self._client.devboxes.upload_file(devbox, path=path, file=content, timeout=UPLOAD_TIMEOUT_SECONDS)
 
-        self._in_devbox(ref, upload)
+        self._call_running(ref, lambda: self._call_devbox(ref, upload))
 
-    def _in_devbox(self, ref: str, call: Callable[[str], Result]) -> Result:
-        """Call a devbox by its id. Resume it first if it turns out to be suspended."""
+    def _call_devbox(self, ref: str, call: Callable[[str], Result]) -> Result:
         devbox = self._ids.get(ref) or self._find(ref).id
-        try:
-            with _translate_errors(ref):
-                return call(devbox)
-        except ProviderError as error:
-            if self._get(ref).status == "running":
-                if isinstance(error, Missing):
-                    raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
-                raise
-        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
         with _translate_errors(ref):
-            return call(self._ids[ref])
+            return call(devbox)
 
     def list(self, owner: str) -> list[ProviderSandbox]:
-        return [_to_sandbox(found) for found in self._list_all() if found.metadata.get(OWNER_KEY) == owner]
+        return [_to_sandbox(found) for found in self._list_all() if found.metadata.get(OWNER_LABEL) == owner]
 
 
 def _create_client(configuration: RemoteConfiguration) -> Runloop:
@@ -221,6 +207,6 @@ def _translate_errors(subject: str) -> Iterator[None]:
 
 
 def _to_sandbox(found: DevboxView) -> ProviderSandbox:
-    name = found.metadata[NAME_KEY]
+    name = found.metadata[NAME_LABEL]
     created_at = datetime.fromtimestamp(found.create_time_ms / 1000, UTC)
     return ProviderSandbox(ref=name, name=name, running=found.status == "running", created_at=created_at)

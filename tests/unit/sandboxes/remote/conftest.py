@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from django.conf import settings as live_settings
 
+from leases import sweeps
 from sandboxes import providers
-from sandboxes.models import Pool
+from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
 from sandboxes.providers import load_class
 from sandboxes.providers.base import ExecResult, SandboxSpec
 from sandboxes.providers.remote.provider import RemoteProvider
@@ -93,3 +94,32 @@ def move_pool(settings: Any, pool: Pool, emulators: GetEmulator) -> Iterator[Cal
         for found in provider.list(str(pool.owner)) if provider.can_list else ():
             provider.destroy(found.ref)
     providers._create_provider.cache_clear()
+
+
+@dataclass
+class Account:
+    """A pool at a vendor, and the vendor's emulator."""
+
+    pool: Pool
+    emulator: VendorEmulator
+
+    def sweep(self, now: datetime) -> None:
+        sweeps.expire_due_leases(now=now)
+        sweeps.recover_stalled(now=now)
+        sweeps.reclaim(now=now)
+        sweeps.reconcile(now=now, grace=timedelta(0))
+
+    def assert_converged(self) -> None:
+        rows = Sandbox.objects.filter(pool=self.pool)
+        existing = {sandbox.name for sandbox in rows.exclude(state__in=(*GONE_STATES, "cold"))}
+        names = {f"leasehold-{sandbox.pk.hex}-{number}" for sandbox in rows for number in range(1, sandbox.incarnation + 1)}
+        assert {name for name in names if self.emulator.find_machines(name)} == existing
+        assert all(len(self.emulator.find_machines(name)) == 1 for name in existing)
+        assert Pool.objects.get(pk=self.pool.pk).used == rows.exclude(state="destroyed").count()
+        assert not Run.objects.filter(ended_at__isnull=True).exists()
+
+
+@pytest.fixture
+def account(vendor: str, move_pool: Callable[[str], Pool], emulators: GetEmulator) -> Account:  # noqa: F811
+    """Account of the vendor that the test names, with the test's pool."""
+    return Account(move_pool(vendor), emulators(vendor))

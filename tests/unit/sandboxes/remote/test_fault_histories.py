@@ -141,8 +141,9 @@ class History:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("vendor", ["daytona", "runloop"])
 def test_history_with_faults_and_crashes_keeps_the_promises(
-    vendor: str, seed: int, account: Account, grant: Callable[..., Lease]
+    vendor: str, seed: int, account: Account, grant: Callable[..., Lease], settings: Any
 ) -> None:
+    settings.SANDBOX_START_TIMEOUT = timedelta(seconds=3)  # also the wait for a start whose process has died
     history = History(account, vendor, Random(seed), grant)
     for _ in range(STEPS):
         history.step()

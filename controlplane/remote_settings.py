@@ -8,6 +8,7 @@ from datetime import timedelta
 from django.core.exceptions import ImproperlyConfigured
 
 from controlplane import env
+from sandboxes.providers.base import Network
 from sandboxes.providers.remote.configuration import KEY_VARIABLES, RemoteConfiguration
 
 MAX_MINUTES = 525_600  # a year
@@ -23,6 +24,7 @@ class Vendor:
     api_url: str
     image_help: str
     options: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    has_allow_list: bool = False  # the vendor restricts the network of a sandbox to destinations that a request states
     has_auto_stop: bool = True  # the vendor can stop an idle sandbox after a time that a request states
     has_auto_delete: bool = True  # the vendor can delete a stopped sandbox after a time
 
@@ -50,6 +52,7 @@ VENDORS: Mapping[str, Vendor] = {
                 help="organization of the API key; set it if several accounts of Daytona are used, so that their hosts differ",
             ),
         },
+        has_allow_list=True,
     ),
     "langsmith": Vendor(
         "LangSmith",
@@ -117,7 +120,14 @@ def _read_vendor(name: str, vendor: Vendor, auto_stop: int, auto_delete: int) ->
         delete = env.optional_integer(
             f"{prefix}AUTO_DELETE_MINUTES", maximum=MAX_MINUTES, help=f"LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES for {title}"
         )
+    network = Network.OPEN
+    if vendor.has_allow_list:
+        network = Network(env.choice(
+            f"{prefix}NETWORK", Network.GATEWAY, [Network.GATEWAY, Network.OPEN],
+            help=f"network of new sandboxes at {title}: gateway (LEASEHOLD_GATEWAY_URL alone; unset: none) or open",
+        ))  # fmt: skip
     return RemoteConfiguration(
+        network=network,
         api_key=env.text(KEY_VARIABLES[name], help=f"API key of the account at {title}", secret=True),
         api_url=env.text(vendor.url_variable, vendor.api_url, help=f"address of the API of {title}").rstrip("/"),
         image=env.text(f"{prefix}IMAGE", help=vendor.image_help) if vendor.image_help else "",

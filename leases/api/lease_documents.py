@@ -11,7 +11,7 @@ from django.db.models.expressions import RawSQL
 
 from leases.models import LeaseStatus
 from sandboxes.db import dialect
-from sandboxes.providers.registry import SEALED_PROVIDERS
+from sandboxes.providers.base import Network
 
 ELAPSED_CONDITION = f"leases_lease.status = '{LeaseStatus.ACTIVE.value}' AND leases_lease.expires_at <= %s"
 
@@ -64,5 +64,6 @@ def _describe_sandbox() -> dict[str, str]:
         "state": "held.state",
         "provider": "held.provider",
         "isolated": dialect.read_boolean("held.isolated"),
-        "sealed": dialect.read_boolean(f"held.provider IN {SEALED_PROVIDERS}"),  # a tuple of constants is also SQL
+        "network": "held.network",
+        "sealed": dialect.read_boolean(f"held.network = '{Network.SEALED}'"),
     }

@@ -48,7 +48,7 @@ from sandboxes.db import database_time, sql
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.egress.totals import calculate_totals
 from sandboxes.models import LlmCall, Sandbox, SandboxState
-from sandboxes.providers.registry import SEALED_PROVIDERS
+from sandboxes.providers.base import Network
 
 MAX_RENEWED_LEASES = 1000  # in one request
 HELD_SANDBOX_SQL = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
@@ -93,9 +93,12 @@ class SandboxSerializer(serializers.Serializer):
     )
     provider = serializers.CharField()
     isolated = serializers.BooleanField(help_text="Commands cannot reach the host or other sandboxes.")
-    sealed = serializers.BooleanField(
-        help_text="The sandbox has no network but the egress proxy and what its policy allows. False: an open network."
+    network = serializers.ChoiceField(
+        [(one, one) for one in Network],
+        help_text="sealed: no network but the egress proxy and what the policy allows; gateway: a vendor's allow list leads to "
+        "the gateway alone; open: not restricted by this control plane.",
     )
+    sealed = serializers.BooleanField(help_text="The network is `sealed`.")
 
 
 class LeaseSerializer(serializers.Serializer):
@@ -384,5 +387,5 @@ def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = Fal
 def serialize_sandbox(sandbox: Sandbox) -> dict[str, Any]:
     return {
         "id": str(sandbox.pk), "state": sandbox.state, "provider": sandbox.provider, "isolated": sandbox.isolated,
-        "sealed": sandbox.provider in SEALED_PROVIDERS,
+        "network": sandbox.network, "sealed": sandbox.network == Network.SEALED,
     }  # fmt: skip

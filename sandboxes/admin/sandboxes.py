@@ -44,8 +44,9 @@ from sandboxes.formatting import format_bytes, pluralize
 from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Host, Sandbox, SandboxState, Snapshot, Transition
 from sandboxes.models.state import Attachment, SnapshotKind
-from sandboxes.providers.registry import SEALED_PROVIDERS
+from sandboxes.providers.base import Network
 
+NETWORK_NOTES = {Network.SEALED: "", Network.GATEWAY: ", network to the gateway alone", Network.OPEN: ", open network"}
 MAX_PANEL_ROWS = 25  # newest entries of each table on a sandbox's page
 UNSTORED_STATES = (SandboxState.RUNNING, SandboxState.WAITING, SandboxState.SUSPENDED)  # with changes since the last store
 RUN_TRANSITIONS_FILTER = Q(to=SandboxState.RUNNING) | Q(
@@ -163,8 +164,7 @@ class SandboxAdmin(ReadOnlyModelAdmin):
 
     def get_page_context(self, request: HttpRequest, row: Sandbox) -> dict[str, Any]:
         now, isolation = timezone.now(), "" if row.isolated else ", not isolated"
-        if row.provider not in SEALED_PROVIDERS:
-            isolation += ", open network"
+        isolation += NETWORK_NOTES[Network(row.network)]
         ref = format_html('<span class="lh-command">{}</span>', row.ref or "–")
         entries = self.list_entries(row)
         stored = list(find_snapshots(row)[: MAX_PANEL_ROWS + 1])

@@ -11,6 +11,7 @@ from sandboxes.models.hosts import Host
 from sandboxes.models.policies import SEALED_POLICY_NAME, Policy
 from sandboxes.models.pools import Pool
 from sandboxes.models.transition_reasons import RUN_REASONS, TransitionReason
+from sandboxes.providers.base import Network
 
 
 class SandboxState(models.TextChoices):
@@ -59,6 +60,10 @@ class Sandbox(models.Model):
         help_text="Host of the current incarnation; of a cold sandbox, of the last one.",
     )  # fmt: skip
     isolated = models.BooleanField(default=False)
+    network = models.CharField(
+        max_length=16, default=Network.OPEN.value, choices=[(one.value, one.value) for one in Network],
+        help_text="Destinations that the current incarnation reaches.",
+    )  # fmt: skip
     measured = models.BooleanField(default=False, help_text="The provider reports CPU and memory use.")
     ref = models.CharField(max_length=255, blank=True, help_text="Provider's name of the current incarnation.")
     image = models.CharField(max_length=255, blank=True)

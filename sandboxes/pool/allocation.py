@@ -328,6 +328,7 @@ def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
         provider=provider,
         host=registry.get_placement_host(provider, now=now),
         isolated=providers.get_provider(provider).isolated,
+        network=providers.get_provider(provider).network,
         measured=providers.get_provider(provider).measures_usage,
         image=pool.image or providers.get_default_image(provider),
         memory_mib=pool.memory_mib,

@@ -14,7 +14,7 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import F, Q
 
-from sandboxes import destruction, eviction, process_restarts
+from sandboxes import destruction, eviction, process_restarts, providers
 from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import gateway_tokens, slots
@@ -203,6 +203,6 @@ def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandb
             sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
             incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
             deadline_at=sandbox.deadline_at, last_used_at=now, persisted=False, slot=slot, slot_since=now,
-            host=sandbox.host,
+            host=sandbox.host, network=providers.get_provider(sandbox.provider).network,
         )  # fmt: skip
     return sandbox if claimed else None

@@ -39,6 +39,14 @@ StreamContent = bytes | bytearray | SupportsBytes
 MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable that identifies the processes of one exec
 
 
+class Network(StrEnum):
+    """Destinations that a sandbox reaches."""
+
+    SEALED = "sealed"  # the egress proxy and what the policy allows
+    GATEWAY = "gateway"  # this installation's gateway, or nothing without one, enforced by the vendor's allow list
+    OPEN = "open"  # not restricted by this control plane
+
+
 class FailureCause(StrEnum):
     """Cause of a provider error, for programs."""
 
@@ -237,7 +245,8 @@ class Provider(ABC):
     """Engine that runs sandboxes. The module's docstring states the contract common to all methods."""
 
     name: str
-    isolated: bool  # commands cannot reach the host or other sandboxes; registry.py says whether they have a network
+    isolated: bool  # commands cannot reach the host or other sandboxes
+    network: Network  # of new sandboxes
     enforces_limits: bool  # memory, CPU and process limits hold, and ExecResult.oom is reported
     measures_usage: bool  # `stats` returns measurements
     streams_output: bool = False  # `open_output` returns a reader, if the sandbox can be reached

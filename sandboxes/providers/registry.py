@@ -8,15 +8,13 @@ from dataclasses import dataclass
 class ProviderEntry:
     """Class of a provider, imported when the provider is first used.
 
-    `extra` names the optional dependency of this package that the class needs; empty: none. The sandboxes of a sealed provider
-    have no network but the egress proxy and what their policy allows; other sandboxes have an open network. A provider that is
-    not for production is refused as SANDBOX_PROVIDER with DEBUG off, unless LEASEHOLD_ALLOW_UNISOLATED is set."""
+    `extra` names the optional dependency of this package that the class needs; empty: none. A provider that is not for
+    production is refused as SANDBOX_PROVIDER with DEBUG off, unless LEASEHOLD_ALLOW_UNISOLATED is set."""
 
     module: str
     class_name: str
     for_production: bool = True
     extra: str = ""
-    sealed: bool = False
 
     @property
     def install_command(self) -> str:
@@ -24,13 +22,12 @@ class ProviderEntry:
 
 
 PROVIDERS: Mapping[str, ProviderEntry] = {
-    "docker": ProviderEntry("sandboxes.providers.docker.provider", "DockerProvider", sealed=True),
+    "docker": ProviderEntry("sandboxes.providers.docker.provider", "DockerProvider"),
     "cloudflare": ProviderEntry("sandboxes.providers.cloudflare.provider", "CloudflareProvider"),
     "daytona": ProviderEntry("sandboxes.providers.daytona.provider", "DaytonaProvider", extra="daytona"),
     "langsmith": ProviderEntry("sandboxes.providers.langsmith.provider", "LangSmithProvider", extra="langsmith"),
     "runloop": ProviderEntry("sandboxes.providers.runloop.provider", "RunloopProvider", extra="runloop"),
     "process": ProviderEntry("sandboxes.providers.process.provider", "ProcessProvider", for_production=False),
-    "memory": ProviderEntry("sandboxes.providers.memory.provider", "MemoryProvider", for_production=False, sealed=True),
+    "memory": ProviderEntry("sandboxes.providers.memory.provider", "MemoryProvider", for_production=False),
 }
 DEVELOPMENT_PROVIDERS = tuple(name for name, entry in PROVIDERS.items() if not entry.for_production)
-SEALED_PROVIDERS = tuple(name for name, entry in PROVIDERS.items() if entry.sealed)

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar
+from ipaddress import ip_network
+from typing import Any, TypeVar
 
 import urllib3
 from daytona_api_client import (
@@ -32,8 +33,8 @@ from daytona_toolbox_api_client import ExecuteRequest, FileSystemApi, ProcessApi
 from daytona_toolbox_api_client.exceptions import ApiException as ToolboxException
 from pydantic import ValidationError
 
-from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.remote.configuration import RemoteConfiguration, round_up_minutes
+from sandboxes.providers.base import FailureCause, Missing, Network, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.remote.configuration import RemoteConfiguration, get_gateway_host, round_up_minutes
 from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_for_transport
 from sandboxes.providers.remote.provider import OWNER_LABEL, Pause, RemoteProvider, build_labels, require_owner
 
@@ -95,6 +96,7 @@ class DaytonaProvider(RemoteProvider):
             memory=-(-spec.memory_mib // 1024) if image else None,  # GiB
             auto_stop_interval=round_up_minutes(configuration.auto_stop),
             auto_delete_interval=round_up_minutes(configuration.auto_delete) or NO_AUTO_DELETE,
+            **_build_network(configuration.network),
         )
 
     def _wait_running(self, ref: str, deadline: float) -> None:
@@ -213,6 +215,19 @@ class _Clients:
 def _authorize(client: Client, api_key: str) -> Client:
     client.default_headers["Authorization"] = f"Bearer {api_key}"
     return client
+
+
+def _build_network(network: Network) -> dict[str, Any]:
+    """Return the fields of a request that restrict the network. The toolbox does not need the sandbox's network."""
+    if network == Network.OPEN:
+        return {}
+    host = get_gateway_host()
+    if not host:
+        return {"network_block_all": True}
+    try:
+        return {"network_allow_list": str(ip_network(host))}  # CIDR of one address
+    except ValueError:
+        return {"domain_allow_list": host}
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from sandboxes.providers.base import (
     WORKSPACE,
     FailureCause,
     Missing,
+    Network,
     ProviderSandbox,
     Rejected,
     ResourceUsage,
@@ -77,6 +78,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
 
     name = "docker"
     isolated = True
+    network = Network.SEALED
     bridges_proxy = True
     enforces_limits = True
     measures_usage = True

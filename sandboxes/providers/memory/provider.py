@@ -52,6 +52,7 @@ from sandboxes.providers.base import (
     FailureCause,
     FileStat,
     Missing,
+    Network,
     NoSuchFile,
     OutputView,
     ProcessOutput,
@@ -132,6 +133,7 @@ class MemoryProvider(HookedCalls, Provider):
     port = Provider
     name = "memory"
     isolated = True
+    network = Network.SEALED
     enforces_limits = True
     measures_usage = True
     can_suspend = True

@@ -54,6 +54,7 @@ from sandboxes.providers.base import (
     FileExists,
     FileStat,
     Missing,
+    Network,
     NoSuchFile,
     OutputView,
     ProviderSandbox,
@@ -89,6 +90,7 @@ class ProcessProvider(BackgroundProcessProvider):
 
     name = "process"
     isolated = False
+    network = Network.OPEN
     enforces_limits = False
     measures_usage = False
     can_suspend = False  # the processes have no cgroup of their own, and a stopped shell would be seen by its parent

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
+
+from sandboxes.providers.base import Network
 
 
 @dataclass(frozen=True)
@@ -13,11 +16,13 @@ class RemoteConfiguration:
     """Account at a vendor, and defaults of its sandboxes. A duration of None is off.
 
     `auto_stop` and `auto_delete` are carried out by the vendor and take effect if no control plane cleans up: a sandbox stops
-    when it was idle for `auto_stop`, and is deleted when it was stopped for `auto_delete`. `options` are of one vendor."""
+    when it was idle for `auto_stop`, and is deleted when it was stopped for `auto_delete`. With `network`
+    GATEWAY the vendor lets a sandbox reach this installation's gateway alone. `options` are of one vendor."""
 
     api_key: str
     api_url: str
     image: str = ""
+    network: Network = Network.OPEN
     auto_stop: timedelta | None = None
     auto_delete: timedelta | None = None
     options: Mapping[str, str] = field(default_factory=dict)
@@ -50,3 +55,8 @@ def is_configured(provider_name: str) -> bool:
 def round_up_minutes(duration: timedelta | None) -> int:
     """Return a duration in whole minutes, rounded up; 0 for None."""
     return -(-duration // timedelta(minutes=1)) if duration else 0
+
+
+def get_gateway_host() -> str:
+    """Return the name or address of this installation's gateway; empty without one."""
+    return urlsplit(settings.GATEWAY_URL).hostname or ""

@@ -76,6 +76,7 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
 
     def __init__(self) -> None:
         self.configuration = get_configuration(self.name)
+        self.network = self.configuration.network
         self._acknowledged: dict[str, list[str]] = {}
         self._acknowledged_lock = threading.Lock()
         self._clients_by_pid: dict[int, Any] = {}

@@ -11,7 +11,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from controlplane.checks import check_gateway, check_provider_key
-from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.base import Network, SandboxSpec
 from sandboxes.providers.remote.configuration import RemoteConfiguration
 from tests.commands.manage import load_settings
 from tests.support.remote import GetEmulator
@@ -51,6 +51,28 @@ def test_configuration_reaches_the_vendor_in_its_units(
     assert {name: sent[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("gateway_url", "network", "expected"),
+    [
+        ("https://gateway.example.org/x", "gateway", {"domainAllowList": "gateway.example.org"}),
+        ("http://127.0.0.1:18081", "gateway", {"networkAllowList": "127.0.0.1/32"}),
+        ("https://[2001:db8::1]:8443", "gateway", {"networkAllowList": "2001:db8::1/128"}),
+        ("", "gateway", {"networkBlockAll": True}),
+        ("https://gateway.example.org", "open", {}),
+    ],
+)
+def test_network_leads_to_the_gateway_alone_unless_it_is_open(
+    gateway_url: str, network: str, expected: dict[str, Any], make_provider: MakeProvider, emulators: GetEmulator, settings: Any
+) -> None:  # fmt: skip
+    settings.GATEWAY_URL = gateway_url
+    provider = make_provider("daytona", network=Network(network))
+    ref = provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle"))
+    sent = emulators("daytona").get_creation(ref)
+    provider.destroy(ref)
+    assert {name: sent[name] for name in sent if "etwork" in name or "domain" in name} == expected
+    assert provider.network == network
+
+
 def read_configuration(home: Path, kind: str, **variables: str) -> RemoteConfiguration:
     with pytest.MonkeyPatch.context() as patch:
         found: RemoteConfiguration = load_settings(patch, home, **variables).REMOTE_PROVIDERS[kind]
@@ -81,6 +103,9 @@ VARIABLES = [
     ("runloop", {"RUNLOOP_SANDBOX_IMAGE": "i"}, "image", "i"),
     ("daytona", {"DAYTONA_TARGET": "eu"}, "target", "eu"),
     ("daytona", {"DAYTONA_ORGANIZATION_ID": "o"}, "organization_id", "o"),
+    ("daytona", {}, "network", "gateway"),
+    ("daytona", {"DAYTONA_SANDBOX_NETWORK": "open"}, "network", "open"),
+    ("runloop", {}, "network", "open"),
     ("langsmith", {"LANGSMITH_WORKSPACE_ID": "w"}, "workspace", "w"),
     ("runloop", {"RUNLOOP_SANDBOX_SIZE": "LARGE"}, "size", "LARGE"),
     ("runloop", {"RUNLOOP_ACCOUNT": "a"}, "account", "a"),

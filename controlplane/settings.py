@@ -370,6 +370,7 @@ for _name, _pattern in {"LEASEHOLD_LLM_URL": r"(https?://[^/\s]+\S*)?", "LEASEHO
 # --- egress proxy -------------------------------------------------------------------------------------------------
 EGRESS_DIR = RUNTIME_DIR / "egress"
 AGENT_GATEWAY = RUNTIME_DIR / "gateway.sock"  # to the agents in the sandboxes of this host, for web and worker processes
+RUNNER_GATEWAY = EGRESS_DIR / "runners.sock"  # to the runners in remote sandboxes that are connected to this host's gateway
 EGRESS_PROXY = env.choice(
     "LEASEHOLD_EGRESS_PROXY", "auto", ["auto", "nginx", "none"],
     help="front end of the egress proxy: nginx in a container, or none (direct); auto: nginx with the docker provider",

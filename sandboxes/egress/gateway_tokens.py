@@ -11,7 +11,7 @@ from django.conf import settings
 
 from sandboxes import providers
 from sandboxes.errors import NoGateway
-from sandboxes.models import ALIVE_STATES, GatewayToken, Pool, Sandbox
+from sandboxes.models import ALIVE_STATES, IN_FLIGHT_STATES, GatewayToken, Pool, Sandbox
 
 TOKEN_PREFIX = "lhg_"  # noqa: S105 - not a secret: lets scanners for leaked credentials recognize a token
 
@@ -38,6 +38,18 @@ def find_slot(token: str) -> int | None:
     found = (
         GatewayToken.objects.filter(sha256=_hash(token), sandbox__state__in=ALIVE_STATES)
         .values_list("incarnation", "sandbox__incarnation", "sandbox__slot")
+        .first()
+    )
+    return found[2] if found and found[0] == found[1] else None
+
+
+def find_ref(token: str) -> str | None:
+    """Return the ref of the sandbox with this token while its incarnation exists, with or without a lease."""
+    if not token.startswith(TOKEN_PREFIX):
+        return None
+    found = (
+        GatewayToken.objects.filter(sha256=_hash(token), sandbox__state__in=(*IN_FLIGHT_STATES, *ALIVE_STATES))
+        .values_list("incarnation", "sandbox__incarnation", "sandbox__ref")
         .first()
     )
     return found[2] if found and found[0] == found[1] else None

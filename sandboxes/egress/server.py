@@ -30,8 +30,9 @@ from sandboxes.egress.model_calls import ModelCallProxy
 from sandboxes.egress.relay import RelayProxy
 from sandboxes.egress.request_filter import FIELDS_BY_PATH, MCP_PATH, MODELS_PATH
 from sandboxes.egress.responses import CALL_ID_HEADER, SLOT_HEADER, ClientDisconnected, build_error_response
+from sandboxes.egress.runner_channels import MAX_RESULT_BYTES, RunnerChannels
 from sandboxes.errors import SandboxError, SigningKeyRevoked
-from sandboxes.hosts.directories import chmod_no_follow
+from sandboxes.hosts.directories import chmod_no_follow, ensure_directory, ensure_private_directory
 
 log = structlog.get_logger(__name__)
 CONNECT_TIMEOUT_SECONDS = 10.0  # to reach an upstream
@@ -61,6 +62,7 @@ class EgressServer:
         self.database = DatabaseThreads()
         self.calls = CallTracker(self.now, self.database)
         self.tools = McpToolServer(self.now)
+        self.runners = RunnerChannels(self.database)
 
     @asynccontextmanager
     async def listening(self, sockets: dict[Path, int | None], gateway: GatewayListener | None = None) -> AsyncIterator[None]:
@@ -76,11 +78,13 @@ class EgressServer:
                 for path, slot in sockets.items():
                     runners.append(await self._listen(path, slot, handlers))
                 if gateway:
-                    runners.append(await self._listen_as_gateway(gateway, handlers))
+                    runners.append(await self._listen_as_gateway(gateway, [*self.runners.build_gateway_routes(), *handlers]))
+                    runners.append(await self._listen_for_runner_calls())
                 yield
             finally:
                 watcher.cancel()
                 self.calls.cancel_all()
+                self.runners.close()
                 for runner in runners:
                     await runner.cleanup()
                 for path in sockets:
@@ -105,12 +109,20 @@ class EgressServer:
         return runner
 
     async def _listen_as_gateway(self, gateway: GatewayListener, routes: list[web.RouteDef]) -> web.AppRunner:
-        runner = await _set_up_runner(routes, by_token=True)
+        runner = await _set_up_runner(routes, by_token=True, max_body_bytes=MAX_RESULT_BYTES)
         context = None
         if gateway.certificate:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(gateway.certificate, gateway.key or None)
         await web.TCPSite(runner, gateway.host, gateway.port, backlog=512, ssl_context=context).start()
+        return runner
+
+    async def _listen_for_runner_calls(self) -> web.AppRunner:
+        """Serve this host's processes, which call the runners of connected sandboxes."""
+        runner = await _set_up_runner(self.runners.build_local_routes(), max_body_bytes=MAX_RESULT_BYTES)
+        ensure_private_directory(settings.RUNTIME_DIR)
+        path = ensure_directory(settings.RUNNER_GATEWAY.parent) / settings.RUNNER_GATEWAY.name
+        await web.SockSite(runner, bind_unix_socket(path, mode=0o600), backlog=512).start()
         return runner
 
     async def _find_slot(self, request: web.Request) -> int:
@@ -161,8 +173,10 @@ class EgressServer:
         return web.json_response({"object": "list", "data": models})
 
 
-async def _set_up_runner(routes: list[web.RouteDef], *, slot: int | None = None, by_token: bool = False) -> web.AppRunner:
-    app = web.Application()
+async def _set_up_runner(
+    routes: list[web.RouteDef], *, slot: int | None = None, by_token: bool = False, max_body_bytes: int = 1 << 20
+) -> web.AppRunner:
+    app = web.Application(client_max_size=max_body_bytes)
     app[SLOT_KEY], app[TOKEN_KEY] = slot, by_token
     app.router.add_routes(routes)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=75.0)
@@ -189,10 +203,10 @@ async def _refuse_redirect(session: aiohttp.ClientSession, context: Any, redirec
     raise aiohttp.ClientError("redirect refused")
 
 
-def bind_unix_socket(path: Path) -> socket.socket:
-    """Bind a unix socket at `path`, replacing an existing one. Every user with access to the directory may connect."""
+def bind_unix_socket(path: Path, *, mode: int = 0o666) -> socket.socket:
+    """Bind a unix socket at `path`, replacing an existing one. By default every user of the directory may connect."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
-    chmod_no_follow(path, 0o666)  # the proxy's user may write in the directory of a slot
+    chmod_no_follow(path, mode)  # the proxy's user may write in the directory of a slot
     return listener

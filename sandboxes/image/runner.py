@@ -11,10 +11,11 @@ keeper of its own and outlives the call, and the same mark never starts twice. V
     join     concatenate uploaded parts
     kill     kill all processes of a mark
     restart  kill all commands and background processes
-    connect  write the gateway's address and this sandbox's token, which the relay (gateway_relay.py) uses
+    connect  write the gateway's address and this sandbox's token, which the relay (gateway_relay.py) and the channel
+             (runner_channel.py) use
 
-If a gateway is known, the relay is started again when a command finds it dead, and the command gets the variables by which
-SDKs find it.
+If a gateway is known, relay and channel are started again when a command finds them dead, and the command gets the variables by
+which SDKs find the relay. The channel brings requests to this module without the vendor's exec.
 
 Each command has files in RUNS_DIRECTORY: MARK.lock, locked while its keeper lives; MARK.1 and MARK.2, the first `cap` bytes of
 stdout and stderr; and MARK.json, the result. Commands run as the same user and can alter these files, so a response is
@@ -37,7 +38,6 @@ RESPONSE_PREFIX = "leasehold:"
 KILLED_EXIT_CODE = 137
 MAX_ENDED_RUNS = 32  # whose output stays without a release; a retained one stays longer
 MAX_RETAINED_RUNS = 256
-MIN_LIVE_SECONDS = 0.5  # a call that shows output while the command runs returns after this time at the earliest
 READ_BYTES = 1 << 18
 RELAY_START_SECONDS = 5.0
 MAX_PAUSE_SECONDS = 0.01  # between two looks at a command
@@ -84,7 +84,7 @@ def follow(request):
         if result is not None or not is_running or waited > request["wait"]:
             break
         has_output = any(_get_size(base_path, stream) > offset for stream, offset in zip((1, 2), offsets, strict=True))
-        if request["live"] and has_output and waited > MIN_LIVE_SECONDS:
+        if request["live"] and has_output and waited > request["live_after"]:
             break
         time.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE_SECONDS)
@@ -147,16 +147,23 @@ def connect(request):
     return {"state": "connected", "port": _ensure_relay()}
 
 
+def _ensure_channel():
+    """Start the channel to the gateway if it is dead."""
+    if not _is_locked(os.path.join(TOOL_DIRECTORY, "channel.lock")) and os.fork() == 0:
+        _run_program("runner_channel.py")
+
+
 def _ensure_relay():
     """Return the port of the relay, after starting it if it is dead; None without a gateway."""
     if not os.path.exists(os.path.join(TOOL_DIRECTORY, "gateway.json")):
         return None
+    _ensure_channel()
     port_path = os.path.join(TOOL_DIRECTORY, "gateway.port")
     if not _is_locked(os.path.join(TOOL_DIRECTORY, "gateway.lock")):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(port_path)  # of a relay that is dead
         if os.fork() == 0:
-            _run_relay()
+            _run_program("gateway_relay.py")
     deadline = time.monotonic() + RELAY_START_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError), open(port_path) as file:
@@ -165,13 +172,14 @@ def _ensure_relay():
     return None
 
 
-def _run_relay():
+def _run_program(name):
+    """Replace this fork by a program of this directory."""
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
-        program = os.path.join(TOOL_DIRECTORY, "gateway_relay.py")
+        program = os.path.join(TOOL_DIRECTORY, name)
         os.execv(sys.executable, [sys.executable, "-I", "-S", program, TOOL_DIRECTORY])  # noqa: S606 - no shell is wanted
     finally:
         os._exit(1)

@@ -8,6 +8,7 @@ connection do not depend on it.
 The ref of a sandbox is its name. The vendor's own id is looked up by the name."""
 
 import io
+import math
 import os
 import threading
 import time
@@ -40,7 +41,7 @@ from sandboxes.providers.base import (
 )
 from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
 from sandboxes.providers.launcher import BackgroundProcessProvider
-from sandboxes.providers.remote import tool
+from sandboxes.providers.remote import channel, tool
 from sandboxes.providers.remote.configuration import get_configuration
 from sandboxes.providers.remote.tool import InvalidResponse, RunRequest, RunState
 
@@ -48,6 +49,9 @@ CALL_GRACE_SECONDS = 40.0  # beyond the time that a call waits in the sandbox, a
 FILE_TIMEOUT = timedelta(hours=1)  # of one file operation; a transfer has a limit of its own
 FILE_IDLE_SECONDS = 60.0  # without progress of a file operation
 UNLIMITED_BYTES = 1 << 50
+MIN_LIVE_SECONDS = 0.5  # minimum duration of a vendor's call that shows output of a running command
+MAX_REMEMBERED = 4096  # sandboxes whose last call is remembered
+VENDOR_CALL_INTERVAL_SECONDS = 120.0  # below the shortest idle time after which a vendor stops a sandbox, 10 minutes
 OWNER_LABEL, NAME_LABEL = "leasehold.owner", "leasehold.name"  # of sandboxes at vendors that have labels
 TRANSIENT_CAUSES = {
     FailureCause.ENGINE_UNREACHABLE, FailureCause.ENGINE_ERROR, FailureCause.RATE_LIMITED, FailureCause.AGENT_FAILED,
@@ -80,6 +84,7 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         self._acknowledged: dict[str, list[str]] = {}
         self._acknowledged_lock = threading.Lock()
         self._clients_by_pid: dict[int, Any] = {}
+        self._vendor_calls: dict[str, float] = {}  # ref -> monotonic time of the last runner call by the vendor's exec
 
     def _get_clients(self, create: Callable[[], Result]) -> Result:
         """Return this process's clients of the vendor. A forked process must not share its parent's connections."""
@@ -210,7 +215,9 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         return path
 
     def _follow(self, ref: str, fields: Mapping[str, Any], offsets: Sequence[int], *, wait: float, live: bool) -> RunState:
-        more = {"offsets": [*offsets], "wait": wait, "live": live, "limit": self.max_response_bytes}
+        more = {
+            "offsets": [*offsets], "wait": wait, "live": live, "live_after": MIN_LIVE_SECONDS, "limit": self.max_response_bytes,
+        }  # fmt: skip
         return self._retry(lambda: _parse(ref, self._call_runner(ref, {**fields, **more}, wait=wait)))
 
     def _call_runner(
@@ -218,7 +225,10 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     ) -> dict[str, Any]:
         """Execute one request of the runner. Raise Missing if the runner is gone from the sandbox, Unavailable.
 
-        A secret request is uploaded as a file, because vendors log command lines."""
+        A secret request is uploaded as a file, because vendors log command lines. Other requests go through the gateway if the
+        sandbox is connected to it; without a response they are repeated by the vendor's exec, which the runner permits."""
+        if not is_secret and (response := self._call_by_gateway(ref, fields, wait)) is not None:
+            return response
         content = tool.encode_request(fields)
         if len(content) <= tool.MAX_INLINE_BYTES and not is_secret:
             argument = tool.encode_argument(content)
@@ -236,6 +246,22 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
             self._discard_empty(ref)
             raise Missing(f"{ref}: the vendor has replaced this sandbox by an empty one.")
         return response
+
+    def _call_by_gateway(self, ref: str, fields: Mapping[str, Any], wait: float) -> dict[str, Any] | None:
+        """Call the runner through the gateway. Return None if the vendor's exec is to be used.
+
+        The vendor counts a sandbox as idle if nothing calls its API, so every call after VENDOR_CALL_INTERVAL_SECONDS does."""
+        if not settings.GATEWAY_URL or not settings.RUNNER_GATEWAY.exists():
+            return None
+        if time.monotonic() > self._vendor_calls.get(ref, -math.inf) + VENDOR_CALL_INTERVAL_SECONDS:
+            if len(self._vendor_calls) >= MAX_REMEMBERED:
+                self._vendor_calls.clear()
+            self._vendor_calls[ref] = time.monotonic()
+            return None
+        try:
+            return channel.call(settings.RUNNER_GATEWAY, ref, {**fields, "live_after": 0.0}, wait=wait)
+        except channel.NotConnected:
+            return None
 
     def _discard_empty(self, ref: str) -> None:
         """Remove a sandbox that exists without the files of its creation, if the vendor has put one in place of another."""
@@ -330,7 +356,7 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
 
     def _has_tool(self, ref: str) -> bool:
         try:
-            self._call_runner(ref, {"verb": "follow", "mark": "", "offsets": [0, 0], "wait": 0, "live": False, "limit": 0})
+            self._follow(ref, {"verb": "follow", "mark": ""}, (0, 0), wait=0.0, live=False)
         except Missing:
             self.inspect(ref)  # raises Missing if there is no sandbox
             return False

@@ -28,7 +28,7 @@ from sandboxes.providers.base import (
 from sandboxes.providers.launcher import PYTHON_COMMAND
 
 TOOL_DIRECTORY = "/opt/leasehold"
-TOOL_FILES = ("runner.py", "files.py", "launch.py", "reap.py", "gateway_relay.py", "take_turn.py")
+TOOL_FILES = ("runner.py", "files.py", "launch.py", "reap.py", "gateway_relay.py", "runner_channel.py", "take_turn.py")
 MAX_INLINE_BYTES = 60_000  # of a request in the command line; Linux accepts 131072 bytes in one argument
 MAX_RESPONSE_BYTES = 1 << 20  # of output in one response, before base64
 RESPONSE_PREFIX = "leasehold:"  # as in image/runner.py

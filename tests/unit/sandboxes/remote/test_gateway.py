@@ -5,6 +5,7 @@ import json
 import ssl
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from http.client import HTTPConnection
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from django.conf import settings
 
 from leases import execution, leasing, turns
 from leases.agent_runs import lifecycle
@@ -23,8 +25,10 @@ from sandboxes.errors import NoGateway
 from sandboxes.management.commands.egress import read_gateway_listener
 from sandboxes.models import GatewayToken, LlmCall, Pool, Run, Sandbox
 from sandboxes.providers.daytona.provider import DaytonaProvider
+from sandboxes.providers.remote import channel
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
+from tests.egress.stack import run_in_thread
 from tests.support.leases import evict
 from tests.support.remote import GetEmulator
 from tests.support.servers import ports
@@ -84,6 +88,14 @@ def post(port: int, token: str, **headers: str) -> tuple[int, Any]:
     answer = response.status, json.loads(response.read())
     connection.close()
     return answer
+
+
+def post_results(port: int, token: str, results: Any) -> int:
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("POST", "/runner/result", json.dumps({"results": results}), {"Authorization": f"Bearer {token}"})
+    status = connection.getresponse().status
+    connection.close()
+    return status
 
 
 def read_token(lease: Lease) -> str:
@@ -147,7 +159,7 @@ def test_token_is_in_no_command_line(
     monkeypatch.setattr(DaytonaProvider, "_execute", record)
     token = read_token(grant())
     requests = [base64.b64decode(word) for command in commands for word in command.split() if len(word) > 100]
-    assert len(requests) > 1 and not any(token.encode() in text for text in [*requests, *map(str.encode, commands)])
+    assert requests and not any(token.encode() in text for text in [*requests, *map(str.encode, commands)])
 
 
 def test_gateway_identifies_callers_by_their_token_alone(remote_pool: Pool, grant: Callable[..., Lease], gateway: int) -> None:
@@ -186,3 +198,70 @@ def test_gateway_settings_reach_the_listener(settings: Any) -> None:
     settings.GATEWAY_LISTEN = "[::1]:8443"
     settings.GATEWAY_CERTIFICATE, settings.GATEWAY_CERTIFICATE_KEY = "c.pem", "k.pem"
     assert read_gateway_listener() == GatewayListener("::1", 8443, "c.pem", "k.pem")
+
+
+def count_vendor_execs(emulators: GetEmulator) -> int:
+    return sum("/process/execute" in line for line in emulators("daytona").requests)
+
+
+def wait_connected(lease: Lease) -> None:
+    """Wait until the runner of the lease's sandbox is connected to the gateway."""
+    ref = Sandbox.objects.get(holder=lease.pk).ref
+    fields = {"verb": "follow", "mark": "", "offsets": [0, 0], "wait": 0, "live": False, "live_after": 0, "limit": 0}
+
+    def is_connected() -> bool:
+        try:
+            return bool(channel.call(settings.RUNNER_GATEWAY, ref, fields, wait=0.0))
+        except channel.NotConnected:
+            return False
+
+    wait_until(is_connected, "the runner is connected")
+
+
+def test_commands_and_files_pass_the_gateway_instead_of_the_vendor(
+    remote_pool: Pool, grant: Callable[..., Lease], gateway: int, emulators: GetEmulator
+) -> None:  # fmt: skip
+    lease = grant()
+    run(lease, "true")
+    wait_connected(lease)
+    before = count_vendor_execs(emulators)
+    for number in range(3):
+        assert bytes(run(lease, "sh", "-c", f"echo {number} | tee -a /data/lines; exit {number}").stdout) == b"%d\n" % number
+    assert bytes(run(lease, "cat", "/data/lines").stdout) == b"0\n1\n2\n"
+    done = run(lease, "sh", "-c", "head -c 60000 /dev/zero; sleep 0.2")  # the result comes later than the next poll
+    assert (done.exit_code, bytes(done.stdout)) == (0, bytes(60000))
+    assert count_vendor_execs(emulators) == before
+
+
+def test_command_whose_gateway_dies_runs_once_and_goes_on_by_the_vendor(
+    remote_pool: Pool, grant: Callable[..., Lease], settings: Any, loop: EventLoopThread
+) -> None:
+    [port] = ports.find_free_ports()
+    settings.GATEWAY_URL = f"http://127.0.0.1:{port}"
+    with ExitStack() as serving:
+        serving.enter_context(loop.run_context(EgressServer().listening({}, GatewayListener("127.0.0.1", port))))
+        lease = grant()
+        run(lease, "true")
+        wait_connected(lease)
+        script = "echo x >>/data/x; until [ -e go ]; do sleep 0.01; done; cat /data/x"
+        with run_in_thread(lambda: run(lease, "sh", "-c", script)) as done:
+            wait_until(lambda: run(lease, "test", "-e", "/data/x").exit_code == 0, "the command runs")
+            serving.close()
+            run(lease, "touch", "go")
+            assert bytes(done.result(60).stdout) == b"x\n"
+
+
+def test_sandbox_gets_and_settles_only_its_own_requests(remote_pool: Pool, grant: Callable[..., Lease], gateway: int) -> None:
+    ada, eve = grant("did:plc:ada"), grant("did:plc:eve")
+    for lease in (ada, eve):
+        run(lease, "true")
+        wait_connected(lease)
+    call = {"verb": "run", "mark": "forged"}
+    token, seen = read_token(eve), []
+    with run_in_thread(lambda: run(ada, "sh", "-c", "sleep 0.5; echo ada")) as done:
+        for number in range(20):  # eve cannot know an id; an id of its own is not that of a request of ada either
+            seen.append(post_results(gateway, token, [{"id": f"{number}", "response": call}, "x", {}]))
+        assert bytes(done.result(60).stdout) == b"ada\n"
+    assert {*seen} == {200}
+    assert post_results(gateway, "lhg_unknown", []) == 401
+    assert post_results(gateway, token, {"not": "a list"}) == 400

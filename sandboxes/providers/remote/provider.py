@@ -259,7 +259,8 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
             self._vendor_calls[ref] = time.monotonic()
             return None
         try:
-            return channel.call(settings.RUNNER_GATEWAY, ref, {**fields, "live_after": 0.0}, wait=wait)
+            more = {"live_after": 0.0, "limit": tool.MAX_RESPONSE_BYTES}  # limits of vendors do not apply
+            return channel.call(settings.RUNNER_GATEWAY, ref, {**fields, **more}, wait=wait)
         except channel.NotConnected:
             return None
 

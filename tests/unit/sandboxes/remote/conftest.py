@@ -1,7 +1,7 @@
 """Remote providers on the emulators of their vendors, with faults."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -15,9 +15,9 @@ from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
 from sandboxes.providers import load_class
 from sandboxes.providers.base import ExecResult, SandboxSpec
 from sandboxes.providers.remote.provider import RemoteProvider
+from tests.emulators.base import Emulator, Fault
 from tests.emulators.registry import EMULATORS
-from tests.emulators.vendor import Fault, VendorEmulator
-from tests.support.remote import GetEmulator, connect_provider, emulators  # noqa: F401 - fixture
+from tests.support.remote import GetEmulator, configure, connect_provider, emulators  # noqa: F401 - fixture
 
 LISTING = sorted(name for name in EMULATORS if load_class(name).can_list)
 MakeProvider = Callable[..., RemoteProvider]
@@ -32,7 +32,7 @@ class Remote:
 
     kind: str
     provider: RemoteProvider
-    emulator: VendorEmulator
+    emulator: Emulator
     owner: str
 
     def spec(self, name: str = "") -> SandboxSpec:
@@ -79,8 +79,7 @@ def move_pool(settings: Any, pool: Pool, emulators: GetEmulator) -> Iterator[Cal
 
     def move(kind: str) -> Pool:
         emulator = emulators(kind)
-        reached = replace(live_settings.REMOTE_PROVIDERS[kind], api_key=emulator.key, api_url=emulator.api_url)
-        settings.REMOTE_PROVIDERS = {**live_settings.REMOTE_PROVIDERS, kind: reached}
+        settings.REMOTE_PROVIDERS = {**live_settings.REMOTE_PROVIDERS, kind: configure(kind, emulator)}
         settings.SANDBOX_PROVIDER = kind
         providers._create_provider.cache_clear()
         Pool.objects.filter(pk=pool.pk).update(provider=kind)
@@ -101,7 +100,7 @@ class Account:
     """A pool at a vendor, and the vendor's emulator."""
 
     pool: Pool
-    emulator: VendorEmulator
+    emulator: Emulator
 
     def sweep(self, now: datetime) -> None:
         sweeps.expire_due_leases(now=now)

@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.providers.base import FailureCause, Missing, Unavailable
-from tests.emulators.vendor import CUT_AFTER, CUT_BEFORE
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE
 from tests.support.remote import connect_provider
 from tests.support.waiting import wait_until
 from tests.unit.sandboxes.remote.conftest import CREATE, EXECUTE, LIST, Remote

@@ -13,7 +13,7 @@ from sandboxes.models import Pool, Sandbox
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
-from tests.emulators.vendor import CUT_AFTER, Fault, VendorEmulator
+from tests.emulators.base import CUT_AFTER, Emulator, Fault
 from tests.support.leases import evict
 from tests.support.remote import GetEmulator
 from tests.unit.sandboxes.remote.conftest import CREATE, LISTING
@@ -26,7 +26,7 @@ def run(lease: Lease, *argv: str) -> bytes:
     return bytes(execution.exec_command(lease.pk, Command(argv=list(argv), timeout=MINUTE), now=NOW)[0].stdout)
 
 
-def count_running(emulator: VendorEmulator, pool: Pool) -> int:
+def count_running(emulator: Emulator, pool: Pool) -> int:
     names = {f"leasehold-{pk.hex}" for pk in Sandbox.objects.filter(pool=pool).values_list("pk", flat=True)}
     return sum(len(emulator.find_machines(f"{name}-{number}")) for name in names for number in range(1, 4))
 

@@ -74,7 +74,7 @@ VENDORS: Mapping[str, Vendor] = {
         "MODAL_",
         "MODAL_SERVER_URL",
         "https://api.modal.com,https://api.modal2.com",
-        "image of new sandboxes at Modal, as a registry names it; unset: Modal's default image",
+        "image of new sandboxes at Modal, as a registry names it; unset: Modal's image of Debian with Python",
         {
             "token_id": lambda: env.text("MODAL_TOKEN_ID", help="id of the token whose secret is MODAL_TOKEN_SECRET"),
             "environment": lambda: env.text(

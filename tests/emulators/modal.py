@@ -79,8 +79,9 @@ class Execution:
         threading.Thread(target=self._await_end, args=(seconds or None,), daemon=True).start()
 
     @property
-    def code(self) -> int:
-        return self._process.returncode
+    def result(self) -> router_pb2.TaskExecWaitResponse:
+        code = self._process.returncode
+        return router_pb2.TaskExecWaitResponse(signal=-code) if code < 0 else router_pb2.TaskExecWaitResponse(code=code)
 
     def _await_end(self, seconds: int | None) -> None:
         try:
@@ -212,7 +213,8 @@ class ModalEmulator(Emulator):
         [sandbox] = self.find_running(name)
         fields = MessageToDict(sandbox.request.definition, preserving_proto_field_name=True)
         image = self.images[sandbox.request.definition.image_id]
-        return fields | {"tags": sandbox.tags, "image": list(image.dockerfile_commands)}
+        more = {"app_id": sandbox.request.app_id, "tags": sandbox.tags, "dockerfile": image.dockerfile_commands[0]}
+        return fields | more
 
     def find_running(self, name: str) -> list[Sandbox]:
         return [sandbox for sandbox in self.list_running() if sandbox.name == name]
@@ -406,9 +408,7 @@ class CommandRouter(implement(TaskCommandRouterBase)):  # type: ignore[misc]
     def TaskExecWait(self, request: router_pb2.TaskExecWaitRequest) -> router_pb2.TaskExecWaitResponse:
         execution = self._find(request)
         execution.ended.wait()
-        if execution.code < 0:
-            return router_pb2.TaskExecWaitResponse(signal=-execution.code)
-        return router_pb2.TaskExecWaitResponse(code=execution.code)
+        return execution.result
 
     async def TaskExecStdioRead(self, stream: Any) -> None:
         request = await stream.recv_message()

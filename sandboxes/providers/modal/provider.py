@@ -4,7 +4,7 @@ The name of a sandbox is unique among the running sandboxes of an app. A create 
 taken, is therefore settled by a look-up of the name. Owner, name and time of creation are tags.
 
 Modal cannot stop a sandbox: one that was idle for its idle timeout, or has reached the end of its lifetime, is terminated and
-its files are gone. A finished sandbox is Missing, and the next use wakes the stored state in a new one.
+its files are gone. A finished sandbox is Missing.
 
 Most calls of the client have no time limit, so the coroutines of its API are awaited with one. Files are uploaded by stdin of a
 command: the file API of the client executes a program of Modal in the sandbox."""
@@ -43,7 +43,6 @@ Result = TypeVar("Result")
 APP_NAME = "leasehold"  # app of all sandboxes, in one environment
 CREATED_TAG = "leasehold.created"  # Unix time in seconds: the client's list does not state the time of creation
 MAX_TAG_LENGTH = 63
-CALL_TIMEOUT_SECONDS = 60.0  # of one operation, with the repetitions of the client
 EXEC_GRACE_SECONDS = 30.0  # beyond the time limit of a command
 UPLOAD_TIMEOUT_SECONDS = 300
 UPLOAD_PART_BYTES = 1 << 20
@@ -58,6 +57,7 @@ class ModalProvider(RemoteProvider):
     name = "modal"
     account_option = "environment"
     max_inline_bytes = 42_000  # the client accepts 65536 bytes in the arguments of a command, which contain this as base64
+    call_timeout_seconds = 60.0  # of one operation, with the repetitions of the client
 
     @property
     def _connection(self) -> "_Connection":
@@ -130,9 +130,10 @@ class ModalProvider(RemoteProvider):
 
         return self._call_running(ref, run)
 
-    def _call(self, subject: str, call: Coroutine[Any, Any, Result], *, seconds: float = CALL_TIMEOUT_SECONDS) -> Result:
+    def _call(self, subject: str, call: Coroutine[Any, Any, Result], *, seconds: float = 0.0) -> Result:
+        """Await a call of the connection, by default for `call_timeout_seconds`."""
         with _translate_errors(subject):
-            return asyncio.run(asyncio.wait_for(call, seconds))
+            return asyncio.run(asyncio.wait_for(call, seconds or self.call_timeout_seconds))
 
 
 class _Connection:
@@ -159,7 +160,7 @@ class _Connection:
             client=self._client,
             name=spec.name,
             tags=_build_tags(spec),
-            image=modal.Image.from_registry(image) if image else None,
+            image=modal.Image.from_registry(image) if image else modal.Image.debian_slim(),
             cpu=(cpu, cpu),
             memory=(spec.memory_mib, spec.memory_mib),
             timeout=60 * int(self._configuration.options["lifetime_minutes"]),

@@ -16,7 +16,7 @@ from tests.conftest import MINUTE, NOW
 from tests.emulators.base import CUT_AFTER, Emulator, Fault
 from tests.support.leases import evict
 from tests.support.remote import GetEmulator
-from tests.unit.sandboxes.remote.conftest import CREATE, LISTING
+from tests.unit.sandboxes.remote.conftest import CREATE, LISTING, LOOK_UP
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.parametrize("kind", LISTING)]
 LATER = NOW + timedelta(days=3650)  # than the clock of the emulators, which state when a sandbox was created
@@ -35,7 +35,7 @@ def test_create_whose_outcome_stays_unknown_leaves_one_sandbox_after_the_sweeps(
     kind: str, move_pool: Callable[[str], Pool], grant: Callable[..., Lease], emulators: GetEmulator
 ) -> None:
     pool, emulator = move_pool(kind), emulators(kind)
-    emulator.faults += [Fault(CREATE[kind], CUT_AFTER), Fault("GET ", 503, times=100)]  # no look-up settles it either
+    emulator.faults += [Fault(CREATE[kind], CUT_AFTER), Fault(LOOK_UP, 503, times=100)]  # no look-up settles it either
     lease = grant()
     with pytest.raises(SandboxNotReady):
         run(lease, "true")

@@ -48,7 +48,7 @@ UPLOAD_TIMEOUT_SECONDS = 300
 UPLOAD_PART_BYTES = 1 << 20
 REMOVAL_TIMEOUT_SECONDS = 60.0
 MAX_CONCURRENT_CALLS = 20  # of one listing
-TIMED_OUT_CODE = -1  # of a command at its deadline
+TIMED_OUT_CODES = (-1, 137)  # of a command at its deadline: stated by the client, or by the vendor that killed the command
 
 
 class ModalProvider(RemoteProvider):
@@ -196,10 +196,10 @@ class _Connection:
         """Execute a shell command with a time limit, and return its stdout."""
         if ref not in self._sandboxes:
             self._sandboxes[ref] = await self._look_up(ref)
+        deadline = time.monotonic() + seconds
         process = await self._sandboxes[ref].exec.aio(
             "sh", "-c", command, timeout=seconds, text=False, stderr=StreamType.DEVNULL
         )
-        deadline = time.monotonic() + seconds
         if stdin is not None:
             for start in range(0, len(stdin), UPLOAD_PART_BYTES):
                 process.stdin.write(stdin[start : start + UPLOAD_PART_BYTES])
@@ -207,7 +207,7 @@ class _Connection:
             process.stdin.write_eof()
             await process.stdin.drain.aio()
         output = await process.stdout.read.aio()
-        if await process.wait.aio() == TIMED_OUT_CODE and time.monotonic() >= deadline:
+        if await process.wait.aio() in TIMED_OUT_CODES and time.monotonic() >= deadline:
             raise exception.ExecTimeoutError(f"no result within {seconds} s")
         return bytes(output)
 

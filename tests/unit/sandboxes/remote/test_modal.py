@@ -68,12 +68,13 @@ def test_result_of_minus_one_is_a_timeout_at_the_deadline_only(modal: Remote, mo
 
 
 def test_call_that_is_not_answered_ends_at_its_time_limit(modal: Remote) -> None:
-    assert isinstance(modal.provider, ModalProvider)
-    modal.provider.call_timeout_seconds = 0.2
+    provider = connect_provider("modal", modal.emulator)
+    assert isinstance(provider, ModalProvider)
+    provider.call_timeout_seconds = 0.2
     modal.emulator.faults.append(Fault("RPC /SandboxListV2", seconds=2.0))
     started = time.monotonic()
     with pytest.raises(Unavailable) as error:
-        modal.provider.list(modal.owner)
+        provider.list(modal.owner)
     assert error.value.cause == FailureCause.TIMEOUT and time.monotonic() - started < 1.5
 
 

@@ -43,6 +43,7 @@ Result = TypeVar("Result")
 APP_NAME = "leasehold"  # app of all sandboxes, in one environment
 CREATED_TAG = "leasehold.created"  # Unix time in seconds: the client's list does not state the time of creation
 MAX_TAG_LENGTH = 63
+CONNECT_TIMEOUT_SECONDS = 10.0  # of the first connection of a process, which the client attempts for a minute
 EXEC_GRACE_SECONDS = 30.0  # beyond the time limit of a command
 UPLOAD_TIMEOUT_SECONDS = 300
 UPLOAD_PART_BYTES = 1 << 20
@@ -142,13 +143,24 @@ class _Connection:
     The client is constructed directly, because its constructor for credentials takes the address from the environment."""
 
     def __init__(self, configuration: RemoteConfiguration) -> None:
-        credentials = (configuration.options["token_id"], configuration.api_key)
-        self._client = modal.Client(configuration.api_url, api_pb2.CLIENT_TYPE_CLIENT, credentials)
-        self._client.__enter__()
         self._configuration = configuration
         self._environment = configuration.options["environment"] or None
+        self._client: modal.Client | None = None
         self._sandboxes: dict[str, modal.Sandbox] = {}
         self._tags: dict[str, dict[str, str]] = {}  # nothing changes them after the creation
+
+    async def _get_client(self) -> modal.Client:
+        """Return the client, connected. A client of concurrent first calls that is not kept is connected and not used."""
+        if self._client is None:
+            configuration = self._configuration
+            credentials = (configuration.options["token_id"], configuration.api_key)
+            client = modal.Client(configuration.api_url, api_pb2.CLIENT_TYPE_CLIENT, credentials)
+            try:
+                await asyncio.wait_for(client.__aenter__(), CONNECT_TIMEOUT_SECONDS)
+            except TimeoutError:
+                raise exception.ConnectionError(f"no connection within {CONNECT_TIMEOUT_SECONDS} s") from None
+            self._client = client
+        return self._client
 
     async def create(self, spec: SandboxSpec) -> None:
         auto_stop, image = self._configuration.auto_stop, spec.image or self._configuration.image
@@ -157,7 +169,7 @@ class _Connection:
             "sleep",
             "infinity",
             app=await self._look_up_app(),
-            client=self._client,
+            client=await self._get_client(),
             name=spec.name,
             tags=_build_tags(spec),
             image=modal.Image.from_registry(image) if image else modal.Image.debian_slim(),
@@ -179,7 +191,7 @@ class _Connection:
     async def list_tags(self, owner: str) -> list[dict[str, str]]:
         """Return the tags of each running sandbox of an owner."""
         app = await self._look_up_app()
-        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags={OWNER_LABEL: owner}, client=self._client)
+        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags={OWNER_LABEL: owner}, client=await self._get_client())
         running = [sandbox async for sandbox in listed if sandbox.returncode is None]
         limit = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
@@ -218,12 +230,14 @@ class _Connection:
 
     async def _look_up_app(self) -> modal.App:
         return await modal.App.lookup.aio(
-            APP_NAME, client=self._client, environment_name=self._environment, create_if_missing=True
+            APP_NAME, client=await self._get_client(), environment_name=self._environment, create_if_missing=True
         )
 
     async def _look_up(self, ref: str) -> modal.Sandbox:
         """Return the running sandbox of this name. Raise NotFoundError."""
-        sandbox = await modal.Sandbox.from_name.aio(APP_NAME, ref, environment_name=self._environment, client=self._client)
+        sandbox = await modal.Sandbox.from_name.aio(
+            APP_NAME, ref, environment_name=self._environment, client=await self._get_client()
+        )
         if await sandbox.poll.aio() is not None:
             raise exception.NotFoundError(f"{ref} has finished.")
         return sandbox

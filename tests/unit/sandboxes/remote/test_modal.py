@@ -17,12 +17,13 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import FailureCause, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.modal.provider import ModalProvider
+from sandboxes.providers.modal import provider as vendor
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 from tests.emulators import modal as emulation
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault
 from tests.support.remote import GetEmulator, connect_provider
+from tests.support.servers import ports
 from tests.unit.sandboxes.remote.conftest import Remote
 
 
@@ -69,13 +70,22 @@ def test_result_of_minus_one_is_a_timeout_at_the_deadline_only(modal: Remote, mo
 
 def test_call_that_is_not_answered_ends_at_its_time_limit(modal: Remote) -> None:
     provider = connect_provider("modal", modal.emulator)
-    assert isinstance(provider, ModalProvider)
+    assert isinstance(provider, vendor.ModalProvider)
     provider.call_timeout_seconds = 0.2
     modal.emulator.faults.append(Fault("RPC /SandboxListV2", seconds=2.0))
     started = time.monotonic()
     with pytest.raises(Unavailable) as error:
         provider.list(modal.owner)
     assert error.value.cause == FailureCause.TIMEOUT and time.monotonic() - started < 1.5
+
+
+def test_unreachable_vendor_is_unavailable(modal: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vendor, "CONNECT_TIMEOUT_SECONDS", 0.3)
+    [port] = ports.find_free_ports()
+    provider = connect_provider("modal", modal.emulator, api_url=f"http://127.0.0.1:{port}")
+    with pytest.raises(Unavailable) as error:
+        provider.list(modal.owner)
+    assert error.value.cause == FailureCause.ENGINE_UNREACHABLE
 
 
 @pytest.mark.parametrize("outcome", [CUT_BEFORE, CUT_AFTER])

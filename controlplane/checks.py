@@ -14,7 +14,7 @@ from django.urls import get_resolver
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.providers import load_class
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
-from sandboxes.providers.remote.configuration import KEY_VARIABLES, get_configuration
+from sandboxes.providers.remote.configuration import find_missing_variable, get_configuration
 from sandboxes.state import mounts
 
 CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
@@ -66,13 +66,13 @@ def check_provider_packages(app_configs: Sequence[AppConfig] | None, **kwargs: A
 
 @register(CONFIGURATION)
 def check_provider_key(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """Check that the API key of the vendor behind SANDBOX_PROVIDER is set."""
+    """Check that the credentials for the vendor behind SANDBOX_PROVIDER are set."""
     if settings.SANDBOX_PROVIDER not in settings.REMOTE_PROVIDERS:
         return []
     try:
         get_configuration(settings.SANDBOX_PROVIDER)
     except ImproperlyConfigured as error:
-        return [Error(str(error), hint=f"Set {KEY_VARIABLES[settings.SANDBOX_PROVIDER]}.", id="leasehold.E008")]
+        return [Error(str(error), hint=f"Set {find_missing_variable(settings.SANDBOX_PROVIDER)}.", id="leasehold.E008")]
     return []
 
 

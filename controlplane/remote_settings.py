@@ -27,6 +27,8 @@ class Vendor:
     has_allow_list: bool = False  # the vendor restricts the network of a sandbox to destinations that a request states
     has_auto_stop: bool = True  # the vendor can stop an idle sandbox after a time that a request states
     has_auto_delete: bool = True  # the vendor can delete a stopped sandbox after a time
+    keeps_files: bool = True  # of a sandbox that it stops; otherwise the general time does not apply
+    client_variables: tuple[str, ...] = ()  # variables of the vendor's own client that begin like those of Leasehold
 
 
 VENDORS: Mapping[str, Vendor] = {
@@ -67,6 +69,33 @@ VENDORS: Mapping[str, Vendor] = {
             )
         },
     ),
+    "modal": Vendor(
+        "Modal",
+        "MODAL_",
+        "MODAL_SERVER_URL",
+        "https://api.modal.com,https://api.modal2.com",
+        "image of new sandboxes at Modal, as a registry names it; unset: Modal's image of Debian with Python",
+        {
+            "token_id": lambda: env.text("MODAL_TOKEN_ID", help="id of the token whose secret is MODAL_TOKEN_SECRET"),
+            "environment": lambda: env.text(
+                "MODAL_ENVIRONMENT",
+                help="environment of the sandboxes at Modal; unset: its default. With several workspaces, set different ones",
+            ),
+            "lifetime_minutes": lambda: str(
+                env.integer(
+                    "MODAL_SANDBOX_LIFETIME_MINUTES",
+                    1440,
+                    minimum=1,
+                    maximum=1440,
+                    help="Modal terminates a sandbox after so many minutes, with its files; 24 hours is its maximum",
+                )
+            ),
+        },
+        has_auto_delete=False,
+        has_allow_list=True,
+        keeps_files=False,
+        client_variables=("MODAL_SANDBOX_V2", "MODAL_SANDBOX_CHANNEL_IDLE_TIMEOUT"),
+    ),
     "runloop": Vendor(
         "Runloop",
         "RUNLOOP_",
@@ -103,7 +132,8 @@ def read() -> dict[str, RemoteConfiguration]:
     found = {name: _read_vendor(name, vendor, auto_stop, auto_delete) for name, vendor in VENDORS.items()}
     for name in os.environ:
         for vendor in VENDORS.values():
-            if name.startswith(f"{vendor.prefix}SANDBOX_") and name not in env.ENV_VARIABLES:
+            known_names = {*env.ENV_VARIABLES, *vendor.client_variables}
+            if name.startswith(f"{vendor.prefix}SANDBOX_") and name not in known_names:
                 known = sorted(key for key in env.ENV_VARIABLES if key.startswith(f"{vendor.prefix}SANDBOX_"))
                 raise ImproperlyConfigured(f"{name} is not a variable of Leasehold. Known are {', '.join(known)}.")
     return found
@@ -113,9 +143,10 @@ def _read_vendor(name: str, vendor: Vendor, auto_stop: int, auto_delete: int) ->
     title, prefix = vendor.title, f"{vendor.prefix}SANDBOX_"
     stop, delete = None, None
     if vendor.has_auto_stop:
-        stop = env.optional_integer(
-            f"{prefix}AUTO_STOP_MINUTES", maximum=MAX_MINUTES, help=f"LEASEHOLD_SANDBOX_AUTO_STOP_MINUTES for {title}"
-        )
+        stop_help = f"LEASEHOLD_SANDBOX_AUTO_STOP_MINUTES for {title}"
+        if not vendor.keeps_files:
+            stop_help = f"{title} terminates a sandbox that was idle for so many minutes, with its files; unset or 0: never"
+        stop = env.optional_integer(f"{prefix}AUTO_STOP_MINUTES", maximum=MAX_MINUTES, help=stop_help)
     if vendor.has_auto_delete:
         delete = env.optional_integer(
             f"{prefix}AUTO_DELETE_MINUTES", maximum=MAX_MINUTES, help=f"LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES for {title}"
@@ -131,7 +162,7 @@ def _read_vendor(name: str, vendor: Vendor, auto_stop: int, auto_delete: int) ->
         api_key=env.text(KEY_VARIABLES[name], help=f"API key of the account at {title}", secret=True),
         api_url=env.text(vendor.url_variable, vendor.api_url, help=f"address of the API of {title}").rstrip("/"),
         image=env.text(f"{prefix}IMAGE", help=vendor.image_help) if vendor.image_help else "",
-        auto_stop=_to_duration(auto_stop if stop is None else stop),
+        auto_stop=_to_duration((auto_stop if vendor.keeps_files else 0) if stop is None else stop),
         auto_delete=_to_duration(auto_delete if delete is None else delete),
         options={option: read_option() for option, read_option in vendor.options.items()},
     )

@@ -26,6 +26,7 @@ PROVIDERS: Mapping[str, ProviderEntry] = {
     "cloudflare": ProviderEntry("sandboxes.providers.cloudflare.provider", "CloudflareProvider"),
     "daytona": ProviderEntry("sandboxes.providers.daytona.provider", "DaytonaProvider", extra="daytona"),
     "langsmith": ProviderEntry("sandboxes.providers.langsmith.provider", "LangSmithProvider", extra="langsmith"),
+    "modal": ProviderEntry("sandboxes.providers.modal.provider", "ModalProvider", extra="modal"),
     "runloop": ProviderEntry("sandboxes.providers.runloop.provider", "RunloopProvider", extra="runloop"),
     "process": ProviderEntry("sandboxes.providers.process.provider", "ProcessProvider", for_production=False),
     "memory": ProviderEntry("sandboxes.providers.memory.provider", "MemoryProvider", for_production=False),

@@ -1,34 +1,37 @@
 """Emulators by vendor."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from controlplane.remote_settings import VENDORS
-from sandboxes.providers.remote.configuration import KEY_VARIABLES
+from sandboxes.providers.remote.configuration import KEY_VARIABLES, OPTION_VARIABLES
+from tests.emulators.base import Emulator
 from tests.emulators.cloudflare import CloudflareEmulator
 from tests.emulators.daytona import DaytonaEmulator
 from tests.emulators.langsmith import LangSmithEmulator
 from tests.emulators.machine import machine_directory
+from tests.emulators.modal import ModalEmulator
 from tests.emulators.runloop import RunloopEmulator
-from tests.emulators.vendor import VendorEmulator
 
-EMULATORS: dict[str, type[VendorEmulator]] = {
+EMULATORS: dict[str, Callable[[Path, int], Emulator]] = {
     "cloudflare": CloudflareEmulator,
     "daytona": DaytonaEmulator,
     "langsmith": LangSmithEmulator,
+    "modal": ModalEmulator,
     "runloop": RunloopEmulator,
 }
 
 
-def build_environment(name: str, emulator: VendorEmulator) -> dict[str, str]:
+def build_environment(name: str, emulator: Emulator) -> dict[str, str]:
     """Return the environment variables with which the provider reaches an emulator."""
-    return {KEY_VARIABLES[name]: emulator.key, VENDORS[name].url_variable: emulator.api_url}
+    options = {variable: emulator.options[option] for option, variable in OPTION_VARIABLES.get(name, {}).items()}
+    return {KEY_VARIABLES[name]: emulator.key, VENDORS[name].url_variable: emulator.api_url, **options}
 
 
 @contextmanager
-def serve(name: str, parent: Path, port: int = 0) -> Iterator[VendorEmulator]:
+def serve(name: str, parent: Path, port: int = 0) -> Iterator[Emulator]:
     """Run an emulator in threads of this process."""
     with machine_directory(parent) as directory:
         emulator = EMULATORS[name](directory, port)

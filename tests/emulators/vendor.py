@@ -1,11 +1,10 @@
-"""Base of the vendor emulators: an HTTP server with routes, fault switches, and machines that execute for real."""
+"""Base of the emulators of vendors with an HTTP API: a server with routes."""
 
 import base64
 import hashlib
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,22 +19,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from wsproto.connection import Connection, ConnectionType
 from wsproto.events import CloseConnection, Ping, TextMessage
 
-from tests.emulators.machine import Machine
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Emulator, Fault
 
 WEBSOCKET_GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
-CUT_BEFORE, CUT_AFTER = "cut before", "cut after"  # the connection, before or after the request is carried out
-
-
-@dataclass
-class Fault:
-    """Fault of the next `times` requests whose "METHOD /path" matches `pattern`.
-
-    `outcome` is a status, CUT_BEFORE or CUT_AFTER; None: only a delay of `seconds`."""
-
-    pattern: str
-    outcome: int | str | None = None
-    times: int = 1
-    seconds: float = 0.0
 
 
 @dataclass
@@ -103,24 +89,17 @@ def as_json(content: Any, status: int = 200) -> Response:
     return Response(status, json.dumps(content).encode())
 
 
-class VendorEmulator(ThreadingHTTPServer):
+class VendorEmulator(ThreadingHTTPServer, Emulator):
     """HTTP emulator of one vendor. A subclass declares routes and says how a key is stated."""
 
     daemon_threads = True
     request_queue_size = 128
-    key = "emulator-key"
-    home: ClassVar[str] = "/home/user"
     api_path: ClassVar[str] = ""
-    writable: ClassVar[tuple[str, ...]] = ("/workspace", "/data", "/opt/leasehold")
     rejection: ClassVar[Callable[[int, str], Any]] = staticmethod(lambda status, message: {"message": message})
 
     def __init__(self, directory: Path, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.directory = directory
-        self.lock = threading.RLock()
-        self.faults: list[Fault] = []
-        self.requests: list[str] = []  # "METHOD /path", in the order of their arrival
-        self.is_listing_late = False  # new sandboxes are not listed
+        Emulator.__init__(self, directory)
+        ThreadingHTTPServer.__init__(self, ("127.0.0.1", port), _Handler)
         self.routes = [
             (method, pattern, getattr(self, name))
             for name in dir(type(self))
@@ -133,46 +112,18 @@ class VendorEmulator(ThreadingHTTPServer):
 
     @property
     def api_url(self) -> str:
-        """Address for the provider's configuration."""
         return self.url + self.api_path
-
-    def create_machine(self, identifier: str) -> Machine:
-        machine = Machine(self.directory / identifier, writable=self.writable, home=self.home)
-        machine.start()
-        return machine
 
     def is_authorized(self, request: Request) -> bool:
         return request.headers.get("Authorization") == f"Bearer {self.key}"
 
-    def close(self) -> None:
-        """Stop the server, and remove every machine."""
+    def stop_server(self) -> None:
         self.shutdown()
         self.server_close()
-        for machine in self.list_machines():
-            machine.remove()
-
-    def list_machines(self) -> list[Machine]:
-        raise NotImplementedError
-
-    def find_machines(self, name: str) -> list[Machine]:
-        """Return the machines of the sandboxes with this name that have not been destroyed."""
-        raise NotImplementedError
-
-    def stop_idle(self, name: str) -> None:
-        """Stop a sandbox, as the vendor does with an idle one."""
-        raise NotImplementedError
-
-    def get_creation(self, name: str) -> dict[str, Any]:
-        """Return the fields of the request that created a sandbox."""
-        raise NotImplementedError
 
     def handle(self, request: Request) -> tuple[Response, Fault | None]:
         line = f"{request.method} {request.path}"
-        with self.lock:
-            self.requests.append(line)
-            fault = next((fault for fault in self.faults if fault.times > 0 and re.search(fault.pattern, line)), None)
-            if fault:
-                fault.times -= 1
+        fault = self.take_fault(line)
         if fault:
             time.sleep(fault.seconds)
             if isinstance(fault.outcome, int):

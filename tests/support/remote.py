@@ -11,11 +11,12 @@ from django.conf import settings
 from django.test import override_settings
 
 from sandboxes.providers import load_class
+from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.provider import RemoteProvider
+from tests.emulators.base import Emulator
 from tests.emulators.registry import serve
-from tests.emulators.vendor import VendorEmulator
 
-GetEmulator = Callable[[str], VendorEmulator]
+GetEmulator = Callable[[str], Emulator]
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +27,16 @@ def emulators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEmulator]
         yield cache(lambda name: stack.enter_context(serve(name, tmp_path_factory.mktemp(name))))
 
 
-def connect_provider(name: str, emulator: VendorEmulator, **changes: Any) -> RemoteProvider:
+def configure(name: str, emulator: Emulator, **changes: Any) -> RemoteConfiguration:
+    """Return the configuration of a provider that reaches an emulator, with changes."""
+    configured = settings.REMOTE_PROVIDERS[name]
+    options = {**configured.options, **changes.pop("options", {}), **emulator.options}
+    return replace(configured, **({"api_key": emulator.key, "api_url": emulator.api_url, "options": options} | changes))
+
+
+def connect_provider(name: str, emulator: Emulator, **changes: Any) -> RemoteProvider:
     """Return a provider that reaches an emulator, with changes of its configuration."""
-    reached = replace(settings.REMOTE_PROVIDERS[name], **({"api_key": emulator.key, "api_url": emulator.api_url} | changes))
+    reached = configure(name, emulator, **changes)
     with override_settings(REMOTE_PROVIDERS={**settings.REMOTE_PROVIDERS, name: reached}):
         provider = load_class(name)()
     assert isinstance(provider, RemoteProvider)

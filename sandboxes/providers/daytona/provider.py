@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from ipaddress import ip_network
 from typing import Any, TypeVar
 
 import urllib3
@@ -34,7 +33,7 @@ from daytona_toolbox_api_client.exceptions import ApiException as ToolboxExcepti
 from pydantic import ValidationError
 
 from sandboxes.providers.base import FailureCause, Missing, Network, ProviderSandbox, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.remote.configuration import RemoteConfiguration, get_gateway_host, round_up_minutes
+from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
 from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_for_transport
 from sandboxes.providers.remote.provider import OWNER_LABEL, Pause, RemoteProvider, build_labels, require_owner
 
@@ -221,13 +220,10 @@ def _build_network(network: Network) -> dict[str, Any]:
     """Return the fields of a request that restrict the network. The toolbox does not need the sandbox's network."""
     if network == Network.OPEN:
         return {}
-    host = get_gateway_host()
-    if not host:
+    cidr, domain = find_gateway_destination()
+    if not cidr and not domain:
         return {"network_block_all": True}
-    try:
-        return {"network_allow_list": str(ip_network(host))}  # CIDR of one address
-    except ValueError:
-        return {"domain_allow_list": host}
+    return {"network_allow_list": cidr} if cidr else {"domain_allow_list": domain}
 
 
 @contextmanager

@@ -73,6 +73,7 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     upload_directory = "/tmp"  # noqa: S108 - in the sandbox; each name is unique
     max_upload_bytes = 16 << 20  # of one upload; larger content is uploaded in parts
     max_response_bytes = tool.MAX_RESPONSE_BYTES
+    max_inline_bytes = tool.MAX_INLINE_BYTES
     poll_seconds = 20.0  # the longest time that one call of the vendor waits for a command
     retry_delays_seconds: Sequence[float] = (0.2, 1.0, 3.0)  # before repetitions of calls that may be repeated
 
@@ -195,8 +196,8 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     def _prepare(self, ref: str, request: RunRequest, stdin: BinaryIO) -> dict[str, Any]:
         """Return the fields of the request, after an upload of stdin if it does not fit into a command line."""
         fields = request.to_fields()
-        head = stdin.read(tool.MAX_INLINE_BYTES // 2)
-        if len(head) < tool.MAX_INLINE_BYTES // 2:
+        head = stdin.read(self.max_inline_bytes // 2)
+        if len(head) < self.max_inline_bytes // 2:
             return fields | {"stdin": tool.encode_argument(head)}
         return fields | {"stdin_path": self._upload_stream(ref, head, stdin)}
 
@@ -230,7 +231,7 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         if not is_secret and (response := self._call_by_gateway(ref, fields, wait)) is not None:
             return response
         content = tool.encode_request(fields)
-        if len(content) <= tool.MAX_INLINE_BYTES and not is_secret:
+        if len(content) <= self.max_inline_bytes and not is_secret:
             argument = tool.encode_argument(content)
         else:
             path = f"{self.upload_directory}/leasehold-{uuid.uuid4().hex}"

@@ -1,13 +1,15 @@
 """Remote providers on the emulators of their vendors, with faults."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from django.conf import settings as live_settings
+from modal.sandbox._task_command_router_client import call_with_retries_on_transient_errors
 
 from leases import sweeps
 from sandboxes import providers
@@ -15,15 +17,27 @@ from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
 from sandboxes.providers import load_class
 from sandboxes.providers.base import ExecResult, SandboxSpec
 from sandboxes.providers.remote.provider import RemoteProvider
+from tests.emulators.base import Emulator, Fault
 from tests.emulators.registry import EMULATORS
-from tests.emulators.vendor import Fault, VendorEmulator
-from tests.support.remote import GetEmulator, connect_provider, emulators  # noqa: F401 - fixture
+from tests.support.remote import GetEmulator, configure, connect_provider, emulators  # noqa: F401 - fixture
 
 LISTING = sorted(name for name in EMULATORS if load_class(name).can_list)
 MakeProvider = Callable[..., RemoteProvider]
-CREATE = {"daytona": "POST /api/sandbox$", "langsmith": "POST .*/boxes$", "runloop": "POST /v1/devboxes$"}
-EXECUTE = {"daytona": "POST .*/process/execute", "langsmith": "GET .*/execute/ws", "runloop": "POST .*/execute_async"}
-LIST = {"daytona": "GET /api/sandbox$", "langsmith": "GET .*/boxes$", "runloop": "GET /v1/devboxes$"}
+CREATE = {
+    "daytona": "POST /api/sandbox$", "langsmith": "POST .*/boxes$", "modal": "RPC /SandboxCreateV2",
+    "runloop": "POST /v1/devboxes$",
+}  # fmt: skip
+EXECUTE = {
+    "daytona": "POST .*/process/execute", "langsmith": "GET .*/execute/ws", "modal": "RPC /TaskExecStart",
+    "runloop": "POST .*/execute_async",
+}  # fmt: skip
+LIST = {
+    "daytona": "GET /api/sandbox$", "langsmith": "GET .*/boxes$", "modal": "RPC /SandboxListV2",
+    "runloop": "GET /v1/devboxes$",
+}  # fmt: skip
+LOOK_UP = "GET |RPC /SandboxGetFromName"
+DESTROY = "DELETE|/shutdown|RPC /SandboxTerminate"
+ATTEMPTS = defaultdict(lambda: 1, modal=4)  # of one call by the vendor's client, which repeats failed calls
 
 
 @dataclass
@@ -32,7 +46,7 @@ class Remote:
 
     kind: str
     provider: RemoteProvider
-    emulator: VendorEmulator
+    emulator: Emulator
     owner: str
 
     def spec(self, name: str = "") -> SandboxSpec:
@@ -51,6 +65,12 @@ class Remote:
     def fail(self, pattern: str, outcome: int | str | None, times: int = 1) -> None:
         """Let the next requests that match the pattern fail."""
         self.emulator.faults.append(Fault(pattern, outcome, times))
+
+
+@pytest.fixture(autouse=True)
+def call_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the client of Modal repeat a failed call to a sandbox at once, which it does ten times."""
+    monkeypatch.setitem(call_with_retries_on_transient_errors.__kwdefaults__, "base_delay_secs", 0.0)
 
 
 @pytest.fixture(params=LISTING)
@@ -79,8 +99,7 @@ def move_pool(settings: Any, pool: Pool, emulators: GetEmulator) -> Iterator[Cal
 
     def move(kind: str) -> Pool:
         emulator = emulators(kind)
-        reached = replace(live_settings.REMOTE_PROVIDERS[kind], api_key=emulator.key, api_url=emulator.api_url)
-        settings.REMOTE_PROVIDERS = {**live_settings.REMOTE_PROVIDERS, kind: reached}
+        settings.REMOTE_PROVIDERS = {**live_settings.REMOTE_PROVIDERS, kind: configure(kind, emulator)}
         settings.SANDBOX_PROVIDER = kind
         providers._create_provider.cache_clear()
         Pool.objects.filter(pk=pool.pk).update(provider=kind)
@@ -101,7 +120,7 @@ class Account:
     """A pool at a vendor, and the vendor's emulator."""
 
     pool: Pool
-    emulator: VendorEmulator
+    emulator: Emulator
 
     def sweep(self, now: datetime) -> None:
         sweeps.expire_due_leases(now=now)

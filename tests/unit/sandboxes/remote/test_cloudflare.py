@@ -14,8 +14,8 @@ from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import FailureCause, Missing, Unavailable
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE
 from tests.emulators.cloudflare import CloudflareEmulator
-from tests.emulators.vendor import CUT_AFTER, CUT_BEFORE
 from tests.support.leases import evict
 from tests.support.remote import GetEmulator, connect_provider
 from tests.unit.sandboxes.remote.conftest import Remote

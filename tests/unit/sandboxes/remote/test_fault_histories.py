@@ -30,7 +30,7 @@ from sandboxes.pool import allocation
 from sandboxes.providers.base import ProviderError
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW, SimulatedCrash
-from tests.emulators.vendor import CUT_AFTER, CUT_BEFORE, Fault
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault
 from tests.unit.sandboxes.remote.conftest import CREATE, EXECUTE, LIST, Account
 
 SEEDS = range(1, 1 + int(os.environ.get("REMOTE_HISTORIES", "1")))

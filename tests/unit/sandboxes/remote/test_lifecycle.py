@@ -1,6 +1,7 @@
 """Lifecycle settings of remote sandboxes: which one applies, its unit at the vendor, and what is refused."""
 
 import re
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,12 @@ MINUTE = timedelta(minutes=1)
             {"launch_parameters": {"lifecycle": {"after_idle": {"idle_time_seconds": 90, "on_idle": "suspend"}}}},
         ),
         ("runloop", {"auto_stop": None}, {"launch_parameters": {}}),
+        ("modal", {"auto_stop": 1.5 * MINUTE}, {"idle_timeout_secs": 90, "timeout_secs": 86400}),
+        ("modal", {"auto_stop": None, "options": {"lifetime_minutes": "5"}}, {"idle_timeout_secs": None, "timeout_secs": 300}),
         ("daytona", {"image": "debian:12"}, {"buildInfo": {"dockerfileContent": "FROM debian:12\n"}, "cpu": 1, "memory": 1}),
         ("langsmith", {"image": "python:3"}, {"snapshot": "python:3"}),
+        ("modal", {"image": "python:3"}, {"dockerfile": "FROM python:3"}),
+        ("modal", {"options": {"environment": "eu"}}, {"app_id": "ap-eu-leasehold"}),
         ("runloop", {"image": "py"}, {"blueprint_name": "py"}),
         ("daytona", {"options": {"target": "eu", "organization_id": ""}}, {"target": "eu"}),
         ("runloop", {"options": {"size": "SMALL", "account": ""}, "auto_stop": None},
@@ -48,26 +53,32 @@ def test_configuration_reaches_the_vendor_in_its_units(
     ref = provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle"))
     sent = emulators(kind).get_creation(ref)
     provider.destroy(ref)
-    assert {name: sent[name] for name in expected} == expected
+    assert {name: sent.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("gateway_url", "network", "expected"),
+    ("kind", "gateway_url", "network", "expected"),
     [
-        ("https://gateway.example.org/x", "gateway", {"domainAllowList": "gateway.example.org"}),
-        ("http://127.0.0.1:18081", "gateway", {"networkAllowList": "127.0.0.1/32"}),
-        ("https://[2001:db8::1]:8443", "gateway", {"networkAllowList": "2001:db8::1/128"}),
-        ("", "gateway", {"networkBlockAll": True}),
-        ("https://gateway.example.org", "open", {}),
+        ("daytona", "https://gateway.example.org/x", "gateway", {"domainAllowList": "gateway.example.org"}),
+        ("daytona", "http://127.0.0.1:18081", "gateway", {"networkAllowList": "127.0.0.1/32"}),
+        ("daytona", "", "gateway", {"networkBlockAll": True}),
+        ("daytona", "https://gateway.example.org", "open", {}),
+        ("modal", "https://gateway.example.org", "gateway",
+         {"network_access": {"network_access_type": "ALLOWLIST", "allowed_domains": ["gateway.example.org"]}}),
+        ("modal", "https://[2001:db8::1]:8443", "gateway",
+         {"network_access": {"network_access_type": "ALLOWLIST", "allowed_cidrs": ["2001:db8::1/128"]}}),
+        ("modal", "", "gateway", {"network_access": {"network_access_type": "BLOCKED"}}),
+        ("modal", "https://gateway.example.org", "open", {"network_access": {"network_access_type": "OPEN"}}),
     ],
-)
+)  # fmt: skip
 def test_network_leads_to_the_gateway_alone_unless_it_is_open(
-    gateway_url: str, network: str, expected: dict[str, Any], make_provider: MakeProvider, emulators: GetEmulator, settings: Any
+    kind: str, gateway_url: str, network: str, expected: dict[str, Any], make_provider: MakeProvider, emulators: GetEmulator,
+    settings: Any,
 ) -> None:  # fmt: skip
     settings.GATEWAY_URL = gateway_url
-    provider = make_provider("daytona", network=Network(network))
+    provider = make_provider(kind, network=Network(network))
     ref = provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle"))
-    sent = emulators("daytona").get_creation(ref)
+    sent = emulators(kind).get_creation(ref)
     provider.destroy(ref)
     assert {name: sent[name] for name in sent if "etwork" in name or "domain" in name} == expected
     assert provider.network == network
@@ -89,22 +100,32 @@ VARIABLES = [
     ("daytona", {"DAYTONA_SANDBOX_AUTO_DELETE_MINUTES": "9"}, "auto_delete", 9 * MINUTE),
     ("langsmith", {"LANGSMITH_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
     ("langsmith", {"LANGSMITH_SANDBOX_AUTO_DELETE_MINUTES": "9"}, "auto_delete", 9 * MINUTE),
+    ("modal", {"LEASEHOLD_SANDBOX_AUTO_STOP_MINUTES": "7"}, "auto_stop", None),  # it would lose files
+    ("modal", {"MODAL_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
+    ("modal", {}, "lifetime_minutes", "1440"),
+    ("modal", {"MODAL_SANDBOX_LIFETIME_MINUTES": "9", "MODAL_SANDBOX_V2": "1"}, "lifetime_minutes", "9"),
     ("runloop", {"RUNLOOP_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
     ("cloudflare", {"CLOUDFLARE_SANDBOX_API_KEY": "k"}, "api_key", "k"),
     ("cloudflare", {"CLOUDFLARE_SANDBOX_URL": "http://127.0.0.1:1/"}, "api_url", "http://127.0.0.1:1"),
     ("daytona", {"DAYTONA_API_KEY": "k"}, "api_key", "k"),
     ("langsmith", {"LANGSMITH_API_KEY": "k"}, "api_key", "k"),
+    ("modal", {"MODAL_TOKEN_SECRET": "k"}, "api_key", "k"),
+    ("modal", {"MODAL_TOKEN_ID": "t"}, "token_id", "t"),
     ("runloop", {"RUNLOOP_API_KEY": "k"}, "api_key", "k"),
     ("daytona", {"DAYTONA_API_URL": "http://127.0.0.1:1/api/"}, "api_url", "http://127.0.0.1:1/api"),
     ("langsmith", {"LANGSMITH_ENDPOINT": "http://127.0.0.1:1"}, "api_url", "http://127.0.0.1:1"),
+    ("modal", {"MODAL_SERVER_URL": "http://127.0.0.1:1"}, "api_url", "http://127.0.0.1:1"),
     ("runloop", {"RUNLOOP_BASE_URL": "http://127.0.0.1:1"}, "api_url", "http://127.0.0.1:1"),
     ("daytona", {"DAYTONA_SANDBOX_IMAGE": "i"}, "image", "i"),
     ("langsmith", {"LANGSMITH_SANDBOX_IMAGE": "i"}, "image", "i"),
+    ("modal", {"MODAL_SANDBOX_IMAGE": "i"}, "image", "i"),
+    ("modal", {"MODAL_ENVIRONMENT": "e"}, "environment", "e"),
     ("runloop", {"RUNLOOP_SANDBOX_IMAGE": "i"}, "image", "i"),
     ("daytona", {"DAYTONA_TARGET": "eu"}, "target", "eu"),
     ("daytona", {"DAYTONA_ORGANIZATION_ID": "o"}, "organization_id", "o"),
     ("daytona", {}, "network", "gateway"),
     ("daytona", {"DAYTONA_SANDBOX_NETWORK": "open"}, "network", "open"),
+    ("modal", {"MODAL_SANDBOX_NETWORK": "open"}, "network", "open"),
     ("runloop", {}, "network", "open"),
     ("langsmith", {"LANGSMITH_WORKSPACE_ID": "w"}, "workspace", "w"),
     ("runloop", {"RUNLOOP_SANDBOX_SIZE": "LARGE"}, "size", "LARGE"),
@@ -128,6 +149,7 @@ def test_variable_of_a_vendor_is_read_and_takes_precedence(
         ("DAYTONA_SANDBOX_AUTOSTOP", "1", "DAYTONA_SANDBOX_AUTOSTOP is not a variable of Leasehold."),
         # Runloop cannot delete a suspended devbox after a time.
         ("RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES", "5", "RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES is not a variable of Leasehold."),
+        ("MODAL_SANDBOX_LIFETIME_MINUTES", "1441", "MODAL_SANDBOX_LIFETIME_MINUTES='1441' is not accepted."),
         ("RUNLOOP_SANDBOX_SIZE", "HUGE", "RUNLOOP_SANDBOX_SIZE='HUGE' is not accepted."),
     ],
 )
@@ -136,7 +158,7 @@ def test_invalid_or_unknown_variable_prevents_the_start(name: str, value: str, m
         read_configuration(tmp_path, "daytona", **{name: value})
 
 
-NAMES = [("daytona", "organization_id"), ("langsmith", "workspace"), ("runloop", "account")]
+NAMES = [("daytona", "organization_id"), ("langsmith", "workspace"), ("modal", "environment"), ("runloop", "account")]
 
 
 @pytest.mark.parametrize(("kind", "option"), NAMES)
@@ -153,6 +175,10 @@ def test_missing_key_is_found_at_the_start(settings: Any) -> None:
     [found] = check_provider_key(None)
     message = "The runloop provider needs RUNLOOP_API_KEY, which is not set."
     assert (found.msg, found.hint, found.id) == (message, "Set RUNLOOP_API_KEY.", "leasehold.E008")
+    settings.SANDBOX_PROVIDER = "modal"
+    configuration = replace(settings.REMOTE_PROVIDERS["modal"], api_key="k")
+    settings.REMOTE_PROVIDERS = {**settings.REMOTE_PROVIDERS, "modal": configuration}
+    assert [found.hint for found in check_provider_key(None)] == ["Set MODAL_TOKEN_ID."]
     settings.SANDBOX_PROVIDER = "docker"
     assert check_provider_key(None) == []
 

@@ -13,10 +13,10 @@ from sandboxes.models import Pool, Sandbox
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
-from tests.emulators.vendor import CUT_AFTER, Fault, VendorEmulator
+from tests.emulators.base import CUT_AFTER, Emulator, Fault
 from tests.support.leases import evict
 from tests.support.remote import GetEmulator
-from tests.unit.sandboxes.remote.conftest import CREATE, LISTING
+from tests.unit.sandboxes.remote.conftest import CREATE, LISTING, LOOK_UP
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.parametrize("kind", LISTING)]
 LATER = NOW + timedelta(days=3650)  # than the clock of the emulators, which state when a sandbox was created
@@ -26,7 +26,7 @@ def run(lease: Lease, *argv: str) -> bytes:
     return bytes(execution.exec_command(lease.pk, Command(argv=list(argv), timeout=MINUTE), now=NOW)[0].stdout)
 
 
-def count_running(emulator: VendorEmulator, pool: Pool) -> int:
+def count_running(emulator: Emulator, pool: Pool) -> int:
     names = {f"leasehold-{pk.hex}" for pk in Sandbox.objects.filter(pool=pool).values_list("pk", flat=True)}
     return sum(len(emulator.find_machines(f"{name}-{number}")) for name in names for number in range(1, 4))
 
@@ -35,7 +35,7 @@ def test_create_whose_outcome_stays_unknown_leaves_one_sandbox_after_the_sweeps(
     kind: str, move_pool: Callable[[str], Pool], grant: Callable[..., Lease], emulators: GetEmulator
 ) -> None:
     pool, emulator = move_pool(kind), emulators(kind)
-    emulator.faults += [Fault(CREATE[kind], CUT_AFTER), Fault("GET ", 503, times=100)]  # no look-up settles it either
+    emulator.faults += [Fault(CREATE[kind], CUT_AFTER), Fault(LOOK_UP, 503, times=100)]  # no look-up settles it either
     lease = grant()
     with pytest.raises(SandboxNotReady):
         run(lease, "true")

@@ -1,0 +1,301 @@
+"""Modal provider: sandboxes of Modal, by its client.
+
+The name of a sandbox is unique among the running sandboxes of an app. A create whose outcome is unknown, or whose name is
+taken, is therefore settled by a look-up of the name. Owner, name and time of creation are tags.
+
+Modal cannot stop a sandbox: one that was idle for its idle timeout, or has reached the end of its lifetime, is terminated and
+its files are gone. A finished sandbox is Missing.
+
+Most calls of the client have no time limit, so the coroutines of its API are awaited with one. Files are uploaded by stdin of a
+command: the file API of the client executes a program of Modal in the sandbox."""
+
+import asyncio
+import math
+import re
+import shlex
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import modal
+from django.conf import settings
+from grpclib.exceptions import StreamTerminatedError
+from modal import exception
+from modal.stream_type import StreamType
+from modal_proto import api_pb2
+
+from sandboxes.providers.base import (
+    FailureCause,
+    Missing,
+    Network,
+    ProviderError,
+    ProviderSandbox,
+    Rejected,
+    SandboxSpec,
+    Unavailable,
+)
+from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
+from sandboxes.providers.remote.errors import Conflict, raise_for_transport
+from sandboxes.providers.remote.provider import (
+    NAME_LABEL,
+    OWNER_LABEL,
+    TRANSIENT_CAUSES,
+    Pause,
+    RemoteProvider,
+    build_labels,
+    require_owner,
+)
+
+Result = TypeVar("Result")
+APP_NAME = "leasehold"  # app of all sandboxes, in one environment
+CREATED_TAG = "leasehold.created"  # Unix time in seconds: the client's list does not state the time of creation
+MAX_TAG_LENGTH = 63
+CONNECT_TIMEOUT_SECONDS = 10.0  # of the first connection of a process, which the client attempts for a minute
+EXEC_GRACE_SECONDS = 30.0  # beyond the time limit of a command
+UPLOAD_TIMEOUT_SECONDS = 300
+UPLOAD_PART_BYTES = 1 << 20
+REMOVAL_TIMEOUT_SECONDS = 60.0
+MAX_CONCURRENT_CALLS = 20  # of one listing
+TIMED_OUT_CODES = (-1, 137)  # of a command at its deadline: stated by the client, or by the vendor that killed the command
+
+
+class ModalProvider(RemoteProvider):
+    """Provider for one environment of a workspace at Modal: MODAL_TOKEN_ID, MODAL_TOKEN_SECRET, MODAL_ENVIRONMENT."""
+
+    name = "modal"
+    account_option = "environment"
+    max_inline_bytes = 42_000  # the client accepts 65536 bytes in the arguments of a command, which contain this as base64
+    call_timeout_seconds = 60.0  # of one operation, with the repetitions of the client
+
+    @property
+    def _connection(self) -> "_Connection":
+        return self._get_clients(lambda: _Connection(self.configuration))
+
+    # Lifecycle
+
+    def create(self, spec: SandboxSpec) -> str:
+        try:
+            self._call(spec.name, self._connection.create(spec), seconds=settings.SANDBOX_START_TIMEOUT.total_seconds())
+        except ProviderError as error:
+            try:
+                tags = self._call(spec.name, self._connection.fetch_tags(spec.name))
+            except Missing:
+                if isinstance(error, Missing):  # the image, or the environment
+                    raise Rejected(str(error)) from error
+                raise error from None
+            require_owner(spec, tags.get(OWNER_LABEL))  # the name is taken, or an unknown outcome was a success
+        return spec.name
+
+    def _wait_running(self, ref: str, deadline: float) -> None:
+        """Wait until a command runs: Modal schedules a sandbox after it has answered the create."""
+        pause = Pause(deadline)
+        while True:
+            try:
+                self._execute(ref, "true", timeout=timedelta(seconds=max(deadline - time.monotonic(), 1.0)))
+                return
+            except Unavailable as error:
+                if error.cause not in TRANSIENT_CAUSES:
+                    raise
+                pause.wait(f"{ref} is not ready in time: {error}")
+
+    def destroy(self, ref: str) -> None:
+        pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)
+        while True:
+            try:
+                self._call(ref, self._connection.terminate(ref))
+            except Missing:
+                return
+            pause.wait(f"{ref} is still being terminated")
+
+    def inspect(self, ref: str) -> ProviderSandbox:
+        return _to_sandbox(self._call(ref, self._connection.fetch_tags(ref)))
+
+    def list(self, owner: str) -> list[ProviderSandbox]:
+        return [*map(_to_sandbox, self._call("the list of sandboxes", self._connection.list_tags(owner)))]
+
+    # Commands and files
+
+    def _execute(self, ref: str, command: str, *, timeout: timedelta) -> str:
+        return self._run_shell(ref, command, math.ceil(timeout.total_seconds())).decode(errors="replace")
+
+    def _upload(self, ref: str, path: str, content: bytes) -> None:
+        target = shlex.quote(path)
+        output = self._run_shell(ref, f"cat >{target} && wc -c <{target}", UPLOAD_TIMEOUT_SECONDS, content)
+        if output.split() != [b"%d" % len(content)]:
+            text = output[-300:].decode(errors="replace")
+            raise Unavailable(f"{ref}: {path} was not written completely: {text}", cause=FailureCause.ENGINE_ERROR)
+
+    def _run_shell(self, ref: str, command: str, seconds: int, stdin: bytes | None = None) -> bytes:
+        """Execute a shell command and return its output, in which stdout and stderr are merged."""
+
+        def run() -> bytes:
+            call = self._connection.run_command(ref, f"exec 2>&1\n{command}", seconds, stdin)
+            try:
+                return self._call(ref, call, seconds=seconds + EXEC_GRACE_SECONDS)
+            except ProviderError:
+                self._connection.forget(ref)  # it may have finished
+                raise
+
+        return self._call_running(ref, run)
+
+    def _call(self, subject: str, call: Coroutine[Any, Any, Result], *, seconds: float = 0.0) -> Result:
+        """Await a call of the connection, by default for `call_timeout_seconds`."""
+        with _translate_errors(subject):
+            return asyncio.run(asyncio.wait_for(call, seconds or self.call_timeout_seconds))
+
+
+class _Connection:
+    """Client of one process, with the handles of sandboxes by name, and their tags by id.
+
+    The client is constructed directly, because its constructor for credentials takes the address from the environment."""
+
+    def __init__(self, configuration: RemoteConfiguration) -> None:
+        self._configuration = configuration
+        self._environment = configuration.options["environment"] or None
+        self._client: modal.Client | None = None
+        self._sandboxes: dict[str, modal.Sandbox] = {}
+        self._tags: dict[str, dict[str, str]] = {}  # nothing changes them after the creation
+
+    async def _get_client(self) -> modal.Client:
+        """Return the client, connected. A client of concurrent first calls that is not kept is connected and not used."""
+        if self._client is None:
+            configuration = self._configuration
+            credentials = (configuration.options["token_id"], configuration.api_key)
+            client = modal.Client(configuration.api_url, api_pb2.CLIENT_TYPE_CLIENT, credentials)
+            try:
+                await asyncio.wait_for(client.__aenter__(), CONNECT_TIMEOUT_SECONDS)
+            except TimeoutError:
+                raise exception.ConnectionError(f"no connection within {CONNECT_TIMEOUT_SECONDS} s") from None
+            self._client = client
+        return self._client
+
+    async def create(self, spec: SandboxSpec) -> None:
+        auto_stop, image = self._configuration.auto_stop, spec.image or self._configuration.image
+        cpu = spec.millicpus / 1000
+        self._sandboxes[spec.name] = await modal.Sandbox.create.aio(
+            "sleep",
+            "infinity",
+            app=await self._look_up_app(),
+            client=await self._get_client(),
+            name=spec.name,
+            tags=_build_tags(spec),
+            image=modal.Image.from_registry(image) if image else modal.Image.debian_slim(),
+            cpu=(cpu, cpu),
+            memory=(spec.memory_mib, spec.memory_mib),
+            timeout=60 * int(self._configuration.options["lifetime_minutes"]),
+            idle_timeout=math.ceil(auto_stop.total_seconds()) if auto_stop else None,
+            **_build_network(self._configuration.network),
+        )
+
+    async def terminate(self, ref: str) -> None:
+        self.forget(ref)
+        sandbox = await self._look_up(ref)
+        await sandbox.terminate.aio()
+
+    async def fetch_tags(self, ref: str) -> dict[str, str]:
+        """Return the tags of a running sandbox. Raise NotFoundError."""
+        return await self._get_tags(await self._look_up(ref))
+
+    async def list_tags(self, owner: str) -> list[dict[str, str]]:
+        """Return the tags of each running sandbox of an owner."""
+        app = await self._look_up_app()
+        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags={OWNER_LABEL: owner}, client=await self._get_client())
+        running = [sandbox async for sandbox in listed if sandbox.returncode is None]
+        limit = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+        async def get_tags(sandbox: modal.Sandbox) -> dict[str, str]:
+            try:
+                async with limit:
+                    return await self._get_tags(sandbox)
+            except exception.NotFoundError:
+                return {}  # it has finished since
+
+        return [tags for tags in await asyncio.gather(*map(get_tags, running)) if tags]
+
+    async def run_command(self, ref: str, command: str, seconds: int, stdin: bytes | None) -> bytes:
+        """Execute a shell command with a time limit, and return its stdout."""
+        if ref not in self._sandboxes:
+            self._sandboxes[ref] = await self._look_up(ref)
+        deadline = time.monotonic() + seconds
+        process = await self._sandboxes[ref].exec.aio(
+            "sh", "-c", command, timeout=seconds, text=False, stderr=StreamType.DEVNULL
+        )
+        if stdin is not None:
+            for start in range(0, len(stdin), UPLOAD_PART_BYTES):
+                process.stdin.write(stdin[start : start + UPLOAD_PART_BYTES])
+                await process.stdin.drain.aio()
+            process.stdin.write_eof()
+            await process.stdin.drain.aio()
+        output = await process.stdout.read.aio()
+        if await process.wait.aio() in TIMED_OUT_CODES and time.monotonic() >= deadline:
+            raise exception.ExecTimeoutError(f"no result within {seconds} s")
+        return bytes(output)
+
+    def forget(self, ref: str) -> None:
+        """Discard the handle of a sandbox, which is connected to the machine that runs the sandbox."""
+        if sandbox := self._sandboxes.pop(ref, None):
+            self._tags.pop(sandbox.object_id, None)
+
+    async def _look_up_app(self) -> modal.App:
+        return await modal.App.lookup.aio(
+            APP_NAME, client=await self._get_client(), environment_name=self._environment, create_if_missing=True
+        )
+
+    async def _look_up(self, ref: str) -> modal.Sandbox:
+        """Return the running sandbox of this name. Raise NotFoundError."""
+        sandbox = await modal.Sandbox.from_name.aio(
+            APP_NAME, ref, environment_name=self._environment, client=await self._get_client()
+        )
+        if await sandbox.poll.aio() is not None:
+            raise exception.NotFoundError(f"{ref} has finished.")
+        return sandbox
+
+    async def _get_tags(self, sandbox: modal.Sandbox) -> dict[str, str]:
+        if sandbox.object_id not in self._tags:
+            self._tags[sandbox.object_id] = await sandbox.get_tags.aio()
+        return self._tags[sandbox.object_id]
+
+
+def _build_tags(spec: SandboxSpec) -> dict[str, str]:
+    """Return the tags of a new sandbox. Characters that Modal does not accept are replaced."""
+    tags = {**build_labels(spec), CREATED_TAG: str(int(time.time()))}
+    return {key: re.sub(r"[^A-Za-z0-9._-]", "-", value)[:MAX_TAG_LENGTH] for key, value in tags.items() if value}
+
+
+def _build_network(network: Network) -> dict[str, Any]:
+    """Return the arguments that restrict the network of a new sandbox."""
+    if network == Network.OPEN:
+        return {}
+    cidr, domain = find_gateway_destination()
+    if not cidr and not domain:
+        return {"block_network": True}
+    return {"outbound_cidr_allowlist": [cidr]} if cidr else {"outbound_domain_allowlist": [domain]}
+
+
+def _to_sandbox(tags: dict[str, str]) -> ProviderSandbox:
+    name, created_at = tags[NAME_LABEL], datetime.fromtimestamp(int(tags[CREATED_TAG]), UTC)
+    return ProviderSandbox(ref=name, name=name, running=True, created_at=created_at)
+
+
+@contextmanager
+def _translate_errors(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except (exception.NotFoundError, exception.SandboxTerminatedError, exception.SandboxTimeoutError) as error:
+        raise Missing(f"{subject}: {error}") from error
+    except (exception.AlreadyExistsError, exception.ConflictError) as error:
+        raise Conflict(f"{subject}: {error}") from error
+    except (exception.AuthError, exception.PermissionDeniedError) as error:
+        raise Unavailable(f"{subject}: {error}", cause=FailureCause.CREDENTIALS_REFUSED) from error
+    except exception.ResourceExhaustedError as error:
+        raise Unavailable(f"{subject}: {error}", cause=FailureCause.RATE_LIMITED) from error
+    except (exception.InvalidError, exception.ImageBuildError) as error:
+        raise Rejected(f"{subject}: {error}") from error
+    except (exception.TimeoutError, TimeoutError) as error:
+        raise Unavailable(f"{subject}: no response of the vendor in time: {error}", cause=FailureCause.TIMEOUT) from error
+    except (exception.ConnectionError, StreamTerminatedError, OSError) as error:
+        raise_for_transport(subject, error)
+    except exception.Error as error:
+        raise Unavailable(f"{subject}: {error}", cause=FailureCause.ENGINE_ERROR) from error

@@ -1,0 +1,88 @@
+"""Interface of the vendor emulators: fault switches, and machines that execute for real."""
+
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tests.emulators.machine import Machine
+
+CUT_BEFORE, CUT_AFTER = "cut before", "cut after"  # the connection, before or after the request is carried out
+
+
+@dataclass
+class Fault:
+    """Fault of the next `times` requests whose "METHOD /path" or "RPC /Name" matches `pattern`.
+
+    `outcome` is an HTTP status, CUT_BEFORE or CUT_AFTER; None: only a delay of `seconds`."""
+
+    pattern: str
+    outcome: int | str | None = None
+    times: int = 1
+    seconds: float = 0.0
+
+
+class Emulator(ABC):
+    """Emulator of one vendor."""
+
+    key = "emulator-key"
+    options: ClassVar[Mapping[str, str]] = {}  # that the provider's configuration needs besides the key
+    home: ClassVar[str] = "/home/user"
+    writable: ClassVar[tuple[str, ...]] = ("/workspace", "/data", "/opt/leasehold")
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lock = threading.RLock()
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []  # "METHOD /path" or "RPC /Name", in the order of their arrival
+        self.is_listing_late = False  # new sandboxes are not listed
+
+    @property
+    @abstractmethod
+    def api_url(self) -> str:
+        """Address for the provider's configuration."""
+
+    @abstractmethod
+    def serve_forever(self) -> None:
+        """Serve until `close` is called in another thread."""
+
+    @abstractmethod
+    def stop_server(self) -> None: ...
+
+    def close(self) -> None:
+        """Stop the server, and remove every machine."""
+        self.stop_server()
+        for machine in self.list_machines():
+            machine.remove()
+
+    def take_fault(self, line: str) -> Fault | None:
+        """Record a request, and return the fault that it meets."""
+        with self.lock:
+            self.requests.append(line)
+            fault = next((fault for fault in self.faults if fault.times > 0 and re.search(fault.pattern, line)), None)
+            if fault:
+                fault.times -= 1
+        return fault
+
+    def create_machine(self, identifier: str) -> Machine:
+        machine = Machine(self.directory / identifier, writable=self.writable, home=self.home)
+        machine.start()
+        return machine
+
+    @abstractmethod
+    def list_machines(self) -> list[Machine]: ...
+
+    @abstractmethod
+    def find_machines(self, name: str) -> list[Machine]:
+        """Return the machines of the sandboxes with this name that have not been destroyed."""
+
+    @abstractmethod
+    def stop_idle(self, name: str) -> None:
+        """Stop a sandbox, as the vendor does with an idle one."""
+
+    @abstractmethod
+    def get_creation(self, name: str) -> dict[str, Any]:
+        """Return the fields of the request that created a sandbox."""

@@ -52,7 +52,7 @@ def find_agent(policy: RetryPolicy) -> Operation[str]:
 def join(environment: str, body: schemas.JoinRequest, policy: RetryPolicy) -> Operation[schemas.Lease]:
     """Join an environment, which starts its sandbox."""
     path = f"/environments/{quote(environment, safe='')}/join"
-    request = build_post(path, cast("Mapping[str, Any]", body), seconds=body.get("wait_seconds") or 0)
+    request = build_post(path, body, seconds=body.get("wait_seconds") or 0)
     lease: schemas.Lease = (yield from send(request, policy)).json()
     return lease
 
@@ -118,6 +118,8 @@ class LeaseApi:
 
     def start_agent(self, prompt: str, options: Mapping[str, Any]) -> Operation[schemas.AgentRun]:
         """Start an agent CLI, and return once its command has begun."""
+        if options.get("queued"):
+            raise ValueError("A queued run has no stream yet: it is a request of its own.")
         answer = yield from self._post("/agent-runs", {"prompt": prompt, **options}, is_repeatable=False)
         return cast(schemas.AgentRun, answer.json())
 
@@ -197,9 +199,13 @@ class LeaseApi:
 
 def build_exec_body(
     command: Command, env: Mapping[str, str] | None, cwd: str | None, stdin: str, timeout: int | None, shell: str | None
-) -> dict[str, Any]:
-    fields = drop_none(env=None if env is None else dict(env), cwd=cwd, timeout_seconds=timeout, shell=shell)
-    return {"argv": build_argv(command), "stdin": stdin, **fields}
+) -> schemas.ExecRequest:
+    body: schemas.ExecRequest = {"argv": build_argv(command), "stdin": stdin, "timeout_seconds": timeout, "shell": shell}
+    if env is not None:
+        body["env"] = dict(env)
+    if cwd is not None:
+        body["cwd"] = cwd
+    return body
 
 
 def parse_output(event: Event) -> Iterator[OutputPart]:

@@ -34,10 +34,16 @@ class AsyncSandbox(SandboxBase):
 
     async def open(self) -> Self:
         """Join the environment, which starts the sandbox. The beginning of an `async with` block does the same."""
+        self._begin_opening()
         self._transport = AsyncTransport(self._held.settings)
         try:
             await self._transport.run(self._held.open())
-        except BaseException as error:
+        except LeaseholdError as error:
+            self._is_closed = True
+            await self._transport.close()
+            await to_thread.run_sync(self._held.release_after, error)
+            raise
+        except BaseException as error:  # cancelled: the release goes on in a thread
             self._is_closed = True
             self._run_in_thread(self._held.release_after, error)
             raise

@@ -111,6 +111,7 @@ class Attempts:
 
     def __init__(self, policy: RetryPolicy, request: Request) -> None:
         self.may_have_run = False
+        self.run_id = ""  # once it is known
         self._policy, self._request = policy, request
         self._begun_at = policy.clock()
         self._failures, self._failing_since = 0, self._begun_at
@@ -149,7 +150,8 @@ class Attempts:
         is_settled = isinstance(failure, ApiError) and failure.status not in RETRIED_STATUSES | {409, 500}
         if self._request.is_repeatable or not self.may_have_run or is_settled or isinstance(failure, OutcomeUnknown):
             return failure
-        unknown = OutcomeUnknown(f"{failure.detail} {COMMAND_MAY_HAVE_RUN}", status=failure.status, problem=failure.problem)
+        problem = ({"run_id": self.run_id} if self.run_id else {}) | failure.problem
+        unknown = OutcomeUnknown(f"{failure.detail} {COMMAND_MAY_HAVE_RUN}", status=failure.status, problem=problem)
         unknown.__cause__ = failure
         return unknown
 
@@ -209,7 +211,7 @@ def follow(
                             "GET", find_path(event.data["run_id"]), query=request.query, seconds=request.seconds,
                             is_repeatable=request.is_repeatable,
                         )  # fmt: skip
-                        attempts.may_have_run = True
+                        attempts.may_have_run, attempts.run_id = True, event.data["run_id"]
                     for item in convert(event):
                         yield Emit(item)
             raise ConnectionFailed("The stream was interrupted.", sent=True)

@@ -61,7 +61,7 @@ class SandboxBase:
             },
         )  # fmt: skip
         self._held = HeldLease(Settings.load(url, api_key, retries), options)
-        self._is_closed = False
+        self._was_opened = self._is_closed = False
         self._finalizer = weakref.finalize(self, self._held.abandon)
         self._finalizer.atexit = False  # cleanup.release_all releases the lease then
 
@@ -77,6 +77,11 @@ class SandboxBase:
     @property
     def environment(self) -> str:
         return self._held.environment
+
+    def _begin_opening(self) -> None:
+        if self._was_opened:
+            raise SandboxClosed("The sandbox was opened before. Create another one.")
+        self._was_opened = True
 
     def _require_open(self) -> LeaseApi:
         if self._is_closed:
@@ -94,6 +99,7 @@ class Sandbox(SandboxBase):
 
     def open(self) -> Self:
         """Join the environment, which starts the sandbox. The beginning of a `with` block does the same."""
+        self._begin_opening()
         self._transport = Transport(self._held.settings)
         try:
             self._transport.run(self._held.open())

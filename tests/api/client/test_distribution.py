@@ -88,6 +88,13 @@ def test_script_needs_httpx_only(script: Script) -> None:
     ("text", "number", "exit_code", "output"),
     [
         (f"with box: {WAIT}", signal.SIGTERM, -signal.SIGTERM, ""),
+        (
+            "import asyncio\nfrom leasehold import AsyncSandbox\n"
+            "async def main():\n  async with AsyncSandbox('catan', pool=os.environ['POOL']):\n"
+            "    print('open', flush=True); await asyncio.sleep(600)\n"
+            "asyncio.run(main())",
+            signal.SIGTERM, -signal.SIGTERM, "",
+        ),
         (f"with box: {WAIT}", signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
         ("box.open(); print(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)", None, 0, "True\n"),
         (
@@ -98,7 +105,7 @@ def test_script_needs_httpx_only(script: Script) -> None:
         ),
         ("with box: pass\nprint(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)", None, 0, "True\n"),
     ],
-    ids=["sigterm", "sigint", "atexit", "own handler and fork", "handler is restored"],
+    ids=["sigterm", "sigterm with asyncio", "sigint", "atexit", "own handler and fork", "handler is restored"],
 )  # fmt: skip
 def test_end_of_a_script_releases_its_lease(script: Script, text: str, number: int | None, exit_code: int, output: str) -> None:
     code, printed = end(script(text), number)

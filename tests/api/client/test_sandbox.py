@@ -94,8 +94,9 @@ def test_lease_is_released_at_the_end_and_after_an_exception(options: Options) -
         [lease] = list_active()
         assert (str(lease.pk), lease.ttl.total_seconds()) == (box.lease_id, 120)
     box.release()
-    with pytest.raises(SandboxClosed):
-        box.exec("true")
+    for use in (lambda: box.exec("true"), box.open):
+        with pytest.raises(SandboxClosed):
+            use()
     with pytest.raises(ZeroDivisionError), Sandbox(**options):
         raise ZeroDivisionError
     assert [*Lease.objects.values_list("end_reason", flat=True)] == ["released"] * 2

@@ -48,8 +48,9 @@ format: install ## fix and format with ruff
 image: install ## build the sandbox image, if a Docker daemon responds
 	@.ci/image
 
-schema: install ## regenerate controlplane/openapi.yaml
+schema: install ## regenerate controlplane/openapi.yaml and the types of the Python client
 	@$(manage) spectacular --validate --fail-on-warn --file controlplane/openapi.yaml
+	@$(py) .ci/client-schemas
 
 lock: ## update the pinned dependencies (needs uv)
 	@.ci/lock

@@ -176,7 +176,8 @@ def find_unknown_variables() -> list[str]:
     return warnings
 
 
-UNLISTED_VARIABLES = {"LEASEHOLD_CACHE", "LEASEHOLD_ENV_FILE", "LEASEHOLD_REQUIRE_SERVICES"}
+CLIENT_VARIABLES = {"LEASEHOLD_AGENT", "LEASEHOLD_API_KEY", "LEASEHOLD_URL"}  # of package `leasehold`, in a shared environment
+UNLISTED_VARIABLES = {"LEASEHOLD_CACHE", "LEASEHOLD_ENV_FILE", "LEASEHOLD_REQUIRE_SERVICES"} | CLIENT_VARIABLES
 
 
 def _read_variable(name: str, cast: Callable[[str], T], default: str, accepts: str, help: str, secret: bool = False) -> T:

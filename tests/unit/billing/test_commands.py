@@ -40,9 +40,31 @@ def test_estimate_prints_json() -> None:
     }  # fmt: skip
 
 
+def test_estimate_compares_providers() -> None:
+    compared = ["--hours-per-day", "4", "--provider", "daytona", "--provider", "cloudflare"]
+    assert run("estimate", *EIGHT, *compared).splitlines() == [
+        "USD a month          daytona  cloudflare",
+        "GiB-hours of memory  no rate        8.42",
+        "vCPU-minutes         no rate        1.28",
+        "GB-hours of disk     no rate        0.91",
+        "months of a plan     no rate        5.00",
+        "total                no rate       15.61",
+        "per agent            no rate        1.95",
+        "daytona: no rate is known. Add its prices under Rates in the console.",
+        "cloudflare: not covered: network egress, requests of Workers and Durable Objects, logs",
+    ]
+    results = json.loads(run("estimate", *EIGHT, "--provider", "all", "--json"))["results"]
+    assert {each["provider"] for each in results if each["estimate"] is None} == {
+        "daytona", "kubernetes", "langsmith", "modal", "runloop",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("command", "option"),
     [
+        ("estimate --agents 1 --provider cloudflare --provider nowhere", "--provider"),
+        ("estimate --agents 1 --suspended-hours-per-day 1", "--suspended-hours-per-day"),
+        ("estimate --forecast --provider all", "--provider"),
         ("estimate", "--agents"), ("estimate --agents 0", "--agents"), ("estimate --agents x", "--agents"),
         ("estimate --agents 1 --days 32", "--days"), ("estimate --agents 1 --hours-per-day 24.1", "--hours-per-day"),
         ("estimate --agents 1 --hours-per-day NaN", "--hours-per-day"),

@@ -265,7 +265,7 @@ def test_facts_are_read_only_even_for_a_superuser() -> None:
         "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
         "EgressConnection", "AtprotoAccount", "AtprotoRecord",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement", "AgentRun", "QueuedRun",
-            "PackVersion",
+            "PackVersion", "ImageTemplate",
         "Environment",
     }  # fmt: skip
     for page in facts:

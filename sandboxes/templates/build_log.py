@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 HEAD_CHARS, TAIL_CHARS = 16_000, 48_000
 MAX_LINE_CHARS = 8_000  # of output without a line break, such as a progress bar
+MAX_SECRET_CHARS = 500
 REDACTED = "***"
 # Credentials as tools print them: user and password in a URL, prefixed tokens, the value after a name such as API_KEY=.
 SECRET_PATTERNS = [
@@ -14,9 +15,11 @@ SECRET_PATTERNS = [
         REDACTED,
     ),
     (re.compile(r"(?i)(\bauthorization:\s*(?:bearer|basic)\s+)\S+"), rf"\g<1>{REDACTED}"),
+    # Bounded repetitions: an unbounded one takes quadratic time in a long line without a match.
     (
         re.compile(
-            r"(?i)([a-z0-9_-]*(?:password|passwd|secret|token|api[_-]?key)[a-z0-9_-]*\s*[=:]\s*)(?:\"[^\"]*\"|'[^']*'|[^\s\"']+)"
+            r"(?i)((?:password|passwd|secret|token|api[_-]?key)[a-z0-9_-]{0,32}[\"']?[ \t]{0,3}[=:](?!=)[ \t]{0,3})"
+            r"(?:\"[^\"\n]{1,500}\"|'[^'\n]{1,500}'|[^\s\"']{1,500})"
         ),
         rf"\g<1>{REDACTED}",
     ),
@@ -35,7 +38,7 @@ class BuildLog:
         self._pending += text
         end = max(self._pending.rfind("\n"), self._pending.rfind("\r")) + 1
         if not end and len(self._pending) > MAX_LINE_CHARS:
-            end = len(self._pending)
+            end = len(self._pending) - MAX_SECRET_CHARS  # the rest may be the beginning of a credential
         complete, self._pending = self._pending[:end], self._pending[end:]
         return self._keep(complete)
 

@@ -12,8 +12,9 @@ from rest_framework.response import Response
 from leases import tasks
 from leases.api.base import schema
 from leases.api.base.fields import StrictBooleanField, StrictCharField, StrictSerializer
+from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
-from leases.api.base.permissions import HasKey, OperatorWrites
+from leases.api.base.permissions import HasKey, ManagesTemplates
 from leases.api.base.views import ApiRequest, ApiView
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.errors import TemplateNotFound
@@ -71,7 +72,7 @@ NEW_TEMPLATE_SERIALIZER = NewTemplateSerializer()
 
 
 class TemplateListView(ApiView):
-    permission_classes = [HasKey, OperatorWrites]
+    permission_classes = [HasKey, ManagesTemplates]
     max_body_bytes = MAX_BODY_BYTES
 
     @extend_schema(
@@ -88,32 +89,35 @@ class TemplateListView(ApiView):
     @extend_schema(
         operation_id="templates_create",
         summary="Build an image template",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=NewTemplateSerializer,
         responses=schema.build_responses(TemplateDetailSerializer, 409, 413, 415, ok=(200, 202)),
     )
     def post(self, request: ApiRequest) -> HttpResponse:
-        """Build an image (202), or return the version that has this specification already (200). Operator keys only.
+        """Build an image (202), or return the version that has this specification already (200).
 
-        The build runs in the background: `state` and `log` show its progress. A version that failed is built again."""
+        Needs an operator's key with the scope `templates`. The build runs in the background: `state` and `log` show its
+        progress. A version that failed is built again."""
         data = self.validate_body(NEW_TEMPLATE_SERIALIZER)
-        host = builds.get_build_host(now=self.now)
-        specification = builds.build_specification(
-            host, base=data.get("base", ""), commands=data.get("commands", ()), dockerfile=data.get("dockerfile", "")
-        )
-        with transaction.atomic():  # the row and the task commit together
-            template, is_waiting = builds.request(
-                data["name"], specification, host=host, now=self.now, actor=self.actor, rebuild=data["rebuild"]
-            )
-            if is_waiting:
-                tasks.enqueue_template_build(template)
-        return Response(self._serialize(template), status=202 if template.state == TemplateState.BUILDING else 200)
 
-    def _serialize(self, template: ImageTemplate) -> dict[str, Any]:
-        return serialize_template_detail(template, with_log=self.caller.key.operator)
+        def act(run_id: UUID) -> StatusAndBody:
+            host = builds.get_build_host(now=self.now)
+            specification = builds.build_specification(
+                host, base=data.get("base", ""), commands=data.get("commands", ()), dockerfile=data.get("dockerfile", "")
+            )
+            with transaction.atomic():  # the row and the task commit together
+                template, is_waiting = builds.request(
+                    data["name"], specification, host=host, now=self.now, actor=self.actor, rebuild=data["rebuild"]
+                )
+                if is_waiting:
+                    tasks.enqueue_template_build(template)
+            return 202 if template.state == TemplateState.BUILDING else 200, serialize_template_detail(template, with_log=True)
+
+        return self.execute_once(act)
 
 
 class TemplateView(ApiView):
-    permission_classes = [HasKey, OperatorWrites]
+    permission_classes = [HasKey, ManagesTemplates]
 
     @extend_schema(
         operation_id="templates_get",
@@ -130,7 +134,9 @@ class TemplateView(ApiView):
         responses=schema.build_responses(None, 404, 409, ok=(204,)),
     )
     def delete(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Remove one version of a template and its image, unless a pool or a sandbox uses it. Operator keys only."""
+        """Remove one version of a template and its image, unless a pool or a sandbox uses it.
+
+        Needs an operator's key with the scope `templates`."""
         builds.remove(find_template(pk), now=self.now)
         return Response(status=204)
 

@@ -122,8 +122,9 @@ def build(pk: uuid.UUID, *, now: datetime, on_output: OnOutput | None = None) ->
 
 
 def find_due(*, now: datetime) -> QuerySet[ImageTemplate]:
-    """Select the builds that no worker has begun in time, and those whose worker has died."""
-    due = ImageTemplate.objects.filter(state=TemplateState.BUILDING, deadline_at__lte=now)
+    """Select the overdue builds on hosts that this process reaches: not begun in time, or of a worker that has died."""
+    local = ImageTemplate.objects.filter(host__in=registry.find_local_host_ids())
+    due = local.filter(state=TemplateState.BUILDING, deadline_at__lte=now)
     return due.select_related("host").order_by("deadline_at")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from leases import sweeps
+from leases import sweeps, tasks
 from sandboxes import lifecycle, providers
 from sandboxes.errors import TemplateInUse
 from sandboxes.hosts import registry
@@ -137,8 +137,10 @@ def test_build_of_a_dead_worker_is_done_again(request_template: Request, point: 
     assert sweeps.requeue_template_builds(now=timezone.now()).counts == {}
     due = timezone.now() + builds.BUILD_CLAIM_TTL + MINUTE
     assert sweeps.requeue_template_builds(now=due).counts == {"template builds queued again": 1}
-    template = build(template)
+    assert tasks.build_template(str(template.pk)) == "built"
+    template.refresh_from_db()
     assert (template.state, template.attempts) == (TemplateState.READY, 2)
+    assert tasks.build_template(str(template.pk)) == "nothing to build"
     builds.remove(template, now=timezone.now())
     assert list_images(template.name) == []
     assert not ImageTemplate.objects.filter(pk=template.pk).exists()

@@ -169,7 +169,7 @@ def _pack_dockerfile(dockerfile: str) -> bytes:
 
 
 def _to_build_error(status: int, content: bytes) -> Rejected | Unavailable:
-    """Return the error of a build that has not begun. A malformed Dockerfile is 400, and 500 in versions before 24."""
+    """Return the error of a build that has not begun, such as 400 for a malformed Dockerfile."""
     try:
         message = str(json.loads(content)["message"])
     except (ValueError, KeyError, TypeError):

@@ -131,7 +131,7 @@ def _format_amount(result: Estimate | None, item: str) -> str:
 def _describe_gaps(result: ProviderEstimate) -> str:
     """Name the costs that are not part of the total, or return an empty string."""
     if result.estimate is None:
-        return "no rate is known. Add its prices under Rates in the console."
+        return "no rate is known. Add its prices with manage.py rate add."
     unpriced = f"no rate of {_name_items(result.estimate.unpriced)}" if result.estimate.unpriced else ""
     excluded = f"not covered: {result.excluded}" if result.excluded else ""
     return "; ".join(filter(None, [unpriced, excluded]))

@@ -15,6 +15,7 @@ from billing.forecast import forecast, predict_exhaustion_date
 from billing.instance_types import INSTANCE_SIZES, find_instance_size
 from billing.models import Account, Budget, Membership, Rate, Tab
 from billing.pricing import round_half_up
+from billing.source_units import convert_price
 from tests.conftest import NOW
 from tests.support.billing import (
     ADA,
@@ -88,9 +89,23 @@ def test_shipped_rates_follow_from_cloudflares_prices_per_second() -> None:
     """0.0000025 USD per GiB-second, 0.000020 per vCPU-second, 0.00000007 per GB-second: 0.000252 an hour, which the
     design document rounds to 0.00025."""
     usd = dict(Rate.objects.filter(provider="cloudflare").values_list("item", "usd"))
-    assert usd["memory"] == Decimal("0.0000025") * 3600
-    assert usd["cpu"] == Decimal("0.000020") * 60
-    assert abs(usd["disk"] - Decimal("0.00000007") * 3600) <= Decimal("0.000002")
+    assert convert_price(Decimal("0.0000025"), "memory-gib-second") == ("memory", usd["memory"])
+    assert convert_price(Decimal("0.000020"), "vcpu-second") == ("cpu", usd["cpu"])
+    assert convert_price(Decimal("0.00000007"), "disk-gb-second") == ("disk", Decimal("0.000252"))
+    assert usd["disk"] == Decimal("0.00025")
+
+
+@pytest.mark.parametrize(
+    ("price", "unit", "rate"),
+    [
+        ("0.06", "vcpu-hour", "0.001"), ("0.000010", "core-second", "0.0003"), ("0.12", "core-hour", "0.001"),
+        ("0.0001", "disk-gib-hour", "0.000093132257"), ("0.00000003", "disk-gib-second", "0.000100582838"),
+        ("0.00001", "sandbox-second", "0.036"), ("0.10", "storage-gib-month", "0.093132257462"), ("5", "plan-month", "5"),
+    ],
+)  # fmt: skip
+def test_price_is_converted_from_the_unit_of_the_vendor(price: str, unit: str, rate: str) -> None:
+    """A core is two vCPUs: 0.00001 a core-second x 60 / 2 = 0.0003 a vCPU-minute. One GiB is 1.073741824 GB."""
+    assert convert_price(Decimal(price), unit)[1] == Decimal(rate)
 
 
 def compare_two_agents(*providers: str, **fields: Any) -> dict[str, Any]:

@@ -13,7 +13,14 @@ class InstanceSize:
     disk_mb: int
 
 
-# Source: https://developers.cloudflare.com/containers/platform/limits/, section "Instance types", read in November 2026.
+def _convert_disk_gib(gib: int) -> int:
+    """Convert a disk size in GiB to decimal MB, rounded to whole MB: 4 GiB are 4295 MB."""
+    return round(gib * 1024**3 / 10**6)
+
+
+# Sources: https://developers.cloudflare.com/containers/platform/limits/, section "Instance types", read in November 2026.
+# Runloop: description of `resource_size_request` in its Python client 3.0.0; disks are in GiB there.
+# Daytona, LangSmith and Modal sell no sizes by name: CPU and memory of a sandbox are chosen freely.
 INSTANCE_SIZES: dict[str, dict[str, InstanceSize]] = {
     "cloudflare": {
         "lite": InstanceSize(Fraction(1, 16), 256, 2000),
@@ -22,7 +29,15 @@ INSTANCE_SIZES: dict[str, dict[str, InstanceSize]] = {
         "standard-2": InstanceSize(Fraction(1), 6144, 12000),
         "standard-3": InstanceSize(Fraction(2), 8192, 16000),
         "standard-4": InstanceSize(Fraction(4), 12288, 20000),
-    }
+    },
+    "runloop": {
+        "X_SMALL": InstanceSize(Fraction(1, 2), 1024, _convert_disk_gib(4)),
+        "SMALL": InstanceSize(Fraction(1), 2048, _convert_disk_gib(4)),
+        "MEDIUM": InstanceSize(Fraction(2), 4096, _convert_disk_gib(8)),
+        "LARGE": InstanceSize(Fraction(2), 8192, _convert_disk_gib(16)),
+        "X_LARGE": InstanceSize(Fraction(4), 16384, _convert_disk_gib(16)),
+        "XX_LARGE": InstanceSize(Fraction(8), 32768, _convert_disk_gib(16)),
+    },
 }
 
 

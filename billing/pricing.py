@@ -28,7 +28,8 @@ class RateLike(Protocol):
     """Price of one item at a provider from `valid_from` on: `usd` per unit, after `allowance` free units a month.
 
     instance_type: empty if the rate is for every type.
-    by_use: the rate is for measured use, not for allocated resources."""
+    by_use: the rate is for measured use, not for allocated resources.
+    own: placeholder of 0 for a price that is not entered yet."""
 
     provider: str
     instance_type: str
@@ -37,6 +38,7 @@ class RateLike(Protocol):
     allowance: Decimal
     valid_from: datetime
     by_use: bool
+    own: bool
 
 
 RateT = TypeVar("RateT", bound=RateLike)

@@ -24,6 +24,7 @@ from sandboxes.runs import abandoned
 from sandboxes.state import data_sync, pruning
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import agent_restarts, passes, reconciliation
+from sandboxes.templates import builds
 from sandboxes.webhooks import delivery, outbox
 
 MAX_LISTED = 200  # rows that --dry-run lists per query
@@ -55,6 +56,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "restart process": lambda now: process_restarts.find_due(now=now)[:MAX_LISTED],
         "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
         "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
+        "build template": lambda now: builds.find_due(now=now)[:MAX_LISTED],
         "close connection": lambda now: connections.find_overdue(now=now)[:MAX_LISTED],
         "delete row of connection": lambda now: connections.find_expired(now=now)[:MAX_LISTED],
         "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],

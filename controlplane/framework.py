@@ -92,6 +92,7 @@ SPECTACULAR_SETTINGS = {
         "FileRootEnum": ["workspace", "data"],
         "RunKindEnum": ["exec", "turn", "file", "process"],
         "StateEnum": "sandboxes.models.SandboxState",
+        "TemplateStateEnum": ["building", "ready", "failed"],
         "ProcessStateEnum": "sandboxes.models.ProcessStatus",
         "AgentRunStateEnum": "leases.agent_runs.models.AgentRunState",
         "QueuedRunStateEnum": "leases.queue.models.QueuedRunState",

@@ -96,10 +96,13 @@ class KeyScope(models.TextChoices):
     LEASES = "leases", "leases: work with leases and their sandboxes"
     READ = "read", "read: read leases and their sandboxes, change nothing"
     COSTS = "costs", "costs: read costs, budgets and statements"
+    TEMPLATES = "templates", "templates: build and remove image templates, with an operator's key"
 
 
 def default_key_scopes() -> list[str]:
-    """Return the scopes that together permit every request. `leases` includes `read`."""
+    """Return the scopes that together permit every request but builds of images. `leases` includes `read`.
+
+    A build runs commands as root, with a network: a key needs `templates` explicitly."""
     return [KeyScope.LEASES, KeyScope.COSTS]
 
 

@@ -18,13 +18,14 @@ from leases.queue.models import QueuedRun, QueuedRunState
 from sandboxes import process_restarts, processes
 from sandboxes.egress import authorization
 from sandboxes.egress.allow_list import connections
-from sandboxes.hosts import registry
+from sandboxes.hosts import queues, registry
 from sandboxes.identity import signing
 from sandboxes.models import GONE_STATES, Host, Process, Sandbox, SandboxState, Snapshot
 from sandboxes.state import pruning, workspace
 from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import lost_hosts, passes, reconciliation
+from sandboxes.templates import builds
 from sandboxes.webhooks import outbox
 
 WORKSPACE_OVER_LIMIT_EVENT = "workspace_over_limit"  # LeaseEvent.kind
@@ -132,7 +133,7 @@ def find_expired_snapshots(*, now: datetime) -> QuerySet[Snapshot]:
 
 
 def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
-    """Recover work whose process died: transitions, runs, turns and model calls past their deadline.
+    """Recover work whose process died: transitions, runs, turns, model calls and template builds past their deadline.
 
     Also closes the rows of ended processes, and deletes expired idempotent responses and the shells of ended leases."""
     result = passes.recover_stalled(now=now, limit=limit)
@@ -145,8 +146,17 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     result.note("model calls closed", authorization.close_abandoned(now=now, limit=limit))
     result.note("connections closed", connections.close_abandoned(now=now, limit=limit))
     result.note("rows of old connections deleted", connections.delete_expired(now=now))
+    result.add(requeue_template_builds(now=now))
     result.note("shells of ended leases deleted", shells.delete_of_ended_leases())
     result.note("idempotent responses deleted", find_expired_idempotent_requests(now=now).delete()[0])
+    return result
+
+
+def requeue_template_builds(*, now: datetime) -> SweepResult:
+    """Queue overdue builds of image templates again. A build takes longer than a sweep may."""
+    result, released = builds.release_due(now=now)
+    for template in released:
+        queues.enqueue("leases.tasks.build_template", str(template.pk), group="build_template", host=template.host)
     return result
 
 

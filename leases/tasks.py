@@ -20,11 +20,12 @@ from sandboxes import eviction
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import queues, registry
-from sandboxes.models import IN_FLIGHT_STATES, Host, Run, Sandbox, SandboxState, Snapshot
+from sandboxes.models import IN_FLIGHT_STATES, Host, ImageTemplate, Run, Sandbox, SandboxState, Snapshot
 from sandboxes.pool import allocation
 from sandboxes.queue_threads import StillRunning, run_in_work_thread
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import passes
+from sandboxes.templates import builds
 
 RESUME_INTERVAL = timedelta(minutes=10)
 MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next scheduled sweep
@@ -230,3 +231,22 @@ def _run_once(operation: Callable[..., Snapshot], lease_id: str, failure_kind: s
                 request_id=request_id,
             )  # fmt: skip
         return str(error)
+
+
+def enqueue_template_build(template: ImageTemplate) -> None:
+    """Queue the build of a template for the worker of its host. A sweep queues a build again that does not begin."""
+    queues.enqueue("leases.tasks.build_template", str(template.pk), group="build_template", host=template.host)
+
+
+def build_template(template_id: str) -> str:
+    """Task: build a waiting template. Idempotent: a build that another worker has begun, or that has ended, is left alone."""
+
+    def build() -> str:
+        return "built" if builds.build(UUID(template_id), now=database_time.now()) else "nothing to build"
+
+    try:
+        return run_in_work_thread("build_template", build)
+    except StillRunning as running:
+        return str(running)
+    except ImageTemplate.DoesNotExist:
+        return "removed"

@@ -210,3 +210,37 @@ class WebhookTestFailed(SandboxError):
     """The receiver did not accept the test event."""
 
     code = "not_delivered"
+
+
+class InvalidTemplate(SandboxError):
+    """The specification of the image template is not valid."""
+
+    code = "invalid_template"
+
+    def __init__(self, field: str, detail: str) -> None:
+        super().__init__(detail, field=field)
+
+
+class TemplatesNotSupported(SandboxError):
+    """The provider of this server builds no images."""
+
+    code = "templates_not_supported"
+
+
+class TemplateNotFound(SandboxError):
+    """There is no such image template."""
+
+    code = "no_such_template"
+
+
+class TemplateBusy(SandboxError):
+    """The image template is being built or removed. Try again when this has ended."""
+
+    code = "template_busy"
+    retry_after = 10
+
+
+class TemplateInUse(SandboxError):
+    """A pool or a sandbox uses the image of this template."""
+
+    code = "template_in_use"

@@ -22,13 +22,27 @@ from billing.api.views import (
     get_metered_at,
     validate_query,
 )
-from billing.estimate import Estimate, EstimateError, Scenario, estimate
+from billing.estimate import (
+    Estimate,
+    EstimateError,
+    ProviderEstimate,
+    Scenario,
+    compare,
+    estimate,
+    list_priced_providers,
+)
 from billing.forecast import FORECAST_WINDOW_DAYS, Forecast, forecast
 from billing.instance_types import list_instance_types
 from billing.models import BillableItem, Rate
+from sandboxes.formatting import suggest_match
+from sandboxes.providers.registry import PROVIDERS
+
+PROVIDER_PATTERN = r"[-a-z0-9_]{1,32}"
+ALL_PROVIDERS = "all"
+MAX_COMPARED_PROVIDERS = 20
 
 
-class EstimateQuerySerializer(serializers.Serializer):
+class ScenarioSerializer(serializers.Serializer):
     agents = serializers.IntegerField(min_value=1, max_value=1_000_000, help_text="Number of agents.")
     hours_per_day = serializers.DecimalField(
         8, 4, min_value=0, max_value=24, default=Decimal(24), help_text="Hours per day in which each agent has a sandbox."
@@ -43,7 +57,31 @@ class EstimateQuerySerializer(serializers.Serializer):
         default=Decimal(1),
         help_text="Fraction of its CPU that a sandbox uses, 0 to 1. Has an effect if the provider prices CPU by use.",
     )
-    provider = serializers.RegexField(r"\A[-a-z0-9_]{1,32}\Z", default="cloudflare", help_text="Provider whose rates apply.")
+    suspended_hours_per_day = serializers.DecimalField(
+        8,
+        4,
+        min_value=0,
+        max_value=24,
+        default=Decimal(0),
+        help_text="Further hours per day in which each agent's sandbox is suspended.",
+    )
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        if attrs["hours_per_day"] + attrs["suspended_hours_per_day"] > 24:
+            raise ValidationError({"suspended_hours_per_day": "A day has 24 hours, hours_per_day included."})
+        return attrs
+
+
+class EstimateQuerySerializer(ScenarioSerializer):
+    provider = serializers.RegexField(rf"\A{PROVIDER_PATTERN}\Z", default="cloudflare", help_text="Provider whose rates apply.")
+
+
+class ComparisonQuerySerializer(ScenarioSerializer):
+    providers = serializers.RegexField(
+        rf"\A{PROVIDER_PATTERN}(,{PROVIDER_PATTERN}){{0,{MAX_COMPARED_PROVIDERS - 1}}}\Z",
+        default=ALL_PROVIDERS,
+        help_text=f"Names of providers, separated by commas, or {ALL_PROVIDERS}: every provider with a rate.",
+    )
 
 
 class ForecastQuerySerializer(CostFilterSerializer):
@@ -75,6 +113,19 @@ class EstimateSerializer(serializers.Serializer):
     lines = EstimateLineSerializer(many=True)
     total_usd = serializers.CharField(help_text="Sum of the lines.")
     per_agent_usd = serializers.CharField()
+    unpriced_items = serializers.ListField(
+        child=serializers.CharField(), help_text="Items that the usage needs and that have no rate: not part of the total."
+    )
+
+
+class ProviderEstimateSerializer(serializers.Serializer):
+    provider = serializers.CharField()
+    estimate = EstimateSerializer(allow_null=True, help_text="null: no rate is known for this provider.")
+    excluded = serializers.CharField(help_text="Further costs at this provider that no rate covers; may be empty.")
+
+
+class ComparisonSerializer(serializers.Serializer):
+    results = ProviderEstimateSerializer(many=True)
 
 
 class ForecastSerializer(serializers.Serializer):
@@ -112,6 +163,28 @@ class EstimateView(APIView):
         return Response(render_estimate(result))
 
 
+class ComparisonView(APIView):
+    key_scope = COSTS_SCOPE
+    http_method_names = ["get", "head"]
+
+    @extend_schema(
+        operation_id="estimate_comparison_get",
+        summary="Compare monthly costs at several providers",
+        parameters=[ComparisonQuerySerializer],
+        responses=build_responses(ComparisonSerializer),
+    )
+    def get(self, request: Request) -> HttpResponse:
+        """Return the monthly cost of the same usage at each provider, at the current rates, in the order of the request.
+
+        Every provider prices the same CPU, memory and disk: those of the instance type."""
+        query = validate_query(ComparisonQuerySerializer, request)
+        try:
+            results = compare_providers(query, query.pop("providers").split(","))
+        except EstimateError as error:
+            raise ValidationError({error.field: str(error)}) from None
+        return Response(render_comparison(results))
+
+
 class ForecastView(APIView):
     key_scope = COSTS_SCOPE
     http_method_names = ["get", "head"]
@@ -131,6 +204,34 @@ class ForecastView(APIView):
         return Response({"metered_at": get_metered_at(), **render_forecast(result)})
 
 
+def compare_providers(scenario: dict[str, Any], providers: list[str]) -> list[ProviderEstimate]:
+    """Compare the named providers, or all of them, at the current rates. `scenario` are the fields of a Scenario.
+
+    Raise EstimateError for a name that is neither a provider nor one of a rate."""
+    rates = [*Rate.objects.all()]
+    rated = list_priced_providers(rates)
+    if ALL_PROVIDERS in providers:
+        providers = rated
+    known = {*PROVIDERS, *rated}
+    if unknown := [name for name in providers if name not in known]:
+        raise EstimateError("providers", f"There is no provider {unknown[0]}.{suggest_match(unknown[0], sorted(known))}")
+    fields = {name: value for name, value in scenario.items() if name not in ("provider", "providers")}
+    return compare(Scenario(provider="", **fields), [*dict.fromkeys(providers)], rates, now=timezone.now())
+
+
+def render_comparison(results: list[ProviderEstimate]) -> dict[str, Any]:
+    return {
+        "results": [
+            {
+                "provider": each.provider,
+                "estimate": render_estimate(each.estimate) if each.estimate else None,
+                "excluded": each.excluded,
+            }
+            for each in results
+        ]
+    }
+
+
 def render_estimate(result: Estimate) -> dict[str, Any]:
     lines = [
         {
@@ -143,7 +244,12 @@ def render_estimate(result: Estimate) -> dict[str, Any]:
         }
         for line in result.lines
     ]
-    return {"lines": lines, "total_usd": str(result.total), "per_agent_usd": str(result.per_agent)}
+    return {
+        "lines": lines,
+        "total_usd": str(result.total),
+        "per_agent_usd": str(result.per_agent),
+        "unpriced_items": result.unpriced,
+    }
 
 
 def render_forecast(result: Forecast) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from billing.api import costs, estimates, statements
 urlpatterns = [
     path("costs", costs.CostsView.as_view()),
     path("estimate", estimates.EstimateView.as_view()),
+    path("estimate/comparison", estimates.ComparisonView.as_view()),
     path("forecast", estimates.ForecastView.as_view()),
     path("statements", statements.StatementListView.as_view()),
     path("statements/<slug:account>/<str:month>", statements.StatementDetailView.as_view()),

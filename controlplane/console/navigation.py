@@ -35,6 +35,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Connections", "public", "sandboxes.egressconnection"),
         ("Model rates", "sell", "sandboxes.modelrate"),
         ("Pools", "database", "sandboxes.pool"),
+        ("Image templates", "layers", "sandboxes.imagetemplate"),
         ("Hosts", "dns", "sandboxes.host"),
         ("Policies", "policy", "sandboxes.policy"),
         ("Quotas", "pie_chart", "sandboxes.quota"),

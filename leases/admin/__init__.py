@@ -13,6 +13,7 @@ from leases.admin import (
     references,
     sandbox_actions,
     snapshot_actions,
+    template_actions,
     terminals,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "references",
     "sandbox_actions",
     "snapshot_actions",
+    "template_actions",
     "terminals",
 ]

@@ -26,6 +26,7 @@ from leases.api import (
     shells,
     snapshots,
     streams,
+    templates,
     terminals,
     turns,
 )
@@ -121,6 +122,8 @@ urlpatterns = [
     path("events/stream", event_streams.EventStreamView.as_view()),
     path("budgets", budgets.BudgetListView.as_view()),
     path("pool", pools.PoolListView.as_view()),
+    path("templates", templates.TemplateListView.as_view()),
+    path("templates/<uuid:pk>", templates.TemplateView.as_view()),
     path("agents", agents.AgentListView.as_view()),
     path("agents/<str:did>", agents.AgentView.as_view()),
 ]

@@ -19,10 +19,12 @@ from sandboxes.admin import (
     sandboxes,
     snapshots,
     sweeps,
+    templates,
     webhooks,
 )
 
 __all__ = [
     "agent_data", "data_events", "deliveries", "egress_connections", "hosts", "identity", "llm_calls", "model_rates", "packs",
-    "policies", "pools", "processes", "quotas", "readings", "runs", "sandboxes", "snapshots", "sweeps", "webhooks",
+    "policies", "pools", "processes", "quotas", "readings", "runs", "sandboxes", "snapshots", "sweeps", "templates",
+    "webhooks",
 ]  # fmt: skip

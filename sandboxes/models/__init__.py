@@ -26,6 +26,7 @@ from sandboxes.models.sandboxes import (
 )
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, DataSize, Snapshot
 from sandboxes.models.sweeps import Sweep
+from sandboxes.models.templates import ImageTemplate, TemplateFailure, TemplateState
 from sandboxes.models.transition_reasons import TransitionReason
 from sandboxes.models.webhooks import Delivery, Event, Webhook
 
@@ -50,6 +51,7 @@ __all__ = [
     "FinalPersist",
     "GatewayToken",
     "Host",
+    "ImageTemplate",
     "Installation",
     "LlmCall",
     "LogPosition",
@@ -72,6 +74,8 @@ __all__ = [
     "SigningKey",
     "Snapshot",
     "Sweep",
+    "TemplateFailure",
+    "TemplateState",
     "Transition",
     "TransitionReason",
     "Webhook",

@@ -9,7 +9,7 @@ One conformance suite checks every provider.
   sandbox; success for `destroy`). A command that fails, is killed or times out is a result, not an error."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -112,6 +112,26 @@ class TooLarge(Rejected):
     """The content exceeds the given limit."""
 
     code = "file_too_large"
+
+
+class BuildCommandFailed(Rejected):
+    """A command of the image's specification exited with an error."""
+
+    code = "build_command_failed"
+
+
+class ImageInUse(Rejected):
+    """A container uses the image."""
+
+    code = "image_in_use"
+
+
+@dataclass(frozen=True)
+class BuiltImage:
+    """Image at the engine: its identity, and its size with its base."""
+
+    id: str
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -253,6 +273,7 @@ class Provider(ABC):
     has_terminals: bool = False  # `start` accepts `terminal`, and `find_agent_id` returns an id, if the sandbox can be reached
     bridges_proxy: bool = False  # a port in the sandbox leads to the proxy of the policy's allow list
     can_list: bool = True  # otherwise `list` raises Unavailable with the cause NOT_SUPPORTED
+    builds_images: bool = False  # `build_image` and the other methods of images work; otherwise they raise Rejected
     needs_gateway: bool = False  # sandboxes reach models by the public gateway alone, for which `connect_gateway` prepares them
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
 
@@ -389,6 +410,42 @@ class Provider(ABC):
     def discard_prepared(self) -> None:
         """Remove the resources of `prepare_starts`. Idempotent."""
         return
+
+    def pull_image(self, image: str) -> Generator[str, None, None]:
+        """Yield the progress of fetching an image that the engine does not have yet. Raise Rejected, Unavailable."""
+        raise Rejected(f"The {self.name} provider builds no images.")
+
+    def build_image(
+        self,
+        dockerfile: str,
+        tag: str,
+        *,
+        arguments: Mapping[str, str],
+        labels: Mapping[str, str],
+        silence: timedelta,
+        use_cache: bool = True,
+    ) -> Generator[str, None, None]:
+        """Build an image from a Dockerfile without other files, and yield the output. Closing the iterator ends the build.
+
+        `arguments` are build arguments. Without `use_cache` each step is executed anew. Raise BuildCommandFailed, Rejected,
+        and Unavailable with the cause TIMEOUT after `silence` without output."""
+        raise Rejected(f"The {self.name} provider builds no images.")
+
+    def check_image(self, image: str) -> list[str]:
+        """Return the reasons for which no sandbox can run on an image, as sentences. Raise Missing, Unavailable."""
+        raise Rejected(f"The {self.name} provider builds no images.")
+
+    def inspect_built_image(self, image: str) -> BuiltImage:
+        """Return the identity and the size of an image. Raise Missing, Unavailable."""
+        raise Rejected(f"The {self.name} provider builds no images.")
+
+    def tag_image(self, image: str, tag: str) -> None:
+        """Give an image another name, which may belong to another image until then. Raise Missing, Unavailable."""
+        raise Rejected(f"The {self.name} provider builds no images.")
+
+    def remove_image(self, image: str) -> None:
+        """Remove the name of an image, and the image with its last name. Idempotent. Raise ImageInUse, Unavailable."""
+        raise Rejected(f"The {self.name} provider builds no images.")
 
     @abstractmethod
     def suspend(self, ref: str) -> None:

@@ -25,7 +25,7 @@ from leases.environments import lifecycle
 from leases.models import AgentRun, Lease, LeaseEvent, QueuedRun
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from sandboxes.identity import signing
-from sandboxes.models import Delivery, ModelRate, Policy, Pool, Process, Quota, Sandbox, Snapshot
+from sandboxes.models import Delivery, ImageTemplate, ModelRate, Policy, Pool, Process, Quota, Sandbox, Snapshot
 from sandboxes.models.policies import SEALED_POLICY_NAME
 from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
@@ -52,7 +52,8 @@ VIEWS = {
         "leaseevent", "queuedrun", "turn",
     },
     "sandboxes": {
-        "agentdata", "dataevent", "datafile", "delivery", "egressconnection", "event", "host", "llmcall", "mintedtoken",
+        "agentdata", "dataevent", "datafile", "delivery", "egressconnection", "event", "host", "imagetemplate", "llmcall",
+        "mintedtoken",
         "modelrate", "policy", "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run",
         "sweep", "webhook",
     },
@@ -61,7 +62,7 @@ VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in mo
 OPERATOR = VIEWER | {
     "leases.end_lease", "leases.interrupt_run", "leases.manage_environment", "leases.manage_atprotorecord",
     "sandboxes.act_on_sandbox",
-    "sandboxes.declare_host_lost",
+    "sandboxes.declare_host_lost", "sandboxes.manage_imagetemplate",
     "sandboxes.drain_pool", "sandboxes.open_terminal", "sandboxes.read_agent_data", "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
@@ -88,7 +89,7 @@ OPERATOR_ACTIONS = {
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
     "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "environment": {"start", "set_phase", "end"},
-    "record": {"repeat"},
+    "record": {"repeat"}, "template": {"rebuild", "remove"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
     "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
@@ -97,6 +98,7 @@ ADMINISTRATOR_ACTIONS = {
 READ_ONLY_ROWS = {
     "environment",
     "record",
+    "template",
     "account_at_server",
     "process",
     "agent_run",
@@ -133,6 +135,10 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "lease": lease, "sandbox": ensure_sandbox(lease), "cold": cold, "broken": broken, "webhook": webhook, "paused": paused,
         "snapshot": snapshots.take_snapshot(lease.pk, now=NOW), "delivery": webhook.deliveries.get(), "pool": lease.pool,
         "host": ensure_sandbox(lease).host,
+        "template": ImageTemplate.objects.create(
+            host=ensure_sandbox(lease).host, name="tools", version="0" * 64, base="a", commands=["b"], state="ready", image="c",
+            size_bytes=1,
+        ),
         "drained": Pool.objects.create(name="old", draining=True, warm_target=1, warm_paused_until=now + HOUR),
         "key": api_keys.issue_key([ADA], now=NOW)[0], "signing_key": signing.create_key(ADA, now=NOW),
         "budget": create_budget(), "unused": create_budget(active=False), "account": account,
@@ -265,7 +271,7 @@ def test_facts_are_read_only_even_for_a_superuser() -> None:
         "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
         "EgressConnection", "AtprotoAccount", "AtprotoRecord",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement", "AgentRun", "QueuedRun",
-            "PackVersion",
+            "PackVersion", "ImageTemplate",
         "Environment",
     }  # fmt: skip
     for page in facts:

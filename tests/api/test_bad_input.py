@@ -172,8 +172,9 @@ BAD_PARAMETERS: dict[str, dict[str, list[str]]] = {
     "estimate?": {"agents": ["", "0", "1e3", "9" * 5000, "1&agents=2"]},
     "estimate?agents=1&": {
         "hours_per_day": ["25", "NaN", "1e-9"], "days": ["0"], "instance": ["huge"], "cpu_utilisation": ["-1", "Infinity"],
-        "provider": ["nowhere", "%00", "A B"],
+        "provider": ["nowhere", "%00", "A B"], "suspended_hours_per_day": ["-1", "1"],
     },
+    "estimate/comparison?agents=1&": {"providers": ["", "nowhere", "modal,,daytona", "A", "a," * 20 + "a", "%00"]},
     "forecast?": BAD_COST_FILTERS | {
         "last": ["0", "367", "-1", "", "1.5", "9" * 5000, "%00", "1&last=1"],
         "budget": [
@@ -199,7 +200,7 @@ def test_repeated_query_parameters_are_named(operator: ApiClient, lease) -> None
 
 
 def test_unknown_query_parameters_of_billing_are_named(operator: ApiClient) -> None:
-    for url in ("costs?", "estimate?agents=1&", "forecast?", "statements?"):
+    for url in ("costs?", "estimate?agents=1&", "estimate/comparison?agents=1&", "forecast?", "statements?"):
         assert_refused(operator, "GET", f"{url}agnet=x", None, 400, "agnet")
         assert operator.get(f"{url}format=json").status_code == 200
 

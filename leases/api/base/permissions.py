@@ -31,6 +31,18 @@ class CanAccessLease(BasePermission):
         return True
 
 
+class ManagesTemplates(BasePermission):
+    """Any key may read; only an operator's key with the scope `templates` may write. Raises InsufficientScope."""
+
+    message = "This request requires an operator's key."
+
+    def has_permission(self, request: Any, view: Any) -> bool:
+        if request.method in SAFE_METHODS:
+            return True
+        request.user.require_scope(KeyScope.TEMPLATES, reads=False)
+        return bool(request.user.key.operator)
+
+
 class OperatorWrites(BasePermission):
     """Any key may read; only an operator's key may write."""
 

@@ -38,6 +38,7 @@ from sandboxes.providers.docker import parked_networks, replacement, seccomp
 from sandboxes.providers.docker.commands import AGENT_UID
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, translate_errors
 from sandboxes.providers.docker.files import ContainerFilesProvider
+from sandboxes.providers.docker.images import ContainerImagesProvider
 from sandboxes.providers.docker.processes import ContainerProcessesProvider
 from sandboxes.providers.docker.restart import ContainerRestartProvider
 from sandboxes.providers.docker.suspension import LIVE_STATES
@@ -73,7 +74,7 @@ def is_daemon_available() -> bool:
     return True
 
 
-class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, ContainerProcessesProvider):
+class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, ContainerProcessesProvider, ContainerImagesProvider):
     """Provider for one Docker daemon: DOCKER_HOST, over a unix socket or plain TCP."""
 
     name = "docker"

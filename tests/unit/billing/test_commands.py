@@ -10,7 +10,7 @@ from django.core.management import CommandError, call_command
 from django.utils import timezone
 
 from billing import costs
-from billing.models import CostRecord, UsageRecord
+from billing.models import CostRecord, Rate, UsageRecord
 from tests.conftest import NOW
 from tests.support.billing import ADA, BASIC_INSTANCE, HOUR, create_rate, create_time_usage, list_cost_records
 
@@ -40,9 +40,31 @@ def test_estimate_prints_json() -> None:
     }  # fmt: skip
 
 
+def test_estimate_compares_providers() -> None:
+    compared = ["--hours-per-day", "4", "--provider", "daytona", "--provider", "cloudflare"]
+    assert run("estimate", *EIGHT, *compared).splitlines() == [
+        "USD a month          daytona  cloudflare",
+        "GiB-hours of memory  no rate        8.42",
+        "vCPU-minutes         no rate        1.28",
+        "GB-hours of disk     no rate        0.91",
+        "months of a plan     no rate        5.00",
+        "total                no rate       15.61",
+        "per agent            no rate        1.95",
+        "daytona: no rate is known. Add its prices with manage.py rate add.",
+        "cloudflare: not covered: network egress, requests of Workers and Durable Objects, logs",
+    ]
+    results = json.loads(run("estimate", *EIGHT, "--provider", "all", "--json"))["results"]
+    assert {each["provider"] for each in results if each["estimate"] is None} == {
+        "daytona", "kubernetes", "langsmith", "modal", "runloop",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("command", "option"),
     [
+        ("estimate --agents 1 --provider cloudflare --provider nowhere", "--provider"),
+        ("estimate --agents 1 --suspended-hours-per-day 1", "--suspended-hours-per-day"),
+        ("estimate --forecast --provider all", "--provider"),
         ("estimate", "--agents"), ("estimate --agents 0", "--agents"), ("estimate --agents x", "--agents"),
         ("estimate --agents 1 --days 32", "--days"), ("estimate --agents 1 --hours-per-day 24.1", "--hours-per-day"),
         ("estimate --agents 1 --hours-per-day NaN", "--hours-per-day"),
@@ -108,3 +130,33 @@ def test_meter_again_rebuilds_usage_and_costs(grant: Any) -> None:
     run("meter", "--again")
     assert not UsageRecord.objects.exists()
     assert not CostRecord.objects.exists()
+
+
+# --- rate -------------------------------------------------------------------------------------------------------------
+
+
+def test_rate_is_added_in_the_unit_of_the_vendor_and_priced_from_its_start() -> None:
+    """0.0360 USD per vCPU-hour are 0.0006 a minute: 2 agents x 10 h x 10 days x 1 vCPU are 12000 minutes, 7.20 USD."""
+    scenario = ["--agents", "2", "--hours-per-day", "10", "--days", "10", "--instance", "SMALL", "--provider", "daytona"]
+    with pytest.raises(CommandError, match="no rates"):
+        run("estimate", *scenario)
+    source = "https://example.org/pricing, read 2026-11-25"
+    assert "0.0006 USD, vCPU-minutes" in run("rate", "add", "daytona", "0.0360", "vcpu-hour", "--source", source)
+    assert f"{source}: 0.036 USD per vcpu-hour" in run("rate", "list", "--provider", "daytona")
+    Rate.objects.filter(item="cpu", provider="daytona").update(valid_from=NOW)
+    assert run("estimate", *scenario).splitlines()[-1] == "no rate: GiB-hours of memory, GB-hours of disk"
+    assert json.loads(run("estimate", *scenario, "--json"))["total_usd"] == "7.20"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ("nowhere 1 vcpu-hour", "provider"), ("daytona x vcpu-hour", "price"),
+        ("daytona Infinity vcpu-hour", "price"), ("daytona 99999999 vcpu-second", "price"),
+        ("daytona 1 vcpu-hour --allowance x", "--allowance"), ("runloop 1 vcpu-hour --instance HUGE", "--instance"),
+        ("daytona 1 vcpu-hour --from 2020-01-01T00:00Z", "--from"), ("daytona 1 vcpu-hour --from soon", "--from"),
+    ],
+)  # fmt: skip
+def test_invalid_rate_is_named(arguments: str, name: str) -> None:
+    with pytest.raises(CommandError, match=f"^{name}: "):
+        run("rate", "add", *arguments.split(), "--source", "x")

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from billing import budgets, costs
-from billing.estimate import Scenario, estimate
+from billing.estimate import Scenario, compare, estimate
 from billing.forecast import forecast, predict_exhaustion_date
 from billing.instance_types import INSTANCE_SIZES, find_instance_size
 from billing.models import Account, Budget, Membership, Rate, Tab
 from billing.pricing import round_half_up
+from billing.source_units import convert_price
 from tests.conftest import NOW
 from tests.support.billing import (
     ADA,
@@ -82,6 +83,67 @@ def test_custom_hourly_rate() -> None:
     assert amounts(provider="docker", agents=3, hours_per_day=Decimal("2.5"), days=20) == {
         "time": "10.50", "total": "10.50", "agent": "3.50",
     }  # fmt: skip
+
+
+def test_shipped_rates_follow_from_cloudflares_prices_per_second() -> None:
+    """0.0000025 USD per GiB-second, 0.000020 per vCPU-second, 0.00000007 per GB-second: 0.000252 an hour, which the
+    design document rounds to 0.00025."""
+    usd = dict(Rate.objects.filter(provider="cloudflare").values_list("item", "usd"))
+    assert convert_price(Decimal("0.0000025"), "memory-gib-second") == ("memory", usd["memory"])
+    assert convert_price(Decimal("0.000020"), "vcpu-second") == ("cpu", usd["cpu"])
+    assert convert_price(Decimal("0.00000007"), "disk-gb-second") == ("disk", Decimal("0.000252"))
+    assert usd["disk"] == Decimal("0.00025")
+
+
+@pytest.mark.parametrize(
+    ("price", "unit", "rate"),
+    [
+        ("0.06", "vcpu-hour", "0.001"), ("0.000010", "core-second", "0.0003"), ("0.12", "core-hour", "0.001"),
+        ("0.0001", "disk-gib-hour", "0.000093132257"), ("0.00000003", "disk-gib-second", "0.000100582838"),
+        ("0.00001", "sandbox-second", "0.036"), ("0.10", "storage-gib-month", "0.093132257462"), ("5", "plan-month", "5"),
+    ],
+)  # fmt: skip
+def test_price_is_converted_from_the_unit_of_the_vendor(price: str, unit: str, rate: str) -> None:
+    """A core is two vCPUs: 0.00001 a core-second x 60 / 2 = 0.0003 a vCPU-minute. One GiB is 1.073741824 GB."""
+    assert convert_price(Decimal(price), unit)[1] == Decimal(rate)
+
+
+def compare_two_agents(*providers: str, **fields: Any) -> dict[str, Any]:
+    """Compare two agents with `SMALL` sandboxes (1 vCPU, 2 GiB, 4.295 GB) for 10 h a day on 10 days: 200 sandbox-hours."""
+    scenario = Scenario("", "SMALL", 2, Decimal(10), 10, Decimal(1), **fields)
+    return {each.provider: each for each in compare(scenario, providers, Rate.objects.all(), now=NOW)}
+
+
+def test_comparison_prices_the_same_resources_at_each_provider() -> None:
+    """By the second: 0.00001 USD per vCPU-second is 0.0006 a minute, 0.000002 per GiB-second is 0.0072 an hour. 200 h x 60 x
+    0.0006 = 7.20, 400 GiB-hours x 0.0072 = 2.88, 859 GB-hours x 0.0001 = 0.0859. By the hour: 200 x 0.05 = 10."""
+    for item, usd in (("cpu", "0.0006"), ("memory", "0.0072"), ("disk", "0.0001")):
+        create_rate(item, usd, provider="seconds")
+    create_rate("time", "0.05", provider="hours")
+    result = compare_two_agents("hours", "seconds", "daytona", "cloudflare")
+    assert [*result] == ["hours", "seconds", "daytona", "cloudflare"]
+    assert {line.item: str(line.usd) for line in result["seconds"].estimate.lines} == {
+        "memory": "2.88", "cpu": "7.20", "disk": "0.09",
+    }  # fmt: skip
+    assert [str(result[name].estimate.total) for name in ("hours", "seconds")] == ["10.00", "10.17"]
+    assert [result[name].estimate.unpriced for name in ("hours", "seconds")] == [[], []]
+    assert "egress" in result["cloudflare"].excluded
+
+
+def test_placeholder_of_zero_is_no_price() -> None:
+    assert Rate.objects.filter(provider="daytona", own=True).exists()
+    assert compare_two_agents("daytona")["daytona"].estimate is None
+    create_rate("cpu", "0.00084", provider="daytona")
+    priced = compare_two_agents("daytona")["daytona"].estimate
+    assert (str(priced.total), priced.unpriced) == ("10.08", ["memory", "disk"])
+
+
+def test_suspended_hours_cost_disk_and_suspended_memory() -> None:
+    """Two sandboxes, suspended for 12 h a day: 240 h x 2 GiB x 0.001 = 0.48, and (200 + 240) h x 4.295 GB x 0.001 = 1.8898."""
+    for item, usd in (("time", "0.05"), ("suspend", "0.001"), ("disk", "0.001")):
+        create_rate(item, usd, provider="acme")
+    lines = compare_two_agents("acme", suspended_hours_per_day=Decimal(12))["acme"].estimate.lines
+    assert {line.item: str(line.usd) for line in lines} == {"time": "10.00", "disk": "1.89", "suspend": "0.48"}
 
 
 def test_sizes_match_the_providers_table() -> None:

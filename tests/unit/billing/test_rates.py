@@ -52,6 +52,7 @@ def test_other_providers_have_placeholder_rates() -> None:
 
 def test_shipped_rates_have_a_source_and_precede_all_usage() -> None:
     assert not Rate.objects.filter(source="")
+    assert not Rate.objects.filter(provider="cloudflare").exclude(source__contains="read in November 2026")
     assert {*Rate.objects.values_list("valid_from", flat=True)} == {datetime(2020, 1, 1, tzinfo=UTC)}
 
 

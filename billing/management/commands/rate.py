@@ -1,0 +1,108 @@
+"""manage.py rate: list rates, and add a vendor's price in the vendor's own unit."""
+
+from argparse import ArgumentParser
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from django.core.exceptions import ValidationError
+from django.core.management.base import BaseCommand, CommandError
+from django.utils import timezone
+from django.utils.dateparse import parse_datetime
+
+from billing.estimate import list_priced_providers
+from billing.instance_types import INSTANCE_SIZES
+from billing.management.options import format_table
+from billing.models import BillableItem, Rate
+from billing.pricing import format_decimal
+from billing.source_units import SOURCE_UNITS, convert_price
+from sandboxes.formatting import suggest_match
+from sandboxes.providers.registry import PROVIDERS
+
+START_DELAY = timedelta(minutes=1)  # of a rate without --from: a rate begins in the future
+OPTIONS = {"usd": "price", "valid_from": "--from", "instance_type": "--instance", "source": "--source", "by_use": "--by-use"}
+
+
+class Command(BaseCommand):
+    help = "List rates, or add the price of a vendor in the unit in which the vendor states it."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True)
+        listing = actions.add_parser("list", help="print the rates, the newest of each item first")
+        listing.add_argument("--provider", help="only of this provider")
+        add = actions.add_parser("add", help="add a rate; earlier usage keeps its price")
+        add.add_argument("provider", help="provider, such as daytona")
+        add.add_argument("price", help="USD per unit, as the vendor states it")
+        add.add_argument("unit", choices=sorted(SOURCE_UNITS), help="unit of the price; a core is two vCPUs")
+        add.add_argument("--source", required=True, help="page that states the price, and the day on which it was read")
+        add.add_argument("--instance", default="", metavar="TYPE", help="only for this instance type")
+        add.add_argument("--allowance", default="0", metavar="N", help="free units of the rate per account and month")
+        add.add_argument("--by-use", action="store_true", help="CPU and memory: charge measured use where available")
+        add.add_argument(
+            "--from", dest="valid_from", metavar="TIME", help="start, such as 2026-12-01T00:00Z; default: in a minute"
+        )
+
+    def handle(self, *args: Any, action: str, **options: Any) -> None:
+        if action == "list":
+            self._list(options["provider"])
+        else:
+            self._add(options)
+
+    def _list(self, provider: str | None) -> None:
+        rates = Rate.objects.filter(provider=provider) if provider else Rate.objects.all()
+        rows = [
+            [
+                f"{rate.provider} {rate.instance_type}".strip(), BillableItem(rate.item).label,
+                "not set" if rate.own else format_decimal(rate.usd), f"{rate.valid_from:%Y-%m-%d}", rate.source,
+            ]
+            for rate in rates
+        ]  # fmt: skip
+        self.stdout.write(format_table(["provider", "unit", "USD", "from", "source"], rows))
+
+    def _add(self, options: dict[str, Any]) -> None:
+        _require_names(options["provider"], options["instance"])
+        price = _parse_decimal("price", options["price"])
+        item, usd = convert_price(price, options["unit"])
+        rate = Rate(
+            provider=options["provider"], instance_type=options["instance"], item=item, usd=usd, by_use=options["by_use"],
+            allowance=_parse_decimal("--allowance", options["allowance"]), valid_from=_parse_start(options["valid_from"]),
+            source=f"{options['source']}: {format_decimal(price)} USD per {options['unit']}",
+        )  # fmt: skip
+        try:
+            rate.save()
+        except ValidationError as error:
+            name, messages = next(iter(error.message_dict.items()))
+            raise CommandError(f"{OPTIONS.get(name, name)}: {messages[0]}") from None
+        self.stdout.write(f"added: {rate}: {format_decimal(usd)} USD, {item.label}, from {rate.valid_from:%Y-%m-%d %H:%M} UTC")
+
+
+def _require_names(provider: str, instance: str) -> None:
+    """Raise CommandError for an unknown provider or instance type: a rate under such a name would price nothing."""
+    known = {*PROVIDERS, *list_priced_providers(Rate.objects.all())}
+    if provider not in known:
+        raise CommandError(f"provider: There is no provider {provider}.{suggest_match(provider, sorted(known))}")
+    sizes = INSTANCE_SIZES.get(provider, {})
+    if instance and instance not in sizes:
+        raise CommandError(f"--instance: {provider} has no instance type {instance}.{suggest_match(instance, sizes)}")
+
+
+def _parse_decimal(option: str, text: str) -> Decimal:
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        number = Decimal("NaN")
+    if not number.is_finite() or number < 0:
+        raise CommandError(f"{option}: Not a number of 0 or more.")
+    return number
+
+
+def _parse_start(text: str | None) -> datetime:
+    if text is None:
+        return timezone.now() + START_DELAY
+    try:
+        start = parse_datetime(text)
+    except ValueError:
+        start = None
+    if start is None:
+        raise CommandError("--from: Not a time such as 2026-12-01T00:00Z.")
+    return start if start.tzinfo else start.replace(tzinfo=UTC)

@@ -1,0 +1,327 @@
+"""Builds of image templates: request, build, recovery after a crash, removal.
+
+1. `request` writes the row, or finds it: a version is built once.
+2. `build` claims the row, builds under a name of its own, checks the image, and then moves the template's name to it. Sandboxes
+   that start meanwhile use the previous image of that name.
+3. A build has no time limit. Its claim is extended while the engine prints output, and a build is given up BUILD_SILENCE after
+   its last output.
+4. `release_due` takes rows whose claim has ended, for another attempt, or records the failure after MAX_ATTEMPTS."""
+
+import uuid
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+
+import structlog
+from django.conf import settings
+from django.db import transaction
+from django.db.models import F, Q, QuerySet
+
+from sandboxes import providers
+from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight, note_progress
+from sandboxes.db.clock import Clock, clock_from
+from sandboxes.errors import ClaimLost, TemplateBusy, TemplateInUse, TemplatesNotSupported, WrongHost
+from sandboxes.hosts import registry
+from sandboxes.hosts.bound_provider import require_engine
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models import Host, ImageTemplate, Pool, Sandbox, SandboxState, TemplateFailure, TemplateState
+from sandboxes.providers.base import (
+    BuildCommandFailed,
+    FailureCause,
+    ImageInUse,
+    Provider,
+    ProviderError,
+    Rejected,
+    Unavailable,
+)
+from sandboxes.sweep_log import SweepResult
+from sandboxes.templates.build_log import BuildLog
+from sandboxes.templates.specifications import BASE_ARGUMENT, TemplateSpecification, validate_name
+
+log = structlog.get_logger(__name__)
+BUILD_SILENCE = timedelta(minutes=10)  # without output, after which a build is given up
+BUILD_CLAIM_TTL = BUILD_SILENCE + timedelta(minutes=2)
+QUEUE_GRACE = timedelta(minutes=2)  # for a queued build to begin, before a sweep queues it again
+MAX_ATTEMPTS = 3
+MAX_OUTPUT_CHARS = 16_000_000
+LOG_INTERVAL = timedelta(seconds=2)  # between two UPDATEs of the log
+OnOutput = Callable[[str], object]
+
+
+class BuildFailed(Exception):
+    """The build ends with this reason. Another attempt would end in the same way."""
+
+    def __init__(self, failure: TemplateFailure, message: str) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+def get_build_host(*, now: datetime) -> Host:
+    """Return the host on which this process builds images. Raise TemplatesNotSupported, HostLost, Unavailable."""
+    name = providers.get_default_provider_name()
+    if not providers.get_provider(name).builds_images:
+        raise TemplatesNotSupported(f"The {name} provider builds no images. Build images with the vendor's own tools.")
+    return registry.get_placement_host(name, now=now)
+
+
+def build_specification(host: Host, *, base: str, commands: Sequence[str], dockerfile: str) -> TemplateSpecification:
+    """Return a specification whose base, if none is stated, is the sandbox image of the host's provider."""
+    if not base and not dockerfile:
+        base = providers.get_default_image(host.provider)
+    return TemplateSpecification(base, tuple(commands), dockerfile)
+
+
+def request(
+    name: str, specification: TemplateSpecification, *, host: Host, now: datetime, actor: str, rebuild: bool = False
+) -> tuple[ImageTemplate, bool]:
+    """Return the template of this name and specification on a host, and whether it now waits for a build.
+
+    A version that is ready or being built is returned unchanged, unless `rebuild` asks for a build of a ready version, for
+    example on a newer base. A failed version is built again. Raise InvalidTemplate."""
+    validate_name(name)
+    specification.validate()
+    content = {
+        "base": specification.base, "commands": [*specification.commands], "dockerfile": specification.dockerfile,
+    }  # fmt: skip
+    waiting = {"state": TemplateState.BUILDING, "deadline_at": now + QUEUE_GRACE, "requested_by": actor}
+    template, is_new = ImageTemplate.objects.get_or_create(
+        host=host, name=name, version=specification.compute_version(), defaults={**content, **waiting, "created_at": now}
+    )
+    if is_new:
+        return template, True
+    ended = [TemplateState.FAILED, TemplateState.READY] if rebuild else [TemplateState.FAILED]
+    idle = ImageTemplate.objects.filter(_build_idle_filter(now), pk=template.pk, state__in=ended)
+    begun = idle.update(
+        **waiting, failure="", error="", log="", attempts=0, claim=None, claimed_by="", started_at=None, finished_at=None
+    )
+    template.refresh_from_db()
+    return template, bool(begun)
+
+
+def build(pk: uuid.UUID, *, now: datetime, on_output: OnOutput | None = None) -> bool:
+    """Build a waiting template, and record the result. Return False if it does not wait, or if the claim was lost.
+
+    `on_output` receives the redacted output. Raise WrongHost if this process does not reach the template's engine."""
+    template = ImageTemplate.objects.select_related("host").get(pk=pk)
+    provider = _get_provider(template)
+    clock, token, deadline = clock_from(now), uuid.uuid4(), now + BUILD_CLAIM_TTL
+    claimed = ImageTemplate.objects.filter(pk=pk, state=TemplateState.BUILDING, claim__isnull=True).update(
+        claim=token, claimed_by=settings.INSTANCE, deadline_at=deadline, attempts=F("attempts") + 1, started_at=now
+    )
+    if not claimed:
+        return False
+    rows = ImageTemplate.objects.filter(pk=pk, claim=token)
+    try:
+        with hold_in_flight(Claim(rows, deadline=deadline, clock=clock, ttl=BUILD_CLAIM_TTL)) as claim:
+            checkpoint("template claimed", template)
+            _build_claimed(template, provider, claim, rows, clock, on_output)
+    except ClaimLost:
+        log.warning("template build taken over", template=str(template))
+        return False
+    return True
+
+
+def find_due(*, now: datetime) -> QuerySet[ImageTemplate]:
+    """Select the overdue builds on hosts that this process reaches: not begun in time, or of a worker that has died."""
+    local = ImageTemplate.objects.filter(host__in=registry.find_local_host_ids())
+    due = local.filter(state=TemplateState.BUILDING, deadline_at__lte=now)
+    return due.select_related("host").order_by("deadline_at")
+
+
+def release_due(*, now: datetime, limit: int = 50) -> tuple[SweepResult, list[ImageTemplate]]:
+    """Release the claims of overdue builds, and return the templates that have to be queued again.
+
+    After MAX_ATTEMPTS the build has failed."""
+    result, released = SweepResult(), list[ImageTemplate]()
+    for template in find_due(now=now)[:limit]:
+        due = ImageTemplate.objects.filter(pk=template.pk, state=TemplateState.BUILDING, deadline_at__lte=now)
+        if template.attempts >= MAX_ATTEMPTS:
+            message = template.error or "The process that built the image ended."
+            result.note("template builds failed", _record_failure(due, TemplateFailure.ABANDONED, message, now=now))
+        elif due.update(claim=None, claimed_by="", deadline_at=now + QUEUE_GRACE):
+            released.append(template)
+            result.note("template builds queued again")
+    return result, released
+
+
+def remove(template: ImageTemplate, *, now: datetime) -> None:
+    """Remove a template and its image. Idempotent: an image that is gone already is success.
+
+    Raise TemplateInUse if a pool names the image or a sandbox was started from it, TemplateBusy during a build, WrongHost."""
+    provider = _get_provider(template)
+    if Pool.objects.filter(image=template.tag).exists():
+        raise TemplateInUse(f"A pool uses the image {template.tag}. Set another image first.")
+    if Sandbox.objects.filter(image=template.tag).exclude(state=SandboxState.DESTROYED).exists():
+        raise TemplateInUse(f"A sandbox was started from the image {template.tag}. End its lease first.")
+    token = uuid.uuid4()
+    idle = ImageTemplate.objects.filter(_build_idle_filter(now), pk=template.pk).exclude(state=TemplateState.BUILDING)
+    if not idle.update(claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL):
+        raise TemplateBusy()
+    claimed = ImageTemplate.objects.filter(pk=template.pk, claim=token)
+    try:
+        require_engine(provider, template.host_id)
+        provider.remove_image(template.tag)
+        _remove_candidate(template, provider)
+    except ProviderError as error:
+        claimed.update(claim=None, claimed_by="", deadline_at=None)
+        if isinstance(error, ImageInUse):
+            raise TemplateInUse(str(error)) from error
+        raise
+    claimed.delete()
+
+
+def _get_provider(template: ImageTemplate) -> Provider:
+    """Return the provider of the template's host. Raise WrongHost if this process does not reach that host."""
+    if registry.get_local_host_id(template.host.provider) != template.host_id:
+        raise WrongHost(f'The template is on the host "{template.host}", which this process does not reach.')
+    return providers.get_provider(template.host.provider)
+
+
+def _build_idle_filter(now: datetime) -> Q:
+    """Match rows that no process is building or removing. The claim of a removal whose process died ends at its deadline."""
+    return Q(claim__isnull=True) | Q(deadline_at__lte=now)
+
+
+def _build_claimed(
+    template: ImageTemplate,
+    provider: Provider,
+    claim: Claim,
+    rows: QuerySet[ImageTemplate],
+    clock: Clock,
+    on_output: OnOutput | None,
+) -> None:
+    """Run the build under the claim, and record its result. An engine that fails leaves the row to the next attempt."""
+    output = _Output(BuildLog([settings.LLM_API_KEY, settings.SECRET_KEY]), claim, clock, on_output)
+    try:
+        require_engine(provider, template.host_id)
+        _build_image(template, provider, claim, rows, output)
+    except BuildFailed as failed:
+        output.end()
+        _record_failure(rows, failed.failure, str(failed), now=clock(), log=output.log.render())
+    except ProviderError as error:
+        output.end()
+        claim.update(error=str(error)[:2000], log=output.log.render())
+        claim.end()
+
+
+def _build_image(
+    template: ImageTemplate, provider: Provider, claim: Claim, rows: QuerySet[ImageTemplate], output: "_Output"
+) -> None:
+    """Build and check an image, then move the template's name to it. Raise BuildFailed, ProviderError, ClaimLost."""
+    specification = TemplateSpecification(template.base, template.commands, template.dockerfile)
+    candidate = _get_candidate_tag(template)
+    try:
+        if specification.base:
+            with _translate_failures(TemplateFailure.BASE_UNAVAILABLE):
+                output.follow(provider.pull_image(specification.base))
+        arguments = {BASE_ARGUMENT: settings.SANDBOX_IMAGE} if BASE_ARGUMENT in specification.dockerfile else {}
+        labels = {"leasehold.template": template.name, "leasehold.template_version": template.version}
+        with _translate_failures(TemplateFailure.BUILD_REFUSED):
+            output.follow(
+                provider.build_image(
+                    specification.render_dockerfile(),
+                    candidate,
+                    arguments=arguments,
+                    labels=labels,
+                    silence=BUILD_SILENCE,
+                    use_cache=not template.image_id,  # a ready version is built again for newer packages
+                )
+            )
+        checkpoint("template built", template)
+        if problems := provider.check_image(candidate):
+            raise BuildFailed(TemplateFailure.UNUSABLE_IMAGE, "; ".join(problems)[:2000])
+        claim.keep()
+        provider.tag_image(candidate, template.tag)
+        checkpoint("template named", template)
+        built = provider.inspect_built_image(template.tag)
+        output.end()
+        now = output.clock()
+        _record_success(template, rows, built.id, built.size_bytes, output.log.render(), now=now)
+    except (BuildFailed, ProviderError):
+        _remove_candidate(template, provider)
+        raise
+    _remove_candidate(template, provider)  # the name alone: the image has the template's name
+    if template.image_id not in ("", built.id):
+        with suppress(ProviderError):  # the previous image of a rebuilt template, unless a container uses it
+            provider.remove_image(template.image_id)
+
+
+def _get_candidate_tag(template: ImageTemplate) -> str:
+    """Return the name of an image that is not checked yet. Each attempt replaces what a dead one has left."""
+    return f"{template.tag}-candidate"
+
+
+def _remove_candidate(template: ImageTemplate, provider: Provider) -> None:
+    with suppress(ProviderError):
+        provider.remove_image(_get_candidate_tag(template))
+
+
+def _record_success(
+    template: ImageTemplate, rows: QuerySet[ImageTemplate], image_id: str, size_bytes: int, log_text: str, *, now: datetime
+) -> None:
+    """Raise ClaimLost if another process has taken over."""
+    recorded = rows.update(
+        state=TemplateState.READY, image=template.tag, image_id=image_id, size_bytes=size_bytes, log=log_text, finished_at=now,
+        failure="", error="", claim=None, claimed_by="", deadline_at=None,
+    )  # fmt: skip
+    if not recorded:
+        raise ClaimLost()
+
+
+def _record_failure(
+    rows: QuerySet[ImageTemplate], failure: TemplateFailure, message: str, *, now: datetime, **changes: str
+) -> int:
+    with transaction.atomic():
+        return rows.update(
+            state=TemplateState.FAILED, failure=failure, error=message[:2000], finished_at=now, claim=None, claimed_by="",
+            deadline_at=None, **changes,
+        )  # fmt: skip
+
+
+@contextmanager
+def _translate_failures(refused: TemplateFailure) -> Iterator[None]:
+    """Raise BuildFailed for what another attempt cannot change: a refusal of the engine, or a build without progress."""
+    try:
+        yield
+    except BuildCommandFailed as error:
+        raise BuildFailed(TemplateFailure.COMMAND_FAILED, str(error)) from error
+    except Rejected as error:
+        raise BuildFailed(refused, str(error)) from error
+    except Unavailable as error:
+        if error.cause != FailureCause.TIMEOUT:
+            raise
+        minutes = int(BUILD_SILENCE.total_seconds() // 60)
+        raise BuildFailed(TemplateFailure.NO_PROGRESS, f"The build printed nothing for {minutes} minutes.") from error
+
+
+class _Output:
+    """Output of one build: counted as progress of the claim, kept in the log, written to the row and passed on."""
+
+    def __init__(self, log: BuildLog, claim: Claim, clock: Clock, on_output: OnOutput | None) -> None:
+        self.log, self.clock, self._claim, self._on_output = log, clock, claim, on_output
+        self._written_at = clock()
+
+    def follow(self, chunks: Generator[str, None, None]) -> None:
+        """Read all output. Raise BuildFailed above MAX_OUTPUT_CHARS, ClaimLost once another process has taken over."""
+        try:
+            for chunk in chunks:
+                note_progress()
+                self._pass_on(self.log.append(chunk))
+                if self.log.total_chars > MAX_OUTPUT_CHARS:
+                    raise BuildFailed(TemplateFailure.OUTPUT_LIMIT, f"More than {MAX_OUTPUT_CHARS:,} characters of output.")
+                if self.clock() >= self._written_at + LOG_INTERVAL:
+                    self._write()
+        finally:
+            chunks.close()  # ends the build at the engine
+
+    def end(self) -> None:
+        self._pass_on(self.log.end())
+
+    def _write(self) -> None:
+        if not self._claim.update(log=self.log.render()):
+            raise ClaimLost()
+        self._written_at = self.clock()
+
+    def _pass_on(self, text: str) -> None:
+        if text and self._on_output:
+            self._on_output(text)

@@ -1,0 +1,70 @@
+"""/templates: building, visibility and errors. The builds themselves: tests/docker/test_templates.py."""
+
+from typing import Any
+
+import pytest
+from django_q.models import OrmQ
+
+from sandboxes.models import ImageTemplate
+from sandboxes.providers.memory import MemoryProvider
+from tests.api.conftest import ApiClient, assert_refused
+from tests.support.billing import ADA
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def builds_images(memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryProvider, "builds_images", True)
+
+
+@pytest.fixture
+def builder(issue: Any) -> ApiClient:
+    return issue(operator=True, scopes=["leases", "templates"])
+
+
+@pytest.mark.usefixtures("builds_images")
+def test_template_is_queued_once_and_read_by_every_key(builder: ApiClient, ada: ApiClient) -> None:
+    body = {"name": "tools", "commands": ["pip install requests"]}
+    created = builder.post("templates", body)
+    assert (created.status_code, created.json()["state"]) == (202, "building")
+    assert builder.post("templates", body).json() == created.json()
+    assert OrmQ.objects.count() == 1
+    ImageTemplate.objects.update(log="Step 1/3")
+    url = f"templates/{created.json()['id']}"
+    assert [row["name"] for row in ada.get("templates").json()["results"]] == ["tools"]
+    assert (ada.get(url).json()["log"], builder.get(url).json()["log"]) == (None, "Step 1/3")
+    assert_refused(builder, "DELETE", url, None, 409)
+    ImageTemplate.objects.update(state="ready", image="x", size_bytes=5, deadline_at=None)
+    done = builder.post("templates", body)
+    assert (done.status_code, done.json()["image"], done.json()["size_bytes"]) == (200, "x", 5)
+
+
+@pytest.mark.usefixtures("builds_images")
+def test_only_an_operators_key_with_the_scope_builds_and_removes(issue: Any, builder: ApiClient, operator: ApiClient) -> None:
+    body = {"name": "tools", "commands": ["true"]}
+    url = f"templates/{builder.post('templates', body).json()['id']}"
+    agent = issue(ADA, scopes=["leases", "templates"])
+    for client, code in ((operator, "insufficient_scope"), (agent, "forbidden")):
+        assert assert_refused(client, "POST", "templates", body, 403)["code"] == code
+        assert assert_refused(client, "DELETE", url, None, 403)["code"] == code
+
+
+@pytest.mark.usefixtures("builds_images")
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"name": "A"}, "name"), ({"name": 1}, "name"), ({"name": None}, "name"), ({"commands": []}, "commands"),
+        ({"commands": "true"}, "commands"), ({"commands": [1]}, "commands.0"), ({"commands": ["x"] * 65}, "commands"),
+        ({"base": "a b"}, "base"), ({"base": "x" * 256}, "base"), ({"dockerfile": "FROM a"}, "dockerfile"),
+        ({"dockerfile": "x" * 64_001}, "dockerfile"), ({"rebuild": "yes"}, "rebuild"), ({"image": "x"}, "image"),
+    ],
+)  # fmt: skip
+def test_invalid_field_is_named(builder: ApiClient, fields: dict[str, object], field: str) -> None:
+    assert_refused(builder, "POST", "templates", {"name": "tools", "commands": ["true"], **fields}, 400, field)
+    assert not ImageTemplate.objects.exists()
+
+
+def test_provider_without_builds_is_refused(builder: ApiClient, memory: MemoryProvider) -> None:
+    problem = assert_refused(builder, "POST", "templates", {"name": "tools", "commands": ["true"]}, 409)
+    assert problem["code"] == "templates_not_supported"

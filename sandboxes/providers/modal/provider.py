@@ -52,6 +52,8 @@ Result = TypeVar("Result")
 APP_NAME = "leasehold"  # app of all sandboxes, in one environment
 CREATED_TAG = "leasehold.created"  # Unix time in seconds: the client's list does not state the time of creation
 MAX_TAG_LENGTH = 63
+MILLICPUS_PER_CORE = 2000  # Modal counts physical cores of 2 vCPUs. Source: its guide, "Sandbox resources and pricing", 2026
+MIN_CORES = 0.125  # the default reservation. Source: its guide, "Configuring CPU, memory, and disk"
 CONNECT_TIMEOUT_SECONDS = 10.0  # of the first connection of a process, which the client attempts for a minute
 EXEC_GRACE_SECONDS = 30.0  # beyond the time limit of a command
 UPLOAD_TIMEOUT_SECONDS = 300
@@ -173,7 +175,7 @@ class _Connection:
 
     async def create(self, spec: SandboxSpec) -> None:
         auto_stop, image = self._configuration.auto_stop, spec.image or self._configuration.image
-        cpu = spec.millicpus / 1000
+        cpu = max(spec.millicpus / MILLICPUS_PER_CORE, MIN_CORES)
         self._sandboxes[spec.name] = await modal.Sandbox.create.aio(
             "sleep",
             "infinity",

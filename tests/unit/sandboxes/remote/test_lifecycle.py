@@ -56,6 +56,17 @@ def test_configuration_reaches_the_vendor_in_its_units(
     assert {name: sent.get(name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(("millicpus", "expected"), [(1000, 500), (4000, 2000), (50, 125)])
+def test_cpu_at_modal_is_stated_in_physical_cores(
+    millicpus: int, expected: int, make_provider: MakeProvider, emulators: GetEmulator
+) -> None:  # fmt: skip
+    provider = make_provider("modal")
+    ref = provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle", millicpus=millicpus))
+    resources = emulators("modal").get_creation(ref)["resources"]
+    provider.destroy(ref)
+    assert (resources["milli_cpu"], resources["milli_cpu_max"]) == (expected, expected)
+
+
 @pytest.mark.parametrize(
     ("kind", "gateway_url", "network", "expected"),
     [

@@ -62,4 +62,5 @@ def build_terms(lease: Lease) -> HolderTerms:
         llm_limit=lease.llm_limit,
         policy=environment_type.policy,
         suspend_after=environment_type.suspend_after,
+        held_until=lease.max_expires_at,
     )

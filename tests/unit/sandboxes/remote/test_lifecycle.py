@@ -20,6 +20,10 @@ from tests.unit.sandboxes.remote.conftest import MakeProvider
 MINUTE = timedelta(minutes=1)
 
 
+def idle_after(seconds: int) -> dict[str, Any]:
+    return {"lifecycle": {"after_idle": {"idle_time_seconds": seconds, "on_idle": "suspend"}}}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "expected"),
     [
@@ -30,15 +34,16 @@ MINUTE = timedelta(minutes=1)
         (
             "runloop",
             {"auto_stop": 1.5 * MINUTE},
-            {"launch_parameters": {"lifecycle": {"after_idle": {"idle_time_seconds": 90, "on_idle": "suspend"}}}},
+            {"launch_parameters": idle_after(90)},
         ),
-        ("runloop", {"auto_stop": None}, {"launch_parameters": {}}),
+        # Without an idle time Runloop would end the devbox after an hour.
+        ("runloop", {"auto_stop": None}, {"launch_parameters": idle_after(172_800)}),
         ("daytona", {"image": "debian:12"}, {"buildInfo": {"dockerfileContent": "FROM debian:12\n"}, "cpu": 1, "memory": 1}),
         ("langsmith", {"image": "python:3"}, {"snapshot": "python:3"}),
         ("runloop", {"image": "py"}, {"blueprint_name": "py"}),
         ("daytona", {"options": {"target": "eu", "organization_id": ""}}, {"target": "eu"}),
-        ("runloop", {"options": {"size": "SMALL", "account": ""}, "auto_stop": None},
-         {"launch_parameters": {"resource_size_request": "SMALL"}}),
+        ("runloop", {"options": {"size": "SMALL", "account": ""}, "auto_stop": MINUTE},
+         {"launch_parameters": idle_after(60) | {"resource_size_request": "SMALL"}}),
     ],
 )  # fmt: skip
 def test_configuration_reaches_the_vendor_in_its_units(

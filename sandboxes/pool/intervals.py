@@ -74,13 +74,27 @@ def _build_unclaimed_filter(now: datetime) -> Q:
 
 
 def _build_short_filter(provider: Provider) -> Q:
-    """Build the condition that an interval is not known, or ends before the time that the rule requires."""
+    """Build the condition that an interval is not known, is not the sandbox's own, or ends before the rule permits."""
     short = Q(vendor_auto_delete__isnull=True) | Q(vendor_auto_stop__isnull=True)
     required = ExpressionWrapper(F("held_until") + Value(RECLAIM_PERIOD), output_field=DateTimeField())
     for column in ["vendor_auto_delete"] if provider.stop_keeps_files else ["vendor_auto_delete", "vendor_auto_stop"]:
         reached = ExpressionWrapper(F("last_used_at") + F(column), output_field=DateTimeField())
         short |= Q(**{f"{column}__gt": NEVER}) & Q(LessThan(reached, required))
-    return short
+    return short | _build_other_filter(provider)
+
+
+def _build_other_filter(provider: Provider) -> Q:
+    """Build the condition that the lease of a claimed sandbox has intervals of its own, which are not set yet.
+
+    An `auto_delete` that is longer than its own was raised."""
+    is_other = Q(pk__in=[])
+    if provider.has_auto_stop and provider.stop_keeps_files:
+        is_other |= Q(auto_stop__isnull=False) & ~Q(vendor_auto_stop=F("auto_stop"))
+    if provider.has_auto_delete:
+        is_off, is_never = Q(auto_delete=NEVER), Q(vendor_auto_delete=NEVER)
+        is_other |= Q(auto_delete__isnull=False) & ((is_off & ~is_never) | (~is_off & is_never))
+        is_other |= Q(vendor_auto_delete__lt=F("auto_delete")) & ~is_never
+    return is_other
 
 
 def raise_short(sandbox: Sandbox, *, now: datetime) -> bool:

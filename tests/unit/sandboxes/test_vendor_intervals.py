@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from leases import leasing, sweeps
-from leases.models import Lease
+from leases.models import EnvironmentType, Lease
 from sandboxes.models import Pool, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.pool.intervals import NEVER, RECLAIM_PERIOD
@@ -69,6 +69,31 @@ def test_auto_stop_reaches_the_end_of_the_lease_where_a_stop_loses_the_files(lea
     monkeypatch.setattr(MemoryProvider, "stop_keeps_files", False)
     run(lease)
     assert get_set(get_sandbox(lease), memory).auto_stop == MAX_TTL + RECLAIM_PERIOD
+
+
+def test_interval_of_the_lease_precedes_that_of_the_type_and_that_of_the_provider(grant, memory) -> None:
+    EnvironmentType.objects.update(auto_stop=5 * MINUTE, auto_delete=NEVER)
+    run(by_type := grant())
+    assert get_set(get_sandbox(by_type), memory) == VendorIntervals(5 * MINUTE, None)
+    run(by_lease := grant(environment="game-2", auto_stop=NEVER, auto_delete=MINUTE))
+    assert get_set(get_sandbox(by_lease), memory) == VendorIntervals(None, MAX_TTL + RECLAIM_PERIOD)
+    assert sweeps.raise_intervals(now=NOW).counts == {}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"auto_stop": 5 * MINUTE, "auto_delete": NEVER}, VendorIntervals(5 * MINUTE, None)),
+        ({"auto_stop": NEVER, "auto_delete": 99 * HOUR}, VendorIntervals(None, 99 * HOUR)),
+    ],
+)
+def test_claim_of_a_prewarmed_sandbox_sets_the_intervals_of_the_lease(own, expected, grant, pool, memory) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+    pool.refresh_from_db()
+    warm = allocation.start_warm(pool, now=NOW)
+    run(grant(**own))
+    assert warm and get_set(warm, memory) == expected
+    assert sweeps.raise_intervals(now=NOW).counts == {}
 
 
 def test_claim_of_a_prewarmed_sandbox_raises_its_intervals_at_once(lease, pool, memory) -> None:

@@ -126,6 +126,7 @@ def _finish(sandbox: Sandbox, provider: Provider, token: uuid.UUID, *, now: date
         advance(
             sandbox.pk, SUSPENDED, WAITING, now=clock(), code=TransitionReason.SUSPEND_FAILED, actor=actor, guard=own_claim,
             reason=f"could not be suspended: {failed}", claim=None, claimed_by="", deadline_at=None,
+            **_build_resumed_columns(provider),
         )  # fmt: skip
         raise
     checkpoint("frozen", sandbox)
@@ -203,9 +204,16 @@ def _resume_unless_suspended(sandbox: Sandbox, provider: Provider, rows: QuerySe
         return False
     provider.resume(sandbox.ref)
     checkpoint("thawed", sandbox)
-    rows.filter(state_since=since).update(frozen=False)  # each suspension changes state_since
+    rows.filter(state_since=since).update(
+        frozen=False, **_build_resumed_columns(provider)
+    )  # each suspension changes state_since
     sandbox.frozen = False
     return True
+
+
+def _build_resumed_columns(provider: Provider) -> dict[str, bool]:
+    """Return the columns of a sandbox that goes on without a run: what its processes change is not in the stored state."""
+    return {} if provider.suspend_keeps_processes else {"persisted": False}
 
 
 def ensure_awake(sandbox: Sandbox, provider: Provider, *, now: datetime, actor: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Vendor lifetimes: a vendor may end every sandbox at a fixed age, whatever runs in it.
+"""Vendor lifetimes: a vendor may end every sandbox at a fixed age, also while a command runs in it.
 
 The state of such a sandbox is stored, and the sandbox put to sleep, before that. Its next use wakes it in a new sandbox of the
 vendor. From LIFETIME_MARGIN before the end the sweep puts it to sleep as soon as no run is open, and no further run begins in

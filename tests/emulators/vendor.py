@@ -162,6 +162,10 @@ class VendorEmulator(ThreadingHTTPServer):
         """Stop a sandbox, as the vendor does with an idle one."""
         raise NotImplementedError
 
+    def delete_stopped(self, name: str) -> None:
+        """Delete a stopped sandbox, as the vendor does after its auto-delete interval."""
+        raise NotImplementedError
+
     def get_creation(self, name: str) -> dict[str, Any]:
         """Return the fields of the request that created a sandbox."""
         raise NotImplementedError

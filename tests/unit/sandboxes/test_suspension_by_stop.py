@@ -69,6 +69,17 @@ def test_loss_of_what_ran_after_a_suspension_is_still_a_loss(lease, suspended, m
     assert suspended.lost_at and "Lost" in suspended.last_error
 
 
+def test_sandbox_resumed_without_a_run_stores_its_state_again(lease, suspended, memory) -> None:
+    suspension.ensure_awake(suspended, memory, now=LATER)
+    memory.write_file(suspended.ref, "/workspace/f", b"by a process\n")
+    assert passes.suspend_waiting(now=LATER + MINUTE).counts == {"suspended": 1}
+    memory.vanish(suspended.ref)
+    assert sweeps.reconcile(now=LATER + MINUTE, grace=timedelta(0)).counts.get("leases ended as lost") is None
+    with pytest.raises(execution.SandboxError, match="nothing unsaved was in it"):
+        run(lease, now=LATER + MINUTE)
+    assert read(lease, now=LATER + MINUTE) == "by a process"
+
+
 def test_idle_suspended_sandbox_is_put_to_sleep_without_a_start(lease, suspended, memory) -> None:
     before = len(memory.calls)
     assert passes.evict_idle(now=NOW + 40 * MINUTE).counts == {"put to sleep": 1}
@@ -130,6 +141,7 @@ def test_failure_leaves_the_sandbox_waiting_with_its_processes(verb, lease, sand
     process.refresh_from_db()
     sandbox.refresh_from_db()
     assert (process.state, sandbox.state, memory.inspect(sandbox.ref).running) == ("running", "waiting", True)
+    assert not sandbox.persisted  # the process may change files
     assert passes.suspend_waiting(now=DUE + MINUTE).counts == {"suspended": 1}
 
 

@@ -1,4 +1,4 @@
-"""Intervals that a vendor keeps by itself: never shorter than the lease can live, whatever fails in between."""
+"""Intervals that a vendor keeps by itself: never shorter than the lease can live, also after failures in between."""
 
 from datetime import timedelta
 

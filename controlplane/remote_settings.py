@@ -100,10 +100,16 @@ def read() -> dict[str, RemoteConfiguration]:
     found = {name: _read_vendor(name, vendor, auto_stop, auto_delete) for name, vendor in VENDORS.items()}
     for name in os.environ:
         for vendor in VENDORS.values():
-            if name.startswith(f"{vendor.prefix}SANDBOX_") and name not in env.ENV_VARIABLES:
+            if _is_meant_for_leasehold(name, vendor.prefix) and name not in env.ENV_VARIABLES:
                 known = sorted(key for key in env.ENV_VARIABLES if key.startswith(f"{vendor.prefix}SANDBOX_"))
                 raise ImproperlyConfigured(f"{name} is not a variable of Leasehold. Known are {', '.join(known)}.")
     return found
+
+
+def _is_meant_for_leasehold(name: str, prefix: str) -> bool:
+    """Return whether a variable has the form of a vendor's setting here. Clients of the vendors read others of the prefix."""
+    rest = name.removeprefix(prefix)
+    return rest != name and rest.startswith(("SANDBOX_", "AUTO_STOP", "AUTO_DELETE"))
 
 
 def _read_vendor(name: str, vendor: Vendor, auto_stop: int, auto_delete: int) -> RemoteConfiguration:

@@ -11,8 +11,12 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from controlplane.checks import check_gateway, check_provider_key
+from controlplane.remote_settings import VENDORS
+from sandboxes.providers import load_class
 from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.registry import PROVIDERS
 from sandboxes.providers.remote.configuration import RemoteConfiguration
+from sandboxes.providers.remote.provider import RemoteProvider
 from tests.commands.manage import load_settings
 from tests.support.remote import GetEmulator
 from tests.unit.sandboxes.remote.conftest import MakeProvider
@@ -106,6 +110,9 @@ def test_variable_of_a_vendor_is_read_and_takes_precedence(
         ("DAYTONA_SANDBOX_AUTO_STOP_MINUTES", "an hour", "DAYTONA_SANDBOX_AUTO_STOP_MINUTES='an hour' is not accepted."),
         ("LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES", "-1", "LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES='-1' is not accepted."),
         ("DAYTONA_SANDBOX_AUTOSTOP", "1", "DAYTONA_SANDBOX_AUTOSTOP is not a variable of Leasehold."),
+        ("DAYTONA_AUTO_STOP_MINUTES", "1", "Known are DAYTONA_SANDBOX_AUTO_DELETE_MINUTES, DAYTONA_SANDBOX_AUTO_STOP_MINUTES,"),
+        ("LANGSMITH_SANDBOX_AUTO_PAUSE_MINUTES", "1", "LANGSMITH_SANDBOX_AUTO_PAUSE_MINUTES is not a variable of Leasehold."),
+        ("CLOUDFLARE_SANDBOX_AUTO_STOP_MINUTES", "1", "CLOUDFLARE_SANDBOX_AUTO_STOP_MINUTES is not a variable of Leasehold."),
         # Runloop cannot delete a suspended devbox after a time.
         ("RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES", "5", "RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES is not a variable of Leasehold."),
         ("RUNLOOP_SANDBOX_SIZE", "HUGE", "RUNLOOP_SANDBOX_SIZE='HUGE' is not accepted."),
@@ -114,6 +121,20 @@ def test_variable_of_a_vendor_is_read_and_takes_precedence(
 def test_invalid_or_unknown_variable_prevents_the_start(name: str, value: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ImproperlyConfigured, match=re.escape(message)):
         read_configuration(tmp_path, "daytona", **{name: value})
+
+
+def test_variable_that_a_client_of_a_vendor_reads_is_left_alone(tmp_path: Path) -> None:
+    variables = {"LANGSMITH_TRACING": "true", "CLOUDFLARE_ACCOUNT_ID": "a", "DAYTONA_JWT_TOKEN": "t"}
+    assert read_configuration(tmp_path, "daytona", **variables).auto_stop == 60 * MINUTE
+
+
+def test_every_vendor_with_a_remote_provider_has_its_prefix_checked() -> None:
+    assert {*settings.REMOTE_PROVIDERS} == {*VENDORS}
+    remote = {name for name in PROVIDERS if issubclass(load_class(name), RemoteProvider)}
+    assert remote == {*VENDORS}
+    for name, vendor in VENDORS.items():  # the settings cannot ask the class, which needs the vendor's packages
+        provider = load_class(name)
+        assert (vendor.has_auto_stop, vendor.has_auto_delete) == (provider.has_auto_stop, provider.has_auto_delete)
 
 
 NAMES = [("daytona", "organization_id"), ("langsmith", "workspace"), ("runloop", "account")]

@@ -171,8 +171,8 @@ class EnvironmentType(models.Model):
     )
     suspend_after = models.DurationField(
         null=True, blank=True, validators=[check_suspend_after],
-        help_text="A waiting sandbox is suspended after this time: its processes are frozen and keep their memory. Applies "
-        "to new sandboxes at providers that can suspend. Empty: never.",
+        help_text="A waiting sandbox is suspended after this time: its processes are frozen and keep their memory, or at a "
+        "vendor its state is stored and it is stopped. Applies to new sandboxes at providers that can suspend. Empty: never.",
     )  # fmt: skip
     auto_stop = models.DurationField(
         null=True, blank=True, validators=[check_vendor_interval],

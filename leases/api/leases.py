@@ -99,7 +99,8 @@ class SandboxSerializer(serializers.Serializer):
     state = serializers.ChoiceField(
         SandboxState.choices,
         help_text="cold: state stored, no process; warm: awake without unsaved state; waiting: awake with unsaved state; "
-        "suspended: like waiting, with frozen processes that the next use resumes; running: a run is open.",
+        "suspended: like waiting, with frozen processes that the next use resumes, or stopped by its vendor without processes; "
+        "running: a run is open.",
     )
     provider = serializers.CharField()
     isolated = serializers.BooleanField(help_text="Commands cannot reach the host or other sandboxes.")
@@ -142,8 +143,8 @@ class SandboxStopSerializer(serializers.Serializer):
         help_text="evicting: its state is stored and its next use wakes it; destroying: it is removed."
     )
     reason = serializers.CharField(
-        help_text="Code of the transition: idle, capacity, budget, restore, lease_ended, operator, discarded, start_failed, "
-        "start_stalled, state_lost, provider_lost, host_lost or eviction_stalled."
+        help_text="Code of the transition: idle, lifetime, capacity, budget, restore, lease_ended, operator, discarded, "
+        "start_failed, start_stalled, state_lost, provider_lost, host_lost or eviction_stalled."
     )
     at = serializers.DateTimeField()
     detail = serializers.CharField(help_text="Text of the reason, such as the error of a failed start.")

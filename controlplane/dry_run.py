@@ -19,6 +19,7 @@ from sandboxes.egress import authorization, model_pricing
 from sandboxes.egress.allow_list import connections
 from sandboxes.egress.logs import access_log
 from sandboxes.models import ModelRate, Pool, Sandbox
+from sandboxes.pool import intervals, lifetimes
 from sandboxes.providers.base import ProviderSandbox
 from sandboxes.runs import abandoned
 from sandboxes.state import data_sync, pruning
@@ -70,6 +71,8 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     },
     "idle": {"put sandbox to sleep": lambda now: passes.find_idle(now=now)[:MAX_LISTED]},
     "suspend": {"suspend sandbox": lambda now: suspension.find_due(now=now)[:MAX_LISTED]},
+    "lifetime": {"put sandbox to sleep": lambda now: lifetimes.find_ending(now=now)[:MAX_LISTED]},
+    "intervals": {"raise intervals of sandbox": lambda now: intervals.find_short(now=now)[:MAX_LISTED]},
     "restart": {"restart sandbox": lambda now: agent_restarts.find_unresponsive()},
     "cold": {
         "destroy cold sandbox": lambda now: passes.find_expired_cold(now=now)[:MAX_LISTED],

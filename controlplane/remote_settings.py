@@ -85,7 +85,7 @@ VENDORS: Mapping[str, Vendor] = {
                 env.integer(
                     "MODAL_SANDBOX_LIFETIME_MINUTES",
                     1440,
-                    minimum=1,
+                    minimum=120,
                     maximum=1440,
                     help="Modal terminates a sandbox after so many minutes, with its files; 24 hours is its maximum",
                 )
@@ -133,10 +133,16 @@ def read() -> dict[str, RemoteConfiguration]:
     for name in os.environ:
         for vendor in VENDORS.values():
             known_names = {*env.ENV_VARIABLES, *vendor.client_variables}
-            if name.startswith(f"{vendor.prefix}SANDBOX_") and name not in known_names:
+            if _is_meant_for_leasehold(name, vendor.prefix) and name not in known_names:
                 known = sorted(key for key in env.ENV_VARIABLES if key.startswith(f"{vendor.prefix}SANDBOX_"))
                 raise ImproperlyConfigured(f"{name} is not a variable of Leasehold. Known are {', '.join(known)}.")
     return found
+
+
+def _is_meant_for_leasehold(name: str, prefix: str) -> bool:
+    """Return whether a variable has the form of a vendor's setting here. Clients of the vendors read others of the prefix."""
+    rest = name.removeprefix(prefix)
+    return rest != name and rest.startswith(("SANDBOX_", "AUTO_STOP", "AUTO_DELETE"))
 
 
 def _read_vendor(name: str, vendor: Vendor, auto_stop: int, auto_delete: int) -> RemoteConfiguration:

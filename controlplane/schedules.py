@@ -22,6 +22,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.egress.logs import collection
 from sandboxes.hosts import registry
 from sandboxes.models import Host
+from sandboxes.pool import lifetimes
 from sandboxes.queue_threads import StillRunning, run_in_work_thread
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
@@ -88,6 +89,8 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "persist":   ScheduledSweep(1,  "store /data changes that only a sandbox has",          pruning.persist_unsaved),
     "idle":      ScheduledSweep(1,  "put idle sandboxes to sleep",                          passes.evict_idle),
     "suspend":   ScheduledSweep(1,  "suspend waiting sandboxes",                            passes.suspend_waiting),
+    "lifetime":  ScheduledSweep(1,  "put sandboxes to sleep before their vendor ends them", lifetimes.end_lifetimes),
+    "intervals": ScheduledSweep(1,  "raise the vendors' intervals that leases outlive",     leases.raise_intervals),
     "restart":   ScheduledSweep(1,  "restart sandboxes whose agent does not respond",      agent_restarts.restart_unresponsive),
     "cold":      ScheduledSweep(5,  "destroy cold sandboxes past their TTL, old snapshots", leases.destroy_cold),
     "warm":      ScheduledSweep(1,  "start sandboxes up to each pool's warm target",        passes.warm_pools),
@@ -114,6 +117,7 @@ DESTRUCTIVE_SWEEPS = frozenset(
         "reclaim",
         "idle",
         "suspend",
+        "lifetime",
         "restart",
         "cold",
         "warm",
@@ -129,8 +133,8 @@ DESTRUCTIVE_SWEEPS = frozenset(
 # others concern the whole installation and run once, on any host.
 HOST_SWEEPS = frozenset(
     {
-        HEARTBEAT, "hosts", "mark", "stalled", "reclaim", "persist", "idle", "suspend", "restart", "cold", "warm", "reconcile",
-        "measure", "read", "prune", "collect", "budgets",
+        HEARTBEAT, "hosts", "mark", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "intervals", "restart",
+        "cold", "warm", "reconcile", "measure", "read", "prune", "collect", "budgets",
     }
 )  # fmt: skip
 SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # run by `manage.py sweep`

@@ -62,4 +62,7 @@ def build_terms(lease: Lease) -> HolderTerms:
         llm_limit=lease.llm_limit,
         policy=environment_type.policy,
         suspend_after=environment_type.suspend_after,
+        held_until=lease.max_expires_at,
+        auto_stop=lease.auto_stop,
+        auto_delete=lease.auto_delete,
     )

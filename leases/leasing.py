@@ -62,6 +62,8 @@ class LeaseRequest:
     ttl: timedelta | None = None
     max_ttl: timedelta | None = None
     sleep_after: timedelta | None = None
+    auto_stop: timedelta | None = None  # of the sandbox at its vendor; zero: never
+    auto_delete: timedelta | None = None  # of the sandbox at its vendor; zero: never
     expiry_conditions: Sequence[str] | None = None
     pool: str = ""
     key_id: str = ""  # API key of the caller, "" without one; budgets may apply to the key
@@ -207,6 +209,8 @@ def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> L
         expires_minute=to_epoch_minute(expires_at),
         max_expires_at=max_expires_at,
         sleep_after=request.sleep_after or _resolve_sleep_after(environment_type),
+        auto_stop=environment_type.auto_stop if request.auto_stop is None else request.auto_stop,
+        auto_delete=environment_type.auto_delete if request.auto_delete is None else request.auto_delete,
         expiry_conditions=list(conditions),
     )
 

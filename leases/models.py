@@ -72,6 +72,11 @@ def check_suspend_after(value: timedelta) -> None:
         raise ValidationError(f"Must be at least {MIN_SUSPEND_AFTER.total_seconds():.0f} second.")
 
 
+def check_vendor_interval(value: timedelta) -> None:
+    if not timedelta(0) <= value <= durations.MAX_DURATION:
+        raise ValidationError(f"Must be at least 0 and at most {durations.MAX_DURATION.days} days.")
+
+
 def default_turn_argv() -> list[str]:
     return ["python3", "/opt/leasehold/take_turn.py"]
 
@@ -169,8 +174,18 @@ class EnvironmentType(models.Model):
     )
     suspend_after = models.DurationField(
         null=True, blank=True, validators=[check_suspend_after],
-        help_text="A waiting sandbox is suspended after this time: its processes are frozen and keep their memory. Applies "
-        "to new sandboxes at providers that can suspend. Empty: never.",
+        help_text="A waiting sandbox is suspended after this time: its processes are frozen and keep their memory, or at a "
+        "vendor its state is stored and it is stopped. Applies to new sandboxes at providers that can suspend. Empty: never.",
+    )  # fmt: skip
+    auto_stop = models.DurationField(
+        null=True, blank=True, validators=[check_vendor_interval],
+        help_text="Idle time after which the vendor of a remote provider stops a sandbox by itself. 0: never. Empty: the "
+        "provider's setting.",
+    )  # fmt: skip
+    auto_delete = models.DurationField(
+        null=True, blank=True, validators=[check_vendor_interval],
+        help_text="Time after a stop at which the vendor of a remote provider deletes a sandbox by itself, never before the "
+        "end of its lease. 0: never. Empty: the provider's setting.",
     )  # fmt: skip
     snapshot_excludes = models.JSONField(
         default=list, blank=True, validators=[check_excludes],
@@ -242,6 +257,14 @@ class Lease(models.Model):
     )
     max_expires_at = models.DateTimeField()
     sleep_after = models.DurationField()
+    auto_stop = models.DurationField(
+        null=True, blank=True, help_text="Idle time after which the vendor stops the sandbox. 0: never. Empty: its setting."
+    )
+    auto_delete = models.DurationField(
+        null=True,
+        blank=True,
+        help_text="Time after a stop at which the vendor deletes the sandbox. 0: never. Empty: its setting.",
+    )
     expiry_conditions = models.JSONField(default=list)
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, verbose_name="spend limit",

@@ -6,7 +6,7 @@ from uuid import UUID
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import BigIntegerField, Exists, OuterRef, Q, QuerySet
+from django.db.models import BigIntegerField, Exists, OuterRef, Q, QuerySet, Subquery
 from django.db.models.functions import Cast
 
 from leases import leasing, shells, turns
@@ -20,7 +20,8 @@ from sandboxes.egress import authorization
 from sandboxes.egress.allow_list import connections
 from sandboxes.hosts import queues, registry
 from sandboxes.identity import signing
-from sandboxes.models import GONE_STATES, Host, Process, Sandbox, SandboxState, Snapshot
+from sandboxes.models import ALIVE_STATES, GONE_STATES, Host, Process, Sandbox, SandboxState, Snapshot
+from sandboxes.pool import intervals
 from sandboxes.state import pruning, workspace
 from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import SweepResult
@@ -130,6 +131,26 @@ def find_expired_snapshots(*, now: datetime) -> QuerySet[Snapshot]:
     """Snapshots whose lease ended at least LEASEHOLD_KEEP_STATE ago."""
     ended_long_ago = Lease.objects.filter(pk=OuterRef("holder"), ended_at__lte=now - settings.KEEP_STATE)
     return Snapshot.objects.filter(Exists(ended_long_ago), forgotten_at__isnull=True).order_by("at")
+
+
+def raise_intervals(*, now: datetime) -> SweepResult:
+    """Copy the latest ends of leases to their sandboxes, and raise the vendors' intervals that are too short for them."""
+    copied = copy_lease_ends()
+    result = intervals.raise_all_short(now=now)
+    result.note("ends of leases copied", copied)
+    return result
+
+
+def copy_lease_ends() -> int:
+    """Copy the latest ends of active leases to their sandboxes, at vendors whose intervals depend on them.
+
+    Return how many sandboxes had another one."""
+    leases = Lease.objects.filter(pk=OuterRef("holder"), status=LeaseStatus.ACTIVE)
+    outdated = Sandbox.objects.filter(
+        ~Exists(leases.filter(max_expires_at=OuterRef("held_until"))), Exists(leases), state__in=ALIVE_STATES,
+        provider__in=intervals.find_settable_providers(),
+    )  # fmt: skip
+    return outdated.update(held_until=Subquery(leases.values("max_expires_at")[:1]))
 
 
 def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:

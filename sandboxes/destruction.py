@@ -18,7 +18,7 @@ from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
 from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
 from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
-from sandboxes.lifecycle import DESTROYED, DESTROYING, EDGES, advance, checkpoint
+from sandboxes.lifecycle import DESTROYED, DESTROYING, EDGES, SUSPENDED, advance, checkpoint
 from sandboxes.models import (
     GONE_STATES,
     Attachment,
@@ -29,6 +29,7 @@ from sandboxes.models import (
     RunOutcome,
     Sandbox,
     SandboxState,
+    Transition,
     TransitionReason,
 )
 from sandboxes.models.state import DataEvent
@@ -204,6 +205,8 @@ def _persist_last_state(sandbox: Sandbox, provider: Provider, claim: Claim, cloc
     """Store the state that a sandbox about to be destroyed has not stored yet. Returns False if the claim was lost.
 
     A missing process leaves nothing to store, but its volumes may still exist."""
+    if _was_stored_and_stopped(sandbox, provider):
+        return True
     unsaved = sandbox.holder and sandbox.final_persist == FinalPersist.ALL and workspace.has_unsaved_state(sandbox)
     with suppress(Missing):
         if sandbox.final_persist != FinalPersist.NONE:
@@ -215,6 +218,14 @@ def _persist_last_state(sandbox: Sandbox, provider: Provider, claim: Claim, cloc
         except Missing as missing:
             _record_lost_state(sandbox, missing, now=clock())
     return True
+
+
+def _was_stored_and_stopped(sandbox: Sandbox, provider: Provider) -> bool:
+    """Return whether a suspension has stored all state and ended all processes. A start would only cost time and money."""
+    if provider.suspend_keeps_processes or not (sandbox.frozen and sandbox.persisted):
+        return False
+    last = Transition.objects.filter(sandbox=sandbox, to=DESTROYING).order_by("pk").values_list("was", flat=True).first()
+    return last == SUSPENDED
 
 
 def _record_lost_state(sandbox: Sandbox, missing: Missing, *, now: datetime) -> None:

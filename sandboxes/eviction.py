@@ -174,6 +174,8 @@ def record_missing(
     runs = Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation)
     if unstarted_run:
         runs = runs.exclude(pk=unstarted_run)
+    if sandbox.frozen and (stored_at := workspace.find_stored_time(sandbox)):
+        runs = runs.filter(started_at__gte=stored_at)  # stored by a suspension, before the run that failed
     # A file operation may have changed files before it failed.
     runs = runs.exclude(NEVER_STARTED, kind__in=("exec", "turn"))
     if sandbox.persisted or not runs.exists():

@@ -18,6 +18,9 @@ class HolderTerms:
     llm_limit: Decimal | None = None  # USD that model calls may cost; None: unlimited
     policy: Policy | None = None  # None: the built-in policy "sealed"
     suspend_after: timedelta | None = None  # time in `waiting` after which the sandbox is suspended; None: never
+    held_until: datetime | None = None  # latest end of the holder, renewals included; None: not known
+    auto_stop: timedelta | None = None  # after this idle time the vendor stops the sandbox; zero: never; None: its setting
+    auto_delete: timedelta | None = None  # after this time since a stop the vendor deletes it; zero: never; None: its setting
 
 
 @dataclass

@@ -23,7 +23,7 @@ SUSPENDED = SandboxState.SUSPENDED
 EVICTING, COLD = SandboxState.EVICTING, SandboxState.COLD
 DESTROYING, DESTROYED = SandboxState.DESTROYING, SandboxState.DESTROYED
 
-_EVICT_REASONS = (Reason.IDLE, Reason.CAPACITY, Reason.BUDGET, Reason.RESTORE)
+_EVICT_REASONS = (Reason.IDLE, Reason.LIFETIME, Reason.CAPACITY, Reason.BUDGET, Reason.RESTORE)
 _END_REASONS = (Reason.LEASE_ENDED, Reason.OPERATOR, Reason.DISCARDED)
 _LIVE_END_REASONS = (*_END_REASONS, Reason.PROVIDER_LOST, Reason.HOST_LOST)  # not of a cold sandbox: it has no process
 START_REASONS = (Reason.REQUESTED, Reason.PREWARMED)  # of a new row
@@ -44,7 +44,13 @@ EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (EVICTING, COLD): (Reason.PERSISTED, Reason.NOTHING_UNSAVED),
     (COLD, WARMING): (Reason.WOKEN,),
     (WARMING, DESTROYING): (*_LIVE_END_REASONS, Reason.START_FAILED, Reason.START_STALLED, Reason.STATE_LOST),
-    (WARM, DESTROYING): (*_LIVE_END_REASONS, Reason.CAPACITY, Reason.SURPLUS, Reason.AGENT_UNRESPONSIVE),
+    (WARM, DESTROYING): (
+        *_LIVE_END_REASONS,
+        Reason.CAPACITY,
+        Reason.SURPLUS,
+        Reason.LIFETIME,
+        Reason.AGENT_UNRESPONSIVE,
+    ),
     (RUNNING, DESTROYING): _LIVE_END_REASONS,
     (WAITING, DESTROYING): _LIVE_END_REASONS,
     (SUSPENDED, DESTROYING): _LIVE_END_REASONS,

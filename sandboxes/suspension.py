@@ -1,5 +1,9 @@
 """Suspension of waiting sandboxes: their processes are frozen, use no CPU time, and keep their memory.
 
+A provider without `suspend_keeps_processes` stops the sandbox instead, which the vendor bills less: processes end, files stay.
+The state of such a sandbox is stored before, because from then on it depends on the vendor alone, and the rows of its processes
+are closed. Those with a restart policy or `restart_after_wake` are started again once the sandbox runs, by the sweep `stalled`.
+
 A row is `suspended` before the provider freezes its processes, and its column `frozen` is set until the provider has
 confirmed that they run again. The caller that moves a row out of `suspended` calls `thaw` or `thaw_for_run` before its next
 call of the provider. A crash at any step therefore leaves a claim past its deadline, which a sweep continues, or a row that the
@@ -11,20 +15,27 @@ from datetime import datetime, timedelta
 
 import structlog
 from django.conf import settings
+from django.db import transaction
 from django.db.models import DateTimeField, DurationField, Exists, ExpressionWrapper, F, OuterRef, Q, QuerySet, Value
 from django.db.models.functions import Greatest
 
-from sandboxes.db.clock import clock_from
-from sandboxes.errors import SandboxBusy
+from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
+from sandboxes.db.clock import Clock, clock_from
+from sandboxes.errors import ClaimLost, SandboxBusy, WorkspaceFull
 from sandboxes.hosts import registry
-from sandboxes.lifecycle import COLD, DESTROYED, SUSPENDED, WAITING, advance, checkpoint
-from sandboxes.models import Attachment, Sandbox, TransitionReason
+from sandboxes.lifecycle import COLD, DESTROYED, RUNNING, SUSPENDED, WAITING, advance, checkpoint
+from sandboxes.models import Attachment, Sandbox, TransitionReason, processes
 from sandboxes.models.processes import Process
-from sandboxes.providers.base import Provider, ProviderError
+from sandboxes.providers.base import MAX_SUSPEND_TIME, Provider, ProviderError
+from sandboxes.state import data_sync, workspace
+from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
 SUSPENSION_TTL = timedelta(seconds=10)  # of the claim of a worker that suspends a sandbox; runs wait for the claim to end
+# Of the same claim at a provider that stops sandboxes: longer than `suspend` takes, so that no sandbox is stopped after a run
+# has taken over.
+STOP_TTL = max(CLAIM_TTL, 2 * MAX_SUSPEND_TIME)
 POLL_INTERVAL_SECONDS = 0.02  # between two reads of a row that another process is suspending
 
 
@@ -65,8 +76,8 @@ def _build_suspendable_filter(now: datetime) -> Q:
 def suspend(sandbox: Sandbox, *, now: datetime, actor: str = "") -> bool:
     """Suspend one waiting sandbox. Returns whether it is suspended now; False also for a provider that cannot suspend.
 
-    `sandbox` is the row as it was read: a sandbox that was used since is not suspended. Raises ProviderError; the sandbox then
-    waits again."""
+    `sandbox` is the row as it was read: a sandbox that was used since is not suspended. Raises ProviderError, and StoreError or
+    WorkspaceFull if its state is to be stored before; the sandbox then waits again."""
     clock, provider = clock_from(now), registry.get_sandbox_provider(sandbox)
     if not provider.can_suspend or settings.OBSERVE:
         return False
@@ -76,7 +87,7 @@ def suspend(sandbox: Sandbox, *, now: datetime, actor: str = "") -> bool:
     claimed = advance(
         sandbox.pk, WAITING, SUSPENDED, now=clock(), code=TransitionReason.IDLE, actor=actor,
         guard=unchanged & _build_suspendable_filter(now), frozen=True, claim=token, claimed_by=settings.INSTANCE,
-        deadline_at=clock() + SUSPENSION_TTL,
+        deadline_at=clock() + _get_ttl(provider),
     )  # fmt: skip
     if not claimed:
         return False
@@ -85,37 +96,73 @@ def suspend(sandbox: Sandbox, *, now: datetime, actor: str = "") -> bool:
 
 
 def continue_suspension(sandbox: Sandbox, *, now: datetime, actor: str = "") -> bool:
-    """Freeze a suspended sandbox again: after the death of its worker, or if its processes turn out to run.
+    """Freeze or stop a suspended sandbox again: after the death of its worker, or if its processes turn out to run.
 
     `sandbox` is the row as it was read. Returns whether it is suspended now. Raises ProviderError as `suspend` does."""
     clock, token = clock_from(now), uuid.uuid4()
     unchanged = Q(state_since=sandbox.state_since, claim=sandbox.claim, deadline_at=sandbox.deadline_at)
+    provider = registry.get_sandbox_provider(sandbox)
     claimed = Sandbox.objects.filter(unchanged, filter_unclaimed(now), pk=sandbox.pk, state=SUSPENDED).update(
-        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + SUSPENSION_TTL
+        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + _get_ttl(provider)
     )
-    return bool(claimed) and _finish(sandbox, registry.get_sandbox_provider(sandbox), token, now=clock(), actor=actor)
+    return bool(claimed) and _finish(sandbox, provider, token, now=clock(), actor=actor)
+
+
+def _get_ttl(provider: Provider) -> timedelta:
+    return SUSPENSION_TTL if provider.suspend_keeps_processes else STOP_TTL
 
 
 def _finish(sandbox: Sandbox, provider: Provider, token: uuid.UUID, *, now: datetime, actor: str) -> bool:
-    """Freeze the processes, and end the claim. Returns whether the sandbox is suspended."""
+    """Freeze the processes or stop the sandbox, and end the claim. Returns whether the sandbox is suspended."""
     clock, own_claim = clock_from(now), Q(claim=token)
     try:
-        provider.suspend(sandbox.ref)
-    except ProviderError as failed:
+        if provider.suspend_keeps_processes:
+            provider.suspend(sandbox.ref)
+        elif not _store_and_stop(sandbox, provider, token, clock):
+            return False
+    except ClaimLost:
+        return False
+    except (ProviderError, StoreError, WorkspaceFull) as failed:
         advance(
             sandbox.pk, SUSPENDED, WAITING, now=clock(), code=TransitionReason.SUSPEND_FAILED, actor=actor, guard=own_claim,
             reason=f"could not be suspended: {failed}", claim=None, claimed_by="", deadline_at=None,
+            **_build_resumed_columns(provider),
         )  # fmt: skip
         raise
     checkpoint("frozen", sandbox)
-    confirmed = Sandbox.objects.filter(own_claim, pk=sandbox.pk, state=SUSPENDED).update(
-        claim=None, claimed_by="", deadline_at=None
-    )
+    with transaction.atomic():
+        confirmed = Sandbox.objects.filter(own_claim, pk=sandbox.pk, state=SUSPENDED).update(
+            claim=None, claimed_by="", deadline_at=None
+        )
+        if confirmed and not provider.suspend_keeps_processes:
+            note = "Ended by the suspension: the vendor has stopped the sandbox"
+            processes.close_all_processes(sandbox.pk, now=clock(), note=note, may_wake=False, resumes=True)
     if confirmed:
         log.info("suspended", sandbox=str(sandbox.pk), agent=sandbox.agent_did)
         return True
     recover_frozen(sandbox, provider)  # this worker was slow: the sandbox has been used since
     return False
+
+
+def _store_and_stop(sandbox: Sandbox, provider: Provider, token: uuid.UUID, clock: Clock) -> bool:
+    """Store the state of a claimed sandbox, and stop it. Returns False if the claim was lost. Raises ClaimLost, too.
+
+    1. Store /data and the workspace, unless they are stored since the last run.
+    2. Stop the sandbox at the vendor, with the claim extended before."""
+    rows = Sandbox.objects.filter(pk=sandbox.pk, claim=token, state=SUSPENDED)
+    claimed = rows.select_related("pool").first()
+    if claimed is None:
+        return False
+    assert claimed.deadline_at is not None
+    with hold_in_flight(Claim(rows, deadline=claimed.deadline_at, clock=clock, ttl=STOP_TTL)) as claim:
+        if workspace.has_unsaved_state(claimed):
+            data_sync.persist_waiting(claimed, provider, now=clock())
+            if not workspace.persist_claimed(claimed, provider, claim, clock=clock):
+                return False
+        checkpoint("suspension stored", sandbox)
+        claim.keep()
+        provider.suspend(sandbox.ref)
+    return True
 
 
 def recover_frozen(sandbox: Sandbox, provider: Provider) -> bool:
@@ -142,9 +189,12 @@ def thaw_for_run(sandbox: Sandbox, provider: Provider) -> None:
     """Resume the processes for an open Run, which keeps the sandbox from being suspended. Raises ProviderError.
 
     The row stays `frozen` until the end of the Run clears it, in the statement that closes the Run. Runs that begin meanwhile
-    resume the processes again, without effect."""
+    resume the processes again, without effect. Where the suspension has ended the processes, the row is cleared now: their
+    restart waits for that, and an open Run may last for hours."""
     provider.resume(sandbox.ref)
     checkpoint("thawed", sandbox)
+    if not provider.suspend_keeps_processes:
+        Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, state=RUNNING).update(frozen=False)
 
 
 def _resume_unless_suspended(sandbox: Sandbox, provider: Provider, rows: QuerySet[Sandbox]) -> bool:
@@ -154,9 +204,16 @@ def _resume_unless_suspended(sandbox: Sandbox, provider: Provider, rows: QuerySe
         return False
     provider.resume(sandbox.ref)
     checkpoint("thawed", sandbox)
-    rows.filter(state_since=since).update(frozen=False)  # each suspension changes state_since
+    rows.filter(state_since=since).update(
+        frozen=False, **_build_resumed_columns(provider)
+    )  # each suspension changes state_since
     sandbox.frozen = False
     return True
+
+
+def _build_resumed_columns(provider: Provider) -> dict[str, bool]:
+    """Return the columns of a sandbox that goes on without a run: what its processes change is not in the stored state."""
+    return {} if provider.suspend_keeps_processes else {"persisted": False}
 
 
 def ensure_awake(sandbox: Sandbox, provider: Provider, *, now: datetime, actor: str = "") -> None:

@@ -23,5 +23,5 @@ def update(apps, schema_editor):
 
 
 class Migration(migrations.Migration):
-    dependencies = [("billing", "0006_suspended_memory")]
+    dependencies = [("billing", "0007_vendor_suspension")]
     operations = [migrations.RunPython(update, migrations.RunPython.noop)]

@@ -38,6 +38,13 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
             {"fields": ["turn_argv", "turn_timeout", "turn_collection", "suspend_after", "sleep_after", "snapshot_excludes"]},
         ),
         (
+            "Remote sandboxes",
+            {
+                "fields": ["auto_stop", "auto_delete"],
+                "description": "For the case that no control plane runs any more. Applies to new leases of this type.",
+            },
+        ),
+        (
             "Model calls",
             {
                 "fields": ["llm_limit"],
@@ -53,6 +60,8 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
         "turn_collection": "Collection of turns",
         "suspend_after": "Suspend after",
         "sleep_after": "Evict after",
+        "auto_stop": "Stopped by the vendor after",
+        "auto_delete": "Deleted by the vendor after",
         "snapshot_excludes": "Excluded from snapshots",
         "llm_limit": "Spend limit (USD)",
     }

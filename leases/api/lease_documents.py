@@ -49,6 +49,8 @@ def _describe_lease() -> dict[str, str]:
         "expires_at": timestamp("leases_lease.expires_at"),
         "max_expires_at": timestamp("leases_lease.max_expires_at"),
         "sleep_after": seconds("leases_lease.sleep_after"),
+        "auto_stop_seconds": seconds("leases_lease.auto_stop"),
+        "auto_delete_seconds": seconds("leases_lease.auto_delete"),
         "expiry_conditions": dialect.read_json("leases_lease.expiry_conditions"),
         "ended_at": timestamp(f"CASE WHEN {ELAPSED_CONDITION} THEN leases_lease.expires_at ELSE leases_lease.ended_at END"),
         "end_reason": f"CASE WHEN NOT ({ELAPSED_CONDITION}) THEN leases_lease.end_reason "

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -68,6 +68,16 @@ class NewLeaseSerializer(StrictSerializer):
         allow_null=True,
         help_text="Idle time before the sandbox is evicted: seconds, or text such as 5m. Default: from the environment type.",
     )
+    auto_stop_seconds = build_seconds_field(
+        min_value=0,
+        help_text="Idle time after which the vendor of a remote provider stops the sandbox by itself; 0: never. Rounded up to "
+        "the vendor's unit. Default: from the environment type, else the provider's setting.",
+    )
+    auto_delete_seconds = build_seconds_field(
+        min_value=0,
+        help_text="Time after a stop at which the vendor of a remote provider deletes the sandbox by itself, never before the "
+        "end of the lease; 0: never. Default: from the environment type, else the provider's setting.",
+    )
     expiry_conditions = serializers.ListField(
         child=PatternField(CONDITION_PATTERN, CONDITION_DESCRIPTION), max_length=32, required=False, allow_null=True,
         help_text="Conditions whose posting ends the lease. Default: from the environment type.",
@@ -89,7 +99,8 @@ class SandboxSerializer(serializers.Serializer):
     state = serializers.ChoiceField(
         SandboxState.choices,
         help_text="cold: state stored, no process; warm: awake without unsaved state; waiting: awake with unsaved state; "
-        "suspended: like waiting, with frozen processes that the next use resumes; running: a run is open.",
+        "suspended: like waiting, with frozen processes that the next use resumes, or stopped by its vendor without processes; "
+        "running: a run is open.",
     )
     provider = serializers.CharField()
     isolated = serializers.BooleanField(help_text="Commands cannot reach the host or other sandboxes.")
@@ -115,6 +126,13 @@ class LeaseSerializer(serializers.Serializer):
     expires_at = serializers.DateTimeField(help_text="End of the lease unless it is renewed: the earlier of ttl and max_ttl.")
     max_expires_at = serializers.DateTimeField()
     sleep_after = serializers.IntegerField(help_text="Idle seconds before the sandbox is evicted.")
+    auto_stop_seconds = serializers.IntegerField(
+        allow_null=True, help_text="Idle time before the vendor stops the sandbox; 0: never; null: the provider's setting."
+    )
+    auto_delete_seconds = serializers.IntegerField(
+        allow_null=True,
+        help_text="Time after a stop before the vendor deletes the sandbox; 0: never; null: the provider's setting.",
+    )
     expiry_conditions = serializers.ListField(child=serializers.CharField())
     ended_at = serializers.DateTimeField(allow_null=True)
     end_reason = serializers.CharField(
@@ -128,8 +146,8 @@ class SandboxStopSerializer(serializers.Serializer):
         help_text="evicting: its state is stored and its next use wakes it; destroying: it is removed."
     )
     reason = serializers.CharField(
-        help_text="Code of the transition: idle, capacity, budget, restore, lease_ended, operator, discarded, start_failed, "
-        "start_stalled, state_lost, provider_lost, host_lost or eviction_stalled."
+        help_text="Code of the transition: idle, lifetime, capacity, budget, restore, lease_ended, operator, discarded, "
+        "start_failed, start_stalled, state_lost, provider_lost, host_lost or eviction_stalled."
     )
     at = serializers.DateTimeField()
     detail = serializers.CharField(help_text="Text of the reason, such as the error of a failed start.")
@@ -333,6 +351,8 @@ def build_lease_request(data: Mapping[str, Any], caller: Caller) -> leasing.Leas
         ttl=seconds_to_timedelta(data, "ttl_seconds"),
         max_ttl=seconds_to_timedelta(data, "max_ttl_seconds"),
         sleep_after=data.get("sleep_after"),
+        auto_stop=seconds_to_timedelta(data, "auto_stop_seconds"),
+        auto_delete=seconds_to_timedelta(data, "auto_delete_seconds"),
         expiry_conditions=data.get("expiry_conditions"),
         pool=data.get("pool") or "",
         key_id=str(caller.pk),
@@ -377,11 +397,17 @@ def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = Fal
         "expires_at": format_timestamp(lease.expires_at),
         "max_expires_at": format_timestamp(lease.max_expires_at),
         "sleep_after": int(lease.sleep_after.total_seconds()),
+        "auto_stop_seconds": _format_seconds(lease.auto_stop),
+        "auto_delete_seconds": _format_seconds(lease.auto_delete),
         "expiry_conditions": lease.expiry_conditions,
         "ended_at": format_optional_timestamp(lease.ended_at),
         "end_reason": lease.end_reason,
         "sandbox": serialize_sandbox(sandbox) if sandbox else None,
     }
+
+
+def _format_seconds(duration: timedelta | None) -> int | None:
+    return None if duration is None else int(duration.total_seconds())
 
 
 def serialize_sandbox(sandbox: Sandbox) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -17,7 +17,8 @@ from sandboxes.db.durations import parse_duration
 from sandboxes.models import PackAssignment, PackOrigin, PackVersion, Policy
 from sandboxes.state.skills import MARKER_NAME, build_marker, pack_archive
 
-_DURATION_KEYS = ("ttl", "max_ttl", "suspend_after", "turn_timeout")
+_DURATION_KEYS = ("ttl", "max_ttl", "suspend_after", "turn_timeout", "auto_stop", "auto_delete")
+_OPTIONAL_DURATION_KEYS = frozenset({"auto_stop", "auto_delete"})  # may be 0: never
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,9 @@ def _parse_defaults(defaults: Mapping[str, Any], environment_type: str) -> dict[
     values = dict(defaults)
     for key in _DURATION_KEYS:
         if key in values:
+            if key in _OPTIONAL_DURATION_KEYS and values[key] in (0, "0"):
+                values[key] = timedelta(0)
+                continue
             try:
                 values[key] = parse_duration(values[key])
             except ValueError as error:

@@ -15,6 +15,7 @@ from sandboxes.providers.base import FailureCause, Missing, Provider, ProviderEr
 HOST_NAMESPACE = uuid.UUID("6b9e7f6c-6f0c-4c39-9d3e-0f1f2a7f4c51")
 CONFIRMED_METHODS = frozenset({"create", "destroy"})  # another engine performs them without an error
 UNBOUND_METHODS = frozenset({"engine_id", "list"})
+BOUND_METHODS = Provider.__abstractmethods__ - UNBOUND_METHODS | {"set_intervals"}
 
 
 def compute_host_id(provider_name: str, engine_id: str) -> uuid.UUID:
@@ -44,7 +45,7 @@ class _BoundProvider:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._provider, name)
-        if name in Provider.__abstractmethods__ and name not in UNBOUND_METHODS:
+        if name in BOUND_METHODS:
             return partial(self._call, name, attribute)
         return attribute
 

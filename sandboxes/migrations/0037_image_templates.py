@@ -9,7 +9,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0032_sandbox_network'),
+        ('sandboxes', '0033_vendor_lifecycle'),
     ]
 
     operations = [

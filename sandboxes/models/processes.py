@@ -98,17 +98,22 @@ class Process(models.Model):
         return self.name or f"process {self.pk}"
 
 
-def close_all_processes(sandbox: uuid.UUID, *, now: datetime, note: str, may_wake: bool = True, restarts: bool = False) -> int:
+def close_all_processes(
+    sandbox: uuid.UUID, *, now: datetime, note: str, may_wake: bool = True, restarts: bool = False, resumes: bool = False
+) -> int:
     """Close all open processes of a sandbox, and end all pending restarts in it. Return the number of changed rows.
 
     Called in the transaction that evicts, restarts or destroys the sandbox, or marks it as lost. With `may_wake` the holder's
     next sandbox starts the processes with `restart_after_wake` again. With `restarts`, for a sandbox that was restarted without
-    a request of its holder, the processes with a restart policy are due at once."""
+    a request of its holder, the processes with a restart policy are due at once. With `resumes`, for a suspension that ended
+    them, so are those with `restart_after_wake`: no process is restarted before the sandbox is resumed."""
     rows = Process.objects.filter(Q(ended_at__isnull=True) | Q(restart_at__isnull=False), sandbox=sandbox)
     is_running, never = Q(ended_at__isnull=True), Q(pk__in=[])
     unkilled = Q(kill_requested_at__isnull=True)
     wakes = unkilled & Q(restart_after_wake=True) if may_wake else never
-    is_due = unkilled & ~Q(restart=RestartPolicy.NEVER) if restarts else never
+    is_due = unkilled & ~Q(restart=RestartPolicy.NEVER) if restarts or resumes else never
+    if resumes:
+        is_due |= unkilled & Q(restart_after_wake=True)
     return rows.update(
         state=Case(When(is_running, then=Value(ProcessStatus.GONE.value)), default=F("state")),
         note=Case(When(is_running, then=Value(note[:500])), default=F("note")),

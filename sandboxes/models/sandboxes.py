@@ -92,6 +92,29 @@ class Sandbox(models.Model):
     frozen = models.BooleanField(
         default=False, editable=False, help_text="Its processes may be frozen: they are resumed before the next use."
     )
+    held_until = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Latest end of the lease that holds this sandbox, renewals included."
+    )
+    auto_stop = models.DurationField(
+        null=True, blank=True,
+        help_text="Idle time after which the vendor is to stop the sandbox. Zero: never. Empty: the provider's setting.",
+    )  # fmt: skip
+    auto_delete = models.DurationField(
+        null=True, blank=True,
+        help_text="Time after a stop at which the vendor is to delete the sandbox. Zero: never. Empty: the provider's setting.",
+    )  # fmt: skip
+    vendor_auto_stop = models.DurationField(
+        null=True, blank=True, editable=False, help_text="Interval that is set at the vendor. Zero: never. Empty: not known."
+    )
+    vendor_auto_delete = models.DurationField(
+        null=True, blank=True, editable=False, help_text="Interval that is set at the vendor. Zero: never. Empty: not known."
+    )
+    intervals_claimed_until = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="A worker is setting the vendor's intervals until then."
+    )
+    lifetime_ends_at = models.DateTimeField(
+        null=True, blank=True, help_text="Time at which the vendor ends this incarnation. Empty: no such limit."
+    )
     last_used_at = models.DateTimeField()
     idle_at = models.DateTimeField(null=True, blank=True, help_text="Time of eviction if the sandbox stays idle.")
     prepared = models.BooleanField(default=False, help_text="The lease's initial files are written.")
@@ -188,6 +211,7 @@ class Sandbox(models.Model):
             models.Index(fields=["deadline_at"], condition=Q(deadline_at__isnull=False), name="sandbox_in_flight"),
             models.Index(fields=["agent_did"], condition=Q(open_runs__gt=0), name="sandbox_agent_running"),
             models.Index(fields=["idle_at"], condition=Q(idle_at__isnull=False), name="sandbox_idle"),
+            models.Index(fields=["lifetime_ends_at"], condition=Q(lifetime_ends_at__isnull=False), name="sandbox_lifetime"),
             models.Index(fields=["lost_at"], condition=Q(lost_at__isnull=False), name="sandbox_lost"),
             models.Index(fields=["llm_blocked_at"], condition=Q(llm_blocked_at__isnull=False), name="sandbox_llm_blocked"),
             models.Index(fields=["claim"], condition=Q(claim__isnull=False), name="sandbox_claim"),

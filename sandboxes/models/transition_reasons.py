@@ -13,6 +13,7 @@ class TransitionReason(models.TextChoices):
     RUN_STARTED = "run_started", "run started"
     RUN_ENDED = "run_ended", "run ended"  # the last open run
     IDLE = "idle", "idle"
+    LIFETIME = "lifetime", "end of the vendor's lifetime"  # the vendor ends every sandbox at a fixed age
     CAPACITY = "capacity", "place needed"  # by another holder: the pool is full
     BUDGET = "budget", "budget spent"
     RESTORE = "restore", "earlier snapshot restored"

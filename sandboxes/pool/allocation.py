@@ -26,7 +26,7 @@ from sandboxes.guard import OPEN_GUARD, Guard, HolderRenewal, HolderTerms
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
-from sandboxes.pool import admission_queue, prewarmed
+from sandboxes.pool import admission_queue, intervals, lifetimes, prewarmed
 from sandboxes.pool.admission_queue import Position
 from sandboxes.pool.starts import MAX_EVICTION_ATTEMPTS, start_reserved, wake
 from sandboxes.state import disk_space, mounts, workspace
@@ -80,7 +80,8 @@ def find_by_holder(holder: uuid.UUID) -> Sandbox | None:
 def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now: datetime, actor: str = "") -> Sandbox:
     """Return the holder's sandbox in an alive state. Idempotent, and safe to call from many processes at once.
 
-    1. If the holder has an alive sandbox, return that one. The next run resumes a suspended one.
+    1. If the holder has an alive sandbox, return that one. The next run resumes a suspended one. One without an open run whose
+       lifetime at its vendor ends soon is put to sleep before.
     2. If the holder's sandbox is cold, wake it.
     3. Otherwise claim a pre-warmed sandbox, or start a new one.
 
@@ -95,7 +96,8 @@ def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now
     deadline = now + settings.SANDBOX_START_TIMEOUT
     sandbox = known or (None if request.is_new_holder else find_by_holder(request.holder))
     is_ready = sandbox and sandbox.state in ALIVE_STATES and not suspension.is_in_transition(sandbox, now=clock())
-    if sandbox and is_ready and not sandbox.lost_at and registry.is_local(sandbox):
+    is_usable = is_ready and sandbox and not sandbox.lost_at and not lifetimes.is_ending(sandbox, now=clock())
+    if sandbox and is_usable and registry.is_local(sandbox):
         sandbox.pool = request.pool
         return sandbox
     while (ready := _start_or_wake(request, sandbox, now=clock(), actor=actor)) is None:
@@ -115,6 +117,8 @@ def _start_or_wake(request: SandboxRequest, sandbox: Sandbox | None, *, now: dat
         registry.require_local(sandbox)
         if sandbox.state not in ALIVE_STATES or suspension.is_in_transition(sandbox, now=clock()):
             return None
+        if lifetimes.is_ending(sandbox, now=clock()) and lifetimes.put_to_sleep(sandbox, now=clock(), actor=actor):
+            return None  # the next step wakes it in a new sandbox
         request.guard.check_affordable()  # the wait for another process may have taken minutes
         sandbox.pool = request.pool
         return sandbox
@@ -124,6 +128,7 @@ def _start_or_wake(request: SandboxRequest, sandbox: Sandbox | None, *, now: dat
     if sandbox:
         started = wake(sandbox, now=clock(), actor=actor)
     elif claimed := claim_warm(request, now=clock(), actor=actor):
+        intervals.raise_after_claim(claimed, now=clock())
         return claimed
     elif reserved := reserve_place(request, now=clock(), actor=actor):
         started = start_reserved(reserved, now=clock(), actor=actor, files=request.files, is_new_holder=request.is_new_holder)
@@ -163,6 +168,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
                 "idle_after": request.idle_after, "last_used_at": now, "idle_at": now + request.idle_after, "prepared": False,
                 "excludes": [*terms.excludes], "llm_limit": terms.llm_limit, "policy": policy,
                 "final_persist": request.final_persist, "suspend_after": _resolve_suspend_after(terms, request.pool),
+                "held_until": terms.held_until, "auto_stop": terms.auto_stop, "auto_delete": terms.auto_delete,
             }  # fmt: skip
             claimed = advance(
                 sandbox.pk,
@@ -232,6 +238,7 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
         terms = request.guard.fence()
         sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)
         sandbox.suspend_after = _resolve_suspend_after(terms, request.pool)
+        sandbox.held_until, sandbox.auto_stop, sandbox.auto_delete = terms.held_until, terms.auto_stop, terms.auto_delete
         position = _find_position(request, now=now)  # before _take_quota, which changes the order
         insert_warming(sandbox, now=now, code=TransitionReason.REQUESTED, actor=actor)
         if not _take_quota_and_place(request, position, now=now):

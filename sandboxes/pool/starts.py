@@ -6,6 +6,7 @@ start leaves a row in `warming` with a deadline, after which sandboxes.sweeps.pa
 import uuid
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -22,7 +23,8 @@ from sandboxes.errors import ClaimLost, SandboxError, SandboxLost, SandboxNotHel
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint
 from sandboxes.models import Sandbox, Transition, TransitionReason
-from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
+from sandboxes.pool import intervals
+from sandboxes.providers.base import Provider, ProviderError, SandboxSpec, VendorIntervals
 from sandboxes.state import mounts, workspace
 from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
@@ -51,7 +53,8 @@ def start_reserved(
     ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
     try:
         with hold_in_flight(Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)) as claim:
-            provider.create(build_spec(sandbox))
+            limits = _compute_limits(sandbox, provider, now=clock())  # from before the call: a lifetime never ends too late
+            provider.create(replace(build_spec(sandbox), intervals=limits.intervals))
             checkpoint("created", sandbox)
             claim.note_progress()
             provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
@@ -62,8 +65,9 @@ def start_reserved(
             source, prepared = _restore_state(sandbox, holder, provider, files, now=clock())
             checkpoint("prepared", sandbox)
             is_ready = _mark_ready(
-                sandbox, source, prepared=prepared, may_have_processes=holder is not None, now=clock(), actor=actor
-            )
+                sandbox, source, prepared=prepared, may_have_processes=holder is not None, now=clock(), actor=actor,
+                **limits.to_columns(),
+            )  # fmt: skip
     except StateLost as lost:
         destruction.schedule_destroy(
             sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor
@@ -90,13 +94,37 @@ def start_reserved(
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
 
 
-def _mark_ready(sandbox: Sandbox, source: str, *, prepared: bool, may_have_processes: bool, now: datetime, actor: str) -> bool:
-    """Move the row to `warm`, and set its values in memory. Returns False if another process moved the row first."""
+@dataclass(frozen=True)
+class _VendorLimits:
+    """Times after which the vendor acts on a new sandbox by itself."""
+
+    intervals: VendorIntervals | None
+    lifetime_ends_at: datetime | None
+
+    def to_columns(self) -> dict[str, object]:
+        columns = intervals.to_columns(self.intervals) if self.intervals else {}
+        return {"lifetime_ends_at": self.lifetime_ends_at, "intervals_claimed_until": None, **columns}
+
+
+def _compute_limits(sandbox: Sandbox, provider: Provider, *, now: datetime) -> _VendorLimits:
+    has_intervals = provider.has_auto_stop or provider.has_auto_delete
+    return _VendorLimits(
+        intervals.compute_intervals(sandbox, provider) if has_intervals else None,
+        now + provider.max_lifetime if provider.max_lifetime else None,
+    )
+
+
+def _mark_ready(
+    sandbox: Sandbox, source: str, *, prepared: bool, may_have_processes: bool, now: datetime, actor: str, **columns: object
+) -> bool:
+    """Move the row to `warm`, and set its values in memory. Returns False if another process moved the row first.
+
+    `columns` are further values of the row."""
     is_wake = has_stored_state(sandbox, source)
     counters = {f"woken_{source}": F(f"woken_{source}") + 1} if is_wake else {}
     changes: dict[str, Any] = {
         "claim": None, "deadline_at": None, "tries": 0, "last_error": "", "source": source, "prepared": prepared,
-        "idle_at": now + sandbox.idle_after if sandbox.holder else None,
+        "idle_at": now + sandbox.idle_after if sandbox.holder else None, **columns,
     }  # fmt: skip
     with transaction.atomic() if may_have_processes else nullcontext():
         moved = advance(
@@ -197,7 +225,7 @@ def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandb
     sandbox.incarnation += 1
     sandbox.ref, sandbox.claim, sandbox.slot = sandbox.name, uuid.uuid4(), slot
     sandbox.host = registry.get_placement_host(sandbox.provider, now=now)
-    sandbox.deadline_at = now + settings.SANDBOX_START_TIMEOUT
+    sandbox.deadline_at, sandbox.last_used_at = now + settings.SANDBOX_START_TIMEOUT, now
     with transaction.atomic():  # the caller handles an IntegrityError
         claimed = advance(
             sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,

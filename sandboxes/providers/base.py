@@ -36,6 +36,7 @@ EGRESS_ENVIRONMENT = {
 }
 GET_FILES_TIMEOUT = timedelta(minutes=9)  # beyond the time that the minimum rate of a stream grants
 StreamContent = bytes | bytearray | SupportsBytes
+MAX_SUSPEND_TIME = timedelta(minutes=2)  # of a `suspend` that stops the sandbox
 MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable that identifies the processes of one exec
 
 
@@ -135,6 +136,14 @@ class BuiltImage:
 
 
 @dataclass(frozen=True)
+class VendorIntervals:
+    """Intervals after which the vendor of a remote provider acts on a sandbox by itself. None: never."""
+
+    auto_stop: timedelta | None = None  # stops a sandbox that was idle for so long
+    auto_delete: timedelta | None = None  # deletes a sandbox that was stopped for so long
+
+
+@dataclass(frozen=True)
 class SandboxSpec:
     """Description of a sandbox to create. The limits are hard if the provider enforces limits."""
 
@@ -151,6 +160,7 @@ class SandboxSpec:
     agent: Path | None = None  # host directory of the gateway's socket, mounted read-only at /run/leasehold-agent
     data: Path | None = None  # host directory mounted at /data, including later mounts below it; docker only
     writable_root: bool = False  # root file system writable as far as the image permits; default read-only, if supported
+    intervals: VendorIntervals | None = None  # None: those of the provider's configuration
 
 
 @dataclass(frozen=True)
@@ -161,7 +171,7 @@ class ProviderSandbox:
     name: str
     running: bool  # False: suspended, stopped or partly created; exec resumes it or raises Unavailable
     created_at: datetime  # provider's clock
-    suspended: bool = False
+    suspended: bool = False  # frozen, or stopped with its files where `suspend` stops a sandbox
     is_remnant: bool = False  # only leftovers such as volumes exist: inspect raises Missing, destroy removes them
 
 
@@ -276,6 +286,13 @@ class Provider(ABC):
     builds_images: bool = False  # `build_image` and the other methods of images work; otherwise they raise Rejected
     needs_gateway: bool = False  # sandboxes reach models by the public gateway alone, for which `connect_gateway` prepares them
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
+    suspend_keeps_processes: bool = True  # False: `suspend` ends all processes, and keeps the files alone
+    has_auto_stop: bool = False  # the vendor stops an idle sandbox after VendorIntervals.auto_stop
+    has_auto_delete: bool = False  # the vendor deletes a stopped sandbox after VendorIntervals.auto_delete
+    stop_keeps_files: bool = True  # a sandbox that the vendor has stopped keeps its files, and its next use starts it
+    can_set_intervals: bool = False  # `set_intervals` changes those of an existing sandbox
+    # Time after its creation at which the vendor ends every sandbox, at least two hours. None: no such limit.
+    max_lifetime: timedelta | None = None
 
     @abstractmethod
     def engine_id(self) -> str:
@@ -451,6 +468,9 @@ class Provider(ABC):
     def suspend(self, ref: str) -> None:
         """Freeze all processes of the sandbox: they use no CPU time, and keep their memory. Idempotent.
 
+        Without `suspend_keeps_processes`, stop the sandbox instead, and return once it is stopped: its processes end, and its
+        files stay. Such a call takes at most MAX_SUSPEND_TIME.
+
         Until `resume`, only `inspect`, `list`, `stats`, `suspend` and `destroy` have to work; other methods may raise
         Unavailable or resume the sandbox. Raise Unavailable if the sandbox does not run."""
 
@@ -458,7 +478,18 @@ class Provider(ABC):
     def resume(self, ref: str) -> None:
         """Thaw the processes of a suspended sandbox, and return once they run. Idempotent. Raise Missing.
 
-        A sandbox that is not suspended, or that does not run, is success."""
+        A sandbox that is not suspended, or that does not run, is success. Without `suspend_keeps_processes`, start a stopped
+        sandbox, and return once commands can run."""
+
+    def default_intervals(self) -> VendorIntervals:
+        """Return the intervals of new sandboxes according to the configuration."""
+        return VendorIntervals()
+
+    def set_intervals(self, ref: str, intervals: VendorIntervals) -> None:  # noqa: B027 - see `can_set_intervals`
+        """Set the vendor's intervals of a sandbox in any state. Idempotent. Without effect unless `can_set_intervals`.
+
+        An interval counts from the idleness or the stop that it limits, also if that began before this call. Durations are
+        rounded up to the vendor's unit. Raise Missing, and Unavailable if the outcome is not known: repeat the call then."""
 
     @abstractmethod
     def find_unresponsive(self, refs: Collection[str], *, timeout: timedelta) -> set[str]:

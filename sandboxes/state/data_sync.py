@@ -257,6 +257,19 @@ def persist_final(sandbox: Sandbox, provider: Provider, *, now: datetime, discar
         log.warning("final data scan failed", sandbox=str(sandbox.pk), error=str(error))
 
 
+def persist_waiting(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
+    """Store the changes in /data of an idle sandbox that goes on later. Data above the limits stays in the sandbox alone.
+
+    Raise StoreError and ProviderError."""
+    attachment = Attachment.objects.select_related("data").filter(pk=sandbox.pk, incarnation=sandbox.incarnation).first()
+    if attachment is None:
+        return
+    try:
+        persist(attachment, sandbox, provider, now=now)
+    except DataFull as error:
+        mark_unsaved(attachment, error, now=now)
+
+
 def find_outdated_objects() -> QuerySet[DataObject]:
     """Return objects without any current file version, oldest first."""
     return DataObject.objects.filter(entries__isnull=True).order_by("at")

@@ -116,6 +116,12 @@ def has_unsaved_state(sandbox: Sandbox) -> bool:
     return not sandbox.persisted and Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
 
 
+def find_stored_time(sandbox: Sandbox) -> datetime | None:
+    """Return the time of the last snapshot of all state of this incarnation, or None. No run was open at that time."""
+    own = Snapshot.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation, kind=SnapshotKind.SLEEP)
+    return own.order_by("-at").values_list("at", flat=True).first()
+
+
 def persist_claimed(sandbox: Sandbox, provider: Provider, claim: Claim, *, clock: Clock) -> bool:
     """Store the files of a sandbox that this worker has claimed, and record the snapshot. Return False if the claim was lost.
 

@@ -16,7 +16,7 @@ from django.db.models import Count, F, Q, QuerySet
 from sandboxes import destruction, eviction, providers, suspension
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import clock_from, compute_backoff
-from sandboxes.errors import SandboxError
+from sandboxes.errors import SandboxError, WorkspaceFull
 from sandboxes.hosts import capacity, registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, SUSPENDED, WAITING, WARM, WARMING, advance_many
 from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
@@ -26,6 +26,7 @@ from sandboxes.pool.prewarmed import find_local_unclaimed
 from sandboxes.providers.base import Missing, ProviderError
 from sandboxes.runs import abandoned, workspace_limit
 from sandboxes.state import workspace
+from sandboxes.storage.base import StoreError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 from sandboxes.usage import readings
 
@@ -106,7 +107,7 @@ def suspend_waiting(*, now: datetime, limit: int = 500) -> SweepResult:
             result.note("suspended" if suspension.suspend(sandbox, now=clock(), actor="sweep") else "lost race")
         except Missing:
             result.note("gone")  # reconcile handles missing sandboxes
-        except ProviderError as failed:
+        except (ProviderError, StoreError, WorkspaceFull) as failed:
             result.failures.append(f"{sandbox.pk}: {failed}")
     return result
 
@@ -242,7 +243,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
         try:
             suspended = suspension.continue_suspension(sandbox, now=now, actor="sweep")
             result.note("suspensions finished" if suspended else "lost race")
-        except ProviderError as failed:
+        except (ProviderError, StoreError, WorkspaceFull) as failed:
             result.failures.append(f"{sandbox.pk}: {failed}")
     result.note("abandoned requests for a place deleted", admission_queue.purge_abandoned(now=now))
     return result

@@ -127,15 +127,18 @@ def _handle_missing(alive: list[Sandbox], listed: list[ProviderSandbox], result:
 
 
 def _repair_suspensions(alive: list[Sandbox], listed: list[ProviderSandbox], result: SweepResult, *, now: datetime) -> None:
-    """Resume frozen sandboxes whose rows are not suspended, and freeze those that were suspended before the listing."""
+    """Resume frozen sandboxes whose rows are not suspended, and freeze or stop those that were suspended before the listing."""
     listed_by_name = {entry.name: entry for entry in listed}
     for sandbox in alive:
         entry = listed_by_name.get(sandbox.name)
         if entry is None:
             continue
         is_suspended = sandbox.state == SUSPENDED
+        provider = registry.get_sandbox_provider(sandbox)
         if entry.suspended and not is_suspended:
-            resumed = suspension.recover_frozen(sandbox, registry.get_sandbox_provider(sandbox))
+            if not provider.suspend_keeps_processes:  # its vendor has stopped it when it was idle, and the next use starts it
+                continue
+            resumed = suspension.recover_frozen(sandbox, provider)
             result.note("frozen sandboxes resumed" if resumed else "lost race")
         elif entry.running and is_suspended and sandbox.deadline_at is None:
             suspended = suspension.continue_suspension(sandbox, now=now, actor="sweep")

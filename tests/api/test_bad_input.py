@@ -51,6 +51,7 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
         ],
         "ttl_seconds": [*SECONDS, 24 * 3600 + 1],  # more than the maximum of the type
         "max_ttl_seconds": [*SECONDS, 24 * 3600 + 1],
+        "auto_stop_seconds": [-1, 1.5, "60", True, 10**12], "auto_delete_seconds": [-1, "never", []],
         "sleep_after": [0, -1, "", "5 minutes", "5m ago", 10**12, True, 1.5, [], "99999999d"],
         "pool": ["no-such-pool", "a\0", 1],
     },
@@ -112,6 +113,7 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     "leases/{id}/fork": {
         "snapshot_id": [5, "", "x", [], {}, True, "0" * 31], "environment_id": [MISSING, None, "a/b"], "agent_did": ["bob", 5],
         "environment_type": [[]], "ttl_seconds": [0], "max_ttl_seconds": ["1"], "sleep_after": ["soon"],
+        "auto_stop_seconds": [-1], "auto_delete_seconds": ["0"],
     },
     "leases/{id}/chat": {"role": [MISSING, "", 5, "x" * 65], "content": [MISSING]},
     "leases/{id}/audit": {"action": [MISSING, ["x"], "x" * 201]},

@@ -24,7 +24,8 @@ from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
 NAMES = [
-    "hosts", "mark", "expire", "stalled", "reclaim", "persist", "idle", "suspend", "restart", "cold", "warm", "reconcile",
+    "hosts", "mark", "expire", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "intervals", "restart",
+    "cold", "warm", "reconcile",
     "recount", "measure", "weigh", "read", "prune", "collect", "meter", "budgets", "pull_requests",
     "records", "webhooks",
 ]  # fmt: skip
@@ -109,7 +110,8 @@ def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
         f"expire: would end lease {used.pk}",
         f"stalled: would close run {run.pk}",
         f"reclaim: would destroy sandbox {destroying.pk}",
-        *(f"{name}: nothing to do" for name in ("persist", "idle", "suspend", "restart", "cold", "warm")),
+        *(f"{name}: nothing to do" for name in ("persist", "idle", "suspend", "lifetime")),
+        *(f"{name}: nothing to do" for name in ("intervals", "restart", "cold", "warm")),
         "reconcile: would destroy orphan leasehold-orphan-1",
         *[f"recount: would recount pool {pk}" for pk in Pool.objects.order_by("pk").values_list("pk", flat=True)],
         f"measure: would measure workspace of sandbox {Sandbox.objects.get(holder=used.pk).pk}",

@@ -1,4 +1,4 @@
-"""Suspension: frozen processes that keep their state, at every provider that can suspend, and a refusal at the others."""
+"""Suspension: frozen processes, or a stop that keeps the files, at providers that can suspend, and a refusal at the others."""
 
 import pytest
 
@@ -22,6 +22,9 @@ def test_suspended_sandbox_uses_no_cpu_and_keeps_its_processes(bench):
         box.provider.suspend(box.ref)
         found = box.provider.inspect(box.ref)
         assert (found.running, found.suspended) == (False, True)
+    if not box.provider.suspend_keeps_processes:
+        assert_resume_starts_it_with_its_files_and_no_process(bench, box, mark)
+        return
     [listed] = box.provider.list(bench.owner)
     used = box.provider.stats(box.ref)
     assert (listed.running, listed.suspended, used is None) == (False, True, False)
@@ -33,6 +36,24 @@ def test_suspended_sandbox_uses_no_cpu_and_keeps_its_processes(bench):
         assert (box.provider.inspect(box.ref).running, box.provider.inspect(box.ref).suspended) == (True, False)
     assert box.provider.processes(box.ref, [mark])[mark].running
     assert (box.read("kept"), box.run("true").exit_code) == (b"kept", 0)
+
+
+def assert_resume_starts_it_with_its_files_and_no_process(bench, box, mark):
+    [listed] = box.provider.list(bench.owner)
+    assert (listed.running, listed.suspended) == (False, True)
+    for _ in range(2):
+        box.provider.resume(box.ref)
+        assert (box.provider.inspect(box.ref).running, box.provider.inspect(box.ref).suspended) == (True, False)
+    state = box.provider.processes(box.ref, [mark]).get(mark)
+    assert state is None or not state.running
+    assert (box.read("kept"), box.run("true").exit_code) == (b"kept", 0)
+    box.provider.suspend(box.ref)
+    assert box.run("cat", "kept").stdout == b"kept"  # a command starts it, too
+    box.provider.suspend(box.ref)
+    box.provider.destroy(box.ref)
+    for act in (box.provider.suspend, box.provider.resume):
+        with pytest.raises(Missing):
+            act(box.ref)
 
 
 def test_process_is_killed_after_a_resume(limiting_bench):

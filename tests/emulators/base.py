@@ -83,6 +83,10 @@ class Emulator(ABC):
     def stop_idle(self, name: str) -> None:
         """Stop a sandbox, as the vendor does with an idle one."""
 
+    def delete_stopped(self, name: str) -> None:
+        """Delete a stopped sandbox, as a vendor that can does after its auto-delete interval."""
+        raise NotImplementedError
+
     @abstractmethod
     def get_creation(self, name: str) -> dict[str, Any]:
         """Return the fields of the request that created a sandbox."""

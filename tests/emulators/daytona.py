@@ -49,6 +49,10 @@ class DaytonaEmulator(VendorEmulator):
             sandbox.machine.stop()
             sandbox.state = "stopped"
 
+    def delete_stopped(self, name: str) -> None:
+        for sandbox in self._find_named(name):
+            self._destroy(sandbox)
+
     def get_creation(self, name: str) -> dict[str, Any]:
         return self._find_named(name)[0].fields
 

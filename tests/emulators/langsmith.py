@@ -51,6 +51,9 @@ class LangSmithEmulator(VendorEmulator):
         self.boxes[name].machine.stop()
         self.boxes[name].status = "stopped"
 
+    def delete_stopped(self, name: str) -> None:
+        self.boxes.pop(name).machine.remove()
+
     def get_creation(self, name: str) -> dict[str, Any]:
         return self.boxes[name].fields
 

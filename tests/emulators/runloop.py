@@ -59,6 +59,11 @@ class RunloopEmulator(VendorEmulator):
             devbox.machine.stop()
             devbox.status = "suspended"
 
+    def delete_stopped(self, name: str) -> None:
+        for devbox in self._find_named(name):
+            devbox.machine.remove()
+            devbox.status = "shutdown"
+
     def get_creation(self, name: str) -> dict[str, Any]:
         return self._find_named(name)[0].fields
 

@@ -169,8 +169,8 @@ def build_did_field() -> PatternField:
     return PatternField(DID_PATTERN, DID_DESCRIPTION, max_length=255)
 
 
-def build_seconds_field(**options: Any) -> StrictIntegerField:
-    return StrictIntegerField(min_value=1, max_value=MAX_TTL_SECONDS, required=False, allow_null=True, **options)
+def build_seconds_field(*, min_value: int = 1, **options: Any) -> StrictIntegerField:
+    return StrictIntegerField(min_value=min_value, max_value=MAX_TTL_SECONDS, required=False, allow_null=True, **options)
 
 
 def encode_output(output: bytes, encoding: str) -> str:
@@ -188,7 +188,7 @@ def decode_input(text: str, encoding: str, field: str) -> bytes:
 
 def seconds_to_timedelta(data: Mapping[str, Any], name: str) -> timedelta | None:
     """Return the duration that `data` gives in whole seconds under `name`, None if absent or null."""
-    return timedelta(seconds=data[name]) if data.get(name) else None
+    return timedelta(seconds=data[name]) if data.get(name) is not None else None
 
 
 def parse_encoding(request: Request) -> str:

@@ -38,7 +38,7 @@ class CloudflareProvider(RemoteProvider):
     """Provider for one bridge: CLOUDFLARE_SANDBOX_URL, CLOUDFLARE_SANDBOX_API_KEY."""
 
     name = "cloudflare"
-    can_list = False
+    can_list = stop_keeps_files = False
     upload_directory = "/workspace"
     max_upload_bytes = 16 << 20
 

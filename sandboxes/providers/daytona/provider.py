@@ -10,7 +10,7 @@ soon as it stops: off is -1."""
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -30,12 +30,29 @@ from daytona_toolbox_api_client import ApiClient as ToolboxClient
 from daytona_toolbox_api_client import Configuration as ToolboxConfiguration
 from daytona_toolbox_api_client import ExecuteRequest, FileSystemApi, ProcessApi
 from daytona_toolbox_api_client.exceptions import ApiException as ToolboxException
+from django.conf import settings
 from pydantic import ValidationError
 
-from sandboxes.providers.base import FailureCause, Missing, Network, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.base import (
+    FailureCause,
+    Missing,
+    Network,
+    ProviderSandbox,
+    Rejected,
+    SandboxSpec,
+    Unavailable,
+    VendorIntervals,
+)
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
 from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_for_transport
-from sandboxes.providers.remote.provider import OWNER_LABEL, Pause, RemoteProvider, build_labels, require_owner
+from sandboxes.providers.remote.provider import (
+    OWNER_LABEL,
+    STOP_TIMEOUT_SECONDS,
+    Pause,
+    RemoteProvider,
+    build_labels,
+    require_owner,
+)
 
 Result = TypeVar("Result")
 Client = TypeVar("Client", ApiClient, ToolboxClient)
@@ -55,6 +72,7 @@ class DaytonaProvider(RemoteProvider):
 
     name = "daytona"
     account_option = "organization_id"
+    can_suspend = has_auto_stop = has_auto_delete = can_set_intervals = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +102,7 @@ class DaytonaProvider(RemoteProvider):
         return spec.name
 
     def _build_request(self, spec: SandboxSpec) -> CreateSandbox:
-        configuration = self.configuration
+        configuration, intervals = self.configuration, spec.intervals or self.default_intervals()
         image = spec.image or configuration.image
         return CreateSandbox(
             name=spec.name,
@@ -93,10 +111,16 @@ class DaytonaProvider(RemoteProvider):
             build_info=CreateBuildInfo(dockerfile_content=f"FROM {image}\n") if image else None,
             cpu=-(-spec.millicpus // 1000) if image else None,  # the size of a snapshot is part of the snapshot
             memory=-(-spec.memory_mib // 1024) if image else None,  # GiB
-            auto_stop_interval=round_up_minutes(configuration.auto_stop),
-            auto_delete_interval=round_up_minutes(configuration.auto_delete) or NO_AUTO_DELETE,
+            auto_stop_interval=round_up_minutes(intervals.auto_stop),
+            auto_delete_interval=round_up_minutes(intervals.auto_delete) or NO_AUTO_DELETE,
             **_build_network(configuration.network),
         )
+
+    def set_intervals(self, ref: str, intervals: VendorIntervals) -> None:
+        auto_stop, auto_delete = round_up_minutes(intervals.auto_stop), round_up_minutes(intervals.auto_delete)
+        with _translate_errors(ref):  # the longer life first: the two calls may be cut apart
+            self._api.set_auto_delete_interval(ref, auto_delete or NO_AUTO_DELETE, _request_timeout=CALL_TIMEOUT_SECONDS)
+            self._api.set_autostop_interval(ref, auto_stop, _request_timeout=CALL_TIMEOUT_SECONDS)
 
     def _wait_running(self, ref: str, deadline: float) -> None:
         pause = Pause(deadline)
@@ -119,16 +143,16 @@ class DaytonaProvider(RemoteProvider):
 
     def restart(self, ref: str) -> None:
         """Stop and start: only that ends every process."""
-        deadline = time.monotonic() + REMOVAL_TIMEOUT_SECONDS
-        try:
-            with _translate_errors(ref):
-                self._api.stop_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
-        except Conflict:
-            pass  # it is stopping or stopped
+        self._stop(ref, time.monotonic() + STOP_TIMEOUT_SECONDS)
+        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
+
+    def _stop(self, ref: str, deadline: float) -> None:
         pause = Pause(deadline)
-        while self._get(ref).state not in STARTABLE:
-            pause.wait(f"{ref} is still stopping")
-        self._wait_running(ref, deadline)
+        while (state := self._get(ref).state) not in STARTABLE:
+            if state in RUNNING:
+                with suppress(Conflict), _translate_errors(ref):  # it is stopping already
+                    self._api.stop_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
+            pause.wait(f"{ref} is {state} and not stopped in time")
 
     def destroy(self, ref: str) -> None:
         self._toolbox_urls.pop(ref, None)
@@ -245,5 +269,6 @@ def _to_sandbox(found: VendorSandbox | SandboxListItem) -> ProviderSandbox:
         ref=found.name,
         name=found.name,
         running=found.state in RUNNING,
+        suspended=found.state in STARTABLE,
         created_at=datetime.fromisoformat(found.created_at) if found.created_at else datetime.now(UTC),
     )

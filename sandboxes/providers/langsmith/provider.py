@@ -26,10 +26,26 @@ from langsmith.sandbox import (
 )
 from langsmith.sandbox import Sandbox as VendorSandbox
 
-from sandboxes.providers.base import FailureCause, Missing, ProviderError, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.base import (
+    FailureCause,
+    Missing,
+    ProviderError,
+    ProviderSandbox,
+    Rejected,
+    SandboxSpec,
+    Unavailable,
+    VendorIntervals,
+)
 from sandboxes.providers.remote.configuration import RemoteConfiguration, round_up_minutes
 from sandboxes.providers.remote.errors import raise_for_transport
-from sandboxes.providers.remote.provider import OWNER_LABEL, Pause, RemoteProvider, build_labels, require_owner
+from sandboxes.providers.remote.provider import (
+    OWNER_LABEL,
+    STOP_TIMEOUT_SECONDS,
+    Pause,
+    RemoteProvider,
+    build_labels,
+    require_owner,
+)
 
 Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
@@ -43,6 +59,7 @@ class LangSmithProvider(RemoteProvider):
 
     name = "langsmith"
     account_option = "workspace"
+    can_suspend = has_auto_stop = has_auto_delete = can_set_intervals = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +72,7 @@ class LangSmithProvider(RemoteProvider):
     # Lifecycle
 
     def create(self, spec: SandboxSpec) -> str:
-        configuration = self.configuration
+        configuration, intervals = self.configuration, spec.intervals or self.default_intervals()
         try:
             with _translate_errors(spec.name):
                 found = self._client.create_sandbox(
@@ -63,8 +80,8 @@ class LangSmithProvider(RemoteProvider):
                     snapshot=spec.image or configuration.image or None,
                     wait_for_ready=False,
                     labels=build_labels(spec),
-                    idle_ttl_seconds=60 * round_up_minutes(configuration.auto_stop),
-                    delete_after_stop_seconds=60 * round_up_minutes(configuration.auto_delete),
+                    idle_ttl_seconds=60 * round_up_minutes(intervals.auto_stop),
+                    delete_after_stop_seconds=60 * round_up_minutes(intervals.auto_delete),
                     vcpus=math.ceil(spec.millicpus / 1000),
                     mem_bytes=spec.memory_mib << 20,
                 )
@@ -75,6 +92,14 @@ class LangSmithProvider(RemoteProvider):
                 raise error from None
         require_owner(spec, (found.labels or {}).get(OWNER_LABEL))
         return spec.name
+
+    def set_intervals(self, ref: str, intervals: VendorIntervals) -> None:
+        with _translate_errors(ref):
+            self._client.update_sandbox(
+                ref,
+                idle_ttl_seconds=60 * round_up_minutes(intervals.auto_stop),
+                delete_after_stop_seconds=60 * round_up_minutes(intervals.auto_delete),
+            )
 
     def _wait_running(self, ref: str, deadline: float) -> None:
         pause = Pause(deadline)
@@ -92,14 +117,17 @@ class LangSmithProvider(RemoteProvider):
 
     def restart(self, ref: str) -> None:
         """Stop and start: only that ends every process."""
-        self._get(ref)
-        with _translate_errors(ref):
-            self._client.stop_sandbox(ref)
-        deadline = time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds()
+        self._stop(ref, time.monotonic() + STOP_TIMEOUT_SECONDS)
+        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
+
+    def _stop(self, ref: str, deadline: float) -> None:
+        self._sandboxes.pop(ref, None)
         pause = Pause(deadline)
-        while self._get(ref).status == READY:
-            pause.wait(f"{ref} is still stopping")
-        self._wait_running(ref, deadline)
+        while (status := self._get(ref).status) != STOPPED:
+            if status == READY:
+                with _translate_errors(ref):
+                    self._client.stop_sandbox(ref)
+            pause.wait(f"{ref} is {status} and not stopped in time")
 
     def destroy(self, ref: str) -> None:
         self._sandboxes.pop(ref, None)
@@ -184,4 +212,6 @@ def _translate_errors(subject: str) -> Iterator[None]:
 
 def _to_sandbox(found: VendorSandbox) -> ProviderSandbox:
     created_at = datetime.fromisoformat(found.created_at) if found.created_at else datetime.now(UTC)
-    return ProviderSandbox(ref=found.name, name=found.name, running=found.status == READY, created_at=created_at)
+    return ProviderSandbox(
+        ref=found.name, name=found.name, running=found.status == READY, created_at=created_at, suspended=found.status == STOPPED
+    )

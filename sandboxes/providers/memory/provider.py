@@ -64,6 +64,7 @@ from sandboxes.providers.base import (
     SandboxSpec,
     TooLarge,
     Unavailable,
+    VendorIntervals,
 )
 from sandboxes.providers.memory.file_tree import (
     File,
@@ -121,6 +122,7 @@ class MemorySandbox:
     created_at: datetime
     running: bool = True
     suspended: bool = False
+    intervals: VendorIntervals = field(default_factory=VendorIntervals)
     used: ResourceUsage = field(default_factory=lambda: ResourceUsage(0, 0))
     files: Files = field(default_factory=lambda: Files({WORKSPACE: Folder(), DATA: Folder()}))
     background: dict[str, BackgroundProgram] = field(default_factory=dict)  # by mark
@@ -202,6 +204,7 @@ class MemoryProvider(HookedCalls, Provider):
     def create(self, spec: SandboxSpec) -> str:
         with self.hooked_call("create", spec.name), self._lock:
             sandbox = self._sandboxes.setdefault(spec.name, MemorySandbox(spec, datetime.now(UTC)))
+            sandbox.intervals = spec.intervals or sandbox.intervals
             if sandbox.spec.owner != spec.owner:
                 raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
             if not sandbox.running:  # restart a stopped sandbox, without its processes
@@ -322,10 +325,16 @@ class MemoryProvider(HookedCalls, Provider):
             if not sandbox.running:
                 raise Unavailable(f"{ref} does not run.", cause=FailureCause.NOT_RUNNING)
             sandbox.suspended = True
+            if not self.suspend_keeps_processes:  # set by tests
+                sandbox.background, sandbox.retained = {}, {}
 
     def resume(self, ref: str) -> None:
         with self.hooked_call("resume", ref), self._lock:
             self._get(ref).suspended = False
+
+    def set_intervals(self, ref: str, intervals: VendorIntervals) -> None:
+        with self.hooked_call("set_intervals", ref), self._lock:
+            self._get(ref).intervals = intervals
 
     def find_unresponsive(self, refs: Collection[str], *, timeout: timedelta) -> set[str]:
         with self.hooked_call("find_unresponsive", ""), self._lock:

@@ -68,8 +68,14 @@ class ModalProvider(RemoteProvider):
 
     name = "modal"
     account_option = "environment"
+    has_auto_stop = True  # fixed at the creation
+    stop_keeps_files = False
     max_inline_bytes = 42_000  # the client accepts 65536 bytes in the arguments of a command, which contain this as base64
     call_timeout_seconds = 60.0  # of one operation, with the repetitions of the client
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.max_lifetime = timedelta(minutes=int(self.configuration.options["lifetime_minutes"]))
 
     @property
     def _connection(self) -> "_Connection":
@@ -174,7 +180,8 @@ class _Connection:
         return self._client
 
     async def create(self, spec: SandboxSpec) -> None:
-        auto_stop, image = self._configuration.auto_stop, spec.image or self._configuration.image
+        auto_stop = spec.intervals.auto_stop if spec.intervals else self._configuration.auto_stop
+        image = spec.image or self._configuration.image
         cpu = max(spec.millicpus / MILLICPUS_PER_CORE, MIN_CORES)
         self._sandboxes[spec.name] = await modal.Sandbox.create.aio(
             "sleep",

@@ -37,6 +37,7 @@ from sandboxes.providers.base import (
     ResourceUsage,
     SandboxSpec,
     Unavailable,
+    VendorIntervals,
     truncate_labels,
 )
 from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
@@ -46,6 +47,7 @@ from sandboxes.providers.remote.configuration import get_configuration
 from sandboxes.providers.remote.tool import InvalidResponse, RunRequest, RunState
 
 CALL_GRACE_SECONDS = 40.0  # beyond the time that a call waits in the sandbox, after which the vendor has not responded
+STOP_TIMEOUT_SECONDS = 55.0  # besides the last request; together below MAX_SUSPEND_TIME
 FILE_TIMEOUT = timedelta(hours=1)  # of one file operation; a transfer has a limit of its own
 FILE_IDLE_SECONDS = 60.0  # without progress of a file operation
 UNLIMITED_BYTES = 1 << 50
@@ -68,6 +70,7 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     measures_usage = False
     streams_output = True
     can_suspend = False
+    suspend_keeps_processes = False
     needs_gateway = True
     tool_directory = tool.TOOL_DIRECTORY
     upload_directory = "/tmp"  # noqa: S108 - in the sandbox; each name is unique
@@ -99,6 +102,12 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         """Return the address of the vendor's API, and the account if the configuration names one. Makes no call."""
         account = self.configuration.options.get(self.account_option, "")
         return f"{self.configuration.api_url} {account}".strip()[:200]
+
+    def default_intervals(self) -> VendorIntervals:
+        configuration = self.configuration
+        return VendorIntervals(
+            configuration.auto_stop if self.has_auto_stop else None, configuration.auto_delete if self.has_auto_delete else None
+        )
 
     @abstractmethod
     def _execute(self, ref: str, command: str, *, timeout: timedelta) -> str:
@@ -382,10 +391,19 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         self._retry(lambda: self._call_runner(ref, {"verb": "connect", "url": url, "token": token}, is_secret=True))
 
     def suspend(self, ref: str) -> None:
-        raise Rejected(f"The {self.name} provider cannot freeze processes.")
+        if not self.can_suspend:
+            raise Rejected(f"The {self.name} provider cannot stop a sandbox without the loss of its files.")
+        self._stop(ref, time.monotonic() + STOP_TIMEOUT_SECONDS)
+
+    def _stop(self, ref: str, deadline: float) -> None:
+        """Stop a sandbox, and return once it is stopped with its files. Idempotent.
+
+        Raise Missing, and Unavailable at the deadline (monotonic seconds) or if the outcome is not known."""
+        raise NotImplementedError
 
     def resume(self, ref: str) -> None:
-        return
+        if self.can_suspend:
+            self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
 
     def find_unresponsive(self, refs: Collection[str], *, timeout: timedelta) -> set[str]:
         return set()

@@ -19,7 +19,15 @@ from runloop_api_client.types import DevboxView
 from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
-from sandboxes.providers.remote.provider import NAME_LABEL, OWNER_LABEL, Pause, RemoteProvider, build_labels, require_owner
+from sandboxes.providers.remote.provider import (
+    NAME_LABEL,
+    OWNER_LABEL,
+    STOP_TIMEOUT_SECONDS,
+    Pause,
+    RemoteProvider,
+    build_labels,
+    require_owner,
+)
 
 Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
@@ -28,6 +36,8 @@ MAX_WAIT_SECONDS = 25  # of one request for the end of a command
 PAGE_SIZE = 1000
 MAX_CREATES = 5  # with keys whose devboxes have been shut down
 REMOVAL_TIMEOUT_SECONDS = 60.0
+# Without an idle time Runloop would shut a devbox down an hour after its creation, and delete its files.
+MAX_IDLE_TIME = timedelta(days=2)
 ENDED = {"failure", "shutdown"}  # such devboxes stay in the list
 
 
@@ -36,6 +46,7 @@ class RunloopProvider(RemoteProvider):
 
     name = "runloop"
     account_option = "account"
+    can_suspend = has_auto_stop = True  # the interval is fixed at the creation
     max_response_bytes = 48 << 10  # the vendor states no limit of the output of a command, and truncates it
 
     def __init__(self) -> None:
@@ -64,11 +75,11 @@ class RunloopProvider(RemoteProvider):
         raise Rejected(f"{MAX_CREATES} devboxes named {spec.name} have been shut down.")
 
     def _create(self, spec: SandboxSpec, key: str) -> DevboxView:
-        configuration = self.configuration
-        parameters: dict[str, Any] = {}
-        if configuration.auto_stop:
-            idle = {"idle_time_seconds": math.ceil(configuration.auto_stop.total_seconds()), "on_idle": "suspend"}
-            parameters["lifecycle"] = {"after_idle": idle}
+        configuration, intervals = self.configuration, spec.intervals or self.default_intervals()
+        idle_seconds = math.ceil((intervals.auto_stop or MAX_IDLE_TIME).total_seconds())
+        parameters: dict[str, Any] = {
+            "lifecycle": {"after_idle": {"idle_time_seconds": idle_seconds, "on_idle": "suspend"}}
+        }  # fmt: skip
         if configuration.options["size"]:
             parameters["resource_size_request"] = configuration.options["size"]
         blueprint = spec.image or configuration.image
@@ -94,14 +105,16 @@ class RunloopProvider(RemoteProvider):
 
     def restart(self, ref: str) -> None:
         """Suspend and resume: a suspended devbox has no processes."""
-        deadline = time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds()
-        found = self._get(ref)
-        with _translate_errors(ref):
-            self._client.devboxes.suspend(found.id)
+        self._stop(ref, time.monotonic() + STOP_TIMEOUT_SECONDS)
+        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
+
+    def _stop(self, ref: str, deadline: float) -> None:
         pause = Pause(deadline)
-        while self._get(ref).status != "suspended":
-            pause.wait(f"{ref} is still being suspended")
-        self._wait_running(ref, deadline)
+        while (found := self._get(ref)).status != "suspended":
+            if found.status == "running":
+                with _translate_errors(ref):
+                    self._client.devboxes.suspend(found.id)
+            pause.wait(f"{ref} is {found.status} and not suspended in time")
 
     def destroy(self, ref: str) -> None:
         pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)
@@ -209,4 +222,6 @@ def _translate_errors(subject: str) -> Iterator[None]:
 def _to_sandbox(found: DevboxView) -> ProviderSandbox:
     name = found.metadata[NAME_LABEL]
     created_at = datetime.fromtimestamp(found.create_time_ms / 1000, UTC)
-    return ProviderSandbox(ref=name, name=name, running=found.status == "running", created_at=created_at)
+    return ProviderSandbox(
+        ref=name, name=name, running=found.status == "running", created_at=created_at, suspended=found.status == "suspended"
+    )

@@ -28,11 +28,15 @@ pytestmark = pytest.mark.django_db
 
 
 def test_a_new_lease_is_returned_whole(ada: ApiClient, acquire_body) -> None:
-    response = ada.post("leases", acquire_body(ttl_seconds=600, sleep_after="30s", expiry_conditions=["game.finished"]))
+    own = {"sleep_after": "30s", "auto_stop_seconds": 90, "auto_delete_seconds": 0, "expiry_conditions": ["game.finished"]}
+    response = ada.post("leases", acquire_body(ttl_seconds=600, **own))
     shown = response.json()
     assert (response.status_code, shown["is_new"], shown["status"]) == (201, True, "active")
     assert (shown["agent_did"], shown["environment_id"], shown["sandbox_id"]) == (ADA, "game-1", f"{ADA}::game-1")
     assert (shown["sleep_after"], shown["expiry_conditions"]) == (30, ["game.finished"])
+    assert (shown["auto_stop_seconds"], shown["auto_delete_seconds"]) == (90, 0)
+    [listed] = ada.get("leases").json()["results"]
+    assert listed == shown | {"is_new": False}
     assert (shown["sandbox"], shown["ended_at"], shown["end_reason"]) == (None, None, "")
     assert all(shown[name].endswith("Z") for name in ("leased_at", "last_activity", "expires_at", "max_expires_at"))
     duration = datetime.fromisoformat(shown["expires_at"]) - datetime.fromisoformat(shown["leased_at"])

@@ -47,7 +47,9 @@ def test_local_providers_have_a_rate_of_zero(name: str) -> None:
 def test_other_providers_have_placeholder_rates() -> None:
     own = Rate.objects.filter(own=True)
     assert {*own.values_list("provider", flat=True)} == {"daytona", "modal", "runloop", "langsmith", "kubernetes"}
-    assert {*own.values_list("item", "usd")} == {("time", 0)}
+    assert {*own.exclude(item="suspend").values_list("item", "usd")} == {("time", 0)}
+    stopping = own.filter(item="suspend")
+    assert {*stopping.values_list("provider", "usd")} == {("daytona", 0), ("runloop", 0), ("langsmith", 0)}
 
 
 def test_shipped_rates_have_a_source_and_precede_all_usage() -> None:

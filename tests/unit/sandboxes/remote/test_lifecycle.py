@@ -12,13 +12,21 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from controlplane.checks import check_gateway, check_provider_key
+from controlplane.remote_settings import VENDORS
+from sandboxes.providers import load_class
 from sandboxes.providers.base import Network, SandboxSpec
+from sandboxes.providers.registry import PROVIDERS
 from sandboxes.providers.remote.configuration import RemoteConfiguration
+from sandboxes.providers.remote.provider import RemoteProvider
 from tests.commands.manage import load_settings
 from tests.support.remote import GetEmulator
 from tests.unit.sandboxes.remote.conftest import MakeProvider
 
 MINUTE = timedelta(minutes=1)
+
+
+def idle_after(seconds: int) -> dict[str, Any]:
+    return {"lifecycle": {"after_idle": {"idle_time_seconds": seconds, "on_idle": "suspend"}}}
 
 
 @pytest.mark.parametrize(
@@ -31,19 +39,21 @@ MINUTE = timedelta(minutes=1)
         (
             "runloop",
             {"auto_stop": 1.5 * MINUTE},
-            {"launch_parameters": {"lifecycle": {"after_idle": {"idle_time_seconds": 90, "on_idle": "suspend"}}}},
+            {"launch_parameters": idle_after(90)},
         ),
-        ("runloop", {"auto_stop": None}, {"launch_parameters": {}}),
+        # Without an idle time Runloop would end the devbox after an hour.
+        ("runloop", {"auto_stop": None}, {"launch_parameters": idle_after(172_800)}),
         ("modal", {"auto_stop": 1.5 * MINUTE}, {"idle_timeout_secs": 90, "timeout_secs": 86400}),
-        ("modal", {"auto_stop": None, "options": {"lifetime_minutes": "5"}}, {"idle_timeout_secs": None, "timeout_secs": 300}),
+        ("modal", {"auto_stop": None, "options": {"lifetime_minutes": "120"}},
+         {"idle_timeout_secs": None, "timeout_secs": 7200}),
         ("daytona", {"image": "debian:12"}, {"buildInfo": {"dockerfileContent": "FROM debian:12\n"}, "cpu": 1, "memory": 1}),
         ("langsmith", {"image": "python:3"}, {"snapshot": "python:3"}),
         ("modal", {"image": "python:3"}, {"dockerfile": "FROM python:3"}),
         ("modal", {"options": {"environment": "eu"}}, {"app_id": "ap-eu-leasehold"}),
         ("runloop", {"image": "py"}, {"blueprint_name": "py"}),
         ("daytona", {"options": {"target": "eu", "organization_id": ""}}, {"target": "eu"}),
-        ("runloop", {"options": {"size": "SMALL", "account": ""}, "auto_stop": None},
-         {"launch_parameters": {"resource_size_request": "SMALL"}}),
+        ("runloop", {"options": {"size": "SMALL", "account": ""}, "auto_stop": MINUTE},
+         {"launch_parameters": idle_after(60) | {"resource_size_request": "SMALL"}}),
     ],
 )  # fmt: skip
 def test_configuration_reaches_the_vendor_in_its_units(
@@ -114,7 +124,7 @@ VARIABLES = [
     ("modal", {"LEASEHOLD_SANDBOX_AUTO_STOP_MINUTES": "7"}, "auto_stop", None),  # it would lose files
     ("modal", {"MODAL_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
     ("modal", {}, "lifetime_minutes", "1440"),
-    ("modal", {"MODAL_SANDBOX_LIFETIME_MINUTES": "9", "MODAL_SANDBOX_V2": "1"}, "lifetime_minutes", "9"),
+    ("modal", {"MODAL_SANDBOX_LIFETIME_MINUTES": "120", "MODAL_SANDBOX_V2": "1"}, "lifetime_minutes", "120"),
     ("runloop", {"RUNLOOP_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
     ("cloudflare", {"CLOUDFLARE_SANDBOX_API_KEY": "k"}, "api_key", "k"),
     ("cloudflare", {"CLOUDFLARE_SANDBOX_URL": "http://127.0.0.1:1/"}, "api_url", "http://127.0.0.1:1"),
@@ -158,6 +168,9 @@ def test_variable_of_a_vendor_is_read_and_takes_precedence(
         ("DAYTONA_SANDBOX_AUTO_STOP_MINUTES", "an hour", "DAYTONA_SANDBOX_AUTO_STOP_MINUTES='an hour' is not accepted."),
         ("LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES", "-1", "LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES='-1' is not accepted."),
         ("DAYTONA_SANDBOX_AUTOSTOP", "1", "DAYTONA_SANDBOX_AUTOSTOP is not a variable of Leasehold."),
+        ("DAYTONA_AUTO_STOP_MINUTES", "1", "Known are DAYTONA_SANDBOX_AUTO_DELETE_MINUTES, DAYTONA_SANDBOX_AUTO_STOP_MINUTES,"),
+        ("LANGSMITH_SANDBOX_AUTO_PAUSE_MINUTES", "1", "LANGSMITH_SANDBOX_AUTO_PAUSE_MINUTES is not a variable of Leasehold."),
+        ("CLOUDFLARE_SANDBOX_AUTO_STOP_MINUTES", "1", "CLOUDFLARE_SANDBOX_AUTO_STOP_MINUTES is not a variable of Leasehold."),
         # Runloop cannot delete a suspended devbox after a time.
         ("RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES", "5", "RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES is not a variable of Leasehold."),
         ("MODAL_SANDBOX_LIFETIME_MINUTES", "1441", "MODAL_SANDBOX_LIFETIME_MINUTES='1441' is not accepted."),
@@ -167,6 +180,20 @@ def test_variable_of_a_vendor_is_read_and_takes_precedence(
 def test_invalid_or_unknown_variable_prevents_the_start(name: str, value: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ImproperlyConfigured, match=re.escape(message)):
         read_configuration(tmp_path, "daytona", **{name: value})
+
+
+def test_variable_that_a_client_of_a_vendor_reads_is_left_alone(tmp_path: Path) -> None:
+    variables = {"LANGSMITH_TRACING": "true", "CLOUDFLARE_ACCOUNT_ID": "a", "DAYTONA_JWT_TOKEN": "t"}
+    assert read_configuration(tmp_path, "daytona", **variables).auto_stop == 60 * MINUTE
+
+
+def test_every_vendor_with_a_remote_provider_has_its_prefix_checked() -> None:
+    assert {*settings.REMOTE_PROVIDERS} == {*VENDORS}
+    remote = {name for name in PROVIDERS if issubclass(load_class(name), RemoteProvider)}
+    assert remote == {*VENDORS}
+    for name, vendor in VENDORS.items():  # the settings cannot ask the class, which needs the vendor's packages
+        provider = load_class(name)
+        assert (vendor.has_auto_stop, vendor.has_auto_delete) == (provider.has_auto_stop, provider.has_auto_delete)
 
 
 NAMES = [("daytona", "organization_id"), ("langsmith", "workspace"), ("modal", "environment"), ("runloop", "account")]

@@ -112,7 +112,7 @@ def test_stopped_sandbox_that_its_vendor_deletes_is_woken_from_its_stored_state(
     assert run(lease, "cat", "/workspace/w", "/data/d", now=LATER) == b"w\nd\n"
 
 
-@pytest.mark.parametrize("step", ["suspension claimed", "suspension stored", "frozen"])
+@pytest.mark.parametrize("step", ["suspension stored", "frozen"])
 def test_crash_at_any_step_of_a_stop_loses_nothing(step: str, move_to: MoveTo, grant: Any, crash_at: Any) -> None:
     EnvironmentType.objects.update(suspend_after=timedelta(seconds=30))
     emulator, lease = move_to("daytona"), grant()
@@ -125,7 +125,7 @@ def test_crash_at_any_step_of_a_stop_loses_nothing(step: str, move_to: MoveTo, g
     assert run(lease, "cat", "/workspace/w", now=LATER) == b"w\n"
 
 
-@pytest.mark.parametrize("kind", STOPPING)
+@pytest.mark.parametrize("kind", ["daytona", "runloop"])
 def test_stop_whose_response_is_lost_is_repeated(kind: str, move_to: MoveTo, grant: Any) -> None:
     EnvironmentType.objects.update(suspend_after=timedelta(seconds=30))
     emulator, lease = move_to(kind), grant()

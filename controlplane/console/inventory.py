@@ -13,6 +13,7 @@ from django.core.exceptions import ImproperlyConfigured, PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.views.decorators.cache import never_cache
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
@@ -38,7 +39,7 @@ from sandboxes.errors import SandboxError
 from sandboxes.formatting import format_path, pluralize
 from sandboxes.hosts import registry
 from sandboxes.inventory.entries import WITHOUT_OWNER, Entry, Finding, Inventory, collect_inventory
-from sandboxes.inventory.listings import EngineListing, ListingState
+from sandboxes.inventory.listings import WITHOUT_RESPONSE, EngineListing, ListingState
 from sandboxes.inventory.names import parse_name
 from sandboxes.inventory.removal import destroy_ownerless
 from sandboxes.models import Host, Pool, Sandbox
@@ -111,7 +112,7 @@ def _build_facts(inventory: Inventory, prices: list[StandingPrice | None]) -> li
     counts = {finding: sum(entry.finding == finding for entry in inventory.entries) for finding in Finding}
     without_owner = sum(counts[finding] for finding in WITHOUT_OWNER)
     held = sum(1 for entry in inventory.entries if entry.row and entry.row.holder)
-    silent = [engine for engine in inventory.engines if engine.state == ListingState.UNAVAILABLE]
+    silent = [engine for engine in inventory.engines if engine.state in WITHOUT_RESPONSE]
     listed = sum(engine.state == ListingState.LISTED for engine in inventory.engines)
     known = [price for price in prices if price]
     total = sum((price.usd for price in known), Decimal(0))
@@ -133,7 +134,7 @@ def _build_facts(inventory: Inventory, prices: list[StandingPrice | None]) -> li
         SummaryField(
             "Engines listed",
             f"{listed:,} of {len(inventory.engines):,}",
-            note=f"{len(silent):,} without a response" if silent else "",
+            note=f"{len(silent):,} without a listing" if silent else "",
             alarm=bool(silent),
         ),
         SummaryField(
@@ -161,6 +162,7 @@ def _build_engine(engine: EngineListing) -> dict[str, Any]:
     states = {
         ListingState.LISTED: (render_badge("ok", "listed"), listed),
         ListingState.UNAVAILABLE: (render_badge("failing", "no response"), engine.error),
+        ListingState.NOT_CONFIGURED: (render_badge("failing", "not configured"), engine.error),
         ListingState.NOT_SUPPORTED: (render_badge("skipped", "cannot list"), "Only the rows of its sandboxes are shown."),
         ListingState.OTHER_HOST: (
             render_badge("ok" if host_state == "live" else "late", f"other host, {host_state}"),
@@ -199,7 +201,9 @@ def _build_row(entry: Entry, price: StandingPrice | None, holders: Any, *, may_a
 def _build_title(entry: Entry) -> Any:
     if entry.row:
         return render_admin_link("sandboxes_sandbox", entry.row.pk, entry.sandbox_id or entry.name)
-    return format_path(truncate_text(entry.name, 80))
+    parts = parse_name(entry.name)
+    short = f"leasehold-{parts.pk.hex[:8]}…-{parts.incarnation}" if parts else format_path(truncate_text(entry.name, 40))
+    return format_html('<span title="{}">{}</span>', format_path(entry.name), short)
 
 
 def _build_note(entry: Entry, holders: Any) -> Any:
@@ -209,15 +213,21 @@ def _build_note(entry: Entry, holders: Any) -> Any:
         return "in quarantine" if entry.row.quarantined_at else "unclaimed"
     if entry.former:
         return render_admin_link("sandboxes_sandbox", entry.former.pk, entry.sandbox_id or "its former row")
-    return f"owner label {format_path(truncate_text(entry.listed.owner, 40))}" if entry.listed else ""
+    if entry.pool or entry.listed is None:
+        return ""
+    return f"owner label {format_path(truncate_text(entry.listed.owner, 40))}"
 
 
 def _explain(entry: Entry) -> str:
     """Explain a finding and the next step of the sweeps."""
-    former = f" Its row is {entry.former.state}, incarnation {entry.former.incarnation}." if entry.former else ""
+    if entry.former and entry.finding == Finding.NO_ROW:
+        return (
+            f"Its row is {entry.former.state}, incarnation {entry.former.incarnation}: it should not exist any more. The next "
+            "reconcile sweep destroys it."
+        )
     return {
         Finding.UNKNOWN_OWNER: "No pool has its owner label: it may belong to another installation. No sweep touches it.",
-        Finding.NO_ROW: f"No row names it.{former} The next reconcile sweep destroys it, unless you adopt it.",
+        Finding.NO_ROW: "No row names it. The next reconcile sweep destroys it, unless you adopt it.",
         Finding.MISSING: "Its engine does not list it. The next reconcile sweep decides whether its state is lost.",
         Finding.UNCONFIRMED: "Its engine has no conclusive listing. Nothing is done until there is one.",
         Finding.STARTING: "Younger than the grace period: a start may be in progress.",

@@ -30,9 +30,13 @@ class ListingState(StrEnum):
     """Result of the attempt to list one engine."""
 
     LISTED = "listed"
-    UNAVAILABLE = "unavailable"  # the engine did not respond, or its provider cannot be used
+    UNAVAILABLE = "unavailable"  # the engine did not respond
+    NOT_CONFIGURED = "not_configured"  # the provider lacks a package, a key or a permission on this server
     NOT_SUPPORTED = "not_supported"  # the provider cannot list
     OTHER_HOST = "other_host"  # only servers of another host reach the engine
+
+
+WITHOUT_RESPONSE = (ListingState.UNAVAILABLE, ListingState.NOT_CONFIGURED)  # no statement about the sandboxes there
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def _list_provider(name: str) -> EngineListing:
             name, None, ListingState.UNAVAILABLE if is_supported else ListingState.NOT_SUPPORTED, str(error) or error.code
         )
     except ImproperlyConfigured as error:
-        return EngineListing(name, None, ListingState.UNAVAILABLE, str(error))
+        return EngineListing(name, None, ListingState.NOT_CONFIGURED, str(error))
     except Exception as error:  # a defect in one provider must not hide the other engines
         log.exception("listing failed", provider=name, exc_info=error)
         return EngineListing(name, None, ListingState.UNAVAILABLE, f"Internal error, see the log: {type(error).__name__}")

@@ -117,7 +117,7 @@ def test_engine_without_a_listing_is_shown_with_its_error_and_never_as_empty(
     def look() -> tuple[Any, Finding]:
         inventory = collect_inventory(now=LATER, grace=MINUTE)
         engines = {engine.provider: (engine.state, engine.error) for engine in inventory.engines}
-        assert engines["daytona"][0] == ListingState.UNAVAILABLE and "DAYTONA_API_KEY" in engines["daytona"][1]
+        assert engines["daytona"][0] == ListingState.NOT_CONFIGURED and "DAYTONA_API_KEY" in engines["daytona"][1]
         return engines["memory"], {entry.name: entry.finding for entry in inventory.entries}[name]
 
     assert look() == ((ListingState.LISTED, ""), Finding.NONE)

@@ -5,7 +5,7 @@ An engine that fails, cannot list or is on another host has a state of its own: 
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -58,13 +58,13 @@ class EngineListing:
 def list_engines(*, now: datetime) -> list[EngineListing]:
     """List the engines of this process and of all other hosts that are in use. Engines are in the order of their providers.
 
-    An engine is in use if a pool names its provider, or if a sandbox with a process has a row there. Takes three queries, and
+    An engine is in use if a pool names its provider, or if a sandbox with a process has a row there. Takes a few queries, and
     at most LISTING_TIMEOUT_SECONDS for the engines."""
     hosts = {host.pk: host for host in Host.objects.order_by("provider", "name")}
     pool_providers = registry.find_provider_names()
     used_host_ids = set(Sandbox.objects.exclude(state__in=(COLD, DESTROYED)).values_list("host", flat=True).distinct())
     used_providers = {hosts[pk].provider for pk in used_host_ids if pk in hosts}
-    names = sorted({*pool_providers, *used_providers, *_find_configured(hosts.values())})
+    names = sorted({*pool_providers, *used_providers, *registry.find_local_provider_names()})
     listings = [_attach_host(listing, hosts, now) for listing in _list_local(names)]
     local_ids = {listing.host.pk for listing in listings if listing.host}
     others = [
@@ -78,16 +78,6 @@ def list_engines(*, now: datetime) -> list[EngineListing]:
 def list_engine(provider_name: str) -> EngineListing:
     """List one engine of this process. The host is not set."""
     return _list_local([provider_name])[0]
-
-
-def _find_configured(hosts: Iterable[Host]) -> set[str]:
-    """Return the providers of known hosts that can be used here, though no pool may name them any more."""
-    found = set()
-    for name in {host.provider for host in hosts}:
-        with suppress(ProviderError, ImproperlyConfigured):
-            registry.get_local_host_id(name)
-            found.add(name)
-    return found
 
 
 def _attach_host(listing: EngineListing, hosts: dict[UUID, Host], now: datetime) -> EngineListing:

@@ -208,7 +208,7 @@ def _build_title(entry: Entry) -> Any:
 
 def _build_note(entry: Entry, holders: Any) -> Any:
     if entry.row and entry.row.holder:
-        return holders[entry.row.holder]
+        return format_html("lease {}", holders[entry.row.holder])
     if entry.row:
         return "in quarantine" if entry.row.quarantined_at else "unclaimed"
     if entry.former:

@@ -1,6 +1,6 @@
 """Adoption of sandboxes without an owner: a row in quarantine, and optionally a snapshot of its /workspace.
 
-An adopted sandbox gets no holder's runs again. Its egress slot and its tokens are unknown, and its files are those of an agent:
+An adopted sandbox gets no holder, and no runs. Its egress slot and its tokens are unknown, and its files are those of an agent:
 as `warm` without a holder it would be given to the next agent. It is therefore put into quarantine, from which an operator
 retries the destroy. Until then no sweep destroys it, it takes a place in its pool, and it is not metered."""
 
@@ -127,7 +127,6 @@ def _insert_row(
             insert_warming(sandbox, now=now, code=TransitionReason.ADOPTED, actor=actor)
             advance(
                 sandbox.pk, WARMING, DESTROYING, now=now, code=TransitionReason.ADOPTED, reason=text, actor=actor,
-                holder=recipient.holder if recipient else None,  # not before: a holder has one live sandbox
                 quarantined_at=now, claim=None, last_error="Adopted. Retry the destroy once its files are not needed.",
             )  # fmt: skip
             if recipient:
@@ -155,7 +154,7 @@ def _store_files(sandbox: Sandbox, recipient: Recipient, *, now: datetime) -> Sn
     stored = workspace.find_by_holder(recipient.holder).filter(sandbox=sandbox, incarnation=sandbox.incarnation).first()
     if stored:
         return stored
-    sandbox.holder = recipient.holder
+    sandbox.holder = recipient.holder  # of the snapshot; the row has none, because the lease does not depend on this sandbox
     try:
         with LONG_CALLS.admit():
             provider = registry.get_sandbox_provider(sandbox)

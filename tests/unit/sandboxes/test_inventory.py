@@ -11,7 +11,7 @@ import pytest
 from leases.adoption import adopt_sandbox
 from leases.errors import InvalidRequest
 from leases.models import Lease
-from sandboxes import destruction, snapshots
+from sandboxes import destruction, snapshots, stop_reasons
 from sandboxes.errors import (
     CapacityExhausted,
     InstallationMismatch,
@@ -213,10 +213,12 @@ def test_files_of_an_adopted_sandbox_become_a_snapshot_that_no_wake_reads_unless
     with memory.fail("get_files", Unavailable("cut"), times=1), pytest.raises(Unavailable):
         adopt(orphan, lease_id=lease.pk)
     adopted = adopt(orphan, lease_id=lease.pk)
-    assert adopt(orphan, lease_id=lease.pk).snapshot == adopted.snapshot and adopted.sandbox.holder == lease.pk
+    assert adopt(orphan, lease_id=lease.pk).snapshot == adopted.snapshot
     assert adopted.snapshot and Snapshot.objects.filter(holder=lease.pk).first() != adopted.snapshot
     assert Quota.objects.get(pk=quota.pk).used == quota.used + 1
     assert read(lease, now=LATER) == "own"
+    stop = stop_reasons.find_last_stop(lease.pk)
+    assert stop and stop.reason != "adopted"  # the lease has had another sandbox
     request = snapshots.SandboxRequest(lease.pk, lease.agent_did, lease.environment_id, lease.pool, idle_after=MINUTE)
     snapshots.restore_snapshot(request, adopted.snapshot.pk, now=LATER)
     run(lease, "true", now=LATER)

@@ -15,7 +15,7 @@ from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitVie
 
 from billing.admin.spending import show_spending
 from controlplane import health, metrics
-from controlplane.console import dashboard, terminals
+from controlplane.console import dashboard, inventory, terminals
 from leases.api.mcp.views import McpView
 
 admin.autodiscover()
@@ -23,6 +23,9 @@ urlpatterns = [
     path("", RedirectView.as_view(url="/admin/")),
     path("admin/fleet/", dashboard.fleet_fragment, name="fleet"),
     path("admin/spending/", admin.site.admin_view(show_spending), name="spending"),
+    path("admin/inventory/", admin.site.admin_view(inventory.show_inventory), name="inventory"),
+    path("admin/inventory/adopt/", admin.site.admin_view(inventory.adopt), name="inventory_adopt"),
+    path("admin/inventory/destroy/", admin.site.admin_view(inventory.destroy_sandbox), name="inventory_destroy"),
     path("admin/terminals/<uuid:process_id>/", admin.site.admin_view(terminals.show_terminal), name="terminal"),
     path("admin/", admin.site.urls),
     path("api/v1/", include("leases.api.urls")),

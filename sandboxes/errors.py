@@ -43,6 +43,37 @@ class NoGateway(SandboxError):
     code = "no_gateway"
 
 
+class SandboxNotListed(SandboxError):
+    """The engine lists no such sandbox."""
+
+    code = "not_listed"
+
+
+class SandboxHasOwner(SandboxError):
+    """A row of this installation names the sandbox. End its lease, or destroy it on its own page."""
+
+    code = "has_owner"
+
+
+class SandboxTooYoung(SandboxError):
+    """The sandbox is younger than LEASEHOLD_ORPHAN_GRACE: it may be one that is just being started."""
+
+    code = "within_grace"
+    retry_after = 60
+
+
+class SandboxNotAdoptable(SandboxError):
+    """The sandbox cannot be adopted."""
+
+    code = "not_adoptable"
+
+
+class InstallationMismatch(SandboxError):
+    """The database does not match its store or state directory, so nothing is destroyed. See manage.py installation."""
+
+    code = "installation_mismatch"
+
+
 class WrongHost(SandboxError):
     """The sandbox is on a host that this server does not reach. Send the request to a server of that host."""
 

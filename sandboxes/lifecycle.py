@@ -26,7 +26,7 @@ DESTROYING, DESTROYED = SandboxState.DESTROYING, SandboxState.DESTROYED
 _EVICT_REASONS = (Reason.IDLE, Reason.LIFETIME, Reason.CAPACITY, Reason.BUDGET, Reason.RESTORE)
 _END_REASONS = (Reason.LEASE_ENDED, Reason.OPERATOR, Reason.DISCARDED)
 _LIVE_END_REASONS = (*_END_REASONS, Reason.PROVIDER_LOST, Reason.HOST_LOST)  # not of a cold sandbox: it has no process
-START_REASONS = (Reason.REQUESTED, Reason.PREWARMED)  # of a new row
+START_REASONS = (Reason.REQUESTED, Reason.PREWARMED, Reason.ADOPTED)  # of a new row
 # Edges of the state machine, each with the reasons that it allows. The diagram in README.md is drawn from this table.
 EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (WARMING, WARM): (Reason.READY,),
@@ -43,7 +43,7 @@ EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (EVICTING, WAITING): (Reason.PERSIST_FAILED, Reason.AGENT_RESTARTED, Reason.RESTART_FAILED),
     (EVICTING, COLD): (Reason.PERSISTED, Reason.NOTHING_UNSAVED),
     (COLD, WARMING): (Reason.WOKEN,),
-    (WARMING, DESTROYING): (*_LIVE_END_REASONS, Reason.START_FAILED, Reason.START_STALLED, Reason.STATE_LOST),
+    (WARMING, DESTROYING): (*_LIVE_END_REASONS, Reason.ADOPTED, Reason.START_FAILED, Reason.START_STALLED, Reason.STATE_LOST),
     (WARM, DESTROYING): (
         *_LIVE_END_REASONS,
         Reason.CAPACITY,

@@ -28,6 +28,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
     ],
     "Sandboxes": [
         ("Sandboxes", "deployed_code", "sandboxes.sandbox"),
+        ("Inventory", "inventory", "sandboxes.host", "inventory"),
         ("Runs", "terminal", "sandboxes.run"),
         ("Processes", "memory", "sandboxes.process"),
         ("Readings", "speed", "sandboxes.reading"),

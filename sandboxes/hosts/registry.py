@@ -96,6 +96,12 @@ def find_local_host_ids() -> list[uuid.UUID]:
     return list(_iter_reachable(known))
 
 
+def find_local_provider_names() -> list[str]:
+    """Return the providers of all known hosts whose engine this process reaches."""
+    reached = set(find_local_host_ids())
+    return sorted(Host.objects.filter(pk__in=reached).values_list("provider", flat=True))
+
+
 def _iter_reachable(provider_names: object) -> Iterator[uuid.UUID]:
     for name in provider_names:  # type: ignore[attr-defined]
         with suppress(ProviderError, ImproperlyConfigured):

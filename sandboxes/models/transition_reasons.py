@@ -8,6 +8,7 @@ class TransitionReason(models.TextChoices):
 
     REQUESTED = "requested", "requested"  # a holder needs a sandbox and has none
     PREWARMED = "prewarmed", "started ahead of demand"
+    ADOPTED = "adopted", "adopted by an operator"  # it was at the engine without a row
     READY = "ready", "ready"  # commands can run
     CLAIMED = "claimed", "claimed"  # a holder got a pre-warmed sandbox
     RUN_STARTED = "run_started", "run started"

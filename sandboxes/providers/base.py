@@ -173,6 +173,9 @@ class ProviderSandbox:
     created_at: datetime  # provider's clock
     suspended: bool = False  # frozen, or stopped with its files where `suspend` stops a sandbox
     is_remnant: bool = False  # only leftovers such as volumes exist: inspect raises Missing, destroy removes them
+    owner: str = ""  # label of the SandboxSpec. Stated by `list` and `list_all`
+    memory_mib: int | None = None  # size as the engine states it; None: not listed
+    millicpus: int | None = None
 
 
 @dataclass(frozen=True)
@@ -521,6 +524,13 @@ class Provider(ABC):
     @abstractmethod
     def stats(self, ref: str) -> ResourceUsage | None:
         """Return the resource usage, or None if the sandbox does not run or usage is not measured. Raise Missing."""
+
+    def list_all(self) -> list[ProviderSandbox]:
+        """List every sandbox with an owner label at the engine or the vendor's account.
+
+        Other installations may use the same engine or account. Raise Unavailable rather than return a partial list, and with
+        the cause NOT_SUPPORTED if the provider cannot list."""
+        raise Unavailable(f"The {self.name} provider cannot list sandboxes.", cause=FailureCause.NOT_SUPPORTED)
 
     @abstractmethod
     def list(self, owner: str) -> list[ProviderSandbox]:

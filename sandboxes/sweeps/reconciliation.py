@@ -12,6 +12,7 @@ from sandboxes import eviction, providers, suspension
 from sandboxes.egress import nginx
 from sandboxes.hosts import registry
 from sandboxes.hosts.bound_provider import require_engine
+from sandboxes.inventory.names import has_row
 from sandboxes.lifecycle import COLD, DESTROYED, SUSPENDED
 from sandboxes.models import ALIVE_STATES, Pool, Sandbox
 from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
@@ -29,9 +30,12 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
     - Alive in its row, not listed, and missing when inspected by name: cold if nothing in it was unsaved, otherwise lost.
     - Listed as suspended, and not `suspended` in its row: resumed. Listed as running, and `suspended` in its row: frozen again.
     - A listing that fails, is empty or comes from another engine changes nothing. A provider that cannot list is skipped.
+    - At an engine that a pool has left, the pool's remaining sandboxes are destroyed as those without a row are.
+    - A failure is recorded, and the next sandbox, pool or engine follows.
     - An egress proxy without a server is removed, once older than `grace`."""
     result = SweepResult()
-    for pool, name in iter_pool_providers():
+    pairs = [*iter_pool_providers()]
+    for pool, name in pairs:
         try:
             if not providers.get_provider(name).can_list:  # a lost sandbox is found by its next use
                 continue
@@ -47,6 +51,7 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
                 result.failures.append(f'pool "{pool}", {name}: lists nothing, but {len(alive)} rows are alive')
         except (ProviderError, ImproperlyConfigured) as failed:
             result.failures.append(f'pool "{pool}", {name}: {failed}')
+    _destroy_remaining(pairs, result, now=now, grace=grace)
     if nginx.get_proxy_kind() == "nginx":
         try:
             if removed := nginx.remove_orphans(now=now, grace=grace):
@@ -109,9 +114,36 @@ def _destroy_orphans(
     pool: Pool, name: str, host_id: UUID, listed: list[ProviderSandbox], result: SweepResult, *, now: datetime, grace: timedelta
 ) -> None:
     for orphan in _filter_orphans(pool, host_id, listed, now=now, grace=grace):
+        if has_row(orphan.name, host_id):  # adopted since
+            continue
         log.warning("orphan destroyed", name=orphan.name, provider=name, created_at=orphan.created_at.isoformat())
-        providers.get_provider(name).destroy(orphan.ref)
-        result.note("orphans destroyed")
+        try:
+            providers.get_provider(name).destroy(orphan.ref)
+            result.note("orphans destroyed")
+        except ProviderError as failed:
+            result.failures.append(f'pool "{pool}", {name}: {orphan.name} not destroyed: {failed}')
+
+
+def _destroy_remaining(pairs: list[tuple[Pool, str]], result: SweepResult, *, now: datetime, grace: timedelta) -> None:
+    """Destroy the sandboxes without a row at engines that their pools do not use any more. One listing for each engine.
+
+    An engine that no pool uses may be gone for good: that it does not respond is no failure."""
+    pools = {str(pool.owner): pool for pool in Pool.objects.all()}
+    for name in registry.find_local_provider_names():
+        remaining = {owner: pool for owner, pool in pools.items() if (pool, name) not in pairs}
+        try:
+            if not remaining or not providers.get_provider(name).can_list:
+                continue
+            host_id = registry.get_local_host_id(name)
+            listed = providers.get_provider(name).list_all()
+            require_engine(providers.get_provider(name), host_id)
+        except (ProviderError, ImproperlyConfigured) as failed:
+            log.info("unused engine not listed", provider=name, error=str(failed))
+            result.note("unused engines without a listing")
+            continue
+        for owner, pool in remaining.items():
+            own = [entry for entry in listed if entry.owner == owner]
+            _destroy_orphans(pool, name, host_id, own, result, now=now, grace=grace)
 
 
 def _handle_missing(alive: list[Sandbox], listed: list[ProviderSandbox], result: SweepResult, *, now: datetime) -> None:
@@ -124,6 +156,8 @@ def _handle_missing(alive: list[Sandbox], listed: list[ProviderSandbox], result:
             registry.get_sandbox_provider(sandbox).inspect(sandbox.ref)
         except Missing as missing:
             result.note(eviction.record_missing(sandbox, str(missing), now=now, actor="sweep") or "lost race")
+        except ProviderError as failed:
+            result.failures.append(f'pool "{sandbox.pool}", {sandbox.provider}: {sandbox.name} not found: {failed}')
 
 
 def _repair_suspensions(alive: list[Sandbox], listed: list[ProviderSandbox], result: SweepResult, *, now: datetime) -> None:

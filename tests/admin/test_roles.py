@@ -243,6 +243,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         "sandboxes/egressconnection", "leases/atprotoaccount", "leases/atprotorecord",
         "billing/costrecord", "billing/usagerecord", "billing/rate", "billing/account", "billing/membership", "billing/credit",
         "billing/statement", "spending", "billing/budget", "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
+        "inventory",
     )  # fmt: skip
     for page in pages:
         shown = fetch(viewer, f"/admin/{page}/")

@@ -42,7 +42,7 @@ OPENAPI = Path(__file__).resolve().parents[2] / "controlplane" / "openapi.yaml"
 PATH_PARAMETERS = {
     "id": "{id}", "path": "a", "name": "a", "event_id": "x", "session_id": "s", "environment_id": "game-1",
     "run_id": str(uuid.UUID(int=1)), "process_id": str(uuid.UUID(int=1)), "did": ADA, "account": "house", "month": "2026-10",
-    "catalog_id": "sandbox:none",
+    "catalog_id": "sandbox:none", "provider": "memory",
 }  # fmt: skip
 ANY_BODY = {
     "argv": ["true"], "turn_number": 1, "state": {}, "snapshot_id": str(uuid.UUID(int=1)), "environment_id": "fork-1",
@@ -50,6 +50,7 @@ ANY_BODY = {
     "did": "did:plc:new", "phase": "combat", "condition": "x", "ids": [str(uuid.UUID(int=1))], "name": "n",
     "signal": "TERM", "offset": 0, "prompt": "x", "repository": "none", "title": "x",
     "port": 8080, "path": "a", "target": "b", "method": "GET", "pattern": "x",
+    "reason": "not needed",
 }  # fmt: skip
 ALL_MODELS = (
     Agent, AgentKey, AgentRun, CatalogAgent, CodingTask, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken,

@@ -19,6 +19,7 @@ from sandboxes.providers.base import (
     Rejected,
     SandboxSpec,
     TooLarge,
+    Unavailable,
 )
 from sandboxes.providers.memory import MemoryProvider
 from tests.conformance.conftest import ProviderBench, unique_name, unique_sleep_seconds
@@ -85,6 +86,30 @@ def test_every_verb_accepts_the_name_as_ref(bench):
     assert exec_box.run("cat", "a").stdout == b"1"
     bench.provider.destroy(exec_box.name)
     assert bench.list() == []
+
+
+def list_all_of(bench, *owners):
+    """List everything at the engine, without the sandboxes of other owners, and check the age of each."""
+    found = [each for each in bench.provider.list_all() if each.owner in owners]
+    assert all(abs(datetime.now(UTC) - each.created_at) < timedelta(minutes=5) for each in found)
+    return {(each.ref, each.name, each.owner, each.running) for each in found}
+
+
+def test_all_sandboxes_are_listed_with_their_owners(bench):
+    if not bench.provider.can_list:
+        with pytest.raises(Unavailable, match="cannot list"):
+            bench.provider.list_all()
+        return
+    box, other = bench.box(), ProviderBench(bench.provider, agent=bench.agent)
+    spec = other.spec()
+    try:
+        bench.provider.wait_ready(bench.provider.create(spec), timeout=READY_TIMEOUT)
+        listed = {(box.ref, box.name, bench.owner, True), (spec.name, spec.name, other.owner, True)}
+        assert list_all_of(bench, bench.owner, other.owner) == listed
+        assert {each.owner for each in bench.list()} == {bench.owner}
+    finally:
+        other.clean()
+    assert list_all_of(bench, bench.owner, other.owner) == {(box.ref, box.name, bench.owner, True)}
 
 
 def test_list_and_destroy_affect_only_the_named_sandboxes(bench):

@@ -43,6 +43,15 @@ class ManagesTemplates(BasePermission):
         return bool(request.user.key.operator)
 
 
+class IsUnrestrictedOperator(BasePermission):
+    """Only an operator's key without a list of pools: the response concerns all pools, and engines beyond them."""
+
+    message = "This request requires an operator's key without a list of pools."
+
+    def has_permission(self, request: Any, view: Any) -> bool:
+        return bool(request.user.key.operator and not request.user.allowed.pools)
+
+
 class OperatorWrites(BasePermission):
     """Any key may read; only an operator's key may write."""
 

@@ -15,6 +15,7 @@ from rest_framework.views import APIView
 from leases.api.base.fields import ENCODINGS
 from leases.api.base.problems import ProblemSerializer
 from leases.models import LeaseStatus
+from sandboxes.inventory.entries import Finding
 
 OCTET_STREAM, PROBLEM_JSON = "application/octet-stream", "application/problem+json"
 TAR_MEDIA_TYPE = "application/x-tar"
@@ -55,6 +56,9 @@ ENVIRONMENT_FILTER_PARAMETERS = [
 ]
 ENCODING_PARAMETER = _build_query_parameter(
     "encoding", "Encoding of input and output. utf-8 replaces invalid bytes, base64 is exact. Default: utf-8.", enum=ENCODINGS
+)
+FINDING_PARAMETER = _build_query_parameter(
+    "finding", "Only sandboxes with this finding.", enum=[finding.value for finding in Finding]
 )
 QUOTA_AGENT_PARAMETER = _build_query_parameter("agent_did", "Only the quotas of this agent. Default: all agents of the key.")
 QUEUED_AGENT_PARAMETER = _build_query_parameter("agent_did", "Agent of the join.", required=True)

@@ -174,19 +174,25 @@ class DaytonaProvider(RemoteProvider):
     def inspect(self, ref: str) -> ProviderSandbox:
         return _to_sandbox(self._get(ref))
 
+    def list_all(self) -> list[ProviderSandbox]:
+        return [_to_sandbox(found) for found in self._iter_listed(labels=None) if OWNER_LABEL in found.labels]
+
     def list(self, owner: str) -> list[ProviderSandbox]:
-        labels, cursor, found = json.dumps({OWNER_LABEL: owner}), None, list[ProviderSandbox]()
+        listed = self._iter_listed(labels=json.dumps({OWNER_LABEL: owner}))
+        return [_to_sandbox(found) for found in listed if found.labels.get(OWNER_LABEL) == owner]
+
+    def _iter_listed(self, *, labels: str | None) -> Iterator[SandboxListItem]:
+        """Yield the sandboxes of all pages that are not gone, of all labels or of these."""
+        cursor = None
         while True:
             with _translate_errors("the list of sandboxes"):
                 page = self._api.list_sandboxes(
                     labels=labels, cursor=cursor, limit=PAGE_SIZE, _request_timeout=CALL_TIMEOUT_SECONDS
                 )
-            for sandbox in page.items:
-                if sandbox.labels.get(OWNER_LABEL) == owner and sandbox.state not in GONE:
-                    found.append(_to_sandbox(sandbox))
+            yield from (found for found in page.items if found.state not in GONE)
             cursor = page.next_cursor
             if not cursor:
-                return found
+                return
 
     def _get(self, ref: str, *, including_destroying: bool = False) -> VendorSandbox:
         with _translate_errors(ref):
@@ -271,4 +277,7 @@ def _to_sandbox(found: VendorSandbox | SandboxListItem) -> ProviderSandbox:
         running=found.state in RUNNING,
         suspended=found.state in STARTABLE,
         created_at=datetime.fromisoformat(found.created_at) if found.created_at else datetime.now(UTC),
+        owner=found.labels.get(OWNER_LABEL, ""),
+        memory_mib=round(found.memory * 1024),  # GiB
+        millicpus=round(found.cpu * 1000),
     )

@@ -43,6 +43,7 @@ from sandboxes.providers.docker.processes import ContainerProcessesProvider
 from sandboxes.providers.docker.restart import ContainerRestartProvider
 from sandboxes.providers.docker.suspension import LIVE_STATES
 
+OWNER_LABEL = "leasehold.owner"  # of containers and volumes
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
 CREATED_AT_LABEL = "leasehold.made_at"
 INIT_COMMAND = (
@@ -133,7 +134,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
             mounts.append(Mount(AGENT_DIRECTORY, str(spec.agent), type="bind", read_only=True))
         if spec.data:  # rslave: later mounts on the host appear in the container, not vice versa
             mounts.append(Mount(DATA, str(spec.data), type="bind", propagation="rslave"))
-        own_labels = {"leasehold.owner": spec.owner, "leasehold.name": spec.name}
+        own_labels = {OWNER_LABEL: spec.owner, "leasehold.name": spec.name}
         volume_labels = {**own_labels, CREATED_AT_LABEL: datetime.now(UTC).isoformat()}
         for name, directory in _list_volumes(spec):  # created with the container, initialized from the image
             mounts.append(Mount(directory, name, type="volume", labels=volume_labels))
@@ -192,7 +193,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
             inspected = self._engine.client.inspect_container(spec.name)
         except NotFound:
             return False
-        if (inspected["Config"]["Labels"] or {}).get("leasehold.owner") != spec.owner:
+        if (inspected["Config"]["Labels"] or {}).get(OWNER_LABEL) != spec.owner:
             raise Rejected(f"The name {spec.name} is used by a container of another owner.")
         return inspected["State"]["Status"] != "removing"
 
@@ -200,7 +201,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
         """Remove the container and raise Rejected if one of its volumes existed before and has another owner."""
         for name, _ in _list_volumes(spec):
             labels = self._engine.call("GET", f"/volumes/{name}")["Labels"] or {}
-            if (labels.get("leasehold.owner"), labels.get("leasehold.name")) != (spec.owner, spec.name):
+            if (labels.get(OWNER_LABEL), labels.get("leasehold.name")) != (spec.owner, spec.name):
                 self._engine.client.remove_container(spec.name, force=True)
                 raise Rejected(f"The name {name} is used by a volume of another owner.")
 
@@ -288,8 +289,12 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
     def stats(self, ref: str) -> ResourceUsage | None:
         return self._engine.usage(ref)
 
-    def list(self, owner: str) -> list[ProviderSandbox]:
-        label = {"label": f"leasehold.owner={owner}"}
+    def list_all(self) -> list[ProviderSandbox]:
+        return self._list(OWNER_LABEL)
+
+    def _list(self, filter_label: str) -> list[ProviderSandbox]:
+        """List the sandboxes with a label, given as a name or as name=value."""
+        label = {"label": filter_label}
         with translate_errors():
             # Volumes are listed first, because a volume outlives its container.
             volumes = self._engine.client.volumes(filters=label)["Volumes"] or []
@@ -300,8 +305,12 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
                 suspended = self._is_suspended(name, container["State"])
                 running = container["State"] in LIVE_STATES and not suspended
                 created_at = datetime.fromtimestamp(container["Created"], UTC)
-                sandboxes.append(ProviderSandbox(name, name, running, created_at, suspended=suspended))
+                owner = container["Labels"][OWNER_LABEL]
+                sandboxes.append(ProviderSandbox(name, name, running, created_at, suspended=suspended, owner=owner))
         return sandboxes + _find_remnants(volumes, {sandbox.name for sandbox in sandboxes})
+
+    def list(self, owner: str) -> list[ProviderSandbox]:
+        return self._list(f"{OWNER_LABEL}={owner}")
 
 
 def _list_volumes(spec: SandboxSpec) -> list[tuple[str, str]]:
@@ -324,9 +333,12 @@ def _sysv_ipc_sysctls(memory: int) -> dict[str, str]:
 
 def _find_remnants(volumes: Sequence[Mapping[str, Any]], container_names: Collection[str]) -> list[ProviderSandbox]:
     """List sandboxes of which only volumes are left."""
-    created = {volume["Labels"]["leasehold.name"]: volume["Labels"][CREATED_AT_LABEL] for volume in volumes}
+    labels_by_name = {volume["Labels"]["leasehold.name"]: volume["Labels"] for volume in volumes}
     return [
-        ProviderSandbox(ref=name, name=name, running=False, created_at=datetime.fromisoformat(at), is_remnant=True)
-        for name, at in created.items()
+        ProviderSandbox(
+            ref=name, name=name, running=False, created_at=datetime.fromisoformat(labels[CREATED_AT_LABEL]), is_remnant=True,
+            owner=labels[OWNER_LABEL],
+        )
+        for name, labels in labels_by_name.items()
         if name not in container_names
-    ]
+    ]  # fmt: skip

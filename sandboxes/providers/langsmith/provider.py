@@ -144,10 +144,13 @@ class LangSmithProvider(RemoteProvider):
     def inspect(self, ref: str) -> ProviderSandbox:
         return _to_sandbox(self._get(ref))
 
-    def list(self, owner: str) -> list[ProviderSandbox]:
+    def list_all(self) -> list[ProviderSandbox]:
         with _translate_errors("the list of sandboxes"):
             found = self._client.list_sandboxes()
-        return [_to_sandbox(sandbox) for sandbox in found if (sandbox.labels or {}).get(OWNER_LABEL) == owner]
+        return [_to_sandbox(sandbox) for sandbox in found if OWNER_LABEL in (sandbox.labels or {})]
+
+    def list(self, owner: str) -> list[ProviderSandbox]:
+        return [sandbox for sandbox in self.list_all() if sandbox.owner == owner]
 
     def _get(self, ref: str) -> VendorSandbox:
         with _translate_errors(ref):
@@ -213,5 +216,12 @@ def _translate_errors(subject: str) -> Iterator[None]:
 def _to_sandbox(found: VendorSandbox) -> ProviderSandbox:
     created_at = datetime.fromisoformat(found.created_at) if found.created_at else datetime.now(UTC)
     return ProviderSandbox(
-        ref=found.name, name=found.name, running=found.status == READY, created_at=created_at, suspended=found.status == STOPPED
+        ref=found.name,
+        name=found.name,
+        running=found.status == READY,
+        created_at=created_at,
+        suspended=found.status == STOPPED,
+        owner=(found.labels or {}).get(OWNER_LABEL, ""),
+        memory_mib=found.mem_bytes >> 20 if found.mem_bytes else None,
+        millicpus=round(found.vcpus * 1000) if found.vcpus else None,
     )

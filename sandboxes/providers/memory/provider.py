@@ -364,6 +364,10 @@ class MemoryProvider(HookedCalls, Provider):
             sandbox = self._get(ref)
             return sandbox.used if sandbox.running else None
 
+    def list_all(self) -> list[ProviderSandbox]:
+        with self.hooked_call("list", ""), self._lock:
+            return [_describe_sandbox(sandbox) for sandbox in self._sandboxes.values()]
+
     def list(self, owner: str) -> list[ProviderSandbox]:
         with self.hooked_call("list", owner), self._lock:
             return [_describe_sandbox(sandbox) for sandbox in self._sandboxes.values() if sandbox.spec.owner == owner]
@@ -524,4 +528,7 @@ def _build_call(
 
 def _describe_sandbox(sandbox: MemorySandbox) -> ProviderSandbox:
     name, is_running = sandbox.spec.name, sandbox.running and not sandbox.suspended
-    return ProviderSandbox(name, name, is_running, sandbox.created_at, suspended=sandbox.suspended)
+    return ProviderSandbox(
+        name, name, is_running, sandbox.created_at, suspended=sandbox.suspended, owner=sandbox.spec.owner,
+        memory_mib=sandbox.spec.memory_mib, millicpus=sandbox.spec.millicpus,
+    )  # fmt: skip

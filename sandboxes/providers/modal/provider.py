@@ -120,8 +120,15 @@ class ModalProvider(RemoteProvider):
     def inspect(self, ref: str) -> ProviderSandbox:
         return _to_sandbox(self._call(ref, self._connection.fetch_tags(ref)))
 
+    def list_all(self) -> list[ProviderSandbox]:
+        return self._list({})
+
     def list(self, owner: str) -> list[ProviderSandbox]:
-        return [*map(_to_sandbox, self._call("the list of sandboxes", self._connection.list_tags(owner)))]
+        return self._list({OWNER_LABEL: owner})
+
+    def _list(self, tags: dict[str, str]) -> list[ProviderSandbox]:
+        listed = self._call("the list of sandboxes", self._connection.list_tags(tags))
+        return [_to_sandbox(found) for found in listed if OWNER_LABEL in found and NAME_LABEL in found]
 
     # Commands and files
 
@@ -207,10 +214,10 @@ class _Connection:
         """Return the tags of a running sandbox. Raise NotFoundError."""
         return await self._get_tags(await self._look_up(ref))
 
-    async def list_tags(self, owner: str) -> list[dict[str, str]]:
-        """Return the tags of each running sandbox of an owner."""
+    async def list_tags(self, tags: dict[str, str]) -> list[dict[str, str]]:
+        """Return the tags of each running sandbox that has these tags."""
         app = await self._look_up_app()
-        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags={OWNER_LABEL: owner}, client=await self._get_client())
+        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags=tags, client=await self._get_client())
         running = [sandbox async for sandbox in listed if sandbox.returncode is None]
         limit = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
@@ -285,7 +292,7 @@ def _build_network(network: Network) -> dict[str, Any]:
 
 def _to_sandbox(tags: dict[str, str]) -> ProviderSandbox:
     name, created_at = tags[NAME_LABEL], datetime.fromtimestamp(int(tags[CREATED_TAG]), UTC)
-    return ProviderSandbox(ref=name, name=name, running=True, created_at=created_at)
+    return ProviderSandbox(ref=name, name=name, running=True, created_at=created_at, owner=tags.get(OWNER_LABEL, ""))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from sandboxes.image import files
 from sandboxes.providers.base import (
@@ -65,12 +65,13 @@ class SandboxDirectory:
 
 def inspect_directory(path: Path) -> ProviderSandbox | None:
     """Return the sandbox in this directory, or None if it was removed meanwhile."""
+    owner = decode_owner(path.parent.name)
     with suppress(FileNotFoundError):
         created_at = datetime.fromisoformat(json.loads((path / METADATA_FILE).read_bytes())["created_at"])
-        return ProviderSandbox(ref=path.name, name=path.name, running=True, created_at=created_at)
+        return ProviderSandbox(ref=path.name, name=path.name, running=True, created_at=created_at, owner=owner)
     with suppress(FileNotFoundError):
         modified_at = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-        return ProviderSandbox(ref=path.name, name=path.name, running=False, created_at=modified_at)
+        return ProviderSandbox(ref=path.name, name=path.name, running=False, created_at=modified_at, owner=owner)
     return None
 
 
@@ -84,6 +85,11 @@ def list_directory(directory: Path) -> list[Path]:
 def encode_owner(owner: str) -> str:
     """Encode an owner label as a file name."""
     return quote(owner, safe="").replace(".", "%2E")
+
+
+def decode_owner(name: str) -> str:
+    """Decode the file name of `encode_owner`."""
+    return unquote(name)
 
 
 def remove_tree(path: Path) -> None:

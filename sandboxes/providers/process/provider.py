@@ -245,6 +245,11 @@ class ProcessProvider(BackgroundProcessProvider):
         self._open(ref)
         return None
 
+    def list_all(self) -> list[ProviderSandbox]:
+        with translate_disk_errors():
+            paths = [path for directory in list_directory(self.root) for path in list_directory(directory)]
+            return [sandbox for path in paths if (sandbox := inspect_directory(path))]
+
     def list(self, owner: str) -> list[ProviderSandbox]:
         with translate_disk_errors():
             return [sandbox for path in list_directory(self.root / encode_owner(owner)) if (sandbox := inspect_directory(path))]

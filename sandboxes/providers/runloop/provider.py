@@ -131,7 +131,7 @@ class RunloopProvider(RemoteProvider):
     def inspect(self, ref: str) -> ProviderSandbox:
         return _to_sandbox(self._get(ref))
 
-    def _list_all(self) -> list[DevboxView]:
+    def _fetch_devboxes(self) -> list[DevboxView]:
         """Return all devboxes of the account with a name of ours that have not ended."""
         with _translate_errors("the list of devboxes"):
             found = [
@@ -143,7 +143,7 @@ class RunloopProvider(RemoteProvider):
         return found
 
     def _find(self, ref: str) -> DevboxView:
-        for devbox in self._list_all():
+        for devbox in self._fetch_devboxes():
             if devbox.metadata[NAME_LABEL] == ref:
                 return devbox
         raise Missing(f"Runloop has no devbox {ref}.")
@@ -197,8 +197,11 @@ class RunloopProvider(RemoteProvider):
         with _translate_errors(ref):
             return call(devbox)
 
+    def list_all(self) -> list[ProviderSandbox]:
+        return [_to_sandbox(found) for found in self._fetch_devboxes() if OWNER_LABEL in found.metadata]
+
     def list(self, owner: str) -> list[ProviderSandbox]:
-        return [_to_sandbox(found) for found in self._list_all() if found.metadata.get(OWNER_LABEL) == owner]
+        return [_to_sandbox(found) for found in self._fetch_devboxes() if found.metadata.get(OWNER_LABEL) == owner]
 
 
 def _create_client(configuration: RemoteConfiguration) -> Runloop:
@@ -223,5 +226,10 @@ def _to_sandbox(found: DevboxView) -> ProviderSandbox:
     name = found.metadata[NAME_LABEL]
     created_at = datetime.fromtimestamp(found.create_time_ms / 1000, UTC)
     return ProviderSandbox(
-        ref=name, name=name, running=found.status == "running", created_at=created_at, suspended=found.status == "suspended"
+        ref=name,
+        name=name,
+        running=found.status == "running",
+        created_at=created_at,
+        suspended=found.status == "suspended",
+        owner=found.metadata.get(OWNER_LABEL, ""),
     )

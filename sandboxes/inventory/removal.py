@@ -1,0 +1,45 @@
+"""Destruction of sandboxes without an owner, as ordered by an operator."""
+
+from datetime import datetime, timedelta
+
+import structlog
+
+from sandboxes.errors import InstallationMismatch, SandboxNotListed
+from sandboxes.inventory.ownership import find_ownerless, require_without_row
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models import Installation
+from sandboxes.providers.base import Missing
+
+log = structlog.get_logger(__name__)
+
+
+def destroy_ownerless(
+    provider_name: str, name: str, *, now: datetime, grace: timedelta, actor: str, reason: str, dry_run: bool = False
+) -> bool:
+    """Destroy a sandbox that an engine lists and no row names. Nothing in it is stored. Return whether it existed.
+
+    1. List the engine again. Refuse a sandbox with a row, or younger than `grace`: its row may not be committed yet.
+    2. Look for a row once more, immediately before the call: an adoption may have inserted one.
+    3. Call the provider. "Missing" is success.
+
+    Refused while the database does not match its store: an unknown sandbox may then belong to a later state of this
+    installation. Raise the errors of find_ownerless, InstallationMismatch, and ProviderError if the outcome is unknown."""
+    if Installation.objects.filter(pk=1).exclude(mismatch="").exists():
+        raise InstallationMismatch()
+    try:
+        found = find_ownerless(provider_name, name, now=now, grace=grace)
+    except SandboxNotListed:
+        return False
+    if dry_run:
+        return True
+    checkpoint("removal checked", found)
+    require_without_row(name, found.host_id)
+    try:
+        found.provider.destroy(found.listed.ref)
+    except Missing:
+        return False
+    log.warning(
+        "sandbox without an owner destroyed", name=name, provider=provider_name, owner=found.listed.owner,
+        created_at=found.listed.created_at.isoformat(), actor=actor, reason=reason,
+    )  # fmt: skip
+    return True

@@ -61,6 +61,10 @@ class Pool(models.Model):
         max_length=255, blank=True, editable=False, help_text="Origin of an automatic capacity. Empty: not derived yet."
     )
     used = models.PositiveIntegerField(default=0, editable=False)
+    max_starting = models.PositiveIntegerField(
+        null=True, blank=True, validators=[MinValueValidator(1)],
+        help_text="Maximum number of sandboxes that start or wake at the same time. Empty: no limit.",
+    )  # fmt: skip
     draining = models.BooleanField(default=False, editable=False, help_text="No new sandboxes; existing ones end normally.")
     restricted = models.BooleanField(
         default=False, help_text="Only API keys that list this pool, and environment types that set it, may use it."

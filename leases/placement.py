@@ -1,0 +1,114 @@
+"""Placement of a lease's sandboxes: the ordered pools of its environment type, and their record on the lease's timeline.
+
+The pool is chosen when a sandbox is needed. `Lease.pool` is the pool of the lease's sandbox, or of its last one; before the
+first one it is the first pool of the list."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from django.conf import settings
+from django.db import transaction
+
+from billing import prices
+from leases.models import EnvironmentType, Lease, LeaseEvent, LeaseStatus
+from sandboxes import providers
+from sandboxes.lifecycle import WARM
+from sandboxes.models import Pool, SkipReason, Transition, TransitionReason
+from sandboxes.pool.placement import Candidates, Skip
+
+POOL_SKIPPED_EVENT = "pool_skipped"  # LeaseEvent.kind
+DEFAULT_POOL = "default"
+# Conditions in SQL, for queries of an environment type and of a lease: whether the type lists further pools.
+TYPE_HAS_ALTERNATIVES_SQL = (
+    "SELECT EXISTS (SELECT 1 FROM leases_alternativepool WHERE environment_type_id = leases_environmenttype.id)"
+)
+LEASE_HAS_ALTERNATIVES_SQL = (
+    "SELECT EXISTS (SELECT 1 FROM leases_alternativepool JOIN leases_environmenttype ON leases_environmenttype.id = "
+    "leases_alternativepool.environment_type_id WHERE leases_environmenttype.name = leases_lease.environment_type_id)"
+)
+
+
+@dataclass(frozen=True)
+class LeasePlacement:
+    """sandboxes.pool.placement.Placement of one lease, which need not be granted yet."""
+
+    lease: Lease
+
+    def find_candidates(self, *, now: datetime) -> Candidates:
+        """Return the pools of the environment type that the lease may use, in their order or by price.
+
+        A lease that was restricted to other pools, or whose pool is no longer listed, keeps its pool."""
+        environment_type = EnvironmentType.objects.select_related("pool").get(name=self.lease.environment_type_id)
+        listed = list_pools(environment_type)
+        pools = [pool for pool in listed if not self.lease.pools or pool.name in self.lease.pools]
+        if self.lease.pool_id not in {pool.pk for pool in pools}:
+            return Candidates([self.lease.pool])
+        if environment_type.cheapest_pool:
+            pools = order_by_price(pools, now=now)
+        with_models = [pool for pool in pools if has_models(pool)]
+        if not with_models or not has_models(listed[0]):
+            return Candidates(pools)
+        return Candidates(with_models, [Skip(pool, SkipReason.NO_MODELS) for pool in pools if pool not in with_models])
+
+    def place(self, pool: Pool, skips: Sequence[Skip], *, now: datetime) -> None:
+        """Set the pool of the lease, and record the skipped pools. The lease is locked by the caller's transaction."""
+        if pool.pk != self.lease.pool_id or skips:
+            Lease.objects.filter(pk=self.lease.pk).exclude(pool=pool).update(pool=pool)
+        _record_skips(self.lease, skips, now=now)
+
+    def note_skips(self, skips: Sequence[Skip], *, now: datetime) -> None:
+        """Record the skipped pools of an active lease. A lease that is not granted has no timeline."""
+        with transaction.atomic():
+            active = Lease.objects.select_for_update(no_key=True).filter(pk=self.lease.pk, status=LeaseStatus.ACTIVE)
+            if active.exists():
+                _record_skips(self.lease, skips, now=now)
+
+
+def list_pools(environment_type: EnvironmentType) -> list[Pool]:
+    """Return the pools of an environment type in the order in which they are tried, without duplicates."""
+    first = environment_type.pool or Pool.objects.filter(name=DEFAULT_POOL).first()
+    alternatives = environment_type.alternative_pools.select_related("pool")
+    pools = {pool.pk: pool for pool in [first, *(row.pool for row in alternatives)] if pool}
+    return [*pools.values()]
+
+
+def find_fork_pool(lease: Lease) -> str:
+    """Return the pool that a fork of a lease names, or "" if the environment type chooses it for both."""
+    named = lease.pools == [lease.pool.name] or lease.pool not in list_pools(lease.environment_type)
+    return lease.pool.name if named else ""
+
+
+def order_by_price(pools: Iterable[Pool], *, now: datetime) -> list[Pool]:
+    """Return the pools with the lowest hourly price of a sandbox first. Equal and unknown prices keep their order."""
+    rows = [*pools]
+    hourly = prices.compute_hourly_prices([(get_provider_name(pool), pool.memory_mib, pool.millicpus) for pool in rows], at=now)
+    return [pool for pool, _ in sorted(zip(rows, hourly, strict=True), key=lambda each: (each[1] is None, each[1] or 0))]
+
+
+def has_models(pool: Pool) -> bool:
+    """Return whether the sandboxes of a pool have a way to models."""
+    return bool(settings.GATEWAY_URL) or get_provider_name(pool) not in settings.REMOTE_PROVIDERS
+
+
+def get_provider_name(pool: Pool) -> str:
+    return pool.provider or providers.get_default_provider_name()
+
+
+def _record_skips(lease: Lease, skips: Sequence[Skip], *, now: datetime) -> None:
+    """Insert an event for each pool and reason, once for each sandbox of the lease. The caller has locked the lease."""
+    if not skips:
+        return
+    started = Transition.objects.filter(holder=lease.pk, to=WARM, code=TransitionReason.READY)
+    events = LeaseEvent.objects.filter(lease_id=lease.pk, kind=POOL_SKIPPED_EVENT)
+    if last_start := started.order_by("-at").values_list("at", flat=True).first():
+        events = events.filter(at__gt=last_start)
+    recorded = set(events.values_list("pool_id", "skip_reason"))
+    LeaseEvent.objects.bulk_create(
+        LeaseEvent(
+            lease_id=lease.pk, at=now, kind=POOL_SKIPPED_EVENT, pool=skip.pool, skip_reason=skip.reason,
+            reason=f'Pool "{skip.pool}" {skip.reason.label}{": " if skip.detail else ""}{skip.detail}'[:500],
+        )
+        for skip in {(each.pool.pk, each.reason): each for each in skips}.values()
+        if (skip.pool.pk, skip.reason.value) not in recorded
+    )  # fmt: skip

@@ -224,6 +224,7 @@ class AlternativePool(models.Model):
     position = models.PositiveSmallIntegerField(default=0, help_text="Lower positions are tried first.")
 
     class Meta:
+        default_permissions = ()
         ordering = ["position", "pk"]
         constraints = [
             models.UniqueConstraint(

@@ -11,7 +11,9 @@ from django.conf import settings
 from django.db import transaction
 
 from billing import prices
-from leases.models import EnvironmentType, Lease, LeaseEvent, LeaseStatus
+from leases.allow_lists import require_known
+from leases.errors import InvalidRequest
+from leases.models import AlternativePool, EnvironmentType, Lease, LeaseEvent, LeaseStatus
 from sandboxes import providers
 from sandboxes.lifecycle import WARM
 from sandboxes.models import Pool, SkipReason, Transition, TransitionReason
@@ -71,6 +73,37 @@ def list_pools(environment_type: EnvironmentType) -> list[Pool]:
     alternatives = environment_type.alternative_pools.select_related("pool")
     pools = {pool.pk: pool for pool in [first, *(row.pool for row in alternatives)] if pool}
     return [*pools.values()]
+
+
+def find_type(name: str) -> EnvironmentType:
+    """Return an environment type with its first pool. Raise InvalidRequest."""
+    found = EnvironmentType.objects.select_related("pool").filter(name=name).first()
+    if found is None:
+        raise InvalidRequest("environment_type", f"There is no environment type {name[:80]!r}.")
+    return found
+
+
+def set_pools(environment_type: EnvironmentType, names: Sequence[str] | None, *, cheapest: bool | None = None) -> None:
+    """Replace the list of pools, which is tried in the order of `names`, and the choice by price. None keeps a value.
+
+    Raise InvalidRequest for an unknown pool, and for one that is listed twice. Existing sandboxes stay where they are."""
+    if names is not None:
+        require_known("pools", names)
+        if len(set(names)) < len(names):
+            raise InvalidRequest("pools", "A pool may be listed once.")
+    with transaction.atomic():
+        if cheapest is not None:
+            environment_type.cheapest_pool = cheapest
+            environment_type.save(update_fields=["cheapest_pool"])
+        if names:
+            by_name = {pool.name: pool for pool in Pool.objects.filter(name__in=names)}
+            environment_type.pool = by_name[names[0]]
+            environment_type.save(update_fields=["pool"])
+            environment_type.alternative_pools.all().delete()
+            AlternativePool.objects.bulk_create(
+                AlternativePool(environment_type=environment_type, pool=by_name[name], position=position)
+                for position, name in enumerate(names[1:], start=1)
+            )
 
 
 def find_fork_pool(lease: Lease) -> str:

@@ -45,6 +45,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'ordering': ['position', 'pk'],
+                'default_permissions': (),
                 'constraints': [models.UniqueConstraint(fields=('environment_type', 'pool'), name='alternative_pool_once', violation_error_message='A pool may be listed once.')],
             },
         ),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from decimal import Decimal
 from itertools import product
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from django.contrib import admin
@@ -25,7 +25,7 @@ from leases.environments import lifecycle
 from leases.models import AgentRun, Lease, LeaseEvent, QueuedRun
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from sandboxes.identity import signing
-from sandboxes.models import Delivery, ModelRate, Policy, Pool, Process, Quota, Sandbox, Snapshot
+from sandboxes.models import Delivery, Host, ModelRate, Policy, Pool, Process, Quota, Sandbox, Snapshot
 from sandboxes.models.policies import SEALED_POLICY_NAME
 from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
@@ -86,6 +86,7 @@ OPERATOR_ACTIONS = {
     "lease": {"end_lease", "limit_spending"}, "cold": {"wake"},
     "sandbox": {"evict", "restart", "take_snapshot", "destroy_now", "discard", "open_terminal"}, "process": {"connect"},
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
+    "paused_host": {"resume_starts"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
     "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "environment": {"start", "set_phase", "end"},
     "record": {"repeat"},
@@ -133,6 +134,9 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "lease": lease, "sandbox": ensure_sandbox(lease), "cold": cold, "broken": broken, "webhook": webhook, "paused": paused,
         "snapshot": snapshots.take_snapshot(lease.pk, now=NOW), "delivery": webhook.deliveries.get(), "pool": lease.pool,
         "host": ensure_sandbox(lease).host,
+        "paused_host": Host.objects.create(
+            pk=uuid4(), provider="memory", engine_id="other", name="other", created_at=now, starts_paused_until=now + HOUR
+        ),
         "drained": Pool.objects.create(name="old", draining=True, warm_target=1, warm_paused_until=now + HOUR),
         "key": api_keys.issue_key([ADA], now=NOW)[0], "signing_key": signing.create_key(ADA, now=NOW),
         "budget": create_budget(), "unused": create_budget(active=False), "account": account,

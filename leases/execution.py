@@ -73,6 +73,8 @@ def build_sandbox_request(
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
         guard=LeaseGuard(lease.pk, clock_from(now), check_budget=check_budget),
+        memory_mib=lease.memory_mib,
+        millicpus=lease.millicpus,
         placement=LeasePlacement(lease) if has_alternatives else None,
     )
 

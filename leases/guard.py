@@ -44,10 +44,10 @@ class LeaseGuard:
         lease, _, budget_flags = sql.find_joined(
             Lease, [], [budgets.ANY_EXHAUSTED_SQL, budgets.ANY_HARD_SQL], "leases_lease.id = %s", self.lease_id
         )
-        leasing.check_active(lease, now=self.clock())
+        lease = leasing.check_active(lease, now=self.clock())
         if any(budget_flags):
             budgets.require_budget(self.lease_id, now=self.clock())
-            budgets.require_room(self.lease_id, size=get_sandbox_size(pool), now=self.clock())
+            budgets.require_room(self.lease_id, size=get_sandbox_size(pool, lease), now=self.clock())
 
     def check_proceed(self) -> None:
         """Raise BudgetExhausted once a spent budget's grace period is over."""
@@ -55,9 +55,10 @@ class LeaseGuard:
             budgets.require_budget(self.lease_id, now=self.clock(), after_grace=True)
 
 
-def get_sandbox_size(pool: Pool) -> SandboxSize:
-    """Return the size of a new sandbox in a pool, for its price."""
-    return SandboxSize(pool.provider or get_default_provider_name(), pool.memory_mib, pool.millicpus)
+def get_sandbox_size(pool: Pool, lease: Lease) -> SandboxSize:
+    """Return the size of a new sandbox of a lease in a pool, for its price."""
+    memory_mib, millicpus = lease.memory_mib or pool.memory_mib, lease.millicpus or pool.millicpus
+    return SandboxSize(pool.provider or get_default_provider_name(), memory_mib, millicpus)
 
 
 def build_terms(lease: Lease) -> HolderTerms:

@@ -17,6 +17,7 @@ from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded, NotAllowed
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
 from leases.placement import TYPE_HAS_ALTERNATIVES_SQL, list_pools
+from leases.resources import Resources, require_allowed
 from sandboxes import destruction, stop_reasons
 from sandboxes.db import durations, sql
 from sandboxes.db.clock import format_timestamp
@@ -66,6 +67,7 @@ class LeaseRequest:
     sleep_after: timedelta | None = None
     expiry_conditions: Sequence[str] | None = None
     pool: str = ""
+    resources: Resources | None = None  # of the sandboxes; None: those of the pool
     key_id: str = ""  # API key of the caller, "" without one; budgets may apply to the key
     allowed: AllowLists | None = None  # of the caller's API key; None: no restriction
     id: UUID | None = None  # key of the new lease, which must be unused; None generates one
@@ -185,6 +187,9 @@ def grant(
 def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> Lease:
     """Build a new lease without saving it. Raise InvalidRequest or NotAllowed, naming the field."""
     environment_type, pool_row = require_placement(request, basis)
+    resources = request.resources or Resources()
+    if resources != Resources():
+        require_allowed(_list_permitted_pools(request, basis, pool_row), resources)
     max_ttl = request.max_ttl or environment_type.max_ttl
     if max_ttl > environment_type.max_ttl:
         raise InvalidRequest(
@@ -204,6 +209,8 @@ def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> L
         llm_limit=environment_type.llm_limit,
         pool=pool_row,
         pools=[request.pool] if request.pool else [*request.allowed.pools] if request.allowed else [],
+        memory_mib=resources.memory_mib,
+        millicpus=resources.millicpus,
         leased_at=now,
         last_activity_at=now,
         ttl=ttl,
@@ -238,6 +245,14 @@ def require_placement(request: LeaseRequest, basis: GrantBasis) -> tuple[Environ
         if pool_row is None:
             raise NotAllowed("This API key may not use that pool.", field="pool")
     return environment_type, pool_row
+
+
+def _list_permitted_pools(request: LeaseRequest, basis: GrantBasis, first: Pool) -> list[Pool]:
+    """Return the pools in which the sandbox of a new lease may be started."""
+    if request.pool or not basis.has_alternatives or basis.environment_type is None:
+        return [first]
+    names = request.allowed.pools if request.allowed else ()
+    return [pool for pool in list_pools(basis.environment_type) if not names or pool.name in names]
 
 
 def _find_allowed_pool(allowed: AllowLists, environment_type: EnvironmentType) -> Pool | None:

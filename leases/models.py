@@ -267,6 +267,12 @@ class Lease(models.Model):
         help_text="Names of the pools that the lease may use: that of its request, or those of the API key. Empty: those of "
         "the environment type.",
     )  # fmt: skip
+    memory_mib = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Memory of its sandboxes, MiB, as requested. Empty: that of the pool."
+    )
+    millicpus = models.PositiveIntegerField(
+        null=True, blank=True, help_text="CPU of its sandboxes, millicores, as requested. Empty: that of the pool."
+    )
     status = models.CharField(max_length=16, choices=LeaseStatus.choices, default=LeaseStatus.ACTIVE)
     leased_at = models.DateTimeField()
     last_activity_at = models.DateTimeField()

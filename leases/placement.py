@@ -14,6 +14,7 @@ from billing import prices
 from leases.allow_lists import require_known
 from leases.errors import InvalidRequest
 from leases.models import AlternativePool, EnvironmentType, Lease, LeaseEvent, LeaseStatus
+from leases.resources import Resources, fits
 from sandboxes import providers
 from sandboxes.lifecycle import WARM
 from sandboxes.models import Pool, SkipReason, Transition, TransitionReason
@@ -47,11 +48,13 @@ class LeasePlacement:
         if self.lease.pool_id not in {pool.pk for pool in pools}:
             return Candidates([self.lease.pool])
         if environment_type.cheapest_pool:
-            pools = order_by_price(pools, now=now)
-        with_models = [pool for pool in pools if has_models(pool)]
-        if not with_models or not has_models(listed[0]):
-            return Candidates(pools)
-        return Candidates(with_models, [Skip(pool, SkipReason.NO_MODELS) for pool in pools if pool not in with_models])
+            pools = order_by_price(pools, self.lease, now=now)
+        needs_models, requested = has_models(listed[0]), Resources(self.lease.memory_mib, self.lease.millicpus)
+        skips = [Skip(pool, SkipReason.TOO_SMALL) for pool in pools if not fits(pool, requested)]
+        if needs_models:
+            skips += [Skip(pool, SkipReason.NO_MODELS) for pool in pools if fits(pool, requested) and not has_models(pool)]
+        skipped = {skip.pool.pk for skip in skips}
+        return Candidates([pool for pool in pools if pool.pk not in skipped], skips)
 
     def place(self, pool: Pool, skips: Sequence[Skip], *, now: datetime) -> None:
         """Set the pool of the lease, and record the skipped pools. The lease is locked by the caller's transaction."""
@@ -112,10 +115,11 @@ def find_fork_pool(lease: Lease) -> str:
     return lease.pool.name if named else ""
 
 
-def order_by_price(pools: Iterable[Pool], *, now: datetime) -> list[Pool]:
+def order_by_price(pools: Iterable[Pool], lease: Lease, *, now: datetime) -> list[Pool]:
     """Return the pools with the lowest hourly price of a sandbox first. Equal and unknown prices keep their order."""
     rows = [*pools]
-    hourly = prices.compute_hourly_prices([(get_provider_name(pool), pool.memory_mib, pool.millicpus) for pool in rows], at=now)
+    sizes = [(get_provider_name(pool), lease.memory_mib or pool.memory_mib, lease.millicpus or pool.millicpus) for pool in rows]
+    hourly = prices.compute_hourly_prices(sizes, at=now)
     return [pool for pool, _ in sorted(zip(rows, hourly, strict=True), key=lambda each: (each[1] is None, each[1] or 0))]
 
 

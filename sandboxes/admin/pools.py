@@ -184,7 +184,10 @@ class PoolAdmin(ConsoleModelAdmin):
                 ]
             },
         ),
-        ("Resources of each new sandbox", {"fields": ["memory_mib", "millicpus", "pids", "workspace_limit_mib"]}),
+        (
+            "Resources of each new sandbox",
+            {"fields": ["memory_mib", "millicpus", "max_memory_mib", "max_millicpus", "pids", "workspace_limit_mib"]},
+        ),
     ]
     labels = {
         "automatic_capacity": "Automatic capacity",
@@ -192,6 +195,8 @@ class PoolAdmin(ConsoleModelAdmin):
         "warm_target": "Warm target",
         "memory_mib": "Memory (MiB)",
         "millicpus": "CPU (millicores)",
+        "max_memory_mib": "Maximum memory by request (MiB)",
+        "max_millicpus": "Maximum CPU by request (millicores)",
         "pids": "Process limit",
         "workspace_limit_mib": "Workspace limit (MiB)",
     }

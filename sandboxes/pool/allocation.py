@@ -57,6 +57,7 @@ class SandboxRequest:
     files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path -> content, written before the first run
     skill: str = ""  # environment type whose skill /data/skills must contain, if a pack is assigned to it
     memory_mib: int | None = None  # None: the pool's default
+    millicpus: int | None = None  # None: the pool's default
     final_persist: FinalPersist = FinalPersist.ALL  # stored before the sandbox is destroyed
     guard: Guard = OPEN_GUARD
     renewal: HolderRenewal | None = None  # executed with the end of each run
@@ -192,8 +193,8 @@ def _start_in_next_pool(request: SandboxRequest, search: PoolSearch, *, now: dat
                 return None
     if request.placement and search.has_alternatives(now=clock()):
         request.placement.note_skips(search.skips, now=clock())
-    failure, last = search.build_error(), search.errors[-1]
-    raise failure from (last.__cause__ if failure is last else last)
+    failure, last = search.build_error(), search.errors[-1] if search.errors else None
+    raise failure from (failure.__cause__ if failure is last else last)
 
 
 def _start_in_pool(request: SandboxRequest, search: PoolSearch, *, now: datetime, actor: str) -> Sandbox | None:
@@ -221,9 +222,9 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
     """Give the holder a pre-warmed sandbox of its pool.
 
     Returns None if no sandbox is ready, the holder has a sandbox already, or the holder needs stored state, a writable root
-    or another memory size."""
-    if request.memory_mib not in (None, request.pool.memory_mib):
-        return None  # pre-warmed sandboxes have the pool's memory size
+    or other resources."""
+    if request.memory_mib not in (None, request.pool.memory_mib) or request.millicpus not in (None, request.pool.millicpus):
+        return None  # pre-warmed sandboxes have the pool's resources
     if not request.pool.warm_target or (not request.is_new_holder and workspace.find_latest(request.holder)):
         return None  # stored state is unpacked while a sandbox starts
     try:
@@ -317,6 +318,7 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = request.holder, request.agent_did, request.environment_id
     sandbox.idle_after = request.idle_after
     sandbox.memory_mib = request.memory_mib or request.pool.memory_mib
+    sandbox.millicpus = request.millicpus or request.pool.millicpus
     sandbox.final_persist = request.final_persist
     assert sandbox.host
     start_breaker.require_closed(sandbox.host, now=now)  # before a sandbox is evicted for the place

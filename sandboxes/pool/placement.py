@@ -88,6 +88,7 @@ class PoolSearch:
     skips: list[Skip] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
     _pools: Sequence[Pool] | None = None
+    _listed: int = 0
 
     def find_next(self, *, now: datetime) -> Pool | None:
         """Return the first pool that was not passed over, or None."""
@@ -95,7 +96,9 @@ class PoolSearch:
         return next((pool for pool in self._load(now) if pool.pk not in skipped), None)
 
     def has_alternatives(self, *, now: datetime) -> bool:
-        return len(self._load(now)) > 1
+        """Return whether the holder has more than one pool, those that are always passed over included."""
+        self._load(now)
+        return self._listed > 1
 
     def find_promising(self, besides: Pool, *, now: datetime) -> Pool | None:
         """Return a pool, not passed over and other than `besides`, that seems able to start a sandbox. Starts nothing."""
@@ -144,7 +147,7 @@ class PoolSearch:
     def _load(self, now: datetime) -> Sequence[Pool]:
         if self._pools is None:
             candidates = self.placement.find_candidates(now=now) if self.placement else Candidates([self.first])
-            self._pools = candidates.pools
+            self._pools, self._listed = candidates.pools, len(candidates.pools) + len(candidates.skips)
             self.skips.extend(candidates.skips)
         return self._pools
 

@@ -9,9 +9,11 @@ import pytest
 from billing.models import Rate
 from leases import admission, execution, leasing, sweeps
 from leases.allow_lists import AllowLists
+from leases.errors import InvalidRequest
 from leases.leasing import LeaseRequest
 from leases.models import AlternativePool, EnvironmentType, Lease, LeaseEvent
 from leases.placement import LeasePlacement
+from leases.resources import Resources
 from sandboxes.errors import (
     CapacityExhausted,
     NoPoolAvailable,
@@ -21,7 +23,7 @@ from sandboxes.errors import (
     TooManyStarts,
 )
 from sandboxes.models import Host, Pool, Quota, Sandbox, Transition
-from sandboxes.pool import admission_queue, start_breaker
+from sandboxes.pool import admission_queue, allocation, start_breaker
 from sandboxes.providers.base import ProviderError, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW
@@ -273,3 +275,40 @@ def test_cheapest_pool_is_tried_first_and_one_without_a_price_last(lease, pool, 
     EnvironmentType.objects.filter(name="duo").update(cheapest_pool=True)
     assert list_names()[0] == "second"
     assert execution.ensure_sandbox_ready(lease.pk, now=NOW).pool == second
+
+
+# --- resources by request -------------------------------------------------------------------------------------------------
+
+
+def test_requested_resources_select_the_pools_that_allow_them_and_no_pre_warmed_sandbox(grant, pool, second, memory) -> None:
+    update_pool(pool, memory_mib=256, warm_target=1)
+    update_pool(second, memory_mib=256, max_memory_mib=1024, max_millicpus=4000, warm_target=1)
+    allocation.start_warm(second, now=NOW)
+    lease = grant(environment_type="duo", pool="", resources=Resources(memory_mib=512, millicpus=2000))
+    run(lease)
+    sandbox = get_sandbox(lease)
+    assert (sandbox.pool, sandbox.memory_mib, sandbox.millicpus) == (second, 512, 2000)
+    assert list_skips(lease) == [(pool.name, "too_small")]
+    evict(lease)
+    run(lease)
+    assert get_sandbox(lease).memory_mib == 512
+    assert Sandbox.objects.filter(holder=None, state="warm").count() == 1
+
+
+@pytest.mark.parametrize(
+    ("resources", "field", "limit"),
+    [
+        (Resources(memory_mib=1025), "resources.memory_mib", "from 16 to 1024"),
+        (Resources(memory_mib=1), "resources.memory_mib", "from 16 to 1024"),
+        (Resources(millicpus=4001), "resources.millicpus", "from 50 to 4000"),
+        (Resources(memory_mib=1024, millicpus=4000), "resources", "together"),
+    ],
+)
+def test_resources_beyond_the_limits_of_every_pool_are_refused(resources, field, limit, grant, pool, second) -> None:
+    update_pool(pool, max_millicpus=4000)
+    update_pool(second, max_memory_mib=1024)
+    with pytest.raises(InvalidRequest, match=limit) as refused:
+        grant(environment_type="duo", pool="", resources=resources)
+    assert refused.value.extra["field"] == field
+    with pytest.raises(InvalidRequest):  # the limits of the named pool
+        grant(environment_type="duo", pool=pool.name, resources=Resources(memory_mib=1024))

@@ -58,15 +58,15 @@ class LeasePlacement:
 
     def place(self, pool: Pool, skips: Sequence[Skip], *, now: datetime) -> None:
         """Set the pool of the lease, and record the skipped pools. The lease is locked by the caller's transaction."""
-        if pool.pk != self.lease.pool_id or skips:
-            Lease.objects.filter(pk=self.lease.pk).exclude(pool=pool).update(pool=pool)
+        # Not only if `self.lease` has another pool: a concurrent request may have moved the lease since it was read.
+        Lease.objects.filter(pk=self.lease.pk).exclude(pool=pool).update(pool=pool)
         _record_skips(self.lease, skips, now=now)
 
     def note_skips(self, skips: Sequence[Skip], *, now: datetime) -> None:
         """Record the skipped pools of an active lease. A lease that is not granted has no timeline."""
         with transaction.atomic():
             active = Lease.objects.select_for_update(no_key=True).filter(pk=self.lease.pk, status=LeaseStatus.ACTIVE)
-            if active.exists():
+            if active.first():
                 _record_skips(self.lease, skips, now=now)
 
 

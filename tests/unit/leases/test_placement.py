@@ -140,6 +140,13 @@ def test_lease_that_named_its_pool_or_whose_key_allows_one_stays_in_it(grant, po
         run(both)
 
 
+def test_lease_follows_its_sandbox_although_it_was_read_before_another_request_moved_it(lease, pool, second) -> None:
+    as_read = Lease.objects.get(pk=lease.pk)
+    Lease.objects.filter(pk=lease.pk).update(pool=second)
+    LeasePlacement(as_read).place(pool, [], now=NOW)
+    assert get_pool_name(lease) == pool.name
+
+
 def test_join_grants_one_lease_in_the_second_pool(pool, second, fail_in) -> None:
     fail_in(pool, Unavailable("timed out"))
     request = LeaseRequest("did:plc:ada", "game-1", "duo")

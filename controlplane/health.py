@@ -29,7 +29,7 @@ from sandboxes import long_calls, pool_stats, providers
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.hosts import registry
-from sandboxes.models import Sweep
+from sandboxes.models import Host, Sweep
 from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.state import disk_space
 from sandboxes.sweeps import installation
@@ -72,6 +72,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         unsaved = pool_stats.find_unsaved_attachments().count()
         exhausted = len(budgets.find_exhausted(now=now))
         hosts = registry.count_by_state(now=now)
+        paused = [*Host.objects.filter(starts_paused_until__gt=now)]
         mismatch = installation.has_recorded_mismatch()
     except DatabaseError:
         return _build_report(database=False, missing=["The database does not respond."])
@@ -92,7 +93,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     warnings = [
         *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
         *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
-        *_iter_host_warnings(hosts),
+        *_iter_host_warnings(hosts), *_iter_start_warnings(paused),
     ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
@@ -132,6 +133,12 @@ def _iter_budget_warnings(exhausted: int) -> Iterator[str]:
 def _iter_host_warnings(hosts: Mapping[str, int]) -> Iterator[str]:
     if hosts["unreachable"]:
         yield f"Hosts without a recent heartbeat, whose sandboxes wait for them: {hosts['unreachable']}. See manage.py hosts."
+
+
+def _iter_start_warnings(paused: Sequence[Host]) -> Iterator[str]:
+    for host in paused:
+        until = f"{host.starts_paused_until:%H:%M:%S} UTC"
+        yield f'The provider {host.provider} starts no sandboxes on the host "{host}" until {until}, after failed starts.'
 
 
 def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:

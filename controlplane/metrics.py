@@ -37,6 +37,7 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import EDGES, START_REASONS
 from sandboxes.models import Host, Sweep
 from sandboxes.models.transition_reasons import RUN_REASONS
+from sandboxes.pool import start_breaker
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 from sandboxes.state import disk_space
 from sandboxes.streams.registry import OPEN_STREAMS
@@ -150,6 +151,7 @@ class MetricsSnapshot:
     sweeps: dict[tuple[str, ...], float]  # (name, host or "") -> seconds since the last success
     gateways: dict[str, dict[str, int]]  # host -> counts of AgentGateway.read_counts
     hosts: dict[tuple[str, ...], float]  # (host, state) -> seconds since the last heartbeat
+    paused_starts: dict[tuple[str, ...], bool]  # (host, provider) -> whether starts are paused
     queue: int
     queued_runs: QueueStats
     mismatch: bool
@@ -160,6 +162,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
     """Read all values from current rows only. Raise DatabaseError."""
     with _limit_statement_time():
         sweeps = [*Sweep.objects.select_related("host")]
+        hosts = [*Host.objects.all()]
         return MetricsSnapshot(
             pools=pool_stats.collect_pool_stats(now=now),
             transitions=pool_stats.count_recent_transitions(now=now),
@@ -180,8 +183,9 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
             },
             hosts={
                 (host.name, registry.get_state(host, now=now)): (now - (host.heartbeat_at or host.created_at)).total_seconds()
-                for host in Host.objects.all()
+                for host in hosts
             },
+            paused_starts={(host.name, host.provider): start_breaker.is_open(host, now=now) for host in hosts},
             queue=OrmQ.objects.count(),
             queued_runs=queue.get_stats(QueuedRun.objects.filter(ended_at__isnull=True), now=now),
             mismatch=installation.has_recorded_mismatch(),
@@ -263,6 +267,10 @@ class SnapshotCollector(Collector):
         yield _build_family(
             GaugeMetricFamily, "host_heartbeat_age_seconds", "Time since a worker last reached the engine of each host.",
             ["host", "state"], snapshot.hosts,
+        )  # fmt: skip
+        yield _build_family(
+            GaugeMetricFamily, "starts_paused", "1 while the provider starts no sandboxes on the host, after failed starts.",
+            ["host", "provider"], snapshot.paused_starts,
         )  # fmt: skip
         yield from _build_gateway_families(snapshot.gateways)
         yield _build_family(

@@ -68,6 +68,8 @@ class _GrantingGuard(LeaseGuard):
     def fence(self) -> HolderTerms:
         now = self.clock()
         basis = self.just_read.pop() if self.just_read else leasing.read_basis(self.request)
+        if basis.held and basis.held.pk == self.lease_id:  # granted with a place in a pool in which the sandbox did not start
+            return super().fence()
         if basis.held and not leasing.check_held(self.request, basis.held, now=now):
             raise _LeaseHeld
         try:
@@ -75,14 +77,14 @@ class _GrantingGuard(LeaseGuard):
         except IntegrityError:
             raise _LeaseHeld from None
         if basis.has_budgets:
-            super().check_affordable()
+            super().check_affordable(lease.pool)
         if now + KILL_GRACE > lease.expires_at:  # a start may take longer than a short TTL
             leasing.renew(lease, now=now, lasts=KILL_GRACE)
         return build_terms(lease)
 
-    def check_affordable(self) -> None:
+    def check_affordable(self, pool: Pool) -> None:
         with suppress(Lease.DoesNotExist):  # not granted yet: `fence` checks the budgets
-            super().check_affordable()
+            super().check_affordable(pool)
 
 
 def acquire_with_place(
@@ -108,10 +110,11 @@ def acquire_with_place(
         while True:
             try:
                 return _acquire_now(request, now=clock(), actor=actor, admit=admit)
-            except CapacityExhausted:
+            except CapacityExhausted as exhausted:
                 if wait is None or _has_place(request, now=clock()):
                     raise  # the wake of its cold sandbox needs an egress slot, not a place
-            pool = _find_pool(request, now=clock())
+                full_pool = exhausted.pool_id
+            pool = Pool.objects.get(pk=full_pool) if full_pool else _find_pool(request, now=clock())
             since = admission_queue.enqueue(pool, request.agent_did, request.environment_id, now=clock(), since=since)
             checkpoint("place awaited", request)
             if not _wait_for_turn(request, pool, since, until=until, clock=clock, sleep=sleep):
@@ -165,11 +168,9 @@ def _grant_with_place(
     request: LeaseRequest, basis: GrantBasis, clock: Clock, *, actor: str, admit: Callable[[], object]
 ) -> Admission:
     lease = leasing.build_lease(request, basis, now=clock())
-    guard = _GrantingGuard(
-        lease.pk, clock, size=execution.get_sandbox_size(lease.pool), request=request, actor=actor, admit=admit,
-        just_read=[basis],
-    )  # fmt: skip
-    sandbox_request = replace(execution.build_sandbox_request(lease, now=clock()), guard=guard, is_new_holder=True)
+    guard = _GrantingGuard(lease.pk, clock, request=request, actor=actor, admit=admit, just_read=[basis])
+    unguarded = execution.build_sandbox_request(lease, now=clock(), has_alternatives=basis.has_alternatives)
+    sandbox_request = replace(unguarded, guard=guard, is_new_holder=True)
     with end_on_error(lease.pk, clock=clock, actor=actor), hold(LeaseClaim(lease, clock)):
         allocation.ensure_running(sandbox_request, now=clock(), actor=actor)
         return read_admission(lease.pk, is_new=True)

@@ -14,11 +14,11 @@ from django.db import transaction
 from django.db.models import Model
 
 from billing import budgets
-from billing.budgets import SandboxSize
 from leases import leasing
 from leases.errors import LeaseEnded
 from leases.guard import LeaseGuard
 from leases.models import Lease
+from leases.placement import LEASE_HAS_ALTERNATIVES_SQL, LeasePlacement
 from sandboxes import restarts
 from sandboxes.claims import CLAIM_TTL, KILL_GRACE, Claim, hold
 from sandboxes.db import sql
@@ -33,7 +33,6 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import AWAKE_STATES, MintedToken, Pool, Run, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.pool.allocation import SandboxRequest
-from sandboxes.providers import get_default_provider_name
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
@@ -49,8 +48,12 @@ LEASE_JOINS: list[tuple[type[Model], str]] = [
 ]
 
 
-def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = False) -> SandboxRequest:
-    """Build the request of a lease for its sandbox. `check_budget` is passed to the lease's guard."""
+def build_sandbox_request(
+    lease: Lease, *, now: datetime, check_budget: bool = False, has_alternatives: bool = False
+) -> SandboxRequest:
+    """Build the request of a lease for its sandbox. `check_budget` is passed to the lease's guard.
+
+    With `has_alternatives` the environment type lists further pools than that of the lease."""
     config = {
         "leaseId": str(lease.pk),
         "agentDid": lease.agent_did,
@@ -69,13 +72,11 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
-        guard=LeaseGuard(lease.pk, clock_from(now), size=get_sandbox_size(lease.pool), check_budget=check_budget),
+        guard=LeaseGuard(lease.pk, clock_from(now), check_budget=check_budget),
+        memory_mib=lease.memory_mib,
+        millicpus=lease.millicpus,
+        placement=LeasePlacement(lease) if has_alternatives else None,
     )
-
-
-def get_sandbox_size(pool: Pool) -> SandboxSize:
-    """Return the size of a new sandbox in a pool, for its price."""
-    return SandboxSize(pool.provider or get_default_provider_name(), pool.memory_mib, pool.millicpus)
 
 
 def exec_command(
@@ -186,19 +187,20 @@ def use_lease(
     starts or wakes a sandbox, or runs something in one after the budget's grace period. Without the check after the
     grace period, repeated file operations would keep a sandbox alive indefinitely."""
     clock = clock_from(now)
-    found, (pool, sandbox), exhausted = sql.find_joined(
-        Lease, LEASE_JOINS, [budgets.ANY_EXHAUSTED_SQL], "leases_lease.id = %s", pk
+    found, (pool, sandbox), flags = sql.find_joined(
+        Lease, LEASE_JOINS, [budgets.ANY_EXHAUSTED_SQL, LEASE_HAS_ALTERNATIVES_SQL], "leases_lease.id = %s", pk
     )
     lease = leasing.check_active(found, now=now)
     lease.pool = pool
-    if spends and exhausted[0]:
+    is_exhausted, has_alternatives = map(bool, flags)
+    if spends and is_exhausted:
         budgets.require_budget(pk, now=now)
     if now + lasts + KILL_GRACE > lease.expires_at:
         leasing.renew(lease, now=clock(), lasts=lasts + KILL_GRACE)
     renewal = HolderRenewal(lambda at: leasing.build_renewal(lease, now=at))
     try:
         with hold(LeaseClaim(lease, clock, lasts=lasts)):
-            request = build_sandbox_request(lease, now=clock(), check_budget=not spends)
+            request = build_sandbox_request(lease, now=clock(), check_budget=not spends, has_alternatives=has_alternatives)
             yield replace(request, renewal=renewal if ends_with_run else None, known=sandbox)
     except SandboxLost as lost:
         leasing.require_active(pk, now=clock())  # a lost sandbox of an ended lease is reported as LeaseEnded

@@ -11,6 +11,8 @@ from sandboxes.db import sql
 from sandboxes.db.clock import Clock
 from sandboxes.db.sql import Statement
 from sandboxes.guard import HolderTerms
+from sandboxes.models import Pool
+from sandboxes.providers import get_default_provider_name
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,6 @@ class LeaseGuard:
 
     lease_id: UUID
     clock: Clock
-    size: SandboxSize | None = None  # of the lease's next sandbox
     check_budget: bool = False  # False: the budget was checked before the operation began, and need not be before its run
 
     def fence(self) -> HolderTerms:
@@ -39,19 +40,25 @@ class LeaseGuard:
     def check_active(self) -> None:
         leasing.require_active(self.lease_id, now=self.clock())
 
-    def check_affordable(self) -> None:
+    def check_affordable(self, pool: Pool) -> None:
         lease, _, budget_flags = sql.find_joined(
             Lease, [], [budgets.ANY_EXHAUSTED_SQL, budgets.ANY_HARD_SQL], "leases_lease.id = %s", self.lease_id
         )
-        leasing.check_active(lease, now=self.clock())
+        lease = leasing.check_active(lease, now=self.clock())
         if any(budget_flags):
             budgets.require_budget(self.lease_id, now=self.clock())
-            budgets.require_room(self.lease_id, size=self.size, now=self.clock())
+            budgets.require_room(self.lease_id, size=get_sandbox_size(pool, lease), now=self.clock())
 
     def check_proceed(self) -> None:
         """Raise BudgetExhausted once a spent budget's grace period is over."""
         if self.check_budget:
             budgets.require_budget(self.lease_id, now=self.clock(), after_grace=True)
+
+
+def get_sandbox_size(pool: Pool, lease: Lease) -> SandboxSize:
+    """Return the size of a new sandbox of a lease in a pool, for its price."""
+    memory_mib, millicpus = lease.memory_mib or pool.memory_mib, lease.millicpus or pool.millicpus
+    return SandboxSize(pool.provider or get_default_provider_name(), memory_mib, millicpus)
 
 
 def build_terms(lease: Lease) -> HolderTerms:

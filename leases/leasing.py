@@ -16,6 +16,8 @@ from billing.models import Tab
 from leases.allow_lists import AllowLists
 from leases.errors import Conflict, InvalidRequest, LeaseEnded, NotAllowed
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
+from leases.placement import TYPE_HAS_ALTERNATIVES_SQL, list_pools
+from leases.resources import Resources, require_allowed
 from sandboxes import destruction, stop_reasons
 from sandboxes.db import durations, sql
 from sandboxes.db.clock import format_timestamp
@@ -39,6 +41,7 @@ OPEN_ENVIRONMENT_SQL = (
     "ON CONFLICT (id) DO UPDATE SET ended_at = NULL, end_reason = '', outcome_text = '' "
     "WHERE leases_environment.ended_at IS NOT NULL"
 )
+BASIS_FLAGS = [AGENT_EXISTS_SQL, ENVIRONMENT_OPEN_SQL, budgets.ANY_HARD_SQL, TYPE_HAS_ALTERNATIVES_SQL]
 BASIS_JOINS: list[tuple[type[Model], str]] = [
     (
         Lease,
@@ -66,6 +69,7 @@ class LeaseRequest:
     auto_delete: timedelta | None = None  # of the sandbox at its vendor; zero: never
     expiry_conditions: Sequence[str] | None = None
     pool: str = ""
+    resources: Resources | None = None  # of the sandboxes; None: those of the pool
     key_id: str = ""  # API key of the caller, "" without one; budgets may apply to the key
     allowed: AllowLists | None = None  # of the caller's API key; None: no restriction
     id: UUID | None = None  # key of the new lease, which must be unused; None generates one
@@ -81,6 +85,7 @@ class GrantBasis:
     knows_agent: bool = False
     has_open_environment: bool = False
     has_budgets: bool = False  # a hard budget exists, and may apply to the lease
+    has_alternatives: bool = False  # the environment type lists further pools
 
 
 def compute_expires_at(*, renewed_at: datetime, ttl: timedelta, max_expires_at: datetime) -> datetime:
@@ -122,7 +127,7 @@ def read_basis(request: LeaseRequest) -> GrantBasis:
     """Read the rows that decide about a request. Plan: lookups in unique indexes, and one in a partial index of budgets."""
     pool_condition, values = _build_pool_condition(request)
     environment_type, joined, flags = sql.find_joined(
-        EnvironmentType, [*BASIS_JOINS, (Pool, pool_condition)], [AGENT_EXISTS_SQL, ENVIRONMENT_OPEN_SQL, budgets.ANY_HARD_SQL],
+        EnvironmentType, [*BASIS_JOINS, (Pool, pool_condition)], BASIS_FLAGS,
         "leases_environmenttype.name = %s",
         request.agent_did, request.environment_id, request.agent_did, request.environment_id, *values, request.environment_type,
     )  # fmt: skip
@@ -184,6 +189,9 @@ def grant(
 def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> Lease:
     """Build a new lease without saving it. Raise InvalidRequest or NotAllowed, naming the field."""
     environment_type, pool_row = require_placement(request, basis)
+    resources = request.resources or Resources()
+    if resources != Resources():
+        require_allowed(_list_permitted_pools(request, basis, pool_row), resources)
     max_ttl = request.max_ttl or environment_type.max_ttl
     if max_ttl > environment_type.max_ttl:
         raise InvalidRequest(
@@ -202,6 +210,9 @@ def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> L
         environment_type=environment_type,
         llm_limit=environment_type.llm_limit,
         pool=pool_row,
+        pools=[request.pool] if request.pool else [*request.allowed.pools] if request.allowed else [],
+        memory_mib=resources.memory_mib,
+        millicpus=resources.millicpus,
         leased_at=now,
         last_activity_at=now,
         ttl=ttl,
@@ -234,8 +245,22 @@ def require_placement(request: LeaseRequest, basis: GrantBasis) -> tuple[Environ
     if pool_row is None:
         raise InvalidRequest("pool", "There is no such pool.")
     if request.allowed and not request.allowed.allows_placement(pool_row, environment_type):
-        raise NotAllowed("This API key may not use that pool.", field="pool")
+        pool_row = None if request.pool or not basis.has_alternatives else _find_allowed_pool(request.allowed, environment_type)
+        if pool_row is None:
+            raise NotAllowed("This API key may not use that pool.", field="pool")
     return environment_type, pool_row
+
+
+def _list_permitted_pools(request: LeaseRequest, basis: GrantBasis, first: Pool) -> list[Pool]:
+    """Return the pools in which the sandbox of a new lease may be started."""
+    if request.pool or not basis.has_alternatives or basis.environment_type is None:
+        return [first]
+    names = request.allowed.pools if request.allowed else ()
+    return [pool for pool in list_pools(basis.environment_type) if not names or pool.name in names]
+
+
+def _find_allowed_pool(allowed: AllowLists, environment_type: EnvironmentType) -> Pool | None:
+    return next((pool for pool in list_pools(environment_type) if pool.name in allowed.pools), None)
 
 
 def _build_pool_condition(request: LeaseRequest) -> tuple[str, list[str]]:

@@ -22,7 +22,7 @@ from leases.environments.models import EnvironmentSecret as EnvironmentSecret
 from leases.queue.models import QueueAgent as QueueAgent  # makes the tables known to Django
 from leases.queue.models import QueuedRun as QueuedRun
 from sandboxes.db import durations
-from sandboxes.models import Policy, Pool, Run
+from sandboxes.models import Policy, Pool, Run, SkipReason
 from sandboxes.nsid import MAX_NSID_LENGTH, NSID_DESCRIPTION, NSID_PATTERN
 
 DID_PATTERN = r"did:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]"
@@ -203,6 +203,9 @@ class EnvironmentType(models.Model):
     pool = models.ForeignKey(
         Pool, on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text='Empty: the pool "default".'
     )
+    cheapest_pool = models.BooleanField(
+        default=False, help_text="Try the pools in the order of their hourly price instead of the order of the list."
+    )
     policy = models.ForeignKey(
         Policy, on_delete=models.PROTECT, null=True, blank=True, related_name="environment_types",
         help_text="Policy of new sandboxes. Empty: sealed.",
@@ -229,6 +232,34 @@ class EnvironmentType(models.Model):
         return self.name
 
 
+class AlternativePool(models.Model):
+    """Further pool of an environment type, tried after its `pool` and the alternatives with a lower position."""
+
+    environment_type = models.ForeignKey(
+        EnvironmentType, on_delete=models.CASCADE, related_name="alternative_pools", db_index=False
+    )
+    pool = models.ForeignKey(Pool, on_delete=models.PROTECT, related_name="+")
+    position = models.PositiveSmallIntegerField(default=0, help_text="Lower positions are tried first.")
+
+    class Meta:
+        default_permissions = ()
+        ordering = ["position", "pk"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["environment_type", "pool"], name="alternative_pool_once",
+                violation_error_message="A pool may be listed once.",
+            ),
+        ]  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.environment_type}: {self.pool}"
+
+    def clean(self) -> None:
+        """Refuse the pool that the environment type tries first."""
+        if self.environment_type_id and self.pool_id and self.pool_id == self.environment_type.pool_id:
+            raise ValidationError({"pool": "This is the first pool of the environment type."})
+
+
 class LeaseStatus(models.TextChoices):
     ACTIVE = "active"
     EXPIRED = "expired"  # the lease has ended; its sandbox may still exist
@@ -245,7 +276,21 @@ class Lease(models.Model):
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     environment_id = models.CharField(max_length=200, verbose_name="environment")
     environment_type = models.ForeignKey(EnvironmentType, to_field="name", on_delete=models.PROTECT, related_name="leases")
-    pool = models.ForeignKey(Pool, on_delete=models.PROTECT, related_name="leases")
+    pool = models.ForeignKey(
+        Pool, on_delete=models.PROTECT, related_name="leases",
+        help_text="Pool of the lease's sandbox, or of the last one; before the first one, the first pool that is tried.",
+    )  # fmt: skip
+    pools = models.JSONField(
+        default=list, blank=True,
+        help_text="Names of the pools that the lease may use: that of its request, or those of the API key. Empty: those of "
+        "the environment type.",
+    )  # fmt: skip
+    memory_mib = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Memory of its sandboxes, MiB, as requested. Empty: that of the pool."
+    )
+    millicpus = models.PositiveIntegerField(
+        null=True, blank=True, help_text="CPU of its sandboxes, millicores, as requested. Empty: that of the pool."
+    )
     status = models.CharField(max_length=16, choices=LeaseStatus.choices, default=LeaseStatus.ACTIVE)
     leased_at = models.DateTimeField()
     last_activity_at = models.DateTimeField()
@@ -328,10 +373,17 @@ class LeaseEvent(models.Model):
 
     lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="events", db_index=False)
     at = models.DateTimeField()
-    # granted, ended, destroyed, failed, workspace_over_limit, spend_limit, snapshot, restored, forked
+    # granted, ended, destroyed, failed, workspace_over_limit, spend_limit, snapshot, restored, forked, pool_skipped
     kind = models.CharField(max_length=32)
     actor = models.CharField(max_length=255, blank=True)
     reason = models.CharField(max_length=500, blank=True)
+    pool = models.ForeignKey(
+        Pool, on_delete=models.PROTECT, null=True, blank=True, editable=False, related_name="+", db_index=False,
+        help_text="Pool that was passed over.",
+    )  # fmt: skip
+    skip_reason = models.CharField(
+        max_length=16, blank=True, choices=SkipReason.choices, editable=False, help_text="Reason for which it was passed over."
+    )
     request = models.OneToOneField(
         "self", on_delete=models.PROTECT, null=True, blank=True, editable=False, related_name="outcome",
         help_text="The queued request whose outcome this entry is. Unique, so that a task delivered twice acts once.",

@@ -100,6 +100,28 @@ class CapacityExhausted(SandboxError):
 
     code = "capacity_exhausted"
     retry_after = 10
+    pool_id: int | None = None  # of the full pool, if the request has several pools
+
+
+class StartsPaused(SandboxError):
+    """The provider starts no sandboxes for now, after failed starts in a row."""
+
+    code = "starts_paused"
+    retry_after = 30
+
+
+class TooManyStarts(SandboxError):
+    """The pool starts as many sandboxes as it may at once. Try again in a few seconds."""
+
+    code = "too_many_starts"
+    retry_after = 5
+
+
+class NoPoolAvailable(SandboxError):
+    """None of the pools of this environment type can start a sandbox now."""
+
+    code = "no_pool_available"
+    retry_after = 10
 
 
 class SandboxNotReady(SandboxError):

@@ -300,14 +300,15 @@ def release_cold(
     for_agent: str = "",
     tier: str = "",
     guard: Q | None = None,
+    code: TransitionReason | None = None,
 ) -> bool:
     """Release the place of a cold sandbox. Its row becomes `destroyed`; its snapshots stay for the holder's next use.
 
-    `for_agent` is the agent that needs the place; empty: the cold TTL has passed. `tier` is the state before the eviction
-    (`waiting` for a suspended sandbox) and selects the pool's counter. Returns False if the sandbox woke meanwhile, or if the
-    release would take a guaranteed place for another agent."""
+    `for_agent` is the agent that needs the place; empty: the cold TTL has passed, unless `code` is another cause. `tier` is the
+    state before the eviction (`waiting` for a suspended sandbox) and selects the pool's counter. Returns False if the sandbox
+    woke meanwhile, or if the release would take a guaranteed place for another agent."""
     sandbox = Sandbox.objects.get(pk=pk)
-    code = TransitionReason.CAPACITY if for_agent else TransitionReason.COLD_TTL
+    code = code or (TransitionReason.CAPACITY if for_agent else TransitionReason.COLD_TTL)
     with transaction.atomic():
         released = advance(
             pk, COLD, DESTROYING, now=now, code=code, reason=reason, actor=actor, guard=guard, deadline_at=now, claim=None

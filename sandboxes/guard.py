@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Protocol
 
 from sandboxes.db.sql import ALWAYS, Statement
-from sandboxes.models import Policy
+from sandboxes.models import Policy, Pool
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Guard(Protocol):
         """Raise if the holder has ended."""
         ...
 
-    def check_affordable(self) -> None:
-        """Raise if the holder has ended, or may not start or wake a sandbox now.
+    def check_affordable(self, pool: Pool) -> None:
+        """Raise if the holder has ended, or may not start or wake a sandbox of this pool now.
 
         The pool calls it before a start or wake, and again after it, because both may take minutes."""
         ...
@@ -69,7 +69,7 @@ class OpenGuard:
     def check_active(self) -> None:
         pass
 
-    def check_affordable(self) -> None:
+    def check_affordable(self, pool: Pool) -> None:
         pass
 
     def check_proceed(self) -> None:

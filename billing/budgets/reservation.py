@@ -81,7 +81,7 @@ def compute_reservation(
     hours = Fraction(duration // MICROSECOND, HOUR // MICROSECOND)
     if budget.unit == Unit.HOURS:
         return pricing.round_half_up(hours * sum(sizes.values()))
-    price = sum((number * _price_hour(size, basis.rates, now) for size, number in sizes.items()), Fraction(0))
+    price = sum((number * price_hour(size, basis.rates, now) for size, number in sizes.items()), Fraction(0))
     return pricing.round_half_up(hours * price)
 
 
@@ -120,7 +120,7 @@ def _find_summed_until(budget: Budget, basis: ReservationBasis, *, now: datetime
     return min(metered, summed, now)
 
 
-def _price_hour(size: SandboxSize, rates: list[Rate], at: datetime) -> Fraction:
+def price_hour(size: SandboxSize, rates: list[Rate], at: datetime) -> Fraction:
     """Return the USD of one hour of a sandbox at its limits."""
     instance_type = find_instance_type(size.provider, size.memory_mib, size.millicpus)
     quantities = pricing.compute_allocated_quantities(

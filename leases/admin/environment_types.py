@@ -3,12 +3,15 @@
 from typing import Any
 
 from django.contrib import admin
+from django.db.models import Model
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
+from unfold.admin import TabularInline
 from unfold.decorators import display
 
 from leases.admin import spending
-from leases.models import EnvironmentType, LeaseStatus
+from leases.models import AlternativePool, EnvironmentType, LeaseStatus
+from leases.placement import list_pools
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -22,6 +25,27 @@ from sandboxes.models import PackVersion
 from sandboxes.models.policies import SEALED_POLICY_NAME
 
 
+class AlternativePoolInline(TabularInline):
+    """Further pools of an environment type. The permission to change the type includes its list."""
+
+    model = AlternativePool
+    fields = ["position", "pool"]
+    extra = 1
+    verbose_name, verbose_name_plural = "alternative pool", "Alternative pools, tried in order after the pool above"
+
+    def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return request.user.has_perm("leases.view_environmenttype")
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return request.user.has_perm("leases.change_environmenttype")
+
+    def has_add_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return self.has_change_permission(request)
+
+    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return self.has_change_permission(request)
+
+
 @admin.register(EnvironmentType)
 class EnvironmentTypeAdmin(ConsoleModelAdmin):
     list_display = ["name", "lifetime_limits", "sleeps", "conditions", "pool_label", "spends"]
@@ -31,7 +55,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
     ordering = ["name"]
     list_tabs = {"all": ListTab("All", "No environment types yet. Add one to let agents acquire leases of it.")}
     fieldsets = [
-        (None, {"fields": ["name", "pool", "policy", "restricted"]}),
+        (None, {"fields": ["name", "pool", "cheapest_pool", "policy", "restricted"]}),
         ("Lease lifetime", {"fields": ["ttl", "max_ttl", "expiry_conditions"]}),
         (
             "Turns, suspension and eviction",
@@ -52,7 +76,9 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
             },
         ),
     ]
+    inlines = [AlternativePoolInline]
     labels = {
+        "cheapest_pool": "Cheapest pool first",
         "ttl": "Idle limit",
         "max_ttl": "Hard limit",
         "expiry_conditions": "End conditions",
@@ -99,6 +125,11 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
             "facts": [
                 SummaryField("Pack", pack, note="skill of its sandboxes; changed by manage.py pack upgrade"),
                 SummaryField("Active leases", active, href=href),
+                SummaryField("Pools", ", ".join(pool.name for pool in list_pools(row)), note=describe_pool_order(row)),
                 SummaryField("Spend limit", spending.format_spend_limit(row.llm_limit), note="on model calls, per new lease"),
             ]
         }
+
+
+def describe_pool_order(row: EnvironmentType) -> str:
+    return "tried by hourly price" if row.cheapest_pool else "tried in this order when a sandbox is needed"

@@ -13,6 +13,7 @@ from unfold.widgets import UnfoldAdminTextInputWidget
 from leases import fork as forking
 from leases.leasing import LeaseRequest
 from leases.models import ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN, Lease, LeaseEvent, LeaseStatus
+from leases.placement import find_fork_pool
 from leases.tasks import request_restore, request_snapshot
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.snapshots import SnapshotAdmin
@@ -70,7 +71,7 @@ def _is_lease_active(holder: UUID) -> bool:
 
 def _fork_snapshot(snapshot: Snapshot, actor: str, reason: str, now: datetime, environment: str) -> bool:
     lease = Lease.objects.select_related("pool").get(pk=snapshot.holder)
-    request = LeaseRequest(lease.agent_did, environment, lease.environment_type_id, pool=lease.pool.name)
+    request = LeaseRequest(lease.agent_did, environment, lease.environment_type_id, pool=find_fork_pool(lease))
 
     def record_reason() -> None:
         LeaseEvent.objects.create(lease=lease, at=now, kind="fork_asked_for", actor=actor, reason=reason)

@@ -20,6 +20,7 @@ from leases.api.base.authentication import Caller
 from leases.api.base.fields import (
     DurationField,
     PatternField,
+    StrictIntegerField,
     StrictSerializer,
     StrictUUIDField,
     build_did_field,
@@ -42,6 +43,7 @@ from leases.models import (
     Lease,
     LeaseStatus,
 )
+from leases.resources import Resources
 from leases.tasks import begin_reclaim
 from sandboxes import stop_reasons
 from sandboxes.db import database_time, sql
@@ -52,6 +54,19 @@ from sandboxes.providers.base import Network
 
 MAX_RENEWED_LEASES = 1000  # in one request
 HELD_SANDBOX_SQL = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
+
+
+class ResourcesSerializer(StrictSerializer):
+    memory_mib = StrictIntegerField(
+        min_value=1,
+        required=False,
+        allow_null=True,
+        help_text="MiB, within the limits of the pools. Default: that of the pool.",
+    )
+    millicpus = StrictIntegerField(
+        min_value=1, required=False, allow_null=True,
+        help_text="1000 is one CPU. Within the limits of the pools. Default: that of the pool.",
+    )  # fmt: skip
 
 
 class NewLeaseSerializer(StrictSerializer):
@@ -83,6 +98,9 @@ class NewLeaseSerializer(StrictSerializer):
         help_text="Conditions whose posting ends the lease. Default: from the environment type.",
     )  # fmt: skip
     pool = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True)
+    resources = ResourcesSerializer(
+        required=False, allow_null=True, help_text="Resources of the lease's sandboxes. An existing lease keeps its own."
+    )
 
     def validate_expiry_conditions(self, value: list[str] | None) -> list[str] | None:
         if value and len(set(value)) < len(value):
@@ -355,6 +373,7 @@ def build_lease_request(data: Mapping[str, Any], caller: Caller) -> leasing.Leas
         auto_delete=seconds_to_timedelta(data, "auto_delete_seconds"),
         expiry_conditions=data.get("expiry_conditions"),
         pool=data.get("pool") or "",
+        resources=Resources(**(data.get("resources") or {})),
         key_id=str(caller.pk),
         allowed=caller.allowed,
     )

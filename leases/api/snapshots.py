@@ -18,6 +18,7 @@ from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.leases import AcquireSerializer, LeaseSerializer, build_lease_request, render_lease
 from leases.models import DID_DESCRIPTION, DID_PATTERN, Lease
+from leases.placement import find_fork_pool
 from sandboxes.claims import CLAIM_TTL, KILL_GRACE
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Snapshot
@@ -151,9 +152,10 @@ class LeaseForkView(LeaseApiView):
 
 
 def apply_fork_defaults(data: Mapping[str, Any], lease: Lease) -> dict[str, Any]:
-    """Return the fork request with its defaults applied. In the same environment type the pool stays the same."""
+    """Return the fork request with its defaults applied. In the same environment type the pool stays the same,
+    unless the type chooses it."""
     environment_type = data.get("environment_type") or lease.environment_type_id
-    pool = data.get("pool") or (lease.pool.name if environment_type == lease.environment_type_id else "")
+    pool = data.get("pool") or (find_fork_pool(lease) if environment_type == lease.environment_type_id else "")
     return {**data, "agent_did": data.get("agent_did") or lease.agent_did, "environment_type": environment_type, "pool": pool}
 
 

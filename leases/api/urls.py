@@ -29,6 +29,7 @@ from leases.api import (
     streams,
     templates,
     terminals,
+    timeline,
     turns,
 )
 from leases.api.files import archives, content, operations, signed_urls, watch
@@ -52,6 +53,7 @@ urlpatterns = [
     path("leases", leases.LeaseListView.as_view()),
     path("leases/renew", leases.LeaseRenewManyView.as_view()),
     path("leases/<uuid:pk>", leases.LeaseView.as_view()),
+    path("leases/<uuid:pk>/timeline", timeline.LeaseTimelineView.as_view()),
     path("leases/<uuid:pk>/renew", leases.LeaseRenewView.as_view()),
     path("leases/<uuid:pk>/release", leases.LeaseReleaseView.as_view()),
     path("leases/<uuid:pk>/exec", runs.ExecView.as_view()),

@@ -31,7 +31,7 @@ from sandboxes.errors import SandboxError, WrongHost
 from sandboxes.failures import find_cause, find_provider
 from sandboxes.guard import Guard, HolderTerms
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import NEVER_STARTED, Run, RunOutcome
+from sandboxes.models import NEVER_STARTED, Pool, Run, RunOutcome
 from sandboxes.providers.base import Rejected
 from sandboxes.runs.operations import Command
 from sandboxes.storage.base import StoreError
@@ -66,8 +66,8 @@ class AttemptGuard:
         if not find_attempt(self.row).filter(runner=self.row.runner, interrupted_at__isnull=True).exists():
             raise QueuedRunInterrupted()
 
-    def check_affordable(self) -> None:
-        self.inner.check_affordable()
+    def check_affordable(self, pool: Pool) -> None:
+        self.inner.check_affordable(pool)
 
     def check_proceed(self) -> None:
         self.inner.check_proceed()

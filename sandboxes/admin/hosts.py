@@ -10,22 +10,39 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base.actions import list_audit_entries
+from sandboxes.admin.base.actions import AdminAction, list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
+    format_age,
     render_badge,
     render_time_ago,
+    render_timestamp,
     render_two_lines,
+    truncate_text,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.formatting import pluralize
 from sandboxes.hosts import registry
 from sandboxes.models import Host, SandboxState
+from sandboxes.pool import start_breaker
 
 MAX_AUDIT_ROWS = 12
 BADGES = {"live": "ok", "unreachable": "late", "lost": "failing"}
 WITH_PROCESS = ~Q(sandboxes__state__in=(SandboxState.COLD, SandboxState.DESTROYED))
+
+
+RESUME_STARTS_ACTION = AdminAction(
+    title="Resume starts",
+    warning="Sandboxes are started on this host again. Three more failures in a row pause the starts again.",
+    done="starts sandboxes again",
+    refusal_reason="its starts are not paused",
+    legal=lambda row: start_breaker.is_open(row, now=timezone.now()),
+    verb=lambda row, actor, reason, now: start_breaker.reset(row, now=now, actor=actor),
+    icon="replay",
+    permissions=("sandboxes.drain_pool",),
+)
 
 
 def build_unreachable_filter(now: datetime) -> Q:
@@ -39,10 +56,12 @@ class HostAdmin(ConsoleModelAdmin):
     list_tabs = {
         "all": ListTab("All", "No hosts yet. A host appears when its worker runs for the first time: manage.py up."),
         "unreachable": ListTab("Unreachable", "Each host has a recent heartbeat.", build_unreachable_filter),
+        "paused": ListTab("Starts paused", "Every host may start sandboxes.", lambda now: Q(starts_paused_until__gt=now)),
         "lost": ListTab("Lost", "No host is declared lost.", lambda now: Q(lost_at__isnull=False)),
     }
     fieldsets = [(None, {"fields": ["name"]})]
     change_form_outer_before_template = "admin/sandboxes/host/actions.html"
+    row_actions = {"resume_starts": RESUME_STARTS_ACTION}
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
@@ -55,7 +74,10 @@ class HostAdmin(ConsoleModelAdmin):
 
     @display(description="State")
     def state(self, row: Host) -> SafeString:
-        return render_state(row, timezone.now())
+        state, now = render_state(row, timezone.now()), timezone.now()
+        return (
+            render_two_lines(state, render_badge("paused", "starts paused")) if start_breaker.is_open(row, now=now) else state
+        )
 
     @display(description="Last heartbeat")
     def heartbeat(self, row: Host) -> SafeString | str:
@@ -99,6 +121,7 @@ class HostAdmin(ConsoleModelAdmin):
                     note="with a process",
                     href=build_changelist_url("sandboxes_sandbox", slice="live", host__exact=row.pk),
                 ),
+                build_starts_field(row, now),
                 SummaryField("Memory", self.memory(row), note="of the engine's machine"),
                 SummaryField("Provider", row.provider, note=f"engine {row.engine_id}"),
                 SummaryField("Version", self.release(row), note="of the worker"),
@@ -111,3 +134,12 @@ class HostAdmin(ConsoleModelAdmin):
 def render_state(row: Host, now: datetime) -> SafeString:
     state = registry.get_state(row, now=now)
     return render_badge(BADGES[state], state)
+
+
+def build_starts_field(row: Host, now: datetime) -> SummaryField:
+    """Build the state of the circuit breaker of starts."""
+    failed = pluralize(row.start_failures, "failed start", "failed starts")
+    if row.starts_paused_until and start_breaker.is_open(row, now=now):
+        left = render_timestamp(row.starts_paused_until, f"paused for {format_age(row.starts_paused_until - now)}")
+        return SummaryField("Starts", left, note=f"after {failed}: {truncate_text(row.start_error)}", alarm=True)
+    return SummaryField("Starts", "allowed", note=f"{failed} in a row" if row.start_failures else "no failed starts")

@@ -14,7 +14,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes import pool_stats
+from sandboxes import pool_stats, providers
 from sandboxes.admin import tabs
 from sandboxes.admin.base.actions import AdminAction, list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
@@ -34,7 +34,7 @@ from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.quotas import build_add_quota_url, build_quota_row
 from sandboxes.formatting import pluralize
 from sandboxes.hosts import capacity
-from sandboxes.models import Pool, SandboxState
+from sandboxes.models import Host, Pool, SandboxState
 from sandboxes.pool import allocation
 from sandboxes.pool_stats import PoolStats
 
@@ -169,14 +169,34 @@ class PoolAdmin(ConsoleModelAdmin):
         ),
     }
     fieldsets = [
-        (None, {"fields": ["name", "capacity", "automatic_capacity", "warm_target", "provider", "image", "restricted"]}),
-        ("Resources of each new sandbox", {"fields": ["memory_mib", "millicpus", "pids", "workspace_limit_mib"]}),
+        (
+            None,
+            {
+                "fields": [
+                    "name",
+                    "capacity",
+                    "automatic_capacity",
+                    "max_starting",
+                    "warm_target",
+                    "provider",
+                    "image",
+                    "restricted",
+                ]
+            },
+        ),
+        (
+            "Resources of each new sandbox",
+            {"fields": ["memory_mib", "millicpus", "max_memory_mib", "max_millicpus", "pids", "workspace_limit_mib"]},
+        ),
     ]
     labels = {
         "automatic_capacity": "Automatic capacity",
+        "max_starting": "Concurrent starts",
         "warm_target": "Warm target",
         "memory_mib": "Memory (MiB)",
         "millicpus": "CPU (millicores)",
+        "max_memory_mib": "Maximum memory by request (MiB)",
+        "max_millicpus": "Maximum CPU by request (millicores)",
         "pids": "Process limit",
         "workspace_limit_mib": "Workspace limit (MiB)",
     }
@@ -275,6 +295,7 @@ def build_pool_fields(row: Pool, stats: PoolStats, now: datetime) -> list[Summar
             href=build_changelist_url("sandboxes_sandbox", slice="unclaimed", pool__id__exact=row.pk),
         ),
         build_circuit_field(row, now),
+        build_hosts_field(row, now),
         *[
             SummaryField(
                 label,
@@ -313,6 +334,15 @@ def describe_capacity(row: Pool) -> tuple[str, str]:
     if not row.capacity_origin:
         return "not derived yet", f"{row.capacity:,} until a recount sweep reaches the provider"
     return f"{row.capacity:,}, automatic", row.capacity_origin
+
+
+def build_hosts_field(row: Pool, now: datetime) -> SummaryField:
+    """Build the number of hosts of the pool's provider whose starts are paused."""
+    hosts = Host.objects.filter(provider=row.provider or providers.get_default_provider_name())
+    paused = hosts.filter(starts_paused_until__gt=now).count()
+    limit = f"at most {row.max_starting:,} at the same time" if row.max_starting else "no limit of concurrent starts"
+    state = f"paused on {pluralize(paused, 'host', 'hosts')}" if paused else "allowed"
+    return SummaryField("Starts", state, note=limit, href=build_changelist_url("sandboxes_host"), alarm=paused > 0)
 
 
 PROBLEM_TAB_LABELS = {"quarantine": "Quarantine", "stalled": "Stalled", "lost": "Lost", "unstored": "State not stored"}

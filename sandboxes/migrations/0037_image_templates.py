@@ -9,7 +9,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0034_adopted_reason'),
+        ('sandboxes', '0036_resource_limits'),
     ]
 
     operations = [

@@ -9,6 +9,7 @@ from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
 from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate
 from sandboxes.models.packs import PackAssignment, PackOrigin, PackVersion
+from sandboxes.models.placement import SkipReason
 from sandboxes.models.policies import Policy
 from sandboxes.models.pools import Pool, Quota
 from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
@@ -72,6 +73,7 @@ __all__ = [
     "Sandbox",
     "SandboxState",
     "SigningKey",
+    "SkipReason",
     "Snapshot",
     "Sweep",
     "TemplateFailure",

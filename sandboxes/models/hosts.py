@@ -29,6 +29,19 @@ class Host(models.Model):
         help_text="Time at which an operator declared the host lost. Empty again once it has returned and is cleaned up.",
     )  # fmt: skip
 
+    # Circuit breaker of starts, see sandboxes.pool.start_breaker.
+    start_failures = models.PositiveIntegerField(
+        default=0, editable=False, help_text="Consecutive starts for which the provider was unavailable."
+    )
+    start_pauses = models.PositiveIntegerField(default=0, editable=False, help_text="Consecutive pauses.")
+    starts_paused_until = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Starts are refused until then."
+    )
+    start_probing = models.BooleanField(
+        default=False, editable=False, help_text="One start has been let through to test the provider."
+    )
+    start_error = models.TextField(blank=True, editable=False)
+
     class Meta:
         default_permissions = ("view", "change")
         permissions = [("declare_host_lost", "Can declare hosts lost")]

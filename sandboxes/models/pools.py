@@ -61,6 +61,10 @@ class Pool(models.Model):
         max_length=255, blank=True, editable=False, help_text="Origin of an automatic capacity. Empty: not derived yet."
     )
     used = models.PositiveIntegerField(default=0, editable=False)
+    max_starting = models.PositiveIntegerField(
+        null=True, blank=True, validators=[MinValueValidator(1)],
+        help_text="Maximum number of sandboxes that start or wake at the same time. Empty: no limit.",
+    )  # fmt: skip
     draining = models.BooleanField(default=False, editable=False, help_text="No new sandboxes; existing ones end normally.")
     restricted = models.BooleanField(
         default=False, help_text="Only API keys that list this pool, and environment types that set it, may use it."
@@ -78,6 +82,14 @@ class Pool(models.Model):
     )
     memory_mib = models.PositiveIntegerField(default=default_memory_mib, validators=[MinValueValidator(16)])
     millicpus = models.PositiveIntegerField(default=default_millicpus, validators=[MinValueValidator(50)])
+    max_memory_mib = models.PositiveIntegerField(
+        null=True, blank=True, validators=[MinValueValidator(16)],
+        help_text="Maximum memory that a lease may request, MiB. Empty: the memory above.",
+    )  # fmt: skip
+    max_millicpus = models.PositiveIntegerField(
+        null=True, blank=True, validators=[MinValueValidator(50)],
+        help_text="Maximum CPU that a lease may request, millicores. Empty: the CPU above.",
+    )  # fmt: skip
     pids = models.PositiveIntegerField(default=default_pids, validators=[MinValueValidator(16)])
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     # Counts of destroyed sandboxes and of evictions. sandboxes.pool_stats adds the counters of live sandboxes.

@@ -39,6 +39,7 @@ class TransitionReason(models.TextChoices):
     HOST_LOST = "host_lost", "host lost"  # declared by an operator
     EVICTION_STALLED = "eviction_stalled", "process could not be destroyed"  # its state is stored
     COLD_TTL = "cold_ttl", "cold for too long"
+    MOVED = "moved", "moved to another pool"  # its provider is unavailable, and its state is stored
     CONFIRMED_GONE = "confirmed_gone", "confirmed gone"  # by the provider
     NO_PROCESS = "no_process", "no process to destroy"
 

@@ -6,7 +6,7 @@ which a sweep in sandboxes.sweeps.passes takes the next step."""
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -21,14 +21,24 @@ from sandboxes import eviction, providers, suspension
 from sandboxes.db import dialect, sql
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import slots
-from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded, SandboxBusy, SandboxLost
+from sandboxes.errors import (
+    CapacityExhausted,
+    PoolDraining,
+    QuotaExceeded,
+    SandboxBusy,
+    SandboxLost,
+    SandboxNotReady,
+    StartsPaused,
+    TooManyStarts,
+)
 from sandboxes.guard import OPEN_GUARD, Guard, HolderRenewal, HolderTerms
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
-from sandboxes.pool import admission_queue, intervals, lifetimes, prewarmed
+from sandboxes.pool import admission_queue, intervals, lifetimes, prewarmed, start_breaker
 from sandboxes.pool.admission_queue import Position
-from sandboxes.pool.starts import MAX_EVICTION_ATTEMPTS, start_reserved, wake
+from sandboxes.pool.placement import MOVE_REASONS, START_ERRORS, Placement, PoolSearch, Skip, find_skip_reason
+from sandboxes.pool.starts import MAX_EVICTION_ATTEMPTS, require_start_allowed, start_reserved, wake
 from sandboxes.state import disk_space, mounts, workspace
 
 log = structlog.get_logger(__name__)
@@ -47,11 +57,14 @@ class SandboxRequest:
     files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path -> content, written before the first run
     skill: str = ""  # environment type whose skill /data/skills must contain, if a pack is assigned to it
     memory_mib: int | None = None  # None: the pool's default
+    millicpus: int | None = None  # None: the pool's default
     final_persist: FinalPersist = FinalPersist.ALL  # stored before the sandbox is destroyed
     guard: Guard = OPEN_GUARD
     renewal: HolderRenewal | None = None  # executed with the end of each run
     is_new_holder: bool = False  # the holder has neither a sandbox nor stored state, and its guard checks the budgets
     known: Sandbox | None = None  # the holder's sandbox, as the caller has just read it
+    placement: Placement | None = None  # further pools; None: only `pool`
+    skips: Sequence[Skip] = ()  # pools that were passed over before `pool`
 
 
 class _PoolFull(Exception):
@@ -82,25 +95,28 @@ def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now
 
     1. If the holder has an alive sandbox, return that one. The next run resumes a suspended one. One without an open run whose
        lifetime at its vendor ends soon is put to sleep before.
-    2. If the holder's sandbox is cold, wake it.
-    3. Otherwise claim a pre-warmed sandbox, or start a new one.
+    2. If the holder's sandbox is cold, wake it in its pool. If its provider is unavailable, release its place, and continue
+       with step 3 in the other pools: the new sandbox starts with the stored state.
+    3. Otherwise try the pools of `request.placement` in order, or only `request.pool`: claim a pre-warmed sandbox, or start a
+       new one. A sandbox whose start failed is destroyed, and keeps its place until that is confirmed.
 
     `known` is the holder's sandbox as it was just read, which saves reading it again.
 
     Blocks while this or another process starts, suspends or evicts the sandbox. Raises CapacityExhausted,
-    QuotaExceeded or PoolDraining if no place is available, DiskFull if a new sandbox is needed and a disk of the control plane
-    is low, SandboxNotReady if the start failed, SandboxLost if the stored state is gone, WrongHost if the sandbox or its
-    stored state is on a host that this process does not reach, and SandboxBusy if another process has not finished after
-    SANDBOX_START_TIMEOUT."""
+    QuotaExceeded or PoolDraining if no place is available, StartsPaused or TooManyStarts if no sandbox may be started now,
+    DiskFull if a new sandbox is needed and a disk of the control plane is low, SandboxNotReady if the start failed,
+    NoPoolAvailable with the reasons if several pools were tried, SandboxLost if the stored state is gone, WrongHost if the
+    sandbox or its stored state is on a host that this process does not reach, and SandboxBusy if another process has not
+    finished after SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
     sandbox = known or (None if request.is_new_holder else find_by_holder(request.holder))
     is_ready = sandbox and sandbox.state in ALIVE_STATES and not suspension.is_in_transition(sandbox, now=clock())
     is_usable = is_ready and sandbox and not sandbox.lost_at and not lifetimes.is_ending(sandbox, now=clock())
     if sandbox and is_usable and registry.is_local(sandbox):
-        sandbox.pool = request.pool
-        return sandbox
-    while (ready := _start_or_wake(request, sandbox, now=clock(), actor=actor)) is None:
+        return _attach_pool(sandbox, request.pool)
+    search = PoolSearch(request.pool, now, request.placement)
+    while (ready := _start_or_wake(request, sandbox, search, now=clock(), actor=actor)) is None:
         if clock() > deadline:
             raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
         time.sleep(POLL_INTERVAL_SECONDS)
@@ -108,48 +124,118 @@ def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now
     return ready
 
 
-def _start_or_wake(request: SandboxRequest, sandbox: Sandbox | None, *, now: datetime, actor: str) -> Sandbox | None:
+def _attach_pool(sandbox: Sandbox, pool: Pool) -> Sandbox:
+    """Set the pool in memory, unless the sandbox was placed in another one meanwhile."""
+    if sandbox.pool_id == pool.pk:
+        sandbox.pool = pool
+    return sandbox
+
+
+def _start_or_wake(
+    request: SandboxRequest, sandbox: Sandbox | None, search: PoolSearch, *, now: datetime, actor: str
+) -> Sandbox | None:
     """Take the next step to an alive sandbox from the holder's present one. Returns None while another process changes it."""
     clock = clock_from(now)
     if sandbox and sandbox.lost_at:
         raise SandboxLost()
+    if sandbox:
+        _attach_pool(sandbox, request.pool)
     if sandbox and sandbox.state != COLD:
         registry.require_local(sandbox)
         if sandbox.state not in ALIVE_STATES or suspension.is_in_transition(sandbox, now=clock()):
             return None
         if lifetimes.is_ending(sandbox, now=clock()) and lifetimes.put_to_sleep(sandbox, now=clock(), actor=actor):
             return None  # the next step wakes it in a new sandbox
-        request.guard.check_affordable()  # the wait for another process may have taken minutes
-        sandbox.pool = request.pool
+        request.guard.check_affordable(sandbox.pool)  # the wait for another process may have taken minutes
         return sandbox
+    if sandbox:
+        workspace.require_within_reach(request.holder)
+        request.guard.check_affordable(sandbox.pool)
+        if woken := _wake_or_release(sandbox, search, now=clock(), actor=actor):
+            request.guard.check_affordable(woken.pool)  # again: a wake may take minutes
+        return woken
+    return _start_in_next_pool(request, search, now=clock(), actor=actor)
+
+
+def _wake_or_release(sandbox: Sandbox, search: PoolSearch, *, now: datetime, actor: str) -> Sandbox | None:
+    """Wake a cold sandbox in its pool. If its provider is unavailable and another pool may start one, give up its place.
+
+    Returns None if the place was released, or if another process moved the row first. The state of a cold sandbox is stored,
+    and its snapshots stay, so that the holder's next sandbox begins with that state."""
+    clock = clock_from(now)
+    try:
+        return wake(sandbox, now=clock(), actor=actor)
+    except START_ERRORS as error:
+        reason = find_skip_reason(error)
+        if reason not in MOVE_REASONS or not search.find_promising(sandbox.pool, now=clock()):
+            raise
+        search.skip(sandbox.pool, error)
+        unchanged = Q(incarnation=sandbox.incarnation)  # not if the wake has begun: its row is being destroyed
+        detail = f"provider of the pool {sandbox.pool}: {reason.label}"
+        if eviction.release_cold(
+            sandbox.pk, now=clock(), code=TransitionReason.MOVED, reason=detail, actor=actor, guard=unchanged
+        ):
+            checkpoint("moved", sandbox)
+    return None
+
+
+def _start_in_next_pool(request: SandboxRequest, search: PoolSearch, *, now: datetime, actor: str) -> Sandbox | None:
+    """Start a sandbox in the first pool that can. Returns None if another process was first, or if the first start failed.
+
+    The caller reads the holder's sandbox again before the next pool is tried."""
+    clock = clock_from(now)
+    if search.has_alternatives(now=now):
+        search.note_failed_starts(request.holder)
+    while pool := search.find_next(now=clock()):
+        attempt = replace(request, pool=pool, skips=tuple(search.skips))
+        try:
+            return _start_in_pool(attempt, search, now=clock(), actor=actor)
+        except START_ERRORS as error:
+            search.skip(pool, error)
+            if isinstance(error, SandboxNotReady) and search.find_next(now=clock()):
+                checkpoint("start given up", request.holder)
+                return None
+    if request.placement and search.has_alternatives(now=clock()):
+        request.placement.note_skips(search.skips, now=clock())
+    failure, last = search.build_error(), search.errors[-1] if search.errors else None
+    raise failure from (failure.__cause__ if failure is last else last)
+
+
+def _start_in_pool(request: SandboxRequest, search: PoolSearch, *, now: datetime, actor: str) -> Sandbox | None:
+    clock = clock_from(now)
+    if search.has_alternatives(now=now):  # a pre-warmed sandbox of a provider that seems to be unavailable is not used
+        start_breaker.require_closed(registry.get_placement_host(_get_provider_name(request.pool), now=now), now=now)
     if not request.is_new_holder:
         workspace.require_within_reach(request.holder)
-        request.guard.check_affordable()
-    if sandbox:
-        started = wake(sandbox, now=clock(), actor=actor)
-    elif claimed := claim_warm(request, now=clock(), actor=actor):
+        request.guard.check_affordable(request.pool)
+    if claimed := claim_warm(request, now=clock(), actor=actor):
         intervals.raise_after_claim(claimed, now=clock())
         return claimed
-    elif reserved := reserve_place(request, now=clock(), actor=actor):
-        started = start_reserved(reserved, now=clock(), actor=actor, files=request.files, is_new_holder=request.is_new_holder)
-    else:
+    reserved = reserve_place(request, now=clock(), actor=actor)
+    if reserved is None:
         return None
-    request.guard.check_affordable()  # again: a start may take minutes
+    started = start_reserved(reserved, now=clock(), actor=actor, files=request.files, is_new_holder=request.is_new_holder)
+    request.guard.check_affordable(request.pool)  # again: a start may take minutes
     return started
+
+
+def _get_provider_name(pool: Pool) -> str:
+    return pool.provider or providers.get_default_provider_name()
 
 
 def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Give the holder a pre-warmed sandbox of its pool.
 
     Returns None if no sandbox is ready, the holder has a sandbox already, or the holder needs stored state, a writable root
-    or another memory size."""
-    if request.memory_mib not in (None, request.pool.memory_mib):
-        return None  # pre-warmed sandboxes have the pool's memory size
+    or other resources."""
+    if request.memory_mib not in (None, request.pool.memory_mib) or request.millicpus not in (None, request.pool.millicpus):
+        return None  # pre-warmed sandboxes have the pool's resources
     if not request.pool.warm_target or (not request.is_new_holder and workspace.find_latest(request.holder)):
         return None  # stored state is unpacked while a sandbox starts
     try:
         with transaction.atomic(durable=True):
             terms = request.guard.fence()
+            _record_placement(request, now=now)
             policy = _resolve_policy(terms)
             if policy and policy.writable_root:
                 transaction.set_rollback(True)
@@ -221,6 +307,11 @@ def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") ->
     raise exhausted
 
 
+def _record_placement(request: SandboxRequest, *, now: datetime) -> None:
+    if request.placement:
+        request.placement.place(request.pool, request.skips, now=now)
+
+
 def _build_pool_full_error(pool: Pool) -> CapacityExhausted:
     return CapacityExhausted(
         f'All {pool.capacity} places of the pool "{pool}" are taken and none can be freed now: '
@@ -233,9 +324,13 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = request.holder, request.agent_did, request.environment_id
     sandbox.idle_after = request.idle_after
     sandbox.memory_mib = request.memory_mib or request.pool.memory_mib
+    sandbox.millicpus = request.millicpus or request.pool.millicpus
     sandbox.final_persist = request.final_persist
+    assert sandbox.host
+    start_breaker.require_closed(sandbox.host, now=now)  # before a sandbox is evicted for the place
     with transaction.atomic(durable=True):
         terms = request.guard.fence()
+        _record_placement(request, now=now)
         sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)
         sandbox.suspend_after = _resolve_suspend_after(terms, request.pool)
         sandbox.held_until, sandbox.auto_stop, sandbox.auto_delete = terms.held_until, terms.auto_stop, terms.auto_delete
@@ -244,6 +339,7 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
         if not _take_quota_and_place(request, position, now=now):
             _refuse_if_draining(request.pool)
             raise _PoolFull(position)
+        require_start_allowed(sandbox, now=now)
         if sandbox.slot is None:  # checked last: a request that is refused for another reason evicts no sandbox
             raise _NoFreeSlot
     checkpoint("reserved", sandbox)
@@ -255,7 +351,7 @@ def _take_quota_and_place(request: SandboxRequest, position: Position, *, now: d
 
     One statement on PostgreSQL if the agent's row exists and the request has not waited. The place is the last row to be
     locked: its condition on `counted` does not refer to the row, and is therefore evaluated first. Raise QuotaExceeded."""
-    if dialect.can_chain() and not position.is_queued:
+    if dialect.can_chain() and not position.is_queued and not request.placement:
         place = f"{TAKE_PLACE_SQL} AND EXISTS (SELECT 1 FROM counted) RETURNING 1"  # noqa: S608 - no user input
         counted, placed = sql.execute_chain(
             [
@@ -276,8 +372,8 @@ def _find_position(request: SandboxRequest, *, now: datetime) -> Position:
 
 
 def _leave_queue(request: SandboxRequest, position: Position, *, now: datetime) -> None:
-    """Remove the request from the queue, in the transaction that takes its place."""
-    if position.is_queued:
+    """Remove the request from the queue, in the transaction that takes its place. It may wait in the queue of another pool."""
+    if position.is_queued or request.placement:
         admission_queue.admit(request.pool, request.agent_did, request.environment_id, now=now)
 
 
@@ -290,13 +386,13 @@ def _resolve_suspend_after(terms: HolderTerms, pool: Pool) -> timedelta | None:
     """Return the time to store: None where the provider cannot suspend sandboxes."""
     if terms.suspend_after is None:
         return None
-    provider = providers.get_provider(pool.provider or providers.get_default_provider_name())
+    provider = providers.get_provider(_get_provider_name(pool))
     return terms.suspend_after if provider.can_suspend else None
 
 
 def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
     """Start one sandbox without a holder. Returns None if the pool has reached its warm target, has no place that no request
-    waits for, no egress slot is free, or a disk is low.
+    waits for, no egress slot is free, its host may start none now, or a disk is low.
 
     The pool's row is locked while the warm and warming sandboxes are counted. Concurrent sweeps therefore do not exceed the
     target. Raises the errors of start_reserved."""
@@ -304,6 +400,9 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
         return None
     clock = clock_from(now)
     sandbox = _build_sandbox(pool, now=now)
+    assert sandbox.host
+    if start_breaker.is_open(sandbox.host, now=now):
+        return None
     try:
         with transaction.atomic(durable=True):
             locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
@@ -319,6 +418,9 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
                 transaction.set_rollback(True)  # undoes take_place
                 return None
             insert_warming(sandbox, now=now, code=TransitionReason.PREWARMED, actor="sweep")
+            require_start_allowed(sandbox, now=now)
+    except (StartsPaused, TooManyStarts):
+        return None  # the next sweep tries again
     except IntegrityError:
         return None  # sandbox_one_live_per_slot: another process took the slot, and the next sweep tries again
     checkpoint("reserved", sandbox)
@@ -329,7 +431,7 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
 
 def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
     """Build the row of a new sandbox in this pool, without saving it."""
-    provider = pool.provider or providers.get_default_provider_name()
+    provider = _get_provider_name(pool)
     sandbox = Sandbox(
         pool=pool,
         provider=provider,

@@ -19,12 +19,12 @@ from sandboxes import destruction, eviction, process_restarts, providers
 from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import gateway_tokens, slots
-from sandboxes.errors import ClaimLost, SandboxError, SandboxLost, SandboxNotHeld, SandboxNotReady
+from sandboxes.errors import ClaimLost, SandboxError, SandboxLost, SandboxNotHeld, SandboxNotReady, TooManyStarts
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint
-from sandboxes.models import Sandbox, Transition, TransitionReason
-from sandboxes.pool import intervals
-from sandboxes.providers.base import Provider, ProviderError, SandboxSpec, VendorIntervals
+from sandboxes.models import Host, Pool, Sandbox, Transition, TransitionReason
+from sandboxes.pool import intervals, start_breaker
+from sandboxes.providers.base import Provider, ProviderError, Rejected, SandboxSpec, Unavailable, VendorIntervals
 from sandboxes.state import mounts, workspace
 from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
@@ -49,6 +49,8 @@ def start_reserved(
     clock = clock_from(now)
     provider = registry.get_sandbox_provider(sandbox)
     assert sandbox.deadline_at is not None
+    assert sandbox.host is not None
+    host = sandbox.host
     rows = Sandbox.objects.filter(pk=sandbox.pk, claim=sandbox.claim, state=WARMING)
     ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
     try:
@@ -58,6 +60,7 @@ def start_reserved(
             checkpoint("created", sandbox)
             claim.note_progress()
             provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
+            start_breaker.note_success(host)
             if provider.needs_gateway and settings.GATEWAY_URL:
                 provider.connect_gateway(sandbox.ref, settings.GATEWAY_URL, gateway_tokens.issue(sandbox, now=clock()))
             claim.note_progress()
@@ -74,6 +77,7 @@ def start_reserved(
         )
         raise SandboxLost(f"The stored state of this sandbox is gone: {lost}") from lost
     except (ProviderError, StoreError, ClaimLost) as failed:
+        _note_failed_start(host, failed, now=clock())
         if not destruction.schedule_destroy(
             sandbox.pk, now=clock(), code=TransitionReason.START_FAILED, reason=f"start failed: {failed}", actor=actor
         ):
@@ -92,6 +96,29 @@ def start_reserved(
     seconds = round((clock() - now).total_seconds(), 3)
     log.info("wake", sandbox=str(sandbox.pk), source=source, agent=sandbox.agent_did, seconds=seconds)
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
+
+
+def _note_failed_start(host: Host, failed: Exception, *, now: datetime) -> None:
+    """Count the failure in the circuit breaker of the host. A provider that rejects a request is available."""
+    if isinstance(failed, Unavailable):
+        start_breaker.note_failure(host, str(failed), now=now)
+    elif isinstance(failed, Rejected):
+        start_breaker.note_success(host)
+
+
+def require_start_allowed(sandbox: Sandbox, *, now: datetime) -> None:
+    """Raise TooManyStarts if its pool starts as many sandboxes as it may, and StartsPaused if its host may start none.
+
+    Call this function after the row is in `warming`, in the same transaction. With a limit the row of the pool is locked, so
+    that concurrent starts count each other."""
+    assert sandbox.host
+    start_breaker.admit(sandbox.host, now=now)
+    limit = sandbox.pool.max_starting
+    if limit is None:
+        return
+    Pool.objects.select_for_update(no_key=True).get(pk=sandbox.pool_id)
+    if Sandbox.objects.filter(pool=sandbox.pool_id, state=WARMING).count() > limit:
+        raise TooManyStarts(f'The pool "{sandbox.pool}" starts at most {limit} sandboxes at the same time. Try again soon.')
 
 
 @dataclass(frozen=True)
@@ -233,4 +260,6 @@ def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandb
             deadline_at=sandbox.deadline_at, last_used_at=now, persisted=False, slot=slot, slot_since=now,
             host=sandbox.host, network=providers.get_provider(sandbox.provider).network,
         )  # fmt: skip
+        if claimed:
+            require_start_allowed(sandbox, now=now)
     return sandbox if claimed else None

@@ -34,7 +34,7 @@ from sandboxes.identity import signing
 from sandboxes.models import ModelRate, Policy, Pool, Quota, Sandbox, SandboxState, Sweep, Webhook
 from sandboxes.pool import allocation
 from sandboxes.processes import ProcessSpec
-from sandboxes.providers.base import DATA, Unavailable
+from sandboxes.providers.base import DATA, Rejected, Unavailable
 from sandboxes.providers.memory import File, Link, MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
@@ -237,7 +237,7 @@ def _seed_agent_data(memory: MemoryProvider, now: datetime) -> None:
 def _seed_pools(memory: MemoryProvider, now: datetime) -> None:
     """Create pools that start nothing, are full or drain, a pre-warmed sandbox, and quotas."""
     Pool.objects.create(name="gpu", provider="memory", capacity=8, image="registry.example.com/gpu:12.4", warm_target=2)
-    with memory.fail("create", Unavailable('engine answered 404: manifest for "gpu:12.4" not found')):
+    with memory.fail("create", Rejected('engine answered 404: manifest for "gpu:12.4" not found')):
         passes.warm_pools(now=now - MINUTE)
     Pool.objects.filter(name="demo").update(warm_target=2)
     demo = Pool.objects.get(name="demo")

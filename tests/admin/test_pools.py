@@ -7,10 +7,10 @@ from django.contrib.admin.models import LogEntry
 from django.test import Client
 from django.utils import timezone
 
-from leases.models import Agent, Lease
+from leases.models import Agent, EnvironmentType, Lease
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.pool import admission_queue, allocation
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.base import Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.admin.conftest import ADA, NOW, ensure_sandbox
@@ -87,7 +87,7 @@ def test_an_operator_drains_and_resumes_a_pool_with_a_reason(operator: Client, p
 def broken(pool: Pool, memory: MemoryProvider) -> Pool:
     """Pool whose circuit is open after three failed starts in a row."""
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
-    with memory.fail("create", Unavailable("no such image")):
+    with memory.fail("create", Rejected("no such image")):
         passes.warm_pools(now=timezone.now())
     assert has(pool, warm_failures=3)
     return pool
@@ -133,7 +133,7 @@ def test_every_number_of_a_pool_links_to_exactly_its_sandboxes(
     pool.refresh_from_db()
     allocation.start_warm(pool, now=now)
     context = viewer.get(row_url(pool)).context
-    numbers = {fact.label: (str(fact.value), fact.href) for fact in context["facts"] if fact.href}
+    numbers = {fact.label: (str(fact.value), fact.href) for fact in context["facts"] if fact.href and fact.label != "Starts"}
     assert {label: value for label, (value, _) in numbers.items()} == {
         "Used": "6 of 100", "Unclaimed": "1", "Quarantine": "1", "Stalled": "0", "Lost": "1",
         "State not stored": "1",
@@ -212,3 +212,24 @@ def test_pools_and_agents_link_to_their_quotas_and_these_to_their_sandboxes(
     assert len(list_rows(viewer, facts["Used"].href)) == 1
     assert row_url(agent) in facts["Agent"].value
     assert [each.agent_did for each in list_rows(viewer, "/admin/sandboxes/quota/?slice=full")] == [ADA]
+
+
+# --- pools of an environment type ---------------------------------------------------------------------------------
+
+
+def test_alternative_pools_are_edited_on_the_page_of_their_type(administrator: Client, viewer: Client, pool: Pool) -> None:
+    second = Pool.objects.create(name="second", provider="memory")
+    duo = EnvironmentType.objects.create(name="duo", pool=pool)
+    fields = {
+        "pool": pool.pk, "ttl": "4h", "max_ttl": "24h", "turn_argv": "true",
+        "alternative_pools-TOTAL_FORMS": 2, "alternative_pools-INITIAL_FORMS": 0,
+        "alternative_pools-0-position": 1, "alternative_pools-0-pool": second.pk, "alternative_pools-1-position": 0,
+    }  # fmt: skip
+    for listed, message in ((pool, "first pool of the environment type"), (second, "duplicate data")):
+        refused = administrator.post(row_url(duo), fields | {"alternative_pools-1-pool": listed.pk})
+        assert message in refused.content.decode()
+    assert viewer.post(row_url(duo), fields).status_code == 403
+    assert not duo.alternative_pools.exists()
+    assert administrator.post(row_url(duo), fields).status_code == 302
+    assert [row.pool for row in duo.alternative_pools.all()] == [second]
+    assert get_fields(viewer, row_url(duo))["Pools"].value == f"{pool.name}, second"

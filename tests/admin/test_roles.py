@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from decimal import Decimal
 from itertools import product
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from django.contrib import admin
@@ -25,7 +25,7 @@ from leases.environments import lifecycle
 from leases.models import AgentRun, Lease, LeaseEvent, QueuedRun
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from sandboxes.identity import signing
-from sandboxes.models import Delivery, ImageTemplate, ModelRate, Policy, Pool, Process, Quota, Sandbox, Snapshot
+from sandboxes.models import Delivery, Host, ImageTemplate, ModelRate, Policy, Pool, Process, Quota, Sandbox, Snapshot
 from sandboxes.models.policies import SEALED_POLICY_NAME
 from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
@@ -87,6 +87,7 @@ OPERATOR_ACTIONS = {
     "lease": {"end_lease", "limit_spending"}, "cold": {"wake"},
     "sandbox": {"evict", "restart", "take_snapshot", "destroy_now", "discard", "open_terminal"}, "process": {"connect"},
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
+    "paused_host": {"resume_starts"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
     "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "environment": {"start", "set_phase", "end"},
     "record": {"repeat"}, "template": {"rebuild", "remove"},
@@ -138,6 +139,9 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "template": ImageTemplate.objects.create(
             host=ensure_sandbox(lease).host, name="tools", version="0" * 64, base="a", commands=["b"], state="ready", image="c",
             size_bytes=1,
+        ),
+        "paused_host": Host.objects.create(
+            pk=uuid4(), provider="memory", engine_id="other", name="other", created_at=now, starts_paused_until=now + HOUR
         ),
         "drained": Pool.objects.create(name="old", draining=True, warm_target=1, warm_paused_until=now + HOUR),
         "key": api_keys.issue_key([ADA], now=NOW)[0], "signing_key": signing.create_key(ADA, now=NOW),

@@ -77,3 +77,19 @@ def test_bad_arguments_are_named(args: tuple[str, ...], message: str) -> None:
     with pytest.raises(CommandError, match=message):
         manage(*args)
     assert not Environment.objects.exists()
+
+
+def test_pools_of_a_type_are_listed_and_replaced(pool: Pool) -> None:
+    Pool.objects.create(name="second", restricted=True)
+    assert manage("environment", "pools", "catan") == f"catan: {pool.name}\n"
+    changed = manage("environment", "pools", "catan", "second", pool.name, "--cheapest")
+    assert changed == f"catan: second {pool.name} (cheapest first)\n"
+    assert manage("environment", "pools", "catan", "--no-cheapest") == f"catan: second {pool.name}\n"
+    for names, message in (
+        (["catan", "none"], "no pool 'none'"),
+        (["catan", "second", "second"], "listed once"),
+        (["chess"], "no environment type 'chess'"),
+    ):
+        with pytest.raises(CommandError, match=message):
+            manage("environment", "pools", *names)
+    assert manage("environment", "pools", "catan") == f"catan: second {pool.name}\n"

@@ -8,6 +8,7 @@ from django.core.management import CommandError
 from django.test import Client
 from django.utils import timezone
 
+from controlplane import metrics
 from leases.models import Lease
 from sandboxes.models import Host, Sandbox
 from sandboxes.providers.memory import MemoryProvider
@@ -56,5 +57,21 @@ def test_a_silent_host_is_a_warning_and_a_metric(host: Host, client: Client, set
     report = client.get("/healthz").json()
     assert report["hosts"] == {"live": 0, "unreachable": 1, "lost": 0}
     assert any("Hosts without a recent heartbeat" in warning for warning in report["warnings"])
-    metrics = client.get("/metrics", headers={"Authorization": f"Bearer {settings.METRICS_TOKEN}"}).content.decode()
-    assert 'leasehold_host_heartbeat_age_seconds{host="alpha",state="unreachable"} 36' in metrics
+    scraped = client.get("/metrics", headers={"Authorization": f"Bearer {settings.METRICS_TOKEN}"}).content.decode()
+    assert 'leasehold_host_heartbeat_age_seconds{host="alpha",state="unreachable"} 36' in scraped
+
+
+def test_paused_starts_are_shown_everywhere_and_resumed(
+    host: Host, client: Client, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "snapshot_cache", metrics.SnapshotCache())
+    settings.METRICS_TOKEN = "scrape"
+    until = timezone.now() + timedelta(minutes=5)
+    Host.objects.update(start_failures=3, starts_paused_until=until)
+    warning = f'The provider memory starts no sandboxes on the host "alpha" until {until:%H:%M:%S} UTC, after failed starts.'
+    assert warning in client.get("/healthz").json()["warnings"]
+    scraped = client.get("/metrics", headers={"Authorization": "Bearer scrape"}).content.decode()
+    assert 'leasehold_starts_paused{host="alpha",provider="memory"} 1.0' in scraped
+    assert f"starts paused until {until:%H:%M:%S} UTC" in call("hosts")
+    assert call("hosts", "--resume-starts", "alpha") == "alpha: starts resumed\n"
+    assert call("hosts", "--resume-starts", "alpha") == "alpha: starts were not paused\n"

@@ -8,6 +8,7 @@ AgentRunStateEnum = Literal["running", "completed", "failed", "interrupted"]
 CliEnum = Literal["claude-code", "codex", "program"]
 FileEntryKindEnum = Literal["file", "directory", "link", "other"]
 LeaseStatusEnum = Literal["active", "expired", "destroyed"]
+NetworkEnum = Literal["sealed", "gateway", "open"]
 PermissionModeEnum = Literal["default", "acceptEdits", "plan", "bypassPermissions"]
 ProcessStateEnum = Literal["running", "exited", "killed", "gone", "failed"]
 RestartPolicyEnum = Literal["never", "on_failure", "always"]
@@ -93,8 +94,11 @@ class JoinRequest(TypedDict):
     ttl_seconds: NotRequired[int | None]
     max_ttl_seconds: NotRequired[int | None]
     sleep_after: NotRequired[int | str | None]
+    auto_stop_seconds: NotRequired[int | None]
+    auto_delete_seconds: NotRequired[int | None]
     expiry_conditions: NotRequired[list[str] | None]
     pool: NotRequired[str | None]
+    resources: NotRequired[ResourcesRequest | None]
     wait_seconds: NotRequired[int | None]
 
 
@@ -112,6 +116,8 @@ class Lease(TypedDict):
     expires_at: str
     max_expires_at: str
     sleep_after: int
+    auto_stop_seconds: int | None
+    auto_delete_seconds: int | None
     expiry_conditions: list[str]
     ended_at: str | None
     end_reason: str
@@ -233,11 +239,17 @@ class ProcessLog(TypedDict):
     found: bool | None
 
 
+class ResourcesRequest(TypedDict):
+    memory_mib: NotRequired[int | None]
+    millicpus: NotRequired[int | None]
+
+
 class Sandbox(TypedDict):
     id: str
     state: StateEnum
     provider: str
     isolated: bool
+    network: NetworkEnum
     sealed: bool
 
 

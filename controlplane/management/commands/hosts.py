@@ -10,6 +10,7 @@ from leases.management.base import report_errors
 from sandboxes.db import database_time
 from sandboxes.hosts import registry
 from sandboxes.models import Host
+from sandboxes.pool import start_breaker
 from sandboxes.sweeps import lost_hosts
 
 
@@ -23,17 +24,29 @@ class Command(BaseCommand):
         parser.add_argument(
             "--lost", metavar="NAME", help="end the leases of this host's sandboxes as lost, and release their places"
         )
+        parser.add_argument(
+            "--resume-starts", metavar="NAME", help="start sandboxes on this host again, before the pause after failures ends"
+        )
         parser.add_argument("--dry-run", action="store_true", help="with --lost: list the sandboxes, without changes")
 
-    def handle(self, *args: Any, lost: str | None, dry_run: bool, **options: Any) -> None:
+    def handle(self, *args: Any, lost: str | None, resume_starts: str | None, dry_run: bool, **options: Any) -> None:
         with report_errors(options["verbosity"]):
-            if lost is None:
+            if resume_starts is not None:
+                self._resume_starts(self._find(resume_starts))
+            elif lost is not None:
+                self._declare_lost(self._find(lost), dry_run=dry_run)
+            else:
                 self._list()
-                return
-            host = Host.objects.filter(name=lost).first()
-            if host is None:
-                raise CommandError(f"Unknown host: {lost}. Known: {', '.join(Host.objects.values_list('name', flat=True))}.")
-            self._declare_lost(host, dry_run=dry_run)
+
+    def _find(self, name: str) -> Host:
+        host = Host.objects.filter(name=name).first()
+        if host is None:
+            raise CommandError(f"Unknown host: {name}. Known: {', '.join(Host.objects.values_list('name', flat=True))}.")
+        return host
+
+    def _resume_starts(self, host: Host) -> None:
+        resumed = start_breaker.reset(host, now=database_time.now(), actor="command line")
+        self.stdout.write(f"{host.name}: {'starts resumed' if resumed else 'starts were not paused'}")
 
     def _list(self) -> None:
         now = database_time.now()
@@ -43,7 +56,10 @@ class Command(BaseCommand):
             sandboxes = lost_hosts.find_sandboxes(host).count()
             state = registry.get_state(host, now=now)
             engine = f"{host.provider} engine {host.engine_id}"
-            self.stdout.write(f"{host.name}: {state}, last heartbeat {seen}, {sandboxes} sandboxes, {memory}, {engine}")
+            paused = (
+                f", starts paused until {host.starts_paused_until:%H:%M:%S} UTC" if start_breaker.is_open(host, now=now) else ""
+            )
+            self.stdout.write(f"{host.name}: {state}, last heartbeat {seen}, {sandboxes} sandboxes, {memory}, {engine}{paused}")
 
     def _declare_lost(self, host: Host, *, dry_run: bool) -> None:
         now = database_time.now()

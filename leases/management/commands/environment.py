@@ -1,11 +1,12 @@
 """manage.py environment: list, show, create, start and end environments, as the HTTP API does."""
 
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, BooleanOptionalAction
 from typing import Any
 
 from django.core.management.base import BaseCommand
 
+from leases import placement
 from leases.environments import lifecycle, play
 from leases.environments.models import Environment
 from leases.management.base import parse_environment_id, report_errors
@@ -34,6 +35,10 @@ class Command(BaseCommand):
         for parser_ in (show, create, start, phase, end):
             parser_.add_argument("environment", metavar="ENVIRONMENT_ID")
         phase.add_argument("phase", metavar="PHASE")
+        pools = actions.add_parser("pools", help="print or set the pools of an environment type, the first one tried first")
+        pools.add_argument("type", metavar="TYPE")
+        pools.add_argument("pools", nargs="*", metavar="POOL", help="new list; empty: print the list")
+        pools.add_argument("--cheapest", action=BooleanOptionalAction, help="try the pools by their hourly price")
 
     def handle(self, *args: Any, action: str, verbosity: int, **options: Any) -> None:
         with report_errors(verbosity):
@@ -81,6 +86,13 @@ class Command(BaseCommand):
         if ended:
             enqueue_reclaim()
         self.stdout.write(f"{options['environment']} ended: {pluralize(len(ended), 'lease', 'leases')}")
+
+    def _pools(self, options: dict[str, Any]) -> None:
+        environment_type = placement.find_type(options["type"])
+        if options["pools"] or options["cheapest"] is not None:
+            placement.set_pools(environment_type, options["pools"] or None, cheapest=options["cheapest"])
+        names = " ".join(pool.name for pool in placement.list_pools(environment_type))
+        self.stdout.write(f"{environment_type}: {names}{' (cheapest first)' if environment_type.cheapest_pool else ''}")
 
     def _print(self, row: Environment) -> None:
         self.stdout.write(f"{row.pk} {row.type_id} {row.status} {row.phase or '-'} {row.created_at:%Y-%m-%dT%H:%M:%SZ}")

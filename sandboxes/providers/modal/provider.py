@@ -121,14 +121,10 @@ class ModalProvider(RemoteProvider):
         return _to_sandbox(self._call(ref, self._connection.fetch_tags(ref)))
 
     def list_all(self) -> list[ProviderSandbox]:
-        return self._list({})
+        return self._call("the list of sandboxes", self._connection.list_sandboxes({}))
 
     def list(self, owner: str) -> list[ProviderSandbox]:
-        return self._list({OWNER_LABEL: owner})
-
-    def _list(self, tags: dict[str, str]) -> list[ProviderSandbox]:
-        listed = self._call("the list of sandboxes", self._connection.list_tags(tags))
-        return [_to_sandbox(found) for found in listed if OWNER_LABEL in found and NAME_LABEL in found]
+        return self._call("the list of sandboxes", self._connection.list_sandboxes({OWNER_LABEL: owner}))
 
     # Commands and files
 
@@ -214,8 +210,8 @@ class _Connection:
         """Return the tags of a running sandbox. Raise NotFoundError."""
         return await self._get_tags(await self._look_up(ref))
 
-    async def list_tags(self, tags: dict[str, str]) -> list[dict[str, str]]:
-        """Return the tags of each running sandbox that has these tags."""
+    async def list_sandboxes(self, tags: dict[str, str]) -> list[ProviderSandbox]:
+        """Return the running sandboxes that have these tags, and an owner."""
         app = await self._look_up_app()
         listed = modal.Sandbox.list.aio(app_id=app.app_id, tags=tags, client=await self._get_client())
         running = [sandbox async for sandbox in listed if sandbox.returncode is None]
@@ -228,7 +224,7 @@ class _Connection:
             except exception.NotFoundError:
                 return {}  # it has finished since
 
-        return [tags for tags in await asyncio.gather(*map(get_tags, running)) if tags]
+        return [_to_sandbox(found) for found in await asyncio.gather(*map(get_tags, running)) if OWNER_LABEL in found]
 
     async def run_command(self, ref: str, command: str, seconds: int, stdin: bytes | None) -> bytes:
         """Execute a shell command with a time limit, and return its stdout."""

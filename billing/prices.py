@@ -1,0 +1,26 @@
+"""Hourly prices of sandboxes at their limits, to compare providers."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from fractions import Fraction
+
+from billing.budgets.reservation import SandboxSize, price_hour
+from billing.models import BillableItem, Rate
+from billing.pricing import find_rate
+
+SANDBOX_ITEMS = (BillableItem.TIME, BillableItem.MEMORY, BillableItem.CPU)
+
+
+def compute_hourly_prices(sizes: Sequence[tuple[str, int, int]], *, at: datetime) -> list[Fraction | None]:
+    """Return the USD of one hour of a sandbox of each size, without monthly allowances. None: the provider has no rates.
+
+    A size is a provider's name, MiB of memory and millicpus. Two queries for any number of sizes."""
+    rates = [*Rate.objects.all()]
+    return [price_hour(SandboxSize(*size), rates, at) if _is_priced(size[0], rates, at) else None for size in sizes]
+
+
+def _is_priced(provider: str, rates: list[Rate], at: datetime) -> bool:
+    """Return whether an operator or a price page has set a price. A placeholder of 0 is none."""
+    named = {rate.instance_type for rate in rates if rate.provider == provider}
+    found = [find_rate(rates, provider, name, item, at) for name in named for item in SANDBOX_ITEMS]
+    return any(rate is not None and not rate.own for rate in found)

@@ -75,6 +75,7 @@ def build_sandbox_request(
         guard=LeaseGuard(lease.pk, clock_from(now), check_budget=check_budget),
         memory_mib=lease.memory_mib,
         millicpus=lease.millicpus,
+        image=lease.image,
         placement=LeasePlacement(lease) if has_alternatives else None,
     )
 

@@ -213,6 +213,7 @@ def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> L
         pools=[request.pool] if request.pool else [*request.allowed.pools] if request.allowed else [],
         memory_mib=resources.memory_mib,
         millicpus=resources.millicpus,
+        image=resources.image,
         leased_at=now,
         last_activity_at=now,
         ttl=ttl,

@@ -291,6 +291,9 @@ class Lease(models.Model):
     millicpus = models.PositiveIntegerField(
         null=True, blank=True, help_text="CPU of its sandboxes, millicores, as requested. Empty: that of the pool."
     )
+    image = models.CharField(
+        max_length=255, blank=True, help_text="Image of its sandboxes, as requested. Empty: that of the pool."
+    )
     status = models.CharField(max_length=16, choices=LeaseStatus.choices, default=LeaseStatus.ACTIVE)
     leased_at = models.DateTimeField()
     last_activity_at = models.DateTimeField()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -43,7 +44,7 @@ from leases.models import (
     Lease,
     LeaseStatus,
 )
-from leases.resources import Resources
+from leases.resources import Resources, resolve_size
 from leases.tasks import begin_reclaim
 from sandboxes import stop_reasons
 from sandboxes.db import database_time, sql
@@ -67,6 +68,19 @@ class ResourcesSerializer(StrictSerializer):
         min_value=1, required=False, allow_null=True,
         help_text="1000 is one CPU. Within the limits of the pools. Default: that of the pool.",
     )  # fmt: skip
+    size = PatternField(
+        r"[-A-Za-z0-9_]{1,32}", "1 to 32 letters, digits and - _", required=False, allow_null=True,
+        help_text="Name of an instance type, such as `standard-1`, instead of `memory_mib` and `millicpus`.",
+    )  # fmt: skip
+    image = PatternField(
+        r"[^\s]{1,255}", "1 to 255 characters without spaces", required=False, allow_null=True,
+        help_text="Image that the pool lists. Default: that of the pool.",
+    )  # fmt: skip
+
+    def validate(self, data: dict[str, Any]) -> dict[str, Any]:
+        if data.get("size") and (data.get("memory_mib") or data.get("millicpus")):
+            raise serializers.ValidationError({"size": "Must not be combined with memory_mib or millicpus."})
+        return data
 
 
 class NewLeaseSerializer(StrictSerializer):
@@ -361,6 +375,14 @@ def renew_plainly(meta: Mapping[str, Any], pk: UUID) -> bytes | None:
     return f'{{"expires_at": "{format_timestamp(until)}"}}'.encode() if until else None
 
 
+def _build_resources(data: Mapping[str, Any]) -> Resources:
+    """Build the requested resources. Raise InvalidRequest for an unknown size."""
+    image = data.get("image") or ""
+    if size := data.get("size"):
+        return replace(resolve_size(size), image=image)
+    return Resources(data.get("memory_mib"), data.get("millicpus"), image)
+
+
 def build_lease_request(data: Mapping[str, Any], caller: Caller) -> leasing.LeaseRequest:
     return leasing.LeaseRequest(
         agent_did=data["agent_did"],
@@ -373,7 +395,7 @@ def build_lease_request(data: Mapping[str, Any], caller: Caller) -> leasing.Leas
         auto_delete=seconds_to_timedelta(data, "auto_delete_seconds"),
         expiry_conditions=data.get("expiry_conditions"),
         pool=data.get("pool") or "",
-        resources=Resources(**(data.get("resources") or {})),
+        resources=_build_resources(data.get("resources") or {}),
         key_id=str(caller.pk),
         allowed=caller.allowed,
     )

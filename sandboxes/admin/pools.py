@@ -186,7 +186,17 @@ class PoolAdmin(ConsoleModelAdmin):
         ),
         (
             "Resources of each new sandbox",
-            {"fields": ["memory_mib", "millicpus", "max_memory_mib", "max_millicpus", "pids", "workspace_limit_mib"]},
+            {
+                "fields": [
+                    "memory_mib",
+                    "millicpus",
+                    "max_memory_mib",
+                    "max_millicpus",
+                    "allowed_images",
+                    "pids",
+                    "workspace_limit_mib",
+                ]
+            },
         ),
     ]
     labels = {
@@ -195,6 +205,7 @@ class PoolAdmin(ConsoleModelAdmin):
         "warm_target": "Warm target",
         "memory_mib": "Memory (MiB)",
         "millicpus": "CPU (millicores)",
+        "allowed_images": "Further images by request",
         "max_memory_mib": "Maximum memory by request (MiB)",
         "max_millicpus": "Maximum CPU by request (millicores)",
         "pids": "Process limit",

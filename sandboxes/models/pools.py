@@ -3,6 +3,7 @@
 import uuid
 
 from django.conf import settings
+from django.core.exceptions import ValidationError
 from django.core.validators import MinValueValidator
 from django.db import models
 from django.db.models import F, Q
@@ -27,6 +28,12 @@ def default_millicpus() -> int:
 
 def default_pids() -> int:
     return int(settings.SANDBOX_PIDS)
+
+
+def validate_images(value: object) -> None:
+    """Raise ValidationError unless the value is a list of names of images."""
+    if not isinstance(value, list) or not all(isinstance(name, str) and 0 < len(name) <= 255 for name in value):
+        raise ValidationError("Must be a list of names of images, each of 1 to 255 characters.")
 
 
 def list_provider_choices() -> list[tuple[str, str]]:
@@ -82,6 +89,10 @@ class Pool(models.Model):
     )
     memory_mib = models.PositiveIntegerField(default=default_memory_mib, validators=[MinValueValidator(16)])
     millicpus = models.PositiveIntegerField(default=default_millicpus, validators=[MinValueValidator(50)])
+    allowed_images = models.JSONField(
+        default=list, blank=True, validators=[validate_images],
+        help_text="Further images that a lease may request, such as those of image templates: a list of names.",
+    )  # fmt: skip
     max_memory_mib = models.PositiveIntegerField(
         null=True, blank=True, validators=[MinValueValidator(16)],
         help_text="Maximum memory that a lease may request, MiB. Empty: the memory above.",

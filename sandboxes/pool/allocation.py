@@ -58,6 +58,7 @@ class SandboxRequest:
     skill: str = ""  # environment type whose skill /data/skills must contain, if a pack is assigned to it
     memory_mib: int | None = None  # None: the pool's default
     millicpus: int | None = None  # None: the pool's default
+    image: str = ""  # empty: the pool's default
     final_persist: FinalPersist = FinalPersist.ALL  # stored before the sandbox is destroyed
     guard: Guard = OPEN_GUARD
     renewal: HolderRenewal | None = None  # executed with the end of each run
@@ -230,6 +231,8 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
     or other resources."""
     if request.memory_mib not in (None, request.pool.memory_mib) or request.millicpus not in (None, request.pool.millicpus):
         return None  # pre-warmed sandboxes have the pool's resources
+    if request.image not in ("", request.pool.image):
+        return None
     if not request.pool.warm_target or (not request.is_new_holder and workspace.find_latest(request.holder)):
         return None  # stored state is unpacked while a sandbox starts
     try:
@@ -325,6 +328,7 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
     sandbox.idle_after = request.idle_after
     sandbox.memory_mib = request.memory_mib or request.pool.memory_mib
     sandbox.millicpus = request.millicpus or request.pool.millicpus
+    sandbox.image = request.image or sandbox.image
     sandbox.final_persist = request.final_persist
     assert sandbox.host
     start_breaker.require_closed(sandbox.host, now=now)  # before a sandbox is evicted for the place

@@ -242,6 +242,8 @@ class ProcessLog(TypedDict):
 class ResourcesRequest(TypedDict):
     memory_mib: NotRequired[int | None]
     millicpus: NotRequired[int | None]
+    size: NotRequired[str | None]
+    image: NotRequired[str | None]
 
 
 class Sandbox(TypedDict):

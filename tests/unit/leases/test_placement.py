@@ -302,9 +302,22 @@ def test_requested_resources_select_the_pools_that_allow_them_and_no_pre_warmed_
     assert Sandbox.objects.filter(holder=None, state="warm").count() == 1
 
 
+def test_requested_image_selects_a_pool_that_lists_it_and_is_that_of_each_sandbox(grant, pool, second, memory) -> None:
+    update_pool(second, allowed_images=["tools:1"], warm_target=1)
+    allocation.start_warm(second, now=NOW)
+    lease = grant(environment_type="duo", pool="", resources=Resources(image="tools:1"))
+    run(lease)
+    assert (get_sandbox(lease).pool, get_sandbox(lease).image) == (second, "tools:1")
+    evict(lease)
+    run(lease)
+    assert get_sandbox(lease).image == "tools:1"
+    assert Sandbox.objects.filter(holder=None, state="warm").count() == 1
+
+
 @pytest.mark.parametrize(
     ("resources", "field", "limit"),
     [
+        (Resources(image="other"), "resources.image", "allows this image"),
         (Resources(memory_mib=1025), "resources.memory_mib", "from 16 to 1024"),
         (Resources(memory_mib=1), "resources.memory_mib", "from 16 to 1024"),
         (Resources(millicpus=4001), "resources.millicpus", "from 50 to 4000"),

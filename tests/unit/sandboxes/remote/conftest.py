@@ -128,11 +128,16 @@ class Account:
         sweeps.reclaim(now=now)
         sweeps.reconcile(now=now, grace=timedelta(0))
 
+    def find_existing(self) -> set[str]:
+        """Return the names of the pool's sandboxes that the vendor has, of all incarnations."""
+        rows = Sandbox.objects.filter(pool=self.pool)
+        names = {f"leasehold-{sandbox.pk.hex}-{number}" for sandbox in rows for number in range(1, sandbox.incarnation + 1)}
+        return {name for name in names if self.emulator.find_machines(name)}
+
     def assert_converged(self) -> None:
         rows = Sandbox.objects.filter(pool=self.pool)
         existing = {sandbox.name for sandbox in rows.exclude(state__in=(*GONE_STATES, "cold"))}
-        names = {f"leasehold-{sandbox.pk.hex}-{number}" for sandbox in rows for number in range(1, sandbox.incarnation + 1)}
-        assert {name for name in names if self.emulator.find_machines(name)} == existing
+        assert self.find_existing() == existing
         assert all(len(self.emulator.find_machines(name)) == 1 for name in existing)
         assert Pool.objects.get(pk=self.pool.pk).used == rows.exclude(state="destroyed").count()
         assert not Run.objects.filter(ended_at__isnull=True).exists()

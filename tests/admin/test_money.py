@@ -365,10 +365,10 @@ def test_rates_are_not_deleted_in_bulk(superuser: Client) -> None:
 
 def test_missing_prices_are_listed_until_they_are_set(viewer: Client) -> None:
     def listed(part: str) -> list[Decimal]:
-        return [row.usd for row in list_rows(viewer, f"/admin/billing/rate/?slice={part}") if row.provider == "daytona"]
+        return [row.usd for row in list_rows(viewer, f"/admin/billing/rate/?slice={part}") if row.provider == "modal"]
 
     assert listed("own")
-    create_rate("time", "0.1", provider="daytona", since="2021-01-01")
+    create_rate("time", "0.1", provider="modal", since="2021-01-01")
     assert (listed("own"), listed("other")) == ([], [Decimal("0.1")])
 
 

@@ -28,6 +28,7 @@ from leases.models import (
     CodingTask,
     EnvironmentType,
     IdempotentRequest,
+    KeyScope,
     Lease,
     LeaseEvent,
     QueuedRun,
@@ -183,6 +184,12 @@ def bob(issue: Callable[..., ApiClient]) -> ApiClient:
 @pytest.fixture
 def operator(issue: Callable[..., ApiClient]) -> ApiClient:
     return issue(operator=True)
+
+
+@pytest.fixture
+def builder(issue: Callable[..., ApiClient]) -> ApiClient:
+    """Operator's key with every scope."""
+    return issue(operator=True, scopes=[KeyScope.LEASES, KeyScope.COSTS, KeyScope.TEMPLATES])
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from django.test import RequestFactory
 
+from leases.api import templates
 from leases.api.base import parsers
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
 from tests.api.conftest import ANY_BODY, ApiClient, assert_refused, check_response, list_operations, read_rows, select_fields
@@ -228,25 +229,25 @@ def test_a_body_that_is_no_json_object_is_rejected(operator: ApiClient) -> None:
         assert_refused(operator, "POST", "leases", body, 400)
 
 
-def test_every_json_operation_rejects_other_bodies_and_content_types(operator: ApiClient, lease) -> None:
+def test_every_json_operation_rejects_other_bodies_and_content_types(builder: ApiClient, lease) -> None:
     for method, url in [(method, path.format(**lease)) for method, path in list_operations(status=415)]:
         for body in (b"{", b"[]"):
-            assert_refused(operator, method, url, body, 400)
+            assert_refused(builder, method, url, body, 400)
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonx", ""):
-            assert_refused(operator, method, url, ANY_BODY, 415, content_type=kind)
+            assert_refused(builder, method, url, ANY_BODY, 415, content_type=kind)
 
 
 OPEN_DOCUMENTS = ("chat", "audit", "sessions/s")  # further fields are stored
 
 
-def test_unknown_and_repeated_fields_are_named(operator: ApiClient, lease, acquire_body) -> None:
+def test_unknown_and_repeated_fields_are_named(builder: ApiClient, lease, acquire_body) -> None:
     """Renew and exec included, which do not take the steps of other views."""
     for method, url in [(method, path.format(**lease)) for method, path in list_operations(status=415)]:
         body = select_fields(method, url, ANY_BODY | acquire_body())
         if not url.endswith(OPEN_DOCUMENTS):
-            problem = assert_refused(operator, method, url, {**body, "ttl": 1, "a.b": {}}, 400)
+            problem = assert_refused(builder, method, url, {**body, "ttl": 1, "a.b": {}}, 400)
             assert [row["field"] for row in problem["errors"]] == ["a.b", "ttl"], url
-        assert_refused(operator, method, url, b'{"ttl": 1, "ttl": 2}', 400, "ttl")
+        assert_refused(builder, method, url, b'{"ttl": 1, "ttl": 2}', 400, "ttl")
 
 
 def test_unknown_and_repeated_inner_fields_are_named(operator: ApiClient, lease, acquire_body) -> None:
@@ -325,13 +326,13 @@ MAX_BODY_BYTES = {
     "archive": 1 << 30, "chat": 256 << 10, "audit": 256 << 10, "artifacts/a": 64 << 20, "runs": 32 << 20,
     "agent-runs": 2 << 20, "terminals": 1 << 20, "environments/game-1/events": (1 << 20) + 1024,
     "agent-catalog/sandbox:none/runs": 2 << 20,
-    f"processes/{uuid.UUID(int=1)}/stdin": 2 << 20,
+    f"processes/{uuid.UUID(int=1)}/stdin": 2 << 20, "templates": templates.MAX_BODY_BYTES,
 }  # fmt: skip
 
 
-def test_every_body_is_read_up_to_its_limit_only(operator: ApiClient, lease) -> None:
+def test_every_body_is_read_up_to_its_limit_only(builder: ApiClient, lease) -> None:
     """A body that no handler needs is read, too: otherwise the server would close the connection under the next request."""
-    before, headers = read_rows(), {"Authorization": f"Bearer {operator.key}"}
+    before, headers = read_rows(), {"Authorization": f"Bearer {builder.key}"}
     for method, path in [row for row in list_operations(status=413) if row[0] != "GET"]:
         limit, url = MAX_BODY_BYTES.get(path.removeprefix("leases/{id}/"), 64 << 10), f"/api/v1/{path.format(**lease)}"
         for announced, status, bytes_read in (
@@ -339,7 +340,7 @@ def test_every_body_is_read_up_to_its_limit_only(operator: ApiClient, lease) -> 
             (limit + 1, 413, 0),
         ):  # the body ends before its Content-Length
             environ = {"CONTENT_LENGTH": str(announced), "wsgi.input": (stream := io.BytesIO(b" " * 100))}
-            response = operator.client.generic(method, url, b"", "application/json", headers=headers, **environ)
+            response = builder.client.generic(method, url, b"", "application/json", headers=headers, **environ)
             check_response(method, url, response)
             assert (response.status_code, stream.tell(), read_rows()) == (status, bytes_read, before), (method, path)
 

@@ -18,11 +18,6 @@ def builds_images(memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(MemoryProvider, "builds_images", True)
 
 
-@pytest.fixture
-def builder(issue: Any) -> ApiClient:
-    return issue(operator=True, scopes=["leases", "templates"])
-
-
 @pytest.mark.usefixtures("builds_images")
 def test_template_is_queued_once_and_read_by_every_key(builder: ApiClient, ada: ApiClient) -> None:
     body = {"name": "tools", "commands": ["pip install requests"]}

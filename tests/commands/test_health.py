@@ -102,5 +102,5 @@ def test_probes_are_read_only_and_need_no_host(client, path: str, heartbeats) ->
 
 def test_a_probe_costs_few_queries(client, heartbeats, django_assert_max_num_queries) -> None:
     client.get("/readyz")
-    with django_assert_max_num_queries(8):
+    with django_assert_max_num_queries(9):
         client.get("/readyz")

@@ -19,6 +19,7 @@ WHY = {"_form_submitted": "on", "reason": "it was agreed"}
 ENVIRONMENT_TYPE_FORM = {
     "ttl": "4h", "max_ttl": "1d", "expiry_conditions": "", "turn_argv": "play", "sleep_after": "5m", "turn_timeout": "",
     "snapshot_excludes": "", "pool": "", "policy": "",
+    "alternative_pools-TOTAL_FORMS": 0, "alternative_pools-INITIAL_FORMS": 0,
 }  # fmt: skip
 
 

@@ -30,9 +30,14 @@ def bridge(emulators: GetEmulator) -> Iterator[Remote]:
     assert isinstance(emulator, CloudflareEmulator)
     provider = connect_provider("cloudflare", emulator)
     provider.retry_delays_seconds = (0.0, 0.0, 0.0)
+    remove_containers(emulator)  # of other tests
     yield Remote("cloudflare", provider, emulator, owner=uuid4().hex)
     emulator.faults.clear()
     emulator.max_instances = 1000
+    remove_containers(emulator)
+
+
+def remove_containers(emulator: CloudflareEmulator) -> None:
     for machine in emulator.containers.values():
         machine.remove()
     emulator.containers.clear()

@@ -48,9 +48,15 @@ def script(options: Options, isolated_path: list[str]) -> Script:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code], env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=restore_interrupts,
         )  # fmt: skip
 
     return start
+
+
+def restore_interrupts() -> None:
+    """Give a script the default action of SIGINT, which a shell ignores for the commands that it starts in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end(process: subprocess.Popen[str], number: int | None = None) -> tuple[int, str]:

@@ -365,10 +365,11 @@ def test_rates_are_not_deleted_in_bulk(superuser: Client) -> None:
 
 def test_missing_prices_are_listed_until_they_are_set(viewer: Client) -> None:
     def listed(part: str) -> list[Decimal]:
-        return [row.usd for row in list_rows(viewer, f"/admin/billing/rate/?slice={part}") if row.provider == "modal"]
+        rows = list_rows(viewer, f"/admin/billing/rate/?slice={part}")
+        return [row.usd for row in rows if (row.provider, row.item) == ("langsmith", "suspend")]
 
     assert listed("own")
-    create_rate("time", "0.1", provider="modal", since="2021-01-01")
+    create_rate("suspend", "0.1", provider="langsmith", since="2021-01-01")
     assert (listed("own"), listed("other")) == ([], [Decimal("0.1")])
 
 

@@ -113,9 +113,9 @@ def test_any_key_gets_an_estimate(ada: ApiClient) -> None:
         "memory": "8.42", "cpu": "1.28", "disk": "0.91", "plan": "5.00",
     }  # fmt: skip
     assert (result["total_usd"], result["per_agent_usd"]) == ("15.61", "1.95")
-    query = "agents=8&hours_per_day=4&cpu_utilisation=0.1&providers=modal,cloudflare"
-    modal, cloudflare = ada.get(f"estimate/comparison?{query}").json()["results"]
-    assert (modal["provider"], modal["estimate"], cloudflare["estimate"]) == ("modal", None, result)
+    query = "agents=8&hours_per_day=4&cpu_utilisation=0.1&providers=kubernetes,cloudflare"
+    kubernetes, cloudflare = ada.get(f"estimate/comparison?{query}").json()["results"]
+    assert (kubernetes["provider"], kubernetes["estimate"], cloudflare["estimate"]) == ("kubernetes", None, result)
 
 
 # --- forecasts --------------------------------------------------------------------------------------------------------

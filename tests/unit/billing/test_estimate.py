@@ -96,6 +96,22 @@ def test_shipped_rates_follow_from_cloudflares_prices_per_second() -> None:
 
 
 @pytest.mark.parametrize(
+    ("provider", "price", "unit"),
+    [
+        ("daytona", "0.0504", "vcpu-hour"), ("daytona", "0.0162", "memory-gib-hour"), ("daytona", "0.000108", "disk-gib-hour"),
+        ("langsmith", "0.0576", "vcpu-hour"), ("langsmith", "0.01845", "memory-gib-hour"),
+        ("langsmith", "0.000123", "disk-gib-hour"),
+        ("modal", "0.00003942", "core-second"), ("modal", "0.00000667", "memory-gib-second"),
+        ("runloop", "0.108", "vcpu-hour"), ("runloop", "0.0252", "memory-gib-hour"), ("runloop", "0.00034236", "disk-gb-hour"),
+    ],
+)  # fmt: skip
+def test_shipped_rates_follow_from_the_quoted_prices_of_vendors(provider: str, price: str, unit: str) -> None:
+    """LangSmith: 0.0384 LCU x 1.50 USD = 0.0576, 0.0123 LCU x 1.50 USD = 0.01845, 0.000123 LSU x 1.00 USD."""
+    item, usd = convert_price(Decimal(price), unit)
+    assert Rate.objects.get(provider=provider, item=item).usd == usd
+
+
+@pytest.mark.parametrize(
     ("price", "unit", "rate"),
     [
         ("0.06", "vcpu-hour", "0.001"), ("0.000010", "core-second", "0.0003"), ("0.12", "core-hour", "0.001"),
@@ -120,8 +136,8 @@ def test_comparison_prices_the_same_resources_at_each_provider() -> None:
     for item, usd in (("cpu", "0.0006"), ("memory", "0.0072"), ("disk", "0.0001")):
         create_rate(item, usd, provider="seconds")
     create_rate("time", "0.05", provider="hours")
-    result = compare_two_agents("hours", "seconds", "daytona", "cloudflare")
-    assert [*result] == ["hours", "seconds", "daytona", "cloudflare"]
+    result = compare_two_agents("hours", "seconds", "kubernetes", "cloudflare")
+    assert [*result] == ["hours", "seconds", "kubernetes", "cloudflare"]
     assert {line.item: str(line.usd) for line in result["seconds"].estimate.lines} == {
         "memory": "2.88", "cpu": "7.20", "disk": "0.09",
     }  # fmt: skip
@@ -131,10 +147,10 @@ def test_comparison_prices_the_same_resources_at_each_provider() -> None:
 
 
 def test_placeholder_of_zero_is_no_price() -> None:
-    assert Rate.objects.filter(provider="daytona", own=True).exists()
-    assert compare_two_agents("daytona")["daytona"].estimate is None
-    create_rate("cpu", "0.00084", provider="daytona")
-    priced = compare_two_agents("daytona")["daytona"].estimate
+    assert Rate.objects.filter(provider="kubernetes", own=True).exists()
+    assert compare_two_agents("kubernetes")["kubernetes"].estimate is None
+    create_rate("cpu", "0.00084", provider="kubernetes")
+    priced = compare_two_agents("kubernetes")["kubernetes"].estimate
     assert (str(priced.total), priced.unpriced) == ("10.08", ["memory", "disk"])
 
 

@@ -2,23 +2,26 @@
 
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from importlib import import_module
 from typing import Any
 
 import pytest
 from django.core.exceptions import ValidationError
 from django.db import IntegrityError, connection, transaction
+from django.db.migrations.loader import MigrationLoader
 from django.db.models import ProtectedError
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from billing import costs, pricing
-from billing.models import Account, CostRecord, Membership, Rate, Unpriced
+from billing.models import Account, CostRecord, Membership, Rate, Unpriced, UsageRecord
 from sandboxes import providers
 from tests.conftest import NOW
 from tests.support.billing import ADA, create_rate, create_time_usage, list_cost_values, parse_day, parse_utc
 
 pytestmark = pytest.mark.django_db
 FIVE_MINUTES = timedelta(minutes=5)
+DAY = timedelta(days=1)
 
 
 def build_rate(**fields: Any) -> Rate:
@@ -44,12 +47,29 @@ def test_local_providers_have_a_rate_of_zero(name: str) -> None:
     assert [*rates.values_list("item", "usd", "own")] == [(item, 0, False) for item in items]
 
 
-def test_other_providers_have_placeholder_rates() -> None:
+def test_only_unknown_prices_have_placeholder_rates() -> None:
     own = Rate.objects.filter(own=True)
-    assert {*own.values_list("provider", flat=True)} == {"daytona", "modal", "runloop", "langsmith", "kubernetes"}
-    assert {*own.exclude(item="suspend").values_list("item", "usd")} == {("time", 0)}
-    stopping = own.filter(item="suspend")
-    assert {*stopping.values_list("provider", "usd")} == {("daytona", 0), ("runloop", 0), ("langsmith", 0)}
+    assert {*own.values_list("provider", "item", "usd")} == {("kubernetes", "time", 0), ("langsmith", "suspend", 0)}
+
+
+def test_quoted_prices_of_vendors_do_not_replace_an_operators_rate() -> None:
+    """Runloop has a rate of the operator, Modal has priced usage, Daytona has neither."""
+    vendors = ["daytona", "modal", "runloop"]
+    Rate.objects.filter(provider__in=vendors).delete()
+    now = timezone.now()
+    placeholders = [build_rate(provider=provider, usd=Decimal(0), own=True) for provider in vendors]
+    Rate.objects.bulk_create([*placeholders, build_rate(provider="runloop", valid_from=now + DAY)])
+    UsageRecord.objects.create(source="x", day=now.date(), began_at=now, ended_at=now, provider="modal")
+    migration = "0009_vendor_prices"
+    historical = MigrationLoader(connection).project_state(("billing", migration)).apps
+    import_module(f"billing.migrations.{migration}").create(historical, None)
+    rates = Rate.objects.filter(provider__in=vendors)
+    assert {*rates.values_list("provider", "item", "own")} == {
+        ("daytona", "cpu", False), ("daytona", "memory", False), ("daytona", "disk", False), ("daytona", "suspend", False),
+        ("modal", "time", True), ("modal", "cpu", False), ("modal", "memory", False),
+        ("runloop", "time", True), ("runloop", "time", False),
+    }  # fmt: skip
+    assert rates.get(provider="modal", item="cpu").valid_from > timezone.now() - DAY
 
 
 def test_shipped_rates_have_a_source_and_precede_all_usage() -> None:

@@ -31,7 +31,7 @@ def test_suspended_sandbox_costs_its_memory_alone() -> None:
 
 
 def test_placeholder_is_no_rate_but_a_stated_zero_is() -> None:
-    assert price("daytona") is None  # the operator has to set a price
+    assert price("kubernetes") is None  # the operator has to set a price
     assert price("docker") == StandingPrice(Decimal(0))  # own hosts cost nothing by the default rates
     create_rate("memory", "5", since="2027-01-01")
     assert price("acme") is None  # not valid yet

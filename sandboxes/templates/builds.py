@@ -77,7 +77,8 @@ def get_build_host(provider_name: str = "", *, now: datetime) -> Host:
     except ImproperlyConfigured as error:
         raise InvalidTemplate("provider", str(error)) from error
     if not provider.builds_images:
-        raise TemplatesNotSupported(f"The {name} provider builds no images. {provider.no_builds_reason}".strip())
+        message = f"The {name} provider builds no images. {provider.no_builds_reason}".strip()
+        raise InvalidTemplate("provider", message) if provider_name else TemplatesNotSupported(message)
     return registry.get_placement_host(name, now=now)
 
 
@@ -253,7 +254,7 @@ def _build_image(
 ) -> None:
     """Build and check an image, then move the template's name to it. Raise BuildFailed, ProviderError, ClaimLost."""
     specification = TemplateSpecification(template.base, template.commands, template.dockerfile)
-    build_name = _get_build_name(template)
+    build_name, built = _get_build_name(template), None
     try:
         if specification.base:
             with _translate_failures(TemplateFailure.BASE_UNAVAILABLE):
@@ -283,6 +284,8 @@ def _build_image(
     except BuildFailed:
         with suppress(ProviderError):
             provider.remove_build(build_name)
+            if built and _is_vendor(template):
+                provider.remove_image(built.id)
         raise
     with suppress(ProviderError):  # a build before that was given up
         _remove_earlier_build(template, provider)

@@ -59,6 +59,7 @@ class LangSmithProvider(RemoteProvider):
 
     name = "langsmith"
     account_option = "workspace"
+    no_builds_reason = "Build a snapshot with LangSmith's own client, and state it as the image of the pool."
     can_suspend = has_auto_stop = has_auto_delete = can_set_intervals = True
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -20,6 +20,7 @@ from sandboxes.providers.base import (
     BuildCommandFailed,
     BuiltImage,
     FailureCause,
+    ImageInUse,
     Missing,
     ProviderError,
     Rejected,
@@ -27,6 +28,7 @@ from sandboxes.providers.base import (
     Unavailable,
     VendorIntervals,
 )
+from sandboxes.providers.remote.errors import Conflict
 from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, RemoteProvider
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 3.0  # between two looks at a build
@@ -52,6 +54,11 @@ class VendorBuild:
     error: str = ""
     size_bytes: int | None = None
     position: int = 0
+    cursor: str = ""  # the same, of a vendor whose unit is no number
+
+
+class _NoOutput(Exception):
+    """A build printed nothing for too long."""
 
 
 class VendorBuilds(ABC):
@@ -101,13 +108,21 @@ class ImageBuildingProvider(RemoteProvider):
     ) -> Generator[str, None, BuiltImage]:
         """Build, or follow a build of this name. The name is new for each request, so `use_cache` is the vendor's decision."""
         name, builds = to_vendor_name(build), self._builds
-        followed = self._retry(lambda: builds.find(name)) or _start(builds, name, set_arguments(dockerfile, arguments))
-        yield from _follow(builds, followed, silence)
-        if followed.state == BuildState.COMMAND_FAILED:
-            raise BuildCommandFailed(followed.error)
-        if followed.state == BuildState.REFUSED:
-            raise Rejected(followed.error)
-        return BuiltImage(followed.id, followed.size_bytes)
+        with _translate_call_timeouts():
+            followed = self._retry(lambda: builds.find(name)) or _start(builds, name, set_arguments(dockerfile, arguments))
+        try:
+            yield from _follow(builds, followed, silence)
+        except _NoOutput as error:
+            self._discard(followed)
+            raise Unavailable(f"no output of the build {followed.id}", cause=FailureCause.TIMEOUT) from error
+        if followed.state == BuildState.READY:
+            return BuiltImage(followed.id, followed.size_bytes)
+        self._discard(followed)
+        raise (BuildCommandFailed if followed.state == BuildState.COMMAND_FAILED else Rejected)(followed.error)
+
+    def _discard(self, build: VendorBuild) -> None:
+        with suppress(ProviderError):
+            self.remove_image(build.id)
 
     def check_image(self, image: BuiltImage) -> list[str]:
         """Start a sandbox of the image, and destroy it. Sandboxes of a check that has died are destroyed before."""
@@ -139,8 +154,12 @@ class ImageBuildingProvider(RemoteProvider):
             self.remove_image(found.id)
 
     def remove_image(self, image: str) -> None:
-        with suppress(Missing):
+        try:
             self._builds.remove(image)
+        except Missing:
+            return
+        except (Conflict, Rejected) as error:
+            raise ImageInUse(str(error)) from error
 
 
 def to_vendor_name(build: str) -> str:
@@ -174,11 +193,12 @@ def _start(builds: VendorBuilds, name: str, dockerfile: str) -> VendorBuild:
 
 
 def _follow(builds: VendorBuilds, build: VendorBuild, silence: timedelta) -> Generator[str, None, None]:
-    """Yield the log of a build until its end. Raise Unavailable after `silence` without output, or if the vendor is away."""
+    """Yield the log of a build until its end. Raise _NoOutput after `silence` without output, Unavailable, Missing."""
     heard_at, pause, failures, note = time.monotonic(), MIN_PAUSE_SECONDS, 0, ""
     while True:
         try:
-            text, failures = builds.look(build), 0
+            with _translate_call_timeouts():
+                text, failures = builds.look(build), 0
         except Unavailable as error:
             failures += 1
             if error.cause not in TRANSIENT_CAUSES or failures >= MAX_LOOK_FAILURES:
@@ -193,9 +213,20 @@ def _follow(builds: VendorBuilds, build: VendorBuild, silence: timedelta) -> Gen
         if build.state != BuildState.RUNNING and not failures:
             return
         if time.monotonic() > heard_at + silence.total_seconds():
-            raise Unavailable(f"no output of the build {build.id}", cause=FailureCause.TIMEOUT)
+            raise _NoOutput
         time.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE_SECONDS)
+
+
+@contextmanager
+def _translate_call_timeouts() -> Iterator[None]:
+    """Raise a call of the API that was not answered in time with another cause than a build without output has."""
+    try:
+        yield
+    except Unavailable as error:
+        if error.cause != FailureCause.TIMEOUT:
+            raise
+        raise Unavailable(str(error), cause=FailureCause.ENGINE_UNREACHABLE) from error
 
 
 def cut_log(log: str, build: VendorBuild) -> str:

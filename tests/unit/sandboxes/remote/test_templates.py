@@ -18,9 +18,9 @@ from tests.support.leases import run, update_pool
 from tests.support.remote import GetEmulator
 
 pytestmark = pytest.mark.django_db(transaction=True)
-BUILDERS = ["daytona"]
+BUILDERS = ["daytona", "modal", "runloop"]
 START = {
-    "daytona": "POST /api/snapshots$",
+    "daytona": "POST /api/snapshots$", "modal": "RPC /ImageGetOrCreate", "runloop": "POST /v1/blueprints$",
 }  # fmt: skip
 MARKER = "echo built >/opt/marker"
 MovePool = Callable[[str], Pool]
@@ -153,8 +153,10 @@ def test_build_without_a_base_and_at_a_vendor_without_builds_is_refused(move_poo
     with pytest.raises(InvalidTemplate) as error:
         request_build(MARKER, base="")
     assert error.value.extra == {"field": "base"}
-    with pytest.raises(InvalidTemplate):
-        builds.get_build_host("nowhere", now=timezone.now())
+    for provider in ("nowhere", "memory"):
+        with pytest.raises(InvalidTemplate) as error:
+            builds.get_build_host(provider, now=timezone.now())
+        assert error.value.extra == {"field": "provider"}
     assert len(emulators("daytona").requests) == before
     move_pool("cloudflare")
     with pytest.raises(TemplatesNotSupported, match="deployment of the worker"):

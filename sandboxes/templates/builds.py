@@ -236,16 +236,17 @@ def _build_claimed(
     on_output: OnOutput | None,
 ) -> None:
     """Run the build under the claim, and record its result. An engine that fails leaves the row to the next attempt."""
-    output = _Output(BuildLog([settings.LLM_API_KEY, settings.SECRET_KEY]), claim, clock, on_output)
+    vendor_keys = [configuration.api_key for configuration in settings.REMOTE_PROVIDERS.values()]
+    output = _Output(BuildLog([settings.LLM_API_KEY, settings.SECRET_KEY, *vendor_keys]), claim, clock, on_output)
     try:
         require_engine(provider, template.host_id)
         _build_image(template, provider, claim, rows, output)
     except BuildFailed as failed:
         output.end()
-        _record_failure(rows, failed.failure, str(failed), now=clock(), log=output.log.render())
+        _record_failure(rows, failed.failure, output.log.redact(str(failed)), now=clock(), log=output.log.render())
     except ProviderError as error:
         output.end()
-        claim.update(error=str(error)[:2000], log=output.log.render())
+        claim.update(error=output.log.redact(str(error))[:2000], log=output.log.render())
         claim.end()
 
 

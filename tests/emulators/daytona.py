@@ -36,6 +36,7 @@ class Snapshot:
     name: str
     fields: dict[str, Any]
     build: ImageBuild
+    is_removing: bool = False
     created_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
 
 
@@ -176,8 +177,11 @@ class DaytonaEmulator(VendorEmulator):
     def delete_snapshot(self, request: Request) -> Response:
         snapshot = self._find_snapshot(request.groups[0])
         with self.lock:
-            del self.snapshots[snapshot.build.id]
+            if snapshot.is_removing:
+                raise Rejected(409, {"message": f"Snapshot {snapshot.name} is being removed"})
+            snapshot.is_removing = True
         self.remove_build(snapshot.build.id)
+        threading.Timer(TRANSITION_SECONDS, self.snapshots.pop, (snapshot.build.id, None)).start()
         return Response()
 
     def _find_snapshot(self, reference: str) -> Snapshot:
@@ -197,6 +201,8 @@ class DaytonaEmulator(VendorEmulator):
     def _describe_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
         build, fields = snapshot.build, snapshot.fields
         state = "building" if not build.ended.is_set() else "build_failed" if build.error else "active"
+        if snapshot.is_removing:
+            state = "removing"
         size = build.size_bytes / 1e9 if state == "active" else None
         described = {"id": build.id, "name": snapshot.name, "state": state, "size": size, "errorReason": build.error or None}
         described |= {"cpu": fields.get("cpu") or 1, "mem": fields.get("memory") or 1, "disk": 3, "gpu": 0, "general": False}

@@ -18,7 +18,6 @@ BYTES_PER_GB = 10**9  # Daytona states the size of a snapshot in GB
 STATES = {
     SnapshotState.ACTIVE: BuildState.READY, SnapshotState.INACTIVE: BuildState.READY,
     SnapshotState.BUILD_FAILED: BuildState.COMMAND_FAILED, SnapshotState.ERROR: BuildState.REFUSED,
-    SnapshotState.REMOVING: BuildState.REFUSED,
 }  # fmt: skip
 TranslateErrors = Callable[[str], AbstractContextManager[None]]
 
@@ -31,9 +30,10 @@ class SnapshotBuilds(VendorBuilds):
 
     def find(self, name: str) -> VendorBuild | None:
         try:
-            return _to_build(self._get(name))
+            found = self._get(name)
         except Missing:
             return None
+        return _to_build(found) if found.state != SnapshotState.REMOVING else None
 
     def start(self, name: str, dockerfile: str) -> VendorBuild:
         request = CreateSnapshot(
@@ -46,7 +46,10 @@ class SnapshotBuilds(VendorBuilds):
             return _to_build(self._api.create_snapshot(request, _request_timeout=CALL_TIMEOUT_SECONDS))
 
     def look(self, build: VendorBuild) -> str:
-        current = _to_build(self._get(build.id))
+        found = self._get(build.id)
+        if found.state == SnapshotState.REMOVING:
+            raise Missing(f"Daytona removes the snapshot {build.id}.")
+        current = _to_build(found)
         build.state, build.note, build.error, build.size_bytes = current.state, current.note, current.error, current.size_bytes
         if build.note == SnapshotState.PENDING:
             return ""  # no runner has it yet, and so no log

@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Callable
+from io import StringIO
 from typing import Any
 
 import pytest
+from django.core.management import call_command
 from django.utils import timezone
 
 from leases import sweeps, tasks
@@ -122,7 +124,10 @@ def test_rebuild_replaces_the_image_behind_the_name_and_a_failed_one_does_not(
 ) -> None:
     pool, emulator = move_pool("daytona"), emulators("daytona")
     command = "date +%N >/opt/marker"
-    first = build(request_build(command))
+    out = StringIO()
+    call_command("template", "build", "tools", "--provider=daytona", "--base=python:3.12", "--run", command, stdout=out)
+    first = ImageTemplate.objects.get()
+    assert f"built: {first}  ready  {first.image}" in out.getvalue()
     update_pool(pool, image=first.image)
     content = read(grant, pool, "/opt/marker")
     second = build(request_build(command, rebuild=True))

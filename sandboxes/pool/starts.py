@@ -23,7 +23,7 @@ from sandboxes.errors import ClaimLost, SandboxError, SandboxLost, SandboxNotHel
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint
 from sandboxes.models import Host, Pool, Sandbox, Transition, TransitionReason
-from sandboxes.pool import intervals, start_breaker
+from sandboxes.pool import images, intervals, start_breaker
 from sandboxes.providers.base import Provider, ProviderError, Rejected, SandboxSpec, Unavailable, VendorIntervals
 from sandboxes.state import mounts, workspace
 from sandboxes.state.workspace import StateLost
@@ -211,6 +211,7 @@ def build_spec(sandbox: Sandbox) -> SandboxSpec:
         name=sandbox.name,
         owner=str(sandbox.pool.owner),
         image=sandbox.image,
+        image_id=images.find_image_id(sandbox),
         labels={"agent": sandbox.agent_did, "environment": sandbox.environment_id, "sandbox": str(sandbox.pk)},
         memory_mib=sandbox.memory_mib,
         millicpus=sandbox.millicpus,

@@ -30,6 +30,7 @@ from modal_proto.api_grpc import ModalClientBase
 from modal_proto.task_command_router_grpc import TaskCommandRouterBase
 
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Emulator
+from tests.emulators.images import ImageBuild
 from tests.emulators.machine import Machine, NotRunning
 
 PAGE_SIZE = 100
@@ -241,7 +242,7 @@ class ModalEmulator(Emulator):
         with self.lock:
             if definition.name and self.find_running(definition.name):
                 raise GRPCError(Status.ALREADY_EXISTS, f"Sandbox with name {definition.name} already exists")
-            machine = self.create_machine(identifier)
+            machine = self.create_machine(identifier, self.find_disk(definition.image_id))
             sandbox = Sandbox(f"sb-{identifier}", f"ta-{identifier}V", create_token(), request, machine)
             self.sandboxes[sandbox.id] = sandbox
         return sandbox
@@ -314,8 +315,40 @@ class ControlPlane(implement(ModalClientBase)):  # type: ignore[misc]
     def ImageGetOrCreate(self, request: api_pb2.ImageGetOrCreateRequest) -> api_pb2.ImageGetOrCreateResponse:
         identifier = f"im-{uuid.uuid5(uuid.NAMESPACE_OID, str(request.image)).hex}"
         self.emulator.images[identifier] = request.image
-        result = GenericResult(status=GenericResult.GENERIC_STATUS_SUCCESS)
-        return api_pb2.ImageGetOrCreateResponse(image_id=identifier, result=result)
+        lines = [*request.image.dockerfile_commands]
+        if request.namespace == api_pb2.DEPLOYMENT_NAMESPACE_GLOBAL or len(lines) == 1:  # built by others before
+            result = GenericResult(status=GenericResult.GENERIC_STATUS_SUCCESS)
+            return api_pb2.ImageGetOrCreateResponse(image_id=identifier, result=result)
+        with self.emulator.lock:
+            build = self.emulator.builds.get(identifier)
+            if build is None or build.error:
+                build = self.emulator.start_build(identifier, "\n".join(lines))
+        return api_pb2.ImageGetOrCreateResponse(image_id=identifier, result=describe_result(build))
+
+    async def ImageJoinStreaming(self, stream: Any) -> None:
+        """Send the log after an entry, whose id is an offset, until the build or the time of the request ends."""
+        request = await stream.recv_message()
+        build = self._find_build(request.image_id)
+        await asyncio.to_thread(build.ended.wait, request.timeout)
+        result, start = describe_result(build), int(request.last_entry_id or 0)
+        entries = [api_pb2.TaskLogs(data=build.log[start:])] if build.log[start:] else []
+        entry_id = str(start + sum(len(entry.data) for entry in entries))
+        await stream.send_message(api_pb2.ImageJoinStreamingResponse(task_logs=entries, entry_id=entry_id, result=result))
+
+    @unary
+    def ImageFromId(self, request: api_pb2.ImageFromIdRequest) -> api_pb2.ImageFromIdResponse:
+        return api_pb2.ImageFromIdResponse(image_id=self._find_build(request.image_id).id)
+
+    @unary
+    def ImageDelete(self, request: api_pb2.ImageDeleteRequest) -> Empty:
+        self.emulator.remove_build(self._find_build(request.image_id).id)
+        del self.emulator.images[request.image_id]
+        return Empty()
+
+    def _find_build(self, image_id: str) -> ImageBuild:
+        if build := self.emulator.builds.get(image_id):
+            return build
+        raise GRPCError(Status.NOT_FOUND, f"Image {image_id} not found")
 
     @unary
     def SandboxCreateV2(self, request: api_pb2.SandboxCreateV2Request) -> api_pb2.SandboxCreateV2Response:
@@ -427,6 +460,15 @@ class CommandRouter(implement(TaskCommandRouterBase)):  # type: ignore[misc]
                 if sandbox.task_id == request.task_id and request.exec_id in sandbox.executions:
                     return sandbox.executions[request.exec_id]
         raise GRPCError(Status.NOT_FOUND, f"Exec {request.exec_id} not found")
+
+
+def describe_result(build: ImageBuild) -> GenericResult:
+    """Return the result of a build, without a status until it has ended."""
+    if not build.ended.is_set():
+        return GenericResult()
+    if build.error:
+        return GenericResult(status=GenericResult.GENERIC_STATUS_FAILURE, exception=build.error)
+    return GenericResult(status=GenericResult.GENERIC_STATUS_SUCCESS)
 
 
 def create_token() -> str:

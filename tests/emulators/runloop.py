@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.emulators.images import ImageBuild
 from tests.emulators.machine import Machine, NotRunning
 from tests.emulators.vendor import Rejected, Request, Response, VendorEmulator, as_json, route
 
 TRANSITION_SECONDS = 0.02  # between the two states of a start or a suspension
 MAX_OUTPUT_BYTES = 100_000  # of a command, from its end
 DEVBOX = "/v1/devboxes/([^/]+)"
+BLUEPRINT = "/v1/blueprints/([^/]+)"
 
 
 @dataclass
@@ -40,12 +42,21 @@ class Devbox:
     executions: dict[str, Execution] = field(default_factory=dict)
 
 
+@dataclass
+class Blueprint:
+    name: str
+    build: ImageBuild
+    is_deleted: bool = False
+    create_time_ms: int = field(default_factory=lambda: int(time.time() * 1000))
+
+
 class RunloopEmulator(VendorEmulator):
     home = "/home/user"
 
     def __init__(self, directory: Path, port: int = 0) -> None:
         super().__init__(directory, port)
         self.devboxes: dict[str, Devbox] = {}
+        self.blueprints: dict[str, Blueprint] = {}
         self.keys: dict[str, str] = {}  # idempotency key -> id
 
     def list_machines(self) -> list[Machine]:
@@ -77,7 +88,8 @@ class RunloopEmulator(VendorEmulator):
             if key not in self.keys:
                 identifier = f"dbx_{uuid.uuid4().hex[:20]}"
                 self.keys[key] = identifier
-                self.devboxes[identifier] = Devbox(identifier, request.json, self.create_machine(identifier))
+                machine = self.create_machine(identifier, self._find_image(request.json))
+                self.devboxes[identifier] = Devbox(identifier, request.json, machine)
                 self._settle(self.devboxes[identifier], "running")
             return as_json(self._describe(self.devboxes[self.keys[key]]))
 
@@ -90,6 +102,66 @@ class RunloopEmulator(VendorEmulator):
         start = ids.index(after) + 1 if after in ids else 0
         page = [self._describe(devbox) for devbox in devboxes[start : start + limit]]
         return as_json({"devboxes": page, "has_more": start + limit < len(devboxes), "total_count": len(devboxes)})
+
+    # Blueprints
+
+    @route("POST", "/v1/blueprints")
+    def create_blueprint(self, request: Request) -> Response:
+        key = request.headers.get("x-request-id") or uuid.uuid4().hex
+        with self.lock:
+            if key not in self.keys:
+                identifier = self.keys[key] = f"bpt_{uuid.uuid4().hex[:20]}"
+                build = self.start_build(identifier, request.json["dockerfile"])
+                self.blueprints[identifier] = Blueprint(request.json["name"], build)
+            return as_json(self._describe_blueprint(self.blueprints[self.keys[key]]))
+
+    @route("GET", "/v1/blueprints")
+    def list_blueprints(self, request: Request) -> Response:
+        with self.lock:
+            found = [blueprint for blueprint in self.blueprints.values() if blueprint.name == request.query.get("name")]
+        described = [self._describe_blueprint(blueprint) for blueprint in found if not blueprint.is_deleted]
+        return as_json({"blueprints": described, "has_more": False})
+
+    @route("GET", BLUEPRINT)
+    def get_blueprint(self, request: Request) -> Response:
+        return as_json(self._describe_blueprint(self._find_blueprint(request.groups[0])))
+
+    @route("GET", f"{BLUEPRINT}/logs")
+    def get_blueprint_logs(self, request: Request) -> Response:
+        blueprint = self._find_blueprint(request.groups[0])
+        logs = [{"level": "info", "message": line, "timestamp_ms": 0} for line in blueprint.build.log.splitlines()]
+        return as_json({"blueprint_id": blueprint.build.id, "logs": logs})
+
+    @route("POST", f"{BLUEPRINT}/delete")
+    def delete_blueprint(self, request: Request) -> Response:
+        blueprint = self._find_blueprint(request.groups[0])
+        if not blueprint.is_deleted:
+            blueprint.is_deleted = True
+            self.remove_build(blueprint.build.id)
+        return as_json({})
+
+    def _find_blueprint(self, identifier: str) -> Blueprint:
+        if identifier in self.blueprints:
+            return self.blueprints[identifier]
+        raise Rejected(404, {"message": f"Blueprint {identifier} not found"})
+
+    def _find_image(self, fields: dict[str, Any]) -> Path | None:
+        if not fields.get("blueprint_id"):
+            return None
+        if disk := self.find_disk(self._find_blueprint(fields["blueprint_id"]).build.id):
+            return disk
+        raise Rejected(400, {"message": f"Blueprint {fields['blueprint_id']} is not built"})
+
+    def _describe_blueprint(self, blueprint: Blueprint) -> dict[str, Any]:
+        build = blueprint.build
+        status = "building" if not build.ended.is_set() else "failed" if build.error else "build_complete"
+        return {
+            "id": build.id, "name": blueprint.name, "status": status, "create_time_ms": blueprint.create_time_ms,
+            "state": "deleted" if blueprint.is_deleted else "created", "parameters": {"name": blueprint.name},
+            "failure_reason": "build_failed" if build.error else None,
+        }  # fmt: skip
+
+    # Devboxes
 
     @route("GET", DEVBOX)
     def get(self, request: Request) -> Response:

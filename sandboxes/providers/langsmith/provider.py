@@ -36,13 +36,14 @@ from sandboxes.providers.base import (
     Unavailable,
     VendorIntervals,
 )
+from sandboxes.providers.langsmith.snapshots import SnapshotBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, round_up_minutes
 from sandboxes.providers.remote.errors import raise_for_transport
+from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.provider import (
     OWNER_LABEL,
     STOP_TIMEOUT_SECONDS,
     Pause,
-    RemoteProvider,
     build_labels,
     require_owner,
 )
@@ -54,11 +55,12 @@ REMOVAL_TIMEOUT_SECONDS = 60.0
 READY, STOPPED, FAILED = "ready", "stopped", "failed"
 
 
-class LangSmithProvider(RemoteProvider):
+class LangSmithProvider(ImageBuildingProvider):
     """Provider for one workspace of LangSmith: LANGSMITH_API_KEY, LANGSMITH_ENDPOINT."""
 
     name = "langsmith"
     account_option = "workspace"
+    has_image_bases = False  # the default image is a snapshot
     can_suspend = has_auto_stop = has_auto_delete = can_set_intervals = True
 
     def __init__(self) -> None:
@@ -69,6 +71,10 @@ class LangSmithProvider(RemoteProvider):
     def _client(self) -> SandboxClient:
         return self._get_clients(lambda: _create_client(self.configuration))
 
+    @property
+    def _builds(self) -> SnapshotBuilds:
+        return SnapshotBuilds(self._client, self, _translate_errors)
+
     # Lifecycle
 
     def create(self, spec: SandboxSpec) -> str:
@@ -77,7 +83,7 @@ class LangSmithProvider(RemoteProvider):
             with _translate_errors(spec.name):
                 found = self._client.create_sandbox(
                     name=spec.name,
-                    snapshot=spec.image or configuration.image or None,
+                    snapshot=spec.image_id or require_image(spec, configuration.image) or None,
                     wait_for_ready=False,
                     labels=build_labels(spec),
                     idle_ttl_seconds=60 * round_up_minutes(intervals.auto_stop),

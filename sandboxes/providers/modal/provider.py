@@ -36,14 +36,15 @@ from sandboxes.providers.base import (
     SandboxSpec,
     Unavailable,
 )
+from sandboxes.providers.modal.images import ImageBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
 from sandboxes.providers.remote.errors import Conflict, raise_for_transport
+from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.provider import (
     NAME_LABEL,
     OWNER_LABEL,
     TRANSIENT_CAUSES,
     Pause,
-    RemoteProvider,
     build_labels,
     require_owner,
 )
@@ -63,7 +64,7 @@ MAX_CONCURRENT_CALLS = 20  # of one listing
 TIMED_OUT_CODES = (-1, 137)  # of a command at its deadline: stated by the client, or by the vendor that killed the command
 
 
-class ModalProvider(RemoteProvider):
+class ModalProvider(ImageBuildingProvider):
     """Provider for one environment of a workspace at Modal: MODAL_TOKEN_ID, MODAL_TOKEN_SECRET, MODAL_ENVIRONMENT."""
 
     name = "modal"
@@ -80,6 +81,10 @@ class ModalProvider(RemoteProvider):
     @property
     def _connection(self) -> "_Connection":
         return self._get_clients(lambda: _Connection(self.configuration))
+
+    @property
+    def _builds(self) -> ImageBuilds:
+        return ImageBuilds(self._connection, self._call)
 
     # Lifecycle
 
@@ -164,12 +169,12 @@ class _Connection:
 
     def __init__(self, configuration: RemoteConfiguration) -> None:
         self._configuration = configuration
-        self._environment = configuration.options["environment"] or None
+        self.environment = configuration.options["environment"]
         self._client: modal.Client | None = None
         self._sandboxes: dict[str, modal.Sandbox] = {}
         self._tags: dict[str, dict[str, str]] = {}  # nothing changes them after the creation
 
-    async def _get_client(self) -> modal.Client:
+    async def get_client(self) -> modal.Client:
         """Return the client, connected. A client of concurrent first calls that is not kept is connected and not used."""
         if self._client is None:
             configuration = self._configuration
@@ -184,16 +189,16 @@ class _Connection:
 
     async def create(self, spec: SandboxSpec) -> None:
         auto_stop = spec.intervals.auto_stop if spec.intervals else self._configuration.auto_stop
-        image = spec.image or self._configuration.image
+        client = await self.get_client()
         cpu = max(spec.millicpus / MILLICPUS_PER_CORE, MIN_CORES)
         self._sandboxes[spec.name] = await modal.Sandbox.create.aio(
             "sleep",
             "infinity",
-            app=await self._look_up_app(),
-            client=await self._get_client(),
+            app=await self.look_up_app(),
+            client=client,
             name=spec.name,
             tags=_build_tags(spec),
-            image=modal.Image.from_registry(image) if image else modal.Image.debian_slim(),
+            image=_choose_image(spec, self._configuration.image, client),
             cpu=(cpu, cpu),
             memory=(spec.memory_mib, spec.memory_mib),
             timeout=60 * int(self._configuration.options["lifetime_minutes"]),
@@ -212,8 +217,8 @@ class _Connection:
 
     async def list_sandboxes(self, tags: dict[str, str]) -> list[ProviderSandbox]:
         """Return the running sandboxes that have these tags, and an owner."""
-        app = await self._look_up_app()
-        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags=tags, client=await self._get_client())
+        app = await self.look_up_app()
+        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags=tags, client=await self.get_client())
         running = [sandbox async for sandbox in listed if sandbox.returncode is None]
         limit = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
@@ -250,15 +255,15 @@ class _Connection:
         if sandbox := self._sandboxes.pop(ref, None):
             self._tags.pop(sandbox.object_id, None)
 
-    async def _look_up_app(self) -> modal.App:
+    async def look_up_app(self) -> modal.App:
         return await modal.App.lookup.aio(
-            APP_NAME, client=await self._get_client(), environment_name=self._environment, create_if_missing=True
+            APP_NAME, client=await self.get_client(), environment_name=self.environment or None, create_if_missing=True
         )
 
     async def _look_up(self, ref: str) -> modal.Sandbox:
         """Return the running sandbox of this name. Raise NotFoundError."""
         sandbox = await modal.Sandbox.from_name.aio(
-            APP_NAME, ref, environment_name=self._environment, client=await self._get_client()
+            APP_NAME, ref, environment_name=self.environment or None, client=await self.get_client()
         )
         if await sandbox.poll.aio() is not None:
             raise exception.NotFoundError(f"{ref} has finished.")
@@ -268,6 +273,13 @@ class _Connection:
         if sandbox.object_id not in self._tags:
             self._tags[sandbox.object_id] = await sandbox.get_tags.aio()
         return self._tags[sandbox.object_id]
+
+
+def _choose_image(spec: SandboxSpec, default: str, client: modal.Client) -> modal.Image:
+    if spec.image_id:
+        return modal.Image.from_id(spec.image_id, client=client)
+    image = require_image(spec, default)
+    return modal.Image.from_registry(image) if image else modal.Image.debian_slim()
 
 
 def _build_tags(spec: SandboxSpec) -> dict[str, str]:

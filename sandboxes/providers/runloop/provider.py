@@ -19,15 +19,16 @@ from runloop_api_client.types import DevboxView
 from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
+from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.provider import (
     NAME_LABEL,
     OWNER_LABEL,
     STOP_TIMEOUT_SECONDS,
     Pause,
-    RemoteProvider,
     build_labels,
     require_owner,
 )
+from sandboxes.providers.runloop.blueprints import BlueprintBuilds
 
 Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
@@ -41,12 +42,13 @@ MAX_IDLE_TIME = timedelta(days=2)
 ENDED = {"failure", "shutdown"}  # such devboxes stay in the list
 
 
-class RunloopProvider(RemoteProvider):
+class RunloopProvider(ImageBuildingProvider):
     """Provider for one account at Runloop: RUNLOOP_API_KEY, RUNLOOP_BASE_URL."""
 
     name = "runloop"
     account_option = "account"
     can_suspend = has_auto_stop = True  # the interval is fixed at the creation
+    has_image_bases = False  # the default image is a blueprint
     max_response_bytes = 48 << 10  # the vendor states no limit of the output of a command, and truncates it
 
     def __init__(self) -> None:
@@ -56,6 +58,10 @@ class RunloopProvider(RemoteProvider):
     @property
     def _client(self) -> Runloop:
         return self._get_clients(lambda: _create_client(self.configuration))
+
+    @property
+    def _builds(self) -> BlueprintBuilds:
+        return BlueprintBuilds(self._client, _translate_errors)
 
     # Lifecycle
 
@@ -82,7 +88,7 @@ class RunloopProvider(RemoteProvider):
         }  # fmt: skip
         if configuration.options["size"]:
             parameters["resource_size_request"] = configuration.options["size"]
-        blueprint = spec.image or configuration.image
+        blueprint = "" if spec.image_id else require_image(spec, configuration.image)
         with _translate_errors(spec.name):
             return self._client.devboxes.create(
                 name=spec.name,
@@ -90,6 +96,7 @@ class RunloopProvider(RemoteProvider):
                 launch_parameters=parameters,  # type: ignore[arg-type]
                 idempotency_key=key,
                 blueprint_name=blueprint or omit,
+                blueprint_id=spec.image_id or omit,
             )
 
     def _wait_running(self, ref: str, deadline: float) -> None:

@@ -68,6 +68,7 @@ VENDORS: Mapping[str, Vendor] = {
                 help="workspace of the API key; set it if several are used, so that their hosts differ",
             )
         },
+        has_allow_list=True,
     ),
     "modal": Vendor(
         "Modal",
@@ -115,6 +116,7 @@ VENDORS: Mapping[str, Vendor] = {
             ),
         },
         has_auto_delete=False,
+        has_allow_list=True,
     ),
 }
 

@@ -1,7 +1,7 @@
 """Network policies of Runloop: account-wide objects that list the destinations of the devboxes that name them.
 
 There is one policy for each gateway address, found by a name that contains the address. Its rules are compared at each use and
-restored if somebody has changed them. A gateway with another address gets another policy; existing devboxes keep theirs."""
+restored if they were changed. A gateway with another address gets another policy; existing devboxes keep theirs."""
 
 from typing import Any
 

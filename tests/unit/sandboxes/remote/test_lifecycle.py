@@ -136,6 +136,8 @@ VARIABLES = [
     ("modal", {"MODAL_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
     ("modal", {}, "lifetime_minutes", "1440"),
     ("modal", {"MODAL_SANDBOX_LIFETIME_MINUTES": "120", "MODAL_SANDBOX_V2": "1"}, "lifetime_minutes", "120"),
+    ("modal", {}, "snapshot_min_mib", ""),
+    ("modal", {"MODAL_SANDBOX_SNAPSHOT_MIN_MIB": "64"}, "snapshot_min_mib", "64"),
     ("runloop", {"RUNLOOP_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
     ("cloudflare", {"CLOUDFLARE_SANDBOX_API_KEY": "k"}, "api_key", "k"),
     ("cloudflare", {"CLOUDFLARE_SANDBOX_URL": "http://127.0.0.1:1/"}, "api_url", "http://127.0.0.1:1"),
@@ -189,6 +191,7 @@ def test_variable_of_a_vendor_is_read_and_takes_precedence(
         # Runloop cannot delete a suspended devbox after a time.
         ("RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES", "5", "RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES is not a variable of Leasehold."),
         ("MODAL_SANDBOX_LIFETIME_MINUTES", "1441", "MODAL_SANDBOX_LIFETIME_MINUTES='1441' is not accepted."),
+        ("MODAL_SANDBOX_SNAPSHOT_MIN_MIB", "0", "MODAL_SANDBOX_SNAPSHOT_MIN_MIB='0' is not accepted."),
         ("RUNLOOP_SANDBOX_SIZE", "HUGE", "RUNLOOP_SANDBOX_SIZE='HUGE' is not accepted."),
     ],
 )

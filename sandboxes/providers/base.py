@@ -302,6 +302,9 @@ class Provider(ABC):
     # Time after its creation at which the vendor ends every sandbox, at least two hours. None: no such limit.
     max_lifetime: timedelta | None = None
 
+    # Smallest /workspace of which the vendor is to keep a snapshot beside the stored one. None: not supported, or off.
+    min_directory_snapshot_bytes: int | None = None
+
     @abstractmethod
     def engine_id(self) -> str:
         """Ask the engine for its identity, at most 200 characters. Two engines never share one. Raise Unavailable.
@@ -641,6 +644,23 @@ class Provider(ABC):
         """Unpack an uncompressed tar to /data/skills/<kind>/ unless the path is occupied. Owners in the tar are ignored.
 
         All files appear at once. Raise Rejected if `kind` is not a slug, or a member would leave the directory."""
+
+    def snapshot_directory(self, ref: str, root: str, *, ttl: timedelta) -> str:
+        """Have the vendor keep a snapshot of /workspace or /data for `ttl`, and return its id of at most 100 characters.
+
+        Raise Missing, Rejected, and Unavailable if the outcome is not known."""
+        raise Rejected(f"The {self.name} provider takes no snapshots of directories.")
+
+    def restore_directory(self, ref: str, root: str, snapshot: str) -> None:
+        """Write the files of a snapshot over those in /workspace or /data, with their modes and times, within 4 minutes.
+
+        Raise Missing, Rejected if no process writes to `root` any more, which may have a part of the files, and Unavailable if
+        that is not known."""
+        raise Rejected(f"The {self.name} provider takes no snapshots of directories.")
+
+    def delete_directory_snapshot(self, snapshot: str) -> None:
+        """Delete a snapshot at the vendor. Idempotent. Raise Unavailable."""
+        raise Rejected(f"The {self.name} provider takes no snapshots of directories.")
 
     def inside(self, ref: str, path: str) -> str:
         """Translate a sandbox path to the path that programs in the sandbox use.

@@ -112,6 +112,20 @@ class Machine:
         code = process.returncode
         return (code if code >= 0 else 128 - code), stdout, stderr
 
+    def mount(self, source: Path, path: str) -> None:
+        """Mount a directory of this machine read-only at a path. Raise NotRunning."""
+        self._change_mounts('mkdir -p "$1" && mount --bind "$0" "$1" && mount -o remount,bind,ro "$1"', str(source), path)
+
+    def unmount(self, path: str) -> None:
+        self._change_mounts('umount "$1"', "", path)
+
+    def _change_mounts(self, script: str, source: str, path: str) -> None:
+        if self._init is None or not self.is_running:
+            raise NotRunning
+        [child] = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text().split()
+        target = f"{self.directory}/root{path}"
+        subprocess.run(["nsenter", f"--target={child}", "--mount", "sh", "-c", script, source, target], check=True)
+
     def write(self, path: str, content: bytes) -> None:
         """Write a file as the machine's user, creating missing parents. Raise OSError."""
         script = f"mkdir -p {shlex.quote(os.path.dirname(path))} && cat >{shlex.quote(path)}"

@@ -1,12 +1,13 @@
 """Emulator of Modal's API and of the command router of its sandboxes, as recorded from version 1.6.4 of its client.
 
 Both are gRPC services, here on one port without TLS. A sandbox cannot be stopped: it runs or has finished. Names are unique
-among the running sandboxes. A command is killed at its time limit."""
+among the running sandboxes. A command is killed at its time limit. Snapshots of directories are stored and can be mounted."""
 
 import asyncio
 import base64
 import json
 import re
+import shutil
 import socket
 import subprocess
 import threading
@@ -127,6 +128,14 @@ class Sandbox:
         return {tag.tag_name: tag.tag_value for tag in self.request.tags}
 
 
+@dataclass
+class DirectorySnapshot:
+    """Image with the files of a directory."""
+
+    directory: Path
+    ttl_seconds: int
+
+
 class ModalEmulator(Emulator):
     home = "/root"
     token_id = "ak-emulator"
@@ -136,6 +145,7 @@ class ModalEmulator(Emulator):
         super().__init__(directory)
         self.sandboxes: dict[str, Sandbox] = {}
         self.images: dict[str, api_pb2.Image] = {}
+        self.snapshots: dict[str, DirectorySnapshot] = {}  # by image id
         self.auth_token = create_token()
         self._socket = socket.create_server(("127.0.0.1", port))
         self._loop = asyncio.new_event_loop()
@@ -253,6 +263,31 @@ class ModalEmulator(Emulator):
                 return self.sandboxes[identifier]
         raise GRPCError(Status.NOT_FOUND, f"Sandbox {identifier} not found")
 
+    def take_snapshot(self, request: router_pb2.TaskSnapshotDirectoryRequest) -> str:
+        """Copy a directory of a sandbox, once for each snapshot id. Return the id of the image."""
+        sandbox, identifier = self.find_task(request.task_id), f"im-{uuid.UUID(request.snapshot_id).hex}"
+        with self.lock:
+            if identifier not in self.snapshots:
+                copy = self.directory / "snapshots" / identifier
+                source = sandbox.machine.directory / "disk" / request.path.decode().strip("/")
+                copy.parent.mkdir(exist_ok=True)
+                subprocess.run(["cp", "-a", source, copy], check=True)
+                self.snapshots[identifier] = DirectorySnapshot(copy, request.ttl_seconds)
+        return identifier
+
+    def find_snapshot(self, identifier: str) -> DirectorySnapshot:
+        with self.lock:
+            if identifier in self.snapshots:
+                return self.snapshots[identifier]
+        raise GRPCError(Status.NOT_FOUND, f"Image {identifier} not found")
+
+    def delete_snapshot(self, identifier: str) -> None:
+        """Delete a snapshot, as the vendor does at its expiry."""
+        snapshot = self.find_snapshot(identifier)
+        with self.lock:
+            del self.snapshots[identifier]
+        shutil.rmtree(snapshot.directory, ignore_errors=True)
+
     def find_task(self, task_id: str) -> Sandbox:
         for sandbox in self.list_running():
             if sandbox.task_id == task_id and sandbox.machine.is_running:
@@ -337,10 +372,15 @@ class ControlPlane(implement(ModalClientBase)):  # type: ignore[misc]
 
     @unary
     def ImageFromId(self, request: api_pb2.ImageFromIdRequest) -> api_pb2.ImageFromIdResponse:
+        if request.image_id in self.emulator.snapshots:
+            return api_pb2.ImageFromIdResponse(image_id=request.image_id)
         return api_pb2.ImageFromIdResponse(image_id=self._find_build(request.image_id).id)
 
     @unary
     def ImageDelete(self, request: api_pb2.ImageDeleteRequest) -> Empty:
+        if request.image_id in self.emulator.snapshots:
+            self.emulator.delete_snapshot(request.image_id)
+            return Empty()
         self.emulator.remove_build(self._find_build(request.image_id).id)
         del self.emulator.images[request.image_id]
         return Empty()
@@ -416,6 +456,21 @@ class ControlPlane(implement(ModalClientBase)):  # type: ignore[misc]
 class CommandRouter(implement(TaskCommandRouterBase)):  # type: ignore[misc]
     def __init__(self, emulator: ModalEmulator) -> None:
         self.emulator = emulator
+
+    @unary
+    def TaskSnapshotDirectory(self, request: router_pb2.TaskSnapshotDirectoryRequest) -> Any:
+        return router_pb2.TaskSnapshotDirectoryResponse(image_id=self.emulator.take_snapshot(request))
+
+    @unary
+    def TaskMountDirectory(self, request: router_pb2.TaskMountDirectoryRequest) -> Empty:
+        snapshot = self.emulator.find_snapshot(request.image_id)
+        self.emulator.find_task(request.task_id).machine.mount(snapshot.directory, request.path.decode())
+        return Empty()
+
+    @unary
+    def TaskUnmountDirectory(self, request: router_pb2.TaskUnmountDirectoryRequest) -> Empty:
+        self.emulator.find_task(request.task_id).machine.unmount(request.path.decode())
+        return Empty()
 
     @unary
     def TaskExecStart(self, request: router_pb2.TaskExecStartRequest) -> router_pb2.TaskExecStartResponse:

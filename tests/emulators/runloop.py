@@ -1,7 +1,8 @@
-"""Emulator of Runloop's devboxes, as recorded from version 3.0.0 of its client.
+"""Emulator of Runloop's devboxes and network policies, as recorded from version 3.0.0 of its client.
 
 A request for the end of a command is held until its timeout before it is answered with 408, as by the vendor. The output of a
-command is truncated to its last bytes. Devboxes that were shut down stay in the list."""
+command is truncated to its last bytes. Devboxes that were shut down stay in the list. Network policies
+are recorded and not enforced."""
 
 import builtins
 import subprocess
@@ -20,6 +21,11 @@ TRANSITION_SECONDS = 0.02  # between the two states of a start or a suspension
 MAX_OUTPUT_BYTES = 100_000  # of a command, from its end
 DEVBOX = "/v1/devboxes/([^/]+)"
 BLUEPRINT = "/v1/blueprints/([^/]+)"
+POLICIES = "/v1/network-policies"
+EGRESS_DEFAULTS: dict[str, Any] = {
+    "allow_all": False, "allow_agent_gateway": False, "allow_devbox_to_devbox": False, "allow_mcp_gateway": False,
+    "allow_runloop_mirrors": False, "allowed_cidrs": [], "allowed_hostnames": [],
+}  # fmt: skip
 
 
 @dataclass
@@ -58,6 +64,8 @@ class RunloopEmulator(VendorEmulator):
         self.devboxes: dict[str, Devbox] = {}
         self.blueprints: dict[str, Blueprint] = {}
         self.keys: dict[str, str] = {}  # idempotency key -> id
+        self.policies: dict[str, dict[str, Any]] = {}
+        self.policy_keys: dict[str, dict[str, Any]] = {}  # idempotency key -> policy
 
     def list_machines(self) -> list[Machine]:
         return [devbox.machine for devbox in self.devboxes.values()]
@@ -84,7 +92,10 @@ class RunloopEmulator(VendorEmulator):
     @route("POST", "/v1/devboxes")
     def create(self, request: Request) -> Response:
         key = request.headers.get("x-request-id") or uuid.uuid4().hex
+        policy = (request.json.get("launch_parameters") or {}).get("network_policy_id")
         with self.lock:
+            if policy and policy not in self.policies:
+                raise Rejected(400, {"message": f"Network policy {policy} not found"})
             if key not in self.keys:
                 identifier = f"dbx_{uuid.uuid4().hex[:20]}"
                 self.keys[key] = identifier
@@ -241,6 +252,49 @@ class RunloopEmulator(VendorEmulator):
         except FileNotFoundError as error:
             raise Rejected(404, {"message": str(error)}) from None
         return Response(body=content, content_type="application/octet-stream")
+
+    # Network policies
+
+    @route("POST", POLICIES)
+    def create_policy(self, request: Request) -> Response:
+        key, fields = request.headers.get("x-request-id") or uuid.uuid4().hex, request.json
+        with self.lock:
+            if key not in self.policy_keys:
+                times = dict.fromkeys(("create_time_ms", "update_time_ms"), int(time.time() * 1000))
+                egress = {name: fields.get(name, value) for name, value in EGRESS_DEFAULTS.items()}
+                policy = {"id": f"npol_{uuid.uuid4().hex[:20]}", "name": fields["name"], "egress": egress, **times}
+                self.policies[policy["id"]] = self.policy_keys[key] = policy
+            return as_json(self.policy_keys[key])  # also of a policy that was deleted since
+
+    @route("GET", POLICIES)
+    def list_policies(self, request: Request) -> Response:
+        wanted = request.query.get("name") or ""
+        with self.lock:
+            found = [policy for policy in self.policies.values() if wanted in policy["name"]]
+        return as_json({"network_policies": found, "has_more": False, "total_count": len(found)})
+
+    @route("GET", f"{POLICIES}/([^/]+)")
+    def get_policy(self, request: Request) -> Response:
+        return as_json(self._find_policy(request))
+
+    @route("POST", f"{POLICIES}/([^/]+)")
+    def update_policy(self, request: Request) -> Response:
+        policy = self._find_policy(request)
+        policy["egress"] |= {name: request.json[name] for name in EGRESS_DEFAULTS if name in request.json}
+        return as_json(policy)
+
+    @route("POST", f"{POLICIES}/([^/]+)/delete")
+    def delete_policy(self, request: Request) -> Response:
+        policy = self._find_policy(request)
+        with self.lock:
+            del self.policies[policy["id"]]
+        return as_json(policy)
+
+    def _find_policy(self, request: Request) -> dict[str, Any]:
+        policy = self.policies.get(request.groups[0])
+        if policy is None:
+            raise Rejected(404, {"message": f"Network policy {request.groups[0]} not found"})
+        return policy
 
     def _find(self, request: Request) -> Devbox:
         devbox = self.devboxes.get(request.groups[0])

@@ -22,6 +22,7 @@ from langsmith.sandbox import (
     SandboxClient,
     SandboxClientError,
     SandboxConnectionError,
+    SandboxProxyConfig,
     ValidationError,
 )
 from langsmith.sandbox import Sandbox as VendorSandbox
@@ -29,6 +30,7 @@ from langsmith.sandbox import Sandbox as VendorSandbox
 from sandboxes.providers.base import (
     FailureCause,
     Missing,
+    Network,
     ProviderError,
     ProviderSandbox,
     Rejected,
@@ -37,7 +39,7 @@ from sandboxes.providers.base import (
     VendorIntervals,
 )
 from sandboxes.providers.langsmith.snapshots import SnapshotBuilds
-from sandboxes.providers.remote.configuration import RemoteConfiguration, round_up_minutes
+from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
 from sandboxes.providers.remote.errors import raise_for_transport
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.provider import (
@@ -53,6 +55,7 @@ CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300
 REMOVAL_TIMEOUT_SECONDS = 60.0
 READY, STOPPED, FAILED = "ready", "stopped", "failed"
+NO_HOST = "none.invalid"  # never resolves (RFC 6761). The effect of an empty list is not documented
 
 
 class LangSmithProvider(ImageBuildingProvider):
@@ -90,6 +93,7 @@ class LangSmithProvider(ImageBuildingProvider):
                     delete_after_stop_seconds=60 * round_up_minutes(intervals.auto_delete),
                     vcpus=math.ceil(spec.millicpus / 1000),
                     mem_bytes=spec.memory_mib << 20,
+                    proxy_config=_build_proxy_configuration(configuration.network),
                 )
         except ProviderError as error:
             try:
@@ -197,6 +201,14 @@ def _create_client(configuration: RemoteConfiguration) -> SandboxClient:
         api_endpoint=f"{configuration.api_url}/api/v2/sandboxes", api_key=configuration.api_key, max_retries=0,
         timeout=CALL_TIMEOUT_SECONDS,
     )  # fmt: skip
+
+
+def _build_proxy_configuration(network: Network) -> SandboxProxyConfig | None:
+    """Return the configuration of the proxy through which the vendor passes all TCP connections out of a sandbox."""
+    if network == Network.OPEN:
+        return None
+    cidr, domain = find_gateway_destination()
+    return {"rules": [], "access_control": {"allow_list": [cidr or domain or NO_HOST]}}
 
 
 @contextmanager

@@ -14,12 +14,14 @@ import math
 import re
 import shlex
 import time
+import uuid
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import modal
+import modal.experimental
 from django.conf import settings
 from grpclib.exceptions import StreamTerminatedError
 from modal import exception
@@ -60,6 +62,8 @@ EXEC_GRACE_SECONDS = 30.0  # beyond the time limit of a command
 UPLOAD_TIMEOUT_SECONDS = 300
 UPLOAD_PART_BYTES = 1 << 20
 REMOVAL_TIMEOUT_SECONDS = 60.0
+SNAPSHOT_TIMEOUT_SECONDS = 120
+COPY_TIMEOUT = timedelta(minutes=2)  # of the files of a snapshot within a sandbox
 MAX_CONCURRENT_CALLS = 20  # of one listing
 TIMED_OUT_CODES = (-1, 137)  # of a command at its deadline: stated by the client, or by the vendor that killed the command
 
@@ -77,6 +81,8 @@ class ModalProvider(ImageBuildingProvider):
     def __init__(self) -> None:
         super().__init__()
         self.max_lifetime = timedelta(minutes=int(self.configuration.options["lifetime_minutes"]))
+        minimum = self.configuration.options["snapshot_min_mib"]
+        self.min_directory_snapshot_bytes = int(minimum) << 20 if minimum else None
 
     @property
     def _connection(self) -> "_Connection":
@@ -130,6 +136,31 @@ class ModalProvider(ImageBuildingProvider):
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         return self._call("the list of sandboxes", self._connection.list_sandboxes({OWNER_LABEL: owner}))
+
+    # Snapshots
+
+    def snapshot_directory(self, ref: str, root: str, *, ttl: timedelta) -> str:
+        call = self._connection.snapshot_directory(ref, root, ttl)
+        return self._call(ref, call, seconds=SNAPSHOT_TIMEOUT_SECONDS + EXEC_GRACE_SECONDS)
+
+    def restore_directory(self, ref: str, root: str, snapshot: str) -> None:
+        """Mount the snapshot aside and copy its files: a mount of unknown outcome then changes nothing in `root`."""
+        path = f"/mnt/leasehold-{uuid.uuid4().hex}"
+        try:
+            self._call(ref, self._connection.mount_snapshot(ref, path, snapshot))
+        except ProviderError as error:
+            self.inspect(ref)  # raises Missing if there is no sandbox
+            raise Rejected(f"{ref}: the snapshot {snapshot} could not be mounted: {error}") from error
+        copied = self.exec(ref, ["cp", "-a", f"{path}/.", root], env={}, timeout=COPY_TIMEOUT, mark=uuid.uuid4().hex)
+        with suppress(ProviderError):
+            self._call(ref, self._connection.unmount(ref, path))
+        if copied.exit_code or copied.timed_out:
+            text = copied.stderr[-300:].decode(errors="replace")
+            raise Rejected(f"{ref}: the files of the snapshot {snapshot} could not be copied: {text}")
+
+    def delete_directory_snapshot(self, snapshot: str) -> None:
+        with suppress(Missing):
+            self._call(snapshot, self._connection.delete_snapshot(snapshot))
 
     # Commands and files
 
@@ -249,6 +280,22 @@ class _Connection:
         if await process.wait.aio() in TIMED_OUT_CODES and time.monotonic() >= deadline:
             raise exception.ExecTimeoutError(f"no result within {seconds} s")
         return bytes(output)
+
+    async def snapshot_directory(self, ref: str, root: str, ttl: timedelta) -> str:
+        """Return the id of an image with the files of a directory, which Modal deletes after `ttl`."""
+        sandbox, seconds = await self._look_up(ref), math.ceil(ttl.total_seconds())
+        image = await sandbox.snapshot_directory.aio(root, timeout=SNAPSHOT_TIMEOUT_SECONDS, ttl=seconds)
+        return str(image.object_id)
+
+    async def mount_snapshot(self, ref: str, path: str, snapshot: str) -> None:
+        image = modal.Image.from_id(snapshot, client=await self.get_client())
+        await (await self._look_up(ref)).mount_image.aio(path, image)
+
+    async def unmount(self, ref: str, path: str) -> None:
+        await (await self._look_up(ref)).unmount_image.aio(path)
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        await modal.experimental.image_delete.aio(snapshot, client=await self.get_client())
 
     def forget(self, ref: str) -> None:
         """Discard the handle of a sandbox, which is connected to the machine that runs the sandbox."""

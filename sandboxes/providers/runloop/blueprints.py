@@ -3,38 +3,35 @@
 The idempotency key of a create is the name of the build, and the list of that name settles an unknown outcome. Runloop states
 no size of a blueprint."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 from runloop_api_client import Runloop
 from runloop_api_client.types import BlueprintView
 
 from sandboxes.providers.base import Missing
 from sandboxes.providers.remote.images import BuildState, VendorBuild, VendorBuilds
+from sandboxes.providers.runloop.errors import translate_errors
 
 PAGE_SIZE = 100
 STATES = {"build_complete": BuildState.READY, "failed": BuildState.REFUSED}
-TranslateErrors = Callable[[str], AbstractContextManager[None]]
 
 
 class BlueprintBuilds(VendorBuilds):
     """Builds of blueprints by one account."""
 
-    def __init__(self, client: Runloop, translate_errors: TranslateErrors) -> None:
-        self._blueprints, self._translate_errors = client.blueprints, translate_errors
+    def __init__(self, client: Runloop) -> None:
+        self._blueprints = client.blueprints
 
     def find(self, name: str) -> VendorBuild | None:
-        with self._translate_errors(name):
+        with translate_errors(name):
             listed = [*self._blueprints.list(name=name, limit=PAGE_SIZE)]
         found = [blueprint for blueprint in listed if blueprint.name == name and blueprint.state == "created"]
         return _to_build(max(found, key=lambda blueprint: blueprint.create_time_ms)) if found else None
 
     def start(self, name: str, dockerfile: str) -> VendorBuild:
-        with self._translate_errors(name):
+        with translate_errors(name):
             return _to_build(self._blueprints.create(name=name, dockerfile=dockerfile, idempotency_key=name))
 
     def look(self, build: VendorBuild) -> str:
-        with self._translate_errors(build.id):
+        with translate_errors(build.id):
             found = self._blueprints.retrieve(build.id)
             if found.state == "deleted":
                 raise Missing(f"Runloop has no blueprint {build.id}.")
@@ -46,7 +43,7 @@ class BlueprintBuilds(VendorBuilds):
         return "".join(f"{message}\n" for message in messages)
 
     def remove(self, build_id: str) -> None:
-        with self._translate_errors(build_id):
+        with translate_errors(build_id):
             self._blueprints.delete(build_id)
 
 

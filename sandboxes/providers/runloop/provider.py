@@ -7,18 +7,16 @@ the runner in the devbox provides for both. The vendor cannot delete a suspended
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 from django.conf import settings
-from runloop_api_client import APIConnectionError, APIStatusError, APITimeoutError, Runloop, RunloopError, omit
+from runloop_api_client import APIStatusError, Runloop, omit
 from runloop_api_client.types import DevboxView
 
-from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.remote.configuration import RemoteConfiguration
-from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
+from sandboxes.providers.base import FailureCause, Missing, Network, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.provider import (
     NAME_LABEL,
@@ -29,6 +27,8 @@ from sandboxes.providers.remote.provider import (
     require_owner,
 )
 from sandboxes.providers.runloop.blueprints import BlueprintBuilds
+from sandboxes.providers.runloop.errors import translate_errors
+from sandboxes.providers.runloop.network_policy import ensure_policy
 
 Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
@@ -61,14 +61,15 @@ class RunloopProvider(ImageBuildingProvider):
 
     @property
     def _builds(self) -> BlueprintBuilds:
-        return BlueprintBuilds(self._client, _translate_errors)
+        return BlueprintBuilds(self._client)
 
     # Lifecycle
 
     def create(self, spec: SandboxSpec) -> str:
+        parameters = self._build_launch_parameters(spec)
         for number in range(MAX_CREATES):
             try:
-                found = self._create(spec, f"{spec.name}-{number}")
+                found = self._create(spec, parameters, f"{spec.name}-{number}")
             except Unavailable as error:
                 try:
                     found = self._find(spec.name)  # an unknown outcome was a success
@@ -80,7 +81,7 @@ class RunloopProvider(ImageBuildingProvider):
                 return spec.name
         raise Rejected(f"{MAX_CREATES} devboxes named {spec.name} have been shut down.")
 
-    def _create(self, spec: SandboxSpec, key: str) -> DevboxView:
+    def _build_launch_parameters(self, spec: SandboxSpec) -> dict[str, Any]:
         configuration, intervals = self.configuration, spec.intervals or self.default_intervals()
         idle_seconds = math.ceil((intervals.auto_stop or MAX_IDLE_TIME).total_seconds())
         parameters: dict[str, Any] = {
@@ -88,8 +89,13 @@ class RunloopProvider(ImageBuildingProvider):
         }  # fmt: skip
         if configuration.options["size"]:
             parameters["resource_size_request"] = configuration.options["size"]
-        blueprint = "" if spec.image_id else require_image(spec, configuration.image)
-        with _translate_errors(spec.name):
+        if configuration.network == Network.GATEWAY:
+            parameters["network_policy_id"] = ensure_policy(self._client, find_gateway_destination())
+        return parameters
+
+    def _create(self, spec: SandboxSpec, parameters: dict[str, Any], key: str) -> DevboxView:
+        blueprint = "" if spec.image_id else require_image(spec, self.configuration.image)
+        with translate_errors(spec.name):
             return self._client.devboxes.create(
                 name=spec.name,
                 metadata=build_labels(spec),
@@ -106,7 +112,7 @@ class RunloopProvider(ImageBuildingProvider):
             if found.status == "running":
                 return
             if found.status == "suspended":
-                with _translate_errors(ref):
+                with translate_errors(ref):
                     self._client.devboxes.resume(found.id)
             pause.wait(f"{ref} is {found.status} and not ready in time")
 
@@ -119,7 +125,7 @@ class RunloopProvider(ImageBuildingProvider):
         pause = Pause(deadline)
         while (found := self._get(ref)).status != "suspended":
             if found.status == "running":
-                with _translate_errors(ref):
+                with translate_errors(ref):
                     self._client.devboxes.suspend(found.id)
             pause.wait(f"{ref} is {found.status} and not suspended in time")
 
@@ -131,7 +137,7 @@ class RunloopProvider(ImageBuildingProvider):
             except Missing:
                 self._ids.pop(ref, None)
                 return
-            with _translate_errors(ref):
+            with translate_errors(ref):
                 self._client.devboxes.shutdown(found.id, force="true")  # also while a snapshot is made
             pause.wait(f"{ref} is still being shut down")
 
@@ -140,7 +146,7 @@ class RunloopProvider(ImageBuildingProvider):
 
     def _fetch_devboxes(self) -> list[DevboxView]:
         """Return all devboxes of the account with a name of ours that have not ended."""
-        with _translate_errors("the list of devboxes"):
+        with translate_errors("the list of devboxes"):
             found = [
                 devbox
                 for devbox in self._client.devboxes.list(limit=PAGE_SIZE)  # fetches all pages
@@ -158,7 +164,7 @@ class RunloopProvider(ImageBuildingProvider):
     def _get(self, ref: str) -> DevboxView:
         if ref not in self._ids:
             return self._find(ref)
-        with _translate_errors(ref):
+        with translate_errors(ref):
             found = self._client.devboxes.retrieve(self._ids[ref])
         if found.status in ENDED:
             del self._ids[ref]
@@ -201,7 +207,7 @@ class RunloopProvider(ImageBuildingProvider):
 
     def _call_devbox(self, ref: str, call: Callable[[str], Result]) -> Result:
         devbox = self._ids.get(ref) or self._find(ref).id
-        with _translate_errors(ref):
+        with translate_errors(ref):
             return call(devbox)
 
     def list_all(self) -> list[ProviderSandbox]:
@@ -215,18 +221,6 @@ def _create_client(configuration: RemoteConfiguration) -> Runloop:
     return Runloop(
         bearer_token=configuration.api_key, base_url=configuration.api_url, max_retries=0, timeout=CALL_TIMEOUT_SECONDS
     )  # fmt: skip
-
-
-@contextmanager
-def _translate_errors(subject: str) -> Iterator[None]:
-    try:
-        yield
-    except APIStatusError as error:
-        raise_for_status(error.status_code, subject, str(error.message))
-    except APIConnectionError as error:
-        raise_for_transport(subject, error, is_timeout=isinstance(error, APITimeoutError))
-    except (RunloopError, ValueError) as error:
-        raise Unavailable(f"{subject}: {error}", cause=FailureCause.ENGINE_ERROR) from error
 
 
 def _to_sandbox(found: DevboxView) -> ProviderSandbox:

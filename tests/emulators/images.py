@@ -33,7 +33,6 @@ class ImageBuild:
     disk: Path
     log: str = ""
     error: str = ""
-    is_refused: bool = False  # the error is one of the Dockerfile, and not of a command
     ended: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -44,16 +43,11 @@ class ImageBuild:
         """Execute the Dockerfile."""
         try:
             self._execute(create_machine)
-        except InvalidInstruction as error:
-            self.is_refused = True
-            self._end(str(error))
-        except subprocess.SubprocessError as error:
-            self._end(str(error))
-        self.ended.set()
-
-    def _end(self, error: str) -> None:
-        self.error = error
-        self.log += f"ERROR: {error}\n"
+        except Exception as error:
+            self.error = str(error)
+            self.log += f"ERROR: {error}\n"
+        finally:
+            self.ended.set()
 
     def _execute(self, create_machine: CreateMachine) -> None:
         stages: dict[str, Path] = {}
@@ -83,6 +77,8 @@ class ImageBuild:
             machine.stop()
             subprocess.run(["cp", "-a", str(machine.directory / "disk"), str(self.disk)], check=True)
         finally:
+            if machine:
+                machine.stop()
             for disk in stages.values():
                 shutil.rmtree(disk.parent, ignore_errors=True)
 

@@ -13,6 +13,7 @@ from leases import sweeps, tasks
 from sandboxes import lifecycle
 from sandboxes.errors import InvalidTemplate, TemplatesNotSupported
 from sandboxes.models import ImageTemplate, Pool, Sandbox, TemplateFailure, TemplateState
+from sandboxes.providers.remote.images import set_arguments
 from sandboxes.templates import builds
 from tests.conftest import MINUTE, SimulatedCrash, die
 from tests.emulators.base import CUT_AFTER, Emulator, Fault
@@ -87,6 +88,14 @@ def test_file_of_a_build_is_in_the_sandboxes_although_the_answer_to_the_create_w
     assert read(grant, pool, "/opt/marker") == b"built\n"
     remove_all()
     assert emulator.builds == {}
+
+
+def test_build_arguments_have_values_in_the_dockerfile_itself() -> None:
+    dockerfile = "ARG BASE_IMAGE\nARG OTHER\nFROM ${BASE_IMAGE}\narg BASE_IMAGE=a\nRUN echo ARG BASE_IMAGE\n"
+    with_value = set_arguments(dockerfile, {"BASE_IMAGE": "python:3"})
+    assert with_value.splitlines() == [
+        "ARG BASE_IMAGE=python:3", "ARG OTHER", "FROM ${BASE_IMAGE}", "arg BASE_IMAGE=python:3", "RUN echo ARG BASE_IMAGE",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("vendor", BUILDERS)

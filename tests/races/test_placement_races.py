@@ -19,7 +19,7 @@ LATER = NOW + timedelta(hours=1)
 
 @pytest.fixture
 def second(pool: Pool) -> Pool:
-    second = Pool.objects.create(name="second", provider="memory", capacity=4)
+    second = Pool.objects.create(name="second", provider=pool.provider, capacity=4)
     duo = EnvironmentType.objects.create(name="duo", pool=pool)
     AlternativePool.objects.create(environment_type=duo, pool=second)
     return second

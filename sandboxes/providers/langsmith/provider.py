@@ -38,14 +38,8 @@ from sandboxes.providers.base import (
 )
 from sandboxes.providers.remote.configuration import RemoteConfiguration, round_up_minutes
 from sandboxes.providers.remote.errors import raise_for_transport
-from sandboxes.providers.remote.provider import (
-    OWNER_LABEL,
-    STOP_TIMEOUT_SECONDS,
-    Pause,
-    RemoteProvider,
-    build_labels,
-    require_owner,
-)
+from sandboxes.providers.remote.labels import OWNER_LABEL, build_labels, require_owner
+from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause, RemoteProvider
 
 Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request

@@ -38,15 +38,8 @@ from sandboxes.providers.base import (
 )
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
 from sandboxes.providers.remote.errors import Conflict, raise_for_transport
-from sandboxes.providers.remote.provider import (
-    NAME_LABEL,
-    OWNER_LABEL,
-    TRANSIENT_CAUSES,
-    Pause,
-    RemoteProvider,
-    build_labels,
-    require_owner,
-)
+from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
+from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause, RemoteProvider
 
 Result = TypeVar("Result")
 APP_NAME = "leasehold"  # app of all sandboxes, in one environment

@@ -19,15 +19,8 @@ from runloop_api_client.types import DevboxView
 from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
-from sandboxes.providers.remote.provider import (
-    NAME_LABEL,
-    OWNER_LABEL,
-    STOP_TIMEOUT_SECONDS,
-    Pause,
-    RemoteProvider,
-    build_labels,
-    require_owner,
-)
+from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
+from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause, RemoteProvider
 
 Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request

@@ -51,6 +51,7 @@ class DaytonaEmulator(VendorEmulator):
 
     def delete_stopped(self, name: str) -> None:
         for sandbox in self._find_named(name):
+            sandbox.state = "destroying"
             self._destroy(sandbox)
 
     def get_creation(self, name: str) -> dict[str, Any]:

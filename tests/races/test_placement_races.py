@@ -105,7 +105,7 @@ def test_crash_between_the_release_of_a_cold_sandbox_and_its_start_elsewhere_los
     write(lease)
     evict(lease)
     Pool.objects.filter(pk=second.pk).update(provider="process")
-    Host.objects.filter(provider="memory").update(
+    Host.objects.filter(provider=pool.provider).update(
         start_failures=start_breaker.MAX_START_FAILURES, starts_paused_until=LATER + MINUTE
     )
     with crash_at("moved"):

@@ -8,7 +8,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, cast
 
@@ -171,7 +170,7 @@ def hook(base: type[RemoteProvider], verb: str) -> Callable[..., Any]:
 
     def find(self: Any, ref: str, mark: str) -> Any:
         state = call(self, ref, mark)
-        return replace(state, result=self.server.correct(mark, state.result)) if state and state.result else state
+        return state._replace(result=self.server.correct(mark, state.result)) if state and state.result else state
 
     def read_all(self: Any, *args: Any, **options: Any) -> Any:
         if self.is_within_call():

@@ -1,9 +1,9 @@
 """Provider of one host that is a vendor's client on the vendor's emulator, in place of the memory provider.
 
 Each host has an account of its own. The faults of the simulation become faults of the emulator: connections that are cut before
-or after the request is carried out, and responses 429, 500 and 503. The vendor's client runs in threads outside of the history,
-which see the real clock. The order of the events of a history is therefore reproducible only as far as the vendor's client and
-the processes of the sandboxes are."""
+or after the request is carried out, responses 429, 500 and 503, and listings without new sandboxes. The vendor's client runs in
+threads outside of the history, which see the real clock. The order of the events of a history is therefore reproducible only as
+far as the vendor's client and the processes of the sandboxes are."""
 
 import atexit
 import tempfile
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 FAILED_BEFORE = (CUT_BEFORE, CUT_BEFORE, 429, 500, 503)
 FAILED_REQUESTS = (1, 2, 8, 40)  # of one fault; the provider repeats a call up to three times
 CHANGING_REQUEST = "^(?!GET )"
+LISTINGS = ("list", "list_all")  # which do not change anything: new sandboxes are missing in place of a lost response
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,12 @@ class SimulatedVendor(Works, SuiteProvider):
             world.promises.check_destroy(self, subject)
         if verb == "kill":
             world.promises.check_kill(self, arguments[1])
+        self.emulator.is_listing_late = verb in LISTINGS and fault is not None and fault.outcome == CUT_AFTER
         try:
             with self.failing_emulator(fault):
                 result = act()
         finally:
+            self.emulator.is_listing_late = False
             self._note_existence(subject)
             if verb in ("suspend", "restart"):
                 self._stop_works([work for work in self.works if work.ref == subject])

@@ -17,11 +17,10 @@ class TestDaytona:
     test_crash_of_an_exec = staticmethod(test_crashes.test_crash_at_any_step_of_an_exec_converges_and_the_lease_goes_on)
     test_crash_of_an_eviction = staticmethod(test_crashes.test_crash_at_any_step_of_an_eviction_converges_and_loses_no_file)
     test_crash_of_a_destroy = staticmethod(test_crashes.test_crash_at_any_step_of_a_destroy_converges_and_stores_the_state_once)
-    test_release_during_a_wake = staticmethod(test_races.test_release_during_a_wake_leaves_no_sandbox)
+    test_release_during_a_start = staticmethod(test_races.test_release_during_a_start_ends_the_lease)
 
 
 @on_runloop
 class TestRunloop:
     test_crash_of_a_wake = staticmethod(test_crashes.test_crash_at_any_step_of_a_wake_converges_and_loses_no_file)
     test_concurrent_starts = staticmethod(test_races.test_eight_concurrent_first_execs_start_one_sandbox)
-    test_release_during_a_start = staticmethod(test_races.test_release_during_a_start_ends_the_lease)

@@ -198,7 +198,7 @@ class DaytonaProvider(RemoteProvider):
         return found
 
     def _remember(self, found: VendorSandbox) -> None:
-        self._toolbox_urls[found.name] = f"{found.toolbox_proxy_url.rstrip('/')}/{found.id}"
+        self._toolbox_urls[found.name] = _build_toolbox_url(found)
 
     # Commands and files, by the toolbox of the sandbox
 
@@ -218,9 +218,8 @@ class DaytonaProvider(RemoteProvider):
         self._call_running(ref, lambda: self._call_toolbox(ref, upload))
 
     def _call_toolbox(self, ref: str, call: Callable[[ToolboxClient], Result]) -> Result:
-        if ref not in self._toolbox_urls:
-            self._get(ref)
-        client = ToolboxClient(ToolboxConfiguration(host=self._toolbox_urls[ref], retries=False))
+        url = self._toolbox_urls.get(ref) or _build_toolbox_url(self._get(ref))  # a concurrent destroy removes the entry
+        client = ToolboxClient(ToolboxConfiguration(host=url, retries=False))
         client.rest_client = self._clients.toolbox_connections
         with _translate_errors(ref):
             return call(_authorize(client, self.configuration.api_key))
@@ -233,6 +232,10 @@ class _Clients:
         client = ApiClient(Configuration(host=configuration.api_url, retries=False))
         self.api = SandboxApi(_authorize(client, configuration.api_key))
         self.toolbox_connections = ToolboxClient(ToolboxConfiguration(host="", retries=False)).rest_client
+
+
+def _build_toolbox_url(found: VendorSandbox) -> str:
+    return f"{found.toolbox_proxy_url.rstrip('/')}/{found.id}"
 
 
 def _authorize(client: Client, api_key: str) -> Client:

@@ -167,14 +167,15 @@ class LangSmithProvider(RemoteProvider):
         self._call_running(ref, lambda: self._call_sandbox(ref, upload))
 
     def _call_sandbox(self, ref: str, call: Callable[[VendorSandbox], Result]) -> Result:
-        if ref not in self._sandboxes:
-            found = self._get(ref)
-            if found.status != READY:
-                raise Unavailable(f"{ref} is {found.status}", cause=FailureCause.NOT_RUNNING)
-            self._sandboxes[ref] = found
+        sandbox = self._sandboxes.get(ref)
+        if sandbox is None:
+            sandbox = self._get(ref)
+            if sandbox.status != READY:
+                raise Unavailable(f"{ref} is {sandbox.status}", cause=FailureCause.NOT_RUNNING)
+            self._sandboxes[ref] = sandbox
         try:
             with _translate_errors(ref):
-                return call(self._sandboxes[ref])
+                return call(sandbox)
         except ProviderError:
             self._sandboxes.pop(ref, None)  # its data plane may be elsewhere after a start
             raise

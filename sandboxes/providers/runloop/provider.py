@@ -142,12 +142,13 @@ class RunloopProvider(RemoteProvider):
         raise Missing(f"Runloop has no devbox {ref}.")
 
     def _get(self, ref: str) -> DevboxView:
-        if ref not in self._ids:
+        devbox = self._ids.get(ref)
+        if devbox is None:
             return self._find(ref)
         with _translate_errors(ref):
-            found = self._client.devboxes.retrieve(self._ids[ref])
+            found = self._client.devboxes.retrieve(devbox)
         if found.status in ENDED:
-            del self._ids[ref]
+            self._ids.pop(ref, None)  # a concurrent call may have removed the id
             return self._find(ref)
         return found
 

@@ -35,7 +35,7 @@ from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault
 from tests.unit.sandboxes.remote.conftest import CREATE, DESTROY, EXECUTE, LIST, Account
 
 SEEDS = range(1, 1 + int(os.environ.get("REMOTE_HISTORIES", "1")))
-VENDORS = ["daytona", "runloop", *(["modal"] if "REMOTE_HISTORIES" in os.environ else [])]  # the client of Modal is slow
+VENDORS = ["daytona", "runloop", *(["langsmith", "modal"] if "REMOTE_HISTORIES" in os.environ else [])]  # slower clients
 STEPS = 16
 FAULT_PROBABILITY, CRASH_PROBABILITY = 0.5, 0.04  # of an operation, of a checkpoint
 AGENTS = ("did:plc:ada", "did:plc:bob")

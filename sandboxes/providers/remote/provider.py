@@ -117,14 +117,17 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         """Write one file of at most `max_upload_bytes` by the vendor's file API. Raise Missing, Unavailable, Rejected."""
 
     def _call_running(self, ref: str, call: Callable[[], Result]) -> Result:
-        """Make a call that needs a running sandbox. If it fails in a stopped one, start the sandbox and repeat the call."""
+        """Make a call that needs a running sandbox. If it fails in a stopped one, start the sandbox and repeat the call.
+
+        A call that was refused is repeated in a running sandbox, too: a concurrent call may have started it since."""
         try:
             return call()
         except ProviderError as error:
             if self.inspect(ref).running:
                 if isinstance(error, Missing):
                     raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
-                raise
+                if not isinstance(error, Rejected):
+                    raise
         self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
         return call()
 

@@ -18,7 +18,7 @@ from runloop_api_client.types import DevboxView
 
 from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration
-from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
+from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_for_transport
 from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
 from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause, RemoteProvider
 
@@ -92,8 +92,7 @@ class RunloopProvider(RemoteProvider):
             if found.status == "running":
                 return
             if found.status == "suspended":
-                with _translate_errors(ref):
-                    self._client.devboxes.resume(found.id)
+                self._change_state(ref, found, self._client.devboxes.resume)
             pause.wait(f"{ref} is {found.status} and not ready in time")
 
     def restart(self, ref: str) -> None:
@@ -105,9 +104,17 @@ class RunloopProvider(RemoteProvider):
         pause = Pause(deadline)
         while (found := self._get(ref)).status != "suspended":
             if found.status == "running":
-                with _translate_errors(ref):
-                    self._client.devboxes.suspend(found.id)
+                self._change_state(ref, found, self._client.devboxes.suspend)
             pause.wait(f"{ref} is {found.status} and not suspended in time")
+
+    def _change_state(self, ref: str, found: DevboxView, change: Callable[[str], object]) -> None:
+        """Request a suspension or a resumption. It is not refused if a concurrent request has changed the state since."""
+        try:
+            with _translate_errors(ref):
+                change(found.id)
+        except (Conflict, Rejected):
+            if self._get(ref).status == found.status:
+                raise
 
     def destroy(self, ref: str) -> None:
         pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)

@@ -6,10 +6,10 @@ py = .venv/bin/python
 manage = $(py) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run t test bench chaos simulate lint format install image lock schema
+.PHONY: help demo run t test bench chaos simulate remote-suites lint format install image lock schema
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 demo: install image ## play a game with agents in leased sandboxes, until Ctrl-C: make demo, make demo PACK=rpg or coding
 	@$(manage) migrate --verbosity 0
@@ -33,6 +33,9 @@ chaos: install ## run the load with random kills for 20 minutes (root, Docker, P
 
 simulate: install ## search seeds of the simulation on all cores until Ctrl-C: make simulate ARGS="--seeds 1000 --seed 1"
 	@$(py) -m tests.simulation --seeds 0 --seed $$(date +%s) --jobs $$(nproc) $(ARGS)
+
+remote-suites: install ## run the crash, race and simulation suites on a vendor's emulator (root): make remote-suites PROVIDER=daytona SEEDS=20
+	@.ci/remote-suites $(PROVIDER) $(SEEDS)
 
 lint: install ## run ruff, mypy and the import contracts
 	@.venv/bin/ruff check .

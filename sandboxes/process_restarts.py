@@ -29,7 +29,7 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
-from sandboxes.providers.base import Provider, ProviderError, Rejected
+from sandboxes.providers.base import ProcessState, Provider, ProviderError, Rejected, StartKilled
 from sandboxes.providers.launcher import LAUNCH_TIMEOUT
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
@@ -187,6 +187,11 @@ def restart(process: Process, *, now: datetime) -> bool:
         process.start_confirmed = True  # not restarted again
         close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused)[:500])
         return True
+    except StartKilled:  # `kill_process` kills by the mark, which the start has, too
+        process.refresh_from_db()
+        if not process.kill_requested_at:
+            raise
+        state = ProcessState(running=False, exit_code=137)
     checkpoint("process restarted", process)
     Process.objects.filter(pk=process.pk, mark=process.mark).update(start_confirmed=True)
     process.refresh_from_db()

@@ -42,7 +42,7 @@ class RelayHandler(BaseHTTPRequestHandler):
         headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_HEADERS | TOKEN_HEADERS}
         headers["Authorization"] = f"Bearer {access['token']}"
         try:
-            connection = _connect(target)
+            connection = open_connection(target)
             connection.request(self.command, target.path.rstrip("/") + self.path, body, headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
@@ -84,7 +84,7 @@ class RelayServer(ThreadingHTTPServer):
     directory = ""
 
 
-def _connect(target):
+def open_connection(target):
     if target.scheme == "https":
         context = ssl.create_default_context()
         return http.client.HTTPSConnection(target.hostname, target.port or 443, timeout=TIMEOUT_SECONDS, context=context)

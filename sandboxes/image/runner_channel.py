@@ -53,7 +53,7 @@ def main(directory):
 def _poll(directory, lock):
     """Poll on one connection until it fails."""
     access = gateway_relay.read_access(directory)
-    connection, results = gateway_relay._connect(urlsplit(access["url"])), []
+    connection, results = gateway_relay.open_connection(urlsplit(access["url"])), []
     try:
         while True:
             response = _post(connection, access, "/runner/next", {"results": results})
@@ -111,7 +111,7 @@ def _answer(directory, far, request):
         if far.recv(1):
             return
     access = gateway_relay.read_access(directory)
-    connection = gateway_relay._connect(urlsplit(access["url"]))
+    connection = gateway_relay.open_connection(urlsplit(access["url"]))
     _post(connection, access, "/runner/result", {"results": [result]})
 
 

@@ -80,6 +80,12 @@ class Unavailable(ProviderError):
     code = "provider_unavailable"
 
 
+class StartKilled(Unavailable):
+    """The start of a background process was killed. The program may have started, and was then killed, too."""
+
+    code = "start_killed"
+
+
 class Rejected(ProviderError):
     """The provider rejects the request. Repeating it does not help."""
 

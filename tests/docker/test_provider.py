@@ -57,7 +57,7 @@ def docker(*argv: str) -> str:
 
 
 def make_box(owner: str, agent: Path | None = None) -> Box:
-    provider, labels = DockerProvider(), {"agent": "did:plc:ada", "owner": "somebody", "name": "x"}
+    provider, labels = DockerProvider(), {"agent": "did:plc:ada", "owner": "unknown-owner", "name": "x"}
     spec = SandboxSpec(owner, owner, memory_mib=128, pids=64, labels=labels, agent=agent)
     box = Box(provider, provider.create(spec), owner=owner)
     provider.wait_ready(box.ref, timeout=MINUTE)
@@ -134,7 +134,7 @@ def test_verbs_raise_unavailable_without_a_daemon(monkeypatch: pytest.MonkeyPatc
 def test_owner_labels_cannot_be_overridden(box: Box) -> None:
     [found] = box.provider.list(box.owner)
     assert (found.ref, found.name, found.is_remnant) == (box.ref, box.ref, False)
-    assert box.provider.list("somebody") == []
+    assert box.provider.list("unknown-owner") == []
 
 
 def test_create_after_a_crash_before_start_starts_the_container(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:

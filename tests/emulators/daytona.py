@@ -57,11 +57,12 @@ class DaytonaEmulator(VendorEmulator):
 
     def stop_idle(self, name: str) -> None:
         for sandbox in self._find_named(name):
-            sandbox.machine.stop()
             sandbox.state = "stopped"
+            sandbox.machine.stop()
 
     def delete_stopped(self, name: str) -> None:
         for sandbox in self._find_named(name):
+            sandbox.state = "destroying"
             self._destroy(sandbox)
 
     def get_creation(self, name: str) -> dict[str, Any]:

@@ -75,11 +75,13 @@ class LangSmithEmulator(VendorEmulator):
         return [box.machine for box in self.boxes.values() if box.name == name]
 
     def stop_idle(self, name: str) -> None:
-        self.boxes[name].machine.stop()
-        self.boxes[name].status = "stopped"
+        if box := self.boxes.get(name):
+            box.machine.stop()
+            box.status = "stopped"
 
     def delete_stopped(self, name: str) -> None:
-        self.boxes.pop(name).machine.remove()
+        if box := self.boxes.pop(name, None):
+            box.machine.remove()
 
     def get_creation(self, name: str) -> dict[str, Any]:
         return self.boxes[name].fields

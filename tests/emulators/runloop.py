@@ -75,13 +75,13 @@ class RunloopEmulator(VendorEmulator):
 
     def stop_idle(self, name: str) -> None:
         for devbox in self._find_named(name):
-            devbox.machine.stop()
             devbox.status = "suspended"
+            devbox.machine.stop()
 
     def delete_stopped(self, name: str) -> None:
         for devbox in self._find_named(name):
-            devbox.machine.remove()
             devbox.status = "shutdown"
+            devbox.machine.remove()
 
     def get_creation(self, name: str) -> dict[str, Any]:
         return self._find_named(name)[0].fields

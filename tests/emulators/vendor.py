@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -120,6 +121,11 @@ class VendorEmulator(ThreadingHTTPServer, Emulator):
     def stop_server(self) -> None:
         self.shutdown()
         self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of a failed request, unless its client has cut the connection."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     def handle(self, request: Request) -> tuple[Response, Fault | None]:
         line = f"{request.method} {request.path}"

@@ -19,7 +19,7 @@ LATER = NOW + timedelta(hours=1)
 
 @pytest.fixture
 def second(pool: Pool) -> Pool:
-    second = Pool.objects.create(name="second", provider="memory", capacity=4)
+    second = Pool.objects.create(name="second", provider=pool.provider, capacity=4)
     duo = EnvironmentType.objects.create(name="duo", pool=pool)
     AlternativePool.objects.create(environment_type=duo, pool=second)
     return second
@@ -105,7 +105,7 @@ def test_crash_between_the_release_of_a_cold_sandbox_and_its_start_elsewhere_los
     write(lease)
     evict(lease)
     Pool.objects.filter(pk=second.pk).update(provider="process")
-    Host.objects.filter(provider="memory").update(
+    Host.objects.filter(provider=pool.provider).update(
         start_failures=start_breaker.MAX_START_FAILURES, starts_paused_until=LATER + MINUTE
     )
     with crash_at("moved"):

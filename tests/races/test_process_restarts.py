@@ -9,8 +9,10 @@ from sandboxes.errors import SandboxBusy
 from sandboxes.models import Process, ProcessStatus, RestartPolicy
 from sandboxes.process_restarts import close_process
 from sandboxes.processes import ProcessSpec
+from sandboxes.providers.base import StartKilled
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.suites import TEST_PROVIDER
 
 pytestmark = pytest.mark.django_db(transaction=True)
 ROUNDS = range(5)
@@ -32,6 +34,8 @@ def reload(process: Process) -> Process:
 
 
 def count_running(memory: MemoryProvider) -> int:
+    if TEST_PROVIDER != "memory":
+        return memory.count_processes("sleep 300000")  # type: ignore[attr-defined,no-any-return]
     return sum(program.state().running for box in memory._sandboxes.values() for program in box.background.values())
 
 
@@ -58,6 +62,20 @@ def test_a_kill_wins_against_a_concurrent_restart(due, memory, number: int) -> N
     assert (process.ended_at is None, process.restart_at, process.wake_pending) == (False, None, False)
     assert count_running(memory) == 0
     assert process_restarts.restart_due(now=NOW + 60 * MINUTE).counts == {}
+
+
+def test_a_kill_that_kills_the_start_itself_wins_against_the_restart(due, memory) -> None:
+    """At vendors the start is a command in the sandbox, and has the mark by which the process is killed."""
+
+    def kill_start(ref: str) -> None:
+        process_restarts.forbid(due, now=NOW + MINUTE)
+        raise StartKilled
+
+    with memory.before("start", kill_start):
+        assert process_restarts.restart_due(now=NOW + MINUTE).counts == {"processes restarted": 1}
+    process = reload(due)
+    assert (process.state, process.exit_code, process.restart_at) == ("killed", 137, None)
+    assert count_running(memory) == 0
 
 
 @pytest.mark.parametrize("number", ROUNDS)

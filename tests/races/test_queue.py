@@ -22,6 +22,7 @@ from sandboxes.providers.base import FailureCause, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import update_pool
+from tests.support.suites import memory_only
 
 pytestmark = pytest.mark.django_db
 DAY = timedelta(days=1)
@@ -144,6 +145,7 @@ def test_secrets_survive_a_change_of_keys(lease: Lease, pool: Pool, settings: An
 
 
 @pytest.mark.django_db(transaction=True)
+@memory_only("an agent run at a vendor needs a gateway")
 def test_queued_agent_run_is_recorded(lease: Lease, pool: Pool) -> None:
     options = {"model": "", "permission_mode": "default", "system_prompt": "", "session_id": ""}
     request = COMMAND | {"kind": "agent_run", "cli": "program", "argv": ["cat"], "options": options, "policy": {}}
@@ -242,7 +244,7 @@ def test_error_of_an_attempt_names_provider_and_cause(lease: Lease, pool: Pool, 
     work()
     error = reload(row).error
     assert error is not None
-    expected = ("sandbox_not_ready", "start", "memory", "engine_unreachable")
+    expected = ("sandbox_not_ready", "start", pool.provider, "engine_unreachable")
     assert (error["code"], error["operation"], error["provider"], error["cause"]) == expected
 
 

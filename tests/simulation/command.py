@@ -11,10 +11,12 @@ from itertools import islice
 
 from tests.simulation.history import Report, run_history
 from tests.simulation.mutants import MUTANTS, run_mutant
+from tests.support.suites import TEST_PROVIDER
 
 PROGRESS_INTERVAL_SECONDS = 30.0
 SEEDS_PER_BATCH = 100
-REPLAY = "python -m tests.simulation --seed {seed} --length {length} --trace"
+VARIABLE = f"LEASEHOLD_TEST_PROVIDER={TEST_PROVIDER} " if TEST_PROVIDER != "memory" else ""
+REPLAY = VARIABLE + "python -m tests.simulation --seed {seed} --length {length} --trace"
 
 
 def main() -> int:

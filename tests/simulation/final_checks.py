@@ -22,6 +22,7 @@ from sandboxes.providers.base import DATA
 from sandboxes.state import workspace
 from sandboxes.sweeps import passes
 from tests.simulation.expectations import read_snapshot
+from tests.support.suites import TEST_PROVIDER
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -46,7 +47,7 @@ def check_nothing_leaks(world: "World") -> None:
     rows = {sandbox.name for sandbox in existing}
     listed = {name for host in world.hosts for name in host.provider._sandboxes}
     # The sweep `reconcile` does not believe an engine that lists nothing, and reports that as a failure.
-    empty = [compute_host_id("memory", host.name) for host in world.hosts if not host.provider._sandboxes]
+    empty = [compute_host_id(TEST_PROVIDER, host.name) for host in world.hosts if not host.provider._sandboxes]
     for name in sorted(listed - rows):
         world.promises.violate(11, f"{name} exists, and no row names it")
     for name in sorted(rows - listed - {sandbox.name for sandbox in existing.filter(host__in=empty)}):

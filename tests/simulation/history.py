@@ -24,6 +24,7 @@ from tests.simulation.ports import PROGRAM
 from tests.simulation.scheduler import EPOCH
 from tests.simulation.workload import Workload
 from tests.simulation.world import Process, World
+from tests.support.suites import TEST_PROVIDER
 
 MAX_SECONDS_TO_FINISH = 6 * 3600.0  # virtual time for the operations in progress after the last fault
 SWEEP_ROUNDS = 14
@@ -60,7 +61,7 @@ def run_history(seed: int, *, length: int = 0, print_events: bool = False) -> Re
     workload = None
     with (
         world.installed(),
-        override_settings(EGRESS_SLOTS=options.slots, SANDBOX_PROVIDER="memory", DESTROY_TRIES=options.destroy_tries),
+        override_settings(EGRESS_SLOTS=options.slots, SANDBOX_PROVIDER=TEST_PROVIDER, DESTROY_TRIES=options.destroy_tries),
     ):
         try:
             set_up(world, options)
@@ -101,7 +102,7 @@ def set_up(world: World, options: Options) -> None:
     world.enter_host(world.hosts[0])
     Pool.objects.all().delete()
     pool = Pool.objects.create(
-        name=options.pool, provider="memory", capacity=options.capacity, warm_target=options.warm_target, created_at=EPOCH
+        name=options.pool, provider=TEST_PROVIDER, capacity=options.capacity, warm_target=options.warm_target, created_at=EPOCH
     )
     if options.guaranteed:
         Quota.objects.create(pool=pool, agent_did=options.agents[0], guaranteed=options.guaranteed)
@@ -112,8 +113,8 @@ def set_up(world: World, options: Options) -> None:
             "suspend_after": options.suspend_after,
         },
     )  # fmt: skip
-    Rate.objects.create(provider="memory", item="time", usd="0.37", valid_from=EPOCH + timedelta(hours=30))
-    Rate.objects.create(provider="memory", item="suspend", usd="0.11", valid_from=EPOCH + timedelta(hours=20))
+    Rate.objects.create(provider=TEST_PROVIDER, item="time", usd="0.37", valid_from=EPOCH + timedelta(hours=30))
+    Rate.objects.create(provider=TEST_PROVIDER, item="suspend", usd="0.11", valid_from=EPOCH + timedelta(hours=20))
     world.promises.budgets = options.budget_hours is not None
     if options.budget_hours:
         Budget.objects.create(

@@ -3,7 +3,10 @@
 from datetime import timedelta
 from random import Random
 
+from tests.support.suites import TEST_PROVIDER
+
 ENVIRONMENT_TYPE = "catan"
+MAX_VENDOR_OPERATIONS = 100  # of a history on a vendor's emulator, which executes for real: about a minute
 HTTP_WEIGHTS = {"exec": 10, "join": 3, "put": 3, "get": 3, "turn": 3, "process": 1, "one_shot": 2, "release": 1, "fork": 1}
 
 
@@ -41,6 +44,8 @@ class Options:
         self.suspend_after = random.choice((None, timedelta(seconds=1), timedelta(seconds=30)))
         if self.suspend_after:
             self.sweep_weights["suspend"] = 6
+        if TEST_PROVIDER != "memory":
+            self.operations = min(self.operations, MAX_VENDOR_OPERATIONS)
         if length:
             self._lengthen(length)
 

@@ -8,6 +8,7 @@ from sandboxes.db import database_time
 from sandboxes.hosts.bound_provider import compute_host_id
 from sandboxes.models import Host as HostRow
 from sandboxes.models import Sandbox
+from tests.support.suites import TEST_PROVIDER
 
 if TYPE_CHECKING:
     from tests.simulation.workload import Workload
@@ -85,7 +86,7 @@ class Outages:
             self.workload.spawn("web", "declare-lost", lambda: self._declare_lost(host), lambda: None, self.world.hosts[0])
 
     def _declare_lost(self, host: "Host") -> None:
-        row = HostRow.objects.get(pk=compute_host_id("memory", host.name))
+        row = HostRow.objects.get(pk=compute_host_id(TEST_PROVIDER, host.name))
         sweeps.declare_host_lost(row, now=database_time.now(), actor="operator")
 
     def end(self) -> None:

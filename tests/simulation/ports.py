@@ -77,89 +77,51 @@ class SlowStream:
         return len(content)
 
 
-class SimulatedProvider(MemoryProvider):
-    """Provider of one host. Programs take virtual time, and go on when the process that waits for them dies."""
+class Works:
+    """Programs and sandboxes of one host's provider. Programs take virtual time, and go on when the process that waits dies."""
 
-    def __init__(self, world: "World", host: "Host") -> None:
-        self.world, self.host = world, host
+    world: "World"
+    host: "Host"
+    down: bool
+
+    if TYPE_CHECKING:
+
+        @property
+        def _sandboxes(self) -> Any:
+            """Existing sandboxes by name, with `spec`, `files` and `suspended`."""
+
+    def _reset_works(self) -> None:
         self.existence = Existence()
         self.works: list[Work] = []
         self.executions: Counter[str] = Counter()
         self.down = False
-        super().__init__()
-        self.programs[PROGRAM] = self._work
-
-    def engine_id(self) -> str:
-        self.world.enter_call("provider", "engine_id", "", self._refuse)
-        return self.host.name
 
     def last_engine_id(self) -> str:
         return self.host.name
 
-    @contextmanager
-    def hooked_call(self, method: str, subject: str) -> Iterator[None]:
-        self.world.enter_call("provider", method, subject, self._refuse)
-        yield
-        self.world.leave_call("provider", method, subject, self._refuse)
-
-    def _refuse(self, message: str) -> Exception:
-        return Unavailable(message)
-
-    def create(self, spec: SandboxSpec) -> str:
-        with self.hooked_call("create", spec.name):
-            if spec.name not in self._sandboxes:
-                self.existence.since[spec.name] = self.world.scheduler.time
-                self.world.promises.check_slot(self, spec)
-            with self.world.uninterrupted():
-                super().create(spec)
-        return spec.name
-
-    def destroy(self, ref: str) -> None:
-        with self.hooked_call("destroy", ref):
-            self.world.promises.check_destroy(self, ref)
-            self._end(ref)
-            with self.world.uninterrupted():
-                super().destroy(ref)
-
-    def vanish(self, ref: str) -> None:
-        self.existence.vanished.add(ref)
-        self._end(ref)
-        super().vanish(ref)
-
-    def _end(self, ref: str) -> None:
+    def _end_sandbox(self, ref: str) -> None:
         if ref in self._sandboxes and ref in self.existence.since:
             self.existence.ranges[ref] = (self.existence.since.pop(ref), self.world.scheduler.time)
-        self._stop([work for work in self.works if work.ref == ref])
+        self._stop_works([work for work in self.works if work.ref == ref])
 
-    def get_files(self, ref: str, root: str, **options: Any) -> Iterator[bytes]:
-        chunks = super().get_files(ref, root, **options)
-        if not self.world.occurs("provider transfer"):
-            return chunks
-        return iter(partial(SlowStream(BytesIO(b"".join(chunks)), self.world.pause_transfer).read, CHUNK_BYTES), b"")
-
-    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
-        slow = self.world.occurs("provider transfer")
-        super().put_files(ref, root, SlowStream(tar, self.world.pause_transfer) if slow else tar)  # type: ignore[arg-type]
-
-    def kill(self, ref: str, mark: str) -> None:
-        with self.hooked_call("kill", ref):
-            self._get(ref)
-            self.world.promises.check_kill(self, mark)
-            self._stop([work for work in self.works if work.ref == ref and work.run_id == mark])
-
-    def _stop(self, works: Collection[Work]) -> None:
+    def _stop_works(self, works: Collection[Work]) -> None:
         for work in works:
             work.killed = True
             self.works.remove(work)
 
+    def _find_ref(self, call: ProgramCall) -> str:
+        """Return the sandbox of a program."""
+        [ref] = [name for name, sandbox in self._sandboxes.items() if sandbox.files is call.files]
+        return ref
+
     def _work(self, call: ProgramCall) -> ProgramResult:
         """Report the present files, then write and remove files, at the start or at the end of the virtual duration."""
         scheduler, order = self.world.scheduler, json.loads(call.stdin or call.argv[1])  # the state of a turn is on stdin
-        [ref] = [name for name, sandbox in self._sandboxes.items() if sandbox.files is call.files]
+        ref = self._find_ref(call)
         run_id = call.env["LEASEHOLD_RUN"]
         seen = read_tree(call.files)
         self.executions[run_id] += 1
-        self.world.promises.check_execution(self, ref, run_id, order, seen)
+        self.world.promises.check_execution(ref, run_id, order, seen)
         seconds = min(order["seconds"], call.timeout.total_seconds())
         work = Work(run_id, ref, call.files, scheduler.seconds + seconds, order["write"], order["remove"])
         work.actor = scheduler.current
@@ -184,6 +146,71 @@ class SimulatedProvider(MemoryProvider):
         work.finished = True
         if work.in_time and not order["early"]:
             work.apply()
+        if work.actor is None or work.actor.killed:
+            self._end_abandoned(work)
+
+    def _end_abandoned(self, work: Work) -> None:
+        """End a program whose waiting process is dead."""
+
+
+class SimulatedProvider(Works, MemoryProvider):
+    """Memory provider of one host."""
+
+    def __init__(self, world: "World", host: "Host") -> None:
+        self.world, self.host = world, host
+        self._reset_works()
+        super().__init__()
+        self.programs[PROGRAM] = self._work
+
+    def engine_id(self) -> str:
+        self.world.enter_call("provider", "engine_id", "", self._refuse)
+        return self.host.name
+
+    @contextmanager
+    def hooked_call(self, method: str, subject: str) -> Iterator[None]:
+        self.world.enter_call("provider", method, subject, self._refuse)
+        yield
+        self.world.leave_call("provider", method, subject, self._refuse)
+
+    def _refuse(self, message: str) -> Exception:
+        return Unavailable(message)
+
+    def create(self, spec: SandboxSpec) -> str:
+        with self.hooked_call("create", spec.name):
+            if spec.name not in self._sandboxes:
+                self.existence.since[spec.name] = self.world.scheduler.time
+                self.world.promises.check_slot(self, spec)
+            with self.world.uninterrupted():
+                super().create(spec)
+        return spec.name
+
+    def destroy(self, ref: str) -> None:
+        with self.hooked_call("destroy", ref):
+            self.world.promises.check_destroy(self, ref)
+            self._end_sandbox(ref)
+            with self.world.uninterrupted():
+                super().destroy(ref)
+
+    def vanish(self, ref: str) -> None:
+        self.existence.vanished.add(ref)
+        self._end_sandbox(ref)
+        super().vanish(ref)
+
+    def get_files(self, ref: str, root: str, **options: Any) -> Iterator[bytes]:
+        chunks = super().get_files(ref, root, **options)
+        if not self.world.occurs("provider transfer"):
+            return chunks
+        return iter(partial(SlowStream(BytesIO(b"".join(chunks)), self.world.pause_transfer).read, CHUNK_BYTES), b"")
+
+    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
+        slow = self.world.occurs("provider transfer")
+        super().put_files(ref, root, SlowStream(tar, self.world.pause_transfer) if slow else tar)  # type: ignore[arg-type]
+
+    def kill(self, ref: str, mark: str) -> None:
+        with self.hooked_call("kill", ref):
+            self._get(ref)
+            self.world.promises.check_kill(self, mark)
+            self._stop_works([work for work in self.works if work.ref == ref and work.run_id == mark])
 
 
 class SimulatedStore(MemoryStore):

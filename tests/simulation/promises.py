@@ -13,7 +13,7 @@ from tests.simulation.expectations import Expectations
 from tests.simulation.scheduler import EPOCH
 
 if TYPE_CHECKING:
-    from tests.simulation.ports import SimulatedProvider
+    from tests.simulation.ports import Works
     from tests.simulation.world import World
 
 # Time for which an act may outlast the check before it: a thread that is not scheduled, not one that waits for a port.
@@ -37,9 +37,7 @@ class Promises:
         self.violations.append(f"promise {promise}: {message}")
         self.world.scheduler.record("VIOLATION", self.violations[-1])
 
-    def check_execution(
-        self, provider: "SimulatedProvider", ref: str, run_id: str, order: dict[str, Any], seen: dict[str, str]
-    ) -> None:
+    def check_execution(self, ref: str, run_id: str, order: dict[str, Any], seen: dict[str, str]) -> None:
         """Check a command at its start in the sandbox."""
         self._check_executed_once(run_id, order["op"])
         lease = order["lease"] or order["op"]  # a one-shot run
@@ -57,13 +55,13 @@ class Promises:
         if self.expectations.operations[operation] > 1:
             self.violate(11, f"the request {operation} was executed {self.expectations.operations[operation]} times")
 
-    def check_slot(self, provider: "SimulatedProvider", spec: SandboxSpec) -> None:
+    def check_slot(self, provider: "Works", spec: SandboxSpec) -> None:
         """Check at a create that no used sandbox on this host has the same egress slot."""
         for name, other in provider._sandboxes.items():
             if spec.sockets is not None and other.spec.sockets == spec.sockets and name in self.users:
                 self.violate(10, f"{spec.name} gets the egress slot {spec.sockets.name} of {name}, which exists")
 
-    def check_destroy(self, provider: "SimulatedProvider", ref: str) -> None:
+    def check_destroy(self, provider: "Works", ref: str) -> None:
         """Check that no command of an active lease runs in a sandbox that is destroyed."""
         for work in provider.works:
             if work.ref != ref:
@@ -75,7 +73,7 @@ class Promises:
             if rows == [("active",)] and ref not in provider.existence.vanished:
                 self.violate(6, f"{ref} is destroyed while run {work.run_id} executes in it and its lease is active")
 
-    def check_kill(self, provider: "SimulatedProvider", mark: str) -> None:
+    def check_kill(self, provider: "Works", mark: str) -> None:
         """Check that a command is not killed as abandoned while its process is alive and makes progress."""
         for work in provider.works:
             actor = work.actor

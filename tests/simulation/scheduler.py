@@ -17,6 +17,13 @@ EPOCH = datetime(2024, 3, 4, 5, 0, tzinfo=UTC)
 STACK_BYTES = 1 << 20
 RECENT_EVENTS = 400  # printed when a history fails
 
+HISTORY_THREAD = threading.local()  # with the attribute `is_current` in the threads of a history
+
+
+def is_history_thread() -> bool:
+    """Return whether this is the main thread of a history or one of its actors, and not a thread of a vendor's client."""
+    return getattr(HISTORY_THREAD, "is_current", False)
+
 
 class SimulatedCrash(BaseException):
     """End of a killed actor after its history. A BaseException, so that no handler of the product catches it."""
@@ -57,6 +64,7 @@ class Actor:
         return self.wake_at is None
 
     def _run(self) -> None:
+        HISTORY_THREAD.is_current = True
         self.baton.acquire()
         try:
             if not self.scheduler.detached:

@@ -30,6 +30,7 @@ from tests.simulation.options import ENVIRONMENT_TYPE
 from tests.simulation.outages import Outages
 from tests.simulation.ports import PROGRAM
 from tests.simulation.scheduler import Actor
+from tests.support.suites import TEST_PROVIDER
 
 if TYPE_CHECKING:
     from tests.simulation.options import Options
@@ -381,4 +382,4 @@ class Workload:
 
 def registry_name(host: "Host") -> str:
     """Return the name of the task queue of a host's worker."""
-    return f"host-{compute_host_id('memory', host.name).hex}"
+    return f"host-{compute_host_id(TEST_PROVIDER, host.name).hex}"

@@ -27,7 +27,24 @@ from tests.simulation.database import Database, OperationalError
 from tests.simulation.faults import MAX_CHUNK_SECONDS, SLOW_SECONDS, Faults
 from tests.simulation.ports import SimulatedProvider, SimulatedStore
 from tests.simulation.promises import Promises
-from tests.simulation.scheduler import Actor, Scheduler
+from tests.simulation.scheduler import HISTORY_THREAD, Actor, Scheduler, is_history_thread
+from tests.support.suites import TEST_PROVIDER
+
+
+def create_provider(world: "World", host: "Host", number: int) -> Any:
+    """Return the provider of a host: the memory provider, or a vendor's with an account of this host."""
+    if TEST_PROVIDER == "memory":
+        return SimulatedProvider(world, host)
+    from tests.simulation.vendor_ports import connect_account
+
+    return connect_account(world, host, number)
+
+
+def outside_vendor(virtual: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is virtual in the threads of a history, and real in those of a vendor's client and emulator."""
+    if TEST_PROVIDER == "memory":
+        return virtual
+    return lambda *arguments: (virtual if is_history_thread() else real)(*arguments)
 
 
 class Host:
@@ -35,7 +52,7 @@ class Host:
 
     def __init__(self, world: "World", number: int, *, drift: timedelta) -> None:
         self.world, self.name, self.drift = world, f"host{number}", drift
-        self.provider = SimulatedProvider(world, self)
+        self.provider = create_provider(world, self, number)
         self.state_dir = world.directory / self.name
         self.skew_meter = database_time.SkewMeter()
         self.parted_until = 0.0  # no connection to the database before this virtual time
@@ -263,10 +280,10 @@ class World:
 
         identifiers = Random(self.random.random())
         patches: list[tuple[Any, str, Any]] = [
-            (os, "urandom", identifiers.randbytes),
-            (time, "monotonic", lambda: scheduler.seconds),
-            (time, "time", lambda: scheduler.time.timestamp()),
-            (time, "sleep", scheduler.poll),
+            (os, "urandom", outside_vendor(identifiers.randbytes, os.urandom)),
+            (time, "monotonic", outside_vendor(lambda: scheduler.seconds, time.monotonic)),
+            (time, "time", outside_vendor(lambda: scheduler.time.timestamp(), time.time)),
+            (time, "sleep", outside_vendor(scheduler.poll, time.sleep)),
             (acquire_with_place, "__kwdefaults__", (acquire_with_place.__kwdefaults__ or {}) | {"sleep": scheduler.poll}),
             (timezone, "now", lambda: self.host.now),
             (database_time, "measure_skew", lambda: -self.host.drift),
@@ -278,6 +295,7 @@ class World:
             patches.append((module, "run_parallel", lambda function, jobs: [function(job) for job in jobs]))
         patches += [(module, "get_store", lambda: self.store) for module in find_store_users()]
         saved = [(target, name, getattr(target, name)) for target, name, _ in patches]
+        HISTORY_THREAD.is_current = True
         global_random.seed(self.random.random())
         for target, name, value in patches:
             setattr(target, name, value)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from django.conf import settings
 from django.test import override_settings
+from modal.sandbox._task_command_router_client import call_with_retries_on_transient_errors
 
 from sandboxes.providers import load_class
 from sandboxes.providers.remote.configuration import RemoteConfiguration
@@ -29,6 +30,8 @@ def emulators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEmulator]
 
 def configure(name: str, emulator: Emulator, **changes: Any) -> RemoteConfiguration:
     """Return the configuration of a provider that reaches an emulator, with changes."""
+    # The client of Modal repeats a failed call to a sandbox ten times: at once.
+    call_with_retries_on_transient_errors.__kwdefaults__["base_delay_secs"] = 0.0
     configured = settings.REMOTE_PROVIDERS[name]
     options = {**configured.options, **changes.pop("options", {}), **emulator.options}
     return replace(configured, **({"api_key": emulator.key, "api_url": emulator.api_url, "options": options} | changes))

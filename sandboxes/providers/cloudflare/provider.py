@@ -25,7 +25,8 @@ from django.conf import settings
 from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, SandboxSpec, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
-from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause, RemoteProvider, require_owner
+from sandboxes.providers.remote.labels import require_owner
+from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause, RemoteProvider
 
 CALL_TIMEOUT_SECONDS = 130.0  # a cold start may wait 30 s for an instance and 90 s for its port
 UPLOAD_TIMEOUT_SECONDS = 300.0

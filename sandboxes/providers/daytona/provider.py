@@ -47,13 +47,8 @@ from sandboxes.providers.daytona.snapshots import SnapshotBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
 from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_for_transport
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
-from sandboxes.providers.remote.provider import (
-    OWNER_LABEL,
-    STOP_TIMEOUT_SECONDS,
-    Pause,
-    build_labels,
-    require_owner,
-)
+from sandboxes.providers.remote.labels import OWNER_LABEL, build_labels, require_owner
+from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause
 
 Result = TypeVar("Result")
 Client = TypeVar("Client", ApiClient, ToolboxClient)
@@ -210,7 +205,7 @@ class DaytonaProvider(ImageBuildingProvider):
         return found
 
     def _remember(self, found: VendorSandbox) -> None:
-        self._toolbox_urls[found.name] = f"{found.toolbox_proxy_url.rstrip('/')}/{found.id}"
+        self._toolbox_urls[found.name] = _build_toolbox_url(found)
 
     # Commands and files, by the toolbox of the sandbox
 
@@ -230,9 +225,8 @@ class DaytonaProvider(ImageBuildingProvider):
         self._call_running(ref, lambda: self._call_toolbox(ref, upload))
 
     def _call_toolbox(self, ref: str, call: Callable[[ToolboxClient], Result]) -> Result:
-        if ref not in self._toolbox_urls:
-            self._get(ref)
-        client = ToolboxClient(ToolboxConfiguration(host=self._toolbox_urls[ref], retries=False))
+        url = self._toolbox_urls.get(ref) or _build_toolbox_url(self._get(ref))  # a concurrent destroy removes the entry
+        client = ToolboxClient(ToolboxConfiguration(host=url, retries=False))
         client.rest_client = self._clients.toolbox_connections
         with _translate_errors(ref):
             return call(_authorize(client, self.configuration.api_key))
@@ -245,6 +239,10 @@ class _Clients:
         client = ApiClient(Configuration(host=configuration.api_url, retries=False))
         self.api = SandboxApi(_authorize(client, configuration.api_key))
         self.toolbox_connections = ToolboxClient(ToolboxConfiguration(host="", retries=False)).rest_client
+
+
+def _build_toolbox_url(found: VendorSandbox) -> str:
+    return f"{found.toolbox_proxy_url.rstrip('/')}/{found.id}"
 
 
 def _authorize(client: Client, api_key: str) -> Client:

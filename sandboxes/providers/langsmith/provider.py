@@ -42,13 +42,8 @@ from sandboxes.providers.langsmith.snapshots import SnapshotBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
 from sandboxes.providers.remote.errors import raise_for_transport
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
-from sandboxes.providers.remote.provider import (
-    OWNER_LABEL,
-    STOP_TIMEOUT_SECONDS,
-    Pause,
-    build_labels,
-    require_owner,
-)
+from sandboxes.providers.remote.labels import OWNER_LABEL, build_labels, require_owner
+from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause
 
 Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
@@ -183,14 +178,15 @@ class LangSmithProvider(ImageBuildingProvider):
         self._call_running(ref, lambda: self._call_sandbox(ref, upload))
 
     def _call_sandbox(self, ref: str, call: Callable[[VendorSandbox], Result]) -> Result:
-        if ref not in self._sandboxes:
-            found = self._get(ref)
-            if found.status != READY:
-                raise Unavailable(f"{ref} is {found.status}", cause=FailureCause.NOT_RUNNING)
-            self._sandboxes[ref] = found
+        sandbox = self._sandboxes.get(ref)
+        if sandbox is None:
+            sandbox = self._get(ref)
+            if sandbox.status != READY:
+                raise Unavailable(f"{ref} is {sandbox.status}", cause=FailureCause.NOT_RUNNING)
+            self._sandboxes[ref] = sandbox
         try:
             with _translate_errors(ref):
-                return call(self._sandboxes[ref])
+                return call(sandbox)
         except ProviderError:
             self._sandboxes.pop(ref, None)  # its data plane may be elsewhere after a start
             raise

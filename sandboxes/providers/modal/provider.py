@@ -42,14 +42,8 @@ from sandboxes.providers.modal.images import ImageBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
 from sandboxes.providers.remote.errors import Conflict, raise_for_transport
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
-from sandboxes.providers.remote.provider import (
-    NAME_LABEL,
-    OWNER_LABEL,
-    TRANSIENT_CAUSES,
-    Pause,
-    build_labels,
-    require_owner,
-)
+from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
+from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause
 
 Result = TypeVar("Result")
 APP_NAME = "leasehold"  # app of all sandboxes, in one environment
@@ -264,12 +258,11 @@ class _Connection:
 
     async def run_command(self, ref: str, command: str, seconds: int, stdin: bytes | None) -> bytes:
         """Execute a shell command with a time limit, and return its stdout."""
-        if ref not in self._sandboxes:
-            self._sandboxes[ref] = await self._look_up(ref)
+        sandbox = self._sandboxes.get(ref)
+        if sandbox is None:
+            sandbox = self._sandboxes[ref] = await self._look_up(ref)
         deadline = time.monotonic() + seconds
-        process = await self._sandboxes[ref].exec.aio(
-            "sh", "-c", command, timeout=seconds, text=False, stderr=StreamType.DEVNULL
-        )
+        process = await sandbox.exec.aio("sh", "-c", command, timeout=seconds, text=False, stderr=StreamType.DEVNULL)
         if stdin is not None:
             for start in range(0, len(stdin), UPLOAD_PART_BYTES):
                 process.stdin.write(stdin[start : start + UPLOAD_PART_BYTES])
@@ -317,9 +310,10 @@ class _Connection:
         return sandbox
 
     async def _get_tags(self, sandbox: modal.Sandbox) -> dict[str, str]:
-        if sandbox.object_id not in self._tags:
-            self._tags[sandbox.object_id] = await sandbox.get_tags.aio()
-        return self._tags[sandbox.object_id]
+        tags = self._tags.get(sandbox.object_id)
+        if tags is None:
+            tags = self._tags[sandbox.object_id] = await sandbox.get_tags.aio()
+        return tags
 
 
 def _choose_image(spec: SandboxSpec, default: str, client: modal.Client) -> modal.Image:

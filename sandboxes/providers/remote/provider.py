@@ -35,10 +35,8 @@ from sandboxes.providers.base import (
     ProviderError,
     Rejected,
     ResourceUsage,
-    SandboxSpec,
     Unavailable,
     VendorIntervals,
-    truncate_labels,
 )
 from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
 from sandboxes.providers.launcher import BackgroundProcessProvider
@@ -54,7 +52,6 @@ UNLIMITED_BYTES = 1 << 50
 MIN_LIVE_SECONDS = 0.5  # minimum duration of a vendor's call that shows output of a running command
 MAX_REMEMBERED = 4096  # sandboxes whose last call is remembered
 VENDOR_CALL_INTERVAL_SECONDS = 120.0  # below the shortest idle time after which a vendor stops a sandbox, 10 minutes
-OWNER_LABEL, NAME_LABEL = "leasehold.owner", "leasehold.name"  # of sandboxes at vendors that have labels
 TRANSIENT_CAUSES = {
     FailureCause.ENGINE_UNREACHABLE, FailureCause.ENGINE_ERROR, FailureCause.RATE_LIMITED, FailureCause.AGENT_FAILED,
 }  # fmt: skip
@@ -120,14 +117,17 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         """Write one file of at most `max_upload_bytes` by the vendor's file API. Raise Missing, Unavailable, Rejected."""
 
     def _call_running(self, ref: str, call: Callable[[], Result]) -> Result:
-        """Make a call that needs a running sandbox. If it fails in a stopped one, start the sandbox and repeat the call."""
+        """Make a call that needs a running sandbox. If it fails in a stopped one, start the sandbox and repeat the call.
+
+        A call that was refused is repeated in a running sandbox, too: a concurrent call may have started it since."""
         try:
             return call()
         except ProviderError as error:
             if self.inspect(ref).running:
                 if isinstance(error, Missing):
                     raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
-                raise
+                if not isinstance(error, Rejected):
+                    raise
         self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
         return call()
 
@@ -414,17 +414,6 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     def stats(self, ref: str) -> ResourceUsage | None:
         self.inspect(ref)
         return None
-
-
-def build_labels(spec: SandboxSpec) -> dict[str, str]:
-    """Return the labels of a sandbox at its vendor, with its owner and its name."""
-    return truncate_labels({**spec.labels, OWNER_LABEL: spec.owner, NAME_LABEL: spec.name}.items())
-
-
-def require_owner(spec: SandboxSpec, owner: str | None) -> None:
-    """Raise Rejected if the sandbox of this name has another owner."""
-    if owner != spec.owner:
-        raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
 
 
 class Pause:

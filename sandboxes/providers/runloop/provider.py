@@ -17,15 +17,10 @@ from runloop_api_client.types import DevboxView
 
 from sandboxes.providers.base import FailureCause, Missing, Network, ProviderSandbox, Rejected, SandboxSpec, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
+from sandboxes.providers.remote.errors import Conflict
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
-from sandboxes.providers.remote.provider import (
-    NAME_LABEL,
-    OWNER_LABEL,
-    STOP_TIMEOUT_SECONDS,
-    Pause,
-    build_labels,
-    require_owner,
-)
+from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
+from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause
 from sandboxes.providers.runloop.blueprints import BlueprintBuilds
 from sandboxes.providers.runloop.errors import translate_errors
 from sandboxes.providers.runloop.network_policy import ensure_policy
@@ -112,8 +107,7 @@ class RunloopProvider(ImageBuildingProvider):
             if found.status == "running":
                 return
             if found.status == "suspended":
-                with translate_errors(ref):
-                    self._client.devboxes.resume(found.id)
+                self._change_state(ref, found, self._client.devboxes.resume)
             pause.wait(f"{ref} is {found.status} and not ready in time")
 
     def restart(self, ref: str) -> None:
@@ -125,9 +119,17 @@ class RunloopProvider(ImageBuildingProvider):
         pause = Pause(deadline)
         while (found := self._get(ref)).status != "suspended":
             if found.status == "running":
-                with translate_errors(ref):
-                    self._client.devboxes.suspend(found.id)
+                self._change_state(ref, found, self._client.devboxes.suspend)
             pause.wait(f"{ref} is {found.status} and not suspended in time")
+
+    def _change_state(self, ref: str, found: DevboxView, change: Callable[[str], object]) -> None:
+        """Request a suspension or a resumption. It is not refused if a concurrent request has changed the state since."""
+        try:
+            with translate_errors(ref):
+                change(found.id)
+        except (Conflict, Rejected):
+            if self._get(ref).status == found.status:
+                raise
 
     def destroy(self, ref: str) -> None:
         pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)
@@ -162,12 +164,13 @@ class RunloopProvider(ImageBuildingProvider):
         raise Missing(f"Runloop has no devbox {ref}.")
 
     def _get(self, ref: str) -> DevboxView:
-        if ref not in self._ids:
+        devbox = self._ids.get(ref)
+        if devbox is None:
             return self._find(ref)
         with translate_errors(ref):
-            found = self._client.devboxes.retrieve(self._ids[ref])
+            found = self._client.devboxes.retrieve(devbox)
         if found.status in ENDED:
-            del self._ids[ref]
+            self._ids.pop(ref, None)  # a concurrent call may have removed the id
             return self._find(ref)
         return found
 

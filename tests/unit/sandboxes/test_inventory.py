@@ -95,7 +95,7 @@ def test_each_sandbox_has_the_finding_that_its_listing_and_its_row_give(
     write(cold, "stored")
     evict(cold)
     left = add_unknown(lease.pool.owner, get_sandbox(cold).name)  # the row of a cold sandbox names no process
-    orphan, foreign = add_unknown(lease.pool.owner), add_unknown("somebody")
+    orphan, foreign = add_unknown(lease.pool.owner), add_unknown("unknown-owner")
     found = collect()
     assert {name: entry.finding for name, entry in found.items()} == {
         foreign: Finding.UNKNOWN_OWNER, orphan: Finding.NO_ROW, left: Finding.NO_ROW,
@@ -152,7 +152,7 @@ def test_destroy_refuses_what_has_a_row_is_young_or_of_a_database_that_does_not_
     lease: Lease, memory: MemoryProvider, add_unknown: Callable[..., str]
 ) -> None:
     write(lease, "kept")
-    orphan, foreign = add_unknown(lease.pool.owner), add_unknown("somebody")
+    orphan, foreign = add_unknown(lease.pool.owner), add_unknown("unknown-owner")
     with pytest.raises(SandboxHasOwner):
         destroy(get_sandbox(lease).name)
     with pytest.raises(SandboxTooYoung):
@@ -234,7 +234,7 @@ def test_adoption_is_refused_where_it_is_not_safe(
     write(lease, "kept")
     former = get_sandbox(lease)
     pool, other = lease.pool, Pool.objects.create(name="remote", provider="daytona")
-    orphan, foreign = add_unknown(pool.owner), add_unknown("somebody")
+    orphan, foreign = add_unknown(pool.owner), add_unknown("unknown-owner")
     refused = {
         add_unknown(pool.owner, f"leasehold-{former.pk.hex}-7"): "incarnation 7",
         add_unknown(pool.owner, "own-name"): "name",

@@ -9,7 +9,6 @@ from uuid import uuid4
 
 import pytest
 from django.conf import settings as live_settings
-from modal.sandbox._task_command_router_client import call_with_retries_on_transient_errors
 
 from leases import sweeps
 from sandboxes import providers
@@ -65,12 +64,6 @@ class Remote:
     def fail(self, pattern: str, outcome: int | str | None, times: int = 1) -> None:
         """Let the next requests that match the pattern fail."""
         self.emulator.faults.append(Fault(pattern, outcome, times))
-
-
-@pytest.fixture(autouse=True)
-def call_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the client of Modal repeat a failed call to a sandbox at once, which it does ten times."""
-    monkeypatch.setitem(call_with_retries_on_transient_errors.__kwdefaults__, "base_delay_secs", 0.0)
 
 
 @pytest.fixture(params=LISTING)

@@ -27,13 +27,15 @@ from sandboxes.errors import (
 )
 from sandboxes.models import Sandbox
 from sandboxes.pool import allocation
+from sandboxes.providers import load_class
 from sandboxes.providers.base import ProviderError
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault
-from tests.unit.sandboxes.remote.conftest import CREATE, EXECUTE, LIST, Account
+from tests.unit.sandboxes.remote.conftest import CREATE, DESTROY, EXECUTE, LIST, Account
 
 SEEDS = range(1, 1 + int(os.environ.get("REMOTE_HISTORIES", "1")))
+VENDORS = ["daytona", "runloop", *(["langsmith", "modal"] if "REMOTE_HISTORIES" in os.environ else [])]  # slower clients
 STEPS = 16
 FAULT_PROBABILITY, CRASH_PROBABILITY = 0.5, 0.04  # of an operation, of a checkpoint
 AGENTS = ("did:plc:ada", "did:plc:bob")
@@ -84,7 +86,9 @@ class History:
             eviction.evict(sandbox.pk, now=self.now, reason="test")
 
     def stop_at_vendor(self, agent: str) -> None:
-        if sandbox := allocation.find_by_holder(self.get_lease(agent).pk):
+        """Let the vendor stop the sandbox, unless that loses what was not stored, which ends the lease."""
+        keeps_files = load_class(self.vendor).stop_keeps_files
+        if keeps_files and (sandbox := allocation.find_by_holder(self.get_lease(agent).pk)):
             self.account.emulator.stop_idle(sandbox.name)
 
     def release(self, agent: str) -> None:
@@ -98,7 +102,7 @@ class History:
 
     def fail(self) -> None:
         """Let some of the next requests fail."""
-        pattern = self.random.choice([CREATE[self.vendor], EXECUTE[self.vendor], LIST[self.vendor], "^DELETE", ANY_REQUEST])
+        pattern = self.random.choice([CREATE[self.vendor], EXECUTE[self.vendor], LIST[self.vendor], DESTROY, ANY_REQUEST])
         outcome = self.random.choice([CUT_BEFORE, CUT_AFTER, CUT_AFTER, 429, 500, 503])
         self.account.emulator.faults.append(Fault(pattern, outcome, self.random.choice([1, 1, 3, 8])))
 
@@ -139,7 +143,7 @@ class History:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("vendor", ["daytona", "runloop"])
+@pytest.mark.parametrize("vendor", VENDORS)
 def test_history_with_faults_and_crashes_keeps_the_promises(
     vendor: str, seed: int, account: Account, grant: Callable[..., Lease], settings: Any
 ) -> None:

@@ -8,6 +8,7 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.providers.base import FailureCause, Missing, Unavailable
+from tests.conftest import run_in_threads
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE
 from tests.support.remote import connect_provider
 from tests.support.waiting import wait_until
@@ -153,3 +154,28 @@ def test_damaged_output_of_the_vendor_is_no_result(remote: Remote, monkeypatch: 
     with pytest.raises(Unavailable) as error:
         remote.run(ref, "true")
     assert error.value.cause == FailureCause.AGENT_FAILED
+
+
+@pytest.mark.parametrize("remote", ["runloop"], indirect=True)
+def test_concurrent_calls_for_a_sandbox_that_the_vendor_has_ended_find_it_missing(remote: Remote) -> None:
+    ref = remote.start()
+    remote.emulator.delete_stopped(ref)
+    with run_in_threads(8) as together:
+        results = together(lambda number: remote.provider.inspect(ref))
+    assert {type(result) for result in results} == {Missing}
+
+
+@pytest.mark.parametrize("remote", ["daytona", "runloop"], indirect=True)
+def test_concurrent_commands_in_a_sandbox_that_the_vendor_has_stopped_start_it_and_run(remote: Remote) -> None:
+    ref = remote.start()
+    remote.emulator.stop_idle(ref)
+    with run_in_threads(4) as together:
+        results = together(lambda number: remote.run(ref, "true").exit_code)
+    assert results == [0] * 4
+
+
+@pytest.mark.parametrize("remote", ["daytona", "runloop"], indirect=True)
+def test_command_that_is_refused_before_a_concurrent_call_has_started_the_sandbox_is_repeated(remote: Remote) -> None:
+    ref = remote.start()
+    remote.fail(EXECUTE[remote.kind], 400)
+    assert remote.run(ref, "true").exit_code == 0

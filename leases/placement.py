@@ -49,10 +49,7 @@ class LeasePlacement:
             return Candidates([self.lease.pool])
         if environment_type.cheapest_pool:
             pools = order_by_price(pools, self.lease, now=now)
-        needs_models, requested = (
-            has_models(listed[0]),
-            Resources(self.lease.memory_mib, self.lease.millicpus, self.lease.image),
-        )
+        needs_models, requested = has_models(listed[0]), Resources.of_lease(self.lease)
         skips = [Skip(pool, SkipReason.TOO_SMALL) for pool in pools if not fits(pool, requested)]
         if needs_models:
             skips += [Skip(pool, SkipReason.NO_MODELS) for pool in pools if fits(pool, requested) and not has_models(pool)]

@@ -39,6 +39,7 @@ class CloudflareProvider(RemoteProvider):
 
     name = "cloudflare"
     can_list = stop_keeps_files = False
+    can_set_size = False  # the instance type is a constant of the worker
     upload_directory = "/workspace"
     max_upload_bytes = 16 << 20
 

@@ -59,7 +59,7 @@ class LangSmithProvider(RemoteProvider):
 
     name = "langsmith"
     account_option = "workspace"
-    can_suspend = has_auto_stop = has_auto_delete = can_set_intervals = True
+    can_suspend = has_auto_stop = has_auto_delete = can_set_intervals = can_set_disk = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +84,7 @@ class LangSmithProvider(RemoteProvider):
                     delete_after_stop_seconds=60 * round_up_minutes(intervals.auto_delete),
                     vcpus=math.ceil(spec.millicpus / 1000),
                     mem_bytes=spec.memory_mib << 20,
+                    fs_capacity_bytes=spec.disk_mib << 20 if spec.disk_mib else None,
                 )
         except ProviderError as error:
             try:

@@ -9,7 +9,7 @@ from math import ceil
 
 from django.core.exceptions import ImproperlyConfigured
 
-from billing.instance_types import find_instance_size, list_instance_types
+from billing.instance_types import SandboxSize, find_instance_size, list_instance_types
 from leases.errors import InvalidRequest
 from leases.models import EnvironmentType, Lease
 from sandboxes import providers
@@ -56,6 +56,13 @@ def resolve_size(name: str) -> Resources:
     if size is None:
         raise InvalidRequest("resources.size", f"Must be one of {', '.join(list_instance_types())}.")
     return Resources(size.memory_mib, ceil(1000 * size.vcpus), size=name)
+
+
+def get_sandbox_size(pool: Pool, lease: Lease) -> SandboxSize:
+    """Return the size of a new sandbox of a lease in a pool, for its price."""
+    memory_mib, millicpus = lease.memory_mib or pool.memory_mib, lease.millicpus or pool.millicpus
+    provider = pool.provider or providers.get_default_provider_name()
+    return SandboxSize(provider, memory_mib, millicpus, lease.disk_mib, lease.gpus, lease.gpu_type)
 
 
 def fits(pool: Pool, resources: Resources) -> bool:

@@ -17,7 +17,7 @@ from django.db.models.functions import Greatest, Least
 
 from billing import membership, pricing
 from billing.dates import EPOCH, start_of_day, start_of_next_month
-from billing.instance_types import find_instance_type, get_disk_mb
+from billing.instance_types import SandboxSize
 from billing.intervals import MICROSECOND, prorate
 from billing.models import (
     HOUSE_ACCOUNT_NAME,
@@ -188,15 +188,15 @@ def _iter_day_usage(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[
         yield from iter_sandbox_usage(day, begin, end, rates)
         for *owner, size_bytes, duration in _query_durations(day, begin, end, "size_bytes", item=UsageKind.STORAGE):
             stored: dict[str, int] = {BillableItem.STORAGE: duration // MICROSECOND * size_bytes}
-            yield tuple(owner), [*_apply_rates(stored, rates, owner[-1], "", begin)]
+            yield tuple(owner), [*_apply_rates(stored, rates, SandboxSize(owner[-1], 0, 0), begin)]
     requests = (
         UsageRecord.objects.filter(day=day, item=UsageKind.RUNS)
         .order_by()
         .values_list(*OWNER_COLUMNS, "memory_mib", "millicpus")
     )
     for *owner, memory_mib, millicpus, runs in requests.annotate(runs=Sum("calls")):
-        size = find_instance_type(owner[-1], memory_mib, millicpus)
-        yield tuple(owner), [*_apply_rates({BillableItem.REQUEST: runs}, rates, owner[-1], size, first)]
+        size = SandboxSize(owner[-1], memory_mib, millicpus)
+        yield tuple(owner), [*_apply_rates({BillableItem.REQUEST: runs}, rates, size, first)]
 
 
 def split_by_rate(first: datetime, last: datetime, rates: Collection[Rate]) -> Iterator[tuple[datetime, datetime]]:
@@ -211,32 +211,29 @@ def iter_sandbox_usage(
 
     No rate may begin within that part. `condition` limits the usage records."""
     owned = condition or Q()
-    sizes = ("memory_mib", "millicpus", "measured")
-    durations = _query_durations(day, begin, end, *sizes, "state", item=UsageKind.TIME).filter(owned)
-    for *owner, memory_mib, millicpus, measured, state, duration in durations:
-        size, micros = find_instance_type(owner[-1], memory_mib, millicpus), duration // MICROSECOND
-        disk_mb = get_disk_mb(owner[-1], size)
-        if state == SandboxState.SUSPENDED:
-            quantities = pricing.compute_suspended_quantities(micros, memory_mib=memory_mib, disk_mb=disk_mb)
-        else:
-            quantities = pricing.compute_allocated_quantities(
-                micros, memory_mib=memory_mib, millicpus=millicpus, disk_mb=disk_mb
-            )
-        yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], size, begin, by_use=False if measured else None)]
+    requested = ("sandbox__disk_mib", "sandbox__gpus", "sandbox__gpu_type")
+    sizes = ("memory_mib", "millicpus", *requested)
+    durations = _query_durations(day, begin, end, *sizes, "measured", "state", item=UsageKind.TIME).filter(owned)
+    for *columns, measured, state, duration in durations:
+        owner, (memory_mib, millicpus, disk_mib, gpus, gpu_type) = columns[: -len(sizes)], columns[-len(sizes) :]
+        size = SandboxSize(owner[-1], memory_mib, millicpus, disk_mib, gpus or 0, gpu_type or "")
+        quantities = size.compute_quantities(duration // MICROSECOND, is_suspended=state == SandboxState.SUSPENDED)
+        by_use = False if measured else None
+        yield tuple(owner), [*_apply_rates(quantities, rates, size, begin, by_use=by_use)]
     for *owner, memory_mib, millicpus, cpu_micros, mib_micros in _iter_measured_use(day, begin, end, owned):
         quantities = pricing.compute_used_quantities(cpu_micros=cpu_micros, mib_micros=mib_micros)
-        size = find_instance_type(owner[-1], memory_mib, millicpus)
-        yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], size, begin, by_use=True)]
+        size = SandboxSize(owner[-1], memory_mib, millicpus)
+        yield tuple(owner), [*_apply_rates(quantities, rates, size, begin, by_use=True)]
 
 
 def _apply_rates(
-    quantities: Mapping[str, int], rates: Collection[Rate], provider: str, size: str, at: datetime, by_use: bool | None = None
+    quantities: Mapping[str, int], rates: Collection[Rate], size: SandboxSize, at: datetime, by_use: bool | None = None
 ) -> Iterator[tuple[tuple[str, int], int]]:
     """Yield ((item, rate id), base units) of the quantities that have a rate at `at`.
 
     If `by_use` is not None, only rates with that value of `by_use` apply."""
     for item, base_units in quantities.items():
-        rate = pricing.find_rate(rates, provider, size, item, at)
+        rate = pricing.find_rate(rates, size.provider, size.get_rate_type(item), item, at)
         if rate and by_use in (None, rate.by_use):
             yield (str(item), rate.pk), base_units
 

@@ -34,6 +34,9 @@ class Scenario:
     days: int
     cpu_utilisation: Decimal
     suspended_hours_per_day: Decimal = Decimal(0)
+    disk_mib: int | None = None  # None: the disk of the instance type
+    gpus: int = 0
+    gpu_type: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def estimate(scenario: Scenario, rates: Iterable[pricing.RateLike], *, now: date
     lines: list[EstimateLine] = []
     unpriced: list[str] = []
     for item, quantity in _compute_quantities(scenario, size).items():
-        rate = pricing.find_rate(rates, scenario.provider, scenario.instance, item, now)
+        rate_type = scenario.gpu_type if item == BillableItem.GPU else scenario.instance
+        rate = pricing.find_rate(rates, scenario.provider, rate_type, item, now)
         if rate and (quantity or item != BillableItem.SUSPENSION):
             quantity *= Fraction(scenario.cpu_utilisation) if item == BillableItem.CPU and rate.by_use else 1
             free = min(quantity, Fraction(rate.allowance))
@@ -139,11 +143,14 @@ def _compute_quantities(scenario: Scenario, size: InstanceSize) -> dict[str, Fra
     """Return the quantity of each item, in the item's unit."""
     hours = scenario.agents * Fraction(scenario.hours_per_day) * scenario.days
     suspended_hours = scenario.agents * Fraction(scenario.suspended_hours_per_day) * scenario.days
+    disk_gb = Fraction(scenario.disk_mib << 20, 10**9) if scenario.disk_mib else Fraction(size.disk_mb, 1000)
+    gpu: dict[str, Fraction] = {BillableItem.GPU: hours * scenario.gpus} if scenario.gpus else {}
     return {
         BillableItem.TIME: hours,
         BillableItem.MEMORY: hours * Fraction(size.memory_mib, 1024),
         BillableItem.CPU: hours * size.vcpus * 60,
-        BillableItem.DISK: (hours + suspended_hours) * Fraction(size.disk_mb, 1000),
+        BillableItem.DISK: (hours + suspended_hours) * disk_gb,
+        **gpu,
         BillableItem.SUSPENSION: suspended_hours * Fraction(size.memory_mib, 1024),
         BillableItem.PLAN: Fraction(1),
     }

@@ -1,7 +1,7 @@
 """Spending within a calendar hour. Cost records have days only, so an hour is priced from usage records and model calls.
 
-An hour counts sandbox time, CPU, memory, disk and model calls at their full rates. Monthly allowances are not applied. Storage,
-requests and plans, which have no hour, are not part of an hour."""
+An hour counts sandbox time, CPU, memory, disk, GPUs and model calls at their full rates. Monthly allowances are not applied.
+Storage, requests and plans, which have no hour, are not part of an hour."""
 
 from collections import defaultdict
 from collections.abc import Iterable

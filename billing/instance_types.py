@@ -1,7 +1,13 @@
-"""Instance sizes that providers sell by name. The disk size of a sandbox is known only for these sizes."""
+"""Instance sizes that providers sell by name, and the size of a sandbox.
+
+The disk of a sandbox is known if it was requested, and for the sizes with a name."""
 
 from dataclasses import dataclass
 from fractions import Fraction
+
+from billing import pricing
+
+MIB_BYTES, MB_BYTES = 1 << 20, 10**6
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,40 @@ def get_disk_mb(provider: str, name: str) -> int:
     """Return the disk size of an instance type in MB, or 0 if it is unknown."""
     size = INSTANCE_SIZES.get(provider, {}).get(name)
     return size.disk_mb if size else 0
+
+
+@dataclass(frozen=True)
+class SandboxSize:
+    """Provider and limits of a sandbox, which determine its price. `disk_mib`: None for that of the instance type."""
+
+    provider: str
+    memory_mib: int
+    millicpus: int
+    disk_mib: int | None = None
+    gpus: int = 0
+    gpu_type: str = ""
+
+    @property
+    def instance_type(self) -> str:
+        return find_instance_type(self.provider, self.memory_mib, self.millicpus)
+
+    @property
+    def disk_mb(self) -> int:
+        if self.disk_mib:
+            return round(self.disk_mib * MIB_BYTES / MB_BYTES)
+        return get_disk_mb(self.provider, self.instance_type)
+
+    def get_rate_type(self, item: str) -> str:
+        """Return the instance type of the rates of an item: that of the sandbox, or the type of its GPUs."""
+        return self.gpu_type if item == "gpu" else self.instance_type
+
+    def compute_quantities(self, micros: int, *, is_suspended: bool = False) -> dict[str, int]:
+        """Return what is allocated to the sandbox for `micros` microseconds, in base units by item."""
+        if is_suspended:
+            return pricing.compute_suspended_quantities(micros, memory_mib=self.memory_mib, disk_mb=self.disk_mb)
+        return pricing.compute_allocated_quantities(
+            micros, memory_mib=self.memory_mib, millicpus=self.millicpus, disk_mb=self.disk_mb, gpus=self.gpus
+        )
 
 
 def find_instance_size(provider: str, name: str) -> InstanceSize | None:

@@ -4,19 +4,20 @@ from collections.abc import Sequence
 from datetime import datetime
 from fractions import Fraction
 
-from billing.budgets.reservation import SandboxSize, price_hour
+from billing.budgets.reservation import price_hour
+from billing.instance_types import SandboxSize
 from billing.models import BillableItem, Rate
 from billing.pricing import find_rate
 
 SANDBOX_ITEMS = (BillableItem.TIME, BillableItem.MEMORY, BillableItem.CPU)
 
 
-def compute_hourly_prices(sizes: Sequence[tuple[str, int, int]], *, at: datetime) -> list[Fraction | None]:
+def compute_hourly_prices(sizes: Sequence[SandboxSize], *, at: datetime) -> list[Fraction | None]:
     """Return the USD of one hour of a sandbox of each size, without monthly allowances. None: the provider has no rates.
 
-    A size is a provider's name, MiB of memory and millicpus. Two queries for any number of sizes."""
+    One query for any number of sizes."""
     rates = [*Rate.objects.all()]
-    return [price_hour(SandboxSize(*size), rates, at) if _is_priced(size[0], rates, at) else None for size in sizes]
+    return [price_hour(size, rates, at) if _is_priced(size.provider, rates, at) else None for size in sizes]
 
 
 def _is_priced(provider: str, rates: list[Rate], at: datetime) -> bool:

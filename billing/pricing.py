@@ -17,6 +17,7 @@ BASE_UNITS_PER_UNIT = {
     "suspend": 1024 * MICROSECONDS_PER_HOUR,  # microseconds x MiB in a GiB-hour
     "cpu": 1000 * MICROSECONDS_PER_MINUTE,  # microseconds x millicpus in a vCPU-minute
     "disk": 1000 * MICROSECONDS_PER_HOUR,  # microseconds x MB in a GB-hour
+    "gpu": MICROSECONDS_PER_HOUR,  # microseconds x GPUs in a GPU-hour
     "storage": 10**9 * HOURS_PER_MONTH * MICROSECONDS_PER_HOUR,  # microseconds x bytes in a GB-month
     "request": 1,
     "plan": 1,
@@ -27,7 +28,7 @@ BASE_UNITS_PER_UNIT = {
 class RateLike(Protocol):
     """Price of one item at a provider from `valid_from` on: `usd` per unit, after `allowance` free units a month.
 
-    instance_type: empty if the rate is for every type.
+    instance_type: empty if the rate is for every type; of the item "gpu" the type of the GPU.
     by_use: the rate is for measured use, not for allocated resources.
     own: placeholder of 0 for a price that is not entered yet."""
 
@@ -54,9 +55,14 @@ def find_rate(rates: Iterable[RateT], provider: str, instance_type: str, item: s
     return max(valid, key=lambda rate: (rate.instance_type, rate.valid_from), default=None)
 
 
-def compute_allocated_quantities(micros: int, *, memory_mib: int, millicpus: int, disk_mb: int) -> dict[str, int]:
-    """Return the resources allocated to a sandbox of this size for `micros` microseconds, in base units by item."""
-    return {"time": micros, "memory": micros * memory_mib, "cpu": micros * millicpus, "disk": micros * disk_mb}
+def compute_allocated_quantities(
+    micros: int, *, memory_mib: int, millicpus: int, disk_mb: int, gpus: int = 0
+) -> dict[str, int]:
+    """Return the resources allocated to a sandbox of this size for `micros` microseconds, in base units by item.
+
+    Without a GPU there is no item for it."""
+    quantities = {"time": micros, "memory": micros * memory_mib, "cpu": micros * millicpus, "disk": micros * disk_mb}
+    return quantities | ({"gpu": micros * gpus} if gpus else {})
 
 
 def compute_suspended_quantities(micros: int, *, memory_mib: int, disk_mb: int) -> dict[str, int]:

@@ -32,6 +32,8 @@ SOURCE_UNITS: dict[str, SourceUnit] = {
     "disk-gb-hour": SourceUnit(BillableItem.DISK, Fraction(1)),
     "disk-gib-second": SourceUnit(BillableItem.DISK, Fraction(3600) / GB_PER_GIB),
     "disk-gib-hour": SourceUnit(BillableItem.DISK, 1 / GB_PER_GIB),
+    "gpu-second": SourceUnit(BillableItem.GPU, Fraction(3600)),
+    "gpu-hour": SourceUnit(BillableItem.GPU, Fraction(1)),
     "suspended-gib-hour": SourceUnit(BillableItem.SUSPENSION, Fraction(1)),
     "storage-gb-month": SourceUnit(BillableItem.STORAGE, Fraction(1)),
     "storage-gib-month": SourceUnit(BillableItem.STORAGE, 1 / GB_PER_GIB),

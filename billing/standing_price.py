@@ -7,7 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 from billing import pricing
-from billing.instance_types import find_instance_type, get_disk_mb
+from billing.instance_types import SandboxSize
 from billing.models import Rate
 from sandboxes.inventory.entries import Entry
 from sandboxes.models import ALIVE_STATES, SandboxState
@@ -23,22 +23,15 @@ class StandingPrice:
     is_maximum: bool = False
 
 
-def find_standing_price(
-    rates: Iterable[Rate], provider: str, *, memory_mib: int, millicpus: int, is_suspended: bool, now: datetime
-) -> StandingPrice | None:
+def find_standing_price(rates: Iterable[Rate], size: SandboxSize, *, is_suspended: bool, now: datetime) -> StandingPrice | None:
     """Return the price of an hour of a sandbox of this size, or None if no rate of the provider applies.
 
     Placeholders of 0, for which an operator has to set a price, are not rates."""
     stated = [rate for rate in rates if not (rate.own and not rate.usd)]
-    instance_type = find_instance_type(provider, memory_mib, millicpus)
-    size = {"memory_mib": memory_mib, "disk_mb": get_disk_mb(provider, instance_type)}
-    if is_suspended:
-        quantities = pricing.compute_suspended_quantities(pricing.MICROSECONDS_PER_HOUR, **size)
-    else:
-        quantities = pricing.compute_allocated_quantities(pricing.MICROSECONDS_PER_HOUR, millicpus=millicpus, **size)
+    quantities = size.compute_quantities(pricing.MICROSECONDS_PER_HOUR, is_suspended=is_suspended)
     total, found = Fraction(0), list[Rate]()
     for item, base_units in quantities.items():
-        if rate := pricing.find_rate(stated, provider, instance_type, item, now):
+        if rate := pricing.find_rate(stated, size.provider, size.get_rate_type(item), item, now):
             found.append(rate)
             total += pricing.compute_cost(item, base_units, rate.usd)
     if not found:
@@ -55,6 +48,7 @@ def find_entry_price(entry: Entry, rates: Iterable[Rate], *, now: datetime) -> S
         return None
     memory_mib, millicpus = entry.size
     is_suspended = entry.row.state == SandboxState.SUSPENDED if entry.row else entry.process_state == "suspended"
-    return find_standing_price(
-        rates, entry.engine.provider, memory_mib=memory_mib, millicpus=millicpus, is_suspended=is_suspended, now=now
-    )
+    row = entry.row
+    requested = (row.disk_mib, row.gpus, row.gpu_type) if row else ()
+    size = SandboxSize(entry.engine.provider, memory_mib, millicpus, *requested)
+    return find_standing_price(rates, size, is_suspended=is_suspended, now=now)

@@ -1,14 +1,15 @@
-"""Allow lists of API keys: environment types and pools that a key may use for new leases.
+"""Allow lists of API keys: environment types and pools that a key may use for new leases, and its limits of resources.
 
 An environment type determines the policy, spend limit and pool of a lease; a pool the provider, image and resources."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from leases.errors import InvalidRequest
 from leases.models import AgentKey, EnvironmentType
 from sandboxes.models import Pool
+from sandboxes.models.resource_limits import ResourceLimits
 
 
 class Restrictable(Protocol):
@@ -26,10 +27,11 @@ class AllowLists:
 
     environment_types: Sequence[str] = ()
     pools: Sequence[str] = ()
+    limits: ResourceLimits | None = field(default=None, compare=False)  # of the resources that a lease may request
 
     @classmethod
     def of_key(cls, key: AgentKey) -> "AllowLists":
-        return cls(key.allowed_environment_types, key.allowed_pools)
+        return cls(key.allowed_environment_types, key.allowed_pools, key)
 
     def allows_environment_type(self, row: Restrictable) -> bool:
         return _is_allowed(row, self.environment_types)

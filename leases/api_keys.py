@@ -4,9 +4,10 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cache
+from typing import Any
 from uuid import UUID
 
 import structlog
@@ -16,6 +17,7 @@ from django.db.models import F, Q
 from leases import allow_lists
 from leases.errors import Conflict, InvalidRequest, KeyExpired, RateLimited
 from leases.models import DID_DESCRIPTION, Agent, AgentKey, KeyScope, Lease, default_key_scopes, validate_did
+from leases.resource_limits import check_limits
 from sandboxes.db import dialect, sql
 from sandboxes.db.clock import format_timestamp
 
@@ -36,14 +38,15 @@ def issue_key(
     scopes: Sequence[str] | None = None,
     environment_types: Sequence[str] = (),
     pools: Sequence[str] = (),
+    limits: Mapping[str, Any] | None = None,
     expires_at: datetime | None = None,
     now: datetime,
 ) -> tuple[AgentKey, str]:
     """Create a key and return its row and its plain text, which is not stored. Missing agents are created.
 
     `scopes` are of KeyScope, None for those that permit everything. `environment_types` and `pools` are the key's allow lists
-    (leases.allow_lists). Raise InvalidRequest for a malformed DID, an unknown scope, environment type or pool, an expiry in the
-    past, or if the key could act for no agent."""
+    (leases.allow_lists), and `limits` columns of ResourceLimits. Raise InvalidRequest for a malformed DID, an unknown scope,
+    environment type or pool, an invalid limit, an expiry in the past, or if the key could act for no agent."""
     if not dids and not operator:
         raise InvalidRequest("agent", "A key needs at least one agent, or must be an operator key.")
     if scopes is None:
@@ -54,6 +57,7 @@ def issue_key(
         raise InvalidRequest("expires_at", "The expiry must be in the future.")
     allow_lists.require_known("environment_types", environment_types)
     allow_lists.require_known("pools", pools)
+    check_limits(AgentKey(), limits or {})
     for did in dids:
         try:
             validate_did(did)
@@ -76,6 +80,7 @@ def issue_key(
         allowed_pools=list(dict.fromkeys(pools)),
         expires_at=expires_at,
         created_at=now,
+        **(limits or {}),
     )
     return row, key
 

@@ -75,6 +75,9 @@ def build_sandbox_request(
         guard=LeaseGuard(lease.pk, clock_from(now), check_budget=check_budget),
         memory_mib=lease.memory_mib,
         millicpus=lease.millicpus,
+        disk_mib=lease.disk_mib,
+        gpus=lease.gpus,
+        gpu_type=lease.gpu_type,
         image=lease.image,
         placement=LeasePlacement(lease) if has_alternatives else None,
     )

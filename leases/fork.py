@@ -1,6 +1,7 @@
 """Fork of a lease: a new lease whose workspace starts as a copy of the source's workspace."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from uuid import UUID
 
@@ -10,6 +11,7 @@ from leases import execution, leasing
 from leases.errors import Conflict
 from leases.leasing import LeaseRequest
 from leases.models import Lease, LeaseEvent, LeaseStatus
+from leases.resources import Resources
 from sandboxes import snapshots
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
@@ -34,11 +36,14 @@ def fork(
 ) -> tuple[Lease, bool]:
     """Grant a lease whose workspace starts as a copy of `lease`'s. Return the new lease and whether it is new. Idempotent.
 
-    The source is the named snapshot, else the current workspace, or the last state if the lease has ended. The new lease
-    and its copy commit in one transaction, with `admit` as in `leasing.acquire`.
+    The source is the named snapshot, else the current workspace, or the last state if the lease has ended. Without resources
+    of its own, the new lease requests those of `lease`. The new lease and its copy commit in one transaction, with `admit` as
+    in `leasing.acquire`.
     Raise Conflict if the agent holds another lease in that environment, SnapshotNotFound if there is nothing to copy,
     SandboxBusy if the last state of an ended lease is not stored yet, and the errors of `leasing.acquire`."""
     clock = clock_from(now)
+    if request.resources in (None, Resources()):
+        request = replace(request, resources=Resources.of_lease(lease))
     current = sql.find_first(Lease, leasing.ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
     source, temporary = None, False
     if current and not leasing.find_elapsed_clock(current, now):

@@ -4,15 +4,14 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from billing import budgets
-from billing.budgets import SandboxSize
 from leases import leasing
 from leases.models import Lease, LeaseStatus
+from leases.resources import get_sandbox_size
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock
 from sandboxes.db.sql import Statement
 from sandboxes.guard import HolderTerms
 from sandboxes.models import Pool
-from sandboxes.providers import get_default_provider_name
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,6 @@ class LeaseGuard:
         """Raise BudgetExhausted once a spent budget's grace period is over."""
         if self.check_budget:
             budgets.require_budget(self.lease_id, now=self.clock(), after_grace=True)
-
-
-def get_sandbox_size(pool: Pool, lease: Lease) -> SandboxSize:
-    """Return the size of a new sandbox of a lease in a pool, for its price."""
-    memory_mib, millicpus = lease.memory_mib or pool.memory_mib, lease.millicpus or pool.millicpus
-    return SandboxSize(pool.provider or get_default_provider_name(), memory_mib, millicpus)
 
 
 def build_terms(lease: Lease) -> HolderTerms:

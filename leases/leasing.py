@@ -190,8 +190,6 @@ def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> L
     """Build a new lease without saving it. Raise InvalidRequest or NotAllowed, naming the field."""
     environment_type, pool_row = require_placement(request, basis)
     resources = request.resources or Resources()
-    if resources != Resources():
-        require_allowed(_list_permitted_pools(request, basis, pool_row), resources)
     max_ttl = request.max_ttl or environment_type.max_ttl
     if max_ttl > environment_type.max_ttl:
         raise InvalidRequest(
@@ -213,6 +211,10 @@ def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> L
         pools=[request.pool] if request.pool else [*request.allowed.pools] if request.allowed else [],
         memory_mib=resources.memory_mib,
         millicpus=resources.millicpus,
+        disk_mib=resources.disk_mib,
+        gpus=resources.gpus,
+        gpu_type=resources.gpu_type,
+        size=resources.size,
         image=resources.image,
         leased_at=now,
         last_activity_at=now,
@@ -234,6 +236,15 @@ def find_type_and_pool(request: LeaseRequest) -> tuple[EnvironmentType, Pool]:
 
 def require_placement(request: LeaseRequest, basis: GrantBasis) -> tuple[EnvironmentType, Pool]:
     """Like find_type_and_pool, of rows that were just read."""
+    environment_type, pool_row = _require_type_and_pool(request, basis)
+    if request.resources and request.resources != Resources():
+        pools = _list_permitted_pools(request, basis, pool_row)
+        limits = request.allowed.limits if request.allowed else None
+        require_allowed(pools, request.resources, key=limits, environment_type=environment_type)
+    return environment_type, pool_row
+
+
+def _require_type_and_pool(request: LeaseRequest, basis: GrantBasis) -> tuple[EnvironmentType, Pool]:
     environment_type, pool_row = basis.environment_type, basis.pool
     if environment_type is None:
         known = ", ".join(

@@ -23,6 +23,7 @@ from leases.queue.models import QueueAgent as QueueAgent  # makes the tables kno
 from leases.queue.models import QueuedRun as QueuedRun
 from sandboxes.db import durations
 from sandboxes.models import Policy, Pool, Run, SkipReason
+from sandboxes.models.resource_limits import ResourceLimits
 from sandboxes.nsid import MAX_NSID_LENGTH, NSID_DESCRIPTION, NSID_PATTERN
 
 DID_PATTERN = r"did:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]"
@@ -111,7 +112,7 @@ def default_key_scopes() -> list[str]:
     return [KeyScope.LEASES, KeyScope.COSTS]
 
 
-class AgentKey(models.Model):
+class AgentKey(ResourceLimits):
     """API key. Only the SHA-256 of its random secret is stored, so the key can be shown only when it is issued or rotated.
 
     A rotation replaces the secret; everything that refers to the row stays."""
@@ -155,7 +156,7 @@ class AgentKey(models.Model):
         return f"{self.prefix}…"
 
 
-class EnvironmentType(models.Model):
+class EnvironmentType(ResourceLimits):
     """Defaults and limits of the leases in one kind of environment. Operators edit these rows."""
 
     name = models.SlugField(max_length=63, unique=True)
@@ -291,6 +292,14 @@ class Lease(models.Model):
     millicpus = models.PositiveIntegerField(
         null=True, blank=True, help_text="CPU of its sandboxes, millicores, as requested. Empty: that of the pool."
     )
+    size = models.CharField(
+        max_length=32, blank=True, help_text="Instance type whose memory and CPU were requested. Empty: none was named."
+    )
+    disk_mib = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Disk of its sandboxes, MiB, as requested. Empty: that of the vendor."
+    )
+    gpus = models.PositiveSmallIntegerField(default=0, help_text="Number of GPUs of its sandboxes, as requested.")
+    gpu_type = models.CharField(max_length=32, blank=True, help_text="Type of its GPUs, as requested. Empty: any.")
     image = models.CharField(
         max_length=255, blank=True, help_text="Image of its sandboxes, as requested. Empty: that of the pool."
     )

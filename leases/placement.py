@@ -14,7 +14,7 @@ from billing import prices
 from leases.allow_lists import require_known
 from leases.errors import InvalidRequest
 from leases.models import AlternativePool, EnvironmentType, Lease, LeaseEvent, LeaseStatus
-from leases.resources import Resources, fits
+from leases.resources import Resources, fits, get_sandbox_size
 from sandboxes import providers
 from sandboxes.lifecycle import WARM
 from sandboxes.models import Pool, SkipReason, Transition, TransitionReason
@@ -49,10 +49,7 @@ class LeasePlacement:
             return Candidates([self.lease.pool])
         if environment_type.cheapest_pool:
             pools = order_by_price(pools, self.lease, now=now)
-        needs_models, requested = (
-            has_models(listed[0]),
-            Resources(self.lease.memory_mib, self.lease.millicpus, self.lease.image),
-        )
+        needs_models, requested = has_models(listed[0]), Resources.of_lease(self.lease)
         skips = [Skip(pool, SkipReason.TOO_SMALL) for pool in pools if not fits(pool, requested)]
         if needs_models:
             skips += [Skip(pool, SkipReason.NO_MODELS) for pool in pools if fits(pool, requested) and not has_models(pool)]
@@ -121,8 +118,7 @@ def find_fork_pool(lease: Lease) -> str:
 def order_by_price(pools: Iterable[Pool], lease: Lease, *, now: datetime) -> list[Pool]:
     """Return the pools with the lowest hourly price of a sandbox first. Equal and unknown prices keep their order."""
     rows = [*pools]
-    sizes = [(get_provider_name(pool), lease.memory_mib or pool.memory_mib, lease.millicpus or pool.millicpus) for pool in rows]
-    hourly = prices.compute_hourly_prices(sizes, at=now)
+    hourly = prices.compute_hourly_prices([get_sandbox_size(pool, lease) for pool in rows], at=now)
     return [pool for pool, _ in sorted(zip(rows, hourly, strict=True), key=lambda each: (each[1] is None, each[1] or 0))]
 
 

@@ -42,13 +42,15 @@ AVAILABLE_PROVIDERS = [name for name in PROVIDERS if is_configured(name)]
 AVAILABLE_PROVIDERS_FILTER = Q(provider__in=[*AVAILABLE_PROVIDERS, STORE_PROVIDER])
 ITEM_LABELS = {
     BillableItem.TIME: "sandbox time", BillableItem.MEMORY: "memory", BillableItem.CPU: "CPU", BillableItem.DISK: "disk",
+    BillableItem.GPU: "GPUs",
     BillableItem.SUSPENSION: "suspended memory", BillableItem.STORAGE: "storage", BillableItem.REQUEST: "requests (runs)",
     BillableItem.PLAN: "plan", BillableItem.LLM: "model calls",
 }  # fmt: skip
 ESTIMATE_PROVIDERS = ["cloudflare", "daytona", "modal", "runloop", "langsmith", "kubernetes"]  # shipped rates, for estimates
 UNIT_LABELS = {
     BillableItem.TIME: "sandbox-hour", BillableItem.MEMORY: "GiB-hour", BillableItem.CPU: "vCPU-minute",
-    BillableItem.DISK: "GB-hour", BillableItem.SUSPENSION: "GiB-hour", BillableItem.STORAGE: "GB-month",
+    BillableItem.DISK: "GB-hour", BillableItem.GPU: "GPU-hour",
+    BillableItem.SUSPENSION: "GiB-hour", BillableItem.STORAGE: "GB-month",
     BillableItem.REQUEST: "request", BillableItem.PLAN: "month", BillableItem.LLM: "call",
 }  # fmt: skip
 
@@ -65,7 +67,7 @@ class RateForm(forms.ModelForm):
             )
             self.fields[
                 "instance_type"
-            ].help_text = "Name of a size that the provider sells, such as basic of cloudflare. Leave empty for every size."
+            ].help_text = "Size that the provider sells, such as basic of cloudflare, or type of a GPU. Leave empty for all."
 
     def clean_provider(self) -> str:
         provider: str = self.cleaned_data["provider"]
@@ -76,6 +78,8 @@ class RateForm(forms.ModelForm):
 
     def clean_instance_type(self) -> str:
         name, provider = self.cleaned_data["instance_type"].strip(), self.cleaned_data.get("provider")
+        if self.data.get("item") == BillableItem.GPU:
+            return name
         sizes = INSTANCE_SIZES.get(provider or "", {})
         if name and provider and name not in sizes:
             reason = "has no such instance type" if sizes else "sells no instance types. Leave this empty"

@@ -35,6 +35,7 @@ from billing.forecast import FORECAST_WINDOW_DAYS, Forecast, forecast
 from billing.instance_types import list_instance_types
 from billing.models import BillableItem, Rate
 from sandboxes.formatting import suggest_match
+from sandboxes.models.resource_limits import GPU_TYPE_PATTERN
 from sandboxes.providers.registry import PROVIDERS
 
 PROVIDER_PATTERN = r"[-a-z0-9_]{1,32}"
@@ -65,6 +66,19 @@ class ScenarioSerializer(serializers.Serializer):
         default=Decimal(0),
         help_text="Further hours per day in which each agent's sandbox is suspended.",
     )
+    disk_mib = serializers.IntegerField(
+        min_value=1,
+        max_value=1 << 30,
+        required=False,
+        help_text="MiB of disk of each sandbox. Default: that of the type.",
+    )
+    gpus = serializers.IntegerField(min_value=0, max_value=1000, default=0, help_text="Number of GPUs of each sandbox.")
+    gpu_type = serializers.RegexField(
+        rf"\A{GPU_TYPE_PATTERN}\Z", default="", help_text="Type of the GPUs, such as `H100`. Default: the rate of any type."
+    )
+
+    def validate_gpu_type(self, value: str) -> str:
+        return value.upper()
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         if attrs["hours_per_day"] + attrs["suspended_hours_per_day"] > 24:
@@ -176,7 +190,7 @@ class ComparisonView(APIView):
     def get(self, request: Request) -> HttpResponse:
         """Return the monthly cost of the same usage at each provider, at the current rates, in the order of the request.
 
-        Every provider prices the same CPU, memory and disk: those of the instance type."""
+        Every provider prices the same CPU, memory and disk: those of the instance type, unless a disk is stated."""
         query = validate_query(ComparisonQuerySerializer, request)
         try:
             results = compare_providers(query, query.pop("providers").split(","))

@@ -13,7 +13,7 @@ A sweep computes each budget's spending from usage and costs (`update_spending`)
     overshoot  <= ended x rate x (metering + sweep) + starts x reservation of one + storing + calls + measured
 
     sandboxes   running sandboxes of active leases in scope
-    rate        price of one sandbox per hour: 1 sandbox-hour, or the USD of its time, memory, CPU and disk at its limits,
+    rate        price of one sandbox per hour: 1 sandbox-hour, or the USD of its time, memory, CPU, disk and GPUs at its limits,
                 without monthly allowances
     metering    age of the metered usage, normally up to 1 minute plus one pass
     sweep       1 minute between two passes of `budgets`: until the next pass, and, with a grace period, from its end until the
@@ -50,7 +50,6 @@ from billing.budgets.periods import build_marked_filter, get_grace_deadline, get
 from billing.budgets.reservation import (
     SWEEP_INTERVAL,
     ReservationBasis,
-    SandboxSize,
     compute_reservation,
     get_stop_delay,
     is_exhausted,
@@ -66,7 +65,6 @@ __all__ = [
     "SWEEP_INTERVAL",
     "Disclosure",
     "ReservationBasis",
-    "SandboxSize",
     "build_lease_filter",
     "build_marked_filter",
     "close_tab",

@@ -8,11 +8,12 @@ from django.conf import settings
 from django.db.models import Q
 
 from billing.budgets.periods import get_grace_deadline, get_period_bounds, get_spent
-from billing.budgets.reservation import Applicant, SandboxSize, compute_reservation, get_stop_delay, is_exhausted, is_over
+from billing.budgets.reservation import Applicant, compute_reservation, get_stop_delay, is_exhausted, is_over
 from billing.budgets.scopes import build_lease_filter, find_open_tabs
 from billing.budgets.spending import to_hours
 from billing.dates import EPOCH
 from billing.errors import BudgetExhausted
+from billing.instance_types import SandboxSize
 from billing.models import Budget, Tab
 from billing.models.budgets import Unit
 from billing.pricing import format_decimal

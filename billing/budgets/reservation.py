@@ -16,7 +16,7 @@ from django.db.models import Count, Q
 from billing import pricing
 from billing.budgets.periods import get_period_bounds, get_spent
 from billing.budgets.scopes import find_open_tabs
-from billing.instance_types import find_instance_type, get_disk_mb
+from billing.instance_types import SandboxSize
 from billing.intervals import MICROSECOND
 from billing.models import Budget, Rate, Watermark
 from billing.models.budgets import Period, Unit
@@ -26,15 +26,6 @@ from sandboxes.models import GONE_STATES, Sandbox, SandboxState
 SWEEP_INTERVAL = timedelta(minutes=1)  # of the sweeps `meter` and `budgets`
 HOUR = timedelta(hours=1)
 RESERVING_STATES = (SandboxState.WARMING, *BILLABLE_STATES)
-
-
-@dataclass(frozen=True)
-class SandboxSize:
-    """Provider and limits of a sandbox, which determine its price."""
-
-    provider: str
-    memory_mib: int
-    millicpus: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +95,8 @@ def _count_sandboxes(budget: Budget, *, now: datetime, applicant: Applicant | No
     condition = Q(state__in=RESERVING_STATES)
     if applicant:
         condition |= Q(holder=applicant.holder) & ~Q(state__in=GONE_STATES)
-    rows = held.filter(condition).order_by().values_list("provider", "memory_mib", "millicpus").annotate(number=Count("pk"))
+    columns = ("provider", "memory_mib", "millicpus", "disk_mib", "gpus", "gpu_type")
+    rows = held.filter(condition).order_by().values_list(*columns).annotate(number=Count("pk"))
     sizes = {SandboxSize(*size): number for *size, number in rows}
     if applicant and applicant.size and not held.filter(holder=applicant.holder).exclude(state__in=GONE_STATES).exists():
         sizes[applicant.size] = sizes.get(applicant.size, 0) + 1
@@ -122,13 +114,7 @@ def _find_summed_until(budget: Budget, basis: ReservationBasis, *, now: datetime
 
 def price_hour(size: SandboxSize, rates: list[Rate], at: datetime) -> Fraction:
     """Return the USD of one hour of a sandbox at its limits."""
-    instance_type = find_instance_type(size.provider, size.memory_mib, size.millicpus)
-    quantities = pricing.compute_allocated_quantities(
-        pricing.MICROSECONDS_PER_HOUR,
-        memory_mib=size.memory_mib,
-        millicpus=size.millicpus,
-        disk_mb=get_disk_mb(size.provider, instance_type),
-    )
-    item_rates = {item: pricing.find_rate(rates, size.provider, instance_type, item, at) for item in quantities}
+    quantities = size.compute_quantities(pricing.MICROSECONDS_PER_HOUR)
+    item_rates = {item: pricing.find_rate(rates, size.provider, size.get_rate_type(item), item, at) for item in quantities}
     costs = (pricing.compute_cost(item, quantities[item], rate.usd) for item, rate in item_rates.items() if rate)
     return sum(costs, Fraction(0))

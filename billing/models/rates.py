@@ -22,6 +22,7 @@ class BillableItem(models.TextChoices):
     MEMORY = "memory", "GiB-hours of memory"
     CPU = "cpu", "vCPU-minutes"
     DISK = "disk", "GB-hours of disk"
+    GPU = "gpu", "GPU-hours"
     SUSPENSION = "suspend", "GiB-hours of suspended memory"
     STORAGE = "storage", "GB-months of storage"
     REQUEST = "request", "requests (runs)"
@@ -35,7 +36,9 @@ class Rate(models.Model):
     A rate that has begun never changes. A new price is a new row with a later start, so earlier usage keeps its price."""
 
     provider = models.SlugField(max_length=32, db_index=False)
-    instance_type = models.CharField(max_length=32, blank=True, help_text="For example basic. Empty for every instance type.")
+    instance_type = models.CharField(
+        max_length=32, blank=True, help_text="For example basic, or the type of a GPU. Empty for all."
+    )
     item = models.CharField(max_length=8, choices=[choice for choice in BillableItem.choices if choice[0] != BillableItem.LLM])
     usd = models.DecimalField(
         "USD", max_digits=18, decimal_places=12, validators=[MinValueValidator(Decimal(0))], help_text="USD per unit."

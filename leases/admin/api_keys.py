@@ -17,6 +17,7 @@ from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget
 from leases import allow_lists, api_keys
 from leases.errors import InvalidRequest
 from leases.models import AgentKey, KeyScope, default_key_scopes
+from leases.resource_limits import LIMIT_FIELDS, describe_limits
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.fields import DurationOrZeroField
@@ -28,6 +29,7 @@ from sandboxes.admin.base.formatting import (
     render_timestamp,
     render_two_lines,
 )
+from sandboxes.admin.base.limits import LIMIT_LABELS
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import get_reference
 
@@ -152,7 +154,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
         "history": ListTab("History", "No keys yet. Add one to let agents call the API."),
     }
     readonly_fields = ["agents"]
-    labels = {"allowed_environment_types": "Allowed environment types", "allowed_pools": "Allowed pools"}
+    labels = {**LIMIT_LABELS, "allowed_environment_types": "Allowed environment types", "allowed_pools": "Allowed pools"}
     row_actions = {"rotate": ROTATE_KEY_ACTION, "revoke": REVOKE_KEY_ACTION}
     bulk_actions = {"revoke_all": REVOKE_KEY_ACTION}
 
@@ -161,7 +163,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
 
     def get_fields(self, request: HttpRequest, obj: AgentKey | None = None) -> list[str]:
         agents = ["agents"] if obj else ["dids", "operator"]
-        return ["name", *agents, "scopes", "allowed_environment_types", "allowed_pools", "expires_at"]
+        return ["name", *agents, "scopes", "allowed_environment_types", "allowed_pools", "expires_at", *LIMIT_LABELS]
 
     @display(description="Agents")
     def agents(self, row: AgentKey) -> SafeString | str:
@@ -201,6 +203,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
                 SummaryField("Scopes", ", ".join(row.scopes)),
                 SummaryField("Environment types", ", ".join(row.allowed_environment_types) or UNRESTRICTED_TEXT),
                 SummaryField("Pools", ", ".join(row.allowed_pools) or UNRESTRICTED_TEXT),
+                SummaryField("Resources by request", "; ".join(describe_limits(row)) or "limited by the pools alone"),
             ]
         }
 
@@ -225,6 +228,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
             scopes=obj.scopes,
             environment_types=obj.allowed_environment_types,
             pools=obj.allowed_pools,
+            limits={name: getattr(obj, name) for name in LIMIT_FIELDS},
             expires_at=obj.expires_at,
             now=timezone.now(),
         )

@@ -12,6 +12,7 @@ from unfold.decorators import display
 from leases.admin import spending
 from leases.models import AlternativePool, EnvironmentType, LeaseStatus
 from leases.placement import list_pools
+from leases.resource_limits import describe_limits
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -20,6 +21,7 @@ from sandboxes.admin.base.formatting import (
     render_admin_link,
     render_two_lines,
 )
+from sandboxes.admin.base.limits import LIMIT_LABELS
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.models import PackVersion
 from sandboxes.models.policies import SEALED_POLICY_NAME
@@ -62,6 +64,13 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
             {"fields": ["turn_argv", "turn_timeout", "turn_collection", "suspend_after", "sleep_after", "snapshot_excludes"]},
         ),
         (
+            "Resources by request",
+            {
+                "fields": [*LIMIT_LABELS],
+                "description": "Limits of what new leases of this type may request, besides those of their pools.",
+            },
+        ),
+        (
             "Remote sandboxes",
             {
                 "fields": ["auto_stop", "auto_delete"],
@@ -78,6 +87,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
     ]
     inlines = [AlternativePoolInline]
     labels = {
+        **LIMIT_LABELS,
         "cheapest_pool": "Cheapest pool first",
         "ttl": "Idle limit",
         "max_ttl": "Hard limit",
@@ -127,6 +137,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
                 SummaryField("Active leases", active, href=href),
                 SummaryField("Pools", ", ".join(pool.name for pool in list_pools(row)), note=describe_pool_order(row)),
                 SummaryField("Spend limit", spending.format_spend_limit(row.llm_limit), note="on model calls, per new lease"),
+                SummaryField("Resources by request", "; ".join(describe_limits(row)) or "limited by the pools alone"),
             ]
         }
 

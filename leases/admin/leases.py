@@ -36,6 +36,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field
+from sandboxes.formatting import pluralize
 from sandboxes.models import Run, RunOutcome, Sandbox
 
 ENDING_SOON_WINDOW = timedelta(minutes=5)
@@ -107,7 +108,8 @@ class LeaseAdmin(ReadOnlyModelAdmin):
         "history": ListTab("History", "No leases yet. Agents acquire leases through the API."),
     }
     fieldsets = build_all_fields_fieldset(
-        "id", "agent_did", "environment_id", "environment_type", "pool", "status", "leased_at", "last_activity_at",
+        "id", "agent_did", "environment_id", "environment_type", "pool", "memory_mib", "millicpus", "size",
+        "disk_mib", "gpus", "gpu_type", "image", "status", "leased_at", "last_activity_at",
         "ttl", "expires_at", "max_expires_at", "sleep_after", "auto_stop", "auto_delete", "expiry_conditions", "llm_limit",
         "ended_at", "end_reason", "destroyed_at",
     )  # fmt: skip
@@ -179,6 +181,7 @@ class LeaseAdmin(ReadOnlyModelAdmin):
                 render_admin_link("sandboxes_sandbox", sandbox.pk, render_badge(sandbox.state)) if sandbox else "none yet",
                 note=f"{sandbox.pool}, {sandbox.provider}" if sandbox else "",
             ),
+            build_resources_field(row, sandbox),
             SummaryField(
                 "Runs",
                 f"{runs['total']:,}",
@@ -196,6 +199,26 @@ class LeaseAdmin(ReadOnlyModelAdmin):
             *spending.build_lease_network_fields(row),
             build_total_cost_field(holder=row.pk),
         ]
+
+
+def build_resources_field(row: Lease, sandbox: Sandbox | None) -> SummaryField:
+    """Build the resources of the last sandbox, with the requested ones. Without a sandbox, only those."""
+    requested = format_resources(row)
+    note = f"requested: {requested}" if requested else "those of the pool: the lease requested none"
+    return SummaryField("Resources", format_resources(sandbox) if sandbox else "no sandbox yet", note=note)
+
+
+def format_resources(row: Lease | Sandbox) -> str:
+    """Format the resources that a row states, such as "1,024 MiB, 0.5 CPU, 20,480 MiB of disk, 2 H100 GPUs, image python:3"."""
+    gpus = pluralize(row.gpus, f"{row.gpu_type} GPU".strip(), f"{row.gpu_type} GPUs".strip())
+    parts = [
+        f"{row.memory_mib:,} MiB" if row.memory_mib else "",
+        f"{row.millicpus / 1000:g} CPU" if row.millicpus else "",
+        f"{row.disk_mib:,} MiB of disk" if row.disk_mib else "",
+        gpus if row.gpus else "",
+        f"image {row.image}" if row.image else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _build_shell_fields(row: Lease) -> list[SummaryField]:

@@ -55,9 +55,34 @@ def _describe_lease() -> dict[str, str]:
         "ended_at": timestamp(f"CASE WHEN {ELAPSED_CONDITION} THEN leases_lease.expires_at ELSE leases_lease.ended_at END"),
         "end_reason": f"CASE WHEN NOT ({ELAPSED_CONDITION}) THEN leases_lease.end_reason "
         "WHEN leases_lease.expires_at >= leases_lease.max_expires_at THEN 'max_ttl' ELSE 'ttl' END",
-        "sandbox": f"(SELECT {dialect.build_object(_describe_sandbox())} FROM sandboxes_sandbox AS held "  # noqa: S608 - no user input
-        "WHERE held.holder = leases_lease.id AND held.state NOT IN ('destroying', 'destroyed'))",
+        "resources": dialect.build_object(
+            {
+                "requested": dialect.build_object(_describe_requested_resources()),
+                "effective": _select_from_sandbox(_describe_sandbox_resources()),
+            }
+        ),
+        "sandbox": _select_from_sandbox(_describe_sandbox()),
     }
+
+
+def _select_from_sandbox(description: dict[str, str]) -> str:
+    """Return an expression of a JSON object of the current sandbox, null without one."""
+    return (
+        f"(SELECT {dialect.build_object(description)} FROM sandboxes_sandbox AS held "  # noqa: S608 - no user input
+        "WHERE held.holder = leases_lease.id AND held.state NOT IN ('destroying', 'destroyed'))"
+    )
+
+
+def _describe_requested_resources() -> dict[str, str]:
+    numbers, texts = ("memory_mib", "millicpus", "disk_mib"), ("size", "gpu_type", "image")
+    described = {name: f"leases_lease.{name}" for name in numbers}
+    described |= {name: f"NULLIF(leases_lease.{name}, '')" for name in texts}
+    return described | {"gpu": "NULLIF(leases_lease.gpus, 0)"}
+
+
+def _describe_sandbox_resources() -> dict[str, str]:
+    described = {name: f"held.{name}" for name in ("memory_mib", "millicpus", "disk_mib", "image")}
+    return described | {"gpu": "held.gpus", "gpu_type": "NULLIF(held.gpu_type, '')"}
 
 
 def _describe_sandbox() -> dict[str, str]:

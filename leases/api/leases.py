@@ -51,6 +51,7 @@ from sandboxes.db import database_time, sql
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.egress.totals import calculate_totals
 from sandboxes.models import LlmCall, Sandbox, SandboxState
+from sandboxes.models.resource_limits import GPU_TYPE_PATTERN
 from sandboxes.providers.base import Network
 
 MAX_RENEWED_LEASES = 1000  # in one request
@@ -72,6 +73,17 @@ class ResourcesSerializer(StrictSerializer):
         r"[-A-Za-z0-9_]{1,32}", "1 to 32 letters, digits and - _", required=False, allow_null=True,
         help_text="Name of an instance type, such as `standard-1`, instead of `memory_mib` and `millicpus`.",
     )  # fmt: skip
+    disk_mib = StrictIntegerField(
+        min_value=1, required=False, allow_null=True,
+        help_text="MiB, rounded up to the vendor's unit. Within the limits of the pools. Default: that of the vendor.",
+    )  # fmt: skip
+    gpu = StrictIntegerField(
+        min_value=1, required=False, allow_null=True, help_text="Number of GPUs, within the limits of the pools. Default: none."
+    )
+    gpu_type = PatternField(
+        GPU_TYPE_PATTERN, "1 to 32 letters, digits and . _ + -", required=False, allow_null=True,
+        help_text="Type of the GPUs, such as `H100`; with `gpu`. Default: any, where the vendor allows it.",
+    )  # fmt: skip
     image = PatternField(
         r"[^\s]{1,255}", "1 to 255 characters without spaces", required=False, allow_null=True,
         help_text="Image that the pool lists. Default: that of the pool.",
@@ -80,6 +92,8 @@ class ResourcesSerializer(StrictSerializer):
     def validate(self, data: dict[str, Any]) -> dict[str, Any]:
         if data.get("size") and (data.get("memory_mib") or data.get("millicpus")):
             raise serializers.ValidationError({"size": "Must not be combined with memory_mib or millicpus."})
+        if data.get("gpu_type") and not data.get("gpu"):
+            raise serializers.ValidationError({"gpu_type": "Needs gpu, the number of GPUs."})
         return data
 
 
@@ -144,6 +158,32 @@ class SandboxSerializer(serializers.Serializer):
     sealed = serializers.BooleanField(help_text="The network is `sealed`.")
 
 
+class RequestedResourcesSerializer(serializers.Serializer):
+    memory_mib = serializers.IntegerField(allow_null=True)
+    millicpus = serializers.IntegerField(allow_null=True)
+    size = serializers.CharField(allow_null=True, help_text="Instance type whose memory and CPU were requested.")
+    disk_mib = serializers.IntegerField(allow_null=True)
+    gpu = serializers.IntegerField(allow_null=True)
+    gpu_type = serializers.CharField(allow_null=True)
+    image = serializers.CharField(allow_null=True)
+
+
+class EffectiveResourcesSerializer(serializers.Serializer):
+    memory_mib = serializers.IntegerField()
+    millicpus = serializers.IntegerField()
+    disk_mib = serializers.IntegerField(allow_null=True, help_text="Null: the default of the vendor.")
+    gpu = serializers.IntegerField(help_text="Number of GPUs.")
+    gpu_type = serializers.CharField(allow_null=True, help_text="Null: any type, or no GPU.")
+    image = serializers.CharField(help_text="Empty: the default of the vendor.")
+
+
+class LeaseResourcesSerializer(serializers.Serializer):
+    requested = RequestedResourcesSerializer(help_text="Resources that the request for the lease stated; null: not stated.")
+    effective = EffectiveResourcesSerializer(
+        allow_null=True, help_text="Resources of the current sandbox; null before the first use."
+    )
+
+
 class LeaseSerializer(serializers.Serializer):
     id = serializers.UUIDField()
     sandbox_id = serializers.CharField(help_text="`<agent did>::<environment>`, the same for successive leases.")
@@ -170,6 +210,7 @@ class LeaseSerializer(serializers.Serializer):
     end_reason = serializers.CharField(
         help_text="Empty while active, then ttl, max_ttl, condition:<name>, released, budget, operator, lost or failed."
     )
+    resources = LeaseResourcesSerializer(help_text="Resources of the lease's sandboxes, as requested and as they are.")
     sandbox = SandboxSerializer(allow_null=True, help_text="Current sandbox; null before the first use.")
 
 
@@ -377,10 +418,15 @@ def renew_plainly(meta: Mapping[str, Any], pk: UUID) -> bytes | None:
 
 def _build_resources(data: Mapping[str, Any]) -> Resources:
     """Build the requested resources. Raise InvalidRequest for an unknown size."""
-    image = data.get("image") or ""
-    if size := data.get("size"):
-        return replace(resolve_size(size), image=image)
-    return Resources(data.get("memory_mib"), data.get("millicpus"), image)
+    size = data.get("size")
+    sized = resolve_size(size) if size else Resources(data.get("memory_mib"), data.get("millicpus"))
+    return replace(
+        sized,
+        image=data.get("image") or "",
+        disk_mib=data.get("disk_mib"),
+        gpus=data.get("gpu") or 0,
+        gpu_type=(data.get("gpu_type") or "").upper(),
+    )
 
 
 def build_lease_request(data: Mapping[str, Any], caller: Caller) -> leasing.LeaseRequest:
@@ -443,8 +489,24 @@ def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = Fal
         "expiry_conditions": lease.expiry_conditions,
         "ended_at": format_optional_timestamp(lease.ended_at),
         "end_reason": lease.end_reason,
+        "resources": serialize_resources(lease, sandbox),
         "sandbox": serialize_sandbox(sandbox) if sandbox else None,
     }
+
+
+def serialize_resources(lease: Lease, sandbox: Sandbox | None) -> dict[str, Any]:
+    requested = {
+        "memory_mib": lease.memory_mib, "millicpus": lease.millicpus, "size": lease.size or None, "disk_mib": lease.disk_mib,
+        "gpu": lease.gpus or None, "gpu_type": lease.gpu_type or None, "image": lease.image or None,
+    }  # fmt: skip
+    return {"requested": requested, "effective": _serialize_sandbox_resources(sandbox) if sandbox else None}
+
+
+def _serialize_sandbox_resources(sandbox: Sandbox) -> dict[str, Any]:
+    return {
+        "memory_mib": sandbox.memory_mib, "millicpus": sandbox.millicpus, "disk_mib": sandbox.disk_mib, "gpu": sandbox.gpus,
+        "gpu_type": sandbox.gpu_type or None, "image": sandbox.image,
+    }  # fmt: skip
 
 
 def _format_seconds(duration: timedelta | None) -> int | None:

@@ -30,6 +30,7 @@ from sandboxes.admin.base.formatting import (
     render_two_lines,
     truncate_text,
 )
+from sandboxes.admin.base.limits import LIMIT_LABELS
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.quotas import build_add_quota_url, build_quota_row
 from sandboxes.formatting import pluralize
@@ -191,14 +192,12 @@ class PoolAdmin(ConsoleModelAdmin):
                 "fields": [
                     "memory_mib",
                     "millicpus",
-                    "max_memory_mib",
-                    "max_millicpus",
-                    "allowed_images",
                     "pids",
                     "workspace_limit_mib",
                 ]
             },
         ),
+        ("Resources by request", {"fields": [*LIMIT_LABELS]}),
     ]
     labels = {
         "automatic_capacity": "Automatic capacity",
@@ -206,9 +205,8 @@ class PoolAdmin(ConsoleModelAdmin):
         "warm_target": "Warm target",
         "memory_mib": "Memory (MiB)",
         "millicpus": "CPU (millicores)",
+        **LIMIT_LABELS,
         "allowed_images": "Further images by request",
-        "max_memory_mib": "Maximum memory by request (MiB)",
-        "max_millicpus": "Maximum CPU by request (millicores)",
         "pids": "Process limit",
         "workspace_limit_mib": "Workspace limit (MiB)",
     }

@@ -113,7 +113,8 @@ class SandboxAdmin(ReadOnlyModelAdmin):
     list_tabs = SANDBOX_TABS
     fieldsets = build_all_fields_fieldset(
         "id", "pool", "agent_did", "environment_id", "holder", "state", "state_since", "incarnation", "provider",
-        "isolated", "ref", "image", "memory_mib", "millicpus", "pids", "policy", "open_runs", "suspend_after", "frozen",
+        "isolated", "ref", "image", "memory_mib", "millicpus", "disk_mib", "gpus", "gpu_type", "pids", "policy",
+        "open_runs", "suspend_after", "frozen",
         "held_until", "auto_stop", "auto_delete", "vendor_auto_stop", "vendor_auto_delete", "lifetime_ends_at",
         "idle_after", "idle_at", "last_used_at", "prepared", "source", "workspace_bytes", "measured_at", "warm_hits",
         "woken_local", "woken_cloud", "woken_vendor", "woken_fresh", "lost_at", "claimed_by", "deadline_at", "tries",

@@ -7,7 +7,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0040_allowed_images'),
+        ('sandboxes', '0041_resource_limits_and_sizes'),
     ]
 
     operations = [

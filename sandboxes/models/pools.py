@@ -3,12 +3,12 @@
 import uuid
 
 from django.conf import settings
-from django.core.exceptions import ValidationError
 from django.core.validators import MinValueValidator
 from django.db import models
 from django.db.models import F, Q
 from django.utils import timezone
 
+from sandboxes.models.resource_limits import MIN_MEMORY_MIB, MIN_MILLICPUS, ResourceLimits, validate_images
 from sandboxes.providers.registry import PROVIDERS
 
 UNMEASURED_CAPACITY = 1000  # places, where the engine's memory is not known
@@ -30,17 +30,11 @@ def default_pids() -> int:
     return int(settings.SANDBOX_PIDS)
 
 
-def validate_images(value: object) -> None:
-    """Raise ValidationError unless the value is a list of names of images."""
-    if not isinstance(value, list) or not all(isinstance(name, str) and 0 < len(name) <= 255 for name in value):
-        raise ValidationError("Must be a list of names of images, each of 1 to 255 characters.")
-
-
 def list_provider_choices() -> list[tuple[str, str]]:
     return [(name, name) for name in PROVIDERS]
 
 
-class Pool(models.Model):
+class Pool(ResourceLimits):
     """Capacity and defaults of one kind of sandbox, with its counters."""
 
     name = models.SlugField(max_length=63, unique=True)
@@ -87,19 +81,27 @@ class Pool(models.Model):
     workspace_limit_mib = models.PositiveIntegerField(
         default=2048, validators=[MinValueValidator(1)], help_text="Size of /workspace, MiB, above which an exec is refused."
     )
-    memory_mib = models.PositiveIntegerField(default=default_memory_mib, validators=[MinValueValidator(16)])
-    millicpus = models.PositiveIntegerField(default=default_millicpus, validators=[MinValueValidator(50)])
+    memory_mib = models.PositiveIntegerField(default=default_memory_mib, validators=[MinValueValidator(MIN_MEMORY_MIB)])
+    millicpus = models.PositiveIntegerField(default=default_millicpus, validators=[MinValueValidator(MIN_MILLICPUS)])
     allowed_images = models.JSONField(
         default=list, blank=True, validators=[validate_images],
         help_text="Further images that a lease may request, such as those of image templates: a list of names.",
     )  # fmt: skip
     max_memory_mib = models.PositiveIntegerField(
-        null=True, blank=True, validators=[MinValueValidator(16)],
+        null=True, blank=True, validators=[MinValueValidator(MIN_MEMORY_MIB)],
         help_text="Maximum memory that a lease may request, MiB. Empty: the memory above.",
     )  # fmt: skip
     max_millicpus = models.PositiveIntegerField(
-        null=True, blank=True, validators=[MinValueValidator(50)],
+        null=True, blank=True, validators=[MinValueValidator(MIN_MILLICPUS)],
         help_text="Maximum CPU that a lease may request, millicores. Empty: the CPU above.",
+    )  # fmt: skip
+    max_disk_mib = models.PositiveIntegerField(
+        null=True, blank=True,
+        help_text="Maximum disk that a lease may request, MiB, at a provider that can set one. Empty: no disk by request.",
+    )  # fmt: skip
+    max_gpus = models.PositiveSmallIntegerField(
+        null=True, blank=True,
+        help_text="Maximum number of GPUs that a lease may request, at a provider that has some. Empty: none.",
     )  # fmt: skip
     pids = models.PositiveIntegerField(default=default_pids, validators=[MinValueValidator(16)])
     created_at = models.DateTimeField(default=timezone.now, editable=False)

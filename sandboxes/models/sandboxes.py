@@ -69,6 +69,10 @@ class Sandbox(models.Model):
     image = models.CharField(max_length=255, blank=True)
     memory_mib = models.PositiveIntegerField()
     millicpus = models.PositiveIntegerField()
+    disk_mib = models.PositiveIntegerField(null=True, blank=True, help_text="Disk as requested, MiB. Empty: the vendor's.")
+    gpus = models.PositiveSmallIntegerField(default=0)
+    gpu_type = models.CharField(max_length=32, blank=True, help_text="Empty: any type, or no GPU.")
+    sized = models.BooleanField(default=False, editable=False, help_text="Memory, CPU or disk was requested for this sandbox.")
     pids = models.PositiveIntegerField()
     slot = models.PositiveIntegerField(null=True, blank=True, editable=False, help_text="Socket slot at the egress proxy.")
     slot_since = models.DateTimeField(

@@ -58,6 +58,9 @@ class SandboxRequest:
     skill: str = ""  # environment type whose skill /data/skills must contain, if a pack is assigned to it
     memory_mib: int | None = None  # None: the pool's default
     millicpus: int | None = None  # None: the pool's default
+    disk_mib: int | None = None  # None: the vendor's default
+    gpus: int = 0
+    gpu_type: str = ""  # empty: any
     image: str = ""  # empty: the pool's default
     final_persist: FinalPersist = FinalPersist.ALL  # stored before the sandbox is destroyed
     guard: Guard = OPEN_GUARD
@@ -231,6 +234,8 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
     or other resources."""
     if request.memory_mib not in (None, request.pool.memory_mib) or request.millicpus not in (None, request.pool.millicpus):
         return None  # pre-warmed sandboxes have the pool's resources
+    if request.disk_mib or request.gpus:
+        return None
     if request.image not in ("", request.pool.image):
         return None
     if not request.pool.warm_target or (not request.is_new_holder and workspace.find_latest(request.holder)):
@@ -328,6 +333,8 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
     sandbox.idle_after = request.idle_after
     sandbox.memory_mib = request.memory_mib or request.pool.memory_mib
     sandbox.millicpus = request.millicpus or request.pool.millicpus
+    sandbox.disk_mib, sandbox.gpus, sandbox.gpu_type = request.disk_mib, request.gpus, request.gpu_type
+    sandbox.sized = any((request.memory_mib, request.millicpus, request.disk_mib))
     sandbox.image = request.image or sandbox.image
     sandbox.final_persist = request.final_persist
     assert sandbox.host

@@ -163,6 +163,10 @@ class SandboxSpec:
     )  # informational, shown by `docker ps`; never read by the control plane
     memory_mib: int = 512
     millicpus: int = 1000
+    disk_mib: int | None = None  # None: the vendor's default. Only where `can_set_disk`
+    gpus: int = 0  # only where `has_gpus`
+    gpu_type: str = ""  # in capitals; empty: any
+    sized: bool = False  # memory, CPU or disk was requested for this sandbox; otherwise they are the pool's defaults
     pids: int = 256
     sockets: Path | None = None  # host directory mounted read-only at /run/leasehold
     agent: Path | None = None  # host directory of the gateway's socket, mounted read-only at /run/leasehold-agent
@@ -289,6 +293,12 @@ class Provider(ABC):
     isolated: bool  # commands cannot reach the host or other sandboxes
     network: Network  # of new sandboxes
     enforces_limits: bool  # memory, CPU and process limits hold, and ExecResult.oom is reported
+    can_set_size: bool = True  # memory and CPU of a sandbox are those of its spec
+    can_set_disk: bool = False  # the disk of a sandbox is that of its spec, if the spec has one
+    has_gpus: bool = False  # a sandbox may have GPUs
+    gpu_types: frozenset[str] = frozenset()  # types that the vendor's API accepts; empty: not known before the create
+    needs_gpu_type: bool = False  # a GPU is requested by its type
+    sizes_need_image: bool = False  # memory, CPU, disk and GPUs can be set only for a sandbox of an image
     measures_usage: bool  # `stats` returns measurements
     streams_output: bool = False  # `open_output` returns a reader, if the sandbox can be reached
     has_terminals: bool = False  # `start` accepts `terminal`, and `find_agent_id` returns an id, if the sandbox can be reached

@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.db.models import signals
+from django.db.models import Model, signals
 from django.test import Client
 from django.utils import timezone
 
@@ -286,6 +286,32 @@ def test_an_environment_type_is_edited_as_durations_lines_and_amounts(
     assert (lease.llm_limit, grant(environment="next").llm_limit) == (None, kind.llm_limit)
     assert administrator.post(page, form | {"llm_limit": ""}).status_code == 302
     assert grant(environment="third").llm_limit is None
+
+
+LIMITS = {
+    "max_memory_mib": 4096, "max_millicpus": 2000, "max_disk_mib": 20_480, "max_gpus": 0, "allowed_images": "a:1\nb:1",
+    "allowed_sizes": "basic", "allowed_gpu_types": "H100",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [AgentKey, EnvironmentType, Pool])
+def test_limits_of_resources_are_edited_on_each_level(administrator: Client, pool: Pool, model: type[Model]) -> None:
+    key, _ = api_keys.issue_key([ADA], now=NOW)
+    pool_form = {
+        "capacity": 7, "warm_target": 0, "provider": "memory", "memory_mib": 64, "millicpus": 1000, "pids": 256,
+        "workspace_limit_mib": 2048,
+    }  # fmt: skip
+    row, form = {
+        AgentKey: (key, {"name": "ci", "scopes": "leases"}),
+        EnvironmentType: (EnvironmentType.objects.get(name="catan"), ENVIRONMENT_TYPE_FORM),
+        Pool: (pool, pool_form),
+    }[model]
+    wrong = administrator.post(row_url(row), form | LIMITS | {"allowed_gpu_types": "h100"})
+    assert "in capitals" in str(wrong.context["adminform"].form.errors["allowed_gpu_types"])
+    assert administrator.post(row_url(row), form | LIMITS).status_code == 302
+    row.refresh_from_db()
+    lists = {"allowed_images": ["a:1", "b:1"], "allowed_sizes": ["basic"], "allowed_gpu_types": ["H100"]}
+    assert {name: getattr(row, name) for name in LIMITS} == LIMITS | lists
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from django.core.management.base import CommandError
 from django.utils import timezone
 
 from leases.environments.models import Environment
-from leases.models import EnvironmentType, Lease, Turn
+from leases.models import AgentKey, EnvironmentType, Lease, Turn
 from sandboxes.models import Pool
 
 pytestmark = pytest.mark.django_db
@@ -77,6 +77,30 @@ def test_bad_arguments_are_named(args: tuple[str, ...], message: str) -> None:
     with pytest.raises(CommandError, match=message):
         manage(*args)
     assert not Environment.objects.exists()
+
+
+def test_limits_of_resources_are_printed_set_and_removed(pool: Pool) -> None:
+    issued = manage("create_key", "--agent", ADA, "--max-memory-mib", "1024", "--allowed-sizes", "lite", "basic", "--json")
+    key = AgentKey.objects.get()
+    assert key.prefix in issued
+    levels = {"key": key.prefix, "type": "catan", "pool": pool.name}
+    assert manage("limits", "key", key.prefix).endswith(": at most 1,024 MiB of memory; sizes: lite, basic\n")
+    for level, name in levels.items():
+        shown = manage("limits", level, name, "--max-memory-mib", "none", "--max-gpus", "1", "--allowed-sizes")
+        assert shown == f"{level} {name}: at most 1 GPU\n"
+    pool.refresh_from_db()
+    assert (pool.max_gpus, pool.max_memory_mib) == (1, None)
+    for args, message in (
+        (["pool", "none"], "no pool 'none'"),
+        (["pool", pool.name, "--max-disk-mib", "1GB"], "--max-disk-mib"),
+        (["type", "catan", "--max-memory-mib", "1"], "greater than or equal to 16"),
+        (["type", "catan", "--allowed-gpu-types", "h100"], "in capitals"),
+    ):
+        with pytest.raises(CommandError, match=message):
+            manage("limits", *args)
+    with pytest.raises(CommandError, match="in capitals"):
+        manage("create_key", "--agent", ADA, "--allowed-gpu-types", "h100")
+    assert EnvironmentType.objects.get(name="catan").allowed_gpu_types == []
 
 
 def test_pools_of_a_type_are_listed_and_replaced(pool: Pool) -> None:

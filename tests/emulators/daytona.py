@@ -82,8 +82,8 @@ class DaytonaEmulator(VendorEmulator):
         with self.lock:
             if any(sandbox.name == name and sandbox.state != "destroyed" for sandbox in self.sandboxes.values()):
                 raise Rejected(409, {"message": f"Sandbox with name {name} already exists", "statusCode": 409})
-            if fields.get("snapshot") and (fields.get("cpu") or fields.get("memory")):
-                raise Rejected(400, {"message": "Cannot specify Sandbox resources when using a snapshot"})
+            if not fields.get("buildInfo") and any(fields.get(name) for name in ("cpu", "memory", "disk", "gpu")):
+                raise Rejected(400, {"message": "Cannot specify resources of a sandbox of a snapshot", "statusCode": 400})
             if fields.get("autoStopInterval") and fields.get("autoPauseInterval"):
                 raise Rejected(400, {"message": "autoStopInterval and autoPauseInterval exclude each other"})
             machine = self.create_machine(identifier, self._find_image(fields))
@@ -305,7 +305,12 @@ class DaytonaEmulator(VendorEmulator):
         fields = sandbox.fields
         described = {"id": sandbox.id, "name": sandbox.name, "state": sandbox.state, "createdAt": sandbox.created_at}
         described |= {"organizationId": "org-1", "user": "daytona", "public": False, "networkBlockAll": False, "kvm": False}
-        described |= {"env": fields.get("env") or {}, "labels": self._labels(sandbox), "target": "us", "gpu": 0}
+        described |= {
+            "env": fields.get("env") or {},
+            "labels": self._labels(sandbox),
+            "target": "us",
+            "gpu": fields.get("gpu") or 0,
+        }
         described |= {"cpu": fields.get("cpu") or 1, "memory": fields.get("memory") or 1, "disk": fields.get("disk") or 3}
         described |= {"autoStopInterval": fields.get("autoStopInterval", 15), "toolboxProxyUrl": f"{self.url}/toolbox"}
         return described | {"autoDeleteInterval": fields.get("autoDeleteInterval", -1)}

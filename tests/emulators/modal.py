@@ -113,7 +113,7 @@ class Sandbox:
     id: str
     task_id: str
     token: str  # for the command router
-    request: api_pb2.SandboxCreateV2Request
+    request: api_pb2.SandboxCreateRequest | api_pb2.SandboxCreateV2Request
     machine: Machine
     result: GenericResult = field(default_factory=GenericResult)  # status 0: running
     created_at: float = field(default_factory=time.time)
@@ -122,6 +122,10 @@ class Sandbox:
     @property
     def name(self) -> str:
         return self.request.definition.name
+
+    @property
+    def is_of_older_backend(self) -> bool:
+        return isinstance(self.request, api_pb2.SandboxCreateRequest)
 
     @property
     def tags(self) -> dict[str, str]:
@@ -240,8 +244,12 @@ class ModalEmulator(Emulator):
             sandbox.result = GenericResult(status=GenericResult.GENERIC_STATUS_TERMINATED, exitcode=137)
         sandbox.machine.remove()
 
-    def create(self, request: api_pb2.SandboxCreateV2Request) -> Sandbox:
+    def create(self, request: api_pb2.SandboxCreateRequest | api_pb2.SandboxCreateV2Request) -> Sandbox:
+        """Create a sandbox. The client recognizes one of the older backend by the length of its id."""
         definition, identifier = request.definition, uuid.uuid4().hex
+        is_of_older_backend = isinstance(request, api_pb2.SandboxCreateRequest)
+        if bool(definition.resources.gpu_config.count) != is_of_older_backend:
+            raise GRPCError(Status.INVALID_ARGUMENT, "sandboxes with GPUs, and they alone, are of the older backend")
         for tag in request.tags:
             if not (re.fullmatch(TAG_PATTERN, tag.tag_name) and re.fullmatch(TAG_PATTERN, tag.tag_value)):
                 raise GRPCError(Status.INVALID_ARGUMENT, f"invalid tag {tag.tag_name}")
@@ -253,7 +261,8 @@ class ModalEmulator(Emulator):
             if definition.name and self.find_running(definition.name):
                 raise GRPCError(Status.ALREADY_EXISTS, f"Sandbox with name {definition.name} already exists")
             machine = self.create_machine(identifier, self.find_disk(definition.image_id))
-            sandbox = Sandbox(f"sb-{identifier}", f"ta-{identifier}V", create_token(), request, machine)
+            name, task = (identifier[:22], identifier) if is_of_older_backend else (identifier, f"{identifier}V")
+            sandbox = Sandbox(f"sb-{name}", f"ta-{task}", create_token(), request, machine)
             self.sandboxes[sandbox.id] = sandbox
         return sandbox
 
@@ -397,13 +406,21 @@ class ControlPlane(implement(ModalClientBase)):  # type: ignore[misc]
         return api_pb2.SandboxCreateV2Response(sandbox_id=sandbox.id, task_id=sandbox.task_id, command_router_access=access)
 
     @unary
+    def SandboxCreate(self, request: api_pb2.SandboxCreateRequest) -> api_pb2.SandboxCreateResponse:
+        return api_pb2.SandboxCreateResponse(sandbox_id=self.emulator.create(request).id)
+
+    @unary
     def SandboxGetFromName(self, request: Any) -> api_pb2.SandboxGetFromNameResponse:
-        raise GRPCError(Status.NOT_FOUND, f"Sandbox with name {request.sandbox_name} not found")  # of the older backend
+        return self._find_by_name(request, is_of_older_backend=True)
 
     @unary
     def SandboxGetFromNameV2(self, request: Any) -> api_pb2.SandboxGetFromNameResponse:
+        return self._find_by_name(request, is_of_older_backend=False)
+
+    def _find_by_name(self, request: Any, *, is_of_older_backend: bool) -> api_pb2.SandboxGetFromNameResponse:
         for sandbox in self.emulator.find_running(request.sandbox_name):
-            if sandbox.request.app_id == f"ap-{request.environment_name}-{request.app_name}":
+            is_of_app = sandbox.request.app_id == f"ap-{request.environment_name}-{request.app_name}"
+            if is_of_app and sandbox.is_of_older_backend == is_of_older_backend:
                 return api_pb2.SandboxGetFromNameResponse(sandbox_id=sandbox.id)
         raise GRPCError(Status.NOT_FOUND, f"Sandbox with name {request.sandbox_name} not found")
 
@@ -444,6 +461,15 @@ class ControlPlane(implement(ModalClientBase)):  # type: ignore[misc]
         if sandbox.result.status:
             return api_pb2.SandboxGetTaskIdResponse(task_result=sandbox.result)
         return api_pb2.SandboxGetTaskIdResponse(task_id=sandbox.task_id)
+
+    # The older backend has the same requests under other names.
+    SandboxTagsGet, SandboxWait = SandboxTagsGetV2, SandboxWaitV2
+    SandboxTerminate, SandboxGetTaskId = SandboxTerminateV2, SandboxGetTaskIdV2
+
+    @unary
+    def TaskGetCommandRouterAccess(self, request: Any) -> api_pb2.TaskGetCommandRouterAccessResponse:
+        sandbox = self.emulator.find_task(request.task_id)
+        return api_pb2.TaskGetCommandRouterAccessResponse(url=self.emulator.api_url, jwt=sandbox.token)
 
     @unary
     def SandboxGetCommandRouterAccess(self, request: Any) -> api_pb2.SandboxGetCommandRouterAccessResponse:

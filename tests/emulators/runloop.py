@@ -86,12 +86,24 @@ class RunloopEmulator(VendorEmulator):
     def get_creation(self, name: str) -> dict[str, Any]:
         return self._find_named(name)[0].fields
 
+    def _check_size(self, parameters: dict[str, Any]) -> None:
+        """Refuse a custom size that the API's description excludes."""
+        if parameters.get("resource_size_request") != "CUSTOM_SIZE":
+            return
+        cores, memory = parameters.get("custom_cpu_cores") or 0, parameters.get("custom_gb_memory") or 0
+        disk = parameters.get("custom_disk_size", 2)
+        is_offered = (cores in (0.5, 1) or cores % 2 == 0) and (memory == 1 or memory % 2 == 0) and disk % 2 == 0
+        is_within = 0 < cores <= 16 and 0 < memory <= 64 and 2 <= disk <= 64
+        if not (is_offered and is_within and 2 <= memory / cores <= 8):
+            raise Rejected(400, {"message": f"Invalid custom size: {cores} cores, {memory} GiB, disk {disk} GiB"})
+
     def _find_named(self, name: str) -> builtins.list[Devbox]:
         return [box for box in self.devboxes.values() if box.fields.get("name") == name and box.status != "shutdown"]
 
     @route("POST", "/v1/devboxes")
     def create(self, request: Request) -> Response:
         key = request.headers.get("x-request-id") or uuid.uuid4().hex
+        self._check_size(request.json.get("launch_parameters") or {})
         policy = (request.json.get("launch_parameters") or {}).get("network_policy_id")
         with self.lock:
             if policy and policy not in self.policies:

@@ -39,6 +39,9 @@ class Command(BaseCommand):
         parser.add_argument(
             "--suspended-hours-per-day", metavar="HOURS", help="further hours for which each sandbox is suspended (default: 0)"
         )
+        parser.add_argument("--disk-mib", metavar="MIB", help="disk of each sandbox (default: that of the size)")
+        parser.add_argument("--gpus", metavar="NUMBER", help="GPUs of each sandbox (default: 0)")
+        parser.add_argument("--gpu-type", metavar="TYPE", help="type of the GPUs, such as H100 (default: the rate of any type)")
         parser.add_argument(
             "--provider",
             action="append",

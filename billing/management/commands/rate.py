@@ -35,7 +35,7 @@ class Command(BaseCommand):
         add.add_argument("price", help="USD per unit, as the vendor states it")
         add.add_argument("unit", choices=sorted(SOURCE_UNITS), help="unit of the price; a core is two vCPUs")
         add.add_argument("--source", required=True, help="page that states the price, and the day on which it was read")
-        add.add_argument("--instance", default="", metavar="TYPE", help="only for this instance type")
+        add.add_argument("--instance", default="", metavar="TYPE", help="only for this instance type, or this type of GPU")
         add.add_argument("--allowance", default="0", metavar="N", help="free units of the rate per account and month")
         add.add_argument("--by-use", action="store_true", help="CPU and memory: charge measured use where available")
         add.add_argument(
@@ -60,9 +60,9 @@ class Command(BaseCommand):
         self.stdout.write(format_table(["provider", "unit", "USD", "from", "source"], rows))
 
     def _add(self, options: dict[str, Any]) -> None:
-        _require_names(options["provider"], options["instance"])
         price = _parse_decimal("price", options["price"])
         item, usd = convert_price(price, options["unit"])
+        _require_names(options["provider"], "" if item == BillableItem.GPU else options["instance"])
         rate = Rate(
             provider=options["provider"], instance_type=options["instance"], item=item, usd=usd, by_use=options["by_use"],
             allowance=_parse_decimal("--allowance", options["allowance"]), valid_from=_parse_start(options["valid_from"]),

@@ -41,6 +41,7 @@ class SandboxBase:
         max_ttl_seconds: int | None = None,
         sleep_after: int | str | None = None,
         pool: str | None = None,
+        resources: schemas.ResourcesRequest | None = None,
         wait_seconds: int | None = None,
         retries: RetryPolicy | None = None,
     ) -> None:
@@ -52,12 +53,12 @@ class SandboxBase:
         - `release`: release the lease at the end; default: if the join granted it.
         - `ttl_seconds`: time for which the lease outlives a program that was killed. It is renewed while the block is open.
           Default: 120, and that of the environment type with `release=False`.
-        - `max_ttl_seconds`, `sleep_after`, `pool`, `wait_seconds`: as in the HTTP API."""
+        - `max_ttl_seconds`, `sleep_after`, `pool`, `resources`, `wait_seconds`: as in the HTTP API."""
         options = LeaseOptions(
             environment_type, load_agent(agent), environment, release,
             {
                 "ttl_seconds": ttl_seconds, "max_ttl_seconds": max_ttl_seconds, "sleep_after": sleep_after, "pool": pool,
-                "wait_seconds": wait_seconds,
+                "resources": resources, "wait_seconds": wait_seconds,
             },
         )  # fmt: skip
         self._held = HeldLease(Settings.load(url, api_key, retries), options)

@@ -47,6 +47,15 @@ class AgentRun(TypedDict):
     note: str
 
 
+class EffectiveResources(TypedDict):
+    memory_mib: int
+    millicpus: int
+    disk_mib: int | None
+    gpu: int
+    gpu_type: str | None
+    image: str
+
+
 class ExecRequest(TypedDict):
     argv: list[str]
     env: NotRequired[dict[str, str]]
@@ -121,7 +130,13 @@ class Lease(TypedDict):
     expiry_conditions: list[str]
     ended_at: str | None
     end_reason: str
+    resources: LeaseResources
     sandbox: Sandbox | None
+
+
+class LeaseResources(TypedDict):
+    requested: RequestedResources
+    effective: EffectiveResources | None
 
 
 class NewAgentRunRequest(TypedDict):
@@ -239,10 +254,23 @@ class ProcessLog(TypedDict):
     found: bool | None
 
 
+class RequestedResources(TypedDict):
+    memory_mib: int | None
+    millicpus: int | None
+    size: str | None
+    disk_mib: int | None
+    gpu: int | None
+    gpu_type: str | None
+    image: str | None
+
+
 class ResourcesRequest(TypedDict):
     memory_mib: NotRequired[int | None]
     millicpus: NotRequired[int | None]
     size: NotRequired[str | None]
+    disk_mib: NotRequired[int | None]
+    gpu: NotRequired[int | None]
+    gpu_type: NotRequired[str | None]
     image: NotRequired[str | None]
 
 

@@ -9,6 +9,7 @@ from django.utils import timezone
 
 from leases import api_keys
 from leases.management.base import parse_duration, report_errors
+from leases.management.limit_options import add_limit_options, parse_limits
 from leases.models import KeyScope
 
 
@@ -31,6 +32,7 @@ class Command(BaseCommand):
             "--scope", action="append", choices=KeyScope.values,
             help="requests that the key permits; may be repeated. Default: leases and costs, which permit everything",
         )  # fmt: skip
+        add_limit_options(parser)
         parser.add_argument("--expires-in", metavar="DURATION", help='time after which the key expires, such as "90d"')
         parser.add_argument("--json", action="store_true", help="one line of JSON: key, prefix")
 
@@ -45,6 +47,7 @@ class Command(BaseCommand):
                 scopes=options["scope"],
                 environment_types=options["type"],
                 pools=options["pool"],
+                limits=parse_limits(options),
                 expires_at=now + lifetime if lifetime else None,
                 now=now,
             )

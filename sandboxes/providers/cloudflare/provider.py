@@ -41,6 +41,7 @@ class CloudflareProvider(RemoteProvider):
     name = "cloudflare"
     no_builds_reason = "Its image is part of the deployment of the worker: change the worker's Dockerfile, and deploy it."
     can_list = stop_keeps_files = False
+    can_set_size = False  # the instance type is a constant of the worker
     upload_directory = "/workspace"
     max_upload_bytes = 16 << 20
 

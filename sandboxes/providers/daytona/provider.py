@@ -20,6 +20,7 @@ from daytona_api_client import (
     Configuration,
     CreateBuildInfo,
     CreateSandbox,
+    GpuType,
     SandboxApi,
     SandboxListItem,
     SandboxState,
@@ -69,6 +70,8 @@ class DaytonaProvider(ImageBuildingProvider):
     name = "daytona"
     account_option = "organization_id"
     can_suspend = has_auto_stop = has_auto_delete = can_set_intervals = True
+    can_set_disk = has_gpus = sizes_need_image = True  # the size of a snapshot is part of the snapshot
+    gpu_types = frozenset(kind.value for kind in GpuType if kind != GpuType.UNKNOWN_DEFAULT_OPEN_API)
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,14 +107,19 @@ class DaytonaProvider(ImageBuildingProvider):
     def _build_request(self, spec: SandboxSpec) -> CreateSandbox:
         configuration, intervals = self.configuration, spec.intervals or self.default_intervals()
         image = "" if spec.image_id else require_image(spec, configuration.image)
+        if (spec.disk_mib or spec.gpus) and not image:
+            raise Rejected("Daytona sets disk and GPUs only for a sandbox of an image: its snapshots have a size of their own.")
         return CreateSandbox(
             name=spec.name,
             labels=build_labels(spec),
             target=configuration.options["target"] or None,
             snapshot=spec.image_id or None,
             build_info=CreateBuildInfo(dockerfile_content=f"FROM {image}\n") if image else None,
-            cpu=-(-spec.millicpus // 1000) if image else None,  # the size of a snapshot is part of the snapshot
-            memory=-(-spec.memory_mib // 1024) if image else None,  # GiB
+            cpu=-(-spec.millicpus // 1000) if image else None,
+            memory=_round_up_gib(spec.memory_mib) if image else None,
+            disk=_round_up_gib(spec.disk_mib) if spec.disk_mib else None,
+            gpu=spec.gpus or None,
+            gpu_type=[GpuType(spec.gpu_type)] if spec.gpu_type else None,
             auto_stop_interval=round_up_minutes(intervals.auto_stop),
             auto_delete_interval=round_up_minutes(intervals.auto_delete) or NO_AUTO_DELETE,
             **_build_network(configuration.network),
@@ -248,6 +256,10 @@ def _build_toolbox_url(found: VendorSandbox) -> str:
 def _authorize(client: Client, api_key: str) -> Client:
     client.default_headers["Authorization"] = f"Bearer {api_key}"
     return client
+
+
+def _round_up_gib(mib: int) -> int:
+    return -(-mib // 1024)
 
 
 def _build_network(network: Network) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class LangSmithProvider(ImageBuildingProvider):
     name = "langsmith"
     account_option = "workspace"
     has_image_bases = False  # the default image is a snapshot
-    can_suspend = has_auto_stop = has_auto_delete = can_set_intervals = True
+    can_suspend = has_auto_stop = has_auto_delete = can_set_intervals = can_set_disk = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,6 +89,7 @@ class LangSmithProvider(ImageBuildingProvider):
                     vcpus=math.ceil(spec.millicpus / 1000),
                     mem_bytes=spec.memory_mib << 20,
                     proxy_config=_build_proxy_configuration(configuration.network),
+                    fs_capacity_bytes=spec.disk_mib << 20 if spec.disk_mib else None,
                 )
         except ProviderError as error:
             try:

@@ -24,7 +24,7 @@ from sandboxes.providers.base import (
     Unavailable,
 )
 from sandboxes.providers.remote.images import BuildState, VendorBuild, VendorBuilds
-from sandboxes.providers.remote.provider import NAME_LABEL, OWNER_LABEL
+from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL
 
 BUILDER_PREFIX = "leasehold-build-"
 BUILDER_OWNER = "template-build"

@@ -69,6 +69,7 @@ class ModalProvider(ImageBuildingProvider):
     account_option = "environment"
     has_auto_stop = True  # fixed at the creation
     stop_keeps_files = False
+    has_gpus = needs_gpu_type = True  # the client's `Sandbox.create` has no parameter for the disk
     max_inline_bytes = 42_000  # the client accepts 65536 bytes in the arguments of a command, which contain this as base64
     call_timeout_seconds = 60.0  # of one operation, with the repetitions of the client
 
@@ -226,6 +227,7 @@ class _Connection:
             image=_choose_image(spec, self._configuration.image, client),
             cpu=(cpu, cpu),
             memory=(spec.memory_mib, spec.memory_mib),
+            gpu=f"{spec.gpu_type}:{spec.gpus}" if spec.gpus else None,
             timeout=60 * int(self._configuration.options["lifetime_minutes"]),
             idle_timeout=math.ceil(auto_stop.total_seconds()) if auto_stop else None,
             **_build_network(self._configuration.network),

@@ -93,6 +93,7 @@ class ProcessProvider(BackgroundProcessProvider):
     isolated = False
     network = Network.OPEN
     enforces_limits = False
+    can_set_size = False
     measures_usage = False
     can_suspend = False  # the processes have no cgroup of their own, and a stopped shell would be seen by its parent
 

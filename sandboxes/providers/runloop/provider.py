@@ -30,6 +30,7 @@ CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300.0
 MAX_WAIT_SECONDS = 25  # of one request for the end of a command
 PAGE_SIZE = 1000
+MIN_GIB_PER_CORE, MAX_GIB_PER_CORE = 2, 8
 MAX_CREATES = 5  # with keys whose devboxes have been shut down
 REMOVAL_TIMEOUT_SECONDS = 60.0
 # Without an idle time Runloop would shut a devbox down an hour after its creation, and delete its files.
@@ -44,6 +45,7 @@ class RunloopProvider(ImageBuildingProvider):
     account_option = "account"
     can_suspend = has_auto_stop = True  # the interval is fixed at the creation
     has_image_bases = False  # the default image is a blueprint
+    can_set_disk = True
     max_response_bytes = 48 << 10  # the vendor states no limit of the output of a command, and truncates it
 
     def __init__(self) -> None:
@@ -82,7 +84,9 @@ class RunloopProvider(ImageBuildingProvider):
         parameters: dict[str, Any] = {
             "lifecycle": {"after_idle": {"idle_time_seconds": idle_seconds, "on_idle": "suspend"}}
         }  # fmt: skip
-        if configuration.options["size"]:
+        if spec.sized:
+            parameters |= _build_custom_size(spec)
+        elif configuration.options["size"]:
             parameters["resource_size_request"] = configuration.options["size"]
         if configuration.network == Network.GATEWAY:
             parameters["network_policy_id"] = ensure_policy(self._client, find_gateway_destination())
@@ -218,6 +222,26 @@ class RunloopProvider(ImageBuildingProvider):
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         return [_to_sandbox(found) for found in self._fetch_devboxes() if found.metadata.get(OWNER_LABEL) == owner]
+
+
+def _build_custom_size(spec: SandboxSpec) -> dict[str, Any]:
+    """Return the launch parameters of the smallest size that Runloop offers with at least the requested resources.
+
+    Cores are 0.5, 1 or even, memory in GiB is 1 or even, and there are 2 to 8 GiB a core. Source: description of
+    `resource_size_request` in Runloop's Python client 3.0.0."""
+    memory_gib = _round_up_even(math.ceil(spec.memory_mib / 1024))
+    cores = _round_up_cores(max(spec.millicpus / 1000, memory_gib / MAX_GIB_PER_CORE))
+    memory_gib = _round_up_even(max(memory_gib, math.ceil(cores * MIN_GIB_PER_CORE)))
+    size = {"resource_size_request": "CUSTOM_SIZE", "custom_cpu_cores": cores, "custom_gb_memory": memory_gib}
+    return size | ({"custom_disk_size": 2 * math.ceil(spec.disk_mib / 2048)} if spec.disk_mib else {})
+
+
+def _round_up_even(gib: int) -> int:
+    return gib if gib <= 1 else 2 * math.ceil(gib / 2)
+
+
+def _round_up_cores(cores: float) -> float:
+    return next((offered for offered in (0.5, 1) if cores <= offered), 2 * math.ceil(cores / 2))
 
 
 def _create_client(configuration: RemoteConfiguration) -> Runloop:

@@ -94,9 +94,9 @@ def test_costs_are_csv_on_request(ada: ApiClient) -> None:
     assert by_header["Content-Type"] == by_parameter["Content-Type"] == "text/csv; charset=utf-8"
     assert by_header.content == by_parameter.content
     assert [*csv.reader(StringIO(by_header.content.decode()))] == [
-        ["day", "usd", "hours", "time", "memory", "cpu", "disk", "suspend", "storage", "request", "plan", "llm"],
-        ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", "", ""],
-        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "", "1"],
+        ["day", "usd", "hours", "time", "memory", "cpu", "disk", "gpu", "suspend", "storage", "request", "plan", "llm"],
+        ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", "", "", ""],
+        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "", "", "1"],
     ]
     assert Client().get("/api/v1/costs?format=xml", headers=key).status_code == 404
 

@@ -78,6 +78,9 @@ def test_agents_and_processes(options: Options) -> None:
 
 
 def test_errors_name_the_problem_and_its_fields(options: Options) -> None:
+    with pytest.raises(InvalidRequest) as too_much, Sandbox(**options, resources={"gpu": 1}):
+        pass
+    assert [*too_much.value.field_errors] == ["resources.gpu"]
     with Sandbox(**options) as box, pytest.raises(InvalidRequest) as failed:
         box.exec([], timeout=0)
     error = failed.value

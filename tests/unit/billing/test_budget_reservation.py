@@ -56,6 +56,17 @@ def test_running_sandboxes_reserve_the_time_until_they_can_be_stopped(acquire, u
     assert budgets.compute_reservation(other, now=NOW) == 0
 
 
+def test_requested_disk_and_gpus_are_reserved(acquire) -> None:
+    """One minute of 10,000 MiB (10.486 GB) at 0.6 USD and of two GPUs at 3 USD an hour: 12.2916 / 60."""
+    for item, usd, kind in (("disk", "0.6", ""), ("gpu", "3", "H100")):
+        create_rate(item, usd, "2021-01-01", provider="memory", instance_type=kind)
+    budget = create_budget(5, "usd", grace=NO_GRACE)
+    run_command(acquire())
+    Sandbox.objects.update(disk_mib=10_000, gpus=2, gpu_type="H100")
+    run_billing_sweeps(NOW)
+    assert budgets.compute_reservation(budget, now=NOW) == Decimal("0.204860000")
+
+
 def test_time_that_is_not_metered_yet_is_reserved_within_the_period_only(acquire) -> None:
     daily, hourly = create_budget(1, grace=NO_GRACE), create_budget(1, period="hour", grace=NO_GRACE)
     run_command(acquire())

@@ -110,9 +110,9 @@ def test_costs_prints_a_table_csv_or_json() -> None:
         "total               2.00",
     ]
     assert run("costs", "--csv").splitlines() == [
-        "agent,usd,hours,time,memory,cpu,disk,suspend,storage,request,plan,llm",
-        "did:plc:ada,1.5,3,3,,,,,,,,",
-        ",0.5,1,1,,,,,,,,",
+        "agent,usd,hours,time,memory,cpu,disk,gpu,suspend,storage,request,plan,llm",
+        "did:plc:ada,1.5,3,3,,,,,,,,,",
+        ",0.5,1,1,,,,,,,,,",
     ]
     result = json.loads(run("costs", "--by", "day", "--until", "2026-11-03", "--json"))
     assert (result["total_usd"], [each["key"] for each in result["results"]]) == ("2", ["2026-11-02"])

@@ -162,6 +162,19 @@ def test_suspended_hours_cost_disk_and_suspended_memory() -> None:
     assert {line.item: str(line.usd) for line in lines} == {"time": "10.00", "disk": "1.89", "suspend": "0.48"}
 
 
+def test_stated_disk_and_gpus_are_priced_where_rates_state_them() -> None:
+    """200 sandbox-hours with 10,000 MiB (10.48576 GB) and two GPUs: 2097.152 x 0.001 = 2.10, 400 x 2.5 = 1000."""
+    for item, usd, kind in (("disk", "0.001", ""), ("gpu", "2.5", "H100"), ("gpu", "1", "")):
+        create_rate(item, usd, provider="acme", instance_type=kind)
+    create_rate("disk", "0.001", provider="other")
+    requested: dict[str, Any] = {"disk_mib": 10_000, "gpus": 2, "gpu_type": "H100"}
+    result = compare_two_agents("acme", "other", **requested)
+    assert {line.item: str(line.usd) for line in result["acme"].estimate.lines} == {"disk": "2.10", "gpu": "1000.00"}
+    assert "gpu" in result["other"].estimate.unpriced
+    any_type = compare_two_agents("acme", **requested | {"gpu_type": "T4"})["acme"].estimate
+    assert {line.item: str(line.usd) for line in any_type.lines}["gpu"] == "400.00"
+
+
 def test_sizes_match_the_providers_table() -> None:
     """https://developers.cloudflare.com/containers/platform/limits/"""
     result = {

@@ -9,13 +9,14 @@ import pytest
 
 from billing import costs, pricing, totals
 from billing.models import CostRecord, UsageRecord
-from sandboxes.models import SandboxState
+from sandboxes.models import Sandbox, SandboxState
 from tests.support.billing import (
     ADA,
     BASIC_INSTANCE,
     BOB,
     HOUR,
     create_rate,
+    create_sandbox,
     create_storage_usage,
     create_time_usage,
     create_token_usage,
@@ -88,6 +89,20 @@ def test_eight_agents_always_on() -> None:
     price()
     sums = {each.key: each.usd for each in totals.sum_costs("item")}
     assert sums == {"memory": USD("51.615"), "cpu": USD("103.23"), "disk": USD("5.71"), "plan": USD(5)}
+
+
+def test_requested_disk_and_gpus_of_a_sandbox_are_charged_while_it_is_awake() -> None:
+    """Two hours awake with 10,000 MiB (10.48576 GB) and two GPUs, one hour suspended, in which the disk alone counts:
+    31.457 GB-hours x 0.001 = 0.031457, 4 GPU-hours x 2.5 = 10."""
+    for item, usd, kind in (("disk", "0.001", ""), ("gpu", "2.5", "H100"), ("gpu", "9", "")):
+        create_rate(item, usd, instance_type=kind)
+    sandbox = create_sandbox(provider="acme")
+    Sandbox.objects.filter(pk=sandbox.pk).update(disk_mib=10_000, gpus=2, gpu_type="H100")
+    for began, lasts, state in (("2026-11-02T10:00", 2 * HOUR, "running"), ("2026-11-02T12:00", HOUR, "suspended")):
+        create_time_usage(began, lasts, provider="acme", sandbox=sandbox, state=state, measured=True)
+    price()
+    sums = {each.key: (each.usd, each.quantities[each.key]) for each in totals.sum_costs("item")}
+    assert sums == {"disk": (USD("0.031458"), USD("31.458")), "gpu": (USD(10), 4)}
 
 
 def test_cloudflare_example_of_an_hour_of_cpu() -> None:

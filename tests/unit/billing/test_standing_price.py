@@ -5,6 +5,7 @@ from decimal import Decimal
 
 import pytest
 
+from billing.instance_types import SandboxSize
 from billing.models import Rate
 from billing.standing_price import StandingPrice, find_standing_price
 from tests.support.billing import create_rate
@@ -14,7 +15,7 @@ NOW = datetime(2026, 11, 1, tzinfo=UTC)
 
 
 def price(provider: str, *, is_suspended: bool = False) -> StandingPrice | None:
-    return find_standing_price(Rate.objects.all(), provider, memory_mib=1024, millicpus=250, is_suspended=is_suspended, now=NOW)
+    return find_standing_price(Rate.objects.all(), SandboxSize(provider, 1024, 250), is_suspended=is_suspended, now=NOW)
 
 
 def test_hour_has_the_price_of_the_allocated_resources() -> None:

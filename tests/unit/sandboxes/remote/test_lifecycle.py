@@ -14,7 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from controlplane.checks import check_gateway, check_provider_key
 from controlplane.remote_settings import VENDORS
 from sandboxes.providers import load_class
-from sandboxes.providers.base import Network, SandboxSpec
+from sandboxes.providers.base import Network, Rejected, SandboxSpec
 from sandboxes.providers.registry import PROVIDERS
 from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.provider import RemoteProvider
@@ -82,6 +82,47 @@ def test_cpu_at_modal_is_stated_in_physical_cores(
 
 def allow_hosts(*hosts: str) -> dict[str, Any]:
     return {"proxy_config": {"rules": [], "access_control": {"allow_list": [*hosts]}}}
+
+
+REQUESTED = {"memory_mib": 5000, "millicpus": 1500, "disk_mib": 20_000, "sized": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "requested", "expected"),
+    [
+        ("daytona", REQUESTED | {"image": "python:3", "gpus": 2, "gpu_type": "RTX-4090"},
+         {"cpu": 2, "memory": 5, "disk": 20, "gpu": 2, "gpuType": ["RTX-4090"]}),
+        ("daytona", REQUESTED | {"image": "python:3", "gpus": 1}, {"gpu": 1, "gpuType": None}),
+        ("langsmith", REQUESTED, {"vcpus": 2, "mem_bytes": 5000 << 20, "fs_capacity_bytes": 20_000 << 20}),
+        ("modal", {"gpus": 2, "gpu_type": "A10G"},
+         {"resources": {"milli_cpu": 500, "milli_cpu_max": 500, "memory_mb": 512, "memory_mb_max": 512,
+                        "gpu_config": {"count": 2, "gpu_type": "A10G"}}}),
+        ("runloop", REQUESTED,
+         {"launch_parameters": idle_after(3600) | {"resource_size_request": "CUSTOM_SIZE", "custom_cpu_cores": 2,
+                                                   "custom_gb_memory": 6, "custom_disk_size": 20}}),
+        ("runloop", {"memory_mib": 10 << 10, "millicpus": 500, "sized": True},
+         {"launch_parameters": idle_after(3600) | {"resource_size_request": "CUSTOM_SIZE", "custom_cpu_cores": 2,
+                                                   "custom_gb_memory": 10}}),
+        ("runloop", {"memory_mib": 512, "millicpus": 1000, "sized": True},
+         {"launch_parameters": idle_after(3600) | {"resource_size_request": "CUSTOM_SIZE", "custom_cpu_cores": 1,
+                                                   "custom_gb_memory": 2}}),
+    ],
+)  # fmt: skip
+def test_requested_resources_reach_the_vendor_in_its_units_rounded_up(
+    kind: str, requested: dict[str, Any], expected: dict[str, Any], make_provider: MakeProvider, emulators: GetEmulator
+) -> None:  # fmt: skip
+    provider = make_provider(kind)
+    ref = provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle", **requested))
+    sent = emulators(kind).get_creation(ref)
+    provider.wait_ready(ref, timeout=timedelta(seconds=30))
+    provider.destroy(ref)
+    assert {name: sent.get(name) for name in expected} == expected
+
+
+def test_disk_of_a_snapshot_of_daytona_is_refused_before_the_create(make_provider: MakeProvider) -> None:
+    provider = make_provider("daytona")
+    with pytest.raises(Rejected, match="image"):
+        provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle", disk_mib=1024))
 
 
 @pytest.mark.parametrize(

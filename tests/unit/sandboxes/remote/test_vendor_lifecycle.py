@@ -11,6 +11,7 @@ from billing import metering
 from billing.models import UsageRecord
 from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType, Lease
+from leases.resources import Resources
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers import load_class
 from sandboxes.runs.operations import Command
@@ -18,7 +19,7 @@ from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.emulators.registry import EMULATORS
 from tests.emulators.vendor import CUT_AFTER, CUT_BEFORE, Fault, VendorEmulator
-from tests.support.leases import get_sandbox
+from tests.support.leases import evict, get_sandbox, update_pool
 from tests.support.remote import GetEmulator
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -135,3 +136,37 @@ def test_stop_whose_response_is_lost_is_repeated(kind: str, move_to: MoveTo, gra
     assert Sandbox.objects.get(holder=lease.pk).state == "waiting"
     assert passes.suspend_waiting(now=DUE + MINUTE).counts == {"suspended": 1}
     assert run(lease, "cat", "/workspace/w", now=LATER) == b"w\n"
+
+
+GPU_FIELDS: dict[str, tuple[Resources, dict[str, Any]]] = {
+    "daytona": (
+        Resources(memory_mib=1500, image="python:3", disk_mib=5000, gpus=1, gpu_type="H100"),
+        {"cpu": 1, "memory": 2, "disk": 5, "gpu": 1, "gpuType": ["H100"]},
+    ),
+    "modal": (
+        Resources(memory_mib=1500, gpus=2, gpu_type="A10G"),
+        {"resources": {
+            "milli_cpu": 500, "milli_cpu_max": 500, "memory_mb": 1500, "memory_mb_max": 1500,
+            "gpu_config": {"count": 2, "gpu_type": "A10G"},
+        }},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("vendor", GPU_FIELDS)
+def test_requested_resources_reach_the_vendor_at_each_start(
+    vendor: str, move_to: MoveTo, pool: Pool, grant: Callable[..., Lease]
+) -> None:
+    resources, expected = GPU_FIELDS[vendor]
+    emulator = move_to(vendor)
+    update_pool(pool, max_memory_mib=2048, max_disk_mib=9999, max_gpus=2, allowed_images=["python:3"])
+    lease = grant(resources=resources)
+    names = set()
+    for _ in range(2):
+        run(lease, "true")
+        sandbox = get_sandbox(lease)
+        names.add(sandbox.ref)
+        sent = emulator.get_creation(sandbox.ref)
+        assert {name: sent.get(name) for name in expected} == expected
+        evict(lease)
+    assert len(names) == 2

@@ -14,6 +14,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from django.conf import settings
 from django.db import OperationalError, connections
 from django.test import TransactionTestCase
 from django.utils import timezone
@@ -27,7 +28,7 @@ from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
 from sandboxes.storage.memory import MemoryStore
-from tests.support.database import MigratedRows, restore_template, save_template
+from tests.support.database import MigratedRows, restore_template
 from tests.support.sandbox_agent import Gateway
 from tests.support.servers.receiver import WebhookReceiver, run_receiver
 
@@ -75,15 +76,16 @@ def skip_or_fail(reason: str) -> None:
 
 @pytest.fixture(scope="session")
 def django_db_keepdb(django_db_keepdb: bool) -> bool:
-    """Start from the migrated template, if there is one: Django then keeps the database instead of creating it."""
-    return django_db_keepdb or restore_template()
+    """Start from the migrated template: Django then keeps the database instead of creating it, and looks for no migration."""
+    if django_db_keepdb or not restore_template():
+        return django_db_keepdb
+    settings.DATABASES["default"]["TEST"]["MIGRATE"] = False
+    return True
 
 
 @pytest.fixture(scope="session")
-def django_db_setup(django_db_setup: None, django_db_keepdb: bool, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
+def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
     """Restore the migrated rows after tests with real transactions (transaction=True), whose rows threads can see."""
-    if not django_db_keepdb:
-        save_template()
     with pytest.MonkeyPatch.context() as patch:
         with django_db_blocker.unblock():
             rows = MigratedRows()

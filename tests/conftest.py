@@ -35,6 +35,7 @@ from tests.support.servers.receiver import WebhookReceiver, run_receiver
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
 SERVICES_REQUIRED = os.environ.get("LEASEHOLD_REQUIRE_SERVICES") == "1"
+MARKS_OF_DIRECTORIES = {Path(__file__).parent / "docker": "docker", Path(__file__).parent / "e2e": "e2e"}
 DOCKER_IMAGE = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")
 
 # On a busy machine an example, or its generation, may exceed Hypothesis's default deadline of 200 ms. In CI, where all services
@@ -55,8 +56,11 @@ def die(*args: object) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use the database."""
+    """Mark tests that use the database. Require the marks by which .ci/test selects the tests of two directories."""
     for item in items:
+        required = MARKS_OF_DIRECTORIES.get(item.path.parent)
+        if required and not item.get_closest_marker(required):
+            raise pytest.UsageError(f"{item.nodeid} needs the mark {required}.")
         if item.get_closest_marker("django_db") or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("database")
 

@@ -58,7 +58,7 @@ def get_postgres_template() -> str:
     partial = f"{template}_partial"
     with lock(template), connect_to_server() as server:
         if not server.execute("SELECT 1 FROM pg_database WHERE datname = %s", [template]).fetchone():
-            server.execute(f"DROP DATABASE IF EXISTS {partial}")
+            server.execute(f"DROP DATABASE IF EXISTS {partial} WITH (FORCE)")  # of a process that was killed
             server.execute(f"CREATE DATABASE {partial}")
             migrate(build_database_url(partial))
             server.execute(f"ALTER DATABASE {partial} RENAME TO {template}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from django.conf import settings
 from django.db import OperationalError, connections
 from django.test import TransactionTestCase
 from django.utils import timezone
@@ -27,13 +28,14 @@ from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
 from sandboxes.storage.memory import MemoryStore
-from tests.support.database import MigratedRows, restore_template, save_template
+from tests.support.database import MigratedRows, restore_template
 from tests.support.sandbox_agent import Gateway
 from tests.support.servers.receiver import WebhookReceiver, run_receiver
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
 SERVICES_REQUIRED = os.environ.get("LEASEHOLD_REQUIRE_SERVICES") == "1"
+MARKS_OF_DIRECTORIES = {Path(__file__).parent / "docker": "docker", Path(__file__).parent / "e2e": "e2e"}
 DOCKER_IMAGE = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")
 
 # On a busy machine an example, or its generation, may exceed Hypothesis's default deadline of 200 ms. In CI, where all services
@@ -54,8 +56,11 @@ def die(*args: object) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use the database."""
+    """Mark tests that use the database. Require the marks by which .ci/test selects the tests of two directories."""
     for item in items:
+        required = MARKS_OF_DIRECTORIES.get(item.path.parent)
+        if required and not item.get_closest_marker(required):
+            raise pytest.UsageError(f"{item.nodeid} needs the mark {required}.")
         if item.get_closest_marker("django_db") or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("database")
 
@@ -75,15 +80,16 @@ def skip_or_fail(reason: str) -> None:
 
 @pytest.fixture(scope="session")
 def django_db_keepdb(django_db_keepdb: bool) -> bool:
-    """Start from the migrated template, if there is one: Django then keeps the database instead of creating it."""
-    return django_db_keepdb or restore_template()
+    """Start from the migrated template: Django then keeps the database instead of creating it, and looks for no migration."""
+    if django_db_keepdb or not restore_template():
+        return django_db_keepdb
+    settings.DATABASES["default"]["TEST"]["MIGRATE"] = False
+    return True
 
 
 @pytest.fixture(scope="session")
-def django_db_setup(django_db_setup: None, django_db_keepdb: bool, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
+def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
     """Restore the migrated rows after tests with real transactions (transaction=True), whose rows threads can see."""
-    if not django_db_keepdb:
-        save_template()
     with pytest.MonkeyPatch.context() as patch:
         with django_db_blocker.unblock():
             rows = MigratedRows()

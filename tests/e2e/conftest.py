@@ -14,11 +14,11 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psycopg
 import pytest
 from django.conf import settings
 
 from tests.commands.manage import MANAGE, build_environment, get_runtime_dir, run_manage
+from tests.support.database import build_database_url, connect_to_server, copy_postgres_template, get_sqlite_template
 from tests.support.servers import ports
 from tests.support.waiting import wait_until
 
@@ -95,17 +95,9 @@ class Home:
         return self.process.wait(timeout=HEALTHY)
 
 
-@pytest.fixture(scope="session")
-def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SQLite database with all migrations, to be copied."""
-    path = tmp_path_factory.mktemp("migrated")
-    assert run_manage(path, "migrate").returncode == 0
-    return path / "leasehold.sqlite3"
-
-
 @pytest.fixture
-def home(tmp_path: Path, migrated_database: Path) -> Iterator[Home]:
-    shutil.copy(migrated_database, tmp_path)
+def home(tmp_path: Path) -> Iterator[Home]:
+    shutil.copyfile(get_sqlite_template(), tmp_path / "leasehold.sqlite3")
     home = Home(tmp_path)
     yield home
     for pid in home.find_processes():
@@ -127,13 +119,13 @@ class FleetTemplate(NamedTuple):
 def drop_at_exit(name: str) -> Iterator[str]:
     """Yield the URL of the PostgreSQL database `name`, which the caller creates, and drop the database."""
     try:
-        yield f"{os.environ['DATABASE_URL'].rpartition('/')[0]}/{name}"
+        yield build_database_url(name)
     finally:
         execute_on_server(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 def execute_on_server(statement: str) -> None:
-    with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as server:
+    with connect_to_server() as server:
         server.execute(statement)
 
 
@@ -145,8 +137,9 @@ def fleet_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetTe
         url = f"sqlite:///{database}"
         if settings.ON_POSTGRES:
             database = f"kill_{uuid.uuid4().hex[:12]}"
-            execute_on_server(f"CREATE DATABASE {database}")
+            copy_postgres_template(database)
             url = stack.enter_context(drop_at_exit(database))
-        assert run_manage(path, "migrate", DATABASE_URL=url).returncode == 0
+        else:
+            shutil.copyfile(get_sqlite_template(), database)
         process = run_manage(path, "create_key", "--operator", "--json", DATABASE_URL=url)
         yield FleetTemplate(database, json.loads(process.stdout)["key"])

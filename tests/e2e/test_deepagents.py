@@ -34,8 +34,8 @@ def run_suite(fleet: Fleet, directory: Path, suite: Path, python_variable: str, 
     fleet.up()
     created = run_manage(fleet.path, "create_key", "--agent", DID, "--json", **fleet.env)
     environment = {
-        "PATH": os.environ["PATH"], "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{directory}", "PYTHONDONTWRITEBYTECODE": "1",
-        "HOME": str(directory), "LEASEHOLD_URL": f"http://127.0.0.1:{fleet.port}", "LEASEHOLD_AGENT": DID,
+        "PATH": os.environ["PATH"], "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{directory}", "HOME": str(directory),
+        "LEASEHOLD_URL": f"http://127.0.0.1:{fleet.port}", "LEASEHOLD_AGENT": DID,
         "LEASEHOLD_KEY": json.loads(created.stdout)["key"],
     }  # fmt: skip
     all_options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={directory}", *options]

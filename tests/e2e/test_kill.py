@@ -9,7 +9,7 @@ import sqlite3
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,28 +121,35 @@ class Fleet(Home):
         shutil.rmtree(get_runtime_dir(self.path), ignore_errors=True)
 
 
-@pytest.fixture
-def fleet(tmp_path: Path, docker_ready: None, fleet_template: FleetTemplate) -> Iterator[Fleet]:
+@contextmanager
+def create_fleet(path: Path, template: FleetTemplate) -> Iterator[Fleet]:
+    """Yield a fleet that has not been started, with its own database, and remove it."""
     with ExitStack() as stack:
-        url = f"sqlite:///{tmp_path / 'leasehold.sqlite3'}"
+        url = f"sqlite:///{path / 'leasehold.sqlite3'}"
         if settings.ON_POSTGRES:
             name = f"kill_{uuid.uuid4().hex[:12]}"
-            execute_on_server(f"CREATE DATABASE {name} TEMPLATE {fleet_template.database}")
+            execute_on_server(f"CREATE DATABASE {name} TEMPLATE {template.database}")
             url = stack.enter_context(drop_at_exit(name))
         else:
-            shutil.copy(fleet_template.database, tmp_path)
+            shutil.copy(template.database, path)
         fleet = Fleet(
-            tmp_path,
+            path,
             DATABASE_URL=url,
             SANDBOX_PROVIDER="docker",
             LEASEHOLD_SANDBOX_MEMORY_MIB="128",
             LEASEHOLD_WEB_THREADS="4",
             LEASEHOLD_SANDBOX_IMAGE=DOCKER_IMAGE,
         )
-        fleet.key = fleet_template.key
+        fleet.key = template.key
         fleet.update(f"UPDATE sandboxes_pool SET owner = '{uuid.uuid4().hex}'")  # each installation lists its own containers
         yield fleet
         fleet.remove()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, docker_ready: None, fleet_template: FleetTemplate) -> Iterator[Fleet]:
+    with create_fleet(tmp_path, fleet_template) as fleet:
+        yield fleet
 
 
 def test_a_kill_during_concurrent_joins_leaks_no_container_and_loses_no_lease(fleet: Fleet) -> None:

@@ -5,7 +5,7 @@ import base64
 import json
 import os
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from mcp.shared.exceptions import MCPError
 from leases.api.mcp.catalog import TOOLS
 from tests.commands.manage import run_manage
 from tests.conftest import skip_or_fail
-from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
+from tests.e2e.conftest import FleetTemplate
+from tests.e2e.test_kill import Fleet, create_fleet, fleet  # noqa: F401 - fixture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 AGENT = "did:web:mcp.invalid"
@@ -28,10 +29,17 @@ CALL_COUNT = 24  # at once, six times the threads of the web server
 TIMEOUT_SECONDS = 120.0
 
 
-@pytest.fixture
-def key(fleet: Fleet) -> str:  # noqa: F811
-    fleet.up()
-    created = run_manage(fleet.path, "create_key", "--agent", AGENT, "--json", **fleet.env)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, docker_ready: None, fleet_template: FleetTemplate) -> Iterator[Fleet]:
+    """Control plane of the tests that only lease sandboxes, each of them for its own environments."""
+    with create_fleet(tmp_path_factory.mktemp("mcp"), fleet_template) as server:
+        server.up()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def key(server: Fleet) -> str:
+    created = run_manage(server.path, "create_key", "--agent", AGENT, "--json", **server.env)
     return str(json.loads(created.stdout)["key"])
 
 
@@ -55,10 +63,10 @@ class Session:
 
 
 @asynccontextmanager
-async def connect(fleet: Fleet, key: str, mode: str = "auto") -> AsyncIterator[Session]:  # noqa: F811
+async def connect(server: Fleet, key: str, mode: str = "auto") -> AsyncIterator[Session]:
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx2.AsyncClient(headers=headers, timeout=TIMEOUT_SECONDS) as http:
-        transport = streamable_http_client(f"http://127.0.0.1:{fleet.port}/mcp", http_client=http)
+        transport = streamable_http_client(f"http://127.0.0.1:{server.port}/mcp", http_client=http)
         async with Client(transport, mode=mode) as client:
             yield Session(client)
 
@@ -91,16 +99,16 @@ async def use_a_sandbox(session: Session, environment: str) -> None:
     assert (await session.fail("exec", **at, command="true"))["code"] == "lease_ended"
 
 
-def test_the_official_client_uses_a_sandbox(fleet: Fleet, key: str) -> None:  # noqa: F811
+def test_the_official_client_uses_a_sandbox(server: Fleet, key: str) -> None:
     """With the present version of the protocol, and with the handshake of the versions before."""
 
     async def use(mode: str) -> None:
-        async with connect(fleet, key, mode) as session:
+        async with connect(server, key, mode) as session:
             await use_a_sandbox(session, f"task-{mode}")
             assert (await session.fail("lease_status", lease_id=UNKNOWN_ID))["code"] == "not_found"
 
     async def use_wrong_key(mode: str) -> None:
-        async with connect(fleet, f"{key}x", mode) as session:
+        async with connect(server, f"{key}x", mode) as session:
             await session.client.list_tools()
 
     for mode in "auto", "legacy":
@@ -109,16 +117,16 @@ def test_the_official_client_uses_a_sandbox(fleet: Fleet, key: str) -> None:  # 
             asyncio.run(use_wrong_key(mode))
         assert raised.group_contains(MCPError, match="error response")
     message = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
-    response = httpx2.post(f"http://127.0.0.1:{fleet.port}/mcp", json=message, headers={"Authorization": f"Bearer {key}x"})
+    response = httpx2.post(f"http://127.0.0.1:{server.port}/mcp", json=message, headers={"Authorization": f"Bearer {key}x"})
     assert (response.status_code, response.headers["www-authenticate"]) == (401, 'Bearer realm="leasehold"')
-    assert "Traceback" not in fleet.read_log()
+    assert "Traceback" not in server.read_log()
 
 
-def test_commands_of_many_calls_at_once_have_their_own_results(fleet: Fleet, key: str) -> None:  # noqa: F811
+def test_commands_of_many_calls_at_once_have_their_own_results(server: Fleet, key: str) -> None:
     """More calls than the web server has threads. A lease runs eight at once; a refused one can be repeated."""
 
     async def use() -> None:
-        async with connect(fleet, key) as session:
+        async with connect(server, key) as session:
             lease = await session.call("lease_acquire", environment_id="many", environment_type="coding")
 
             async def execute(number: int) -> tuple[int, dict[str, Any]]:
@@ -136,12 +144,12 @@ def test_commands_of_many_calls_at_once_have_their_own_results(fleet: Fleet, key
     asyncio.run(use())
 
 
-def inspect(fleet: Fleet, key: str, home: Path, *options: str) -> Any:  # noqa: F811
+def inspect(server: Fleet, key: str, home: Path, *options: str) -> Any:
     """Run the inspector's command line and return the JSON object that it prints."""
     node, inspector = os.environ.get("TEST_NODE"), os.environ.get("TEST_MCP_INSPECTOR")
     if not node or not inspector:
         skip_or_fail("No MCP inspector: TEST_MCP_INSPECTOR is not set; .ci/services installs it.")
-    url, header = f"http://127.0.0.1:{fleet.port}/mcp", f"Authorization: Bearer {key}"
+    url, header = f"http://127.0.0.1:{server.port}/mcp", f"Authorization: Bearer {key}"
     done = subprocess.run(
         [str(node), str(inspector), "--cli", url, "--transport", "http", "--header", header, *options],
         env={"PATH": os.environ["PATH"], "HOME": str(home)}, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
@@ -150,15 +158,15 @@ def inspect(fleet: Fleet, key: str, home: Path, *options: str) -> Any:  # noqa: 
     return json.loads(done.stdout)
 
 
-def test_the_inspector_lists_and_calls_tools(fleet: Fleet, key: str, tmp_path: Path) -> None:  # noqa: F811
-    listed = inspect(fleet, key, tmp_path, "--method", "tools/list", "--strict")
+def test_the_inspector_lists_and_calls_tools(server: Fleet, key: str, tmp_path: Path) -> None:
+    listed = inspect(server, key, tmp_path, "--method", "tools/list", "--strict")
     assert {tool["name"] for tool in listed["tools"]} == {tool.name for tool in TOOLS}
     call = "--method", "tools/call", "--tool-name"
     arguments = "--tool-arg", "environment_id=inspected", "environment_type=coding"
-    lease = inspect(fleet, key, tmp_path, *call, "lease_acquire", *arguments)["structuredContent"]
-    run = inspect(fleet, key, tmp_path, *call, "exec", "--tool-arg", f"lease_id={lease['id']}", "command=echo $((6 * 7))")
+    lease = inspect(server, key, tmp_path, *call, "lease_acquire", *arguments)["structuredContent"]
+    run = inspect(server, key, tmp_path, *call, "exec", "--tool-arg", f"lease_id={lease['id']}", "command=echo $((6 * 7))")
     assert run["structuredContent"]["stdout"] == "42\n"
-    failed = inspect(fleet, key, tmp_path, *call, "lease_status", "--tool-arg", f"lease_id={UNKNOWN_ID}")
+    failed = inspect(server, key, tmp_path, *call, "lease_status", "--tool-arg", f"lease_id={UNKNOWN_ID}")
     assert (failed["isError"], failed["structuredContent"]["code"]) == (True, "not_found")
 
 
@@ -188,7 +196,7 @@ print(json.dumps(results))
 """
 
 
-def test_a_program_in_a_sandbox_uses_the_tools_of_its_policy(fleet: Fleet, key: str) -> None:  # noqa: F811
+def test_a_program_in_a_sandbox_uses_the_tools_of_its_policy(fleet: Fleet) -> None:  # noqa: F811
     """Through the relay in the sandbox, nginx and the egress server. A sandbox without the policy has no tools."""
 
     def send(lease: str, *messages: tuple[str, dict[str, Any]]) -> list[Any]:
@@ -198,6 +206,7 @@ def test_a_program_in_a_sandbox_uses_the_tools_of_its_policy(fleet: Fleet, key: 
         results: list[Any] = json.loads(answer["stdout"])
         return results
 
+    fleet.up()
     sealed = fleet.join(0)
     assert sealed
     assert send(sealed, ("tools/list", {})) == [[403, "tools_not_allowed"], 403]

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from docker.utils import parse_host
 from tests.commands.manage import MANAGE, build_environment
 from tests.conftest import DOCKER_IMAGE
 from tests.e2e.test_kill import Fleet
+from tests.support.database import get_sqlite_template
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 USER = 61234  # no account has this id
@@ -75,7 +77,8 @@ def fleet(docker_ready: None) -> Iterator[UserFleet]:
             LEASEHOLD_SANDBOX_IMAGE=DOCKER_IMAGE,
             HOME=str(path),
         )
-        fleet.manage("migrate")
+        shutil.copyfile(get_sqlite_template(), path / "leasehold.sqlite3")
+        os.chown(path / "leasehold.sqlite3", USER, USER)
         yield fleet
         fleet.remove()
 

@@ -5,16 +5,16 @@ isolation levels are tested on PostgreSQL in tests/races."""
 
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from django.core.management import call_command
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import Atomic
 from django.db.utils import OperationalError
 
-from tests.support.database import CACHE, template_path
+from tests.support.database import get_sqlite_template
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -24,25 +24,10 @@ _enter, _exit = Atomic.__enter__, Atomic.__exit__
 
 @cache
 def load_template() -> sqlite3.Connection:
-    """Return a migrated database in memory. The first call for a set of migrations creates it in the cache."""
+    """Return a migrated database in memory."""
     template = sqlite3.connect(":memory:", check_same_thread=False)
-    path = template_path()
-    if path and path.exists():
-        with sqlite3.connect(path) as stored:
-            stored.backup(template)
-        stored.close()
-        return template
-    connection = connections["default"]
-    connection.ensure_connection()
-    call_command("migrate", verbosity=0)
-    connection.connection.backup(template)
-    if path:
-        CACHE.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".simulation")
-        with sqlite3.connect(partial) as stored:
-            template.backup(stored)
-        stored.close()
-        partial.rename(path)
+    with closing(sqlite3.connect(get_sqlite_template())) as stored:
+        stored.backup(template)
     return template
 
 

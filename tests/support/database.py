@@ -1,15 +1,20 @@
-"""Test database: a migrated SQLite template, and the migrated rows after tests with real transactions.
+"""Test databases: migrated templates, and the migrated rows after tests with real transactions.
 
-The first run of a set of migrations creates the template, later runs copy it."""
+Migrations take longer than most tests. The first process of a set of migrations creates the template, the others copy it."""
 
+import fcntl
 import hashlib
 import os
 import shutil
-import sqlite3
-from contextlib import closing
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import django
+import psycopg
 from django.apps import apps
 from django.conf import settings
 from django.db import connection, transaction
@@ -19,44 +24,89 @@ CACHE = Path(os.environ.get("LEASEHOLD_CACHE") or Path.home() / ".cache" / "leas
 # Of an app. Migrations import from the models, and the packs of the release are stored after them.
 SCHEMA_SOURCES = ("migrations/*.py", "models.py", "models/**/*.py", "packs/shipped/**/*.*")
 COPY_PREFIX = "migrated_"  # of tables with copies of the rows that migrations insert
+MANAGE = Path(__file__).resolve().parents[2] / "manage.py"
 
 
-def template_path() -> Path | None:
-    """Return the template for the schema of all installed apps, or None on another database or under pytest-xdist."""
-    default = settings.DATABASES["default"]
-    if "sqlite3" not in default["ENGINE"] or os.environ.get("PYTEST_XDIST_WORKER"):
-        return None
+def restore_template() -> bool:
+    """Create the test database as a copy of the template. Return False under pytest-xdist, whose workers rename it later."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        return False
+    if settings.ON_POSTGRES:
+        copy_postgres_template(connection.creation._get_test_db_name())
+    else:
+        shutil.copyfile(get_sqlite_template(), settings.DATABASES["default"]["TEST"]["NAME"])
+    return True
+
+
+@cache
+def get_sqlite_template() -> Path:
+    """Return the path of a migrated SQLite database, which later runs use too."""
+    template = CACHE / f"test-{compute_schema_digest()}.sqlite3"
+    with lock(template.name):
+        if not template.exists():
+            partial = template.with_suffix(".partial")
+            partial.unlink(missing_ok=True)
+            migrate(f"sqlite:///{partial}")
+            partial.rename(template)
+    return template
+
+
+@cache
+def get_postgres_template() -> str:
+    """Return the name of a migrated database on the server of DATABASE_URL."""
+    template = f"migrated_{compute_schema_digest()}"
+    partial = f"{template}_partial"
+    with lock(template), connect_to_server() as server:
+        if not server.execute("SELECT 1 FROM pg_database WHERE datname = %s", [template]).fetchone():
+            server.execute(f"DROP DATABASE IF EXISTS {partial} WITH (FORCE)")  # of a process that was killed
+            server.execute(f"CREATE DATABASE {partial}")
+            migrate(build_database_url(partial))
+            server.execute(f"ALTER DATABASE {partial} RENAME TO {template}")
+    return template
+
+
+def copy_postgres_template(name: str) -> None:
+    """Create a migrated database on the server of DATABASE_URL, in place of one of that name."""
+    template = get_postgres_template()
+    with connect_to_server() as server:
+        server.execute(f"DROP DATABASE IF EXISTS {name}")
+        server.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+
+
+def build_database_url(name: str) -> str:
+    """URL of another database on the server of DATABASE_URL."""
+    return f"{os.environ['DATABASE_URL'].rpartition('/')[0]}/{name}"
+
+
+def connect_to_server() -> "psycopg.Connection[tuple[object, ...]]":
+    return psycopg.connect(os.environ["DATABASE_URL"], autocommit=True)
+
+
+def migrate(url: str) -> None:
+    """Apply all migrations in another process, which leaves no connection to the database."""
+    environment = os.environ | {"DATABASE_URL": url, "DJANGO_SETTINGS_MODULE": "tests.settings"}
+    subprocess.run([sys.executable, str(MANAGE), "migrate", "--verbosity", "0"], env=environment, check=True)
+
+
+def compute_schema_digest() -> str:
+    """Digest of the sources from which migrations of the installed apps build a database."""
     digest = hashlib.sha256(django.__version__.encode())
     for config in sorted(apps.get_app_configs(), key=lambda config: config.label):
         root = Path(config.path)
         for path in sorted(path for pattern in SCHEMA_SOURCES for path in root.glob(pattern)):
+            if path.suffix == ".pyc":  # has the time of a checkout
+                continue
             digest.update(f"{config.label}/{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return CACHE / f"test-{digest.hexdigest()[:16]}.sqlite3"
+    return digest.hexdigest()[:16]
 
 
-def restore_template() -> bool:
-    """Copy the template to the path of the test database. Return whether there was one."""
-    template = template_path()
-    if template is None or not template.exists():
-        return False
-    shutil.copyfile(template, settings.DATABASES["default"]["TEST"]["NAME"])
-    return True
-
-
-def save_template() -> None:
-    """Store the migrated test database as the template. Concurrent runs store the same content."""
-    template = template_path()
-    if template is None or template.exists():
-        return
+@contextmanager
+def lock(name: str) -> Iterator[None]:
+    """Hold a lock of this machine, so that one process creates a template and the others wait."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    partial = template.with_suffix(f".{os.getpid()}")
-    # The backup API, not a file copy: in WAL mode most of the database is in another file.
-    with (
-        closing(sqlite3.connect(settings.DATABASES["default"]["TEST"]["NAME"])) as source,
-        closing(sqlite3.connect(partial)) as copy,
-    ):
-        source.backup(copy)
-    partial.rename(template)
+    with (CACHE / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class MigratedRows:

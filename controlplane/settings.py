@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
-from controlplane import env, logs, remote_settings
+from controlplane import env, kubernetes_settings, logs, remote_settings
 from controlplane.framework import *  # noqa: F403 - settings that do not depend on the environment
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 
@@ -106,6 +106,7 @@ DOCKER_RUNTIME = env.text(
     help="OCI runtime of new Docker sandboxes, such as runsc or kata-runtime, known to the daemon; unset: the daemon's default",
 )
 REMOTE_PROVIDERS = remote_settings.read()
+KUBERNETES = kubernetes_settings.read()
 PARKED_NETWORKS = env.integer(
     "LEASEHOLD_PARKED_NETWORKS", 1, minimum=0, maximum=16,
     help="empty network namespaces kept ready on each Docker host for the next starts, in containers of about 6 MiB; 0: none",

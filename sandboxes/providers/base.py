@@ -61,6 +61,18 @@ class FailureCause(StrEnum):
     NOT_SUPPORTED = "not_supported"  # by the engine
     NOT_RUNNING = "sandbox_not_running"
     TIMEOUT = "timeout"
+    NO_CAPACITY = "no_capacity"  # the engine has no room for a further sandbox
+    # Why an engine ended a sandbox, with Missing.
+    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed the whole sandbox
+    EVICTED = "evicted"  # for lack of memory or disk, of the node or of the sandbox
+    PREEMPTED = "preempted"  # for a sandbox or workload of a higher priority
+    NODE_DRAINED = "node_drained"  # by an operator, an autoscaler or a shutdown of the node
+    NODE_LOST = "node_lost"  # the node does not respond, or was removed
+    IMAGE_UNUSABLE = "image_unusable"  # it cannot be fetched or started
+    LIFETIME_ENDED = "lifetime_ended"  # the fixed age at which the engine ends every sandbox
+    AGENT_ENDED = "agent_ended"  # process 1 of the sandbox has exited
+    REMOVED = "removed"  # by someone else, or for a reason of which no trace is left
+    REPLACED = "replaced"  # another sandbox has the name
 
 
 class ProviderError(Exception):
@@ -71,12 +83,25 @@ class ProviderError(Exception):
     def __init__(self, *args: object, cause: FailureCause | None = None, provider: str = "") -> None:
         super().__init__(*args)
         self.cause, self.provider = cause, provider
+        self.retry_after: int | None = None  # seconds, as the engine stated them
 
 
 class Unavailable(ProviderError):
     """The provider is unavailable. The operation may have been performed; repeat it later."""
 
     code = "provider_unavailable"
+
+
+class NoCapacity(Unavailable):
+    """The engine has no room for the sandbox and does not get any, or its quota is used up."""
+
+    code = "no_capacity"
+
+
+class CapacityPending(Unavailable):
+    """The engine has accepted the sandbox, and starts it as soon as it has room. `wait_ready` may be called again."""
+
+    code = "capacity_pending"
 
 
 class Rejected(ProviderError):
@@ -144,6 +169,15 @@ class VendorIntervals:
 
 
 @dataclass(frozen=True)
+class GatewayAccess:
+    """Gateway that the agent of a new sandbox joins, with a token that is good for one join."""
+
+    url: str
+    token: str = field(repr=False)
+    certificate_authority: str = ""  # PEM; empty: those of the sandbox's system
+
+
+@dataclass(frozen=True)
 class SandboxSpec:
     """Description of a sandbox to create. The limits are hard if the provider enforces limits."""
 
@@ -161,6 +195,8 @@ class SandboxSpec:
     data: Path | None = None  # host directory mounted at /data, including later mounts below it; docker only
     writable_root: bool = False  # root file system writable as far as the image permits; default read-only, if supported
     intervals: VendorIntervals | None = None  # None: those of the provider's configuration
+    pool: str = ""  # name of the pool, by which a provider may choose properties of the sandbox
+    gateway: GatewayAccess | None = None  # of a provider with `agents_join`
 
 
 @dataclass(frozen=True)
@@ -172,6 +208,7 @@ class ProviderSandbox:
     running: bool  # False: suspended, stopped or partly created; exec resumes it or raises Unavailable
     created_at: datetime  # provider's clock
     suspended: bool = False  # frozen, or stopped with its files where `suspend` stops a sandbox
+    ends_at: datetime | None = None  # the engine has begun to end the sandbox, which may run until then
     is_remnant: bool = False  # only leftovers such as volumes exist: inspect raises Missing, destroy removes them
     owner: str = ""  # label of the SandboxSpec. Stated by `list` and `list_all`
     memory_mib: int | None = None  # size as the engine states it; None: not listed
@@ -288,6 +325,9 @@ class Provider(ABC):
     can_list: bool = True  # otherwise `list` raises Unavailable with the cause NOT_SUPPORTED
     builds_images: bool = False  # `build_image` and the other methods of images work; otherwise they raise Rejected
     needs_gateway: bool = False  # sandboxes reach models by the public gateway alone, for which `connect_gateway` prepares them
+    agents_join: bool = False  # the agent of a sandbox joins the gateway over TLS: SandboxSpec.gateway is required
+    proves_isolation: bool = False  # `isolated` is false until `check_seal` has shown it
+    announces_end: bool = False  # `list` states `ends_at` before the engine ends a sandbox
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
     suspend_keeps_processes: bool = True  # False: `suspend` ends all processes, and keeps the files alone
     has_auto_stop: bool = False  # the vendor stops an idle sandbox after VendorIntervals.auto_stop

@@ -23,6 +23,7 @@ class ProviderEntry:
 
 PROVIDERS: Mapping[str, ProviderEntry] = {
     "docker": ProviderEntry("sandboxes.providers.docker.provider", "DockerProvider"),
+    "kubernetes": ProviderEntry("sandboxes.providers.kubernetes.provider", "KubernetesProvider", extra="kubernetes"),
     "cloudflare": ProviderEntry("sandboxes.providers.cloudflare.provider", "CloudflareProvider"),
     "daytona": ProviderEntry("sandboxes.providers.daytona.provider", "DaytonaProvider", extra="daytona"),
     "langsmith": ProviderEntry("sandboxes.providers.langsmith.provider", "LangSmithProvider", extra="langsmith"),

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sandboxes.agent.addresses import GatewayAddress
 from sandboxes.agent.client import (
     RECONNECT_PAUSE_SECONDS,
     AgentConnection,
@@ -69,9 +70,11 @@ class AgentResult:
 
 
 class AgentClient:
-    """Runs in one container, over connections of their own to the gateway at this path."""
+    """Runs in one sandbox, over connections of their own to the gateway.
 
-    def __init__(self, gateway: Path, container: str) -> None:
+    `gateway` is a unix socket of this host, with the id of a container, or another address, with the ref of a sandbox."""
+
+    def __init__(self, gateway: GatewayAddress | Path, container: str) -> None:
         self._gateway, self.container = gateway, container
 
     def run(self, run: AgentRun, *, boot: str = "", check: Callable[[], None] = lambda: None) -> AgentResult:

@@ -25,7 +25,25 @@ class Fault:
     seconds: float = 0.0
 
 
-class Emulator(ABC):
+class FaultInjection:
+    """Fault switches and record of the requests to an emulator."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []  # "METHOD /path" or "RPC /Name", in the order of their arrival
+
+    def take_fault(self, line: str) -> Fault | None:
+        """Record a request, and return the fault that it meets."""
+        with self.lock:
+            self.requests.append(line)
+            fault = next((fault for fault in self.faults if fault.times > 0 and re.search(fault.pattern, line)), None)
+            if fault:
+                fault.times -= 1
+        return fault
+
+
+class Emulator(FaultInjection, ABC):
     """Emulator of one vendor."""
 
     key = "emulator-key"
@@ -34,10 +52,8 @@ class Emulator(ABC):
     writable: ClassVar[tuple[str, ...]] = ("/workspace", "/data", "/opt/leasehold")
 
     def __init__(self, directory: Path) -> None:
+        FaultInjection.__init__(self)
         self.directory = directory
-        self.lock = threading.RLock()
-        self.faults: list[Fault] = []
-        self.requests: list[str] = []  # "METHOD /path" or "RPC /Name", in the order of their arrival
         self.is_listing_late = False  # new sandboxes are not listed
 
     @property
@@ -57,15 +73,6 @@ class Emulator(ABC):
         self.stop_server()
         for machine in self.list_machines():
             machine.remove()
-
-    def take_fault(self, line: str) -> Fault | None:
-        """Record a request, and return the fault that it meets."""
-        with self.lock:
-            self.requests.append(line)
-            fault = next((fault for fault in self.faults if fault.times > 0 and re.search(fault.pattern, line)), None)
-            if fault:
-                fault.times -= 1
-        return fault
 
     def create_machine(self, identifier: str) -> Machine:
         machine = Machine(self.directory / identifier, writable=self.writable, home=self.home)

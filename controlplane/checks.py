@@ -13,6 +13,7 @@ from django.urls import get_resolver
 
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.providers import load_class
+from sandboxes.providers.kubernetes import configuration as kubernetes
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 from sandboxes.providers.remote.configuration import find_missing_variable, get_configuration
 from sandboxes.state import mounts
@@ -74,6 +75,15 @@ def check_provider_key(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -
     except ImproperlyConfigured as error:
         return [Error(str(error), hint=f"Set {find_missing_variable(settings.SANDBOX_PROVIDER)}.", id="leasehold.E008")]
     return []
+
+
+@register(CONFIGURATION)
+def check_kubernetes(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Check that sandboxes of the default provider can join the gateway."""
+    if settings.SANDBOX_PROVIDER != "kubernetes" or not (variable := kubernetes.find_missing_variable()):
+        return []
+    message = f"SANDBOX_PROVIDER=kubernetes needs {variable}, which is not set: the agents of sandboxes join the gateway."
+    return [Error(message, hint=f"Set {variable}. See docs/kubernetes.md.", id="leasehold.E009")]
 
 
 @register(CONFIGURATION)

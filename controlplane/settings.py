@@ -399,6 +399,10 @@ GATEWAY_CERTIFICATE = env.text(
 GATEWAY_CERTIFICATE_KEY = env.text(
     "LEASEHOLD_GATEWAY_CERTIFICATE_KEY", help="PEM file with the key of the certificate; unset: it is in the certificate's file"
 )
+GATEWAY_AUTHORITY = env.text(
+    "LEASEHOLD_GATEWAY_AUTHORITY",
+    help="PEM file with the authority of the gateway's certificate, for agents that join it; unset: those of the image",
+)
 
 EGRESS_ALLOWED_NETWORKS = env.networks(
     "LEASEHOLD_EGRESS_ALLOWED_NETWORKS",

@@ -1,6 +1,7 @@
 from django.apps import AppConfig
 
 from sandboxes.agent import addresses
+from sandboxes.providers.kubernetes import records
 
 
 class SandboxesConfig(AppConfig):
@@ -10,3 +11,4 @@ class SandboxesConfig(AppConfig):
 
     def ready(self) -> None:
         addresses.register_factory("sandboxes.hosts.agent_routes.build_routed_gateway")
+        records.register_factory("sandboxes.hosts.pod_records.PodRows")

@@ -209,10 +209,19 @@ class ProviderSandbox:
     created_at: datetime  # provider's clock
     suspended: bool = False  # frozen, or stopped with its files where `suspend` stops a sandbox
     ends_at: datetime | None = None  # the engine has begun to end the sandbox, which may run until then
+    end_reason: str = ""  # with `ends_at`
     is_remnant: bool = False  # only leftovers such as volumes exist: inspect raises Missing, destroy removes them
     owner: str = ""  # label of the SandboxSpec. Stated by `list` and `list_all`
     memory_mib: int | None = None  # size as the engine states it; None: not listed
     millicpus: int | None = None
+
+
+@dataclass(frozen=True)
+class SealReport:
+    """Result of a check that a sandbox reaches the gateway alone. `text` has a line for each destination that was tried."""
+
+    sealed: bool
+    text: str
 
 
 @dataclass(frozen=True)
@@ -326,6 +335,7 @@ class Provider(ABC):
     builds_images: bool = False  # `build_image` and the other methods of images work; otherwise they raise Rejected
     needs_gateway: bool = False  # sandboxes reach models by the public gateway alone, for which `connect_gateway` prepares them
     agents_join: bool = False  # the agent of a sandbox joins the gateway over TLS: SandboxSpec.gateway is required
+    pending_timeout: timedelta = timedelta(minutes=10)  # for which a sandbox may wait for room: CapacityPending
     proves_isolation: bool = False  # `isolated` is false until `check_seal` has shown it
     announces_end: bool = False  # `list` states `ends_at` before the engine ends a sandbox
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
@@ -350,6 +360,10 @@ class Provider(ABC):
     def last_engine_id(self) -> str:
         """Return the identity that the engine last stated, without a call if it is known. Raise Unavailable."""
         return self.engine_id()
+
+    def check_seal(self) -> SealReport:
+        """Try from within a sandbox to reach other destinations than the gateway. Takes up to minutes. Raise ProviderError."""
+        raise Rejected(f"The {self.name} provider has no such check.")
 
     def total_memory_mib(self) -> int | None:
         """Return the memory of the machine that runs the sandboxes, in MiB; None if it is not known. Raise Unavailable."""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from sandboxes.providers.base import FailureCause
@@ -76,6 +77,13 @@ def find_unschedulable(pod: Mapping[str, Any]) -> str:
     if condition is None or condition.get("status") != "False" or condition.get("reason") != "Unschedulable":
         return ""
     return str(condition.get("message") or "no node has room for the Pod")
+
+
+def find_unscheduled_seconds(pod: Mapping[str, Any], *, now: datetime) -> float:
+    """Return for how long the scheduler has found no node, by the cluster's clock."""
+    condition = find_condition(pod, "PodScheduled") or {}
+    since = condition.get("lastTransitionTime")
+    return (now - datetime.fromisoformat(since)).total_seconds() if since else 0.0
 
 
 def find_waiting(pod: Mapping[str, Any]) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Manifest of the Pod of a sandbox: one pure function. The Pod satisfies the level "restricted" of Pod security.
 
-Pods are readable by everybody who may list them, and their environment is inherited by each command: neither has a secret. The
+Every user who may list Pods reads them, and each command inherits the environment: neither has a secret. The
 token of the agent is in a Secret of the Pod's name."""
 
 import json

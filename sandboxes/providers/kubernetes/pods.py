@@ -38,6 +38,7 @@ from sandboxes.providers.kubernetes.records import PodRecords
 
 REMOVAL_TIMEOUT_SECONDS = 45.0  # of one try; a Pod whose node does not respond stays until an operator acts
 REMOVAL_GRACE_SECONDS = 2  # between the end of process 1's work and its kill, of a sandbox that is destroyed
+MAX_REMEMBERED = 4096
 POLL_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 SUFFIX_POWERS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -50,6 +51,7 @@ class PodClient:
     def __init__(self, configuration: KubernetesConfiguration, records: PodRecords) -> None:
         self.configuration, self.records = configuration, records
         self._apis: dict[int, ApiClient] = {}
+        self._departures: dict[str, endings.Ending] = {}  # name -> reason for which its Pod was being deleted when last seen
 
     @property
     def api(self) -> ApiClient:
@@ -115,7 +117,7 @@ class PodClient:
     # Look-up
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return the Pod of this name, whoever owns it. Raise Missing."""
+        """Return the Pod of this name, of any owner. Raise Missing."""
         return self.api.call("GET", self.path("pods", name))
 
     def read_own(self, name: str) -> dict[str, Any]:
@@ -134,8 +136,11 @@ class PodClient:
         try:
             pod = self.read_own(name)
         except Missing as error:
-            error.cause = error.cause or FailureCause.REMOVED
-            raise
+            if error.cause:
+                raise
+            gone = self._departures.get(name, endings.Ending(FailureCause.REMOVED, "its Pod is gone, and no reason is left"))
+            raise Missing(f"{name}: {gone.message}", cause=gone.cause) from error
+        self._note_departure(name, pod)
         if ending := endings.describe_end(pod):
             raise Missing(f"{name}: {ending.message}", cause=ending.cause)
         return pod
@@ -143,7 +148,17 @@ class PodClient:
     def list_sandboxes(self, selector: str) -> list[ProviderSandbox]:
         """List the sandboxes with a label selector. Raise Unavailable rather than return a partial list."""
         selectors = f"{selector},{ROLE_LABEL}={SANDBOX_ROLE}"
-        return [to_sandbox(pod) for pod in self.api.list_items(self.path("pods"), selector=selectors)]
+        found = self.api.list_items(self.path("pods"), selector=selectors)
+        for pod in found:
+            self._note_departure(get_name(pod), pod)
+        return [to_sandbox(pod) for pod in found]
+
+    def _note_departure(self, name: str, pod: Mapping[str, Any]) -> None:
+        """Remember why a Pod is being deleted: once it is gone, nothing in the cluster tells."""
+        if pod["metadata"].get("deletionTimestamp") or endings.find_disruption(pod):
+            if len(self._departures) > MAX_REMEMBERED:
+                self._departures.clear()
+            self._departures[name] = endings.describe_departure(pod)
 
     def list_events(self, uid: str) -> list[dict[str, Any]]:
         """Return the events about a Pod, the oldest first. Empty if they cannot be read: they are an aid only."""
@@ -236,6 +251,7 @@ def to_sandbox(pod: Mapping[str, Any]) -> ProviderSandbox:
         running=status.get("phase") == "Running" and not ends_at,
         created_at=parse_time(metadata["creationTimestamp"]),
         ends_at=parse_time(ends_at) if ends_at else None,
+        end_reason=endings.describe_departure(pod).message if ends_at else "",
         is_remnant=status.get("phase") in endings.ENDED_PHASES,
         owner=(metadata.get("labels") or {}).get(OWNER_LABEL, ""),
         memory_mib=_to_number(limits.get("memory", ""), 1 << 20),

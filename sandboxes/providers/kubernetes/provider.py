@@ -8,8 +8,10 @@ import time
 import uuid
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import BinaryIO
+
+from django.conf import settings
 
 from sandboxes.agent.client import ConnectionLost, NotConnected
 from sandboxes.agent.protocol import ProtocolError
@@ -30,13 +32,15 @@ from sandboxes.providers.base import (
     Rejected,
     ResourceUsage,
     SandboxSpec,
+    SealReport,
     Unavailable,
 )
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration, get_configuration
 from sandboxes.providers.kubernetes.pod_spec import MANAGED_LABELS, OWNER_LABEL
-from sandboxes.providers.kubernetes.pods import PodClient, parse_time, to_sandbox
+from sandboxes.providers.kubernetes.pods import PodClient, to_sandbox
 from sandboxes.providers.kubernetes.readiness import Readiness
-from sandboxes.providers.kubernetes.records import PodRecords, get_installed
+from sandboxes.providers.kubernetes.records import PodRecords, create_records
+from sandboxes.providers.kubernetes.seal import SealCheck
 from sandboxes.providers.launcher import PYTHON_COMMAND
 
 PING_TIMEOUT = timedelta(seconds=2)
@@ -51,7 +55,7 @@ class PodCommandProvider(AgentCommandProvider, ABC):
 
     def __init__(self, configuration: KubernetesConfiguration | None = None, records: PodRecords | None = None) -> None:
         self.configuration = configuration or get_configuration()
-        self.records = records or get_installed()
+        self.records = records or create_records()
         self.pods = PodClient(self.configuration, self.records)
         self._checked_at: dict[str, float] = {}  # ref -> monotonic time of the last look at a Pod without a response
 
@@ -136,12 +140,16 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
 
     @property
     def isolated(self) -> bool:  # type: ignore[override]
-        """Whether the last check has shown that a sandbox reaches the gateway alone."""
+        """Return whether the last check has shown that a sandbox reaches the gateway alone."""
         return self.records.is_sealed(self.last_engine_id())
 
     @property
     def max_lifetime(self) -> timedelta:  # type: ignore[override]
         return self.configuration.lifetime
+
+    @property
+    def pending_timeout(self) -> timedelta:  # type: ignore[override]
+        return self.configuration.scale_timeout
 
     def engine_id(self) -> str:
         """Return the uid of the namespace, which no other cluster has."""
@@ -154,6 +162,9 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
 
     def ping(self) -> None:
         self.engine_id()
+
+    def check_seal(self) -> SealReport:
+        return SealCheck(self.pods, str(settings.SANDBOX_IMAGE), str(settings.GATEWAY_URL)).run()
 
     # Lifecycle
 
@@ -176,11 +187,6 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
 
     def inspect(self, ref: str) -> ProviderSandbox:
         return to_sandbox(self.pods.read_live(ref))
-
-    def find_end(self, ref: str) -> datetime | None:
-        """Return the time at which the cluster ends the sandbox, if it has begun to delete the Pod. Raise Missing."""
-        ends_at = self.pods.read_live(ref)["metadata"].get("deletionTimestamp")
-        return parse_time(ends_at) if ends_at else None
 
     # Without an equivalent
 

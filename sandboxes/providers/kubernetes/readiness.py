@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 from sandboxes.providers.base import CapacityPending, FailureCause, NoCapacity, Rejected, Unavailable
 from sandboxes.providers.kubernetes import endings
@@ -51,7 +51,8 @@ class Readiness:
             return
         self._reason = unschedulable
         self._unschedulable_since = self._unschedulable_since or now
-        if now - self._unschedulable_since >= PENDING_SECONDS:
+        waited = max(now - self._unschedulable_since, endings.find_unscheduled_seconds(pod, now=datetime.now(UTC)))
+        if waited >= PENDING_SECONDS:
             raise self._build_pending_error(str(pod["metadata"]["uid"]), unschedulable)
 
     def _build_pending_error(self, uid: str, unschedulable: str) -> Unavailable:

@@ -1,6 +1,8 @@
-"""Facts about Pods that the control plane keeps in its database. Providers import no models: they are installed."""
+"""Facts about Pods that the control plane keeps in its database. Providers import no models: a class of the app is."""
 
 from typing import Protocol
+
+from django.utils.module_loading import import_string
 
 from sandboxes.agent.runs import AgentClient
 
@@ -40,13 +42,16 @@ class MemoryRecords:
         return False
 
 
-_installed: list[PodRecords] = [MemoryRecords()]
+_factory_path = ""
 
 
-def install(records: PodRecords) -> None:
-    """Set the records of all providers of this process that are created without records of their own."""
-    _installed[:] = [records]
+def register_factory(path: str) -> None:
+    """Set the dotted path of the class behind `create_records`, in an app that reads the database."""
+    global _factory_path
+    _factory_path = path
 
 
-def get_installed() -> PodRecords:
-    return _installed[0]
+def create_records() -> PodRecords:
+    """Return the records of this installation."""
+    found: PodRecords = import_string(_factory_path)()
+    return found

@@ -403,6 +403,19 @@ GATEWAY_AUTHORITY = env.text(
     "LEASEHOLD_GATEWAY_AUTHORITY",
     help="PEM file with the authority of the gateway's certificate, for agents that join it; unset: those of the image",
 )
+GATEWAY_INTERNAL_LISTEN = env.text(
+    "LEASEHOLD_GATEWAY_INTERNAL_LISTEN",
+    "127.0.0.1:0",
+    accepts="host:port",
+    pattern=r"(\[[0-9a-f:]+\]|[^:\s]+):[0-9]{1,5}",
+    help="address on which the gateway serves the web and worker processes, which reach connected agents there; port 0: any",
+)
+GATEWAY_INTERNAL_ADDRESS = env.text(
+    "LEASEHOLD_GATEWAY_INTERNAL_ADDRESS",
+    accepts="host:port",
+    pattern=r"(\[[0-9a-f:]+\]|[^:\s]+):[0-9]{1,5}",
+    help="address of this gateway for web and worker processes on other machines; unset: LEASEHOLD_GATEWAY_INTERNAL_LISTEN",
+)
 
 EGRESS_ALLOWED_NETWORKS = env.networks(
     "LEASEHOLD_EGRESS_ALLOWED_NETWORKS",

@@ -16,6 +16,7 @@ from aiohttp import web
 from django.db import Error as DatabaseError
 
 from sandboxes.agent.gateway import AgentGateway, AgentSession
+from sandboxes.agent.protocol import RawFrame
 from sandboxes.egress import gateway_tokens
 from sandboxes.egress.agent_sessions import routes
 from sandboxes.egress.agent_sessions.routes import OpenConnection
@@ -25,23 +26,56 @@ from sandboxes.egress.responses import build_error_response, read_bearer
 
 log = structlog.get_logger(__name__)
 CHECK_SECONDS = 2.0  # between checks of all sessions: the longest time for which a revoked session is open
+PING_SECONDS = (
+    15.0  # between pings of each agent, which replaces a connection without a request for SILENCE_SECONDS (remote.py)
+)
+PING = RawFrame(0, b'{"verb":"ping"}', b"")
 MAX_SESSIONS = 20_000
 PROTOCOL_NAME = "leasehold-agent"
 UPGRADE_RESPONSE = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL_NAME}\r\n\r\n".encode()
 
 
 class RemoteSession(AgentSession):
-    """Session of an agent whose connection began as an HTTP request."""
+    """Session of an agent whose connection began as an HTTP request.
+
+    Pings notice that an agent's machine or network has gone without an end of the connection."""
 
     def __init__(self, server: "AgentSessionServer", agent: AgentIdentity, number: int, request: web.Request) -> None:
         super().__init__(server.gateway, agent.ref, number=number)
         self.agent, self.opened = agent, OpenConnection(number, agent.session_sha256)
         self._server, self._http = server, request.protocol
+        self._is_pinged = False  # and has not responded yet
+        self._pinger = asyncio.get_running_loop().call_later(PING_SECONDS, self._ping)
+
+    def _ping(self) -> None:
+        if self._is_pinged:
+            self.end("no response to a ping")
+            return
+        self._pinger = asyncio.get_running_loop().call_later(PING_SECONDS, self._ping)
+        self._is_pinged = True
+        self.forward_request(_PingResponse(self), PING)
+
+    def note_response(self) -> None:
+        self._is_pinged = False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._pinger.cancel()
         super().connection_lost(exc)
         self._server.note_end(self)
         self._http.connection_lost(exc)  # ends the request
+
+
+@dataclass(eq=False)
+class _PingResponse:
+    """Receiver of the response to one ping."""
+
+    session: RemoteSession
+
+    def send(self, content: bytes) -> None:
+        self.session.note_response()
+
+    def end(self) -> None:
+        """Ignore the end of the session."""
 
 
 @dataclass

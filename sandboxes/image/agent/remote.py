@@ -108,7 +108,8 @@ class Gateway:
 
     def __init__(self, path):
         self.path, self.secret = path, ""
-        self.joined_token = self.refused_token = ""
+        self.offered_token = self.refused_token = ""
+        self.is_joined = False
         self.dial = self.context = None
         self.read_file()
 
@@ -144,7 +145,7 @@ class Gateway:
             headers = b"Connection: Upgrade\r\nUpgrade: leasehold-agent\r\n"
             received = yield from self.exchange(stream, b"GET", b"/agent/session", self.secret, headers, b"", 101)
         except Refused:
-            self.joined_token = ""  # the secret is not valid any more: a replaced token permits another join
+            self.is_joined = False  # the secret may not be valid any more: a replaced token permits another join
             self.postpone_connect(agent, REFUSED_SECONDS)
         except (OSError, ValueError, KeyError, TypeError, EOFError):
             self.postpone_connect(agent)
@@ -158,22 +159,24 @@ class Gateway:
 
     def join(self):
         """Exchange the token for a session secret, once for each token. Raise Refused for a token that was refused before."""
-        if self.joined_token:
+        if self.is_joined:
             return
         self.read_file()
         if self.token == self.refused_token:
             raise Refused
+        if self.token != self.offered_token:  # a replaced token gets a secret of its own
+            self.offered_token, self.secret = self.token, ""
         self.secret = self.secret or SECRET_PREFIX + os.urandom(32).hex()
         body = json.dumps({"session_sha256": sha256(self.secret.encode()).hexdigest()}).encode()
         stream = yield from self.open_stream()
         try:
             yield from self.exchange(stream, b"POST", b"/agent/join", self.token, b"", body, 200)
         except Refused:
-            self.refused_token, self.secret = self.token, ""
+            self.refused_token = self.token
             raise
         finally:
             stream.close()
-        self.joined_token = self.token
+        self.is_joined = True
 
     def exchange(self, stream, method, path, token, headers, body, expected):
         """Send a request. Return the bytes after the head of its answer. Raise Refused, OSError, ValueError."""

@@ -21,14 +21,15 @@ from tests.emulators.kubernetes.certificates import create_server_certificate
 from tests.emulators.kubernetes.faults import ClusterFaults
 from tests.emulators.kubernetes.node.connections import Connections
 from tests.emulators.kubernetes.node.containers import RUN_LABEL
+from tests.emulators.kubernetes.node.disruptions import Disruptions
 from tests.emulators.kubernetes.node.kubelet import Kubelet
-from tests.emulators.kubernetes.node.network import PodNetwork
+from tests.emulators.kubernetes.node.network import API_ADDRESS, PodNetwork
 from tests.emulators.kubernetes.node.scheduler import NODE_NAME
 from tests.emulators.kubernetes.node.timers import Loop
 from tests.emulators.kubernetes.node.volumes import Credentials
 
 VERSION = "1.33"
-API_ADDRESS = "10.96.0.1"  # of the API server, inside Pods
+GATEWAY, GATEWAY_NAMESPACE, GATEWAY_ADDRESS, GATEWAY_PORT = "leasehold-gateway", "leasehold", "10.96.7.7", 8443
 PAUSE_IMAGE = "leasehold-sandbox"  # any local image with `sleep`
 # Removal of the run's containers once the pipe from this process is closed, which a crash does too.
 REAPER = 'cat >/dev/null; docker ps --all --quiet --filter "label=$LABEL" | xargs --no-run-if-empty docker rm --force --volumes'
@@ -37,7 +38,9 @@ REAPER = 'cat >/dev/null; docker ps --all --quiet --filter "label=$LABEL" | xarg
 class KubernetesEmulator(FaultInjection):
     """Cluster with one node. `faults` are those of requests, `cluster_faults` those of Pods and watches."""
 
-    def __init__(self, directory: Path, port: int = 0, *, pause_image: str = PAUSE_IMAGE) -> None:
+    def __init__(
+        self, directory: Path, port: int = 0, *, pause_image: str = PAUSE_IMAGE, gateway: tuple[str, int] | None = None
+    ) -> None:
         super().__init__()
         self.directory, self.run = directory, f"lh-k8s-{secrets.token_hex(6)}"
         self.token = secrets.token_urlsafe(24)
@@ -50,7 +53,7 @@ class KubernetesEmulator(FaultInjection):
             start_new_session=True, env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LABEL": f"{RUN_LABEL}={self.run}"},
         )  # fmt: skip
         self.certificate = create_server_certificate(directory, ("127.0.0.1", API_ADDRESS))
-        self.network = PodNetwork()
+        self.network = PodNetwork(self.store, self.loop)
         self.kubelet = Kubelet(
             self.run,
             self.store,
@@ -63,10 +66,14 @@ class KubernetesEmulator(FaultInjection):
         )
         admission = Admission(self.store, self.authorizer.users.__setitem__)
         self.deletion = self.kubelet.deletion = Deletion(self.store, self.kubelet, admission, resources.BUILT_IN)
+        self.disruptions = Disruptions(self.store, self.kubelet, self.deletion)
         self.verbs = Verbs(self.store, admission, self.deletion, self.kubelet, self.cluster_faults)
         self.api = Api(self, self.verbs, self.authorizer, Connections(self.kubelet), VERSION)
         self.server = ApiServer(port, self.certificate.context, self.api.respond)
+        self.network.api_port = self.server.port
         self._create_initial_objects()
+        if gateway:
+            self.set_gateway(*gateway)
         self.kubeconfig = self.write_kubeconfig("kubeconfig", self.token)
 
     @property
@@ -113,6 +120,24 @@ class KubernetesEmulator(FaultInjection):
     def create(self, resource: Resource, item: Object) -> Object:
         """Create an object without a request."""
         return self.verbs.create(resource, item["metadata"].get("namespace", ""), item)
+
+    def set_gateway(self, host: str, port: int) -> str:
+        """Let a server of this machine be the Service `leasehold-gateway` in the namespace `leasehold`. Return its address."""
+        metadata = {"name": GATEWAY, "namespace": GATEWAY_NAMESPACE}
+        if not self.store.find(resources.NAMESPACES, "", GATEWAY_NAMESPACE):
+            self.create(resources.NAMESPACES, {"metadata": {"name": GATEWAY_NAMESPACE}})
+            self.create(resources.SERVICE_ACCOUNTS, {"metadata": {"name": "leasehold", "namespace": GATEWAY_NAMESPACE}})
+            ports = [{"port": GATEWAY_PORT, "targetPort": GATEWAY_PORT}]
+            spec = {"clusterIP": GATEWAY_ADDRESS, "selector": {"app.kubernetes.io/component": "gateway"}, "ports": ports}
+            self.create(resources.SERVICES, {"metadata": metadata, "spec": spec})
+        subsets = [{"addresses": [{"ip": host}], "ports": [{"port": port}]}]
+        if self.store.find(resources.ENDPOINTS, GATEWAY_NAMESPACE, GATEWAY):
+            self.store.remove(resources.ENDPOINTS, GATEWAY_NAMESPACE, GATEWAY)
+        self.store.create(
+            resources.ENDPOINTS, {"apiVersion": "v1", "kind": "Endpoints", "metadata": metadata, "subsets": subsets}
+        )
+        self.network.refresh()
+        return f"{GATEWAY_ADDRESS}:{GATEWAY_PORT}"
 
     def _create_initial_objects(self) -> None:
         for name in ("default", "kube-system"):

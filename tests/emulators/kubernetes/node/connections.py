@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from docker.errors import APIError
+
 from tests.emulators.kubernetes.api.server import Request, Response, Stream
 from tests.emulators.kubernetes.api.status import ApiError
+from tests.emulators.kubernetes.node.exec import V4, V5, Session
 from tests.emulators.kubernetes.node.kubelet import Kubelet
 
 
@@ -33,7 +36,25 @@ class Connections:
         return Response(content_type="text/plain", stream=send)
 
     def open_exec(self, request: Request, pod: dict[str, Any], *, cuts_status: bool) -> Response:
-        raise ApiError(400, "exec is not served")
+        """Execute a command over a WebSocket. SPDY is refused."""
+        if (request.headers.get("Upgrade") or "").lower() != "websocket":
+            raise ApiError(400, "Upgrade request required: only WebSockets are served")
+        offered = [name.strip() for name in (request.headers.get("Sec-WebSocket-Protocol") or "").split(",")]
+        subprotocol = next((name for name in (V5, V4) if name in offered), None)
+        if subprotocol is None:
+            raise ApiError(400, f"unable to negotiate protocol: client supports {offered}, server supports {[V5, V4]}")
+        identifier, command = self._find_container(pod, request.get("container")), list(request.query.get("command", ()))
+        if not command:
+            raise ApiError(400, "you must specify at least 1 command")
+        flags = {name: request.is_true(name) for name in ("stdin", "stdout", "stderr", "tty")}
+        try:
+            exec_id = self.kubelet.client.exec_create(identifier, command, **flags)["Id"]
+        except APIError as failed:
+            raise ApiError(500, f"unable to upgrade connection: container not found: {failed.explanation}") from None
+        session = Session(
+            self.kubelet.client, exec_id, tty=flags["tty"], has_stdin=flags["stdin"], cuts_status=cuts_status
+        )  # fmt: skip
+        return Response(upgrade=session.serve, subprotocol=subprotocol)
 
     def _find_container(self, pod: dict[str, Any], name: str) -> str:
         """Return the id of a container, by default the first one. Raise ApiError."""

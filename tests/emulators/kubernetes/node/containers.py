@@ -13,6 +13,7 @@ from docker.types import LogConfig, Mount
 from tests.emulators.kubernetes.api.resources import SECRETS
 from tests.emulators.kubernetes.api.store import Object, Store
 from tests.emulators.kubernetes.api.validation.names import parse_quantity
+from tests.emulators.kubernetes.node.names import CLUSTER_DOMAIN, NAME_SERVER
 from tests.emulators.kubernetes.node.volumes import Volume
 
 RUN_LABEL = "leasehold.emulator"  # run of the emulator, of all its containers
@@ -40,6 +41,7 @@ class Sandbox:
     containers: dict[str, str] = field(default_factory=dict)  # ids by name
     restarts: dict[str, int] = field(default_factory=dict)
     is_ending: bool = False
+    has_run_out_of_memory: bool = False  # switch of tests
 
 
 def find_image(client: APIClient, name: str) -> dict[str, Any]:
@@ -50,18 +52,24 @@ def find_image(client: APIClient, name: str) -> dict[str, Any]:
         raise ContainerError("ErrImagePull", f'failed to pull and unpack image "{name}": not found') from None
 
 
-def create_pause(client: APIClient, image: str, pod: Object, labels: Mapping[str, str]) -> str:
+def create_pause(client: APIClient, image: str, pod: Object, sandbox: Sandbox, labels: Mapping[str, str]) -> str:
     """Create the container that holds the network namespace of a Pod, its host name, hosts file and resolver configuration."""
     spec = pod["spec"]
-    hosts = [f"{name}:{alias['ip']}" for alias in spec.get("hostAliases") or () for name in alias.get("hostnames") or ()]
-    dns = (spec.get("dnsConfig") or {}).get("nameservers") if spec.get("dnsPolicy") == "None" else ["10.96.0.10"]
+    host_name = (spec.get("hostname") or sandbox.name)[:63]
+    hosts = [f"{host_name}:{sandbox.address}"]
+    hosts += [f"{name}:{alias['ip']}" for alias in spec.get("hostAliases") or () for name in alias.get("hostnames") or ()]
+    dns, search, options = (spec.get("dnsConfig") or {}).get("nameservers"), [], []
+    if spec.get("dnsPolicy") != "None":
+        dns, options = [NAME_SERVER], ["ndots:5"]
+        search = [f"{sandbox.namespace}.{CLUSTER_DOMAIN}", CLUSTER_DOMAIN, "cluster.local"]
     host = client.create_host_config(
-        network_mode="none", extra_hosts=hosts, dns=dns, cap_drop=["ALL"], read_only=True, mem_limit=64 << 20,
+        network_mode="none", extra_hosts=hosts, dns=dns, dns_search=search, dns_opt=options,
+        cap_drop=["ALL"], read_only=True, mem_limit=64 << 20,
         log_config=LogConfig(type="none"),
     )  # fmt: skip
     created = client.create_container(
         image, entrypoint=["sleep", "infinity"], command=[], user="65535:65535", working_dir="/", labels=dict(labels),
-        host_config=host,        hostname=(spec.get("hostname") or pod["metadata"]["name"])[:63],
+        host_config=host,        hostname=host_name,
     )  # fmt: skip
     return str(created["Id"])
 

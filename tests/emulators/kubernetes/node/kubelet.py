@@ -5,7 +5,8 @@ of containers. Times are those of the engine and the clock: grace periods and de
 
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 from docker import APIClient
 from docker.errors import APIError, DockerException, NotFound
+from docker.utils import kwargs_from_env
 
 from tests.emulators.kubernetes.api.deletion import ENDED_PHASES, Deletion, set_condition
-from tests.emulators.kubernetes.api.resources import NETWORK_POLICIES, PODS, SERVICES, Resource
+from tests.emulators.kubernetes.api.resources import ENDPOINTS, NAMESPACES, NETWORK_POLICIES, PODS, SERVICES, Resource
 from tests.emulators.kubernetes.api.status import ApiError
 from tests.emulators.kubernetes.api.store import Object, Store
 from tests.emulators.kubernetes.faults import (
@@ -59,13 +61,13 @@ class Kubelet:
             loop,
         )
         self.pause_image, self.get_credentials = pause_image, get_credentials
-        self.client = APIClient(version="auto", timeout=120, num_pools=WORKERS + 8, **_read_engine_address())
+        self.client = APIClient(version="auto", timeout=120, num_pools=WORKERS + 8, **kwargs_from_env())
         self.recorder = Recorder(store)
         self.scheduler = Scheduler(store, faults, self.recorder)
         self.sandboxes: dict[str, Sandbox] = {}  # by uid of the Pod
         self.lock = threading.RLock()
         self._pool = ThreadPoolExecutor(WORKERS, "kubelet")
-        self._held: dict[str, Object] = {}  # Pods whose termination a fault holds, by name
+        self._held: dict[str, Object | None] = {}  # Pods whose termination is held, by name; None: not deleted yet
         self._pod_locks: dict[str, threading.RLock] = {}
         self._created = 0
         self._events = self.client.events(decode=True, filters={"label": f"{RUN_LABEL}={run}", "event": "die"})
@@ -92,7 +94,7 @@ class Kubelet:
         self._submit(lambda: self._remove(uid, 0 if ended else DISCARD_GRACE_SECONDS))
 
     def observe(self, resource: Resource) -> None:
-        if resource in {NETWORK_POLICIES, SERVICES, PODS} or resource.plural == "endpoints":
+        if resource in {ENDPOINTS, NAMESPACES, NETWORK_POLICIES, SERVICES}:
             self._submit(self.network.refresh)
 
     # Switches of tests
@@ -105,8 +107,12 @@ class Kubelet:
                 self.scheduler.bind(pod)
                 self._submit(lambda uid=uid, pod=pod: self._launch(uid, pod))
 
+    def hold(self, name: str) -> None:
+        """Let the next termination of a Pod of this name not end before `release`."""
+        self._held.setdefault(name, None)
+
     def release(self, name: str) -> None:
-        """Let a termination that a fault holds go on."""
+        """Let a termination that is held go on."""
         if pod := self._held.pop(name, None):
             self._submit(lambda: self._terminate(pod["metadata"]["uid"], pod))
 
@@ -193,7 +199,7 @@ class Kubelet:
         for container in pod["spec"]["containers"]:
             containers.find_image(self.client, container["image"])
         if not sandbox.pause:
-            sandbox.pause = containers.create_pause(self.client, self.pause_image, pod, labels)
+            sandbox.pause = containers.create_pause(self.client, self.pause_image, pod, sandbox, labels)
             self.client.start(sandbox.pause)
             process = self.client.inspect_container(sandbox.pause)["State"]["Pid"]
             self.network.attach(pod, sandbox.address, process)
@@ -251,10 +257,12 @@ class Kubelet:
         if sandbox is None:
             return
         with self._get_lock(uid):
-            states: dict[str, Mapping[str, Any]] = {}
+            states: dict[str, dict[str, Any]] = {}
             for name, identifier in list(sandbox.containers.items()):
                 with suppress(NotFound):
                     states[name] = self.client.inspect_container(identifier)
+                    if sandbox.has_run_out_of_memory:
+                        states[name]["State"]["OOMKilled"] = True
             updated = self.edit(pod, lambda item: statuses.update(item, states, sandbox.restarts))
             for status in updated["status"]["containerStatuses"] if updated and not sandbox.is_ending else ():
                 if statuses.is_restarted(updated, status):
@@ -322,13 +330,5 @@ def _report_errors(work: Callable[[], object]) -> None:
     try:
         work()
     except Exception:
-        import traceback
-
         traceback.print_exc()
         raise
-
-
-def _read_engine_address() -> dict[str, Any]:
-    from docker.utils import kwargs_from_env
-
-    return kwargs_from_env()

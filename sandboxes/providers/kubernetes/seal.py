@@ -7,7 +7,7 @@ reached the gateway: rules of a new Pod may become effective late, and permissio
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -105,7 +105,7 @@ class SealCheck:
         name, deadline = f"leasehold-seal-{uuid.uuid4().hex[:12]}", self.clock() + TIMEOUT_SECONDS
         target, canary = f"{name}-target", f"{name}-canary"
         try:
-            self._create(target, [TARGET_SCRIPT])
+            self._create(target, [TARGET_SCRIPT], ports=[{"containerPort": TARGET_PORT}])
             address = self._wait(target, lambda status: status.get("phase") == "Running" and status.get("podIP"), deadline)
             self._create(canary, [CANARY_SCRIPT, *self._list_destinations(str(address))])
             self._wait(canary, lambda status: status.get("phase") in endings.ENDED_PHASES, deadline)
@@ -128,7 +128,7 @@ class SealCheck:
             destinations["API server"] = _format_address(api.hostname, api.port or _default_port(api.scheme))
         return [f"{name}={address}" for name, address in destinations.items()]
 
-    def _create(self, name: str, arguments: list[str]) -> None:
+    def _create(self, name: str, arguments: list[str], *, ports: Sequence[Mapping[str, int]] = ()) -> None:
         """Create a Pod with the specification of a sandbox, another command, and the name server of the cluster."""
         configuration = self.pods.configuration
         spec = SandboxSpec(name=name, owner=ROLE, image=self.image, memory_mib=MEMORY_MIB, millicpus=MILLICPUS)
@@ -138,6 +138,7 @@ class SealCheck:
         pod_spec |= {"terminationGracePeriodSeconds": 1}
         [container] = pod_spec["containers"]
         container |= {"command": ["python3", "-I", "-S", "-c", *arguments], "volumeMounts": [], "workingDir": "/"}
+        container |= {"ports": [*ports]}
         labels = {**MANAGED_LABELS, OWNER_LABEL: ROLE, ROLE_LABEL: ROLE}
         self.pods.api.creates.take()
         self.pods.api.call(

@@ -74,8 +74,10 @@ class Api:
             return as_json(document)
         target = self._find_target(request.path)
         verb = _find_verb(request, target)
+        # A request for a namespace itself is one in this namespace, so that a Role of the namespace may permit it.
+        namespace = target.name if target.resource == resources.NAMESPACES else target.namespace
         attributes = Attributes(
-            target.namespace, verb, target.resource.group, target.resource.plural, target.subresource, target.name
+            namespace, verb, target.resource.group, target.resource.plural, target.subresource, target.name
         )  # fmt: skip
         self.authorizer.require(user, attributes)
         if target.resource == resources.ACCESS_REVIEWS:

@@ -139,11 +139,11 @@ class Cluster:
         self.emulator.authorizer.is_enforced = True
         self.kubeconfig = self.emulator.write_kubeconfig("leasehold", self.emulator.create_token("leasehold", "leasehold"))
 
-    def connect(self, **changes: Any) -> KubernetesProvider:
-        """Return a provider of its own, as of another process."""
-        with patch.dict("os.environ", {"KUBECONFIG": str(self.kubeconfig)}):
-            provider = KubernetesProvider(replace(self.configuration, **changes), GatewayRecords(self.gateway))
-            provider.engine_id()
+    def connect(self, *, kubeconfig: Path | None = None, **changes: Any) -> KubernetesProvider:
+        """Return a provider of its own, as of another process. `changes` are those of its configuration."""
+        provider = KubernetesProvider(replace(self.configuration, **changes), GatewayRecords(self.gateway))
+        with patch.dict("os.environ", {"KUBECONFIG": str(kubeconfig or self.kubeconfig)}):
+            assert provider.pods.api  # reads the kubeconfig
         return provider
 
     def admit(self, spec: SandboxSpec) -> SandboxSpec:

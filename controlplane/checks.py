@@ -19,6 +19,7 @@ from sandboxes.providers.remote.configuration import find_missing_variable, get_
 from sandboxes.state import mounts
 
 CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
+WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL
 MAX_SOCKET_NAME_BYTES = len("/egress/s/16383/llm.sock")  # longest socket path, relative to RUNTIME_DIR
 
@@ -96,6 +97,16 @@ def check_gateway(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
     )
     hint = "Commands and files work. Serve the gateway and set its public address: docs/providers.md, Models."
     return [Warning(message, hint=hint, id="leasehold.W002")]
+
+
+@register(CONFIGURATION)
+def check_internal_address(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Require an address by which other machines reach a gateway that listens on all addresses of its own."""
+    host = settings.GATEWAY_INTERNAL_LISTEN.rpartition(":")[0]
+    if not settings.GATEWAY_LISTEN or host not in WILDCARD_HOSTS or settings.GATEWAY_INTERNAL_ADDRESS:
+        return []
+    message = f"LEASEHOLD_GATEWAY_INTERNAL_LISTEN={settings.GATEWAY_INTERNAL_LISTEN} is no address that others can connect to."
+    return [Error(message, hint="Set LEASEHOLD_GATEWAY_INTERNAL_ADDRESS.", id="leasehold.E010")]
 
 
 @register(CONFIGURATION)

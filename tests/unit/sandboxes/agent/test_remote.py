@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import connections
 from django.utils import timezone
 
 from leases import leasing
@@ -312,7 +313,10 @@ def test_gateway_that_is_killed_costs_no_run(lease: Lease, files: TlsFiles, star
 
         def execute(number: int) -> AgentResult:
             script = f"echo {number} >>{log}; until [ -e {tmp_path}/go ]; do sleep 0.02; done; echo {number}"
-            return client.run(make_run(f"r{number}", "sh", "-c", script))
+            try:
+                return client.run(make_run(f"r{number}", "sh", "-c", script))
+            finally:
+                connections.close_all()  # of this thread, by look-ups of the gateway
 
         with ExitStack() as threads:
             results = [threads.enter_context(run_in_thread(lambda number=number: execute(number))) for number in range(4)]

@@ -335,6 +335,6 @@ def test_roles_are_enforced_on_demand(cluster: KubernetesEmulator, core: client.
 def test_a_killed_emulator_leaves_no_containers(docker_ready: None, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path), DOCKER_IMAGE], stdout=subprocess.PIPE, timeout=120)
     label = done.stdout.decode().strip()
-    engine = docker.from_env()
+    engine = docker.from_env().api
     assert done.returncode == -9 and label
-    wait_until(lambda: not engine.containers.list(all=True, filters={"label": label}), "the containers are removed")
+    wait_until(lambda: not engine.containers(all=True, filters={"label": label}), "the containers are removed")

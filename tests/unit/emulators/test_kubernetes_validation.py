@@ -17,6 +17,7 @@ from tests.emulators.kubernetes.node.policies import Destination, is_reachable
 from tests.support.kubernetes import build_pod
 
 CONTAINER = "spec.containers[0]"
+LIMITS = f"{CONTAINER}.resources.limits"
 POD = build_pod(
     "p1", "image:1", "true",
     dnsPolicy="None", dnsConfig={"nameservers": ["127.0.0.1"]},
@@ -57,7 +58,7 @@ def find_causes(resource: Resource, item: dict[str, Any]) -> dict[str, str]:
         ("spec/activeDeadlineSeconds", 0, "spec.activeDeadlineSeconds", "FieldValueInvalid"),
         ("spec/hostAliases", [{"ip": "gateway"}], "spec.hostAliases[0].ip", "FieldValueInvalid"),
         ("spec/containers/0/imagePullPolicy", "Sometimes", f"{CONTAINER}.imagePullPolicy", "FieldValueNotSupported"),
-        ("spec/containers/0/resources/limits", {"memory": "12 potatoes"}, f"{CONTAINER}.resources.limits[memory]", "FieldValueInvalid"),
+        ("spec/containers/0/resources/limits", {"memory": "12 potatoes"}, f"{LIMITS}[memory]", "FieldValueInvalid"),
         ("spec/containers/0/resources/requests/cpu", "2", f"{CONTAINER}.resources.requests", "FieldValueInvalid"),
         ("spec/containers/0/volumeMounts/0/name", "other", f"{CONTAINER}.volumeMounts[0].name", "FieldValueNotFound"),
         ("spec/containers", [POD["spec"]["containers"][0]] * 2, "spec.containers[1].name", "FieldValueDuplicate"),

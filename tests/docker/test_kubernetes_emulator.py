@@ -79,7 +79,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.fixture(scope="module")
 def cluster(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesEmulator]:
-    with serve_kubernetes(tmp_path_factory.mktemp("kubernetes")) as served:
+    with serve_kubernetes(tmp_path_factory.mktemp("kubernetes"), has_agent_sandbox=True) as served:
         yield served
 
 
@@ -90,7 +90,6 @@ def namespace(cluster: KubernetesEmulator) -> str:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     core = client.CoreV1Api(build_api_client(cluster))
     core.create_namespace({"metadata": {"name": name, "labels": labels}})
-    core.create_namespaced_service_account(name, {"metadata": {"name": "default"}})
     return name
 
 
@@ -310,6 +309,19 @@ def test_an_exec_that_is_cut_has_no_status(cluster: KubernetesEmulator, kubectl:
     cluster.faults.append(Fault("GET .*/exec", CUT_AFTER))
     done = kubectl.run("exec", "cut", "--", "sh", "-c", "echo out; exit 0", check=False)
     assert (done.stdout, done.returncode) == ("out\n", 1)
+
+
+def test_a_sandbox_object_replaces_its_deleted_pod(cluster: KubernetesEmulator, kubectl: Kubectl, namespace: str) -> None:
+    template = {"spec": build_pod("", DOCKER_IMAGE, "exec sleep 60")["spec"]}
+    sandbox = {"apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "metadata": {"name": "wrapped"}}
+    kubectl.create({**sandbox, "spec": {"podTemplate": template, "shutdownPolicy": "Delete"}})
+    kubectl.wait("condition=Ready", "sandbox/wrapped")
+    uid = kubectl.read("pod", "wrapped")["metadata"]["uid"]
+    cluster.disruptions.vanish(namespace, "wrapped")
+    wait_until(lambda: kubectl.read("pods")["items"], "the controller creates another Pod")
+    assert kubectl.read("pod", "wrapped")["metadata"]["uid"] != uid
+    kubectl.run("delete", "sandbox/wrapped")
+    kubectl.wait("delete", "pod/wrapped")
 
 
 def test_roles_are_enforced_on_demand(cluster: KubernetesEmulator, core: client.CoreV1Api, namespace: str) -> None:

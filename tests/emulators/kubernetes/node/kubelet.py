@@ -290,11 +290,11 @@ class Kubelet:
 
     def _remove(self, uid: str, grace: int, pod: Object | None = None) -> None:
         """Stop and remove the containers of a Pod. Idempotent."""
-        sandbox = self.sandboxes.get(uid)
-        if sandbox is None:
-            return
-        sandbox.is_ending = True
-        with self._get_lock(uid):
+        with self._get_lock(uid):  # a start that is under way ends first
+            sandbox = self.sandboxes.get(uid)
+            if sandbox is None:
+                return
+            sandbox.is_ending = True
             stopped = [self._pool_stop(identifier, grace) for identifier in sandbox.containers.values()]
             for thread in stopped:
                 thread.join()

@@ -22,7 +22,7 @@ from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.providers.process import ProcessProvider
 from tests.conftest import DOCKER_IMAGE
 from tests.emulators.registry import EMULATORS, serve_kubernetes
-from tests.support.kubernetes import Cluster, running_gateway
+from tests.support.cluster import Cluster, running_gateway
 from tests.support.remote import connect_provider, emulators  # noqa: F401 - fixture
 from tests.support.storage.tars import TarMember, pack
 

@@ -44,10 +44,10 @@ def serve(name: str, parent: Path, port: int = 0) -> Iterator[Emulator]:
 
 
 @contextmanager
-def serve_kubernetes(parent: Path, port: int = 0) -> Iterator[KubernetesEmulator]:
+def serve_kubernetes(parent: Path, port: int = 0, *, has_agent_sandbox: bool = False) -> Iterator[KubernetesEmulator]:
     """Run a Kubernetes emulator in threads of this process. It needs a Docker Engine."""
     with machine_directory(parent) as directory:
-        cluster = KubernetesEmulator(directory, port)
+        cluster = KubernetesEmulator(directory, port, has_agent_sandbox=has_agent_sandbox)
         threading.Thread(target=cluster.serve_forever, daemon=True).start()
         try:
             yield cluster

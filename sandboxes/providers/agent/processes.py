@@ -34,7 +34,7 @@ class AgentProcessesProvider(AgentCommandProvider, BackgroundProcessProvider):
         agent = self._find_processes(ref)
         if agent is None:
             return super().start(ref, argv, env=env, cwd=cwd, mark=mark, stdin=stdin, terminal=terminal)
-        with _translate_errors(ref):
+        with self._translating_errors(ref):
             return _to_state(agent.start(mark, argv, {**env, MARK_VARIABLE: mark}, cwd, stdin=stdin, terminal=terminal))
 
     def find_agent_id(self, ref: str) -> str | None:
@@ -46,14 +46,14 @@ class AgentProcessesProvider(AgentCommandProvider, BackgroundProcessProvider):
         if agent is None:
             super().signal_process(ref, mark, number)
             return
-        with _translate_errors(ref):
+        with self._translating_errors(ref):
             agent.send_signal(mark, number)
 
     def write_stdin(self, ref: str, mark: str, content: bytes, *, offset: int, last: bool) -> int:
         agent = self._find_processes(ref)
         if agent is None:
             return super().write_stdin(ref, mark, content, offset=offset, last=last)
-        with _translate_errors(ref):
+        with self._translating_errors(ref):
             written = agent.write_stdin(mark, content, offset=offset, last=last)
         if written is None:
             raise Rejected(f"The process has received less than {offset} bytes, or is not known.")
@@ -63,7 +63,7 @@ class AgentProcessesProvider(AgentCommandProvider, BackgroundProcessProvider):
         agent = self._find_processes(ref)
         if agent is None:
             return super().processes(ref, marks)
-        with _translate_errors(ref):
+        with self._translating_errors(ref):
             return {mark: _to_state(code) for mark, code in agent.list_exit_codes(marks).items()}
 
     def log(self, ref: str, mark: str, *, start: int, length: int) -> ProcessOutput:
@@ -71,23 +71,26 @@ class AgentProcessesProvider(AgentCommandProvider, BackgroundProcessProvider):
         if agent is None:
             return super().log(ref, mark, start=start, length=length)
         check_range(start, length)
-        with _translate_errors(ref):
+        with self._translating_errors(ref):
             return ProcessOutput(*(agent.read_log(mark, start=start, length=length) or (b"", start)))
 
     def _find_processes(self, ref: str) -> AgentProcesses | None:
         agent, since = self._find_agent(ref), time.time()
         return AgentProcesses(agent, check=lambda: self._require_running(ref, since)) if agent else None
 
+    @contextlib.contextmanager
+    def _translating_errors(self, ref: str) -> Iterator[None]:
+        try:
+            yield
+        except (NotStarted, NotConnected, ConnectionLost, ProtocolError) as error:
+            self._require_existing(ref)
+            raise Unavailable(f"The background processes of {ref} cannot be reached: {error}") from error
+
+    def _require_existing(self, ref: str) -> None:
+        """Raise Missing if the sandbox is gone, in place of the error of an agent that does not respond. Optional."""
+
     def _output_directory(self, ref: str) -> str:
         return "/tmp/.leasehold"  # noqa: S108 - inside the sandbox
-
-
-@contextlib.contextmanager
-def _translate_errors(ref: str) -> Iterator[None]:
-    try:
-        yield
-    except (NotStarted, NotConnected, ConnectionLost, ProtocolError) as error:
-        raise Unavailable(f"The background processes of {ref} cannot be reached: {error}") from error
 
 
 def _to_state(exit_code: int | None) -> ProcessState:

@@ -39,6 +39,7 @@ from sandboxes.providers.kubernetes.records import PodRecords
 REMOVAL_TIMEOUT_SECONDS = 45.0  # of one try; a Pod whose node does not respond stays until an operator acts
 REMOVAL_GRACE_SECONDS = 2  # between the end of process 1's work and its kill, of a sandbox that is destroyed
 MAX_REMEMBERED = 4096
+MAX_SECRET_ATTEMPTS = 8
 POLL_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 SUFFIX_POWERS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -102,17 +103,18 @@ class PodClient:
         """Create the Secret, or replace that of an earlier attempt: its token is not valid any more."""
         assert spec.gateway
         body = build_secret(spec, spec.gateway, self.configuration)
-        try:
-            self.api.call("POST", self.path("secrets"), body)
-            return
-        except Conflict:
-            pass
-        except Missing as error:
-            raise Rejected(f"The namespace {self.configuration.namespace} does not exist: {error}") from error
-        with suppress(Missing):  # the attempt ended before it had created the Pod
-            require_owner(self.read(spec.name), spec)
-        self._delete_secret(spec.name)
-        self.api.call("POST", self.path("secrets"), body)
+        for _ in range(MAX_SECRET_ATTEMPTS):
+            try:
+                self.api.call("POST", self.path("secrets"), body)
+                return
+            except Conflict as conflict:
+                error = conflict
+            except Missing as missing:
+                raise Rejected(f"The namespace {self.configuration.namespace} does not exist: {missing}") from missing
+            with suppress(Missing):  # the attempt ended before it had created the Pod
+                require_owner(self.read(spec.name), spec)
+            self._delete_secret(spec.name)
+        raise error  # concurrent calls replace it all the time
 
     # Look-up
 

@@ -8,6 +8,7 @@ import time
 import uuid
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import BinaryIO
 
@@ -76,6 +77,7 @@ class PodCommandProvider(AgentCommandProvider, ABC):
     ) -> ExecResult:
         check_command(argv, env, cwd)
         run = self._build_run(argv, env, cwd, stdin, timeout, cap, mark, retain=retain, digest_data=digest_data)
+        run = replace(run, may_stream=True)  # there is no other way into the sandbox
         result = self._exec_by_agent(ref, run, output or OutputView(), retain=retain)
         if result is None:
             raise self._build_unreachable_error(ref)
@@ -187,6 +189,9 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
 
     def inspect(self, ref: str) -> ProviderSandbox:
         return to_sandbox(self.pods.read_live(ref))
+
+    def _require_existing(self, ref: str) -> None:
+        self.pods.read_live(ref)
 
     # Without an equivalent
 

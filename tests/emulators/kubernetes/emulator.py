@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from tests.emulators.base import FaultInjection
+from tests.emulators.kubernetes.agent_sandbox import SandboxController
 from tests.emulators.kubernetes.api import resources
 from tests.emulators.kubernetes.api.admission import Admission
 from tests.emulators.kubernetes.api.authorization import ADMINISTRATOR, Authorizer
@@ -39,7 +40,13 @@ class KubernetesEmulator(FaultInjection):
     """Cluster with one node. `faults` are those of requests, `cluster_faults` those of Pods and watches."""
 
     def __init__(
-        self, directory: Path, port: int = 0, *, pause_image: str = PAUSE_IMAGE, gateway: tuple[str, int] | None = None
+        self,
+        directory: Path,
+        port: int = 0,
+        *,
+        pause_image: str = PAUSE_IMAGE,
+        gateway: tuple[str, int] | None = None,
+        has_agent_sandbox: bool = False,
     ) -> None:
         super().__init__()
         self.directory, self.run = directory, f"lh-k8s-{secrets.token_hex(6)}"
@@ -64,11 +71,13 @@ class KubernetesEmulator(FaultInjection):
             pause_image,
             self.create_credentials,
         )
+        served = (*resources.BUILT_IN, *([resources.SANDBOXES] if has_agent_sandbox else ()))
         admission = Admission(self.store, self.authorizer.users.__setitem__)
-        self.deletion = self.kubelet.deletion = Deletion(self.store, self.kubelet, admission, resources.BUILT_IN)
+        self.deletion = self.kubelet.deletion = Deletion(self.store, self.kubelet, admission, served)
         self.disruptions = Disruptions(self.store, self.kubelet, self.deletion)
         self.verbs = Verbs(self.store, admission, self.deletion, self.kubelet, self.cluster_faults)
-        self.api = Api(self, self.verbs, self.authorizer, Connections(self.kubelet), VERSION)
+        self.api = Api(self, self.verbs, self.authorizer, Connections(self.kubelet), VERSION, served)
+        self.sandbox_controller = SandboxController(self.store, self.verbs, self.deletion) if has_agent_sandbox else None
         self.server = ApiServer(port, self.certificate.context, self.api.respond)
         self.network.api_port = self.server.port
         self._create_initial_objects()
@@ -87,6 +96,8 @@ class KubernetesEmulator(FaultInjection):
     def close(self) -> None:
         """Stop the server, and remove every container."""
         self.store.close()
+        if self.sandbox_controller:
+            self.sandbox_controller.close()
         self.server.shutdown()
         self.server.server_close()
         self.network.close()
@@ -142,7 +153,6 @@ class KubernetesEmulator(FaultInjection):
     def _create_initial_objects(self) -> None:
         for name in ("default", "kube-system"):
             self.create(resources.NAMESPACES, {"metadata": {"name": name}})
-            self.create(resources.SERVICE_ACCOUNTS, {"metadata": {"name": "default", "namespace": name}})
         ready: dict[str, Any] = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
         capacity = {"cpu": "64", "memory": "256Gi", "pods": "250", "ephemeral-storage": "1Ti"}
         self.store.create(

@@ -6,6 +6,7 @@ connection after the output and before the status."""
 
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 # Outcomes of PodFault
@@ -45,9 +46,21 @@ class WatchFault:
 
 
 @dataclass
-class ClusterFaults:
-    """Faults of Pods and watches that have not been met yet."""
+class Reaction:
+    """Action after the next `times` requests whose line matches `pattern`, before the client has the answer.
 
+    For example a Pod that disappears between two reads."""
+
+    pattern: str
+    action: Callable[[], object]
+    times: int = 1
+
+
+@dataclass
+class ClusterFaults:
+    """Faults of Pods and watches that have not been met yet, and reactions to requests."""
+
+    reactions: list[Reaction] = field(default_factory=list)
     pods: list[PodFault] = field(default_factory=list)
     watches: list[WatchFault] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -60,6 +73,15 @@ class ClusterFaults:
                     fault.times -= 1
                     return fault.outcome
         return None
+
+    def react(self, line: str) -> None:
+        """Do what is to follow a request."""
+        with self._lock:
+            due = [one for one in self.reactions if one.times > 0 and re.search(one.pattern, line)]
+            for reaction in due:
+                reaction.times -= 1
+        for reaction in due:
+            reaction.action()
 
     def take_watch(self, resource: str) -> WatchFault | None:
         with self._lock:

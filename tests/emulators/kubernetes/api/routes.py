@@ -53,7 +53,8 @@ class Api:
     def respond(self, request: Request) -> Response:
         """Answer one request, with the fault that it meets."""
         suffix = "?watch" if request.is_true("watch") else "?continue" if request.get("continue") else ""
-        fault = self.faults.take_fault(f"{request.method} {request.path}{suffix}")
+        line = f"{request.method} {request.path}{suffix}"
+        fault = self.faults.take_fault(line)
         cuts = False
         if fault:
             time.sleep(fault.seconds)
@@ -66,6 +67,7 @@ class Api:
             response = self._route(request, cuts_status=cuts)
         except ApiError as error:
             response = _as_error(error)
+        self.verbs.faults.react(line)
         return Response(is_cut=True) if cuts and response.upgrade is None else response
 
     def _route(self, request: Request, *, cuts_status: bool) -> Response:

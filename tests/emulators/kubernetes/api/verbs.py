@@ -14,7 +14,7 @@ from tests.emulators.kubernetes.api import patches
 from tests.emulators.kubernetes.api.admission import Admission
 from tests.emulators.kubernetes.api.deletion import Deletion
 from tests.emulators.kubernetes.api.nodes import Node
-from tests.emulators.kubernetes.api.resources import NAMESPACES, PODS, Resource
+from tests.emulators.kubernetes.api.resources import NAMESPACES, PODS, SERVICE_ACCOUNTS, Resource
 from tests.emulators.kubernetes.api.selectors import Selection
 from tests.emulators.kubernetes.api.server import Request, Response, as_json
 from tests.emulators.kubernetes.api.status import ApiError, conflict, expired, invalid
@@ -91,6 +91,9 @@ class Verbs:
             self.admission.update_quotas(namespace)
         if resource == PODS:
             self.node.start(created)
+        elif resource == NAMESPACES:
+            account = {"metadata": {"name": "default", "namespace": created["metadata"]["name"]}}
+            self.create(SERVICE_ACCOUNTS, created["metadata"]["name"], account)
         self.node.observe(resource)
         return created
 

@@ -13,7 +13,7 @@ from docker.types import LogConfig, Mount
 from tests.emulators.kubernetes.api.resources import SECRETS
 from tests.emulators.kubernetes.api.store import Object, Store
 from tests.emulators.kubernetes.api.validation.names import parse_quantity
-from tests.emulators.kubernetes.node.names import CLUSTER_DOMAIN, NAME_SERVER
+from tests.emulators.kubernetes.node.pauses import Pause
 from tests.emulators.kubernetes.node.volumes import Volume
 
 RUN_LABEL = "leasehold.emulator"  # run of the emulator, of all its containers
@@ -36,8 +36,7 @@ class Sandbox:
     namespace: str
     name: str
     directory: Path
-    address: str
-    pause: str = ""  # id of the container that holds the network namespace
+    pause: Pause | None = None
     containers: dict[str, str] = field(default_factory=dict)  # ids by name
     restarts: dict[str, int] = field(default_factory=dict)
     is_ending: bool = False
@@ -52,28 +51,6 @@ def find_image(client: APIClient, name: str) -> dict[str, Any]:
         raise ContainerError("ErrImagePull", f'failed to pull and unpack image "{name}": not found') from None
 
 
-def create_pause(client: APIClient, image: str, pod: Object, sandbox: Sandbox, labels: Mapping[str, str]) -> str:
-    """Create the container that holds the network namespace of a Pod, its host name, hosts file and resolver configuration."""
-    spec = pod["spec"]
-    host_name = (spec.get("hostname") or sandbox.name)[:63]
-    hosts = [f"{host_name}:{sandbox.address}"]
-    hosts += [f"{name}:{alias['ip']}" for alias in spec.get("hostAliases") or () for name in alias.get("hostnames") or ()]
-    dns, search, options = (spec.get("dnsConfig") or {}).get("nameservers"), [], []
-    if spec.get("dnsPolicy") != "None":
-        dns, options = [NAME_SERVER], ["ndots:5"]
-        search = [f"{sandbox.namespace}.{CLUSTER_DOMAIN}", CLUSTER_DOMAIN, "cluster.local"]
-    host = client.create_host_config(
-        network_mode="none", extra_hosts=hosts, dns=dns, dns_search=search, dns_opt=options,
-        cap_drop=["ALL"], read_only=True, mem_limit=64 << 20,
-        log_config=LogConfig(type="none"),
-    )  # fmt: skip
-    created = client.create_container(
-        image, entrypoint=["sleep", "infinity"], command=[], user="65535:65535", working_dir="/", labels=dict(labels),
-        host_config=host,        hostname=host_name,
-    )  # fmt: skip
-    return str(created["Id"])
-
-
 def create_container(
     client: APIClient,
     store: Store,
@@ -84,10 +61,11 @@ def create_container(
     labels: Mapping[str, str],
 ) -> str:
     """Create a container of a Pod, and return its id. Raise ContainerError."""
+    assert sandbox.pause is not None
     image = find_image(client, container["image"])
     mounts, tmpfs = _build_mounts(container, volumes)
     host = client.create_host_config(
-        network_mode=f"container:{sandbox.pause}", mounts=mounts, tmpfs=tmpfs, **_build_security(pod, container),
+        network_mode=f"container:{sandbox.pause.identifier}", mounts=mounts, tmpfs=tmpfs, **_build_security(pod, container),
         **_build_limits(container), log_config=LogConfig(type="json-file"),
     )  # fmt: skip
     entrypoint, command = container.get("command"), container.get("args")
@@ -179,7 +157,8 @@ def _build_environment(store: Store, pod: Object, container: Object, sandbox: Sa
         elif reference := source.get("fieldRef"):
             fields = {
                 "metadata.name": sandbox.name, "metadata.namespace": sandbox.namespace, "metadata.uid": sandbox.uid,
-                "status.podIP": sandbox.address, "spec.nodeName": pod["spec"].get("nodeName", ""),
+                "status.podIP": sandbox.pause.address if sandbox.pause else "",
+                "spec.nodeName": pod["spec"].get("nodeName", ""),
             }  # fmt: skip
             found[variable["name"]] = fields.get(reference["fieldPath"], "")
         else:

@@ -31,6 +31,7 @@ from tests.emulators.kubernetes.node import containers, statuses
 from tests.emulators.kubernetes.node.containers import POD_LABEL, RUN_LABEL, ContainerError, Sandbox
 from tests.emulators.kubernetes.node.events import Recorder
 from tests.emulators.kubernetes.node.network import PodNetwork
+from tests.emulators.kubernetes.node.pauses import Pauses
 from tests.emulators.kubernetes.node.scheduler import Scheduler
 from tests.emulators.kubernetes.node.timers import Loop
 from tests.emulators.kubernetes.node.volumes import TOKEN_DIRECTORY, TOKEN_VOLUME, Credentials, VolumeMissing, create_volumes
@@ -60,8 +61,9 @@ class Kubelet:
             network,
             loop,
         )
-        self.pause_image, self.get_credentials = pause_image, get_credentials
+        self.get_credentials = get_credentials
         self.client = APIClient(version="auto", timeout=120, num_pools=WORKERS + 8, **kwargs_from_env())
+        self.pauses = Pauses(self.client, pause_image, {RUN_LABEL: run})
         self.recorder = Recorder(store)
         self.scheduler = Scheduler(store, faults, self.recorder)
         self.sandboxes: dict[str, Sandbox] = {}  # by uid of the Pod
@@ -69,7 +71,6 @@ class Kubelet:
         self._pool = ThreadPoolExecutor(WORKERS, "kubelet")
         self._held: dict[str, Object | None] = {}  # Pods whose termination is held, by name; None: not deleted yet
         self._pod_locks: dict[str, threading.RLock] = {}
-        self._created = 0
         self._events = self.client.events(decode=True, filters={"label": f"{RUN_LABEL}={run}", "event": "die"})
         threading.Thread(target=self._read_events, daemon=True).start()
 
@@ -124,12 +125,18 @@ class Kubelet:
 
     def close(self) -> None:
         """Stop all work, and remove all containers of the run."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         with suppress(DockerException, OSError):
             self._events.close()
-        for container in self.client.containers(all=True, filters={"label": f"{RUN_LABEL}={self.run}"}):
-            self._remove_container(container["Id"])
+        self._remove_all()  # which ends the grace periods that threads wait for
+        self._pool.shutdown(wait=True)
+        self._remove_all()
         self.client.close()
+
+    def _remove_all(self) -> None:
+        found = self.client.containers(all=True, filters={"label": f"{RUN_LABEL}={self.run}"})
+        with ThreadPoolExecutor(WORKERS) as pool:
+            list(pool.map(self._remove_container, [container["Id"] for container in found]))
 
     # Life cycle
 
@@ -164,7 +171,7 @@ class Kubelet:
                 return
             sandbox = self._get_sandbox(current)
             fault = self.faults.take_pod(sandbox.name, START_FAULTS)
-            self.edit(current, lambda item: statuses.begin(item, sandbox.address))
+            self.edit(current, statuses.begin)
             if fault:
                 self._meet(fault, current)
                 return
@@ -183,9 +190,7 @@ class Kubelet:
         uid, namespace, name = (pod["metadata"][key] for key in ("uid", "namespace", "name"))
         with self.lock:
             if uid not in self.sandboxes:
-                self._created += 1
-                address = f"10.244.{self._created >> 8}.{self._created & 255}"
-                self.sandboxes[uid] = Sandbox(uid, namespace, name, self.directory / uid, address)
+                self.sandboxes[uid] = Sandbox(uid, namespace, name, self.directory / uid)
             return self.sandboxes[uid]
 
     def _create(self, pod: Object, sandbox: Sandbox) -> None:
@@ -198,11 +203,10 @@ class Kubelet:
         volumes = create_volumes(self.store, pod, sandbox.directory, credentials)
         for container in pod["spec"]["containers"]:
             containers.find_image(self.client, container["image"])
-        if not sandbox.pause:
-            sandbox.pause = containers.create_pause(self.client, self.pause_image, pod, sandbox, labels)
-            self.client.start(sandbox.pause)
-            process = self.client.inspect_container(sandbox.pause)["State"]["Pid"]
-            self.network.attach(pod, sandbox.address, process)
+        if sandbox.pause is None:
+            pause = sandbox.pause = self.pauses.start(pod)
+            self.edit(pod, lambda item: statuses.set_address(item, pause.address))
+            self.network.attach(pod, pause.address, pause.process)
         for container in pod["spec"]["containers"]:
             if credentials:
                 token = {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIRECTORY, "readOnly": True}
@@ -286,19 +290,21 @@ class Kubelet:
 
     def _remove(self, uid: str, grace: int, pod: Object | None = None) -> None:
         """Stop and remove the containers of a Pod. Idempotent."""
-        sandbox = self.sandboxes.get(uid)
-        if sandbox is None:
-            return
-        sandbox.is_ending = True
-        with self._get_lock(uid):
+        with self._get_lock(uid):  # a start that is under way ends first
+            sandbox = self.sandboxes.get(uid)
+            if sandbox is None:
+                return
+            sandbox.is_ending = True
             stopped = [self._pool_stop(identifier, grace) for identifier in sandbox.containers.values()]
             for thread in stopped:
                 thread.join()
             if pod:
                 self.refresh(uid, pod)
             self.network.detach(uid)
-            for identifier in [*sandbox.containers.values(), *([sandbox.pause] if sandbox.pause else ())]:
+            for identifier in sandbox.containers.values():
                 self._remove_container(identifier)
+            if sandbox.pause:
+                self.pauses.stop(sandbox.pause, self._remove_container)
             self.sandboxes.pop(uid, None)
             shutil.rmtree(sandbox.directory, ignore_errors=True)
 
@@ -320,7 +326,7 @@ class Kubelet:
         with suppress(DockerException, OSError, ValueError, AttributeError):
             for event in self._events:
                 uid = event["Actor"]["Attributes"].get(POD_LABEL, "")
-                if (sandbox := self.sandboxes.get(uid)) and event["Actor"]["ID"] != sandbox.pause:
+                if sandbox := self.sandboxes.get(uid):
                     pod = self.store.find(PODS, sandbox.namespace, sandbox.name)
                     if pod and pod["metadata"]["uid"] == uid and not sandbox.is_ending:
                         self._submit(lambda uid=uid, pod=pod: self.refresh(uid, pod))

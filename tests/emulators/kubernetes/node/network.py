@@ -70,6 +70,8 @@ class PodNetwork:
             if attachment is None:
                 return
             self.loop.run(_close(attachment.listeners.values()))
+            with suppress(OSError):
+                attachment.namespace.set_addresses(set(), {*attachment.addresses, attachment.address})
             attachment.namespace.close()
             if _list_ports(attachment.pod):
                 self.refresh()

@@ -10,13 +10,16 @@ NODE_ADDRESS = "192.0.2.10"
 START_ERROR_CODE = 128
 
 
-def begin(pod: Object, address: str) -> None:
+def begin(pod: Object) -> None:
     """Set the status of a Pod whose containers are about to be created."""
     status = pod["status"]
     status |= {"startTime": format_now(), "hostIP": NODE_ADDRESS, "hostIPs": [{"ip": NODE_ADDRESS}]}
-    status |= {"podIP": address, "podIPs": [{"ip": address}]}
     set_condition(pod, "Initialized", "True")
     set_waiting(pod, "ContainerCreating")
+
+
+def set_address(pod: Object, address: str) -> None:
+    pod["status"] |= {"podIP": address, "podIPs": [{"ip": address}]}
 
 
 def set_waiting(pod: Object, reason: str, message: str = "") -> None:

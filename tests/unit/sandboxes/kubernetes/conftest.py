@@ -10,7 +10,7 @@ from sandboxes.providers.kubernetes.provider import KubernetesProvider
 from tests.conftest import DOCKER_IMAGE
 from tests.emulators.kubernetes.api.resources import PODS
 from tests.emulators.registry import serve_kubernetes
-from tests.support.kubernetes import NAMESPACE, Cluster
+from tests.support.cluster import NAMESPACE, Cluster
 
 
 @pytest.fixture(scope="package")

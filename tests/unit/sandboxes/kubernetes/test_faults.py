@@ -18,7 +18,7 @@ from tests.emulators.kubernetes.faults import (
     UNSCHEDULABLE,
     PodFault,
 )
-from tests.support.kubernetes import NAMESPACE
+from tests.support.cluster import NAMESPACE
 
 pytestmark = pytest.mark.docker
 POST_POD = r"^POST /api/v1/namespaces/leasehold-sandboxes/pods$"
@@ -144,7 +144,7 @@ def test_autoscaler_that_adds_no_node_is_a_lack_of_capacity(provider, spec, fail
 def test_image_that_cannot_be_fetched_is_named_at_the_timeout(provider, spec, fail_pods):
     fail_pods(IMAGE_PULL)
     provider.create(spec)
-    with pytest.raises(Unavailable, match="ErrImagePull|ImagePullBackOff"):
+    with pytest.raises(Unavailable, match=r"ErrImagePull|ImagePullBackOff"):
         provider.wait_ready(spec.name, timeout=timedelta(seconds=2))
 
 

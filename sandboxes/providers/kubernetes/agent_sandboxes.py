@@ -1,18 +1,26 @@
 """Sandboxes as objects of the project agent-sandbox (agents.x-k8s.io), whose controller makes the Pods.
 
-The Pod has the specification of a plain one. The controller replaces a Pod that is gone by an empty one of the same name: such a
-Pod has another uid than the one that is stored, so the sandbox counts as lost."""
+The Pod has the specification of a plain one. The controller replaces a Pod that is gone by an empty one of the same name. Such
+a Pod has another uid than the one that is stored, so the sandbox counts as lost."""
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.kubernetes import endings
 from sandboxes.providers.kubernetes.api_client import build_path
 from sandboxes.providers.kubernetes.errors import Conflict
-from sandboxes.providers.kubernetes.pod_spec import MANAGED_LABELS, OWNER_LABEL, build_pod
-from sandboxes.providers.kubernetes.pods import POLL_SECONDS, PodClient, build_deletion, get_name, parse_time, require_owner
+from sandboxes.providers.kubernetes.pod_spec import OWNER_LABEL, build_pod
+from sandboxes.providers.kubernetes.pods import (
+    POLL_SECONDS,
+    PodClient,
+    build_deletion,
+    get_name,
+    is_being_destroyed,
+    parse_time,
+    require_owner,
+)
 
 GROUP, KIND, PLURAL = "agents.x-k8s.io", "Sandbox", "sandboxes"
 SUPPORTED_VERSIONS = ("v1beta1",)  # of the group; the newest first
@@ -30,15 +38,14 @@ class SandboxObjectClient(PodClient):
 
     def _discover(self) -> str:
         """Return the version of the group that the cluster serves. Raise Rejected without a supported one."""
-        try:
-            served = {str(each.get("version")) for each in self.api.call("GET", f"/apis/{GROUP}").get("versions") or []}
-        except Missing:
-            served = set()
-        found = next((version for version in SUPPORTED_VERSIONS if version in served), "")
-        if not found:
-            message = f"The cluster serves no supported version of {GROUP} ({', '.join(SUPPORTED_VERSIONS)}): {sorted(served)}."
-            raise Rejected(f"{message} Install agent-sandbox, or unset LEASEHOLD_KUBERNETES_OBJECT.", cause=FailureCause.NOT_SUPPORTED)
-        return found
+        for version in SUPPORTED_VERSIONS:
+            with suppress(Missing):
+                served = self.api.call("GET", f"/apis/{GROUP}/{version}").get("resources") or []
+                if any(resource.get("name") == PLURAL for resource in served):
+                    return version
+        message = f"The cluster serves no supported version of {GROUP} ({', '.join(SUPPORTED_VERSIONS)})."
+        advice = "Install agent-sandbox, or unset LEASEHOLD_KUBERNETES_OBJECT."
+        raise Rejected(f"{message} {advice}", cause=FailureCause.NOT_SUPPORTED)
 
     def _post(self, spec: SandboxSpec, gateway: tuple[str, str]) -> str:
         pod = build_pod(spec, self.configuration, gateway=gateway)
@@ -68,7 +75,9 @@ class SandboxObjectClient(PodClient):
             raise error from None
         require_owner(found, spec)
         if found["metadata"].get("deletionTimestamp"):
-            raise Unavailable(f"An earlier Sandbox {spec.name} is still being deleted.", cause=FailureCause.ENGINE_ERROR) from error
+            raise Unavailable(
+                f"An earlier Sandbox {spec.name} is still being deleted.", cause=FailureCause.ENGINE_ERROR
+            ) from error
         if uid := self.records.find_uid(spec.name):
             return uid  # stays, so that a Pod that was replaced since is not taken for the first one
         return self._await_pod(spec)
@@ -88,15 +97,27 @@ class SandboxObjectClient(PodClient):
         try:
             found = self._read_object(name)
         except Missing:
-            return super()._delete_once(name)  # the cluster's garbage collection may be late
+            return self._delete_leftover(name)
         if OWNER_LABEL not in (found["metadata"].get("labels") or {}):
             return None
         if not found["metadata"].get("deletionTimestamp"):
-            try:
+            with suppress(Missing, Conflict):  # gone, or replaced
                 self.api.call("DELETE", self.object_path(name), build_deletion(str(found["metadata"]["uid"])))
-            except (Missing, Conflict):
-                return found
         return found
+
+    def _delete_leftover(self, name: str) -> dict[str, Any] | None:
+        """Delete the Pod of an object that is gone: the garbage collection of the cluster may be late. Return it until then."""
+        try:
+            pod = self.read(name)
+        except Missing:
+            return None
+        owners = pod["metadata"].get("ownerReferences") or []
+        if not any((owner.get("kind"), owner.get("name")) == (KIND, name) for owner in owners):
+            return None
+        if not is_being_destroyed(pod):
+            with suppress(Missing, Conflict):
+                self._delete(name, pod)
+        return pod
 
 
 def build_sandbox_object(pod: Mapping[str, Any], api_version: str) -> dict[str, Any]:
@@ -121,12 +142,3 @@ def _to_remnant(found: Mapping[str, Any]) -> ProviderSandbox:
     owner = (metadata.get("labels") or {}).get(OWNER_LABEL, "")
     name, created_at = get_name(found), parse_time(metadata["creationTimestamp"])
     return ProviderSandbox(ref=name, name=name, running=False, created_at=created_at, is_remnant=True, owner=owner)
-
-
-def is_managed(found: Mapping[str, Any]) -> bool:
-    """Return whether an object is one of this control plane."""
-    labels = found["metadata"].get("labels") or {}
-    return all(labels.get(key) == value for key, value in MANAGED_LABELS.items())
-
-
-assert endings.ENDED_PHASES

@@ -36,7 +36,8 @@ from sandboxes.providers.base import (
     SealReport,
     Unavailable,
 )
-from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration, get_configuration
+from sandboxes.providers.kubernetes.agent_sandboxes import SandboxObjectClient
+from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration, ObjectKind, get_configuration
 from sandboxes.providers.kubernetes.pod_spec import MANAGED_LABELS, OWNER_LABEL
 from sandboxes.providers.kubernetes.pods import PodClient, to_sandbox
 from sandboxes.providers.kubernetes.readiness import Readiness
@@ -57,7 +58,8 @@ class PodCommandProvider(AgentCommandProvider, ABC):
     def __init__(self, configuration: KubernetesConfiguration | None = None, records: PodRecords | None = None) -> None:
         self.configuration = configuration or get_configuration()
         self.records = records or create_records()
-        self.pods = PodClient(self.configuration, self.records)
+        is_plain = self.configuration.object_kind == ObjectKind.POD
+        self.pods = (PodClient if is_plain else SandboxObjectClient)(self.configuration, self.records)
         self._checked_at: dict[str, float] = {}  # ref -> monotonic time of the last look at a Pod without a response
 
     def exec(

@@ -1,5 +1,6 @@
 """Kubernetes emulator: the API server, one node, and its kubeconfig."""
 
+import os
 import secrets
 import subprocess
 from pathlib import Path
@@ -57,7 +58,7 @@ class KubernetesEmulator(FaultInjection):
         self.loop = Loop()
         self._reaper = subprocess.Popen(
             ["sh", "-c", REAPER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True, env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LABEL": f"{RUN_LABEL}={self.run}"},
+            start_new_session=True, env={**os.environ, "LABEL": f"{RUN_LABEL}={self.run}"},
         )  # fmt: skip
         self.certificate = create_server_certificate(directory, ("127.0.0.1", API_ADDRESS))
         self.network = PodNetwork(self.store, self.loop)

@@ -97,7 +97,7 @@ def build_resource_list(resources: tuple[Resource, ...], group: str, version: st
             found.append(
                 {
                     "name": f"{resource.plural}/{name}", "singularName": "", "namespaced": resource.is_namespaced, "kind": kind,
-                    "verbs": list(verbs),
+                    "verbs": list(verbs), **({"group": "policy", "version": "v1"} if kind == "Eviction" else {}),
                 }
             )  # fmt: skip
     if not found:

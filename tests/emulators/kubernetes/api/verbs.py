@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.emulators.kubernetes.api import patches
+from tests.emulators.kubernetes.api import patches, protobuf
 from tests.emulators.kubernetes.api.admission import Admission
 from tests.emulators.kubernetes.api.deletion import Deletion
 from tests.emulators.kubernetes.api.nodes import Node
@@ -47,7 +47,7 @@ class Verbs:
             case "get":
                 return self._answer(resource, self.store.get(resource, namespace, name), request)
             case "create" if subresource == "eviction":
-                return as_json(self.deletion.evict(namespace, name, _parse(request)), 201)
+                return as_json(self.deletion.evict(namespace, name, _parse(request, resource)), 201)
             case "create" if subresource == "token":
                 return as_json(self.admission.issue_token(namespace, name), 201)
             case "create":
@@ -133,7 +133,7 @@ class Verbs:
         return edited
 
     def _create(self, resource: Resource, namespace: str, request: Request) -> Response:
-        body = _parse(request)
+        body = _parse(request, resource)
         if resource.is_namespaced and not namespace:
             raise ApiError(405, "the server does not allow this method on the requested resource")
         created = self.create(resource, namespace, body, is_dry_run=request.get("dryRun") == "All")
@@ -222,11 +222,15 @@ def _set_namespace(resource: Resource, namespace: str, metadata: Object) -> None
         raise ApiError(400, "the namespace of the provided object does not match the namespace sent on the request")
 
 
-def _parse(request: Request) -> Object:
-    """Return the body as an object. An empty body is an empty object."""
+def _parse(request: Request, resource: Resource | None = None) -> Object:
+    """Return the body as an object. An empty body is an empty object. For some resources it may be in protobuf."""
     kind = (request.headers.get("Content-Type") or "application/json").partition(";")[0]
     if not request.body:
         return {}
+    if kind == protobuf.MEDIA_TYPE and resource in {NAMESPACES, SERVICE_ACCOUNTS, PODS} and request.method == "POST":
+        return {"metadata": protobuf.parse_metadata(request.body)}  # of a Pod: its eviction
+    if kind == protobuf.MEDIA_TYPE and request.method == "DELETE":
+        return protobuf.parse_delete_options(request.body)
     try:
         if kind == "application/yaml":
             parsed = yaml.safe_load(request.body)

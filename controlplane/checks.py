@@ -13,11 +13,13 @@ from django.urls import get_resolver
 
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.providers import load_class
+from sandboxes.providers.kubernetes import configuration as kubernetes
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 from sandboxes.providers.remote.configuration import find_missing_variable, get_configuration
 from sandboxes.state import mounts
 
 CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
+WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL
 MAX_SOCKET_NAME_BYTES = len("/egress/s/16383/llm.sock")  # longest socket path, relative to RUNTIME_DIR
 
@@ -77,6 +79,15 @@ def check_provider_key(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -
 
 
 @register(CONFIGURATION)
+def check_kubernetes(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Check that sandboxes of the default provider can join the gateway."""
+    if settings.SANDBOX_PROVIDER != "kubernetes" or not (variable := kubernetes.find_missing_variable()):
+        return []
+    message = f"SANDBOX_PROVIDER=kubernetes needs {variable}, which is not set: the agents of sandboxes join the gateway."
+    return [Error(message, hint=f"Set {variable}. See docs/kubernetes.md.", id="leasehold.E009")]
+
+
+@register(CONFIGURATION)
 def check_gateway(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """Warn if agents in remote sandboxes would have no models."""
     if settings.SANDBOX_PROVIDER not in settings.REMOTE_PROVIDERS or settings.GATEWAY_URL:
@@ -86,6 +97,16 @@ def check_gateway(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
     )
     hint = "Commands and files work. Serve the gateway and set its public address: docs/providers.md, Models."
     return [Warning(message, hint=hint, id="leasehold.W002")]
+
+
+@register(CONFIGURATION)
+def check_internal_address(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Require an address by which other machines reach a gateway that listens on all addresses of its own."""
+    host = settings.GATEWAY_INTERNAL_LISTEN.rpartition(":")[0]
+    if not settings.GATEWAY_LISTEN or host not in WILDCARD_HOSTS or settings.GATEWAY_INTERNAL_ADDRESS:
+        return []
+    message = f"LEASEHOLD_GATEWAY_INTERNAL_LISTEN={settings.GATEWAY_INTERNAL_LISTEN} is no address that others can connect to."
+    return [Error(message, hint="Set LEASEHOLD_GATEWAY_INTERNAL_ADDRESS.", id="leasehold.E010")]
 
 
 @register(CONFIGURATION)

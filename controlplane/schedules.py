@@ -26,7 +26,7 @@ from sandboxes.pool import lifetimes
 from sandboxes.queue_threads import StillRunning, run_in_work_thread
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
-from sandboxes.sweeps import agent_restarts, installation, passes
+from sandboxes.sweeps import agent_restarts, installation, passes, seal_checks
 from sandboxes.sweeps.heartbeat import record_heartbeats
 from sandboxes.webhooks import delivery
 
@@ -82,6 +82,7 @@ def meter(*, now: datetime) -> SweepResult:
 SCHEDULE: dict[str, ScheduledSweep] = {
     HEARTBEAT:   ScheduledSweep(1,  "record that the queue executes scheduled tasks",       do_nothing),
     "hosts":     ScheduledSweep(1,  "record that this host's engine responds",              record_heartbeats),
+    "seal":      ScheduledSweep(5,  "check daily that sandboxes are sealed",                seal_checks.check_seals),
     "mark":      ScheduledSweep(1,  "mark store and state directory as this installation's", installation.mark_places),
     "expire":    ScheduledSweep(1,  "end leases whose ttl or max_ttl has elapsed",          leases.expire_due_leases),
     "stalled":   ScheduledSweep(1,  "recover overdue sandboxes, runs, turns, model calls",  leases.recover_stalled),
@@ -133,7 +134,8 @@ DESTRUCTIVE_SWEEPS = frozenset(
 # others concern the whole installation and run once, on any host.
 HOST_SWEEPS = frozenset(
     {
-        HEARTBEAT, "hosts", "mark", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "intervals", "restart",
+        HEARTBEAT, "hosts", "seal",
+        "mark", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "intervals", "restart",
         "cold", "warm", "reconcile", "measure", "read", "prune", "collect", "budgets",
     }
 )  # fmt: skip

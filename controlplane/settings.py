@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
-from controlplane import env, logs, remote_settings
+from controlplane import env, kubernetes_settings, logs, remote_settings
 from controlplane.framework import *  # noqa: F403 - settings that do not depend on the environment
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 
@@ -106,6 +106,7 @@ DOCKER_RUNTIME = env.text(
     help="OCI runtime of new Docker sandboxes, such as runsc or kata-runtime, known to the daemon; unset: the daemon's default",
 )
 REMOTE_PROVIDERS = remote_settings.read()
+KUBERNETES = kubernetes_settings.read()
 PARKED_NETWORKS = env.integer(
     "LEASEHOLD_PARKED_NETWORKS", 1, minimum=0, maximum=16,
     help="empty network namespaces kept ready on each Docker host for the next starts, in containers of about 6 MiB; 0: none",
@@ -397,6 +398,23 @@ GATEWAY_CERTIFICATE = env.text(
 )
 GATEWAY_CERTIFICATE_KEY = env.text(
     "LEASEHOLD_GATEWAY_CERTIFICATE_KEY", help="PEM file with the key of the certificate; unset: it is in the certificate's file"
+)
+GATEWAY_AUTHORITY = env.text(
+    "LEASEHOLD_GATEWAY_AUTHORITY",
+    help="PEM file with the authority of the gateway's certificate, for agents that join it; unset: those of the image",
+)
+GATEWAY_INTERNAL_LISTEN = env.text(
+    "LEASEHOLD_GATEWAY_INTERNAL_LISTEN",
+    "127.0.0.1:0",
+    accepts="host:port",
+    pattern=r"(\[[0-9a-f:]+\]|[^:\s]+):[0-9]{1,5}",
+    help="address on which the gateway serves the web and worker processes, which reach connected agents there; port 0: any",
+)
+GATEWAY_INTERNAL_ADDRESS = env.text(
+    "LEASEHOLD_GATEWAY_INTERNAL_ADDRESS",
+    accepts="host:port",
+    pattern=r"(\[[0-9a-f:]+\]|[^:\s]+):[0-9]{1,5}",
+    help="address of this gateway for web and worker processes on other machines; unset: LEASEHOLD_GATEWAY_INTERNAL_LISTEN",
 )
 
 EGRESS_ALLOWED_NETWORKS = env.networks(

@@ -25,7 +25,7 @@ from sandboxes.claims import KILL_GRACE, hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
-from sandboxes.errors import CapacityExhausted, TooManyLongCalls
+from sandboxes.errors import CapacityExhausted, CapacityPending, TooManyLongCalls
 from sandboxes.guard import HolderTerms
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import WAITING_CALLS, is_shutting_down
@@ -180,12 +180,13 @@ def _grant_with_place(
 def end_on_error(pk: UUID, *, clock: Clock, actor: str = "") -> Iterator[None]:
     """End the lease that this call has granted if the body of the `with` raises: its client does not learn the lease's id.
 
-    A lease in which another call has opened a run meanwhile goes on. Retried while the database does not respond; if it does
-    not respond in time, or this process dies, a repeated join returns the lease, else its TTL ends it."""
+    A lease in which another call has opened a run meanwhile, or whose sandbox is pending, goes on. Retried while the database
+    does not respond; if it does not respond in time, or this process dies, a repeated join returns the lease, else its TTL ends
+    it."""
     try:
         yield
-    except _LeaseHeld:
-        raise
+    except (_LeaseHeld, CapacityPending):
+        raise  # the sandbox of a pending start keeps its place, and a repeated call returns the lease
     except Exception as failed:
         detail = str(failed)
         with suppress(RetriesExhausted):

@@ -88,6 +88,13 @@ class HostLost(SandboxError):
     retry_after = 60
 
 
+class NotIsolated(SandboxError):
+    """Sandboxes of this provider are not shown to be sealed, so none is started. The page of the host has the reason."""
+
+    code = "not_isolated"
+    retry_after = 60
+
+
 class ClaimLost(SandboxError):
     """The operation made no progress for too long, and was given up. Nothing of it was recorded. Try again."""
 
@@ -101,6 +108,13 @@ class CapacityExhausted(SandboxError):
     code = "capacity_exhausted"
     retry_after = 10
     pool_id: int | None = None  # of the full pool, if the request has several pools
+
+
+class CapacityPending(SandboxError):
+    """The cluster has no room for the sandbox yet. It keeps its place, and starts as soon as there is room."""
+
+    code = "capacity_pending"
+    retry_after = 15
 
 
 class StartsPaused(SandboxError):

@@ -27,6 +27,7 @@ from sandboxes.formatting import pluralize
 from sandboxes.hosts import registry
 from sandboxes.models import Host, SandboxState
 from sandboxes.pool import start_breaker
+from sandboxes.providers.registry import PROVIDERS
 
 MAX_AUDIT_ROWS = 12
 BADGES = {"live": "ok", "unreachable": "late", "lost": "failing"}
@@ -122,6 +123,7 @@ class HostAdmin(ConsoleModelAdmin):
                     href=build_changelist_url("sandboxes_sandbox", slice="live", host__exact=row.pk),
                 ),
                 build_starts_field(row, now),
+                *build_seal_fields(row),
                 SummaryField("Memory", self.memory(row), note="of the engine's machine"),
                 SummaryField("Provider", row.provider, note=f"engine {row.engine_id}"),
                 SummaryField("Version", self.release(row), note="of the worker"),
@@ -134,6 +136,18 @@ class HostAdmin(ConsoleModelAdmin):
 def render_state(row: Host, now: datetime) -> SafeString:
     state = registry.get_state(row, now=now)
     return render_badge(BADGES[state], state)
+
+
+def build_seal_fields(row: Host) -> list[SummaryField]:
+    """Build the result of the last check that sandboxes reach the gateway alone, of a provider that has to prove it."""
+    entry = PROVIDERS.get(row.provider)
+    if entry is None or not entry.proves_isolation:
+        return []
+    if row.sealed is None:
+        return [SummaryField("Seal", "not checked", note="no sandbox is started before a check has passed", alarm=True)]
+    text = "gateway alone" if row.sealed else "open"
+    shown = render_timestamp(row.seal_checked_at, text) if row.seal_checked_at else text
+    return [SummaryField("Seal", shown, note=row.seal_report.replace("\n", "; "), alarm=not row.sealed)]
 
 
 def build_starts_field(row: Host, now: datetime) -> SummaryField:

@@ -1,4 +1,4 @@
-"""Connection of a control plane's process to the agent of one container, through the gateway of the host."""
+"""Connection of a control plane's process to the agent of one sandbox, through a gateway."""
 
 import contextlib
 import itertools
@@ -12,23 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from sandboxes.agent.addresses import GREETING_TIMEOUT_SECONDS, GatewayAddress, GatewayDown, NotConnected, UnixGateway
 from sandboxes.agent.gateway import encode_control_frame
 from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame, encode_frame, parse_hello
 
 CHUNK_BYTES = 1 << 18
 MAX_IDLE_CONNECTIONS = 64  # of a process; the oldest is closed
-GREETING_TIMEOUT_SECONDS = 2.0  # in addition to the time that the gateway is asked to wait
-RESTART_SECONDS = 5.0  # for the gateway to be started again, before operations are left to the engine
 RECONNECT_PAUSE_SECONDS = 0.1
 _down_since: dict[str, float] = {}  # gateway -> monotonic time of the first refused connection, until one is accepted
-
-
-class NotConnected(Exception):
-    """No agent or no gateway is there. Nothing was sent to an agent."""
-
-
-class GatewayDown(NotConnected):
-    """No process listens on the gateway's socket: the gateway is being started again."""
 
 
 class ConnectionLost(Exception):
@@ -38,24 +29,27 @@ class ConnectionLost(Exception):
 class AgentConnection:
     """One connection, used by one thread at a time."""
 
-    def __init__(self, gateway: Path, container: str, *, wait: float) -> None:
-        """Connect, and wait up to `wait` seconds for the container's agent. Raise NotConnected."""
-        self.key = os.fspath(gateway), container
+    def __init__(self, gateway: GatewayAddress | Path, container: str, *, wait: float) -> None:
+        """Connect, and wait up to `wait` seconds for the agent. Raise NotConnected.
+
+        `container` is the id of a container of this host, or the ref of a sandbox elsewhere."""
+        gateway = as_address(gateway)
+        name = gateway.get_key(container)
+        self.key = name, container
         self._reader, self._ids = FrameReader(), itertools.count(1)
         self._frames: list[RawFrame] = []
         self._awaited, self._ignored = deque[int](), set[int]()  # ids of requests without a response yet
-        self._socket = socket.socket(socket.AF_UNIX)
         try:
-            self._socket.settimeout(GREETING_TIMEOUT_SECONDS)
-            self._socket.connect(os.fspath(gateway))
-            _down_since.pop(os.fspath(gateway), None)
-            self._socket.sendall(encode_control_frame({"sandbox": container, "wait": wait}))
+            self._socket = gateway.open(container, wait=wait)
+        except GatewayDown:
+            _down_since.setdefault(name, time.monotonic())
+            raise
+        except OSError as error:
+            raise NotConnected(f"No agent is connected: {error}") from error
+        _down_since.pop(name, None)
+        try:
             self.boot = parse_hello(self._receive(timeout=wait + GREETING_TIMEOUT_SECONDS))
-        except ConnectionRefusedError as error:
-            self._socket.close()
-            _down_since.setdefault(os.fspath(gateway), time.monotonic())
-            raise GatewayDown("The gateway is not running.") from error
-        except (OSError, ConnectionLost, ProtocolError) as error:
+        except (ConnectionLost, ProtocolError) as error:
             self._socket.close()
             raise NotConnected(f"No agent is connected: {error}") from error
 
@@ -174,15 +168,20 @@ class AgentConnection:
         return self._frames.pop(0).parse()
 
 
-def connect_through_restart(gateway: Path, container: str, *, wait: float) -> AgentConnection:
-    """Connect, and wait for a gateway that is being started again, until it has been down for RESTART_SECONDS.
+def as_address(gateway: GatewayAddress | Path) -> GatewayAddress:
+    return UnixGateway(gateway) if isinstance(gateway, Path) else gateway
+
+
+def connect_through_restart(gateway: GatewayAddress | Path, container: str, *, wait: float) -> AgentConnection:
+    """Connect, and wait for a gateway that is being started again, until it has been down for its `restart_seconds`.
 
     Raise NotConnected."""
+    gateway = as_address(gateway)
     while True:
         try:
             return AgentConnection(gateway, container, wait=wait)
         except GatewayDown:
-            if time.monotonic() - _down_since.get(os.fspath(gateway), 0.0) > RESTART_SECONDS:
+            if time.monotonic() - _down_since.get(gateway.get_key(container), 0.0) > gateway.restart_seconds:
                 raise
             time.sleep(RECONNECT_PAUSE_SECONDS)
 
@@ -202,9 +201,9 @@ class IdleConnections:
         self._lock = threading.Lock()
         self._connections = OrderedDict[AgentConnection, None]()  # the least recently used first
 
-    def take(self, gateway: Path, container: str) -> AgentConnection | None:
+    def take(self, gateway: GatewayAddress | Path, container: str) -> AgentConnection | None:
         """Return the most recently used connection to an agent, or None."""
-        key = os.fspath(gateway), container
+        key = as_address(gateway).get_key(container), container
         while True:
             with self._lock:
                 found = next((connection for connection in reversed(self._connections) if connection.key == key), None)

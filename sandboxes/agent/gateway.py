@@ -60,10 +60,12 @@ class ResponseReceiver(Protocol):
 
 
 class AgentSession(asyncio.Protocol):
-    """Connection of the agent of one container."""
+    """Connection of the agent of one container, or of the sandbox with a ref.
 
-    def __init__(self, gateway: "AgentGateway", container: str) -> None:
-        self.container, self.hello, self.violation = container, b"", ""
+    `number` is that of the connection if the gateway is one of several, so that clients do not reach an outdated one."""
+
+    def __init__(self, gateway: "AgentGateway", container: str, *, number: int = 0) -> None:
+        self.container, self.number, self.hello, self.violation = container, number, b"", ""
         self.clients: set[ResponseReceiver] = set()
         self._gateway, self._reader, self._ids = gateway, FrameReader(), itertools.count(1)
         self._pending: dict[int, tuple[ResponseReceiver, int]] = {}
@@ -151,13 +153,14 @@ class ClientSession(asyncio.Protocol):
             if "fallback" in head:
                 self._gateway.count_fallback(str(head["fallback"]))
                 return
-            self._opening = asyncio.get_running_loop().create_task(self._open(str(head["sandbox"]), float(head["wait"])))
+            opening = self._open(str(head["sandbox"]), float(head["wait"]), int(head.get("number", 0)))
+            self._opening = asyncio.get_running_loop().create_task(opening)
         else:
             raise ProtocolError("request before the greeting")
 
-    async def _open(self, container: str, wait: float) -> None:
+    async def _open(self, container: str, wait: float, number: int) -> None:
         session = await self._gateway.wait_for_session(container, wait)
-        if session is None:
+        if session is None or session.number != number:
             self.send(encode_control_frame({"error": "not_connected"}))
             self._transport.close()
             return

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sandboxes.agent.addresses import GatewayAddress
 from sandboxes.agent.client import (
     RECONNECT_PAUSE_SECONDS,
     AgentConnection,
@@ -21,6 +22,7 @@ CONNECT_SECONDS = 3.0  # for an agent to connect; the gateway waits less unless 
 FIRST_WAIT_SECONDS = FIRST_RESPONSE_SECONDS = 0.5  # of the first request: a container that does not respond is noticed early
 WAIT_SECONDS = 30.0  # of each further request
 RESPONSE_SECONDS = 5.0  # for a response, in addition to the time that the agent is asked to wait
+STDIN_PART_BYTES = 1 << 20  # of one request, if the input is sent in several
 END_SECONDS = 5.0  # for the agent's own kill after the run's timeout
 
 
@@ -50,10 +52,13 @@ class AgentRun:
     stdin: bytes = b""
     cap: int = 1 << 20  # bytes per stream
     digest: str = ""  # directory whose digest is part of the result, if it is small
+    may_stream: bool = False  # input that is too long for one request is sent in several, instead of refused
 
     def encode(self) -> tuple[bytes, bytes]:
-        """Return (command as JSON, stdin)."""
-        return json.dumps({"argv": list(self.argv), "env": dict(self.env), "cwd": self.cwd}).encode(), self.stdin
+        """Return (command as JSON, stdin or its first part)."""
+        command = json.dumps({"argv": list(self.argv), "env": dict(self.env), "cwd": self.cwd}).encode()
+        is_long = self.may_stream and len(command) + len(self.stdin) > MAX_REQUEST_BODY_BYTES
+        return command, self.stdin[:STDIN_PART_BYTES] if is_long else self.stdin
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,11 @@ class AgentResult:
 
 
 class AgentClient:
-    """Runs in one container, over connections of their own to the gateway at this path."""
+    """Runs in one sandbox, over connections of their own to the gateway.
 
-    def __init__(self, gateway: Path, container: str) -> None:
+    `gateway` is a unix socket of this host, with the id of a container, or another address, with the ref of a sandbox."""
+
+    def __init__(self, gateway: GatewayAddress | Path, container: str) -> None:
         self._gateway, self.container = gateway, container
 
     def run(self, run: AgentRun, *, boot: str = "", check: Callable[[], None] = lambda: None) -> AgentResult:
@@ -108,8 +115,10 @@ class AgentClient:
         wait, grace = FIRST_WAIT_SECONDS, FIRST_RESPONSE_SECONDS
         head = {"verb": "exec", "run": run.id, "boot": boot, "timeout": run.timeout, "cap": run.cap}
         head, body = head | {"command_bytes": len(command), "digest": run.digest}, command + stdin
+        if has_more := len(stdin) < len(run.stdin):
+            head |= {"open": True}
         while True:
-            wait = min(wait, max(deadline - time.monotonic(), 0.0))
+            wait = min(wait, max(deadline - time.monotonic(), 0.0)) if not has_more else 0.0
             frame, state = self._request(connection, run.id, head | {"wait": wait}, body, timeout=wait + grace)
             if state.state == "ended":
                 return self._collect(connection, run, frame, state)
@@ -117,10 +126,28 @@ class AgentClient:
                 raise NotStarted("The agent cannot start a process, or retains too many results.", "busy")
             if state.state != "running":
                 raise OutcomeUnknown(f"The agent has no result of this run: {state.state}")
+            if has_more:
+                self._write_stdin(connection, run, deadline)
+                has_more = False
             if time.monotonic() > deadline:
                 raise OutcomeUnknown("The run has not ended by its deadline.")
             head, body = {"verb": "wait", "run": run.id, "digest": run.digest}, b""
             wait, grace = WAIT_SECONDS, RESPONSE_SECONDS
+
+    def _write_stdin(self, connection: AgentConnection, run: AgentRun, deadline: float) -> None:
+        """Send the input that the agent has not received yet. Raise ConnectionLost, ProtocolError.
+
+        The agent answers when it has room for more. Bytes that it received before a loss of the connection are not repeated."""
+        head: dict[str, object] = {"verb": "write", "run": run.id, "offset": 0, "last": False, "wait": 0}
+        _, state = self._request(connection, run.id, head)
+        while state.state == "running" and time.monotonic() < deadline:
+            part = run.stdin[state.written : state.written + STDIN_PART_BYTES]
+            is_last = state.written + len(part) == len(run.stdin)
+            wait = min(WAIT_SECONDS, max(deadline - time.monotonic(), 0.0))
+            head = {"verb": "write", "run": run.id, "offset": state.written, "last": is_last, "wait": wait}
+            _, state = self._request(connection, run.id, head, part, timeout=wait + RESPONSE_SECONDS)
+            if is_last:
+                return
 
     def find(self, run_id: str, *, cap: int) -> AgentResult | RunState:
         """Return the result of an ended run, or another state. Raise NotConnected, ConnectionLost, ProtocolError."""

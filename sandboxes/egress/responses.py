@@ -27,3 +27,9 @@ def build_error_response(status: int, code: str, message: str) -> web.Response:
     """Build an error response in the format of the OpenAI and Anthropic SDKs. 429 and 503 carry Retry-After: 1 (second)."""
     headers = {CODE_HEADER: code} | ({"Retry-After": "1"} if status in (429, 503) else {})
     return web.json_response(build_error_body(code, message), status=status, headers=headers)
+
+
+def read_bearer(request: web.BaseRequest) -> str:
+    """Return the bearer token of a request, or an empty text."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""

@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from aiohttp import web
 
 from sandboxes.egress import gateway_tokens
 from sandboxes.egress.call_tracking import DatabaseThreads
+from sandboxes.egress.responses import read_bearer
 
 POLL_SECONDS = 25.0  # a poll without requests is answered after this time
 RECONNECT_SECONDS = 3.0  # between two polls of a connected sandbox, and until it takes note of a request
@@ -44,6 +45,7 @@ class RunnerChannels:
     """Handlers of the gateway's paths for runners, and of the socket for this host's processes."""
 
     database: DatabaseThreads
+    confirm: Callable[[web.BaseRequest], None]  # called once a request is authenticated
     _channels: dict[str, _Channel] = field(default_factory=dict)  # by ref
     _calls: dict[str, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)  # id -> (ref, response)
     _is_closed: bool = False
@@ -125,10 +127,10 @@ class RunnerChannels:
                 channel.pending.remove(entry)
 
     async def _identify(self, request: web.Request) -> str:
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        ref = await self.database.run(gateway_tokens.find_ref, token.strip()) if scheme.lower() == "bearer" else None
+        ref = await self.database.run(gateway_tokens.find_ref, read_bearer(request))
         if ref is None:
             raise web.HTTPUnauthorized
+        self.confirm(request)
         return ref
 
     def _settle(self, ref: str, results: Iterable[Any]) -> None:

@@ -9,8 +9,8 @@ import socket
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,22 @@ from aiohttp import web
 from django.conf import settings
 from django.db import Error as DatabaseError
 
+from sandboxes.agent import internal
+from sandboxes.agent.gateway import AgentGateway
 from sandboxes.db import database_time
 from sandboxes.egress import authorization, gateway_tokens
+from sandboxes.egress.agent_sessions.server import AgentSessionServer
 from sandboxes.egress.authorization import CallRefused
 from sandboxes.egress.call_tracking import CallTracker, DatabaseThreads
 from sandboxes.egress.mcp_tools import McpToolServer
 from sandboxes.egress.model_calls import ModelCallProxy
+from sandboxes.egress.public_listener import PublicListener
 from sandboxes.egress.relay import RelayProxy
 from sandboxes.egress.request_filter import FIELDS_BY_PATH, MCP_PATH, MODELS_PATH
-from sandboxes.egress.responses import CALL_ID_HEADER, SLOT_HEADER, ClientDisconnected, build_error_response
+from sandboxes.egress.responses import CALL_ID_HEADER, SLOT_HEADER, ClientDisconnected, build_error_response, read_bearer
 from sandboxes.egress.runner_channels import MAX_RESULT_BYTES, RunnerChannels
 from sandboxes.errors import SandboxError, SigningKeyRevoked
+from sandboxes.hosts import agent_routes
 from sandboxes.hosts.directories import chmod_no_follow, ensure_directory, ensure_private_directory
 
 log = structlog.get_logger(__name__)
@@ -50,6 +55,9 @@ class GatewayListener:
     port: int
     certificate: str = ""  # path of a PEM file with the chain
     key: str = ""  # path of a PEM file; empty: in the file of the certificate
+    internal_host: str = "127.0.0.1"  # for the processes of the control plane
+    internal_port: int = 0  # 0: chosen by the kernel
+    internal_address: str = ""  # host:port by which they reach it; empty: the host and port above
 
 
 @dataclass
@@ -58,11 +66,15 @@ class EgressServer:
 
     now: Callable[[], datetime] = database_time.now_without_query
 
+    agents: AgentGateway = field(default_factory=AgentGateway)  # that gets the sessions of agents on other machines
+
     def __post_init__(self) -> None:
         self.database = DatabaseThreads()
         self.calls = CallTracker(self.now, self.database)
         self.tools = McpToolServer(self.now)
-        self.runners = RunnerChannels(self.database)
+        self.runners = RunnerChannels(self.database, self.confirm)
+        self.sessions = AgentSessionServer(self.agents, self.database, self.now, self.confirm)
+        self._public: PublicListener | None = None
 
     @asynccontextmanager
     async def listening(self, sockets: dict[Path, int | None], gateway: GatewayListener | None = None) -> AsyncIterator[None]:
@@ -71,18 +83,19 @@ class EgressServer:
         nginx connects to the socket whose slot is None; its requests name their slot in a header. At the end of the body all
         calls in flight are cancelled, and the sockets are removed."""
         runners: list[web.AppRunner] = []
-        async with _open_client_session() as session:
+        async with _open_client_session() as session, AsyncExitStack() as listeners:
             handlers = self._build_handlers(session)
             watcher = asyncio.create_task(self.calls.watch_leases())
             try:
                 for path, slot in sockets.items():
                     runners.append(await self._listen(path, slot, handlers))
                 if gateway:
-                    runners.append(await self._listen_as_gateway(gateway, [*self.runners.build_gateway_routes(), *handlers]))
+                    runners.append(await self._listen_as_gateway(gateway, handlers, listeners))
                     runners.append(await self._listen_for_runner_calls())
                 yield
             finally:
                 watcher.cancel()
+                await listeners.aclose()
                 self.calls.cancel_all()
                 self.runners.close()
                 for runner in runners:
@@ -108,14 +121,31 @@ class EgressServer:
         await web.SockSite(runner, bind_unix_socket(path), backlog=512).start()
         return runner
 
-    async def _listen_as_gateway(self, gateway: GatewayListener, routes: list[web.RouteDef]) -> web.AppRunner:
+    async def _listen_as_gateway(
+        self, gateway: GatewayListener, handlers: list[web.RouteDef], listeners: AsyncExitStack
+    ) -> web.AppRunner:
+        """Serve remote sandboxes until `listeners` is closed, and processes that call their agents."""
+        routes = [*self.runners.build_gateway_routes(), *self.sessions.build_routes(), *handlers]
         runner = await _set_up_runner(routes, by_token=True, max_body_bytes=MAX_RESULT_BYTES)
         context = None
         if gateway.certificate:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(gateway.certificate, gateway.key or None)
-        await web.TCPSite(runner, gateway.host, gateway.port, backlog=512, ssl_context=context).start()
+        secret = agent_routes.derive_gateway_secret()
+        port = await listeners.enter_async_context(
+            internal.listening(self.agents, gateway.internal_host, gateway.internal_port, secret)
+        )
+        address = gateway.internal_address or f"{gateway.internal_host}:{port}"
+        await listeners.enter_async_context(self.sessions.serving(address))
+        assert runner.server
+        self._public = PublicListener(runner.server, context)
+        await listeners.enter_async_context(self._public.listening(gateway.host, gateway.port))
         return runner
+
+    def confirm(self, request: web.BaseRequest) -> None:
+        """Note that the caller of a request is authenticated."""
+        if self._public:
+            self._public.confirm(request)
 
     async def _listen_for_runner_calls(self) -> web.AppRunner:
         """Serve this host's processes, which call the runners of connected sandboxes."""
@@ -132,10 +162,10 @@ class EgressServer:
         if not request.app[TOKEN_KEY]:
             slot = request.app[SLOT_KEY]
             return int(request.headers[SLOT_HEADER]) if slot is None else slot
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        found = await self.database.run(gateway_tokens.find_slot, token.strip()) if scheme.lower() == "bearer" else None
+        found = await self.database.run(gateway_tokens.find_slot, read_bearer(request))
         if found is None:
             raise CallRefused(401, "invalid_token", "The gateway does not know this token, or its sandbox is gone.")
+        self.confirm(request)
         return found
 
     def _with_errors(self, handle: RequestHandler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

@@ -19,10 +19,11 @@ from django.db import IntegrityError, transaction
 from django.db.models import Q, QuerySet
 
 from sandboxes import providers
-from sandboxes.errors import HostLost, WrongHost
+from sandboxes.errors import HostLost, NotIsolated, WrongHost
 from sandboxes.hosts.bound_provider import bind_provider, compute_host_id
 from sandboxes.models import Host, Pool, Sandbox
 from sandboxes.providers.base import FailureCause, Provider, ProviderError, Unavailable
+from sandboxes.providers.registry import PROVIDERS
 
 log = structlog.get_logger(__name__)
 ENGINES_FILE = "engines.json"  # in the state directory: provider -> engine id, used while the engine does not respond
@@ -52,10 +53,14 @@ def get_local_host(provider_name: str, *, now: datetime) -> Host:
 
 
 def get_placement_host(provider_name: str, *, now: datetime) -> Host:
-    """Return the host on which this process starts sandboxes. Raise HostLost if an operator has declared it lost."""
+    """Return the host on which this process starts sandboxes. Raise HostLost if an operator has declared it lost.
+
+    Raise NotIsolated if its provider has to prove its isolation and has not, unless DEBUG or ALLOW_UNISOLATED is set."""
     host = get_local_host(provider_name, now=now)
     if host.lost_at:
         raise HostLost(f'The host "{host}" was declared lost and is not cleaned up yet. Its worker does so.', host=host.name)
+    if PROVIDERS[provider_name].proves_isolation and not (host.sealed or settings.DEBUG or settings.ALLOW_UNISOLATED):
+        raise NotIsolated(host=host.name)
     return host
 
 

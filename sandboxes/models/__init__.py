@@ -3,7 +3,7 @@
 from sandboxes.models.admission import AdmissionRequest
 from sandboxes.models.egress_connections import EgressConnection
 from sandboxes.models.egress_credentials import EgressCredential
-from sandboxes.models.gateway import GatewayToken
+from sandboxes.models.gateway import AgentRoute, GatewayToken
 from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
@@ -40,6 +40,7 @@ __all__ = [
     "RUN_KINDS",
     "AdmissionRequest",
     "AgentData",
+    "AgentRoute",
     "Attachment",
     "DataEvent",
     "DataFile",

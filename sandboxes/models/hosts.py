@@ -29,6 +29,13 @@ class Host(models.Model):
         help_text="Time at which an operator declared the host lost. Empty again once it has returned and is cleaned up.",
     )  # fmt: skip
 
+    # Check that a sandbox reaches the gateway alone, of a provider that has to prove it: sandboxes.sweeps.seal_checks.
+    sealed = models.BooleanField(
+        null=True, blank=True, editable=False, help_text="Sandboxes reach the gateway alone. Empty: not checked."
+    )
+    seal_checked_at = models.DateTimeField(null=True, blank=True, editable=False)
+    seal_report = models.TextField(blank=True, default="", editable=False, help_text="Destinations tried, with the outcomes.")
+
     # Circuit breaker of starts, see sandboxes.pool.start_breaker.
     start_failures = models.PositiveIntegerField(
         default=0, editable=False, help_text="Consecutive starts for which the provider was unavailable."

@@ -74,6 +74,16 @@ class Sandbox(models.Model):
     gpu_type = models.CharField(max_length=32, blank=True, help_text="Empty: any type, or no GPU.")
     sized = models.BooleanField(default=False, editable=False, help_text="Memory, CPU or disk was requested for this sandbox.")
     pids = models.PositiveIntegerField()
+    pod_uid = models.CharField(
+        max_length=64, blank=True, default="", editable=False,
+        help_text="Identity of the current incarnation's Pod: another Pod of the same name is not this sandbox.",
+    )  # fmt: skip
+    pending_since = models.DateTimeField(
+        null=True,
+        blank=True,
+        editable=False,
+        help_text="Since then the engine has no room for the sandbox.",
+    )
     slot = models.PositiveIntegerField(null=True, blank=True, editable=False, help_text="Socket slot at the egress proxy.")
     slot_since = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Start or wake that took the slot. Empty: creation of the sandbox."

@@ -38,7 +38,14 @@ from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Po
 from sandboxes.pool import admission_queue, intervals, lifetimes, prewarmed, start_breaker
 from sandboxes.pool.admission_queue import Position
 from sandboxes.pool.placement import MOVE_REASONS, START_ERRORS, Placement, PoolSearch, Skip, find_skip_reason
-from sandboxes.pool.starts import MAX_EVICTION_ATTEMPTS, require_start_allowed, start_reserved, wake
+from sandboxes.pool.starts import (
+    MAX_EVICTION_ATTEMPTS,
+    is_resumable,
+    require_start_allowed,
+    resume_pending,
+    start_reserved,
+    wake,
+)
 from sandboxes.state import disk_space, mounts, workspace
 
 log = structlog.get_logger(__name__)
@@ -106,6 +113,8 @@ def ensure_running(request: SandboxRequest, *, known: Sandbox | None = None, now
 
     `known` is the holder's sandbox as it was just read, which saves reading it again.
 
+    Raises CapacityPending while the engine has no room for the sandbox, which keeps its place: call this function again.
+
     Blocks while this or another process starts, suspends or evicts the sandbox. Raises CapacityExhausted,
     QuotaExceeded or PoolDraining if no place is available, StartsPaused or TooManyStarts if no sandbox may be started now,
     DiskFull if a new sandbox is needed and a disk of the control plane is low, SandboxNotReady if the start failed,
@@ -146,6 +155,8 @@ def _start_or_wake(
         _attach_pool(sandbox, request.pool)
     if sandbox and sandbox.state != COLD:
         registry.require_local(sandbox)
+        if is_resumable(sandbox):
+            return resume_pending(sandbox, now=clock(), actor=actor, files=request.files)
         if sandbox.state not in ALIVE_STATES or suspension.is_in_transition(sandbox, now=clock()):
             return None
         if lifetimes.is_ending(sandbox, now=clock()) and lifetimes.put_to_sleep(sandbox, now=clock(), actor=actor):

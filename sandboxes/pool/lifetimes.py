@@ -1,16 +1,19 @@
-"""Vendor lifetimes: a vendor may end every sandbox at a fixed age, also while a command runs in it.
+"""Vendor lifetimes: a vendor may end every sandbox at a fixed age, also while a command runs in it. A cluster announces shortly
+before that it ends a sandbox, when a node is drained.
 
 The state of such a sandbox is stored, and the sandbox put to sleep, before that. Its next use wakes it in a new sandbox of the
 vendor. From LIFETIME_MARGIN before the end the sweep puts it to sleep as soon as no run is open, and no further run begins in
 it. From LAST_MARGIN before the end the commands of open runs are killed, because the vendor would end them without the state
 being stored."""
 
+import time
 from datetime import datetime, timedelta
 
 import structlog
+from django.core.exceptions import ImproperlyConfigured
 from django.db.models import Q, QuerySet
 
-from sandboxes import destruction, eviction
+from sandboxes import destruction, eviction, providers
 from sandboxes.db.clock import clock_from
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import RUNNING, SUSPENDED, WAITING, WARM
@@ -20,7 +23,29 @@ from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 LIFETIME_MARGIN = timedelta(minutes=30)  # before the end: time to store a large workspace, also after failures
+HASTE_MARGIN = timedelta(minutes=5)  # before the end: a sandbox whose runs were stopped is put to sleep in the same pass
+SETTLE_SECONDS = 10.0  # for the workers of stopped runs to record them
+SETTLE_POLL_SECONDS = 0.2
 LAST_MARGIN = timedelta(minutes=10)  # before the end, in which no run is waited for
+
+
+def note_announced_ends(result: SweepResult, *, now: datetime) -> None:
+    """Record the ends that the engines of this process have announced, as the ends of the sandboxes' lifetimes."""
+    for name in registry.find_local_provider_names():
+        try:
+            provider = providers.get_provider(name)
+            listed = provider.list_all() if provider.announces_end else []
+        except (ProviderError, ImproperlyConfigured) as failed:
+            result.failures.append(f"{name}: {failed}")
+            continue
+        for entry in listed:
+            if entry.ends_at is None or entry.is_remnant:
+                continue
+            alive = Sandbox.objects.filter(registry.filter_local(), provider=name, ref=entry.ref, state__in=ALIVE_STATES)
+            later = Q(lifetime_ends_at__isnull=True) | Q(lifetime_ends_at__gt=entry.ends_at)
+            if alive.filter(later).update(lifetime_ends_at=entry.ends_at):
+                log.warning("sandbox ends soon", ref=entry.ref, ends_at=entry.ends_at.isoformat(), reason=entry.end_reason)
+                result.note("ends announced")
 
 
 def is_ending(sandbox: Sandbox, *, now: datetime) -> bool:
@@ -47,6 +72,7 @@ def put_to_sleep(sandbox: Sandbox, *, now: datetime, actor: str = "") -> bool:
 def end_lifetimes(*, now: datetime, limit: int = 200) -> SweepResult:
     """Sweep: put the sandboxes to sleep whose lifetime ends, and destroy those without a holder."""
     result, clock = SweepResult(), clock_from(now)
+    note_announced_ends(result, now=now)
     for sandbox in find_ending(now=now)[:limit]:
         if clock() > now + PASS_TIME_LIMIT:
             break
@@ -70,8 +96,21 @@ def _end_lifetime(sandbox: Sandbox, *, now: datetime) -> str:
     if sandbox.state == RUNNING:
         if sandbox.lifetime_ends_at > now + LAST_MARGIN:
             return "in use"
-        return "runs stopped" if _kill_runs(sandbox) else "in use"
+        killed = _kill_runs(sandbox)
+        if sandbox.lifetime_ends_at > now + HASTE_MARGIN or not _await_idle(sandbox):
+            return "runs stopped" if killed else "in use"
     return "put to sleep" if put_to_sleep(sandbox, now=now, actor="sweep") else "not put to sleep"
+
+
+def _await_idle(sandbox: Sandbox) -> bool:
+    """Wait until the stopped runs of a sandbox are recorded, and read its row again. Returns False if a run is still open."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < deadline:
+        sandbox.refresh_from_db()
+        if sandbox.state != RUNNING:
+            return True
+        time.sleep(SETTLE_POLL_SECONDS)
+    return False
 
 
 def _kill_runs(sandbox: Sandbox) -> int:

@@ -17,6 +17,7 @@ from sandboxes.errors import (
     CapacityExhausted,
     HostLost,
     NoPoolAvailable,
+    NotIsolated,
     PoolDraining,
     SandboxNotReady,
     StartsPaused,
@@ -33,6 +34,7 @@ SKIP_REASON_BY_ERROR: dict[type[Exception], SkipReason] = {
     TooManyStarts: SkipReason.STARTING_LIMIT,
     StartsPaused: SkipReason.CIRCUIT_OPEN,
     HostLost: SkipReason.UNAVAILABLE,
+    NotIsolated: SkipReason.UNAVAILABLE,
     ImproperlyConfigured: SkipReason.NOT_CONFIGURED,
     Rejected: SkipReason.REJECTED,
     ProviderError: SkipReason.UNAVAILABLE,  # after Rejected, its subclass
@@ -163,6 +165,6 @@ def _is_promising(pool: Pool, *, now: datetime) -> bool:
         return False
     try:
         host = registry.get_placement_host(pool.provider or providers.get_default_provider_name(), now=now)
-    except (HostLost, ProviderError, ImproperlyConfigured):
+    except (HostLost, NotIsolated, ProviderError, ImproperlyConfigured):
         return False
     return not start_breaker.is_open(host, now=now)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -19,12 +20,31 @@ from sandboxes import destruction, eviction, process_restarts, providers
 from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import gateway_tokens, slots
-from sandboxes.errors import ClaimLost, SandboxError, SandboxLost, SandboxNotHeld, SandboxNotReady, TooManyStarts
+from sandboxes.errors import (
+    CapacityExhausted,
+    CapacityPending,
+    ClaimLost,
+    SandboxError,
+    SandboxLost,
+    SandboxNotHeld,
+    SandboxNotReady,
+    TooManyStarts,
+)
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint
 from sandboxes.models import Host, Pool, Sandbox, Transition, TransitionReason
 from sandboxes.pool import images, intervals, start_breaker
-from sandboxes.providers.base import Provider, ProviderError, Rejected, SandboxSpec, Unavailable, VendorIntervals
+from sandboxes.providers.base import CapacityPending as Pending
+from sandboxes.providers.base import (
+    GatewayAccess,
+    NoCapacity,
+    Provider,
+    ProviderError,
+    Rejected,
+    SandboxSpec,
+    Unavailable,
+    VendorIntervals,
+)
 from sandboxes.state import mounts, vendor_snapshots, workspace
 from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
@@ -38,14 +58,17 @@ def start_reserved(
 ) -> Sandbox:
     """Start the sandbox of a row in `warming`. Returns the row in `warm`. A new holder has no stored state.
 
-    1. Create the sandbox, and wait until it runs commands.
+    1. Create the sandbox, unless it was created before and is pending, and wait until it runs commands.
     2. Unpack the holder's newest snapshot, or write `files` if there is none.
     3. Move the row to `warm`.
 
     SANDBOX_START_TIMEOUT limits step 1. The claim is kept in step 2 while the snapshot is transferred, however long that takes.
 
     Raises SandboxNotReady if a step failed or made no progress, and SandboxLost if the stored state is gone; in both cases the
-    sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the lease ended meanwhile."""
+    sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the lease ended meanwhile.
+
+    Raises CapacityPending if the engine has no room yet: the row stays in `warming` with its place, and `resume_pending`
+    continues. Raises CapacityExhausted if the engine does not get any room."""
     clock = clock_from(now)
     provider = registry.get_sandbox_provider(sandbox)
     assert sandbox.deadline_at is not None
@@ -56,9 +79,10 @@ def start_reserved(
     try:
         with hold_in_flight(Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)) as claim:
             limits = _compute_limits(sandbox, provider, now=clock())  # from before the call: a lifetime never ends too late
-            provider.create(replace(build_spec(sandbox), intervals=limits.intervals))
-            checkpoint("created", sandbox)
-            claim.note_progress()
+            if sandbox.pending_since is None:
+                provider.create(replace(_build_complete_spec(sandbox, provider, now=clock()), intervals=limits.intervals))
+                checkpoint("created", sandbox)
+                claim.note_progress()
             provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
             start_breaker.note_success(host)
             if provider.needs_gateway and settings.GATEWAY_URL:
@@ -76,6 +100,11 @@ def start_reserved(
             sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor
         )
         raise SandboxLost(f"The stored state of this sandbox is gone: {lost}") from lost
+    except Pending as pending:
+        start_breaker.note_success(host)
+        if _keep_pending(sandbox, provider, pending, now=clock()):
+            raise _build_pending_error(sandbox, pending) from pending
+        raise _build_overtaken_error(sandbox) from pending
     except (ProviderError, StoreError, ClaimLost) as failed:
         _note_failed_start(host, failed, now=clock())
         if not destruction.schedule_destroy(
@@ -84,7 +113,8 @@ def start_reserved(
             _discard(provider, sandbox)
             raise _build_overtaken_error(sandbox) from failed
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
-        error = SandboxNotReady(f"The sandbox could not be started: {failed}")
+        kind = CapacityExhausted if isinstance(failed, NoCapacity) else SandboxNotReady
+        error = kind(f"The sandbox could not be started: {failed}")
         error.provider = sandbox.provider
         raise error from failed
     if not is_ready:
@@ -96,6 +126,66 @@ def start_reserved(
     seconds = round((clock() - now).total_seconds(), 3)
     log.info("wake", sandbox=str(sandbox.pk), source=source, agent=sandbox.agent_did, seconds=seconds)
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
+
+
+def _build_complete_spec(sandbox: Sandbox, provider: Provider, *, now: datetime) -> SandboxSpec:
+    """Build the spec, with a new token for the gateway if the agent of the sandbox joins it."""
+    spec = build_spec(sandbox)
+    if not provider.agents_join:
+        return spec
+    authority = Path(settings.GATEWAY_AUTHORITY).read_text() if settings.GATEWAY_AUTHORITY else ""
+    access = GatewayAccess(settings.GATEWAY_URL, gateway_tokens.issue_for_join(sandbox, now=now), authority)
+    return replace(spec, gateway=access)
+
+
+def _keep_pending(sandbox: Sandbox, provider: Provider, pending: Pending, *, now: datetime) -> bool:
+    """Give up the claim of a start for which the engine has no room yet. Returns False if another process moved the row.
+
+    The row keeps its place until the provider's `pending_timeout` has passed; the sweep `stalled` destroys it then."""
+    since = sandbox.pending_since or now
+    own = Sandbox.objects.filter(pk=sandbox.pk, state=WARMING, claim=sandbox.claim, incarnation=sandbox.incarnation)
+    kept = own.update(
+        claim=None,
+        claimed_by="",
+        pending_since=since,
+        deadline_at=since + provider.pending_timeout,
+        last_error=str(pending)[:2000],
+    )
+    if kept:
+        log.info("sandbox pending", sandbox=str(sandbox.pk), since=since.isoformat(), reason=str(pending))
+    return bool(kept)
+
+
+def _build_pending_error(sandbox: Sandbox, pending: Pending) -> CapacityPending:
+    error = CapacityPending(f"{(CapacityPending.__doc__ or '').strip()} {pending}")
+    error.retry_after, error.provider = pending.retry_after or CapacityPending.retry_after, sandbox.provider
+    return error
+
+
+def is_resumable(sandbox: Sandbox) -> bool:
+    """Return whether the start of a sandbox is pending, and no process waits for it now."""
+    return sandbox.state == WARMING and sandbox.pending_since is not None and sandbox.claim is None
+
+
+def resume_pending(
+    sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[str, bytes] | None = None
+) -> Sandbox | None:
+    """Wait again for a sandbox whose start is pending. Returns None if another process has claimed or moved the row.
+
+    Raises the errors of start_reserved, and CapacityExhausted if it has waited for as long as it may."""
+    if sandbox.deadline_at and sandbox.deadline_at <= now:
+        reason = f"no room for it: {sandbox.last_error}"[:200]
+        destruction.schedule_destroy(sandbox.pk, now=now, code=TransitionReason.START_STALLED, reason=reason, actor=actor)
+        raise CapacityExhausted(f"The sandbox has waited for room in vain, and was given up. {sandbox.last_error}")
+    token, deadline = uuid.uuid4(), now + settings.SANDBOX_START_TIMEOUT
+    pending = Sandbox.objects.filter(
+        pk=sandbox.pk, state=WARMING, claim__isnull=True, pending_since__isnull=False, incarnation=sandbox.incarnation,
+        deadline_at__gt=now,
+    )  # fmt: skip
+    if not pending.update(claim=token, claimed_by=settings.INSTANCE, deadline_at=deadline):
+        return None
+    claimed = Sandbox.objects.select_related("pool", "policy", "host").get(pk=sandbox.pk)
+    return start_reserved(claimed, now=now, actor=actor, files=files or {})
 
 
 def _note_failed_start(host: Host, failed: Exception, *, now: datetime) -> None:
@@ -151,7 +241,7 @@ def _mark_ready(
     counters = {f"woken_{source}": F(f"woken_{source}") + 1} if is_wake else {}
     changes: dict[str, Any] = {
         "claim": None, "deadline_at": None, "tries": 0, "last_error": "", "source": source, "prepared": prepared,
-        "idle_at": now + sandbox.idle_after if sandbox.holder else None, **columns,
+        "idle_at": now + sandbox.idle_after if sandbox.holder else None, "pending_since": None, **columns,
     }  # fmt: skip
     with transaction.atomic() if may_have_processes else nullcontext():
         moved = advance(
@@ -214,6 +304,7 @@ def build_spec(sandbox: Sandbox) -> SandboxSpec:
         owner=str(sandbox.pool.owner),
         image=sandbox.image,
         image_id=images.find_image_id(sandbox),
+        pool=sandbox.pool.name,
         labels={"agent": sandbox.agent_did, "environment": sandbox.environment_id, "sandbox": str(sandbox.pk)},
         memory_mib=sandbox.memory_mib,
         millicpus=sandbox.millicpus,
@@ -265,7 +356,7 @@ def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandb
             sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
             incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
             deadline_at=sandbox.deadline_at, last_used_at=now, persisted=False, slot=slot, slot_since=now,
-            host=sandbox.host, network=providers.get_provider(sandbox.provider).network,
+            host=sandbox.host, pod_uid="", network=providers.get_provider(sandbox.provider).network,
         )  # fmt: skip
         if claimed:
             require_start_allowed(sandbox, now=now)

@@ -29,7 +29,9 @@ def get_provider(name: str) -> Provider:
 @cache
 def _create_provider(name: str) -> Provider:
     provider = load_class(name)()
-    if not provider.isolated and not (settings.DEBUG or settings.ALLOW_UNISOLATED):
+    # One that proves its isolation needs an instance for that. Starts are refused until then (sandboxes.hosts.registry).
+    may_run = provider.proves_isolation or provider.isolated
+    if not may_run and not (settings.DEBUG or settings.ALLOW_UNISOLATED):
         raise ImproperlyConfigured(
             f"The {name} provider does not isolate: agents would act with this user's rights. "
             "Start a Docker daemon, or set LEASEHOLD_ALLOW_UNISOLATED=1."

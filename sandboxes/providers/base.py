@@ -62,6 +62,18 @@ class FailureCause(StrEnum):
     NOT_SUPPORTED = "not_supported"  # by the engine
     NOT_RUNNING = "sandbox_not_running"
     TIMEOUT = "timeout"
+    NO_CAPACITY = "no_capacity"  # the engine has no room for a further sandbox
+    # Why an engine ended a sandbox, with Missing.
+    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed the whole sandbox
+    EVICTED = "evicted"  # for lack of memory or disk, of the node or of the sandbox
+    PREEMPTED = "preempted"  # for a sandbox or workload of a higher priority
+    NODE_DRAINED = "node_drained"  # by an operator, an autoscaler or a shutdown of the node
+    NODE_LOST = "node_lost"  # the node does not respond, or was removed
+    IMAGE_UNUSABLE = "image_unusable"  # it cannot be fetched or started
+    LIFETIME_ENDED = "lifetime_ended"  # the fixed age at which the engine ends every sandbox
+    AGENT_ENDED = "agent_ended"  # process 1 of the sandbox has exited
+    REMOVED = "removed"  # by someone else, or for a reason of which no trace is left
+    REPLACED = "replaced"  # another sandbox has the name
 
 
 class ProviderError(Exception):
@@ -72,6 +84,7 @@ class ProviderError(Exception):
     def __init__(self, *args: object, cause: FailureCause | None = None, provider: str = "") -> None:
         super().__init__(*args)
         self.cause, self.provider = cause, provider
+        self.retry_after: int | None = None  # seconds, as the engine stated them
 
 
 class Unavailable(ProviderError):
@@ -84,6 +97,18 @@ class StartKilled(Unavailable):
     """The start of a background process was killed. The program may have started, and was then killed, too."""
 
     code = "start_killed"
+
+
+class NoCapacity(Unavailable):
+    """The engine has no room for the sandbox and does not get any, or its quota is used up."""
+
+    code = "no_capacity"
+
+
+class CapacityPending(Unavailable):
+    """The engine has accepted the sandbox, and starts it as soon as it has room. `wait_ready` may be called again."""
+
+    code = "capacity_pending"
 
 
 class Rejected(ProviderError):
@@ -151,6 +176,15 @@ class VendorIntervals:
 
 
 @dataclass(frozen=True)
+class GatewayAccess:
+    """Gateway that the agent of a new sandbox joins, with a token that is good for one join."""
+
+    url: str
+    token: str = field(repr=False)
+    certificate_authority: str = ""  # PEM; empty: those of the sandbox's system
+
+
+@dataclass(frozen=True)
 class SandboxSpec:
     """Description of a sandbox to create. The limits are hard if the provider enforces limits."""
 
@@ -173,6 +207,8 @@ class SandboxSpec:
     data: Path | None = None  # host directory mounted at /data, including later mounts below it; docker only
     writable_root: bool = False  # root file system writable as far as the image permits; default read-only, if supported
     intervals: VendorIntervals | None = None  # None: those of the provider's configuration
+    pool: str = ""  # name of the pool, by which a provider may choose properties of the sandbox
+    gateway: GatewayAccess | None = None  # of a provider with `agents_join`
 
 
 @dataclass(frozen=True)
@@ -184,10 +220,20 @@ class ProviderSandbox:
     running: bool  # False: suspended, stopped or partly created; exec resumes it or raises Unavailable
     created_at: datetime  # provider's clock
     suspended: bool = False  # frozen, or stopped with its files where `suspend` stops a sandbox
+    ends_at: datetime | None = None  # the engine has begun to end the sandbox, which may run until then
+    end_reason: str = ""  # with `ends_at`
     is_remnant: bool = False  # only leftovers such as volumes exist: inspect raises Missing, destroy removes them
     owner: str = ""  # label of the SandboxSpec. Stated by `list` and `list_all`
     memory_mib: int | None = None  # size as the engine states it; None: not listed
     millicpus: int | None = None
+
+
+@dataclass(frozen=True)
+class SealReport:
+    """Result of a check that a sandbox reaches the gateway alone. `text` has a line for each destination that was tried."""
+
+    sealed: bool
+    text: str
 
 
 @dataclass(frozen=True)
@@ -309,6 +355,10 @@ class Provider(ABC):
     build_user: str = ""  # user of sandboxes: commands of a build run as root, and this user is set at its end; "": the base's
     has_image_bases: bool = True  # the default image of sandboxes can be the base of a build
     needs_gateway: bool = False  # sandboxes reach models by the public gateway alone, for which `connect_gateway` prepares them
+    agents_join: bool = False  # the agent of a sandbox joins the gateway over TLS: SandboxSpec.gateway is required
+    pending_timeout: timedelta = timedelta(minutes=10)  # for which a sandbox may wait for room: CapacityPending
+    proves_isolation: bool = False  # `isolated` is false until `check_seal` has shown it
+    announces_end: bool = False  # `list` states `ends_at` before the engine ends a sandbox
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
     suspend_keeps_processes: bool = True  # False: `suspend` ends all processes, and keeps the files alone
     has_auto_stop: bool = False  # the vendor stops an idle sandbox after VendorIntervals.auto_stop
@@ -334,6 +384,10 @@ class Provider(ABC):
     def last_engine_id(self) -> str:
         """Return the identity that the engine last stated, without a call if it is known. Raise Unavailable."""
         return self.engine_id()
+
+    def check_seal(self) -> SealReport:
+        """Try from within a sandbox to reach other destinations than the gateway. Takes up to minutes. Raise ProviderError."""
+        raise Rejected(f"The {self.name} provider has no such check.")
 
     def total_memory_mib(self) -> int | None:
         """Return the memory of the machine that runs the sandboxes, in MiB; None if it is not known. Raise Unavailable."""

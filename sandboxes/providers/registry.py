@@ -15,6 +15,7 @@ class ProviderEntry:
     class_name: str
     for_production: bool = True
     extra: str = ""
+    proves_isolation: bool = False  # as the attribute of the class
 
     @property
     def install_command(self) -> str:
@@ -23,6 +24,9 @@ class ProviderEntry:
 
 PROVIDERS: Mapping[str, ProviderEntry] = {
     "docker": ProviderEntry("sandboxes.providers.docker.provider", "DockerProvider"),
+    "kubernetes": ProviderEntry(
+        "sandboxes.providers.kubernetes.provider", "KubernetesProvider", extra="kubernetes", proves_isolation=True
+    ),
     "cloudflare": ProviderEntry("sandboxes.providers.cloudflare.provider", "CloudflareProvider"),
     "daytona": ProviderEntry("sandboxes.providers.daytona.provider", "DaytonaProvider", extra="daytona"),
     "langsmith": ProviderEntry("sandboxes.providers.langsmith.provider", "LangSmithProvider", extra="langsmith"),

@@ -16,11 +16,11 @@ from django.db.models import Count, F, Q, QuerySet
 from sandboxes import destruction, eviction, providers, suspension
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import clock_from, compute_backoff
-from sandboxes.errors import SandboxError, WorkspaceFull
+from sandboxes.errors import CapacityPending, SandboxError, WorkspaceFull
 from sandboxes.hosts import capacity, registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, SUSPENDED, WAITING, WARM, WARMING, advance_many
 from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
-from sandboxes.pool import admission_queue
+from sandboxes.pool import admission_queue, starts
 from sandboxes.pool.allocation import start_warm
 from sandboxes.pool.prewarmed import find_local_unclaimed
 from sandboxes.providers.base import Missing, ProviderError
@@ -155,6 +155,7 @@ def warm_pools(*, now: datetime) -> SweepResult:
         is_unheld = Q(state=WARM, holder__isnull=True)
         destroyed = destruction.schedule_destroy(pk, now=now, code=TransitionReason.SURPLUS, actor="sweep", guard=is_unheld)
         result.note("surplus destroyed", destroyed)
+    _resume_pending(result, now=clock())
     for pool in Pool.objects.filter(warm_target__gt=0, draining=False):
         while clock() <= now + PASS_TIME_LIMIT:
             if pool.warm_paused_until and pool.warm_paused_until > clock():
@@ -165,12 +166,30 @@ def warm_pools(*, now: datetime) -> SweepResult:
                     break
                 result.note("warmed up")
                 Pool.objects.filter(pk=pool.pk).update(warm_failures=0, warm_paused_until=None, warm_error="")
+            except CapacityPending:
+                result.note("pending")
+                break
             except (SandboxError, ProviderError, ImproperlyConfigured) as failed:
                 _count_warm_failure(pool, failed, now=clock())
                 result.failures.append(f'pool "{pool}": {failed}')
             pool.refresh_from_db()
     _prepare_starts(result)
     return result
+
+
+def _resume_pending(result: SweepResult, *, now: datetime, limit: int = 50) -> None:
+    """Wait again for pre-warmed sandboxes for which their engine had no room. No request asks for them."""
+    clock, rows = clock_from(now), Sandbox.objects.filter(registry.filter_local(), state=WARMING, holder__isnull=True)
+    for sandbox in rows.filter(pending_since__isnull=False, claim__isnull=True, deadline_at__gt=now)[:limit]:
+        if clock() > now + PASS_TIME_LIMIT:
+            break
+        try:
+            result.note("warmed up" if starts.resume_pending(sandbox, now=clock(), actor="sweep") else "lost race")
+        except CapacityPending:
+            result.note("pending")
+        except (SandboxError, ProviderError, ImproperlyConfigured) as failed:
+            _count_warm_failure(sandbox.pool, failed, now=clock())
+            result.failures.append(f'pool "{sandbox.pool}": {failed}')
 
 
 def _prepare_starts(result: SweepResult) -> None:

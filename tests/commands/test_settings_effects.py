@@ -372,6 +372,8 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     ),
     "LEASEHOLD_GATEWAY_CERTIFICATE": ("c.pem", GATEWAY_LISTENER),
     "LEASEHOLD_GATEWAY_CERTIFICATE_KEY": ("k.pem", GATEWAY_LISTENER),
+    "LEASEHOLD_GATEWAY_INTERNAL_LISTEN": ("0.0.0.0:8444", GATEWAY_LISTENER),
+    "LEASEHOLD_GATEWAY_INTERNAL_ADDRESS": ("10.0.3.7:8444", GATEWAY_LISTENER),
     "LEASEHOLD_EGRESS_ALLOWED_NETWORKS": (
         "10.20.0.0/16,fd00::/8", "destinations::test_a_private_address_needs_a_network_of_the_operator",
     ),

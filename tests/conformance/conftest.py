@@ -6,7 +6,7 @@ interfere."""
 import io
 import tarfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -21,13 +21,14 @@ from sandboxes.providers.docker import agent_exec
 from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.providers.process import ProcessProvider
 from tests.conftest import DOCKER_IMAGE
-from tests.emulators.registry import EMULATORS
+from tests.emulators.registry import EMULATORS, serve_kubernetes
+from tests.support.cluster import Cluster, running_gateway
 from tests.support.remote import connect_provider, emulators  # noqa: F401 - fixture
 from tests.support.storage.tars import TarMember, pack
 
 MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
 REMOTE = tuple(EMULATORS)
-SHARED = {"docker", *REMOTE}  # providers whose sandbox is shared by the tests of a module
+SHARED = {"docker", "kubernetes", *REMOTE}  # providers whose sandbox is shared by the tests of a module
 BY_ENGINE = "docker by engine"  # commands and file operations by the engine's exec instead of the agent in the container
 
 
@@ -123,12 +124,13 @@ class ProviderBench:
     provider: Provider
     owner: str = field(default_factory=unique_name)
     agent: Path | None = None  # directory of the gateway's socket
+    admit: Callable[[SandboxSpec], SandboxSpec] = lambda spec: spec  # adds the access to a gateway that the agent joins
     names: list[str] = field(default_factory=list)  # of all specs
 
     def spec(self, **more):
-        image = DOCKER_IMAGE if self.provider.name == "docker" else ""
+        image = DOCKER_IMAGE if self.provider.name in ("docker", "kubernetes") else ""
         self.names.append(unique_name())
-        return SandboxSpec(name=self.names[-1], owner=self.owner, image=image, agent=self.agent, **more)
+        return self.admit(SandboxSpec(name=self.names[-1], owner=self.owner, image=image, agent=self.agent, **more))
 
     def box(self, **more):
         spec = self.spec(**more)
@@ -158,7 +160,7 @@ class ProviderBench:
 
 
 def make_params(kinds):
-    return [pytest.param(kind, marks=[pytest.mark.docker] * kind.startswith("docker")) for kind in kinds]
+    return [pytest.param(kind, marks=[pytest.mark.docker] * kind.startswith(("docker", "kubernetes"))) for kind in kinds]
 
 
 @pytest.fixture(scope="package")
@@ -169,6 +171,17 @@ def gateway(agent_gateway):
     assert set(agent_exec.fallbacks - before) <= {"too_long"}  # no other command was executed by the engine
 
 
+@pytest.fixture(scope="package")
+def kubernetes(docker_ready, tmp_path_factory):
+    """A cluster whose Pods are containers of the Docker Engine, and the gateway that their agents join."""
+    with running_gateway() as gateway, serve_kubernetes(tmp_path_factory.mktemp("kubernetes")) as emulator:
+        yield Cluster(emulator, gateway)
+
+
+def connect_cluster(cluster):
+    return ProviderBench(cluster.connect(), admit=cluster.admit)
+
+
 def make_bench(request, tmp_path):
     """Create the bench of a fixture's parameter. Without Docker it skips or fails, see tests/conftest.py."""
     kind = request.param.split()[0]
@@ -176,6 +189,8 @@ def make_bench(request, tmp_path):
         gateway, settings = request.getfixturevalue("gateway"), request.getfixturevalue("settings")
         settings.AGENT_GATEWAY = tmp_path / "none" if request.param == BY_ENGINE else gateway.client_path
         return ProviderBench(DockerProvider(), agent=gateway.mount)
+    if kind == "kubernetes":
+        return connect_cluster(request.getfixturevalue("kubernetes"))
     if kind in REMOTE:
         return ProviderBench(connect_provider(kind, request.getfixturevalue("emulators")(kind)))
     return ProviderBench(ProcessProvider(tmp_path) if kind == "process" else load_class(kind)())
@@ -202,6 +217,8 @@ def shared_box(request):
         if kind not in benches:
             if kind == "docker":
                 bench = ProviderBench(DockerProvider(), agent=request.getfixturevalue("gateway").mount)
+            elif kind == "kubernetes":
+                bench = connect_cluster(request.getfixturevalue("kubernetes"))
             else:
                 bench = ProviderBench(connect_provider(kind, request.getfixturevalue("emulators")(kind)))
             benches[kind] = bench, bench.box()
@@ -231,10 +248,10 @@ def make_box_fixture(*kinds, root=WORKSPACE):
     return fixture
 
 
-bench = make_bench_fixture("memory", "process", "docker", *REMOTE)
-real_bench = make_bench_fixture("process", "docker", *REMOTE)  # providers that execute real programs
+bench = make_bench_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
+real_bench = make_bench_fixture("process", "docker", "kubernetes", *REMOTE)  # providers that execute real programs
 limiting_bench = make_bench_fixture("memory", "docker")  # enforces_limits
-box = make_box_fixture("memory", "process", "docker", *REMOTE)
-real_box = make_box_fixture("process", "docker", *REMOTE)
-exec_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, *REMOTE)
-real_exec_box = make_box_fixture("process", "docker", BY_ENGINE, *REMOTE)
+box = make_box_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
+real_box = make_box_fixture("process", "docker", "kubernetes", *REMOTE)
+exec_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, "kubernetes", *REMOTE)
+real_exec_box = make_box_fixture("process", "docker", BY_ENGINE, "kubernetes", *REMOTE)

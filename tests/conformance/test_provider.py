@@ -100,7 +100,7 @@ def test_all_sandboxes_are_listed_with_their_owners(bench):
         with pytest.raises(Unavailable, match="cannot list"):
             bench.provider.list_all()
         return
-    box, other = bench.box(), ProviderBench(bench.provider, agent=bench.agent)
+    box, other = bench.box(), replace(bench, owner=unique_name(), names=[])
     spec = other.spec()
     try:
         bench.provider.wait_ready(bench.provider.create(spec), timeout=READY_TIMEOUT)

@@ -27,7 +27,25 @@ class Fault:
     seconds: float = 0.0
 
 
-class Emulator(ABC):
+class FaultInjection:
+    """Fault switches and record of the requests to an emulator."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []  # "METHOD /path" or "RPC /Name", in the order of their arrival
+
+    def take_fault(self, line: str) -> Fault | None:
+        """Record a request, and return the fault that it meets."""
+        with self.lock:
+            self.requests.append(line)
+            fault = next((fault for fault in self.faults if fault.times > 0 and re.search(fault.pattern, line)), None)
+            if fault:
+                fault.times -= 1
+        return fault
+
+
+class Emulator(FaultInjection, ABC):
     """Emulator of one vendor."""
 
     key = "emulator-key"
@@ -36,10 +54,8 @@ class Emulator(ABC):
     writable: ClassVar[tuple[str, ...]] = ("/workspace", "/data", "/opt/leasehold")
 
     def __init__(self, directory: Path) -> None:
+        FaultInjection.__init__(self)
         self.directory = directory
-        self.lock = threading.RLock()
-        self.faults: list[Fault] = []
-        self.requests: list[str] = []  # "METHOD /path" or "RPC /Name", in the order of their arrival
         self.is_listing_late = False  # new sandboxes are not listed
         self.builds: dict[str, ImageBuild] = {}  # of images, by id, until they are removed
         self.build_count = 0
@@ -61,15 +77,6 @@ class Emulator(ABC):
         self.stop_server()
         for machine in self.list_machines():
             machine.remove()
-
-    def take_fault(self, line: str) -> Fault | None:
-        """Record a request, and return the fault that it meets."""
-        with self.lock:
-            self.requests.append(line)
-            fault = next((fault for fault in self.faults if fault.times > 0 and re.search(fault.pattern, line)), None)
-            if fault:
-                fault.times -= 1
-        return fault
 
     def create_machine(self, identifier: str, image: Path | None = None) -> Machine:
         """Start a machine with an empty disk, or on a copy of the disk of an image."""

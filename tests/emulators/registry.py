@@ -10,6 +10,7 @@ from sandboxes.providers.remote.configuration import KEY_VARIABLES, OPTION_VARIA
 from tests.emulators.base import Emulator
 from tests.emulators.cloudflare import CloudflareEmulator
 from tests.emulators.daytona import DaytonaEmulator
+from tests.emulators.kubernetes.emulator import KubernetesEmulator
 from tests.emulators.langsmith import LangSmithEmulator
 from tests.emulators.machine import machine_directory
 from tests.emulators.modal import ModalEmulator
@@ -40,3 +41,15 @@ def serve(name: str, parent: Path, port: int = 0) -> Iterator[Emulator]:
             yield emulator
         finally:
             emulator.close()
+
+
+@contextmanager
+def serve_kubernetes(parent: Path, port: int = 0, *, has_agent_sandbox: bool = False) -> Iterator[KubernetesEmulator]:
+    """Run a Kubernetes emulator in threads of this process. It needs a Docker Engine."""
+    with machine_directory(parent) as directory:
+        cluster = KubernetesEmulator(directory, port, has_agent_sandbox=has_agent_sandbox)
+        threading.Thread(target=cluster.serve_forever, daemon=True).start()
+        try:
+            yield cluster
+        finally:
+            cluster.close()

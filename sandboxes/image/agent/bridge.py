@@ -35,30 +35,44 @@ class Bridge:
         self.listener.setblocking(False)
         loop.watch(self.listener.fileno(), select.EPOLLIN, lambda _: self.accept())
 
-    def accept(self):
+    def accept_client(self):
+        """Return the connection of a client. None if it has gone, or if there are too many."""
         try:
             fd, _ = self.listener._accept()
         except OSError:
-            return
-        client, upstream = socket.socket(fileno=fd), socket.socket(socket.AF_UNIX)
-        try:
-            if self.count >= MAX_CONNECTIONS:
-                raise OSError
-            upstream.setblocking(False)  # a full backlog is an error, and does not stop the agent
-            upstream.connect(self.path)
-        except OSError:  # no proxy, or too many connections: close the client's connection
+            return None
+        client = socket.socket(fileno=fd)
+        if self.count >= MAX_CONNECTIONS:
             client.close()
-            upstream.close()
-            return
+            return None
         client.setblocking(False)
         # Nagle's algorithm would delay each event of a stream by 40 ms.
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return client
+
+    def accept(self):
+        client = self.accept_client()
+        if client is None:
+            return
+        upstream = socket.socket(socket.AF_UNIX)
+        try:
+            upstream.setblocking(False)  # a full backlog is an error, and does not stop the agent
+            upstream.connect(self.path)
+        except OSError:  # no proxy
+            client.close()
+            upstream.close()
+            return
         self.count += 1
+        side = self.pair(client, upstream)
+        self.watch(side)
+        self.watch(side.other)
+
+    def pair(self, client, upstream):
+        """Return the side of `upstream`. `transfer` copies between both once they are watched."""
         sides = Side(client), Side(upstream)
         for side, other in (sides, sides[::-1]):
             side.other = other
-        for side in sides:
-            self.watch(side)
+        return sides[1]
 
     def transfer(self, side, events):
         try:

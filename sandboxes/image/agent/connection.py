@@ -23,10 +23,13 @@ class InvalidRequest(Exception):
 
 
 class GatewayConnection:
-    """One outgoing connection, opened again after a loss. Subclasses have `dispatch` and `drop_requests`."""
+    """One outgoing connection, opened again after a loss. Subclasses have `dispatch` and `drop_requests`.
 
-    def __init__(self, path):
-        self.path, self.boot = path, os.urandom(16).hex()
+    `remote` is a gateway on another machine (remote.py) in place of the unix socket at `path`."""
+
+    def __init__(self, path, remote=None):
+        self.path, self.remote, self.boot = path, remote, os.urandom(16).hex()
+        self.received_at = 0.0  # monotonic time of the last bytes from the gateway
         self.connection, self.received, self.unsent = None, bytearray(), bytearray()
         self.attempts, self.next_attempt = 0, 0.0
         self.handlers = {}  # fd -> function(events)
@@ -44,6 +47,9 @@ class GatewayConnection:
             self.epoll.unregister(fd)
 
     def connect(self):
+        if self.remote:
+            self.remote.connect(self)
+            return
         connection = socket.socket(socket.AF_UNIX)
         connection.setblocking(False)  # a full backlog is an error
         try:
@@ -52,12 +58,20 @@ class GatewayConnection:
             connection.close()
             self.postpone_connect()
             return
-        self.connection = connection
+        self.use(connection)
+
+    def use(self, connection, received=b""):
+        """Greet the gateway on a new connection, from which these bytes were received already."""
+        self.connection, self.received_at = connection, time.monotonic()
+        self.received += received
         self.watch(connection.fileno(), select.EPOLLIN, self.transfer)
         self.respond(0, {"protocol": "leasehold-agent", "version": VERSION, "boot": self.boot})
 
     def postpone_connect(self):
         """Set the time of the next attempt: later and later, until a gateway sends a request."""
+        if self.remote:
+            self.remote.postpone_connect(self)
+            return
         delay = RECONNECT_SECONDS[min(self.attempts, len(RECONNECT_SECONDS) - 1)]
         self.attempts, self.next_attempt = self.attempts + 1, time.monotonic() + delay
 
@@ -77,6 +91,7 @@ class GatewayConnection:
                 if not chunk:
                     raise ConnectionError
                 self.received += chunk
+                self.received_at = time.monotonic()
             self.parse()
         except BlockingIOError:
             pass

@@ -1,14 +1,17 @@
 """Sandbox agent: runs commands for the control plane over one outgoing connection. Process 1 of a sandbox.
 
     main.py SOCKET SHIM [PORT UPSTREAM]...
+    main.py GATEWAY.json SHIM [PORT UPSTREAM]...
 
-The agent connects to SOCKET and answers requests; sandboxes/agent/protocol.py describes frames and verbs. A run is started at
+The agent connects to SOCKET, or over TLS to the gateway that a JSON file names (remote.py), and answers requests;
+sandboxes/agent/protocol.py describes frames and verbs. A run is started at
 most once per id, and its result is retained until it is acknowledged, so a control plane that lost its connection repeats the
 request and receives the stored result.
 Each run has a process of the program SHIM (shim.c), which is a subreaper. Every process of the run stays below its shim,
 including daemons with a session and an environment of their own, and is killed through it. One single-threaded loop without
 children of its own: a fork bomb cannot starve it. File operations run in processes of the helper (helper.py).
-The same loop serves a bridge (bridge.py) from each PORT of the loopback interface to the unix socket UPSTREAM.
+The same loop serves a bridge (bridge.py) from each PORT of the loopback interface to the unix socket UPSTREAM, or with UPSTREAM
+`gateway` to the gateway of the JSON file, for HTTP requests.
 Standard library only; executed by its path as an isolated Python (-I -S)."""
 
 import contextlib
@@ -38,6 +41,7 @@ MAX_ENDED_PROCESSES = 16  # ended background processes whose output is retained
 MAX_TOMBSTONES = 65536  # ids of acknowledged runs, which are never started again
 MAX_WAIT_SECONDS = 60.0
 KILL_STEP_SECONDS = 0.005
+REMOTE_UPSTREAM = "gateway"  # of a bridge, in place of the path of a unix socket
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 CGROUP_FILES = {"memory_bytes": ("memory.current", "memory/memory.usage_in_bytes"),
@@ -48,8 +52,8 @@ _libc = ctypes.CDLL(None)
 class Agent(GatewayConnection):
     """Connection to the control plane, and the runs of this sandbox."""
 
-    def __init__(self, path, shim_path):
-        super().__init__(path)
+    def __init__(self, path, shim_path, remote=None):
+        super().__init__(path, remote)
         self.shim_path = shim_path
         self.runs, self.tombstones, self.retained_bytes = {}, {}, 0
         self.exit_codes = {}  # of ended background processes whose output was dropped
@@ -81,6 +85,8 @@ class Agent(GatewayConnection):
         times = [run.deadline for run in runs if run.exit_code is None or run.idle] + [wait[0] for wait in self.waits]
         if self.connection is None:
             times.append(self.next_attempt)
+        elif self.remote:
+            times.append(self.received_at + self.remote.silence_seconds)
         if self.helper.channel and not self.helper.is_kept:
             times.append(self.helper.used_at + HELPER_IDLE_SECONDS)
         if any(run.killing for run in runs):
@@ -342,6 +348,8 @@ class Agent(GatewayConnection):
             self.helper.end()
         if self.waits:
             self.answer_waits(now)
+        if self.remote and self.connection and now >= self.received_at + self.remote.silence_seconds:
+            self.disconnect()  # the gateway's machine may be gone without an end of the connection
 
     def list_strays(self, parents):
         """List children of the agent that it did not start: processes whose shim was killed."""
@@ -361,13 +369,27 @@ def main(path, shim_path, *bridges):
         _libc.mallopt(option, 64 << 10)
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory and descriptors are hidden from commands of the same user
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # no effect in process 1
-    agent = Agent(path, shim_path)
-    if bridges:
+    remote = None
+    if path.endswith(".json"):
+        from remote import Gateway
+
+        remote = Gateway(path)
+    agent = Agent(path, shim_path, remote)
+    for port, upstream in zip(bridges[::2], bridges[1::2], strict=True):
+        listen(agent, int(port), upstream)
+    agent.serve()
+
+
+def listen(agent, port, upstream):
+    """Serve the bridge of one port."""
+    if upstream == REMOTE_UPSTREAM:
+        from remote import GatewayBridge
+
+        GatewayBridge(agent, port, agent.remote)
+    else:
         from bridge import Bridge
 
-        for port, upstream in zip(bridges[::2], bridges[1::2], strict=True):
-            Bridge(agent, int(port), upstream)
-    agent.serve()
+        Bridge(agent, port, upstream)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import signal
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -58,16 +58,22 @@ class Command(BaseCommand):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # two files per call
         if proxy == "none":
             sockets = {slots.ensure_slot_directory(slot) / slots.SOCKET_NAME: slot for slot in range(settings.EGRESS_SLOTS)}
-            async with EgressServer().listening({nginx.get_server_socket_path(): None, **sockets}, read_gateway_listener()):
+            gateway, listener = AgentGateway(), read_gateway_listener()
+            server = EgressServer(agents=gateway)
+            async with (
+                server.listening({nginx.get_server_socket_path(): None, **sockets}, listener),
+                companions.serving(gateway) if listener else nullcontext(),
+            ):
                 self.stdout.write(f"egress: {len(sockets)} slots, without nginx")
-                await self._supervise(None, stop, dict)
+                await self._supervise(None, stop, gateway.read_counts if listener else dict)
             return
         try:
             container = await asyncio.to_thread(lambda: NginxProxy(Engine()))
             directories = [slots.ensure_agent_directory(slot) for slot in range(settings.EGRESS_SLOTS)]
             agents = [directory / slots.AGENT_SOCKET_NAME for directory in directories]
             proxies = {directory / slots.PROXY_SOCKET_NAME: slot for slot, directory in enumerate(directories)}
-            gateway, server = AgentGateway(), EgressServer()
+            gateway = AgentGateway()
+            server = EgressServer(agents=gateway)
             allow_list = AllowListProxy(server.now, server.database)
             async with (
                 gateway.listening(agents, settings.AGENT_GATEWAY),
@@ -137,5 +143,19 @@ def read_gateway_listener() -> GatewayListener | None:
     """Return the address of LEASEHOLD_GATEWAY_LISTEN, or None if it is not set."""
     if not settings.GATEWAY_LISTEN:
         return None
-    host, _, port = settings.GATEWAY_LISTEN.rpartition(":")
-    return GatewayListener(host.strip("[]"), int(port), settings.GATEWAY_CERTIFICATE, settings.GATEWAY_CERTIFICATE_KEY)
+    host, port = _split_address(settings.GATEWAY_LISTEN)
+    internal_host, internal_port = _split_address(settings.GATEWAY_INTERNAL_LISTEN)
+    return GatewayListener(
+        host,
+        port,
+        settings.GATEWAY_CERTIFICATE,
+        settings.GATEWAY_CERTIFICATE_KEY,
+        internal_host,
+        internal_port,
+        settings.GATEWAY_INTERNAL_ADDRESS,
+    )
+
+
+def _split_address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -4,32 +4,28 @@ import contextlib
 import io
 import os
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, BinaryIO
 
 from docker.errors import APIError
 
-from sandboxes.agent.runs import AgentResult, AgentRun, NotStarted, OutcomeUnknown
+from sandboxes.agent.runs import AgentClient, NotStarted
 from sandboxes.image import reap
+from sandboxes.providers.agent import runs
+from sandboxes.providers.agent.commands import AgentCommandProvider, OomWatch
 from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import (
-    DATA,
     MARK_VARIABLE,
     WORKSPACE,
     ExecResult,
-    ExecState,
     FailureCause,
     Missing,
-    OutputReader,
     OutputView,
-    Provider,
     ProviderError,
     Unavailable,
 )
 from sandboxes.providers.docker import agent_exec, parked_networks, replacement
-from sandboxes.providers.docker.agent_output import AgentOutputReader
 from sandboxes.providers.docker.engine import Conflict, Engine, translate_errors
 from sandboxes.providers.docker.exec_stream import EngineExec
 from sandboxes.providers.streams import BoundedBuffer
@@ -40,7 +36,17 @@ KILL_TIMEOUT_SECONDS = 15.0  # after this, all processes of the container are ki
 START_RETRY_DELAYS_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-class ContainerCommandProvider(Provider):
+class _EngineOomWatch(OomWatch):
+    """OOM kills of a container: by the kernel's counter, or else by the engine's events."""
+
+    def __init__(self, engine: Engine, ref: str, since: float) -> None:
+        self._engine, self._ref, self._since, self._before = engine, ref, since, engine.oom_kills(ref)
+
+    def was_killed(self, exit_code: int) -> bool:
+        return self._engine.was_oom_killed(self._ref, self._before, self._since, exit_code)
+
+
+class ContainerCommandProvider(AgentCommandProvider):
     """Command verbs of DockerProvider, and the engine of the current process."""
 
     def __init__(self) -> None:
@@ -71,10 +77,7 @@ class ContainerCommandProvider(Provider):
     ) -> ExecResult:
         check_command(argv, env, cwd)
         output = output or OutputView()
-        # The same mark may be used again for a command of the control plane, but an agent starts a run only once.
-        run_id = mark if retain else f"{mark}/{uuid.uuid4().hex}"
-        environment, digested = {**env, MARK_VARIABLE: mark}, DATA if digest_data else ""
-        run = AgentRun(run_id, argv, environment, cwd, timeout.total_seconds(), stdin, cap, digested)
+        run = self._build_run(argv, env, cwd, stdin, timeout, cap, mark, retain=retain, digest_data=digest_data)
         result = self._exec_by_agent(ref, run, output, retain=retain)
         if result:
             return result
@@ -86,45 +89,19 @@ class ContainerCommandProvider(Provider):
                 time.sleep(delay)
         raise Unavailable(f"No command can be started in {ref}: {reason}", cause=FailureCause.NOT_RUNNING)
 
-    def _exec_by_agent(self, ref: str, run: AgentRun, output: OutputView, *, retain: bool) -> ExecResult | None:
-        """Run a command by the agent in the container. Return None if the agent has not started it.
+    def _find_agent(self, ref: str) -> AgentClient | None:
+        return agent_exec.find_agent(self._engine, ref)
 
-        Raise Missing if the container stopped meanwhile, and Unavailable if the outcome is unknown."""
-        engine, started, since = self._engine, time.monotonic(), time.time()
-        agent = agent_exec.find_agent(engine, ref)
-        if agent is None:
-            return None
-        oom_kills_before = engine.oom_kills(ref)
-        output.attach(*(agent_exec.AgentOutput(agent, run.id, stream) for stream in agent_exec.STREAMS))
-        try:
-            result = agent.run(run, check=lambda: self._require_running(ref, since))
-        except NotStarted as error:
-            agent_exec.note_fallback(engine, ref, error, run.env[MARK_VARIABLE])
-            output.attach(b"", b"")
-            return None
-        except OutcomeUnknown as error:
-            if engine.has_stopped(ref, since):
-                raise Missing(f"{ref} stopped while the command ran.") from error
-            self._kill_from_outside(ref, run.env[MARK_VARIABLE])
-            if time.monotonic() < started + run.timeout:
-                raise Unavailable(f"The outcome of a command in {ref} is unknown: {error}") from error
-            result = AgentResult(137, *output.read(), timed_out=True, dropped=(0, 0))
-        if not retain:
-            agent_exec.acknowledge(agent, run.id)
-        return ExecResult(
-            exit_code=result.exit_code,
-            stdout=result.stdout[: run.cap],
-            stderr=result.stderr[: run.cap],
-            timed_out=result.timed_out,
-            oom=engine.was_oom_killed(ref, oom_kills_before, since, result.exit_code),
-            truncated=any(result.dropped),
-            duration=timedelta(seconds=time.monotonic() - started),
-            data_digest=result.digest,
-        )
+    def _note_fallback(self, ref: str, error: NotStarted, mark: str = "") -> None:
+        agent_exec.note_fallback(self._engine, ref, error, mark)
+
+    def _watch_oom(self, ref: str, since: float) -> OomWatch:
+        return _EngineOomWatch(self._engine, ref, since)
+
+    def _has_stopped(self, ref: str, since: float) -> bool:
+        return self._engine.has_stopped(ref, since)
 
     def _require_running(self, ref: str, since: float) -> None:
-        """Raise NotStarted if the container ended before `since` (seconds since 1970) and does not run, Missing if it stopped
-        since then. Resume it if it is frozen."""
         if self._engine.ended_before(ref, since):
             raise NotStarted("The container was not running.", "not_running")
         if self._engine.has_stopped(ref, since):
@@ -132,24 +109,9 @@ class ContainerCommandProvider(Provider):
         self._ensure_running(ref)
 
     def _kill_from_outside(self, ref: str, mark: str) -> None:
-        """Kill the processes of an exec without the agent, or all of the container's if that fails."""
         if not self._kill_by_mark(ref, mark, None):
             with contextlib.suppress(Missing, Conflict), translate_errors():  # gone or not running: no process is left
                 self._engine.client.kill(ref)
-
-    def find_exec(self, ref: str, mark: str) -> ExecState | None:
-        agent = agent_exec.find_agent(self._engine, ref)
-        return agent_exec.find_state(agent, mark) if agent else None
-
-    def open_output(self, ref: str, mark: str, *, stdout: int, stderr: int) -> OutputReader | None:
-        agent = agent_exec.find_agent(self._engine, ref)
-        return AgentOutputReader(agent, mark, stdout, stderr) if agent else None
-
-    def acknowledge_exec(self, ref: str, mark: str) -> None:
-        with contextlib.suppress(ProviderError):
-            agent = agent_exec.find_agent(self._engine, ref)
-            if agent:
-                agent_exec.acknowledge(agent, mark)
 
     def _exec(
         self,
@@ -295,8 +257,8 @@ class ContainerCommandProvider(Provider):
 
     def kill(self, ref: str, mark: str) -> None:
         self._wake(ref)  # a frozen process does not end before it is thawed
-        agent = agent_exec.find_agent(self._engine, ref)
-        killed = agent is not None and agent_exec.kill(agent, mark)  # also reaches daemons with an environment of their own
+        agent = self._find_agent(ref)
+        killed = agent is not None and runs.kill(agent, mark)  # also reaches daemons with an environment of their own
         gid = self._engine.exec_gid(mark)
         if self._kill_by_mark_on_host(ref, mark, gid):  # does not need the engine
             return

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
@@ -21,7 +22,7 @@ class TlsFiles:
 
 
 def create_certificates(directory: Path, *domains: str) -> TlsFiles:
-    """Create an authority and a server certificate for `domains`."""
+    """Create an authority and a server certificate for `domains`, which may be IP addresses."""
     now = datetime.now(UTC)
     authority_key, server_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Authority of a test")])
@@ -36,7 +37,7 @@ def create_certificates(directory: Path, *domains: str) -> TlsFiles:
 
     files = TlsFiles(directory / "authority.pem", directory / "server.pem", directory / "server.key")
     files.authority.write_bytes(sign(issuer, authority_key, (x509.BasicConstraints(ca=True, path_length=None), True)))
-    names = x509.SubjectAlternativeName([x509.DNSName(domain) for domain in domains])
+    names = x509.SubjectAlternativeName([_build_name(domain) for domain in domains])
     files.certificate.write_bytes(
         sign(
             x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, domains[0])]), server_key, (names, False),
@@ -45,3 +46,10 @@ def create_certificates(directory: Path, *domains: str) -> TlsFiles:
     )  # fmt: skip
     files.key.write_bytes(server_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return files
+
+
+def _build_name(domain: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(domain))
+    except ValueError:
+        return x509.DNSName(domain)

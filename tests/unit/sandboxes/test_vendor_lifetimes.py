@@ -1,12 +1,13 @@
 """Vendors that end every sandbox at a fixed age: its state is stored before, and the lease goes on in a new sandbox."""
 
-from datetime import timedelta
+from dataclasses import replace
+from datetime import datetime, timedelta
 
 import pytest
 
 from leases.models import Lease
 from sandboxes.models import Pool, Run, Sandbox, Transition
-from sandboxes.pool import allocation
+from sandboxes.pool import allocation, lifetimes
 from sandboxes.pool.lifetimes import LAST_MARGIN, LIFETIME_MARGIN, end_lifetimes
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -92,3 +93,30 @@ def test_sandbox_of_a_provider_without_a_lifetime_has_no_end(grant, memory, monk
     write(lease := grant())
     assert get_sandbox(lease).lifetime_ends_at is None
     assert end_lifetimes(now=NOW + timedelta(days=30)).counts == {}
+
+
+def announce_end(monkeypatch: pytest.MonkeyPatch, memory: MemoryProvider, ends_at: datetime) -> None:
+    """Let the engine announce that it ends its sandboxes."""
+    listed = memory.list_all()
+    monkeypatch.setattr(MemoryProvider, "announces_end", True)
+    monkeypatch.setattr(memory, "list_all", lambda: [replace(each, ends_at=ends_at, end_reason="drain") for each in listed])
+
+
+def test_sandbox_whose_node_is_drained_is_put_to_sleep_and_wakes_elsewhere(lease, sandbox, memory, monkeypatch) -> None:
+    announce_end(monkeypatch, memory, NOW + 2 * MINUTE)
+    assert end_lifetimes(now=NOW).counts == {"ends announced": 1, "put to sleep": 1}
+    monkeypatch.undo()
+    assert read(lease, now=NOW + MINUTE) == "kept"
+
+
+def test_open_run_of_a_drained_sandbox_is_stopped(lease, sandbox, memory, monkeypatch) -> None:
+    def drain(ref: str) -> None:
+        announce_end(monkeypatch, memory, NOW + 2 * MINUTE)
+        counts.append(end_lifetimes(now=NOW).counts)
+
+    counts: list[dict[str, int]] = []
+    monkeypatch.setattr(lifetimes, "SETTLE_SECONDS", 0.0)  # the run ends after this pass
+    with memory.before("exec", drain):
+        run(lease, "true")
+    assert counts == [{"ends announced": 1, "runs stopped": 1}]
+    assert end_lifetimes(now=NOW + MINUTE).counts == {"put to sleep": 1}

@@ -13,7 +13,7 @@ from sandboxes.agent import client, gateway, runs
 from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected
 from sandboxes.agent.protocol import HEADER
 from sandboxes.agent.runs import NotStarted, OutcomeUnknown
-from sandboxes.providers.docker import agent_exec
+from sandboxes.providers.agent import runs as agent_runs
 from tests.support.sandbox_agent import Gateway, frame, make_run
 from tests.support.waiting import wait_until
 
@@ -214,10 +214,10 @@ def test_process_that_is_no_agent_is_rejected(monkeypatch):
 
 def test_silent_agent_is_asked_for_output_once(server, monkeypatch):
     """The heartbeat of all claims reads output, and must not wait again and again."""
-    monkeypatch.setattr(agent_exec, "READ_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(agent_runs, "READ_TIMEOUT_SECONDS", 0.2)
     theirs = dial(server)
     server.boot()
-    output = agent_exec.AgentOutput(server.client, "r1", "stdout")
+    output = agent_runs.AgentOutput(server.client, "r1", "stdout")
     assert (bytes(output), bytes(output)) == (b"", b"")
     assert read_request(theirs)[1]["verb"] == "read"
     theirs.setblocking(False)

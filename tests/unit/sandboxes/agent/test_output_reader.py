@@ -10,7 +10,7 @@ import pytest
 
 from sandboxes.agent.protocol import MAX_BODY_BYTES
 from sandboxes.agent.runs import OutcomeUnknown
-from sandboxes.providers.docker.agent_output import MAX_PART_BYTES, AgentOutputReader
+from sandboxes.providers.agent.output_reader import MAX_PART_BYTES, AgentOutputReader
 from tests.support.sandbox_agent import Gateway, make_run, start_agent
 from tests.support.waiting import wait_until
 

@@ -15,6 +15,7 @@ from uuid import uuid4
 import pytest
 from django.conf import settings
 
+from controlplane.checks import check_internal_address
 from leases import execution, leasing, turns
 from leases.agent_runs import lifecycle
 from leases.agent_runs.clis.base import AgentOptions
@@ -193,11 +194,21 @@ def test_gateway_with_a_certificate_speaks_tls(tmp_path: Path, loop: EventLoopTh
         assert response.read() == b"ok\n"
 
 
+def test_gateway_on_all_addresses_needs_one_for_other_machines(settings: Any) -> None:
+    settings.GATEWAY_LISTEN, settings.GATEWAY_INTERNAL_LISTEN = "0.0.0.0:8443", "[::]:8444"
+    [found] = check_internal_address(None)
+    assert (found.id, found.hint) == ("leasehold.E010", "Set LEASEHOLD_GATEWAY_INTERNAL_ADDRESS.")
+    settings.GATEWAY_INTERNAL_ADDRESS = "10.0.3.7:8444"
+    assert check_internal_address(None) == []
+
+
 def test_gateway_settings_reach_the_listener(settings: Any) -> None:
     assert read_gateway_listener() is None
     settings.GATEWAY_LISTEN = "[::1]:8443"
     settings.GATEWAY_CERTIFICATE, settings.GATEWAY_CERTIFICATE_KEY = "c.pem", "k.pem"
-    assert read_gateway_listener() == GatewayListener("::1", 8443, "c.pem", "k.pem")
+    assert read_gateway_listener() == GatewayListener("::1", 8443, "c.pem", "k.pem", "127.0.0.1", 0, "")
+    settings.GATEWAY_INTERNAL_LISTEN, settings.GATEWAY_INTERNAL_ADDRESS = "0.0.0.0:8444", "10.0.3.7:8444"
+    assert read_gateway_listener() == GatewayListener("::1", 8443, "c.pem", "k.pem", "0.0.0.0", 8444, "10.0.3.7:8444")
 
 
 def count_vendor_execs(emulators: GetEmulator) -> int:

@@ -1,0 +1,156 @@
+"""Ways of a process of the control plane to the gateway that holds the connection of an agent."""
+
+import os
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from django.utils.module_loading import import_string
+
+from sandboxes.agent.gateway import encode_control_frame
+from sandboxes.agent.internal import MAX_GREETING_BYTES, NONCE_BYTES, prove
+from sandboxes.agent.protocol import HEADER, ProtocolError, RawFrame
+
+GREETING_TIMEOUT_SECONDS = 2.0  # in addition to the time that the gateway is asked to wait
+LOOKUP_PAUSE_SECONDS = 0.1  # between look-ups of an agent that is connecting
+
+
+class NotConnected(Exception):
+    """No agent or no gateway is there. Nothing was sent to an agent."""
+
+
+class GatewayDown(NotConnected):
+    """The gateway is being started again, or the agent is connecting to another one. Nothing was sent."""
+
+
+class GatewayAddress(Protocol):
+    """Way to a gateway."""
+
+    restart_seconds: float  # for which an operation that begins waits while the gateway is down
+
+    def get_key(self, agent: str) -> str:
+        """Return a name of the gateway, under which its state is remembered."""
+
+    def open(self, agent: str, *, wait: float) -> socket.socket:
+        """Connect and send a greeting. The gateway's answer, after at most `wait` seconds, is the greeting of the agent.
+
+        Raise GatewayDown, NotConnected or OSError."""
+
+
+class UnixGateway:
+    """Gateway of this host."""
+
+    restart_seconds = 5.0
+
+    def __init__(self, path: Path) -> None:
+        self._path = os.fspath(path)
+
+    def get_key(self, agent: str) -> str:
+        return self._path
+
+    def open(self, agent: str, *, wait: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(GREETING_TIMEOUT_SECONDS)
+            connection.connect(self._path)
+            connection.sendall(encode_control_frame({"sandbox": agent, "wait": wait}))
+        except ConnectionRefusedError as error:
+            connection.close()
+            raise GatewayDown("The gateway is not running.") from error
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+
+class AgentLocation(NamedTuple):
+    """Gateway that holds the connection of an agent. `number` is that of the connection."""
+
+    address: str  # host:port; empty: none at the moment
+    number: int
+
+
+class RoutedGateway:
+    """Gateway that holds the connection of an agent, on any machine. Each connection looks it up by the agent's ref."""
+
+    restart_seconds = 15.0  # an agent whose gateway has died connects to another one
+
+    def __init__(
+        self, locate: Callable[[str], AgentLocation | None], secret: bytes, context: ssl.SSLContext | None = None
+    ) -> None:
+        self._locate, self._secret, self._context = locate, secret, context
+
+    def get_key(self, agent: str) -> str:
+        return f"agent {agent}"
+
+    def open(self, agent: str, *, wait: float) -> socket.socket:
+        """Wait up to `wait` seconds for the agent's first connection, too. Raise GatewayDown once it has been connected."""
+        deadline = time.monotonic() + wait
+        while True:
+            location = self._locate(agent)
+            error: Exception | None = None
+            if location and location.address:
+                try:
+                    return self._connect(location, agent, wait)
+                except (OSError, ProtocolError) as failed:
+                    error = failed
+            if time.monotonic() >= deadline:
+                if location is None:
+                    raise NotConnected("The agent has not connected yet.")
+                raise GatewayDown(f"The agent is not connected at the moment: {error or 'no gateway has it'}") from error
+            time.sleep(LOOKUP_PAUSE_SECONDS)
+
+    def _connect(self, location: AgentLocation, agent: str, wait: float) -> socket.socket:
+        host, _, port = location.address.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=GREETING_TIMEOUT_SECONDS)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._context:
+                connection = self._context.wrap_socket(connection, server_hostname=host.strip("[]"))
+            gateway_nonce, nonce = str(_receive_control(connection).get("nonce", "")), secrets.token_hex(NONCE_BYTES)
+            greeting = {"sandbox": agent, "wait": wait, "number": location.number, "nonce": nonce}
+            greeting["proof"] = prove(self._secret, "client", gateway_nonce, nonce)
+            connection.sendall(encode_control_frame(greeting))
+            if _receive_control(connection).get("proof") != prove(self._secret, "gateway", gateway_nonce, nonce):
+                raise ProtocolError("the gateway does not know the secret of this installation")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _receive_control(connection: socket.socket) -> dict[str, Any]:
+    """Return the head of a frame without a body, and read nothing after it. Raise OSError, ProtocolError."""
+    request_id, head_bytes, body_bytes = HEADER.unpack(_receive_bytes(connection, HEADER.size))
+    if request_id or body_bytes or head_bytes > MAX_GREETING_BYTES:
+        raise ProtocolError("no greeting of a gateway")
+    return RawFrame(0, _receive_bytes(connection, head_bytes), b"").parse().head
+
+
+def _receive_bytes(connection: socket.socket, count: int) -> bytes:
+    content = b""
+    while len(content) < count:
+        chunk = connection.recv(count - len(content))
+        if not chunk:
+            raise ConnectionResetError("the gateway has closed the connection")
+        content += chunk
+    return content
+
+
+_factory_path = ""
+
+
+def register_factory(path: str) -> None:
+    """Set the dotted path of the function behind `get_routed_gateway`, in an app that reads the database."""
+    global _factory_path
+    _factory_path = path
+
+
+def get_routed_gateway() -> RoutedGateway:
+    """Return this installation's way to agents that are connected over TLS. Look-ups query the database."""
+    found: RoutedGateway = import_string(_factory_path)()
+    return found

@@ -1,0 +1,88 @@
+"""Access of the control plane's processes to a gateway on another machine: TCP, authenticated in both directions.
+
+The gateway sends a nonce. The client answers with its greeting (protocol.py), a nonce of its own, and an HMAC of both under a
+secret that all processes of the installation have. The gateway proves the same before its first response. With TLS the content
+is also encrypted."""
+
+import asyncio
+import hmac
+import secrets
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+
+from sandboxes.agent.gateway import AgentGateway, ClientSession, encode_control_frame
+from sandboxes.agent.protocol import FrameReader, ProtocolError, RawFrame
+
+log = structlog.get_logger(__name__)
+AUTHENTICATION_SECONDS = 5.0
+MAX_UNAUTHENTICATED = 256  # connections
+MAX_GREETING_BYTES = 1024
+NONCE_BYTES = 16
+
+
+def prove(secret: bytes, role: str, gateway_nonce: str, client_nonce: str) -> str:
+    """Return the proof that "gateway" or "client" knows the secret."""
+    return hmac.new(secret, f"{role} {gateway_nonce} {client_nonce}".encode(), "sha256").hexdigest()
+
+
+class InternalSession(ClientSession):
+    """Connection of a process on another machine, as yet unauthenticated."""
+
+    def __init__(self, gateway: AgentGateway, secret: bytes, unauthenticated: "set[InternalSession]") -> None:
+        super().__init__(gateway)
+        self._requests, self._reader = self._reader, FrameReader(max_head_bytes=MAX_GREETING_BYTES, max_body_bytes=0)
+        self._secret, self._unauthenticated, self._nonce = secret, unauthenticated, secrets.token_hex(NONCE_BYTES)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._timer = asyncio.get_running_loop().call_later(AUTHENTICATION_SECONDS, self.end)
+        self._unauthenticated.add(self)
+        if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+            self.end()
+            return
+        self.send(encode_control_frame({"nonce": self._nonce}))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._unauthenticated.discard(self)
+        super().connection_lost(exc)
+
+    def _handle(self, frame: RawFrame) -> None:
+        if self in self._unauthenticated:
+            self._authenticate(frame)
+        super()._handle(frame)
+
+    def _authenticate(self, frame: RawFrame) -> None:
+        """Accept the greeting, or raise ProtocolError."""
+        head = frame.parse().head
+        nonce, proof = str(head.get("nonce", "")), str(head.get("proof", ""))
+        expected = prove(self._secret, "client", self._nonce, nonce)
+        if frame.request_id or not nonce or not hmac.compare_digest(expected.encode(), proof.encode()):
+            raise ProtocolError("a client does not know the secret of this installation")
+        self._timer.cancel()
+        self._unauthenticated.discard(self)
+        self._reader = self._requests
+        self.send(encode_control_frame({"proof": prove(self._secret, "gateway", self._nonce, nonce)}))
+
+
+@asynccontextmanager
+async def listening(
+    gateway: AgentGateway, host: str, port: int, secret: bytes, context: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """Serve processes on other machines during the block. Yield the port, which the kernel chooses for 0."""
+    unauthenticated: set[InternalSession] = set()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: InternalSession(gateway, secret, unauthenticated),
+        host,
+        port,
+        ssl=context,
+        ssl_handshake_timeout=AUTHENTICATION_SECONDS if context else None,
+        backlog=512,
+    )
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()

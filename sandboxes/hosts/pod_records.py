@@ -1,0 +1,36 @@
+"""Records of the Kubernetes provider in the database: the Pod of each sandbox, and the result of the last seal check."""
+
+import re
+from uuid import UUID
+
+from django.db.models import QuerySet
+
+from sandboxes.agent import addresses
+from sandboxes.agent.runs import AgentClient
+from sandboxes.hosts.bound_provider import compute_host_id
+from sandboxes.models import Host, Sandbox
+
+PROVIDER_NAME = "kubernetes"
+_REF_PATTERN = re.compile(r"leasehold-([0-9a-f]{32})-[0-9]+")  # Sandbox.name
+
+
+class PodRows:
+    """Implementation of sandboxes.providers.kubernetes.records.PodRecords."""
+
+    def find_agent(self, ref: str) -> AgentClient | None:
+        return AgentClient(addresses.get_routed_gateway(), ref)
+
+    def find_uid(self, ref: str) -> str:
+        return _find_rows(ref).values_list("pod_uid", flat=True).first() or ""
+
+    def store_uid(self, ref: str, uid: str) -> None:
+        _find_rows(ref).update(pod_uid=uid)
+
+    def is_sealed(self, engine_id: str) -> bool:
+        return Host.objects.filter(pk=compute_host_id(PROVIDER_NAME, engine_id), sealed=True).exists()
+
+
+def _find_rows(ref: str) -> QuerySet[Sandbox]:
+    """Select the row whose current incarnation has this ref, by its primary key."""
+    match = _REF_PATTERN.fullmatch(ref)
+    return Sandbox.objects.filter(pk=UUID(match[1]), ref=ref) if match else Sandbox.objects.none()

@@ -1,0 +1,160 @@
+"""Client of the API server: configuration, authentication and connections of the official client, with plain JSON.
+
+The client's module `stream` is not used: it replaces a method of the shared client during a handshake, so that calls of other
+threads fail. The client's models are not used either: a new value of an enum or a missing field would be an exception."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import urllib3
+from kubernetes import client, config
+from kubernetes.config.config_exception import ConfigException
+
+from sandboxes.providers.base import FailureCause, ProviderError, Unavailable
+from sandboxes.providers.kubernetes.errors import Expired, build_error
+
+CALL_TIMEOUT_SECONDS = 30.0  # of one request
+PAGE_SIZE = 500
+MAX_LIST_ATTEMPTS = 3
+MAX_CREATES_PER_SECOND = 10.0  # more would meet limits of the API server that apply to all clients of the account
+SERVICE_HOST_VARIABLE = "KUBERNETES_SERVICE_HOST"
+
+
+class TokenBucket:
+    """Limit on the rate of calls of this process: `take` waits."""
+
+    def __init__(
+        self,
+        rate: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._rate, self._clock, self._sleep = rate, clock, sleep
+        self._lock, self._tokens, self._filled_at = threading.Lock(), rate, clock()
+
+    def take(self) -> None:
+        """Take a token, and wait until it is due. Concurrent callers are served in the order of their calls."""
+        with self._lock:
+            now = self._clock()
+            self._tokens = min(self._rate, self._tokens + (now - self._filled_at) * self._rate) - 1
+            self._filled_at = now
+            wait = -self._tokens / self._rate
+        if wait > 0:
+            self._sleep(wait)
+
+
+class ApiClient:
+    """Calls of one process to one cluster. No call is repeated here."""
+
+    def __init__(self, *, context: str = "") -> None:
+        """Read the configuration. Raise Unavailable if there is none that can be read."""
+        configuration = client.Configuration()
+        try:
+            if os.environ.get(SERVICE_HOST_VARIABLE) and not context:
+                config.load_incluster_config(client_configuration=configuration)
+            else:
+                path = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+                config.load_kube_config(path, context=context or None, client_configuration=configuration)
+        except (ConfigException, OSError) as error:
+            message = f"No configuration of a cluster can be read: {error}"
+            raise Unavailable(message, cause=FailureCause.ENGINE_UNREACHABLE) from error
+        configuration.retries = False
+        self.creates = TokenBucket(MAX_CREATES_PER_SECOND)
+        self._client = client.ApiClient(configuration)
+
+    @property
+    def configuration(self) -> Any:
+        """Configuration of the official client: address, certificates and credentials."""
+        return self._client.configuration
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout: timedelta = timedelta(seconds=CALL_TIMEOUT_SECONDS),
+    ) -> dict[str, Any]:
+        """Make one call, and return the decoded object. Raise ProviderError; Unavailable if the outcome is not known."""
+        content = self.fetch(method, path, body, query=query, timeout=timeout)
+        try:
+            decoded = json.loads(content)
+            if isinstance(decoded, dict):
+                return decoded
+        except ValueError:
+            pass
+        raise Unavailable(f"{path}: the answer is not a JSON object.", cause=FailureCause.ENGINE_ERROR)
+
+    def fetch(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout: timedelta = timedelta(seconds=CALL_TIMEOUT_SECONDS),
+    ) -> bytes:
+        """Like `call`, and return the content of the answer."""
+        headers = {"Accept": "application/json", **({"Content-Type": "application/json"} if body is not None else {})}
+        try:
+            self.authorize(headers)
+            response = self._client.call_api(
+                method, self.build_url(path, query), headers, body, _request_timeout=timeout.total_seconds()
+            )
+            content, status = response.read() or b"", response.status
+        except (urllib3.exceptions.HTTPError, client.ApiException, ConfigException, OSError) as error:
+            raise _build_transport_error(path, error) from error
+        if status >= 400:
+            raise build_error(status, content, path, response.headers)
+        return bytes(content)
+
+    def build_url(self, path: str, query: Mapping[str, str] | None = None) -> str:
+        return self.configuration.host.rstrip("/") + path + (f"?{urlencode(query)}" if query else "")
+
+    def authorize(self, headers: dict[str, str]) -> None:
+        """Add the credentials to the headers of a request. A token that rotates is read again when it is due."""
+        self._client.update_params_for_auth(headers, [], ["BearerToken"], "", "", None)
+
+    def list_items(self, path: str, *, selector: str = "", query: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+        """List all objects with a label selector. Raise Unavailable rather than return a partial list."""
+        fixed = {"limit": str(PAGE_SIZE), **({"labelSelector": selector} if selector else {}), **(query or {})}
+        for _ in range(MAX_LIST_ATTEMPTS):
+            try:
+                return [item for page in self._iter_pages(path, fixed) for item in page]
+            except Expired as error:
+                expired = error
+        raise Unavailable(f"{path}: the list changed too often: {expired}", cause=FailureCause.ENGINE_ERROR)
+
+    def _iter_pages(self, path: str, query: Mapping[str, str]) -> Iterator[list[dict[str, Any]]]:
+        continuation = ""
+        while True:
+            page = self.call("GET", path, query={**query, **({"continue": continuation} if continuation else {})})
+            items = page.get("items")
+            if items is None:
+                items = []
+            if not isinstance(items, list):
+                raise Unavailable(f"{path}: the answer is not a list.", cause=FailureCause.ENGINE_ERROR)
+            yield items
+            continuation = (page.get("metadata") or {}).get("continue") or ""
+            if not continuation:
+                return
+
+
+def build_path(namespace: str, kind: str, name: str = "", *, group: str = "api/v1") -> str:
+    """Build the path of a kind of objects, or of one object, in a namespace."""
+    return f"/{group}/namespaces/{quote(namespace)}/{kind}" + (f"/{quote(name)}" if name else "")
+
+
+def _build_transport_error(subject: str, error: Exception) -> ProviderError:
+    is_timeout = isinstance(error, urllib3.exceptions.TimeoutError | TimeoutError)
+    cause = FailureCause.TIMEOUT if is_timeout else FailureCause.ENGINE_UNREACHABLE
+    return Unavailable(f"{subject}: no answer of the API server: {type(error).__name__}: {error}", cause=cause)

@@ -1,0 +1,54 @@
+"""Translation of answers of the API server to the errors of the provider port."""
+
+import json
+from collections.abc import Mapping
+
+from sandboxes.providers.base import FailureCause, Missing, NoCapacity, ProviderError, Rejected, Unavailable
+
+
+class Conflict(Unavailable):
+    """409: the name is in use, or a precondition does not hold."""
+
+    code = "provider_conflict"
+
+
+class Expired(Unavailable):
+    """410: the continuation of a list is not available any more."""
+
+    code = "provider_list_expired"
+
+
+def build_error(status: int, content: bytes, subject: str, headers: Mapping[str, str]) -> ProviderError:
+    """Build the error of an answer with a status above 399 about `subject`."""
+    message = _read_message(content)
+    text = f"{subject}: the API server answered {status}: {message}"
+    if status == 404:
+        return Missing(text)
+    if status == 409:
+        return Conflict(text)
+    if status == 410:
+        return Expired(text)
+    if status == 403 and "exceeded quota" in message:
+        return NoCapacity(text, cause=FailureCause.NO_CAPACITY)
+    if status == 401:
+        return Unavailable(text, cause=FailureCause.CREDENTIALS_REFUSED)
+    if status == 429:
+        error = Unavailable(text, cause=FailureCause.RATE_LIMITED)
+        error.retry_after = _read_seconds(headers.get("Retry-After", ""))
+        return error
+    if status >= 500 or status == 408:
+        return Unavailable(text, cause=FailureCause.ENGINE_ERROR)
+    return Rejected(text, cause=FailureCause.CREDENTIALS_REFUSED if status == 403 else None)
+
+
+def _read_message(content: bytes) -> str:
+    """Return the message of a Status object, or the content as text."""
+    try:
+        status = json.loads(content)
+        return str(status["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode(errors="replace")
+
+
+def _read_seconds(text: str) -> int | None:
+    return max(int(text), 1) if text.isascii() and text.isdigit() else None

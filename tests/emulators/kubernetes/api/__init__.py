@@ -1,0 +1,1 @@
+"""API server of the emulator."""

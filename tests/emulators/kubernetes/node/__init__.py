@@ -1,0 +1,1 @@
+"""Kubelet of the emulator: Pods as containers of a Docker Engine."""

@@ -1,0 +1,219 @@
+"""Kubernetes provider against an API server with faults. The Pods of most tests are never started, which is fast."""
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from sandboxes.providers.base import CapacityPending, FailureCause, GatewayAccess, Missing, NoCapacity, Rejected, Unavailable
+from sandboxes.providers.kubernetes import api_client, pods, readiness
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault
+from tests.emulators.kubernetes.api.resources import PODS, QUOTAS, SECRETS
+from tests.emulators.kubernetes.faults import (
+    IMAGE_PULL,
+    NO_SCALE_UP,
+    NOT_STARTED,
+    SCALE_UP,
+    STUCK_TERMINATING,
+    UNSCHEDULABLE,
+    PodFault,
+)
+from tests.support.cluster import NAMESPACE
+
+pytestmark = pytest.mark.docker
+POST_POD = r"^POST /api/v1/namespaces/leasehold-sandboxes/pods$"
+
+
+@pytest.fixture(autouse=True)
+def not_started(cluster, monkeypatch):
+    cluster.emulator.cluster_faults.pods.append(PodFault("lhp-", NOT_STARTED, times=100))
+    monkeypatch.setattr(readiness, "PENDING_SECONDS", 0.0)
+    monkeypatch.setattr(pods, "POLL_SECONDS", (0.02,))
+
+
+@pytest.fixture
+def fail_pods(cluster):
+    def fail(outcome):
+        cluster.emulator.cluster_faults.pods.insert(0, PodFault("lhp-", outcome, times=100))
+
+    return fail
+
+
+def find_pod(cluster, spec):
+    return cluster.find(PODS, spec.name)
+
+
+# --- creation ----------------------------------------------------------------------------------------------------------
+
+
+def test_create_whose_answer_was_lost_is_settled_by_the_name(cluster, provider, spec):
+    cluster.emulator.faults.append(Fault(POST_POD, CUT_AFTER))
+    assert provider.create(spec) == spec.name
+    assert [found.name for found in provider.list(spec.owner)] == [spec.name]
+
+
+def test_create_that_never_arrived_is_unavailable_and_can_be_repeated(cluster, provider, spec):
+    cluster.emulator.faults.append(Fault(POST_POD, CUT_BEFORE))
+    with pytest.raises(Unavailable):
+        provider.create(spec)
+    assert provider.create(spec) == spec.name
+
+
+def test_name_of_a_pod_that_is_being_deleted_is_not_taken_over(cluster, provider, spec, fail_pods):
+    fail_pods(STUCK_TERMINATING)
+    provider.create(spec)
+    uid = find_pod(cluster, spec)["metadata"]["uid"]
+    provider.pods.api.call("DELETE", provider.pods.path("pods", spec.name), pods.build_deletion(uid))
+    with pytest.raises(Unavailable, match="still being deleted"):
+        provider.create(spec)
+    with pytest.raises(Rejected, match="another owner"):
+        provider.create(replace(spec, owner="someone-else"))
+
+
+def test_secret_of_an_earlier_attempt_is_replaced_but_not_that_of_another_owner(cluster, provider, spec):
+    def with_token(token, **changes):
+        return replace(spec, gateway=GatewayAccess("https://10.96.7.7:8443", token), **changes)
+
+    provider.create(with_token("one"))
+    provider.create(with_token("two"))
+    content = cluster.find(SECRETS, spec.name)["data"]["gateway.json"]
+    with pytest.raises(Rejected, match="another owner"):
+        provider.create(with_token("three", owner="someone-else"))
+    assert cluster.find(SECRETS, spec.name)["data"]["gateway.json"] == content
+    provider.destroy(spec.name)
+    assert cluster.find(SECRETS, spec.name) is None
+
+
+def test_exhausted_quota_is_a_lack_of_capacity_and_not_repeated(cluster, provider, spec):
+    quota = cluster.find(QUOTAS, "sandboxes")
+    cluster.emulator.store.edit(QUOTAS, NAMESPACE, "sandboxes", lambda item: item["spec"]["hard"].update(pods="0"))
+    try:
+        with pytest.raises(NoCapacity, match="exceeded quota"):
+            provider.create(spec)
+    finally:
+        hard = quota["spec"]["hard"]
+        cluster.emulator.store.edit(QUOTAS, NAMESPACE, "sandboxes", lambda item: item["spec"].update(hard=hard))
+
+
+def test_too_many_requests_states_when_to_try_again(cluster, provider, spec):
+    cluster.emulator.faults.append(Fault(POST_POD, 429))
+    with pytest.raises(Unavailable) as raised:
+        provider.create(spec)
+    assert (raised.value.cause, raised.value.retry_after) == (FailureCause.RATE_LIMITED, 1)
+
+
+def test_missing_permission_is_rejected_and_named(cluster, spec):
+    stranger = cluster.emulator.write_kubeconfig("stranger", cluster.emulator.create_token("leasehold", "stranger"))
+    provider = cluster.connect(kubeconfig=stranger)
+    with pytest.raises(Rejected, match="cannot create resource") as raised:
+        provider.create(spec)
+    assert raised.value.cause == FailureCause.CREDENTIALS_REFUSED
+
+
+def test_creates_are_limited_to_ten_a_second():
+    slept, clock = [], [0.0]
+    bucket = api_client.TokenBucket(10.0, clock=lambda: clock[0], sleep=slept.append)
+    for _ in range(12):
+        bucket.take()
+    assert slept == pytest.approx([0.1, 0.2])
+    clock[0] = 1.0
+    bucket.take()
+    assert len(slept) == 2
+
+
+# --- start -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", [UNSCHEDULABLE, SCALE_UP])
+def test_pod_without_a_node_is_pending_with_the_words_of_the_scheduler(provider, spec, fail_pods, outcome):
+    fail_pods(outcome)
+    provider.create(spec)
+    with pytest.raises(CapacityPending, match="Insufficient memory") as raised:
+        provider.wait_ready(spec.name, timeout=timedelta(seconds=20))
+    assert raised.value.retry_after
+    assert not provider.inspect(spec.name).running
+
+
+def test_autoscaler_that_adds_no_node_is_a_lack_of_capacity(provider, spec, fail_pods):
+    fail_pods(NO_SCALE_UP)
+    provider.create(spec)
+    with pytest.raises(NoCapacity):
+        provider.wait_ready(spec.name, timeout=timedelta(seconds=20))
+
+
+def test_image_that_cannot_be_fetched_is_named_at_the_timeout(provider, spec, fail_pods):
+    fail_pods(IMAGE_PULL)
+    provider.create(spec)
+    with pytest.raises(Unavailable, match=r"ErrImagePull|ImagePullBackOff"):
+        provider.wait_ready(spec.name, timeout=timedelta(seconds=2))
+
+
+# --- end ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("disrupt", "cause", "words"),
+    [
+        (lambda d, name: d.evict_for_pressure(NAMESPACE, name), FailureCause.EVICTED, "low on resource"),
+        (lambda d, name: d.evict_for_storage(NAMESPACE, name, "tmp", "1Gi"), FailureCause.EVICTED, 'volume "tmp"'),
+        (lambda d, name: d.shut_down_node(NAMESPACE, name), FailureCause.NODE_DRAINED, "node shutdown"),
+        (lambda d, name: d.vanish(NAMESPACE, name), FailureCause.REMOVED, "no reason is left"),
+    ],
+)
+def test_end_of_a_pod_is_missing_with_its_reason(cluster, provider, spec, disrupt, cause, words):
+    provider.create(spec)
+    disrupt(cluster.emulator.disruptions, spec.name)
+    with pytest.raises(Missing, match=words) as raised:
+        provider.inspect(spec.name)
+    assert raised.value.cause == cause
+    assert all(found.is_remnant for found in provider.list(spec.owner))
+    provider.destroy(spec.name)
+    assert provider.list(spec.owner) == []
+
+
+def test_reason_of_a_preemption_is_remembered_once_the_pod_is_gone(cluster, provider, spec, fail_pods):
+    fail_pods(STUCK_TERMINATING)
+    provider.create(spec)
+    cluster.emulator.disruptions.preempt(NAMESPACE, spec.name)
+    [leaving] = provider.list(spec.owner)
+    assert (leaving.running, leaving.is_remnant) == (False, False)
+    assert leaving.ends_at
+    assert "preempted" in leaving.end_reason
+    cluster.emulator.disruptions.vanish(NAMESPACE, spec.name)
+    with pytest.raises(Missing, match="preempted") as raised:
+        provider.inspect(spec.name)
+    assert raised.value.cause == FailureCause.PREEMPTED
+
+
+def test_pod_of_another_uid_is_not_the_sandbox_and_is_not_deleted(cluster, provider, spec):
+    provider.create(spec)
+    other = cluster.emulator.disruptions.replace(NAMESPACE, spec.name)
+    with pytest.raises(Missing, match="another Pod has its name") as raised:
+        provider.inspect(spec.name)
+    assert raised.value.cause == FailureCause.REPLACED
+    provider.destroy(spec.name)
+    assert find_pod(cluster, spec)["metadata"]["uid"] == other["metadata"]["uid"]
+
+
+def test_pod_that_stays_is_never_removed_by_force_and_is_described(cluster, provider, spec, fail_pods, monkeypatch):
+    monkeypatch.setattr(pods, "REMOVAL_TIMEOUT_SECONDS", 0.3)
+    fail_pods(STUCK_TERMINATING)
+    provider.create(spec)
+    with pytest.raises(Unavailable, match=r"still being deleted.*node: .*out-of-service"):
+        provider.destroy(spec.name)
+    assert find_pod(cluster, spec)["metadata"]["deletionGracePeriodSeconds"] == pods.REMOVAL_GRACE_SECONDS > 0
+    deletions = [line for line in cluster.emulator.requests if line.startswith("DELETE") and spec.name in line]
+    assert len(deletions) == 1
+
+
+# --- lists -------------------------------------------------------------------------------------------------------------
+
+
+def test_list_that_expires_between_pages_is_repeated_and_never_partial(cluster, provider, spec, monkeypatch):
+    monkeypatch.setattr(api_client, "PAGE_SIZE", 1)
+    names = {provider.create(replace(spec, name=f"{spec.name}-{number}")) for number in range(3)}
+    cluster.emulator.faults.append(Fault(r"^GET .*/pods\?continue", 410, times=2))
+    assert {found.name for found in provider.list(spec.owner)} == names
+    cluster.emulator.faults.append(Fault(r"^GET .*/pods\?continue", 410, times=3))
+    with pytest.raises(Unavailable, match="changed too often"):
+        provider.list(spec.owner)

@@ -22,7 +22,7 @@ from sandboxes.models import ModelRate, Pool, Sandbox
 from sandboxes.pool import intervals, lifetimes
 from sandboxes.providers.base import ProviderSandbox
 from sandboxes.runs import abandoned
-from sandboxes.state import data_sync, pruning
+from sandboxes.state import data_sync, pruning, vendor_snapshots
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import agent_restarts, passes, reconciliation
 from sandboxes.templates import builds
@@ -91,6 +91,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "prune": {
         "delete outdated object": lambda now: data_sync.find_outdated_objects()[:MAX_LISTED],
         "delete unreferenced object": _iter_unreferenced_keys,
+        "delete vendor's snapshot": lambda now: vendor_snapshots.find_unneeded(now=now)[:MAX_LISTED],
         "delete event": lambda now: outbox.find_old_events(now=now)[:MAX_LISTED],
     },
     "collect": {

@@ -82,6 +82,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...], Mapping[tuple[str, ...], Callabl
             ("warm",): lambda pool: pool.warm_hits,
             ("local",): lambda pool: pool.woken_local,
             ("cloud",): lambda pool: pool.woken_cloud,
+            ("vendor",): lambda pool: pool.woken_vendor,
             ("fresh",): lambda pool: pool.woken_fresh,
         },
     ),

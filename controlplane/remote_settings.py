@@ -68,6 +68,7 @@ VENDORS: Mapping[str, Vendor] = {
                 help="workspace of the API key; set it if several are used, so that their hosts differ",
             )
         },
+        has_allow_list=True,
     ),
     "modal": Vendor(
         "Modal",
@@ -89,6 +90,14 @@ VENDORS: Mapping[str, Vendor] = {
                     maximum=1440,
                     help="Modal terminates a sandbox after so many minutes, with its files; 24 hours is its maximum",
                 )
+            ),
+            "snapshot_min_mib": lambda: str(
+                env.optional_integer(
+                    "MODAL_SANDBOX_SNAPSHOT_MIN_MIB",
+                    minimum=1,
+                    help="Modal keeps snapshots of sleeping workspaces of at least so many MiB, for faster wakes; unset: none",
+                )
+                or ""
             ),
         },
         has_auto_delete=False,
@@ -115,6 +124,7 @@ VENDORS: Mapping[str, Vendor] = {
             ),
         },
         has_auto_delete=False,
+        has_allow_list=True,
     ),
 }
 

@@ -42,7 +42,7 @@ from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
 # Counted in the row of a sandbox, and added to the row of its pool when the place is released.
-SANDBOX_COUNTER_FIELDS = ("warm_hits", "woken_local", "woken_cloud", "woken_fresh", "slept")
+SANDBOX_COUNTER_FIELDS = ("warm_hits", "woken_local", "woken_cloud", "woken_vendor", "woken_fresh", "slept")
 
 
 def schedule_destroy(

@@ -28,7 +28,7 @@ from sandboxes.models import (
     processes,
 )
 from sandboxes.providers.base import Missing, Provider, ProviderError
-from sandboxes.state import data_sync, mounts, workspace
+from sandboxes.state import data_sync, mounts, vendor_snapshots, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings
 
@@ -87,7 +87,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     """Finish the eviction of a claimed sandbox. Returns whether it is cold now. Safe to repeat after a crash at any step.
 
     1. Store the state, unless it is stored since the last run or the incarnation has had no run. Resume a suspended sandbox
-       before.
+       before. Afterwards have the vendor take its own snapshot, where that is configured.
     2. Destroy the process.
     3. Move the row to `cold`.
 
@@ -114,6 +114,7 @@ def _finish_claimed_eviction(sandbox: Sandbox, claim: Claim, clock: Clock, *, ac
         if not _persist_state(sandbox, provider, claim, clock):
             return False
         checkpoint("persisted", sandbox)
+        vendor_snapshots.take(sandbox, provider, claim, clock=clock)
     except Missing as missing:
         mark_lost(sandbox, str(missing), now=clock())
         return False

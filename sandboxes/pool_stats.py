@@ -41,6 +41,7 @@ class Stats:
     warm_hits: int
     woken_local: int
     woken_cloud: int
+    woken_vendor: int
     woken_fresh: int
     slept: int
     claimed_warm: int
@@ -62,7 +63,7 @@ class Stats:
 
     @property
     def woken(self) -> int:
-        return self.woken_local + self.woken_cloud + self.woken_fresh
+        return self.woken_local + self.woken_cloud + self.woken_vendor + self.woken_fresh
 
 
 @dataclass(frozen=True, kw_only=True)

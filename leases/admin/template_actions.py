@@ -38,8 +38,8 @@ def _get_list_url(template: ImageTemplate, form: ReasonForm) -> str:
 
 REBUILD_ACTION = AdminAction(
     title="Build again",
-    warning="The commands run as root on the host's engine, with a network. Sandboxes use the previous image until the new one "
-    "is ready, and after a failed build.",
+    warning="The commands run on the host's engine as root, or at the vendor, with a network. Sandboxes use the previous "
+    "image until the new one is ready, and after a failed build.",
     done="queued",
     refusal_reason="it is being built",
     legal=_is_ended,
@@ -49,7 +49,8 @@ REBUILD_ACTION = AdminAction(
 )
 REMOVE_ACTION = AdminAction(
     title="Remove template",
-    warning="The image is removed from the host's engine. A template whose image a pool or a sandbox uses stays.",
+    warning="The image is removed from the host's engine, or from the vendor's account. A template whose image a pool "
+    "or a sandbox uses stays.",
     done="removed",
     refusal_reason="it is being built",
     legal=_is_ended,

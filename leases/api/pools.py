@@ -39,9 +39,10 @@ class PoolStatsSerializer(serializers.Serializer):
     max_capacity = build_count_field()
     used = build_count_field(help_text="Occupied capacity; equals total.")
     resume_warm_hits = build_count_field(help_text="Uses that found their sandbox awake.")
-    resume_cold_hits = build_count_field(help_text="Uses that woke their sandbox: sum of the local, cloud and fresh hits.")
+    resume_cold_hits = build_count_field(help_text="Uses that woke their sandbox: sum of the hits by source.")
     resume_cold_local_hits = build_count_field(help_text="Wakes from state on this host.")
     resume_cold_cloud_hits = build_count_field(help_text="Wakes from state in the store.")
+    resume_cold_vendor_hits = build_count_field(help_text="Wakes from a snapshot at the vendor of the sandbox.")
     resume_cold_fresh_hits = build_count_field(help_text="Wakes without stored state.")
     pre_warm_hits = build_count_field(help_text="Leases that received a pre-warmed sandbox.")
     slept = build_count_field(help_text="Times a sandbox was put to sleep, for any reason.")
@@ -126,6 +127,7 @@ def serialize_pool_stats(stats: Stats) -> dict[str, Any]:
         "resume_cold_hits": stats.woken,
         "resume_cold_local_hits": stats.woken_local,
         "resume_cold_cloud_hits": stats.woken_cloud,
+        "resume_cold_vendor_hits": stats.woken_vendor,
         "resume_cold_fresh_hits": stats.woken_fresh,
         "pre_warm_hits": stats.claimed_warm,
         "slept": stats.slept,

@@ -34,6 +34,9 @@ class NewTemplateSerializer(StrictSerializer):
         required=False, child=StrictCharField(max_length=MAX_COMMAND_CHARS), max_length=MAX_COMMANDS, allow_empty=False,
         help_text="Shell commands, run as root in this order.",
     )  # fmt: skip
+    provider = StrictCharField(
+        required=False, max_length=32, help_text="Provider that builds the image, for its pools. Default: that of this server."
+    )
     dockerfile = StrictCharField(
         required=False, max_length=MAX_DOCKERFILE_CHARS,
         help_text="Dockerfile, instead of base and commands. It has the build argument BASE_IMAGE, the sandbox image, and no "
@@ -48,12 +51,15 @@ class TemplateSerializer(serializers.Serializer):
     id = serializers.UUIDField()
     name = serializers.CharField()
     version = serializers.CharField(help_text="SHA-256 of the specification: equal specifications have equal versions.")
-    host = serializers.CharField(help_text="Host whose engine has the image.")
+    host = serializers.CharField(help_text="Host whose engine, or vendor's account, has the image.")
+    provider = serializers.CharField(help_text="Provider of the host.")
     state = serializers.ChoiceField(TemplateState.values)
     failure = serializers.ChoiceField(TemplateFailure.values, allow_null=True, help_text="Reason of a failed build.")
     error = serializers.CharField(help_text="Message of a failed build; empty otherwise.")
     image = serializers.CharField(allow_null=True, help_text="Image for a pool; null: never built.")
-    size_bytes = serializers.IntegerField(allow_null=True, help_text="Size of the image with its base.")
+    size_bytes = serializers.IntegerField(
+        allow_null=True, help_text="Size of the image with its base; null: never built, or not stated by the vendor."
+    )
     created_at = serializers.DateTimeField()
     started_at = serializers.DateTimeField(allow_null=True, help_text="Start of the last attempt.")
     finished_at = serializers.DateTimeField(allow_null=True, help_text="End of the last build.")
@@ -101,7 +107,7 @@ class TemplateListView(ApiView):
         data = self.validate_body(NEW_TEMPLATE_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
-            host = builds.get_build_host(now=self.now)
+            host = builds.get_build_host(data.get("provider", ""), now=self.now)
             specification = builds.build_specification(
                 host, base=data.get("base", ""), commands=data.get("commands", ()), dockerfile=data.get("dockerfile", "")
             )
@@ -155,6 +161,7 @@ def serialize_template(template: ImageTemplate) -> dict[str, Any]:
         "name": template.name,
         "version": template.version,
         "host": template.host.name,
+        "provider": template.host.provider,
         "state": template.state,
         "failure": template.failure or None,
         "error": template.error,

@@ -123,11 +123,12 @@ def count_evictions(stats: PoolStats) -> dict[str, int]:
 
 
 def count_starts_by_source(stats: PoolStats) -> dict[str, int]:
-    """Sandboxes provisioned for leases, by source: pre-warmed, or state from the local copy, from the store, or none."""
+    """Sandboxes provisioned for leases, by source: pre-warmed, or state from the local copy, the store, the vendor, or none."""
     return {
         "pre-warmed": stats.claimed_warm,
         "from local copy": stats.woken_local,
         "from store": stats.woken_cloud,
+        "from vendor's snapshot": stats.woken_vendor,
         "fresh": stats.woken_fresh,
     }
 

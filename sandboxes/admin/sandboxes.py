@@ -83,7 +83,7 @@ RETRY_DESTROY_ACTION = AdminAction(
     permissions=("sandboxes.act_on_sandbox",),
     bulk_button="Retry destroy… (quarantine only)",
 )
-SOURCE_LABELS = {"local": "the local copy", "cloud": "the store"}
+SOURCE_LABELS = {"local": "the local copy", "cloud": "the store", "vendor": "the vendor's snapshot"}
 
 
 class TimeInStateFilter(RadioFilter):
@@ -117,8 +117,8 @@ class SandboxAdmin(ReadOnlyModelAdmin):
         "open_runs", "suspend_after", "frozen",
         "held_until", "auto_stop", "auto_delete", "vendor_auto_stop", "vendor_auto_delete", "lifetime_ends_at",
         "idle_after", "idle_at", "last_used_at", "prepared", "source", "workspace_bytes", "measured_at", "warm_hits",
-        "woken_local", "woken_cloud", "woken_fresh", "lost_at", "claimed_by", "deadline_at", "tries", "persist_failures",
-        "quarantined_at", "created_at", "destroyed_at",
+        "woken_local", "woken_cloud", "woken_vendor", "woken_fresh", "lost_at", "claimed_by", "deadline_at", "tries",
+        "persist_failures", "quarantined_at", "created_at", "destroyed_at",
     )  # fmt: skip
     change_form_outer_before_template = "admin/sandboxes/sandbox/history.html"
     row_actions = {"retry_destroy": RETRY_DESTROY_ACTION}
@@ -199,9 +199,14 @@ class SandboxAdmin(ReadOnlyModelAdmin):
                 SummaryField("Provider name", ref, note=f"incarnation {row.incarnation}, {describe_state_source(row)}"),
                 SummaryField(
                     "Wakes",
-                    f"{row.woken_local + row.woken_cloud + row.woken_fresh:,}",
+                    f"{row.woken_local + row.woken_cloud + row.woken_vendor + row.woken_fresh:,}",
                     note=format_counts(
-                        {"from local copy": row.woken_local, "from store": row.woken_cloud, "fresh": row.woken_fresh}
+                        {
+                            "from local copy": row.woken_local,
+                            "from store": row.woken_cloud,
+                            "from vendor's snapshot": row.woken_vendor,
+                            "fresh": row.woken_fresh,
+                        }
                     ),
                 ),
                 SummaryField("Runs without a wake", f"{row.warm_hits:,}", note="the sandbox was already alive"),
@@ -329,7 +334,8 @@ def build_wake_source_field(row: Sandbox, stored: list[Snapshot]) -> SummaryFiel
         return SummaryField("Next wake from", "no stored state", note="starts fresh")
     next_store = "; stored again when evicted" if row.state in UNSTORED_STATES else ""
     note = format_html("stored {}{}", render_time_ago(newest.at), next_store)
-    return SummaryField("Next wake from", SOURCE_LABELS["local" if newest.local else "cloud"], note=note)
+    source = "vendor" if newest.vendor_snapshot else "local" if newest.local else "cloud"
+    return SummaryField("Next wake from", SOURCE_LABELS[source], note=note)
 
 
 def build_destroy_field(row: Sandbox, now: datetime) -> SummaryField:

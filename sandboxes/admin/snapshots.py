@@ -59,8 +59,9 @@ class SnapshotAdmin(DownloadModelAdmin):
         "history": ListTab("History", "No snapshots yet. One is made when a sandbox is evicted or on request."),
     }
     fieldsets = build_all_fields_fieldset(
-        "id", "sandbox", "incarnation", "holder", "kind", "name", "at", "key", "size_bytes", "digests", "local", "forgotten_at"
-    )
+        "id", "sandbox", "incarnation", "holder", "kind", "name", "at", "key", "size_bytes", "digests", "local",
+        "vendor_snapshot", "vendor_host", "vendor_expires_at", "forgotten_at",
+    )  # fmt: skip
     change_form_outer_before_template = "admin/sandboxes/snapshot/objects.html"
 
     @display(description="Agent and environment")
@@ -133,7 +134,8 @@ def describe_snapshot_location(row: Snapshot) -> str:
     """Name the places that a wake could read the snapshot from."""
     if row.forgotten_at:
         return "deleted"
-    return "local copy and store" if row.local else "store"
+    places = "local copy and store" if row.local else "store"
+    return f"{places}, vendor's snapshot" if row.vendor_snapshot else places
 
 
 def find_snapshots(row: Sandbox) -> QuerySet[Snapshot]:

@@ -37,7 +37,7 @@ class ImageTemplateAdmin(ReadOnlyModelAdmin):
 
     @display(description="Template")
     def template_label(self, row: ImageTemplate) -> SafeString:
-        return render_two_lines(row, row.host.name)
+        return render_two_lines(row, f"{row.host.name}, {row.host.provider}")
 
     @display(description="State")
     def status(self, row: ImageTemplate) -> SafeString:

@@ -109,6 +109,7 @@ class Pool(ResourceLimits):
     warm_hits = models.PositiveBigIntegerField(default=0, editable=False)
     woken_local = models.PositiveBigIntegerField(default=0, editable=False)
     woken_cloud = models.PositiveBigIntegerField(default=0, editable=False)
+    woken_vendor = models.PositiveBigIntegerField(default=0, editable=False)
     woken_fresh = models.PositiveBigIntegerField(default=0, editable=False)
     slept = models.PositiveBigIntegerField(default=0, editable=False)
     claimed_warm = models.PositiveBigIntegerField(default=0, editable=False)

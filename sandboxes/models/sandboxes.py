@@ -124,7 +124,7 @@ class Sandbox(models.Model):
     prepared = models.BooleanField(default=False, help_text="The lease's initial files are written.")
     excludes = models.JSONField(default=list, blank=True, help_text="Paths and patterns excluded from snapshots.")
     source = models.CharField(
-        max_length=8, blank=True, choices=[("local", "local"), ("cloud", "cloud"), ("fresh", "fresh")],
+        max_length=8, blank=True, choices=[("local", "local"), ("cloud", "cloud"), ("vendor", "vendor"), ("fresh", "fresh")],
         help_text="Source of the current incarnation's state.",
     )  # fmt: skip
     workspace_bytes = models.PositiveBigIntegerField(null=True, blank=True)
@@ -136,6 +136,7 @@ class Sandbox(models.Model):
     warm_hits = models.PositiveIntegerField(default=0, help_text="Runs without a wake.")
     woken_local = models.PositiveIntegerField(default=0)
     woken_cloud = models.PositiveIntegerField(default=0)
+    woken_vendor = models.PositiveIntegerField(default=0)
     woken_fresh = models.PositiveIntegerField(default=0)
     slept = models.PositiveIntegerField(default=0, help_text="Number of evictions.")
     claim = models.UUIDField(null=True, blank=True, help_text="Token of the worker that owns the in-flight state.")

@@ -42,6 +42,17 @@ class Snapshot(models.Model):
         "sandboxes.Host", on_delete=models.PROTECT, null=True, blank=True, related_name="+",
         help_text="Host that wrote the newest local copy.",
     )  # fmt: skip
+    vendor_snapshot = models.CharField(
+        max_length=100, blank=True, help_text="Id of the vendor's own snapshot of the same files, from which a wake is faster."
+    )
+    vendor_host = models.ForeignKey(
+        "sandboxes.Host", on_delete=models.PROTECT, null=True, blank=True, related_name="+",
+        help_text="Account at the vendor that has the vendor's snapshot.",
+    )  # fmt: skip
+    vendor_digest = models.CharField(
+        max_length=64, blank=True, editable=False, help_text="SHA-256 of the listing of the files in the vendor's snapshot."
+    )
+    vendor_expires_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the vendor deletes its snapshot.")
     forgotten_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the objects were removed.")
     metered = models.BooleanField(default=False, editable=False, help_text="All its time is in usage records.")
 
@@ -52,6 +63,7 @@ class Snapshot(models.Model):
             models.Index(fields=["holder", "-at"], name="snapshot_holder"),
             models.Index(fields=["key"], name="snapshot_key"),
             models.Index(fields=["id"], condition=Q(metered=False), name="snapshot_unmetered"),
+            models.Index(fields=["at"], condition=~Q(vendor_snapshot=""), name="snapshot_at_vendor"),
         ]
 
     def __str__(self) -> str:

@@ -6,6 +6,8 @@ from django.db import models
 from django.db.models import Q
 from django.utils import timezone
 
+from sandboxes.providers.base import TEMPLATE_TAG_PREFIX
+
 
 class TemplateState(models.TextChoices):
     BUILDING = "building", "Building"  # waits for a worker, or a worker builds it
@@ -31,7 +33,7 @@ class ImageTemplate(models.Model):
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     host = models.ForeignKey(
         "sandboxes.Host", on_delete=models.PROTECT, related_name="templates", db_index=False,
-        help_text="Host whose engine has the image.",
+        help_text="Host whose engine, or vendor's account, has the image.",
     )  # fmt: skip
     name = models.SlugField(max_length=63, db_index=False)
     version = models.CharField(max_length=64, help_text="SHA-256 of the specification.")
@@ -43,12 +45,15 @@ class ImageTemplate(models.Model):
     error = models.CharField(max_length=2000, blank=True, help_text="Message of the failed build.")
     image = models.CharField(max_length=255, blank=True, help_text="Name of the built image, for a pool. Empty: never built.")
     image_id = models.CharField(max_length=100, blank=True, help_text="Identity of the built image at the engine.")
-    size_bytes = models.BigIntegerField(null=True, blank=True, help_text="Size of the image with its base.")
+    size_bytes = models.BigIntegerField(
+        null=True, blank=True, help_text="Size of the image with its base, if the vendor states it."
+    )
     log = models.TextField(blank=True, help_text="Output of the last build, redacted; its middle is omitted if it is long.")
     created_at = models.DateTimeField(default=timezone.now)
     requested_by = models.CharField(max_length=255, blank=True, help_text="Operator or API key of the last request.")
     started_at = models.DateTimeField(null=True, blank=True, help_text="Start of the last attempt.")
     finished_at = models.DateTimeField(null=True, blank=True, help_text="End of the last build.")
+    build_number = models.PositiveIntegerField(default=1, help_text="Number of the last requested build, from 1.")
     attempts = models.PositiveSmallIntegerField(default=0, help_text="Attempts of the present build.")
     # A row in flight: a build, or a removal. The deadline of a waiting build is the time at which a sweep queues it again.
     claim = models.UUIDField(null=True, blank=True, editable=False)
@@ -68,9 +73,7 @@ class ImageTemplate(models.Model):
             models.CheckConstraint(
                 condition=~Q(state="building") | Q(deadline_at__isnull=False), name="imagetemplate_building_has_deadline"
             ),
-            models.CheckConstraint(
-                condition=~Q(state="ready") | (~Q(image="") & Q(size_bytes__isnull=False)), name="imagetemplate_ready_has_image"
-            ),
+            models.CheckConstraint(condition=~Q(state="ready") | ~Q(image=""), name="imagetemplate_ready_has_image"),
             models.CheckConstraint(
                 condition=(Q(state="failed") & ~Q(failure="")) | (~Q(state="failed") & Q(failure="")),
                 name="imagetemplate_failed_has_reason",
@@ -86,5 +89,5 @@ class ImageTemplate(models.Model):
 
     @property
     def tag(self) -> str:
-        """Name under which the engine stores the image."""
-        return f"leasehold-template/{self.name}:{self.short_version}"
+        """Name of the image for pools, and at an engine whose images have names."""
+        return f"{TEMPLATE_TAG_PREFIX}{self.name}:{self.short_version}"

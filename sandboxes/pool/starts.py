@@ -23,9 +23,9 @@ from sandboxes.errors import ClaimLost, SandboxError, SandboxLost, SandboxNotHel
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint
 from sandboxes.models import Host, Pool, Sandbox, Transition, TransitionReason
-from sandboxes.pool import intervals, start_breaker
+from sandboxes.pool import images, intervals, start_breaker
 from sandboxes.providers.base import Provider, ProviderError, Rejected, SandboxSpec, Unavailable, VendorIntervals
-from sandboxes.state import mounts, workspace
+from sandboxes.state import mounts, vendor_snapshots, workspace
 from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
 
@@ -181,11 +181,13 @@ def _build_overtaken_error(sandbox: Sandbox) -> SandboxError:
 def _restore_state(
     sandbox: Sandbox, holder: uuid.UUID | None, provider: Provider, files: Mapping[str, bytes], *, now: datetime
 ) -> tuple[str, bool]:
-    """Unpack the newest snapshot of `holder`, or write `files` if there is none.
+    """Restore the newest snapshot of `holder`, or write `files` if there is none. A vendor's snapshot of that state goes first.
 
-    Returns the source of the state ("local", "cloud" or "fresh"), and whether the holder's first files are in the sandbox."""
+    Returns the source of the state ("local", "cloud", "vendor" or "fresh"), and whether the holder's first files are there."""
     snapshot = workspace.find_latest(holder) if holder else None
     if snapshot:
+        if vendor_snapshots.restore(snapshot, sandbox, provider, now=now):
+            return vendor_snapshots.SOURCE, workspace.is_own(snapshot)
         source, hydrated = workspace.hydrate(snapshot, sandbox.ref, provider, now=now)
         return source, workspace.is_own(hydrated)
     put_files(sandbox, provider, files)
@@ -211,6 +213,7 @@ def build_spec(sandbox: Sandbox) -> SandboxSpec:
         name=sandbox.name,
         owner=str(sandbox.pool.owner),
         image=sandbox.image,
+        image_id=images.find_image_id(sandbox),
         labels={"agent": sandbox.agent_did, "environment": sandbox.environment_id, "sandbox": str(sandbox.pk)},
         memory_mib=sandbox.memory_mib,
         millicpus=sandbox.millicpus,

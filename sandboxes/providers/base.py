@@ -37,6 +37,7 @@ EGRESS_ENVIRONMENT = {
 GET_FILES_TIMEOUT = timedelta(minutes=9)  # beyond the time that the minimum rate of a stream grants
 StreamContent = bytes | bytearray | SupportsBytes
 MAX_SUSPEND_TIME = timedelta(minutes=2)  # of a `suspend` that stops the sandbox
+TEMPLATE_TAG_PREFIX = "leasehold-template/"  # of the names of the images of templates
 MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable that identifies the processes of one exec
 
 
@@ -129,10 +130,10 @@ class ImageInUse(Rejected):
 
 @dataclass(frozen=True)
 class BuiltImage:
-    """Image at the engine: its identity, and its size with its base."""
+    """Image at the engine: its identity, and its size with its base, None if the vendor does not state it."""
 
     id: str
-    size_bytes: int
+    size_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class SandboxSpec:
     name: str  # never reused: derived from the row's id and incarnation; [a-z0-9-]{1,63}
     owner: str  # label by which `list` finds the sandboxes of one pool
     image: str = ""
+    image_id: str = ""  # BuiltImage.id of an image that this provider has built, in place of `image`; needed by vendors alone
     labels: Mapping[str, str] = field(
         default_factory=dict
     )  # informational, shown by `docker ps`; never read by the control plane
@@ -297,6 +299,9 @@ class Provider(ABC):
     bridges_proxy: bool = False  # a port in the sandbox leads to the proxy of the policy's allow list
     can_list: bool = True  # otherwise `list` raises Unavailable with the cause NOT_SUPPORTED
     builds_images: bool = False  # `build_image` and the other methods of images work; otherwise they raise Rejected
+    no_builds_reason: str = ""  # sentence for operators, without `builds_images`
+    build_user: str = ""  # user of sandboxes: commands of a build run as root, and this user is set at its end; "": the base's
+    has_image_bases: bool = True  # the default image of sandboxes can be the base of a build
     needs_gateway: bool = False  # sandboxes reach models by the public gateway alone, for which `connect_gateway` prepares them
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
     suspend_keeps_processes: bool = True  # False: `suspend` ends all processes, and keeps the files alone
@@ -306,6 +311,9 @@ class Provider(ABC):
     can_set_intervals: bool = False  # `set_intervals` changes those of an existing sandbox
     # Time after its creation at which the vendor ends every sandbox, at least two hours. None: no such limit.
     max_lifetime: timedelta | None = None
+
+    # Smallest /workspace of which the vendor is to keep a snapshot beside the stored one. None: not supported, or off.
+    min_directory_snapshot_bytes: int | None = None
 
     @abstractmethod
     def engine_id(self) -> str:
@@ -448,33 +456,39 @@ class Provider(ABC):
     def build_image(
         self,
         dockerfile: str,
-        tag: str,
+        build: str,
         *,
         arguments: Mapping[str, str],
         labels: Mapping[str, str],
         silence: timedelta,
         use_cache: bool = True,
-    ) -> Generator[str, None, None]:
-        """Build an image from a Dockerfile without other files, and yield the output. Closing the iterator ends the build.
+    ) -> Generator[str, None, BuiltImage]:
+        """Build an image from a Dockerfile without other files, yield the output and return the image.
 
-        `arguments` are build arguments. Without `use_cache` each step is executed anew. Raise BuildCommandFailed, Rejected,
-        and Unavailable with the cause TIMEOUT after `silence` without output."""
+        `build` names the build. A vendor's provider finds a build of this name that was interrupted here, or whose outcome is
+        not known, and follows it to its end; at other engines closing the iterator ends the build, and a repeated build
+        replaces the first. `arguments` are build arguments. Without `use_cache` each step is executed anew. Raise
+        BuildCommandFailed, Rejected, and Unavailable with the cause TIMEOUT after `silence` without output."""
         raise Rejected(f"The {self.name} provider builds no images.")
 
-    def check_image(self, image: str) -> list[str]:
+    def check_image(self, image: BuiltImage) -> list[str]:
         """Return the reasons for which no sandbox can run on an image, as sentences. Raise Missing, Unavailable."""
         raise Rejected(f"The {self.name} provider builds no images.")
 
-    def inspect_built_image(self, image: str) -> BuiltImage:
-        """Return the identity and the size of an image. Raise Missing, Unavailable."""
+    def tag_image(self, build: str, tag: str) -> None:
+        """Replace the name of a build by a name which may belong to another image until then. Raise Missing, Unavailable.
+
+        Without effect at vendors, whose images are identified by SandboxSpec.image_id."""
         raise Rejected(f"The {self.name} provider builds no images.")
 
-    def tag_image(self, image: str, tag: str) -> None:
-        """Give an image another name, which may belong to another image until then. Raise Missing, Unavailable."""
+    def remove_build(self, build: str) -> None:
+        """Remove the image of a build of this name, and end the build if it has not ended. Idempotent. Raise Unavailable."""
         raise Rejected(f"The {self.name} provider builds no images.")
 
     def remove_image(self, image: str) -> None:
-        """Remove the name of an image, and the image with its last name. Idempotent. Raise ImageInUse, Unavailable."""
+        """Remove an image by its identity, or its name, and the image with its last name. Idempotent.
+
+        Raise ImageInUse, Unavailable."""
         raise Rejected(f"The {self.name} provider builds no images.")
 
     @abstractmethod
@@ -640,6 +654,23 @@ class Provider(ABC):
         """Unpack an uncompressed tar to /data/skills/<kind>/ unless the path is occupied. Owners in the tar are ignored.
 
         All files appear at once. Raise Rejected if `kind` is not a slug, or a member would leave the directory."""
+
+    def snapshot_directory(self, ref: str, root: str, *, ttl: timedelta) -> str:
+        """Have the vendor keep a snapshot of /workspace or /data for `ttl`, and return its id of at most 100 characters.
+
+        Raise Missing, Rejected, and Unavailable if the outcome is not known."""
+        raise Rejected(f"The {self.name} provider takes no snapshots of directories.")
+
+    def restore_directory(self, ref: str, root: str, snapshot: str) -> None:
+        """Write the files of a snapshot over those in /workspace or /data, with their modes and times, within 4 minutes.
+
+        Raise Missing, Rejected if no process writes to `root` any more, which may have a part of the files, and Unavailable if
+        that is not known."""
+        raise Rejected(f"The {self.name} provider takes no snapshots of directories.")
+
+    def delete_directory_snapshot(self, snapshot: str) -> None:
+        """Delete a snapshot at the vendor. Idempotent. Raise Unavailable."""
+        raise Rejected(f"The {self.name} provider takes no snapshots of directories.")
 
     def inside(self, ref: str, path: str) -> str:
         """Translate a sandbox path to the path that programs in the sandbox use.

@@ -23,6 +23,9 @@ class ObservedProvider:
     def destroy(self, ref: str) -> None:
         raise DestroyRefused(f"Observe mode (LEASEHOLD_OBSERVE): the sandbox {ref} is not destroyed.")
 
+    def delete_directory_snapshot(self, snapshot: str) -> None:
+        raise DestroyRefused(f"Observe mode (LEASEHOLD_OBSERVE): the vendor's snapshot {snapshot} is not deleted.")
+
 
 def refuse_destroy(provider: Provider) -> Provider:
     return cast(Provider, ObservedProvider(provider))

@@ -19,7 +19,7 @@ from sandboxes.hosts import registry
 from sandboxes.models import Attachment, DataObject, Snapshot
 from sandboxes.models.state import AgentData, DataStorageMode, parse_key_timestamp
 from sandboxes.providers.base import Missing, ProviderError
-from sandboxes.state import data_sync, mounts, storage_mode, workspace
+from sandboxes.state import data_sync, mounts, storage_mode, vendor_snapshots, workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
@@ -81,6 +81,7 @@ def remove_orphans(*, now: datetime, grace: timedelta = ORPHAN_GRACE) -> SweepRe
         ("orphaned snapshots", lambda: _remove_objects(find_orphans(SNAPSHOT_OBJECTS, cutoff))),
         ("local leftovers", lambda: _remove_local_copies(cutoff)),
         ("unfinished writes", lambda: get_store().sweep_leftovers(cutoff)),
+        ("vendors' snapshots", lambda: vendor_snapshots.remove_unneeded(now=now)),
         ("mounts left behind", lambda: len(mounts.clear_leftovers())),
     ):
         try:

@@ -284,6 +284,7 @@ def copy_snapshot(source: Snapshot, *, holder: UUID, kind: SnapshotKind, now: da
     if copy is None:
         raise SnapshotNotFound()
     copy.pk, copy.holder, copy.kind, copy.at = uuid.uuid4(), holder, kind, now
+    copy.vendor_snapshot, copy.vendor_host, copy.vendor_digest, copy.vendor_expires_at = "", None, "", None  # the source has it
     copy._state.adding = True
     copy.save(force_insert=True)
     return copy

@@ -56,14 +56,15 @@ class BuildLog:
     def _keep(self, text: str) -> str:
         if not text:
             return ""
-        text = self._redact(text.replace("\0", "\N{REPLACEMENT CHARACTER}"))
+        text = self.redact(text.replace("\0", "\N{REPLACEMENT CHARACTER}"))
         self.total_chars += len(text)
         taken = text[: HEAD_CHARS - len(self._head)]
         self._head += taken
         self._tail = (self._tail + text[len(taken) :])[-TAIL_CHARS:]
         return text
 
-    def _redact(self, text: str) -> str:
+    def redact(self, text: str) -> str:
+        """Return a text without `secrets` and credentials."""
         for secret in self._secrets:
             text = text.replace(secret, REDACTED)
         for pattern, replacement in SECRET_PATTERNS:

@@ -2,31 +2,37 @@
 
 1. `request` writes the row, or finds it: a version is built once.
 2. `build` claims the row, builds under a name of its own, checks the image, and then moves the template's name to it. Sandboxes
-   that start meanwhile use the previous image of that name.
+   that start meanwhile use the previous image of that name. A vendor's images have no names that can be moved: there the row's
+   `image_id` is the image of the name, and the name of the build is derived from the number of the request, so that the next
+   attempt finds a build whose process has died.
 3. A build has no time limit. Its claim is extended while the engine prints output, and a build is given up BUILD_SILENCE after
    its last output.
-4. `release_due` takes rows whose claim has ended, for another attempt, or records the failure after MAX_ATTEMPTS."""
+4. The image of a failed build is removed. That of a build that was given up after MAX_ATTEMPTS is removed by the next build.
+5. `release_due` takes rows whose claim has ended, for another attempt, or records the failure after MAX_ATTEMPTS."""
 
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
+from typing import TypeVar, cast
 
 import structlog
 from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import F, Q, QuerySet
 
 from sandboxes import providers
 from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight, note_progress
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.errors import ClaimLost, TemplateBusy, TemplateInUse, TemplatesNotSupported, WrongHost
+from sandboxes.errors import ClaimLost, InvalidTemplate, TemplateBusy, TemplateInUse, TemplatesNotSupported, WrongHost
 from sandboxes.hosts import registry
 from sandboxes.hosts.bound_provider import require_engine
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Host, ImageTemplate, Pool, Sandbox, SandboxState, TemplateFailure, TemplateState
 from sandboxes.providers.base import (
     BuildCommandFailed,
+    BuiltImage,
     FailureCause,
     ImageInUse,
     Provider,
@@ -34,6 +40,7 @@ from sandboxes.providers.base import (
     Rejected,
     Unavailable,
 )
+from sandboxes.providers.registry import PROVIDERS
 from sandboxes.sweep_log import SweepResult
 from sandboxes.templates.build_log import BuildLog
 from sandboxes.templates.specifications import BASE_ARGUMENT, TemplateSpecification, validate_name
@@ -43,9 +50,11 @@ BUILD_SILENCE = timedelta(minutes=10)  # without output, after which a build is 
 BUILD_CLAIM_TTL = BUILD_SILENCE + timedelta(minutes=2)
 QUEUE_GRACE = timedelta(minutes=2)  # for a queued build to begin, before a sweep queues it again
 MAX_ATTEMPTS = 3
+MAX_REMOVED_BUILDS = 10  # looked up at a vendor when a template is removed
 MAX_OUTPUT_CHARS = 16_000_000
 LOG_INTERVAL = timedelta(seconds=2)  # between two UPDATEs of the log
 OnOutput = Callable[[str], object]
+ResultT = TypeVar("ResultT")
 
 
 class BuildFailed(Exception):
@@ -56,19 +65,39 @@ class BuildFailed(Exception):
         self.failure = failure
 
 
-def get_build_host(*, now: datetime) -> Host:
-    """Return the host on which this process builds images. Raise TemplatesNotSupported, HostLost, Unavailable."""
-    name = providers.get_default_provider_name()
-    if not providers.get_provider(name).builds_images:
-        raise TemplatesNotSupported(f"The {name} provider builds no images. Build images with the vendor's own tools.")
+def get_build_host(provider_name: str = "", *, now: datetime) -> Host:
+    """Return the host, or the vendor's account, on which this process builds images with a provider; empty: the default one.
+
+    Raise TemplatesNotSupported, InvalidTemplate, HostLost, Unavailable."""
+    name = provider_name or providers.get_default_provider_name()
+    if name not in PROVIDERS:
+        raise InvalidTemplate("provider", f"Not a provider. Known: {', '.join(PROVIDERS)}.")
+    try:
+        provider = providers.get_provider(name)
+    except ImproperlyConfigured as error:
+        raise InvalidTemplate("provider", str(error)) from error
+    if not provider.builds_images:
+        message = f"The {name} provider builds no images. {provider.no_builds_reason}".strip()
+        raise InvalidTemplate("provider", message) if provider_name else TemplatesNotSupported(message)
     return registry.get_placement_host(name, now=now)
 
 
 def build_specification(host: Host, *, base: str, commands: Sequence[str], dockerfile: str) -> TemplateSpecification:
-    """Return a specification whose base, if none is stated, is the sandbox image of the host's provider."""
-    if not base and not dockerfile:
-        base = providers.get_default_image(host.provider)
-    return TemplateSpecification(base, tuple(commands), dockerfile)
+    """Return a specification whose base, if none is stated, is the sandbox image of the host's provider.
+
+    Raise InvalidTemplate if that image cannot be the base of a build."""
+    default = _get_default_base(host.provider)
+    if not base and not dockerfile and not default:
+        raise InvalidTemplate("base", f"Required: the default image of {host.provider} cannot be the base of a build.")
+    if BASE_ARGUMENT in dockerfile and not default:
+        message = f"{BASE_ARGUMENT} has no value: the default image of {host.provider} cannot be the base of a build."
+        raise InvalidTemplate("dockerfile", message)
+    return TemplateSpecification(base or ("" if dockerfile else default), tuple(commands), dockerfile)
+
+
+def _get_default_base(provider_name: str) -> str:
+    """Return the sandbox image of a provider, if it can be the base of a build."""
+    return providers.get_default_image(provider_name) if providers.get_provider(provider_name).has_image_bases else ""
 
 
 def request(
@@ -92,8 +121,9 @@ def request(
     ended = [TemplateState.FAILED, TemplateState.READY] if rebuild else [TemplateState.FAILED]
     idle = ImageTemplate.objects.filter(_build_idle_filter(now), pk=template.pk, state__in=ended)
     begun = idle.update(
-        **waiting, failure="", error="", log="", attempts=0, claim=None, claimed_by="", started_at=None, finished_at=None
-    )
+        **waiting, failure="", error="", log="", attempts=0, claim=None, claimed_by="", started_at=None, finished_at=None,
+        build_number=F("build_number") + 1,
+    )  # fmt: skip
     template.refresh_from_db()
     return template, bool(begun)
 
@@ -160,14 +190,29 @@ def remove(template: ImageTemplate, *, now: datetime) -> None:
     claimed = ImageTemplate.objects.filter(pk=template.pk, claim=token)
     try:
         require_engine(provider, template.host_id)
-        provider.remove_image(template.tag)
-        _remove_candidate(template, provider)
+        _remove_images(template, provider)
     except ProviderError as error:
         claimed.update(claim=None, claimed_by="", deadline_at=None)
         if isinstance(error, ImageInUse):
             raise TemplateInUse(str(error)) from error
         raise
     claimed.delete()
+
+
+def _remove_images(template: ImageTemplate, provider: Provider) -> None:
+    """Remove the image of a template, and what its last builds have left. Raise ImageInUse, Unavailable."""
+    if not _is_vendor(template):
+        provider.remove_image(template.tag)
+        provider.remove_build(_get_build_name(template))
+        return
+    if template.image_id:
+        provider.remove_image(template.image_id)
+    for number in range(max(template.build_number - MAX_REMOVED_BUILDS, 0), template.build_number):
+        provider.remove_build(_get_build_name(template, number + 1))
+
+
+def _is_vendor(template: ImageTemplate) -> bool:
+    return template.host.provider in settings.REMOTE_PROVIDERS
 
 
 def _get_provider(template: ImageTemplate) -> Provider:
@@ -191,16 +236,17 @@ def _build_claimed(
     on_output: OnOutput | None,
 ) -> None:
     """Run the build under the claim, and record its result. An engine that fails leaves the row to the next attempt."""
-    output = _Output(BuildLog([settings.LLM_API_KEY, settings.SECRET_KEY]), claim, clock, on_output)
+    vendor_keys = [configuration.api_key for configuration in settings.REMOTE_PROVIDERS.values()]
+    output = _Output(BuildLog([settings.LLM_API_KEY, settings.SECRET_KEY, *vendor_keys]), claim, clock, on_output)
     try:
         require_engine(provider, template.host_id)
         _build_image(template, provider, claim, rows, output)
     except BuildFailed as failed:
         output.end()
-        _record_failure(rows, failed.failure, str(failed), now=clock(), log=output.log.render())
+        _record_failure(rows, failed.failure, output.log.redact(str(failed)), now=clock(), log=output.log.render())
     except ProviderError as error:
         output.end()
-        claim.update(error=str(error)[:2000], log=output.log.render())
+        claim.update(error=output.log.redact(str(error))[:2000], log=output.log.render())
         claim.end()
 
 
@@ -209,18 +255,18 @@ def _build_image(
 ) -> None:
     """Build and check an image, then move the template's name to it. Raise BuildFailed, ProviderError, ClaimLost."""
     specification = TemplateSpecification(template.base, template.commands, template.dockerfile)
-    candidate = _get_candidate_tag(template)
+    build_name, built = _get_build_name(template), None
     try:
         if specification.base:
             with _translate_failures(TemplateFailure.BASE_UNAVAILABLE):
                 output.follow(provider.pull_image(specification.base))
-        arguments = {BASE_ARGUMENT: settings.SANDBOX_IMAGE} if BASE_ARGUMENT in specification.dockerfile else {}
+        arguments = {BASE_ARGUMENT: _get_default_base(provider.name)} if BASE_ARGUMENT in specification.dockerfile else {}
         labels = {"leasehold.template": template.name, "leasehold.template_version": template.version}
         with _translate_failures(TemplateFailure.BUILD_REFUSED):
-            output.follow(
+            built = output.follow(
                 provider.build_image(
-                    specification.render_dockerfile(),
-                    candidate,
+                    specification.render_dockerfile(provider.build_user),
+                    build_name,
                     arguments=arguments,
                     labels=labels,
                     silence=BUILD_SILENCE,
@@ -228,40 +274,44 @@ def _build_image(
                 )
             )
         checkpoint("template built", template)
-        if problems := provider.check_image(candidate):
+        claim.keep()
+        if problems := provider.check_image(built):
             raise BuildFailed(TemplateFailure.UNUSABLE_IMAGE, "; ".join(problems)[:2000])
         claim.keep()
-        provider.tag_image(candidate, template.tag)
+        provider.tag_image(build_name, template.tag)
         checkpoint("template named", template)
-        built = provider.inspect_built_image(template.tag)
         output.end()
-        now = output.clock()
-        _record_success(template, rows, built.id, built.size_bytes, output.log.render(), now=now)
-    except (BuildFailed, ProviderError):
-        _remove_candidate(template, provider)
+        _record_success(template, rows, built, output.log.render(), now=output.clock())
+    except BuildFailed:
+        with suppress(ProviderError):
+            provider.remove_build(build_name)
+            if built and _is_vendor(template):
+                provider.remove_image(built.id)
         raise
-    _remove_candidate(template, provider)  # the name alone: the image has the template's name
+    with suppress(ProviderError):  # a build before that was given up
+        _remove_earlier_build(template, provider)
     if template.image_id not in ("", built.id):
         with suppress(ProviderError):  # the previous image of a rebuilt template, unless a container uses it
             provider.remove_image(template.image_id)
 
 
-def _get_candidate_tag(template: ImageTemplate) -> str:
-    """Return the name of an image that is not checked yet. Each attempt replaces what a dead one has left."""
-    return f"{template.tag}-candidate"
+def _get_build_name(template: ImageTemplate, number: int | None = None) -> str:
+    """Return the name of a build, by default of the last one. With Docker each attempt replaces what a dead one has left."""
+    return f"{template.tag}-{number or template.build_number}" if _is_vendor(template) else f"{template.tag}-candidate"
 
 
-def _remove_candidate(template: ImageTemplate, provider: Provider) -> None:
-    with suppress(ProviderError):
-        provider.remove_image(_get_candidate_tag(template))
+def _remove_earlier_build(template: ImageTemplate, provider: Provider) -> None:
+    if _is_vendor(template) and template.build_number > 1:
+        provider.remove_build(_get_build_name(template, template.build_number - 1))
 
 
 def _record_success(
-    template: ImageTemplate, rows: QuerySet[ImageTemplate], image_id: str, size_bytes: int, log_text: str, *, now: datetime
+    template: ImageTemplate, rows: QuerySet[ImageTemplate], built: BuiltImage, log_text: str, *, now: datetime
 ) -> None:
     """Raise ClaimLost if another process has taken over."""
     recorded = rows.update(
-        state=TemplateState.READY, image=template.tag, image_id=image_id, size_bytes=size_bytes, log=log_text, finished_at=now,
+        state=TemplateState.READY, image=template.tag, image_id=built.id, size_bytes=built.size_bytes, log=log_text,
+        finished_at=now,
         failure="", error="", claim=None, claimed_by="", deadline_at=None,
     )  # fmt: skip
     if not recorded:
@@ -301,10 +351,16 @@ class _Output:
         self.log, self.clock, self._claim, self._on_output = log, clock, claim, on_output
         self._written_at = clock()
 
-    def follow(self, chunks: Generator[str, None, None]) -> None:
-        """Read all output. Raise BuildFailed above MAX_OUTPUT_CHARS, ClaimLost once another process has taken over."""
+    def follow(self, chunks: Generator[str, None, ResultT]) -> ResultT:
+        """Read all output, and return the result of the generator.
+
+        Raise BuildFailed above MAX_OUTPUT_CHARS, ClaimLost once another process has taken over."""
         try:
-            for chunk in chunks:
+            while True:
+                try:
+                    chunk = next(chunks)
+                except StopIteration as stop:
+                    return cast(ResultT, stop.value)
                 note_progress()
                 self._pass_on(self.log.append(chunk))
                 if self.log.total_chars > MAX_OUTPUT_CHARS:

@@ -53,15 +53,17 @@ class TemplateSpecification:
         content = {"base": self.base, "commands": [*self.commands], "dockerfile": self.dockerfile}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def render_dockerfile(self) -> str:
-        """Return the Dockerfile of the image.
+    def render_dockerfile(self, user: str) -> str:
+        """Return the Dockerfile of the image. `user` is the user of its sandboxes; empty: that of the base, also for commands.
 
-        Commands run as root with a home directory of their own: the agent's is in the initial content of /workspace, and files
-        of root there could not be changed by the agent."""
+        Otherwise commands run as root with a home directory of their own: the agent's is in the initial content of /workspace,
+        and files of root there could not be changed by the agent."""
         if self.dockerfile:
             return self.dockerfile
-        runs = [f"RUN {json.dumps(['/bin/sh', '-c', f'export HOME=/root; {command}'])}" for command in self.commands]
-        return "\n".join([f"FROM {self.base}", "USER root", *runs, "USER agent", ""])
+        home = "export HOME=/root; " if user else ""
+        runs = [f"RUN {json.dumps(['/bin/sh', '-c', home + command])}" for command in self.commands]
+        lines = [f"FROM {self.base}", *(["USER root", *runs, f"USER {user}"] if user else runs)]
+        return "\n".join([*lines, ""])
 
 
 def validate_name(name: str) -> None:

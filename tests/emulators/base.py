@@ -1,6 +1,7 @@
 """Interface of the vendor emulators: fault switches, and machines that execute for real."""
 
 import re
+import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tests.emulators.images import ImageBuild
 from tests.emulators.machine import Machine
 
 CUT_BEFORE, CUT_AFTER = "cut before", "cut after"  # the connection, before or after the request is carried out
@@ -39,6 +41,8 @@ class Emulator(ABC):
         self.faults: list[Fault] = []
         self.requests: list[str] = []  # "METHOD /path" or "RPC /Name", in the order of their arrival
         self.is_listing_late = False  # new sandboxes are not listed
+        self.builds: dict[str, ImageBuild] = {}  # of images, by id, until they are removed
+        self.build_count = 0
 
     @property
     @abstractmethod
@@ -67,10 +71,30 @@ class Emulator(ABC):
                 fault.times -= 1
         return fault
 
-    def create_machine(self, identifier: str) -> Machine:
-        machine = Machine(self.directory / identifier, writable=self.writable, home=self.home)
+    def create_machine(self, identifier: str, image: Path | None = None) -> Machine:
+        """Start a machine with an empty disk, or on a copy of the disk of an image."""
+        machine = Machine(self.directory / identifier, writable=self.writable, home=self.home, image=image)
         machine.start()
         return machine
+
+    def start_build(self, identifier: str, dockerfile: str) -> ImageBuild:
+        """Start the build of an image in a thread."""
+        build = ImageBuild(identifier, dockerfile, self.directory / f"image-{identifier}")
+        with self.lock:
+            self.builds[identifier] = build
+            self.build_count += 1
+        threading.Thread(target=build.run, args=(self.create_machine,), daemon=True).start()
+        return build
+
+    def remove_build(self, identifier: str) -> None:
+        with self.lock:
+            build = self.builds.pop(identifier)
+        shutil.rmtree(build.disk, ignore_errors=True)
+
+    def find_disk(self, identifier: str) -> Path | None:
+        """Return the disk of an image that was built, None for an image of a registry."""
+        build = self.builds.get(identifier)
+        return build.disk if build and build.ended.is_set() and not build.error else None
 
     @abstractmethod
     def list_machines(self) -> list[Machine]: ...

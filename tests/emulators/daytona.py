@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tests.emulators.images import ImageBuild
 from tests.emulators.machine import Machine, NotRunning
 from tests.emulators.vendor import Rejected, Request, Response, VendorEmulator, as_json, route
 
@@ -30,6 +31,15 @@ class Sandbox:
     created_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
 
 
+@dataclass
+class Snapshot:
+    name: str
+    fields: dict[str, Any]
+    build: ImageBuild
+    is_removing: bool = False
+    created_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
+
+
 class DaytonaEmulator(VendorEmulator):
     home = "/home/daytona"
     api_path = "/api"
@@ -37,6 +47,7 @@ class DaytonaEmulator(VendorEmulator):
     def __init__(self, directory: Path, port: int = 0) -> None:
         super().__init__(directory, port)
         self.sandboxes: dict[str, Sandbox] = {}
+        self.snapshots: dict[str, Snapshot] = {}  # by id
 
     def list_machines(self) -> list[Machine]:
         return [sandbox.machine for sandbox in self.sandboxes.values()]
@@ -71,10 +82,10 @@ class DaytonaEmulator(VendorEmulator):
             if any(sandbox.name == name and sandbox.state != "destroyed" for sandbox in self.sandboxes.values()):
                 raise Rejected(409, {"message": f"Sandbox with name {name} already exists", "statusCode": 409})
             if not fields.get("buildInfo") and any(fields.get(name) for name in ("cpu", "memory", "disk", "gpu")):
-                raise Rejected(400, {"message": "Cannot specify resources of a sandbox of a snapshot", "statusCode": 400})
+                raise Rejected(400, {"message": "Cannot specify Sandbox resources when using a snapshot"})
             if fields.get("autoStopInterval") and fields.get("autoPauseInterval"):
                 raise Rejected(400, {"message": "autoStopInterval and autoPauseInterval exclude each other"})
-            machine = self.create_machine(identifier)
+            machine = self.create_machine(identifier, self._find_image(fields))
             sandbox = Sandbox(identifier, name, fields, machine)
             self.sandboxes[identifier] = sandbox
         self._settle(sandbox, "started")
@@ -135,6 +146,68 @@ class DaytonaEmulator(VendorEmulator):
         names = {"autostop": "autoStopInterval", "autodelete": "autoDeleteInterval", "autoarchive": "autoArchiveInterval"}
         sandbox.fields[names.get(kind, "ttlMinutes")] = int(value)
         return as_json(self._describe(sandbox))
+
+    # Snapshots
+
+    @route("POST", "/api/snapshots")
+    def create_snapshot(self, request: Request) -> Response:
+        fields = request.json
+        with self.lock:
+            if any(snapshot.name == fields["name"] for snapshot in self.snapshots.values()):
+                raise Rejected(409, {"message": f"Snapshot with name {fields['name']} already exists"})
+            identifier = str(uuid.uuid4())
+            build = self.start_build(identifier, fields["buildInfo"]["dockerfileContent"])
+            snapshot = self.snapshots[identifier] = Snapshot(fields["name"], fields, build)
+        return as_json(self._describe_snapshot(snapshot))
+
+    @route("GET", "/api/snapshots/([^/]+)")
+    def get_snapshot(self, request: Request) -> Response:
+        return as_json(self._describe_snapshot(self._find_snapshot(request.groups[0])))
+
+    @route("GET", "/api/snapshots/([^/]+)/build-logs-url")
+    def get_build_logs_url(self, request: Request) -> Response:
+        return as_json({"url": f"{self.url}/logs/{self._find_snapshot(request.groups[0]).build.id}"})
+
+    @route("GET", "/logs/([^/]+)")
+    def get_build_logs(self, request: Request) -> Response:
+        log = self._find_snapshot(request.groups[0]).build.log
+        return Response(body=log.encode(), content_type="application/octet-stream")
+
+    @route("DELETE", "/api/snapshots/([^/]+)")
+    def delete_snapshot(self, request: Request) -> Response:
+        snapshot = self._find_snapshot(request.groups[0])
+        with self.lock:
+            if snapshot.is_removing:
+                raise Rejected(409, {"message": f"Snapshot {snapshot.name} is being removed"})
+            snapshot.is_removing = True
+        self.remove_build(snapshot.build.id)
+        threading.Timer(TRANSITION_SECONDS, self.snapshots.pop, (snapshot.build.id, None)).start()
+        return Response()
+
+    def _find_snapshot(self, reference: str) -> Snapshot:
+        with self.lock:
+            for snapshot in self.snapshots.values():
+                if reference in (snapshot.build.id, snapshot.name):
+                    return snapshot
+        raise Rejected(404, {"message": f"Snapshot {reference} not found", "statusCode": 404})
+
+    def _find_image(self, fields: dict[str, Any]) -> Path | None:
+        if not fields.get("snapshot"):
+            return None
+        if disk := self.find_disk(self._find_snapshot(fields["snapshot"]).build.id):
+            return disk
+        raise Rejected(400, {"message": f"Snapshot {fields['snapshot']} is not active"})
+
+    def _describe_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
+        build, fields = snapshot.build, snapshot.fields
+        state = "building" if not build.ended.is_set() else "build_failed" if build.error else "active"
+        if snapshot.is_removing:
+            state = "removing"
+        size = build.size_bytes / 1e9 if state == "active" else None
+        described = {"id": build.id, "name": snapshot.name, "state": state, "size": size, "errorReason": build.error or None}
+        described |= {"cpu": fields.get("cpu") or 1, "mem": fields.get("memory") or 1, "disk": 3, "gpu": 0, "general": False}
+        described |= {"createdAt": snapshot.created_at, "updatedAt": snapshot.created_at, "lastUsedAt": None}
+        return described | {"entrypoint": None, "sourceSandboxId": None}
 
     # Toolbox
 

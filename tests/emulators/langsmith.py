@@ -7,17 +7,35 @@ import json
 import subprocess
 import threading
 import time
+import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tests.emulators.images import ImageBuild
 from tests.emulators.machine import Machine, NotRunning
 from tests.emulators.vendor import Rejected, Request, Response, VendorEmulator, WebSocket, as_json, route
 
 TRANSITION_SECONDS = 0.02  # between the two states of a start
 CHUNK_BYTES = 32 << 10  # of output in one message; the client accepts 1 MiB
 BOXES = "/api/v2/sandboxes/boxes"
+SNAPSHOTS = "/api/v2/sandboxes/snapshots"
+BUILDER_DIRECTORY = "/opt/builder"  # programs of a sandbox that stand for BuildKit and Docker
+BUILD_CLIENT = """#!/usr/bin/python3
+import json, sys, urllib.request
+options = dict(each.split("=", 1) for each in sys.argv if "=" in each and not each.startswith("--"))
+if "dockerfile" not in options:
+    sys.exit(0)  # a question for the state of the daemon
+with open(options["dockerfile"] + "/Dockerfile") as file:
+    body = json.dumps({{"dockerfile": file.read(), "name": options["type"].partition("name=")[2]}}).encode()
+request = urllib.request.Request("{url}", body, {{"X-Api-Key": "{key}"}})
+with urllib.request.build_opener(urllib.request.ProxyHandler({{}})).open(request) as response:
+    built = json.load(response)
+sys.stderr.write(built["log"])
+sys.exit(1 if built["error"] else 0)
+"""
+DOCKER = "#!/bin/sh\nexec cat\n"
 
 
 @dataclass
@@ -27,7 +45,15 @@ class Box:
     machine: Machine
     status: str = "provisioning"
     created_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
+    images: dict[str, ImageBuild] = field(default_factory=dict)  # of the Docker Engine in it, by name
     results: dict[str, tuple[int, bytes, bytes] | None] = field(default_factory=dict)  # by command id
+
+
+@dataclass
+class Snapshot:
+    name: str
+    build: ImageBuild
+    created_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
 
 
 class LangSmithEmulator(VendorEmulator):
@@ -37,6 +63,7 @@ class LangSmithEmulator(VendorEmulator):
     def __init__(self, directory: Path, port: int = 0) -> None:
         super().__init__(directory, port)
         self.boxes: dict[str, Box] = {}
+        self.snapshots: dict[str, Snapshot] = {}  # by id
 
     def list_machines(self) -> list[Machine]:
         return [box.machine for box in self.boxes.values()]
@@ -69,7 +96,9 @@ class LangSmithEmulator(VendorEmulator):
             name = fields.get("name") or f"box-{len(self.boxes)}"
             if name in self.boxes:
                 raise Rejected(409, self.rejection(409, f"Sandbox '{name}' already exists"))
-            box = self.boxes[name] = Box(name, fields, self.create_machine(name))
+            disk = self.find_disk(fields.get("snapshot") or "")
+            box = self.boxes[name] = Box(name, fields, self.create_machine(name, disk))
+        self._install_builder(box)
         self._settle(box)
         return as_json(self._describe(box), 201)
 
@@ -113,8 +142,73 @@ class LangSmithEmulator(VendorEmulator):
         box = self._find(request)
         with self.lock:
             del self.boxes[box.name]
+            images = [build.id for build in box.images.values() if build.id not in self.snapshots]
+        for identifier in images:
+            self.remove_build(identifier)
         box.machine.remove()
         return Response(204)
+
+    # Snapshots
+
+    @route("POST", f"{BOXES}/([^/]+)/snapshot")
+    def capture(self, request: Request) -> Response:
+        box, fields = self._find(request), request.json
+        if fields.get("docker_image") not in box.images:
+            raise Rejected(404, self.rejection(404, "no such image in the sandbox"))
+        build = box.images[fields["docker_image"]]
+        with self.lock:
+            snapshot = self.snapshots[build.id] = Snapshot(fields["name"], build)
+        return as_json(self._describe_snapshot(snapshot), 201)
+
+    @route("GET", SNAPSHOTS)
+    def list_snapshots(self, request: Request) -> Response:
+        part = request.query.get("name_contains", "").lower()
+        with self.lock:
+            found = [self._describe_snapshot(each) for each in self.snapshots.values() if part in each.name.lower()]
+        return as_json({"snapshots": found})
+
+    @route("GET", f"{SNAPSHOTS}/([^/]+)")
+    def get_snapshot(self, request: Request) -> Response:
+        return as_json(self._describe_snapshot(self._find_snapshot(request)))
+
+    @route("DELETE", f"{SNAPSHOTS}/([^/]+)")
+    def delete_snapshot(self, request: Request) -> Response:
+        snapshot = self._find_snapshot(request)
+        with self.lock:
+            del self.snapshots[snapshot.build.id]
+        self.remove_build(snapshot.build.id)
+        return Response(204)
+
+    @route("POST", "/buildkit/([^/]+)")
+    def build_image(self, request: Request) -> Response:
+        """Build an image for a program in a sandbox, which stands for BuildKit and for the Docker Engine."""
+        box, fields = self._find(request), request.json
+        build = self.start_build(str(uuid.uuid4()), fields["dockerfile"])
+        build.ended.wait()
+        if build.error:
+            self.remove_build(build.id)
+        else:
+            box.images[fields["name"]] = build
+        return as_json({"log": build.log, "error": build.error})
+
+    def _install_builder(self, box: Box) -> None:
+        directory = box.machine.directory / "disk" / BUILDER_DIRECTORY.lstrip("/")
+        directory.mkdir(exist_ok=True)
+        client = BUILD_CLIENT.format(url=f"{self.url}/buildkit/{box.name}", key=self.key)
+        for name, program in {"buildctl": client, "buildkitd": "#!/bin/sh\nexec sleep 600\n", "docker": DOCKER}.items():
+            (directory / name).write_text(program)
+            (directory / name).chmod(0o755)
+
+    def _find_snapshot(self, request: Request) -> Snapshot:
+        if snapshot := self.snapshots.get(request.groups[0]):
+            return snapshot
+        raise Rejected(404, self.rejection(404, f"Snapshot '{request.groups[0]}' not found"))
+
+    def _describe_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
+        return {
+            "id": snapshot.build.id, "name": snapshot.name, "status": "ready", "fs_capacity_bytes": 16 << 30,
+            "fs_used_bytes": snapshot.build.size_bytes, "created_at": snapshot.created_at,
+        }  # fmt: skip
 
     # Data plane
 
@@ -151,7 +245,8 @@ class LangSmithEmulator(VendorEmulator):
             try:
                 box.results[identifier] = box.machine.run(
                     [message.get("shell") or "/bin/bash", "-c", message["command"]],
-                    timeout=message["timeout_seconds"], cwd=message.get("cwd") or "", env=message.get("env"),
+                    timeout=message["timeout_seconds"], cwd=message.get("cwd") or "",
+                    env={"PATH": f"{BUILDER_DIRECTORY}:/usr/local/bin:/usr/bin:/bin", **(message.get("env") or {})},
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 error = {"type": "error", "error_type": "CommandTimeout", "error": "command timed out"}

@@ -37,16 +37,21 @@ class NotRunning(Exception):
 
 
 class Machine:
-    """One sandbox. `directory` holds its disk, which outlives a stop."""
+    """One sandbox. `directory` holds its disk, which outlives a stop, and is at first a copy of the disk of its image."""
 
-    def __init__(self, directory: Path, *, writable: tuple[str, ...], home: str) -> None:
+    def __init__(self, directory: Path, *, writable: tuple[str, ...], home: str, image: Path | None = None) -> None:
         self.directory, self.home = directory, home
-        self.writable = tuple(path.strip("/") for path in {*writable, home, "/tmp"})
+        self.writable = ("opt", *sorted(path.strip("/") for path in {*writable, home, "/tmp"}))
         self._init: subprocess.Popen[bytes] | None = None
-        for name in self.writable:
+        if image:
+            directory.mkdir(parents=True)
+            subprocess.run(["cp", "-a", str(image), str(directory / "disk")], check=True)
+        (directory / "disk/opt").mkdir(parents=True, exist_ok=True)  # of root
+        for name in self.writable[1:]:
             path = directory / "disk" / name
-            path.mkdir(parents=True, exist_ok=True)
-            os.chown(path, USER, USER)
+            if not path.exists():
+                path.mkdir(parents=True)
+                os.chown(path, USER, USER)
         (directory / "disk/tmp").chmod(0o1777)
         (directory / "root").mkdir(exist_ok=True)
 
@@ -80,9 +85,9 @@ class Machine:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def popen(
-        self, argv: list[str], *, cwd: str = "", env: dict[str, str] | None = None, **more: object
+        self, argv: list[str], *, cwd: str = "", env: dict[str, str] | None = None, user: int = USER, **more: object
     ) -> subprocess.Popen[bytes]:
-        """Start a command as the machine's user. Raise NotRunning."""
+        """Start a command as the machine's user, or as another one. Raise NotRunning."""
         if not self.is_running:
             raise NotRunning
         assert self._init is not None
@@ -90,7 +95,7 @@ class Machine:
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": self.home, **(env or {})}
         script = f"cd {shlex.quote(cwd or self.home)} && exec {shlex.join(argv)}"
         command = [
-            "nsenter", f"--target={child}", "--mount", "--pid", "--root", f"--setuid={USER}", f"--setgid={USER}",
+            "nsenter", f"--target={child}", "--mount", "--pid", "--root", f"--setuid={user}", f"--setgid={user}",
             "--", "/bin/sh", "-c", script,
         ]  # fmt: skip
         return subprocess.Popen(command, env=environment, cwd="/", start_new_session=True, **more)  # type: ignore[call-overload,no-any-return]
@@ -106,6 +111,20 @@ class Machine:
             raise
         code = process.returncode
         return (code if code >= 0 else 128 - code), stdout, stderr
+
+    def mount(self, source: Path, path: str) -> None:
+        """Mount a directory of this machine read-only at a path. Raise NotRunning."""
+        self._change_mounts('mkdir -p "$1" && mount --bind "$0" "$1" && mount -o remount,bind,ro "$1"', str(source), path)
+
+    def unmount(self, path: str) -> None:
+        self._change_mounts('umount "$1"', "", path)
+
+    def _change_mounts(self, script: str, source: str, path: str) -> None:
+        if self._init is None or not self.is_running:
+            raise NotRunning
+        [child] = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text().split()
+        target = f"{self.directory}/root{path}"
+        subprocess.run(["nsenter", f"--target={child}", "--mount", "sh", "-c", script, source, target], check=True)
 
     def write(self, path: str, content: bytes) -> None:
         """Write a file as the machine's user, creating missing parents. Raise OSError."""

@@ -1,12 +1,13 @@
 """Emulator of Modal's API and of the command router of its sandboxes, as recorded from version 1.6.4 of its client.
 
 Both are gRPC services, here on one port without TLS. A sandbox cannot be stopped: it runs or has finished. Names are unique
-among the running sandboxes. A command is killed at its time limit."""
+among the running sandboxes. A command is killed at its time limit. Snapshots of directories are stored and can be mounted."""
 
 import asyncio
 import base64
 import json
 import re
+import shutil
 import socket
 import subprocess
 import threading
@@ -30,6 +31,7 @@ from modal_proto.api_grpc import ModalClientBase
 from modal_proto.task_command_router_grpc import TaskCommandRouterBase
 
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Emulator
+from tests.emulators.images import ImageBuild
 from tests.emulators.machine import Machine, NotRunning
 
 PAGE_SIZE = 100
@@ -130,6 +132,14 @@ class Sandbox:
         return {tag.tag_name: tag.tag_value for tag in self.request.tags}
 
 
+@dataclass
+class DirectorySnapshot:
+    """Image with the files of a directory."""
+
+    directory: Path
+    ttl_seconds: int
+
+
 class ModalEmulator(Emulator):
     home = "/root"
     token_id = "ak-emulator"
@@ -139,6 +149,7 @@ class ModalEmulator(Emulator):
         super().__init__(directory)
         self.sandboxes: dict[str, Sandbox] = {}
         self.images: dict[str, api_pb2.Image] = {}
+        self.snapshots: dict[str, DirectorySnapshot] = {}  # by image id
         self.auth_token = create_token()
         self._socket = socket.create_server(("127.0.0.1", port))
         self._loop = asyncio.new_event_loop()
@@ -249,7 +260,7 @@ class ModalEmulator(Emulator):
         with self.lock:
             if definition.name and self.find_running(definition.name):
                 raise GRPCError(Status.ALREADY_EXISTS, f"Sandbox with name {definition.name} already exists")
-            machine = self.create_machine(identifier)
+            machine = self.create_machine(identifier, self.find_disk(definition.image_id))
             name, task = (identifier[:22], identifier) if is_of_older_backend else (identifier, f"{identifier}V")
             sandbox = Sandbox(f"sb-{name}", f"ta-{task}", create_token(), request, machine)
             self.sandboxes[sandbox.id] = sandbox
@@ -260,6 +271,31 @@ class ModalEmulator(Emulator):
             if identifier in self.sandboxes:
                 return self.sandboxes[identifier]
         raise GRPCError(Status.NOT_FOUND, f"Sandbox {identifier} not found")
+
+    def take_snapshot(self, request: router_pb2.TaskSnapshotDirectoryRequest) -> str:
+        """Copy a directory of a sandbox, once for each snapshot id. Return the id of the image."""
+        sandbox, identifier = self.find_task(request.task_id), f"im-{uuid.UUID(request.snapshot_id).hex}"
+        with self.lock:
+            if identifier not in self.snapshots:
+                copy = self.directory / "snapshots" / identifier
+                source = sandbox.machine.directory / "disk" / request.path.decode().strip("/")
+                copy.parent.mkdir(exist_ok=True)
+                subprocess.run(["cp", "-a", source, copy], check=True)
+                self.snapshots[identifier] = DirectorySnapshot(copy, request.ttl_seconds)
+        return identifier
+
+    def find_snapshot(self, identifier: str) -> DirectorySnapshot:
+        with self.lock:
+            if identifier in self.snapshots:
+                return self.snapshots[identifier]
+        raise GRPCError(Status.NOT_FOUND, f"Image {identifier} not found")
+
+    def delete_snapshot(self, identifier: str) -> None:
+        """Delete a snapshot, as the vendor does at its expiry."""
+        snapshot = self.find_snapshot(identifier)
+        with self.lock:
+            del self.snapshots[identifier]
+        shutil.rmtree(snapshot.directory, ignore_errors=True)
 
     def find_task(self, task_id: str) -> Sandbox:
         for sandbox in self.list_running():
@@ -323,8 +359,45 @@ class ControlPlane(implement(ModalClientBase)):  # type: ignore[misc]
     def ImageGetOrCreate(self, request: api_pb2.ImageGetOrCreateRequest) -> api_pb2.ImageGetOrCreateResponse:
         identifier = f"im-{uuid.uuid5(uuid.NAMESPACE_OID, str(request.image)).hex}"
         self.emulator.images[identifier] = request.image
-        result = GenericResult(status=GenericResult.GENERIC_STATUS_SUCCESS)
-        return api_pb2.ImageGetOrCreateResponse(image_id=identifier, result=result)
+        lines = [*request.image.dockerfile_commands]
+        if request.namespace == api_pb2.DEPLOYMENT_NAMESPACE_GLOBAL or len(lines) == 1:  # built by others before
+            result = GenericResult(status=GenericResult.GENERIC_STATUS_SUCCESS)
+            return api_pb2.ImageGetOrCreateResponse(image_id=identifier, result=result)
+        with self.emulator.lock:
+            build = self.emulator.builds.get(identifier)
+            if build is None or build.error:
+                build = self.emulator.start_build(identifier, "\n".join(lines))
+        return api_pb2.ImageGetOrCreateResponse(image_id=identifier, result=describe_result(build))
+
+    async def ImageJoinStreaming(self, stream: Any) -> None:
+        """Send the log after an entry, whose id is an offset, until the build or the time of the request ends."""
+        request = await stream.recv_message()
+        build = self._find_build(request.image_id)
+        await asyncio.to_thread(build.ended.wait, request.timeout)
+        result, start = describe_result(build), int(request.last_entry_id or 0)
+        entries = [api_pb2.TaskLogs(data=build.log[start:])] if build.log[start:] else []
+        entry_id = str(start + sum(len(entry.data) for entry in entries))
+        await stream.send_message(api_pb2.ImageJoinStreamingResponse(task_logs=entries, entry_id=entry_id, result=result))
+
+    @unary
+    def ImageFromId(self, request: api_pb2.ImageFromIdRequest) -> api_pb2.ImageFromIdResponse:
+        if request.image_id in self.emulator.snapshots:
+            return api_pb2.ImageFromIdResponse(image_id=request.image_id)
+        return api_pb2.ImageFromIdResponse(image_id=self._find_build(request.image_id).id)
+
+    @unary
+    def ImageDelete(self, request: api_pb2.ImageDeleteRequest) -> Empty:
+        if request.image_id in self.emulator.snapshots:
+            self.emulator.delete_snapshot(request.image_id)
+            return Empty()
+        self.emulator.remove_build(self._find_build(request.image_id).id)
+        del self.emulator.images[request.image_id]
+        return Empty()
+
+    def _find_build(self, image_id: str) -> ImageBuild:
+        if build := self.emulator.builds.get(image_id):
+            return build
+        raise GRPCError(Status.NOT_FOUND, f"Image {image_id} not found")
 
     @unary
     def SandboxCreateV2(self, request: api_pb2.SandboxCreateV2Request) -> api_pb2.SandboxCreateV2Response:
@@ -411,6 +484,21 @@ class CommandRouter(implement(TaskCommandRouterBase)):  # type: ignore[misc]
         self.emulator = emulator
 
     @unary
+    def TaskSnapshotDirectory(self, request: router_pb2.TaskSnapshotDirectoryRequest) -> Any:
+        return router_pb2.TaskSnapshotDirectoryResponse(image_id=self.emulator.take_snapshot(request))
+
+    @unary
+    def TaskMountDirectory(self, request: router_pb2.TaskMountDirectoryRequest) -> Empty:
+        snapshot = self.emulator.find_snapshot(request.image_id)
+        self.emulator.find_task(request.task_id).machine.mount(snapshot.directory, request.path.decode())
+        return Empty()
+
+    @unary
+    def TaskUnmountDirectory(self, request: router_pb2.TaskUnmountDirectoryRequest) -> Empty:
+        self.emulator.find_task(request.task_id).machine.unmount(request.path.decode())
+        return Empty()
+
+    @unary
     def TaskExecStart(self, request: router_pb2.TaskExecStartRequest) -> router_pb2.TaskExecStartResponse:
         sandbox = self.emulator.find_task(request.task_id)
         with self.emulator.lock:
@@ -453,6 +541,15 @@ class CommandRouter(implement(TaskCommandRouterBase)):  # type: ignore[misc]
                 if sandbox.task_id == request.task_id and request.exec_id in sandbox.executions:
                     return sandbox.executions[request.exec_id]
         raise GRPCError(Status.NOT_FOUND, f"Exec {request.exec_id} not found")
+
+
+def describe_result(build: ImageBuild) -> GenericResult:
+    """Return the result of a build, without a status until it has ended."""
+    if not build.ended.is_set():
+        return GenericResult()
+    if build.error:
+        return GenericResult(status=GenericResult.GENERIC_STATUS_FAILURE, exception=build.error)
+    return GenericResult(status=GenericResult.GENERIC_STATUS_SUCCESS)
 
 
 def create_token() -> str:

@@ -1,7 +1,8 @@
-"""Emulator of Runloop's devboxes, as recorded from version 3.0.0 of its client.
+"""Emulator of Runloop's devboxes and network policies, as recorded from version 3.0.0 of its client.
 
 A request for the end of a command is held until its timeout before it is answered with 408, as by the vendor. The output of a
-command is truncated to its last bytes. Devboxes that were shut down stay in the list."""
+command is truncated to its last bytes. Devboxes that were shut down stay in the list. Network policies
+are recorded and not enforced."""
 
 import builtins
 import subprocess
@@ -12,12 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.emulators.images import ImageBuild
 from tests.emulators.machine import Machine, NotRunning
 from tests.emulators.vendor import Rejected, Request, Response, VendorEmulator, as_json, route
 
 TRANSITION_SECONDS = 0.02  # between the two states of a start or a suspension
 MAX_OUTPUT_BYTES = 100_000  # of a command, from its end
 DEVBOX = "/v1/devboxes/([^/]+)"
+BLUEPRINT = "/v1/blueprints/([^/]+)"
+POLICIES = "/v1/network-policies"
+EGRESS_DEFAULTS: dict[str, Any] = {
+    "allow_all": False, "allow_agent_gateway": False, "allow_devbox_to_devbox": False, "allow_mcp_gateway": False,
+    "allow_runloop_mirrors": False, "allowed_cidrs": [], "allowed_hostnames": [],
+}  # fmt: skip
 
 
 @dataclass
@@ -40,13 +48,24 @@ class Devbox:
     executions: dict[str, Execution] = field(default_factory=dict)
 
 
+@dataclass
+class Blueprint:
+    name: str
+    build: ImageBuild
+    is_deleted: bool = False
+    create_time_ms: int = field(default_factory=lambda: int(time.time() * 1000))
+
+
 class RunloopEmulator(VendorEmulator):
     home = "/home/user"
 
     def __init__(self, directory: Path, port: int = 0) -> None:
         super().__init__(directory, port)
         self.devboxes: dict[str, Devbox] = {}
+        self.blueprints: dict[str, Blueprint] = {}
         self.keys: dict[str, str] = {}  # idempotency key -> id
+        self.policies: dict[str, dict[str, Any]] = {}
+        self.policy_keys: dict[str, dict[str, Any]] = {}  # idempotency key -> policy
 
     def list_machines(self) -> list[Machine]:
         return [devbox.machine for devbox in self.devboxes.values()]
@@ -85,11 +104,15 @@ class RunloopEmulator(VendorEmulator):
     def create(self, request: Request) -> Response:
         key = request.headers.get("x-request-id") or uuid.uuid4().hex
         self._check_size(request.json.get("launch_parameters") or {})
+        policy = (request.json.get("launch_parameters") or {}).get("network_policy_id")
         with self.lock:
+            if policy and policy not in self.policies:
+                raise Rejected(400, {"message": f"Network policy {policy} not found"})
             if key not in self.keys:
                 identifier = f"dbx_{uuid.uuid4().hex[:20]}"
                 self.keys[key] = identifier
-                self.devboxes[identifier] = Devbox(identifier, request.json, self.create_machine(identifier))
+                machine = self.create_machine(identifier, self._find_image(request.json))
+                self.devboxes[identifier] = Devbox(identifier, request.json, machine)
                 self._settle(self.devboxes[identifier], "running")
             return as_json(self._describe(self.devboxes[self.keys[key]]))
 
@@ -102,6 +125,66 @@ class RunloopEmulator(VendorEmulator):
         start = ids.index(after) + 1 if after in ids else 0
         page = [self._describe(devbox) for devbox in devboxes[start : start + limit]]
         return as_json({"devboxes": page, "has_more": start + limit < len(devboxes), "total_count": len(devboxes)})
+
+    # Blueprints
+
+    @route("POST", "/v1/blueprints")
+    def create_blueprint(self, request: Request) -> Response:
+        key = request.headers.get("x-request-id") or uuid.uuid4().hex
+        with self.lock:
+            if key not in self.keys:
+                identifier = self.keys[key] = f"bpt_{uuid.uuid4().hex[:20]}"
+                build = self.start_build(identifier, request.json["dockerfile"])
+                self.blueprints[identifier] = Blueprint(request.json["name"], build)
+            return as_json(self._describe_blueprint(self.blueprints[self.keys[key]]))
+
+    @route("GET", "/v1/blueprints")
+    def list_blueprints(self, request: Request) -> Response:
+        with self.lock:
+            found = [blueprint for blueprint in self.blueprints.values() if blueprint.name == request.query.get("name")]
+        described = [self._describe_blueprint(blueprint) for blueprint in found if not blueprint.is_deleted]
+        return as_json({"blueprints": described, "has_more": False})
+
+    @route("GET", BLUEPRINT)
+    def get_blueprint(self, request: Request) -> Response:
+        return as_json(self._describe_blueprint(self._find_blueprint(request.groups[0])))
+
+    @route("GET", f"{BLUEPRINT}/logs")
+    def get_blueprint_logs(self, request: Request) -> Response:
+        blueprint = self._find_blueprint(request.groups[0])
+        logs = [{"level": "info", "message": line, "timestamp_ms": 0} for line in blueprint.build.log.splitlines()]
+        return as_json({"blueprint_id": blueprint.build.id, "logs": logs})
+
+    @route("POST", f"{BLUEPRINT}/delete")
+    def delete_blueprint(self, request: Request) -> Response:
+        blueprint = self._find_blueprint(request.groups[0])
+        if not blueprint.is_deleted:
+            blueprint.is_deleted = True
+            self.remove_build(blueprint.build.id)
+        return as_json({})
+
+    def _find_blueprint(self, identifier: str) -> Blueprint:
+        if identifier in self.blueprints:
+            return self.blueprints[identifier]
+        raise Rejected(404, {"message": f"Blueprint {identifier} not found"})
+
+    def _find_image(self, fields: dict[str, Any]) -> Path | None:
+        if not fields.get("blueprint_id"):
+            return None
+        if disk := self.find_disk(self._find_blueprint(fields["blueprint_id"]).build.id):
+            return disk
+        raise Rejected(400, {"message": f"Blueprint {fields['blueprint_id']} is not built"})
+
+    def _describe_blueprint(self, blueprint: Blueprint) -> dict[str, Any]:
+        build = blueprint.build
+        status = "building" if not build.ended.is_set() else "failed" if build.error else "build_complete"
+        return {
+            "id": build.id, "name": blueprint.name, "status": status, "create_time_ms": blueprint.create_time_ms,
+            "state": "deleted" if blueprint.is_deleted else "created", "parameters": {"name": blueprint.name},
+            "failure_reason": "build_failed" if build.error else None,
+        }  # fmt: skip
+
+    # Devboxes
 
     @route("GET", DEVBOX)
     def get(self, request: Request) -> Response:
@@ -181,6 +264,49 @@ class RunloopEmulator(VendorEmulator):
         except FileNotFoundError as error:
             raise Rejected(404, {"message": str(error)}) from None
         return Response(body=content, content_type="application/octet-stream")
+
+    # Network policies
+
+    @route("POST", POLICIES)
+    def create_policy(self, request: Request) -> Response:
+        key, fields = request.headers.get("x-request-id") or uuid.uuid4().hex, request.json
+        with self.lock:
+            if key not in self.policy_keys:
+                times = dict.fromkeys(("create_time_ms", "update_time_ms"), int(time.time() * 1000))
+                egress = {name: fields.get(name, value) for name, value in EGRESS_DEFAULTS.items()}
+                policy = {"id": f"npol_{uuid.uuid4().hex[:20]}", "name": fields["name"], "egress": egress, **times}
+                self.policies[policy["id"]] = self.policy_keys[key] = policy
+            return as_json(self.policy_keys[key])  # also of a policy that was deleted since
+
+    @route("GET", POLICIES)
+    def list_policies(self, request: Request) -> Response:
+        wanted = request.query.get("name") or ""
+        with self.lock:
+            found = [policy for policy in self.policies.values() if wanted in policy["name"]]
+        return as_json({"network_policies": found, "has_more": False, "total_count": len(found)})
+
+    @route("GET", f"{POLICIES}/([^/]+)")
+    def get_policy(self, request: Request) -> Response:
+        return as_json(self._find_policy(request))
+
+    @route("POST", f"{POLICIES}/([^/]+)")
+    def update_policy(self, request: Request) -> Response:
+        policy = self._find_policy(request)
+        policy["egress"] |= {name: request.json[name] for name in EGRESS_DEFAULTS if name in request.json}
+        return as_json(policy)
+
+    @route("POST", f"{POLICIES}/([^/]+)/delete")
+    def delete_policy(self, request: Request) -> Response:
+        policy = self._find_policy(request)
+        with self.lock:
+            del self.policies[policy["id"]]
+        return as_json(policy)
+
+    def _find_policy(self, request: Request) -> dict[str, Any]:
+        policy = self.policies.get(request.groups[0])
+        if policy is None:
+            raise Rejected(404, {"message": f"Network policy {request.groups[0]} not found"})
+        return policy
 
     def _find(self, request: Request) -> Devbox:
         devbox = self.devboxes.get(request.groups[0])

@@ -26,6 +26,7 @@ class Command(BaseCommand):
         build.add_argument(
             "--run", action="append", default=[], metavar="COMMAND", help="shell command, run as root; repeatable"
         )
+        build.add_argument("--provider", default="", help="provider that builds the image; default: SANDBOX_PROVIDER")
         build.add_argument("--dockerfile", metavar="PATH", help="Dockerfile, instead of --base and --run")
         build.add_argument("--rebuild", action="store_true", help="build a version again that is ready")
         actions.add_parser("list", help="print the versions of all templates")
@@ -55,7 +56,7 @@ class Command(BaseCommand):
 
     def _build(self, options: dict[str, Any]) -> None:
         now = database_time.now()
-        host = builds.get_build_host(now=now)
+        host = builds.get_build_host(options["provider"], now=now)
         dockerfile = _read_dockerfile(options["dockerfile"]) if options["dockerfile"] else ""
         specification = builds.build_specification(host, base=options["base"], commands=options["run"], dockerfile=dockerfile)
         template, _ = builds.request(
@@ -75,7 +76,7 @@ class Command(BaseCommand):
 
     def _show(self, template: ImageTemplate) -> None:
         self.stdout.write(_describe(template))
-        self.stdout.write(f"version: {template.version}\nhost: {template.host}")
+        self.stdout.write(f"version: {template.version}\nhost: {template.host}\nprovider: {template.host.provider}")
         if template.error:
             self.stdout.write(f"error: {template.get_failure_display()}: {template.error}")
         if template.dockerfile:
@@ -102,5 +103,11 @@ def _find(text: str) -> ImageTemplate:
 
 
 def _describe(template: ImageTemplate) -> str:
-    size = f"{template.size_bytes / 1e6:.0f} MB" if template.size_bytes is not None else "no image"
+    size = (
+        f"{template.size_bytes / 1e6:.0f} MB"
+        if template.size_bytes is not None
+        else "no size"
+        if template.image
+        else "no image"
+    )
     return f"{template}  {template.state}  {template.image or '-'}  {size}  {template.host}"

@@ -38,6 +38,7 @@ class CloudflareProvider(RemoteProvider):
     """Provider for one bridge: CLOUDFLARE_SANDBOX_URL, CLOUDFLARE_SANDBOX_API_KEY."""
 
     name = "cloudflare"
+    no_builds_reason = "Its image is part of the deployment of the worker: change the worker's Dockerfile, and deploy it."
     can_list = stop_keeps_files = False
     can_set_size = False  # the instance type is a constant of the worker
     upload_directory = "/workspace"

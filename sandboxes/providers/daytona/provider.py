@@ -44,13 +44,14 @@ from sandboxes.providers.base import (
     Unavailable,
     VendorIntervals,
 )
+from sandboxes.providers.daytona.snapshots import SnapshotBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
 from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_for_transport
+from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.provider import (
     OWNER_LABEL,
     STOP_TIMEOUT_SECONDS,
     Pause,
-    RemoteProvider,
     build_labels,
     require_owner,
 )
@@ -68,7 +69,7 @@ FAILED = {SandboxState.ERROR, SandboxState.BUILD_FAILED}
 STARTABLE = {SandboxState.STOPPED, SandboxState.ARCHIVED}
 
 
-class DaytonaProvider(RemoteProvider):
+class DaytonaProvider(ImageBuildingProvider):
     """Provider for one organization at Daytona: DAYTONA_API_KEY, DAYTONA_API_URL."""
 
     name = "daytona"
@@ -89,6 +90,10 @@ class DaytonaProvider(RemoteProvider):
     def _api(self) -> SandboxApi:
         return self._clients.api
 
+    @property
+    def _builds(self) -> SnapshotBuilds:
+        return SnapshotBuilds(self._api.api_client, _translate_errors)
+
     # Lifecycle
 
     def create(self, spec: SandboxSpec) -> str:
@@ -106,13 +111,14 @@ class DaytonaProvider(RemoteProvider):
 
     def _build_request(self, spec: SandboxSpec) -> CreateSandbox:
         configuration, intervals = self.configuration, spec.intervals or self.default_intervals()
-        image = spec.image or configuration.image
+        image = "" if spec.image_id else require_image(spec, configuration.image)
         if (spec.disk_mib or spec.gpus) and not image:
             raise Rejected("Daytona sets disk and GPUs only for a sandbox of an image: its snapshots have a size of their own.")
         return CreateSandbox(
             name=spec.name,
             labels=build_labels(spec),
             target=configuration.options["target"] or None,
+            snapshot=spec.image_id or None,
             build_info=CreateBuildInfo(dockerfile_content=f"FROM {image}\n") if image else None,
             cpu=-(-spec.millicpus // 1000) if image else None,
             memory=_round_up_gib(spec.memory_mib) if image else None,

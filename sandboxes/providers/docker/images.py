@@ -58,6 +58,7 @@ class ContainerImagesProvider(ContainerCommandProvider):
     """Image verbs of DockerProvider."""
 
     builds_images = True
+    build_user = "agent"
 
     def pull_image(self, image: str) -> Generator[str, None, None]:
         client = self._engine.client
@@ -74,15 +75,15 @@ class ContainerImagesProvider(ContainerCommandProvider):
     def build_image(
         self,
         dockerfile: str,
-        tag: str,
+        build: str,
         *,
         arguments: Mapping[str, str],
         labels: Mapping[str, str],
         silence: timedelta,
         use_cache: bool = True,
-    ) -> Generator[str, None, None]:
+    ) -> Generator[str, None, BuiltImage]:
         options = {
-            "t": tag, "rm": 1, "forcerm": 1, "nocache": int(not use_cache), "memory": BUILD_MEMORY_BYTES,
+            "t": build, "rm": 1, "forcerm": 1, "nocache": int(not use_cache), "memory": BUILD_MEMORY_BYTES,
             "memswap": BUILD_MEMORY_BYTES, "buildargs": json.dumps(dict(arguments)), "labels": json.dumps(dict(labels)),
         }  # fmt: skip
         connection = http.client.HTTPConnection("docker")
@@ -105,25 +106,27 @@ class ContainerImagesProvider(ContainerCommandProvider):
             raise build_unavailable(error) from error
         finally:
             connection.close()
-
-    def check_image(self, image: str) -> list[str]:
         with translate_errors():
-            configuration = self._engine.client.inspect_image(image)["Config"]
+            found = self._engine.client.inspect_image(build)
+        return BuiltImage(found["Id"], int(found["Size"]))
+
+    def check_image(self, image: BuiltImage) -> list[str]:
+        with translate_errors():
+            configuration = self._engine.client.inspect_image(image.id)["Config"]
         if configuration.get("Volumes"):
             return ["VOLUME: a volume would be writable beyond the limits of the sandbox"]
         if configuration.get("Healthcheck"):
             return ["HEALTHCHECK: the engine would start processes in the sandbox"]
-        return self._run_check(image)
+        return self._run_check(image.id)
 
-    def inspect_built_image(self, image: str) -> BuiltImage:
-        with translate_errors():
-            found = self._engine.client.inspect_image(image)
-        return BuiltImage(found["Id"], int(found["Size"]))
-
-    def tag_image(self, image: str, tag: str) -> None:
+    def tag_image(self, build: str, tag: str) -> None:
         repository, _, version = tag.rpartition(":")
         with translate_errors():
-            self._engine.client.tag(image, repository, version)
+            self._engine.client.tag(build, repository, version)
+        self.remove_build(build)
+
+    def remove_build(self, build: str) -> None:
+        self.remove_image(build)
 
     def remove_image(self, image: str) -> None:
         with translate_errors(), suppress(ImageNotFound):

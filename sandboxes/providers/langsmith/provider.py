@@ -22,6 +22,7 @@ from langsmith.sandbox import (
     SandboxClient,
     SandboxClientError,
     SandboxConnectionError,
+    SandboxProxyConfig,
     ValidationError,
 )
 from langsmith.sandbox import Sandbox as VendorSandbox
@@ -29,6 +30,7 @@ from langsmith.sandbox import Sandbox as VendorSandbox
 from sandboxes.providers.base import (
     FailureCause,
     Missing,
+    Network,
     ProviderError,
     ProviderSandbox,
     Rejected,
@@ -36,13 +38,14 @@ from sandboxes.providers.base import (
     Unavailable,
     VendorIntervals,
 )
-from sandboxes.providers.remote.configuration import RemoteConfiguration, round_up_minutes
+from sandboxes.providers.langsmith.snapshots import SnapshotBuilds
+from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
 from sandboxes.providers.remote.errors import raise_for_transport
+from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.provider import (
     OWNER_LABEL,
     STOP_TIMEOUT_SECONDS,
     Pause,
-    RemoteProvider,
     build_labels,
     require_owner,
 )
@@ -52,13 +55,15 @@ CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300
 REMOVAL_TIMEOUT_SECONDS = 60.0
 READY, STOPPED, FAILED = "ready", "stopped", "failed"
+NO_HOST = "none.invalid"  # never resolves (RFC 6761). The effect of an empty list is not documented
 
 
-class LangSmithProvider(RemoteProvider):
+class LangSmithProvider(ImageBuildingProvider):
     """Provider for one workspace of LangSmith: LANGSMITH_API_KEY, LANGSMITH_ENDPOINT."""
 
     name = "langsmith"
     account_option = "workspace"
+    has_image_bases = False  # the default image is a snapshot
     can_suspend = has_auto_stop = has_auto_delete = can_set_intervals = can_set_disk = True
 
     def __init__(self) -> None:
@@ -69,6 +74,10 @@ class LangSmithProvider(RemoteProvider):
     def _client(self) -> SandboxClient:
         return self._get_clients(lambda: _create_client(self.configuration))
 
+    @property
+    def _builds(self) -> SnapshotBuilds:
+        return SnapshotBuilds(self._client, self, _translate_errors)
+
     # Lifecycle
 
     def create(self, spec: SandboxSpec) -> str:
@@ -77,7 +86,7 @@ class LangSmithProvider(RemoteProvider):
             with _translate_errors(spec.name):
                 found = self._client.create_sandbox(
                     name=spec.name,
-                    snapshot=spec.image or configuration.image or None,
+                    snapshot=spec.image_id or require_image(spec, configuration.image) or None,
                     wait_for_ready=False,
                     labels=build_labels(spec),
                     idle_ttl_seconds=60 * round_up_minutes(intervals.auto_stop),
@@ -85,6 +94,7 @@ class LangSmithProvider(RemoteProvider):
                     vcpus=math.ceil(spec.millicpus / 1000),
                     mem_bytes=spec.memory_mib << 20,
                     fs_capacity_bytes=spec.disk_mib << 20 if spec.disk_mib else None,
+                    proxy_config=_build_proxy_configuration(configuration.network),
                 )
         except ProviderError as error:
             try:
@@ -192,6 +202,14 @@ def _create_client(configuration: RemoteConfiguration) -> SandboxClient:
         api_endpoint=f"{configuration.api_url}/api/v2/sandboxes", api_key=configuration.api_key, max_retries=0,
         timeout=CALL_TIMEOUT_SECONDS,
     )  # fmt: skip
+
+
+def _build_proxy_configuration(network: Network) -> SandboxProxyConfig | None:
+    """Return the configuration of the proxy through which the vendor passes all TCP connections out of a sandbox."""
+    if network == Network.OPEN:
+        return None
+    cidr, domain = find_gateway_destination()
+    return {"rules": [], "access_control": {"allow_list": [cidr or domain or NO_HOST]}}
 
 
 @contextmanager

@@ -134,6 +134,7 @@ class MemoryProvider(HookedCalls, Provider):
 
     port = Provider
     name = "memory"
+    no_builds_reason = "Its sandboxes have no images."
     isolated = True
     network = Network.SEALED
     enforces_limits = True

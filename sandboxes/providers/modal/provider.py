@@ -14,12 +14,14 @@ import math
 import re
 import shlex
 import time
+import uuid
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import modal
+import modal.experimental
 from django.conf import settings
 from grpclib.exceptions import StreamTerminatedError
 from modal import exception
@@ -36,14 +38,15 @@ from sandboxes.providers.base import (
     SandboxSpec,
     Unavailable,
 )
+from sandboxes.providers.modal.images import ImageBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
 from sandboxes.providers.remote.errors import Conflict, raise_for_transport
+from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.provider import (
     NAME_LABEL,
     OWNER_LABEL,
     TRANSIENT_CAUSES,
     Pause,
-    RemoteProvider,
     build_labels,
     require_owner,
 )
@@ -59,11 +62,13 @@ EXEC_GRACE_SECONDS = 30.0  # beyond the time limit of a command
 UPLOAD_TIMEOUT_SECONDS = 300
 UPLOAD_PART_BYTES = 1 << 20
 REMOVAL_TIMEOUT_SECONDS = 60.0
+SNAPSHOT_TIMEOUT_SECONDS = 120
+COPY_TIMEOUT = timedelta(minutes=2)  # of the files of a snapshot within a sandbox
 MAX_CONCURRENT_CALLS = 20  # of one listing
 TIMED_OUT_CODES = (-1, 137)  # of a command at its deadline: stated by the client, or by the vendor that killed the command
 
 
-class ModalProvider(RemoteProvider):
+class ModalProvider(ImageBuildingProvider):
     """Provider for one environment of a workspace at Modal: MODAL_TOKEN_ID, MODAL_TOKEN_SECRET, MODAL_ENVIRONMENT."""
 
     name = "modal"
@@ -77,10 +82,16 @@ class ModalProvider(RemoteProvider):
     def __init__(self) -> None:
         super().__init__()
         self.max_lifetime = timedelta(minutes=int(self.configuration.options["lifetime_minutes"]))
+        minimum = self.configuration.options["snapshot_min_mib"]
+        self.min_directory_snapshot_bytes = int(minimum) << 20 if minimum else None
 
     @property
     def _connection(self) -> "_Connection":
         return self._get_clients(lambda: _Connection(self.configuration))
+
+    @property
+    def _builds(self) -> ImageBuilds:
+        return ImageBuilds(self._connection, self._call)
 
     # Lifecycle
 
@@ -127,6 +138,31 @@ class ModalProvider(RemoteProvider):
     def list(self, owner: str) -> list[ProviderSandbox]:
         return self._call("the list of sandboxes", self._connection.list_sandboxes({OWNER_LABEL: owner}))
 
+    # Snapshots
+
+    def snapshot_directory(self, ref: str, root: str, *, ttl: timedelta) -> str:
+        call = self._connection.snapshot_directory(ref, root, ttl)
+        return self._call(ref, call, seconds=SNAPSHOT_TIMEOUT_SECONDS + EXEC_GRACE_SECONDS)
+
+    def restore_directory(self, ref: str, root: str, snapshot: str) -> None:
+        """Mount the snapshot aside and copy its files: a mount of unknown outcome then changes nothing in `root`."""
+        path = f"/mnt/leasehold-{uuid.uuid4().hex}"
+        try:
+            self._call(ref, self._connection.mount_snapshot(ref, path, snapshot))
+        except ProviderError as error:
+            self.inspect(ref)  # raises Missing if there is no sandbox
+            raise Rejected(f"{ref}: the snapshot {snapshot} could not be mounted: {error}") from error
+        copied = self.exec(ref, ["cp", "-a", f"{path}/.", root], env={}, timeout=COPY_TIMEOUT, mark=uuid.uuid4().hex)
+        with suppress(ProviderError):
+            self._call(ref, self._connection.unmount(ref, path))
+        if copied.exit_code or copied.timed_out:
+            text = copied.stderr[-300:].decode(errors="replace")
+            raise Rejected(f"{ref}: the files of the snapshot {snapshot} could not be copied: {text}")
+
+    def delete_directory_snapshot(self, snapshot: str) -> None:
+        with suppress(Missing):
+            self._call(snapshot, self._connection.delete_snapshot(snapshot))
+
     # Commands and files
 
     def _execute(self, ref: str, command: str, *, timeout: timedelta) -> str:
@@ -165,12 +201,12 @@ class _Connection:
 
     def __init__(self, configuration: RemoteConfiguration) -> None:
         self._configuration = configuration
-        self._environment = configuration.options["environment"] or None
+        self.environment = configuration.options["environment"]
         self._client: modal.Client | None = None
         self._sandboxes: dict[str, modal.Sandbox] = {}
         self._tags: dict[str, dict[str, str]] = {}  # nothing changes them after the creation
 
-    async def _get_client(self) -> modal.Client:
+    async def get_client(self) -> modal.Client:
         """Return the client, connected. A client of concurrent first calls that is not kept is connected and not used."""
         if self._client is None:
             configuration = self._configuration
@@ -185,16 +221,16 @@ class _Connection:
 
     async def create(self, spec: SandboxSpec) -> None:
         auto_stop = spec.intervals.auto_stop if spec.intervals else self._configuration.auto_stop
-        image = spec.image or self._configuration.image
+        client = await self.get_client()
         cpu = max(spec.millicpus / MILLICPUS_PER_CORE, MIN_CORES)
         self._sandboxes[spec.name] = await modal.Sandbox.create.aio(
             "sleep",
             "infinity",
-            app=await self._look_up_app(),
-            client=await self._get_client(),
+            app=await self.look_up_app(),
+            client=client,
             name=spec.name,
             tags=_build_tags(spec),
-            image=modal.Image.from_registry(image) if image else modal.Image.debian_slim(),
+            image=_choose_image(spec, self._configuration.image, client),
             cpu=(cpu, cpu),
             memory=(spec.memory_mib, spec.memory_mib),
             gpu=f"{spec.gpu_type}:{spec.gpus}" if spec.gpus else None,
@@ -214,8 +250,8 @@ class _Connection:
 
     async def list_sandboxes(self, tags: dict[str, str]) -> list[ProviderSandbox]:
         """Return the running sandboxes that have these tags, and an owner."""
-        app = await self._look_up_app()
-        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags=tags, client=await self._get_client())
+        app = await self.look_up_app()
+        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags=tags, client=await self.get_client())
         running = [sandbox async for sandbox in listed if sandbox.returncode is None]
         limit = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
@@ -247,20 +283,36 @@ class _Connection:
             raise exception.ExecTimeoutError(f"no result within {seconds} s")
         return bytes(output)
 
+    async def snapshot_directory(self, ref: str, root: str, ttl: timedelta) -> str:
+        """Return the id of an image with the files of a directory, which Modal deletes after `ttl`."""
+        sandbox, seconds = await self._look_up(ref), math.ceil(ttl.total_seconds())
+        image = await sandbox.snapshot_directory.aio(root, timeout=SNAPSHOT_TIMEOUT_SECONDS, ttl=seconds)
+        return str(image.object_id)
+
+    async def mount_snapshot(self, ref: str, path: str, snapshot: str) -> None:
+        image = modal.Image.from_id(snapshot, client=await self.get_client())
+        await (await self._look_up(ref)).mount_image.aio(path, image)
+
+    async def unmount(self, ref: str, path: str) -> None:
+        await (await self._look_up(ref)).unmount_image.aio(path)
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        await modal.experimental.image_delete.aio(snapshot, client=await self.get_client())
+
     def forget(self, ref: str) -> None:
         """Discard the handle of a sandbox, which is connected to the machine that runs the sandbox."""
         if sandbox := self._sandboxes.pop(ref, None):
             self._tags.pop(sandbox.object_id, None)
 
-    async def _look_up_app(self) -> modal.App:
+    async def look_up_app(self) -> modal.App:
         return await modal.App.lookup.aio(
-            APP_NAME, client=await self._get_client(), environment_name=self._environment, create_if_missing=True
+            APP_NAME, client=await self.get_client(), environment_name=self.environment or None, create_if_missing=True
         )
 
     async def _look_up(self, ref: str) -> modal.Sandbox:
         """Return the running sandbox of this name. Raise NotFoundError."""
         sandbox = await modal.Sandbox.from_name.aio(
-            APP_NAME, ref, environment_name=self._environment, client=await self._get_client()
+            APP_NAME, ref, environment_name=self.environment or None, client=await self.get_client()
         )
         if await sandbox.poll.aio() is not None:
             raise exception.NotFoundError(f"{ref} has finished.")
@@ -270,6 +322,13 @@ class _Connection:
         if sandbox.object_id not in self._tags:
             self._tags[sandbox.object_id] = await sandbox.get_tags.aio()
         return self._tags[sandbox.object_id]
+
+
+def _choose_image(spec: SandboxSpec, default: str, client: modal.Client) -> modal.Image:
+    if spec.image_id:
+        return modal.Image.from_id(spec.image_id, client=client)
+    image = require_image(spec, default)
+    return modal.Image.from_registry(image) if image else modal.Image.debian_slim()
 
 
 def _build_tags(spec: SandboxSpec) -> dict[str, str]:

@@ -89,6 +89,7 @@ class ProcessProvider(BackgroundProcessProvider):
     """Provider that runs commands as local subprocesses of the current user."""
 
     name = "process"
+    no_builds_reason = "Its commands run with the programs of this machine."
     isolated = False
     network = Network.OPEN
     enforces_limits = False

@@ -7,27 +7,28 @@ the runner in the devbox provides for both. The vendor cannot delete a suspended
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 from django.conf import settings
-from runloop_api_client import APIConnectionError, APIStatusError, APITimeoutError, Runloop, RunloopError, omit
+from runloop_api_client import APIStatusError, Runloop, omit
 from runloop_api_client.types import DevboxView
 
-from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.remote.configuration import RemoteConfiguration
-from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
+from sandboxes.providers.base import FailureCause, Missing, Network, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
+from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.provider import (
     NAME_LABEL,
     OWNER_LABEL,
     STOP_TIMEOUT_SECONDS,
     Pause,
-    RemoteProvider,
     build_labels,
     require_owner,
 )
+from sandboxes.providers.runloop.blueprints import BlueprintBuilds
+from sandboxes.providers.runloop.errors import translate_errors
+from sandboxes.providers.runloop.network_policy import ensure_policy
 
 Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
@@ -42,13 +43,14 @@ MAX_IDLE_TIME = timedelta(days=2)
 ENDED = {"failure", "shutdown"}  # such devboxes stay in the list
 
 
-class RunloopProvider(RemoteProvider):
+class RunloopProvider(ImageBuildingProvider):
     """Provider for one account at Runloop: RUNLOOP_API_KEY, RUNLOOP_BASE_URL."""
 
     name = "runloop"
     account_option = "account"
     can_suspend = has_auto_stop = True  # the interval is fixed at the creation
     can_set_disk = True
+    has_image_bases = False  # the default image is a blueprint
     max_response_bytes = 48 << 10  # the vendor states no limit of the output of a command, and truncates it
 
     def __init__(self) -> None:
@@ -59,12 +61,17 @@ class RunloopProvider(RemoteProvider):
     def _client(self) -> Runloop:
         return self._get_clients(lambda: _create_client(self.configuration))
 
+    @property
+    def _builds(self) -> BlueprintBuilds:
+        return BlueprintBuilds(self._client)
+
     # Lifecycle
 
     def create(self, spec: SandboxSpec) -> str:
+        parameters = self._build_launch_parameters(spec)
         for number in range(MAX_CREATES):
             try:
-                found = self._create(spec, f"{spec.name}-{number}")
+                found = self._create(spec, parameters, f"{spec.name}-{number}")
             except Unavailable as error:
                 try:
                     found = self._find(spec.name)  # an unknown outcome was a success
@@ -76,7 +83,7 @@ class RunloopProvider(RemoteProvider):
                 return spec.name
         raise Rejected(f"{MAX_CREATES} devboxes named {spec.name} have been shut down.")
 
-    def _create(self, spec: SandboxSpec, key: str) -> DevboxView:
+    def _build_launch_parameters(self, spec: SandboxSpec) -> dict[str, Any]:
         configuration, intervals = self.configuration, spec.intervals or self.default_intervals()
         idle_seconds = math.ceil((intervals.auto_stop or MAX_IDLE_TIME).total_seconds())
         parameters: dict[str, Any] = {
@@ -86,14 +93,20 @@ class RunloopProvider(RemoteProvider):
             parameters |= _build_custom_size(spec)
         elif configuration.options["size"]:
             parameters["resource_size_request"] = configuration.options["size"]
-        blueprint = spec.image or configuration.image
-        with _translate_errors(spec.name):
+        if configuration.network == Network.GATEWAY:
+            parameters["network_policy_id"] = ensure_policy(self._client, find_gateway_destination())
+        return parameters
+
+    def _create(self, spec: SandboxSpec, parameters: dict[str, Any], key: str) -> DevboxView:
+        blueprint = "" if spec.image_id else require_image(spec, self.configuration.image)
+        with translate_errors(spec.name):
             return self._client.devboxes.create(
                 name=spec.name,
                 metadata=build_labels(spec),
                 launch_parameters=parameters,  # type: ignore[arg-type]
                 idempotency_key=key,
                 blueprint_name=blueprint or omit,
+                blueprint_id=spec.image_id or omit,
             )
 
     def _wait_running(self, ref: str, deadline: float) -> None:
@@ -103,7 +116,7 @@ class RunloopProvider(RemoteProvider):
             if found.status == "running":
                 return
             if found.status == "suspended":
-                with _translate_errors(ref):
+                with translate_errors(ref):
                     self._client.devboxes.resume(found.id)
             pause.wait(f"{ref} is {found.status} and not ready in time")
 
@@ -116,7 +129,7 @@ class RunloopProvider(RemoteProvider):
         pause = Pause(deadline)
         while (found := self._get(ref)).status != "suspended":
             if found.status == "running":
-                with _translate_errors(ref):
+                with translate_errors(ref):
                     self._client.devboxes.suspend(found.id)
             pause.wait(f"{ref} is {found.status} and not suspended in time")
 
@@ -128,7 +141,7 @@ class RunloopProvider(RemoteProvider):
             except Missing:
                 self._ids.pop(ref, None)
                 return
-            with _translate_errors(ref):
+            with translate_errors(ref):
                 self._client.devboxes.shutdown(found.id, force="true")  # also while a snapshot is made
             pause.wait(f"{ref} is still being shut down")
 
@@ -137,7 +150,7 @@ class RunloopProvider(RemoteProvider):
 
     def _fetch_devboxes(self) -> list[DevboxView]:
         """Return all devboxes of the account with a name of ours that have not ended."""
-        with _translate_errors("the list of devboxes"):
+        with translate_errors("the list of devboxes"):
             found = [
                 devbox
                 for devbox in self._client.devboxes.list(limit=PAGE_SIZE)  # fetches all pages
@@ -155,7 +168,7 @@ class RunloopProvider(RemoteProvider):
     def _get(self, ref: str) -> DevboxView:
         if ref not in self._ids:
             return self._find(ref)
-        with _translate_errors(ref):
+        with translate_errors(ref):
             found = self._client.devboxes.retrieve(self._ids[ref])
         if found.status in ENDED:
             del self._ids[ref]
@@ -198,7 +211,7 @@ class RunloopProvider(RemoteProvider):
 
     def _call_devbox(self, ref: str, call: Callable[[str], Result]) -> Result:
         devbox = self._ids.get(ref) or self._find(ref).id
-        with _translate_errors(ref):
+        with translate_errors(ref):
             return call(devbox)
 
     def list_all(self) -> list[ProviderSandbox]:
@@ -232,18 +245,6 @@ def _create_client(configuration: RemoteConfiguration) -> Runloop:
     return Runloop(
         bearer_token=configuration.api_key, base_url=configuration.api_url, max_retries=0, timeout=CALL_TIMEOUT_SECONDS
     )  # fmt: skip
-
-
-@contextmanager
-def _translate_errors(subject: str) -> Iterator[None]:
-    try:
-        yield
-    except APIStatusError as error:
-        raise_for_status(error.status_code, subject, str(error.message))
-    except APIConnectionError as error:
-        raise_for_transport(subject, error, is_timeout=isinstance(error, APITimeoutError))
-    except (RunloopError, ValueError) as error:
-        raise Unavailable(f"{subject}: {error}", cause=FailureCause.ENGINE_ERROR) from error
 
 
 def _to_sandbox(found: DevboxView) -> ProviderSandbox:

@@ -62,7 +62,7 @@ def test_version_depends_on_the_whole_specification() -> None:
 
 
 def test_command_cannot_add_an_instruction() -> None:
-    dockerfile = TemplateSpecification("debian", ["echo 'a\nFROM scratch\n\"b'"]).render_dockerfile()
+    dockerfile = TemplateSpecification("debian", ["echo 'a\nFROM scratch\n\"b'"]).render_dockerfile("agent")
     assert [line.split()[0] for line in dockerfile.splitlines()] == ["FROM", "USER", "RUN", "USER"]
 
 

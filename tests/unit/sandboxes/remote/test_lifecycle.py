@@ -25,6 +25,9 @@ from tests.unit.sandboxes.remote.conftest import MakeProvider
 MINUTE = timedelta(minutes=1)
 
 
+NO_NETWORK_POLICY = {"network": Network.OPEN}
+
+
 def idle_after(seconds: int) -> dict[str, Any]:
     return {"lifecycle": {"after_idle": {"idle_time_seconds": seconds, "on_idle": "suspend"}}}
 
@@ -38,11 +41,11 @@ def idle_after(seconds: int) -> dict[str, Any]:
         ("langsmith", {"auto_stop": None, "auto_delete": MINUTE}, {"idle_ttl_seconds": 0, "delete_after_stop_seconds": 60}),
         (
             "runloop",
-            {"auto_stop": 1.5 * MINUTE},
+            {"auto_stop": 1.5 * MINUTE, **NO_NETWORK_POLICY},
             {"launch_parameters": idle_after(90)},
         ),
         # Without an idle time Runloop would end the devbox after an hour.
-        ("runloop", {"auto_stop": None}, {"launch_parameters": idle_after(172_800)}),
+        ("runloop", {"auto_stop": None, **NO_NETWORK_POLICY}, {"launch_parameters": idle_after(172_800)}),
         ("modal", {"auto_stop": 1.5 * MINUTE}, {"idle_timeout_secs": 90, "timeout_secs": 86400}),
         ("modal", {"auto_stop": None, "options": {"lifetime_minutes": "120"}},
          {"idle_timeout_secs": None, "timeout_secs": 7200}),
@@ -52,7 +55,7 @@ def idle_after(seconds: int) -> dict[str, Any]:
         ("modal", {"options": {"environment": "eu"}}, {"app_id": "ap-eu-leasehold"}),
         ("runloop", {"image": "py"}, {"blueprint_name": "py"}),
         ("daytona", {"options": {"target": "eu", "organization_id": ""}}, {"target": "eu"}),
-        ("runloop", {"options": {"size": "SMALL", "account": ""}, "auto_stop": MINUTE},
+        ("runloop", {"options": {"size": "SMALL", "account": ""}, "auto_stop": MINUTE, **NO_NETWORK_POLICY},
          {"launch_parameters": idle_after(60) | {"resource_size_request": "SMALL"}}),
     ],
 )  # fmt: skip
@@ -104,7 +107,7 @@ REQUESTED = {"memory_mib": 5000, "millicpus": 1500, "disk_mib": 20_000, "sized":
 def test_requested_resources_reach_the_vendor_in_its_units_rounded_up(
     kind: str, requested: dict[str, Any], expected: dict[str, Any], make_provider: MakeProvider, emulators: GetEmulator
 ) -> None:  # fmt: skip
-    provider = make_provider(kind)
+    provider = make_provider(kind, **NO_NETWORK_POLICY)
     ref = provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle", **requested))
     sent = emulators(kind).get_creation(ref)
     provider.wait_ready(ref, timeout=timedelta(seconds=30))
@@ -116,6 +119,10 @@ def test_disk_of_a_snapshot_of_daytona_is_refused_before_the_create(make_provide
     provider = make_provider("daytona")
     with pytest.raises(Rejected, match="image"):
         provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle", disk_mib=1024))
+
+
+def allow_hosts(*hosts: str) -> dict[str, Any]:
+    return {"proxy_config": {"rules": [], "access_control": {"allow_list": [*hosts]}}}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +138,10 @@ def test_disk_of_a_snapshot_of_daytona_is_refused_before_the_create(make_provide
          {"network_access": {"network_access_type": "ALLOWLIST", "allowed_cidrs": ["2001:db8::1/128"]}}),
         ("modal", "", "gateway", {"network_access": {"network_access_type": "BLOCKED"}}),
         ("modal", "https://gateway.example.org", "open", {"network_access": {"network_access_type": "OPEN"}}),
+        ("langsmith", "https://gateway.example.org", "gateway", allow_hosts("gateway.example.org")),
+        ("langsmith", "http://192.0.2.7:8443", "gateway", allow_hosts("192.0.2.7/32")),
+        ("langsmith", "", "gateway", allow_hosts("none.invalid")),
+        ("langsmith", "https://gateway.example.org", "open", {}),
     ],
 )  # fmt: skip
 def test_network_leads_to_the_gateway_alone_unless_it_is_open(
@@ -142,7 +153,7 @@ def test_network_leads_to_the_gateway_alone_unless_it_is_open(
     ref = provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle"))
     sent = emulators(kind).get_creation(ref)
     provider.destroy(ref)
-    assert {name: sent[name] for name in sent if "etwork" in name or "domain" in name} == expected
+    assert {name: sent[name] for name in sent if re.search("etwork|domain|proxy", name)} == expected
     assert provider.network == network
 
 
@@ -166,6 +177,8 @@ VARIABLES = [
     ("modal", {"MODAL_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
     ("modal", {}, "lifetime_minutes", "1440"),
     ("modal", {"MODAL_SANDBOX_LIFETIME_MINUTES": "120", "MODAL_SANDBOX_V2": "1"}, "lifetime_minutes", "120"),
+    ("modal", {}, "snapshot_min_mib", ""),
+    ("modal", {"MODAL_SANDBOX_SNAPSHOT_MIN_MIB": "64"}, "snapshot_min_mib", "64"),
     ("runloop", {"RUNLOOP_SANDBOX_AUTO_STOP_MINUTES": "9"}, "auto_stop", 9 * MINUTE),
     ("cloudflare", {"CLOUDFLARE_SANDBOX_API_KEY": "k"}, "api_key", "k"),
     ("cloudflare", {"CLOUDFLARE_SANDBOX_URL": "http://127.0.0.1:1/"}, "api_url", "http://127.0.0.1:1"),
@@ -188,7 +201,11 @@ VARIABLES = [
     ("daytona", {}, "network", "gateway"),
     ("daytona", {"DAYTONA_SANDBOX_NETWORK": "open"}, "network", "open"),
     ("modal", {"MODAL_SANDBOX_NETWORK": "open"}, "network", "open"),
-    ("runloop", {}, "network", "open"),
+    ("langsmith", {}, "network", "gateway"),
+    ("langsmith", {"LANGSMITH_SANDBOX_NETWORK": "open"}, "network", "open"),
+    ("runloop", {}, "network", "gateway"),
+    ("runloop", {"RUNLOOP_SANDBOX_NETWORK": "open"}, "network", "open"),
+    ("cloudflare", {}, "network", "open"),
     ("langsmith", {"LANGSMITH_WORKSPACE_ID": "w"}, "workspace", "w"),
     ("runloop", {"RUNLOOP_SANDBOX_SIZE": "LARGE"}, "size", "LARGE"),
     ("runloop", {"RUNLOOP_ACCOUNT": "a"}, "account", "a"),
@@ -215,6 +232,7 @@ def test_variable_of_a_vendor_is_read_and_takes_precedence(
         # Runloop cannot delete a suspended devbox after a time.
         ("RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES", "5", "RUNLOOP_SANDBOX_AUTO_DELETE_MINUTES is not a variable of Leasehold."),
         ("MODAL_SANDBOX_LIFETIME_MINUTES", "1441", "MODAL_SANDBOX_LIFETIME_MINUTES='1441' is not accepted."),
+        ("MODAL_SANDBOX_SNAPSHOT_MIN_MIB", "0", "MODAL_SANDBOX_SNAPSHOT_MIN_MIB='0' is not accepted."),
         ("RUNLOOP_SANDBOX_SIZE", "HUGE", "RUNLOOP_SANDBOX_SIZE='HUGE' is not accepted."),
     ],
 )

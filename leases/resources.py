@@ -15,7 +15,7 @@ from leases.models import EnvironmentType, Lease
 from sandboxes import providers
 from sandboxes.models import Pool
 from sandboxes.models.resource_limits import MIN_DISK_MIB, MIN_MEMORY_MIB, MIN_MILLICPUS, ResourceLimits
-from sandboxes.providers.base import Provider
+from sandboxes.providers.base import TEMPLATE_TAG_PREFIX, Provider
 
 AMOUNTS = {"memory_mib": MIN_MEMORY_MIB, "millicpus": MIN_MILLICPUS, "disk_mib": MIN_DISK_MIB, "gpus": 1}  # with their minimum
 FIELDS = {"image": "image", "size": "size", **{name: name for name in AMOUNTS}, "gpus": "gpu", "gpu_type": "gpu_type"}
@@ -172,8 +172,9 @@ def _check_provider(name: str, resources: Resources, pool: Pool) -> Refusal | No
         return None if CAPABILITIES[name] == "can_set_size" else Refusal(f'The provider "{kind}" is not installed.')
     if not getattr(provider, CAPABILITIES[name]):
         return Refusal(f'The provider "{kind}" of the pool "{pool.name}" does not allow this by request.')
-    if provider.sizes_need_image and not (resources.image or pool.image or providers.get_default_image(kind)):
-        return Refusal(f'The provider "{kind}" allows this only with an image, and the pool "{pool.name}" has none.')
+    image = resources.image or pool.image or providers.get_default_image(kind)
+    if provider.sizes_need_image and (not image or image.startswith(TEMPLATE_TAG_PREFIX)):
+        return Refusal(f'The provider "{kind}" allows this only with an image of a registry, which "{pool.name}" lacks.')
     return None
 
 

@@ -111,7 +111,7 @@ REQUESTED = {"memory_mib": 5000, "millicpus": 1500, "disk_mib": 20_000, "sized":
 def test_requested_resources_reach_the_vendor_in_its_units_rounded_up(
     kind: str, requested: dict[str, Any], expected: dict[str, Any], make_provider: MakeProvider, emulators: GetEmulator
 ) -> None:  # fmt: skip
-    provider = make_provider(kind)
+    provider = make_provider(kind, **NO_NETWORK_POLICY)
     ref = provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle", **requested))
     sent = emulators(kind).get_creation(ref)
     provider.wait_ready(ref, timeout=timedelta(seconds=30))

@@ -30,6 +30,10 @@ from sandboxes.egress import nginx_config
 from sandboxes.hosts import capacity
 from sandboxes.models import Pool, Run
 from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.kubernetes.configuration import resolve_gateway
+from sandboxes.providers.kubernetes.pod_spec import build_pod
+from sandboxes.providers.kubernetes.provider import KubernetesProvider
+from sandboxes.providers.kubernetes.records import MemoryRecords
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.commands.manage import load_settings
@@ -208,6 +212,28 @@ def log_output(world: World) -> object:
     return world.settings.LOGGING
 
 
+def pod_of_sandbox(world: World) -> dict[str, Any]:
+    spec = SandboxSpec(name="s", owner="o", pool="batch")
+    return build_pod(spec, world.settings.KUBERNETES, gateway=resolve_gateway(world.settings.KUBERNETES, "https://localhost:1"))
+
+
+def kubernetes_provider(world: World) -> tuple[Any, ...]:
+    provider = KubernetesProvider(world.settings.KUBERNETES, MemoryRecords())
+    return provider.max_lifetime, provider.pending_timeout, type(provider.pods), provider.configuration.context
+
+
+def access_of_agent(world: World) -> str:
+    """Return the authority that the agent of a new sandbox is told to trust."""
+    specs: list[SandboxSpec] = []
+    create = world.memory.create
+    world.patch.setattr(MemoryProvider, "agents_join", True)
+    world.patch.setattr(world.memory, "create", lambda spec: specs.append(spec) or create(spec))
+    run(world.lease())
+    world.patch.undo()
+    assert specs[0].gateway
+    return specs[0].gateway.certificate_authority
+
+
 TESTS = {  # abbreviations of files
     "config": "tests/commands/test_config.py", "store": "tests/commands/test_storage_config.py",
     "egress": "tests/unit/sandboxes/egress/test_egress_server.py", "snapshots": "tests/unit/sandboxes/test_snapshots.py",
@@ -284,6 +310,20 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "RUNLOOP_SANDBOX_IMAGE": ("i", REMOTE_VARIABLES),
     "RUNLOOP_SANDBOX_SIZE": ("LARGE", REMOTE_VARIABLES),
     "RUNLOOP_ACCOUNT": ("a", REMOTE_VARIABLES),
+    "LEASEHOLD_KUBERNETES_CONTEXT": ("other", kubernetes_provider),
+    "LEASEHOLD_KUBERNETES_NAMESPACE": ("other", pod_of_sandbox),
+    "LEASEHOLD_KUBERNETES_RUNTIME_CLASS": ("gvisor", pod_of_sandbox),
+    "LEASEHOLD_KUBERNETES_POOL_RUNTIME_CLASSES": ("batch=kata", pod_of_sandbox),
+    "LEASEHOLD_KUBERNETES_PRIORITY_CLASS": ("low", pod_of_sandbox),
+    "LEASEHOLD_KUBERNETES_SERVICE_ACCOUNT": ("other", pod_of_sandbox),
+    "LEASEHOLD_KUBERNETES_PULL_SECRET": ("registry", pod_of_sandbox),
+    "LEASEHOLD_KUBERNETES_GATEWAY_ADDRESS": ("10.96.7.7", pod_of_sandbox),
+    "LEASEHOLD_KUBERNETES_USER_NAMESPACES": ("1", pod_of_sandbox),
+    "LEASEHOLD_KUBERNETES_DISK_MIB": ("128", pod_of_sandbox),
+    "LEASEHOLD_KUBERNETES_GRACE": ("5m", pod_of_sandbox),
+    "LEASEHOLD_KUBERNETES_LIFETIME": ("2d", kubernetes_provider),
+    "LEASEHOLD_KUBERNETES_SCALE_TIMEOUT": ("3m", kubernetes_provider),
+    "LEASEHOLD_KUBERNETES_OBJECT": ("sandbox", kubernetes_provider),
     "LEASEHOLD_PARKED_NETWORKS": (
         "2", "tests/docker/test_parked_networks.py::test_sweep_keeps_as_many_as_the_setting_and_removes_the_rest",
     ),
@@ -372,6 +412,7 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     ),
     "LEASEHOLD_GATEWAY_CERTIFICATE": ("c.pem", GATEWAY_LISTENER),
     "LEASEHOLD_GATEWAY_CERTIFICATE_KEY": ("k.pem", GATEWAY_LISTENER),
+    "LEASEHOLD_GATEWAY_AUTHORITY": (str(ROOT / "LICENSE"), access_of_agent),
     "LEASEHOLD_GATEWAY_INTERNAL_LISTEN": ("0.0.0.0:8444", GATEWAY_LISTENER),
     "LEASEHOLD_GATEWAY_INTERNAL_ADDRESS": ("10.0.3.7:8444", GATEWAY_LISTENER),
     "LEASEHOLD_EGRESS_ALLOWED_NETWORKS": (

@@ -1,0 +1,78 @@
+"""Leases on Kubernetes: start, command, drain of the node, wake and loss, with the emulator, the agent and the gateway over TLS."""
+
+
+from types import SimpleNamespace
+
+import pytest
+from django.utils import timezone
+
+from leases import leasing
+from sandboxes import providers
+from sandboxes.errors import NotIsolated
+from sandboxes.models import Host, Pool, Sandbox
+from sandboxes.pool.lifetimes import end_lifetimes
+from sandboxes.sweeps import reconciliation, seal_checks
+from tests.conftest import DOCKER_IMAGE, MINUTE
+from tests.emulators.kubernetes.api.resources import PODS, SECRETS
+from tests.emulators.kubernetes.emulator import GATEWAY
+from tests.emulators.registry import serve_kubernetes
+from tests.support.cluster import NAMESPACE, Cluster
+from tests.support.leases import get_sandbox, read, run, write
+from tests.support.remote_agent import serving_gateway
+from tests.support.servers import ports
+from tests.support.servers.egress import EventLoopThread
+from tests.support.servers.tls import create_certificates
+
+pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
+
+
+@pytest.fixture
+def cluster(docker_ready, tmp_path_factory, settings, monkeypatch):
+    """The cluster as the default provider's, with a running gateway."""
+    files, [port], loop = create_certificates(tmp_path_factory.mktemp("tls"), GATEWAY), ports.find_free_ports(), EventLoopThread()
+    with serving_gateway(loop, port, files), serve_kubernetes(tmp_path_factory.mktemp("kubernetes")) as emulator:
+        cluster = Cluster(emulator, SimpleNamespace(port=port))
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        settings.KUBERNETES, settings.SANDBOX_IMAGE = cluster.configuration, DOCKER_IMAGE
+        settings.GATEWAY_URL, settings.GATEWAY_AUTHORITY = f"https://{GATEWAY}:8443", str(files.authority)
+        providers._create_provider.cache_clear()
+        yield cluster
+        providers._create_provider.cache_clear()
+    loop.close()
+
+
+@pytest.fixture
+def pool(db):
+    return Pool.objects.create(name="pods", provider="kubernetes", image=DOCKER_IMAGE, capacity=10, memory_mib=128)
+
+
+def test_lease_on_kubernetes_survives_a_drain_and_ends_as_lost_with_the_reason(cluster, grant, settings):
+    now = timezone.now()  # as the cluster
+    lease = grant(now=now)
+    settings.ALLOW_UNISOLATED = settings.DEBUG = False
+    with pytest.raises(NotIsolated):
+        run(lease, "true", now=now)
+    assert seal_checks.check_seals(now=now).counts == {"sealed": 1}
+    assert "another Pod" in Host.objects.get(provider="kubernetes").seal_report
+
+    result = run(lease, "sh", "-c", "id -u; cat /run/leasehold/gateway.json | wc -c", now=now)
+    assert (result.exit_code, result.stdout.split()[0]) == (0, b"10001")
+    write(lease, now=now)
+    sandbox = get_sandbox(lease)
+    assert (sandbox.isolated, sandbox.pod_uid) == (True, cluster.find(PODS, sandbox.ref)["metadata"]["uid"])
+
+    cluster.emulator.disruptions.drain(NAMESPACE)
+    assert end_lifetimes(now=now + MINUTE).counts == {"ends announced": 1, "put to sleep": 1}
+    assert (cluster.find(PODS, sandbox.ref), cluster.find(SECRETS, sandbox.ref)) == (None, None)
+    assert read(lease, now=now + 2 * MINUTE) == "kept"
+
+    sandbox.refresh_from_db()
+    assert sandbox.incarnation == 2
+    write(lease, "unsaved", now=now + 3 * MINUTE)
+    cluster.emulator.disruptions.evict_for_storage(NAMESPACE, sandbox.ref, "workspace", "4Gi")
+    reconciliation.reconcile(now=now + 4 * MINUTE, grace=MINUTE)
+    sandbox.refresh_from_db()
+    assert sandbox.lost_at
+    assert 'volume "workspace"' in sandbox.last_error
+    leasing.release(lease.pk, now=now + 5 * MINUTE)
+    assert Sandbox.objects.count() == 1

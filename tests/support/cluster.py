@@ -1,7 +1,6 @@
-"""A namespace for sandboxes on the emulator, as docs/kubernetes.md describes it, and providers that reach it."""
+"""A namespace for sandboxes on the emulator, as the manifests of the deployment describe it, and providers that reach it."""
 
 import hashlib
-import re
 import shutil
 import ssl
 import tempfile
@@ -30,15 +29,14 @@ from tests.emulators.kubernetes.emulator import GATEWAY, KubernetesEmulator
 from tests.support.servers.egress import EventLoopThread
 from tests.support.servers.tls import create_certificates
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "kubernetes.md"
+MANIFESTS = Path(__file__).resolve().parents[2] / "controlplane/deployment/kubernetes/base/sandboxes.yaml"
 NAMESPACE = "leasehold-sandboxes"
 RESOURCES = {resource.kind: resource for resource in vars(resources).values() if isinstance(resource, resources.Resource)}
 
 
 def read_prerequisites() -> list[dict[str, Any]]:
     """Return the objects that docs/kubernetes.md tells an administrator to apply."""
-    [manifest] = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    return list(yaml.safe_load_all(manifest))
+    return list(yaml.safe_load_all(MANIFESTS.read_text()))
 
 
 class SessionRecords:

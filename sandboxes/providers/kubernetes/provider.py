@@ -141,6 +141,7 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
     streams_output = True
     has_terminals = True
     can_set_disk = True
+    no_builds_reason = "Build the image elsewhere, and set its name in a registry of the cluster as the image of the pool."
     can_suspend = False
 
     @property

@@ -86,6 +86,7 @@ class Kubelet:
 
     def discard(self, pod: Object) -> None:
         uid = pod["metadata"]["uid"]
+        self._held.pop(pod["metadata"]["name"], None)
         ended = pod["status"].get("phase") in ENDED_PHASES
         self._submit(lambda: self._remove(uid, 0 if ended else DISCARD_GRACE_SECONDS))
 

@@ -29,6 +29,7 @@ CHECK_SECONDS = 2.0  # between checks of all sessions: the longest time for whic
 PING_SECONDS = (
     15.0  # between pings of each agent, which replaces a connection without a request for SILENCE_SECONDS (remote.py)
 )
+END_SECONDS = 2.0  # for the rows of all sessions at the end of the gateway
 PING = RawFrame(0, b'{"verb":"ping"}', b"")
 MAX_SESSIONS = 20_000
 PROTOCOL_NAME = "leasehold-agent"
@@ -104,8 +105,11 @@ class AgentSessionServer:
             watcher.cancel()
             for session in [*self._sessions.values()]:
                 session.end()
-            await asyncio.sleep(0)  # the ends of the sessions
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    while self._sessions:
+                        await asyncio.sleep(0)  # the ends of the connections
+                    await asyncio.gather(*self._tasks)
 
     async def _join(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -15,7 +15,8 @@ import structlog
 from aiohttp import web
 from django.db import Error as DatabaseError
 
-from sandboxes.agent.gateway import AgentGateway, AgentSession
+from sandboxes.agent import internal
+from sandboxes.agent.gateway import AgentGateway, AgentSession, Session
 from sandboxes.agent.protocol import RawFrame
 from sandboxes.egress import gateway_tokens
 from sandboxes.egress.agent_sessions import routes
@@ -23,6 +24,7 @@ from sandboxes.egress.agent_sessions.routes import OpenConnection
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.egress.gateway_tokens import AgentIdentity
 from sandboxes.egress.responses import build_error_response, read_bearer
+from sandboxes.hosts import agent_routes
 
 log = structlog.get_logger(__name__)
 CHECK_SECONDS = 2.0  # between checks of all sessions: the longest time for which a revoked session is open
@@ -97,7 +99,7 @@ class AgentSessionServer:
     @asynccontextmanager
     async def serving(self, address: str) -> AsyncIterator[None]:
         """Check sessions during the block, and end all of them after it."""
-        self.address = address
+        self.address, self.gateway.connect_elsewhere = address, self._connect_elsewhere
         watcher = asyncio.create_task(self._watch())
         try:
             yield
@@ -154,6 +156,18 @@ class AgentSessionServer:
         session.connection_made(transport)
         transport.write(UPGRADE_RESPONSE)
         return True
+
+    async def _connect_elsewhere(self, ref: str) -> Session | None:
+        """Connect to an agent that another gateway holds. Return None if there is none, or if the database does not respond."""
+        try:
+            location = await self.database.run(agent_routes.locate_agent, ref)
+        except DatabaseError as error:
+            log.error("agent not looked up", ref=ref, error=str(error))
+            return None
+        if location is None or location.address in ("", self.address):
+            return None
+        secret = agent_routes.derive_gateway_secret()
+        return await internal.connect(location.address, secret, ref, location.number)
 
     def note_end(self, session: RemoteSession) -> None:
         """Record the end of a session's connection."""

@@ -1,6 +1,5 @@
 """Leases on Kubernetes: start, command, drain of the node, wake and loss, with the emulator, the agent and the gateway over TLS."""
 
-
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +28,11 @@ pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 @pytest.fixture
 def cluster(docker_ready, tmp_path_factory, settings, monkeypatch):
     """The cluster as the default provider's, with a running gateway."""
-    files, [port], loop = create_certificates(tmp_path_factory.mktemp("tls"), GATEWAY), ports.find_free_ports(), EventLoopThread()
+    files, [port], loop = (
+        create_certificates(tmp_path_factory.mktemp("tls"), GATEWAY),
+        ports.find_free_ports(),
+        EventLoopThread(),
+    )
     with serving_gateway(loop, port, files), serve_kubernetes(tmp_path_factory.mktemp("kubernetes")) as emulator:
         cluster = Cluster(emulator, SimpleNamespace(port=port))
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))

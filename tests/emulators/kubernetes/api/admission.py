@@ -35,10 +35,8 @@ class Admission:
     def admit(self, resource: Resource, item: Object) -> None:
         """Complete an object, or raise ApiError."""
         namespace, name = key_of(item)
-        if self.store.find(
-            resource, namespace, name
-        ):  # an API server may answer with another reason, such as an exhausted quota
-            raise already_exists(resource, name)
+        if existing := self.store.find(resource, namespace, name):  # a real API server may name another reason first
+            raise already_exists(resource, name, is_dying="deletionTimestamp" in existing["metadata"])
         if resource == NAMESPACES:
             item.setdefault("metadata", {}).setdefault("labels", {})["kubernetes.io/metadata.name"] = name
             item["status"] = {"phase": "Active"}

@@ -43,8 +43,8 @@ def not_found(resource: Resource, name: str) -> ApiError:
     return ApiError(404, f'{resource.qualified} "{name}" not found', details=_describe(resource, name))
 
 
-def already_exists(resource: Resource, name: str) -> ApiError:
-    message = f'{resource.qualified} "{name}" already exists'
+def already_exists(resource: Resource, name: str, *, is_dying: bool = False) -> ApiError:
+    message = f'{"object is being deleted: " if is_dying else ""}{resource.qualified} "{name}" already exists'
     return ApiError(409, message, reason="AlreadyExists", details=_describe(resource, name))
 
 

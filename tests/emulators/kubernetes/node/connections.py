@@ -20,7 +20,7 @@ class Connections:
         """Return the output of a container, to its end or until now."""
         identifier = self._find_container(pod, request.get("container"))
         lines = int(request.get("tailLines")) if request.get("tailLines") else "all"
-        output = self.kubelet.client.logs(
+        output = self.kubelet.engine.client.logs(
             identifier, stream=True, follow=request.is_true("follow"), timestamps=request.is_true("timestamps"), tail=lines
         )
         limit = int(request.get("limitBytes") or 0)
@@ -48,11 +48,11 @@ class Connections:
             raise ApiError(400, "you must specify at least 1 command")
         flags = {name: request.is_true(name) for name in ("stdin", "stdout", "stderr", "tty")}
         try:
-            exec_id = self.kubelet.client.exec_create(identifier, command, **flags)["Id"]
+            exec_id = self.kubelet.engine.client.exec_create(identifier, command, **flags)["Id"]
         except APIError as failed:
             raise ApiError(500, f"unable to upgrade connection: container not found: {failed.explanation}") from None
         session = Session(
-            self.kubelet.client, exec_id, tty=flags["tty"], has_stdin=flags["stdin"], cuts_status=cuts_status
+            self.kubelet.engine.client, exec_id, tty=flags["tty"], has_stdin=flags["stdin"], cuts_status=cuts_status
         )  # fmt: skip
         return Response(upgrade=session.serve, subprotocol=subprotocol)
 

@@ -62,7 +62,7 @@ class Disruptions:
         pod = self._get(namespace, name)
         if sandbox := self.kubelet.find_sandbox(pod):
             sandbox.has_run_out_of_memory = True
-            self.kubelet.kill(sandbox)
+            self.kubelet.engine.kill(sandbox)
 
     def vanish(self, namespace: str, name: str) -> None:
         """Remove a Pod at once, as a forced deletion does."""

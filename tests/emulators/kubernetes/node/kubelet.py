@@ -10,11 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from docker import APIClient
-from docker.errors import APIError, DockerException, NotFound
-from docker.utils import kwargs_from_env
 
 from tests.emulators.kubernetes.api.deletion import ENDED_PHASES, Deletion, set_condition
 from tests.emulators.kubernetes.api.resources import ENDPOINTS, NAMESPACES, NETWORK_POLICIES, PODS, SERVICES, Resource
@@ -29,6 +24,7 @@ from tests.emulators.kubernetes.faults import (
 )
 from tests.emulators.kubernetes.node import containers, statuses
 from tests.emulators.kubernetes.node.containers import POD_LABEL, RUN_LABEL, ContainerError, Sandbox
+from tests.emulators.kubernetes.node.engine import Engine
 from tests.emulators.kubernetes.node.events import Recorder
 from tests.emulators.kubernetes.node.network import PodNetwork
 from tests.emulators.kubernetes.node.pauses import Pauses
@@ -62,8 +58,8 @@ class Kubelet:
             loop,
         )
         self.get_credentials = get_credentials
-        self.client = APIClient(version="auto", timeout=120, num_pools=WORKERS + 8, **kwargs_from_env())
-        self.pauses = Pauses(self.client, pause_image, {RUN_LABEL: run})
+        self.engine = Engine(run, WORKERS + 8)
+        self.pauses = Pauses(self.engine.client, pause_image, {RUN_LABEL: run})
         self.recorder = Recorder(store)
         self.scheduler = Scheduler(store, faults, self.recorder)
         self.sandboxes: dict[str, Sandbox] = {}  # by uid of the Pod
@@ -71,8 +67,7 @@ class Kubelet:
         self._pool = ThreadPoolExecutor(WORKERS, "kubelet")
         self._held: dict[str, Object | None] = {}  # Pods whose termination is held, by name; None: not deleted yet
         self._pod_locks: dict[str, threading.RLock] = {}
-        self._events = self.client.events(decode=True, filters={"label": f"{RUN_LABEL}={run}", "event": "die"})
-        threading.Thread(target=self._read_events, daemon=True).start()
+        self.engine.watch_ends(self._notice_end)
 
     # Interface of the API server
 
@@ -91,6 +86,7 @@ class Kubelet:
 
     def discard(self, pod: Object) -> None:
         uid = pod["metadata"]["uid"]
+        self._held.pop(pod["metadata"]["name"], None)
         ended = pod["status"].get("phase") in ENDED_PHASES
         self._submit(lambda: self._remove(uid, 0 if ended else DISCARD_GRACE_SECONDS))
 
@@ -117,26 +113,14 @@ class Kubelet:
         if pod := self._held.pop(name, None):
             self._submit(lambda: self._terminate(pod["metadata"]["uid"], pod))
 
-    def kill(self, sandbox: Sandbox) -> None:
-        """Kill all containers of a Pod."""
-        for identifier in sandbox.containers.values():
-            with suppress(APIError):
-                self.client.kill(identifier)
-
     def close(self) -> None:
         """Stop all work, and remove all containers of the run."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        with suppress(DockerException, OSError):
-            self._events.close()
-        self._remove_all()  # which ends the grace periods that threads wait for
+        self.engine.stop_events()
+        self.engine.remove_all()  # which ends the grace periods that threads wait for
         self._pool.shutdown(wait=True)
-        self._remove_all()
-        self.client.close()
-
-    def _remove_all(self) -> None:
-        found = self.client.containers(all=True, filters={"label": f"{RUN_LABEL}={self.run}"})
-        with ThreadPoolExecutor(WORKERS) as pool:
-            list(pool.map(self._remove_container, [container["Id"] for container in found]))
+        self.engine.remove_all()
+        self.engine.client.close()
 
     # Life cycle
 
@@ -202,7 +186,7 @@ class Kubelet:
             credentials = self.get_credentials(sandbox.namespace, pod["spec"]["serviceAccountName"])
         volumes = create_volumes(self.store, pod, sandbox.directory, credentials)
         for container in pod["spec"]["containers"]:
-            containers.find_image(self.client, container["image"])
+            containers.find_image(self.engine.client, container["image"])
         if sandbox.pause is None:
             pause = sandbox.pause = self.pauses.start(pod)
             self.edit(pod, lambda item: statuses.set_address(item, pause.address))
@@ -211,10 +195,9 @@ class Kubelet:
             if credentials:
                 token = {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIRECTORY, "readOnly": True}
                 container = {**container, "volumeMounts": [*(container.get("volumeMounts") or ()), token]}
-            identifier = containers.create_container(self.client, self.store, pod, container, sandbox, volumes, labels)
+            identifier = containers.create_container(self.engine.client, self.store, pod, container, sandbox, volumes, labels)
             sandbox.containers[container["name"]] = identifier
-            with suppress(APIError):  # the state of the container then has the error
-                self.client.start(identifier)
+            self.engine.start(identifier)
             self.recorder.record(pod, "Normal", "Started", f"Started container {container['name']}")
 
     def _meet(self, fault: str, pod: Object) -> None:
@@ -252,7 +235,7 @@ class Kubelet:
                     set_condition(item, "DisruptionTarget", "True", disruption, message)
 
         if self.edit(pod, change) and (sandbox := self.find_sandbox(pod)):
-            self.kill(sandbox)
+            self.engine.kill(sandbox)
             self.refresh(sandbox.uid, pod)
 
     def refresh(self, uid: str, pod: Object) -> None:
@@ -261,12 +244,7 @@ class Kubelet:
         if sandbox is None:
             return
         with self._get_lock(uid):
-            states: dict[str, dict[str, Any]] = {}
-            for name, identifier in list(sandbox.containers.items()):
-                with suppress(NotFound):
-                    states[name] = self.client.inspect_container(identifier)
-                    if sandbox.has_run_out_of_memory:
-                        states[name]["State"]["OOMKilled"] = True
+            states = self.engine.inspect(sandbox)
             updated = self.edit(pod, lambda item: statuses.update(item, states, sandbox.restarts))
             for status in updated["status"]["containerStatuses"] if updated and not sandbox.is_ending else ():
                 if statuses.is_restarted(updated, status):
@@ -279,8 +257,7 @@ class Kubelet:
     def _restart(self, sandbox: Sandbox, pod: Object, name: str) -> None:
         with self._get_lock(sandbox.uid):
             if not sandbox.is_ending:
-                with suppress(APIError):
-                    self.client.start(sandbox.containers[name])
+                self.engine.start(sandbox.containers[name])
                 self.refresh(sandbox.uid, pod)
 
     def _terminate(self, uid: str, pod: Object) -> None:
@@ -295,41 +272,25 @@ class Kubelet:
             if sandbox is None:
                 return
             sandbox.is_ending = True
-            stopped = [self._pool_stop(identifier, grace) for identifier in sandbox.containers.values()]
-            for thread in stopped:
-                thread.join()
+            self.engine.stop(sandbox, grace)
             if pod:
                 self.refresh(uid, pod)
             self.network.detach(uid)
             for identifier in sandbox.containers.values():
-                self._remove_container(identifier)
+                self.engine.remove(identifier)
             if sandbox.pause:
-                self.pauses.stop(sandbox.pause, self._remove_container)
+                self.pauses.stop(sandbox.pause, self.engine.remove)
             self.sandboxes.pop(uid, None)
             shutil.rmtree(sandbox.directory, ignore_errors=True)
 
-    def _pool_stop(self, identifier: str, grace: int) -> threading.Thread:
-        def stop() -> None:
-            with suppress(APIError):
-                self.client.stop(identifier, timeout=grace)
-
-        thread = threading.Thread(target=stop, daemon=True)
-        thread.start()
-        return thread
-
-    def _remove_container(self, identifier: str) -> None:
-        with suppress(APIError):
-            self.client.remove_container(identifier, force=True, v=True)
-
-    def _read_events(self) -> None:
-        """Refresh a Pod when one of its containers ends."""
-        with suppress(DockerException, OSError, ValueError, AttributeError):
-            for event in self._events:
-                uid = event["Actor"]["Attributes"].get(POD_LABEL, "")
-                if sandbox := self.sandboxes.get(uid):
-                    pod = self.store.find(PODS, sandbox.namespace, sandbox.name)
-                    if pod and pod["metadata"]["uid"] == uid and not sandbox.is_ending:
-                        self._submit(lambda uid=uid, pod=pod: self.refresh(uid, pod))
+    def _notice_end(self, uid: str) -> None:
+        """Refresh a Pod one of whose containers has ended."""
+        sandbox = self.sandboxes.get(uid)
+        if sandbox is None or sandbox.is_ending:
+            return
+        pod = self.store.find(PODS, sandbox.namespace, sandbox.name)
+        if pod and pod["metadata"]["uid"] == uid:
+            self._submit(lambda: self.refresh(uid, pod))
 
 
 def _report_errors(work: Callable[[], object]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.agent.client import ConnectionLost, NotConnected
-from sandboxes.agent.gateway import AgentGateway, AgentSession
+from sandboxes.agent.gateway import AgentGateway, Session
 from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame, RunState, parse_hello, parse_state
 
 CONNECT_SECONDS = 0.5  # for an agent to connect
@@ -20,18 +20,18 @@ class AgentLink:
 
     Requests may be concurrent. Cancelling one leaves the others unaffected."""
 
-    def __init__(self, session: AgentSession) -> None:
+    def __init__(self, session: Session) -> None:
         self._session, self._reader, self._ids = session, FrameReader(), itertools.count(1)
         self._pending: dict[int, asyncio.Future[Frame]] = {}
         [greeting] = FrameReader().feed(session.hello)
         self.boot = parse_hello(greeting.parse())
         self.is_open = True
-        session.clients.add(self)
+        session.attach(self)
 
     @classmethod
     async def open(cls, gateway: AgentGateway, container: str) -> "AgentLink":
         """Connect to the agent of a container. Raise NotConnected."""
-        session = await gateway.wait_for_session(container, CONNECT_SECONDS)
+        session = await gateway.open_session(container, CONNECT_SECONDS)
         if session is None:
             raise NotConnected("The agent of the sandbox is not connected.")
         return cls(session)
@@ -80,4 +80,4 @@ class AgentLink:
     def close(self) -> None:
         """Detach from the agent's session. Idempotent."""
         self.is_open = False
-        self._session.clients.discard(self)
+        self._session.detach(self)

@@ -1,5 +1,6 @@
 """Ways of a process of the control plane to the gateway that holds the connection of an agent."""
 
+import math
 import os
 import secrets
 import socket
@@ -31,6 +32,7 @@ class GatewayAddress(Protocol):
     """Way to a gateway."""
 
     restart_seconds: float  # for which an operation that begins waits while the gateway is down
+    refusal_memory_seconds: float  # after the last refused connection, in which the gateway counts as down all the time
 
     def get_key(self, agent: str) -> str:
         """Return a name of the gateway, under which its state is remembered."""
@@ -45,6 +47,7 @@ class UnixGateway:
     """Gateway of this host."""
 
     restart_seconds = 5.0
+    refusal_memory_seconds = math.inf  # operations without a gateway use the engine, and do not wait again
 
     def __init__(self, path: Path) -> None:
         self._path = os.fspath(path)
@@ -78,6 +81,7 @@ class RoutedGateway:
     """Gateway that holds the connection of an agent, on any machine. Each connection looks it up by the agent's ref."""
 
     restart_seconds = 15.0  # an agent whose gateway has died connects to another one
+    refusal_memory_seconds = 60.0
 
     def __init__(
         self, locate: Callable[[str], AgentLocation | None], secret: bytes, context: ssl.SSLContext | None = None

@@ -19,7 +19,8 @@ from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame
 CHUNK_BYTES = 1 << 18
 MAX_IDLE_CONNECTIONS = 64  # of a process; the oldest is closed
 RECONNECT_PAUSE_SECONDS = 0.1
-_down_since: dict[str, float] = {}  # gateway -> monotonic time of the first refused connection, until one is accepted
+# gateway -> monotonic time of the first and of the last refused connection, until one is accepted
+_down_since: dict[str, tuple[float, float]] = {}
 
 
 class ConnectionLost(Exception):
@@ -42,7 +43,7 @@ class AgentConnection:
         try:
             self._socket = gateway.open(container, wait=wait)
         except GatewayDown:
-            _down_since.setdefault(name, time.monotonic())
+            _note_refusal(gateway, name)
             raise
         except OSError as error:
             raise NotConnected(f"No agent is connected: {error}") from error
@@ -168,6 +169,13 @@ class AgentConnection:
         return self._frames.pop(0).parse()
 
 
+def _note_refusal(gateway: GatewayAddress, name: str) -> None:
+    """Note a refused connection. The time since the first one counts, unless the last one was too long ago."""
+    now = time.monotonic()
+    first, last = _down_since.get(name, (now, now))
+    _down_since[name] = first if now - last < gateway.refusal_memory_seconds else now, now
+
+
 def as_address(gateway: GatewayAddress | Path) -> GatewayAddress:
     return UnixGateway(gateway) if isinstance(gateway, Path) else gateway
 
@@ -181,7 +189,8 @@ def connect_through_restart(gateway: GatewayAddress | Path, container: str, *, w
         try:
             return AgentConnection(gateway, container, wait=wait)
         except GatewayDown:
-            if time.monotonic() - _down_since.get(gateway.get_key(container), 0.0) > gateway.restart_seconds:
+            first, last = _down_since.get(gateway.get_key(container), (0.0, time.monotonic()))
+            if last - first > gateway.restart_seconds:
                 raise
             time.sleep(RECONNECT_PAUSE_SECONDS)
 

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -59,6 +59,24 @@ class ResponseReceiver(Protocol):
         """The agent's session has ended."""
 
 
+class Session(Protocol):
+    """Way to the agent of one sandbox, for a server in this process."""
+
+    hello: bytes  # greeting of the agent
+
+    def attach(self, client: ResponseReceiver) -> None:
+        """Add a client, whose `end` is called at the end of the session."""
+
+    def detach(self, client: ResponseReceiver) -> None:
+        """Remove a client. Idempotent."""
+
+    def forward_request(self, client: ResponseReceiver, frame: RawFrame) -> None:
+        """Send a client's request."""
+
+    def end(self, violation: str = "") -> None:
+        """End the session of an agent that has violated the protocol."""
+
+
 class AgentSession(asyncio.Protocol):
     """Connection of the agent of one container, or of the sandbox with a ref.
 
@@ -84,6 +102,12 @@ class AgentSession(asyncio.Protocol):
                     self._accept_hello(frame)
         except ProtocolError as error:
             self.end(str(error))
+
+    def attach(self, client: ResponseReceiver) -> None:
+        self.clients.add(client)
+
+    def detach(self, client: ResponseReceiver) -> None:
+        self.clients.discard(client)
 
     def forward_request(self, client: ResponseReceiver, frame: RawFrame) -> None:
         """Send a client's request to the agent. End the session if the agent does not read or respond."""
@@ -196,6 +220,7 @@ class AgentGateway:
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # of clients, by container
         self._tasks: set[asyncio.Task[object]] = set()
         self._settled_at = 0.0
+        self.connect_elsewhere: Callable[[str], Awaitable[Session | None]] | None = None  # to the gateway that has an agent
 
     @contextlib.asynccontextmanager
     async def listening(self, slot_sockets: list[Path], client_socket: Path) -> AsyncIterator[None]:
@@ -275,6 +300,13 @@ class AgentGateway:
     def remove_session(self, session: AgentSession) -> None:
         if self._sessions.get(session.container) is session:
             del self._sessions[session.container]
+
+    async def open_session(self, container: str, seconds: float) -> Session | None:
+        """Like `wait_for_session`, and also connect to an agent that is connected to another gateway."""
+        found = None
+        if container not in self._sessions and self.connect_elsewhere is not None:
+            found = await self.connect_elsewhere(container)
+        return found or await self.wait_for_session(container, seconds)
 
     async def wait_for_session(self, container: str, seconds: float) -> AgentSession | None:
         """Return the session of a container's agent, or None if there is none within `seconds`.

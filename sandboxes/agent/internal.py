@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from sandboxes.agent.gateway import AgentGateway, ClientSession, encode_control_frame
-from sandboxes.agent.protocol import FrameReader, ProtocolError, RawFrame
+from sandboxes.agent.gateway import AgentGateway, ClientSession, ResponseReceiver, encode_control_frame
+from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame, parse_hello
 
 log = structlog.get_logger(__name__)
 AUTHENTICATION_SECONDS = 5.0
@@ -66,6 +66,89 @@ class InternalSession(ClientSession):
         self._unauthenticated.discard(self)
         self._reader = self._requests
         self.send(encode_control_frame({"proof": prove(self._secret, "gateway", self._nonce, nonce)}))
+
+
+class RelayedSession(asyncio.Protocol):
+    """Way of one client in a gateway's process to an agent that another gateway holds."""
+
+    def __init__(self) -> None:
+        self.hello = b""
+        self._client: ResponseReceiver | None = None
+        self._reader = FrameReader()
+        self._frames: asyncio.Queue[RawFrame | None] = asyncio.Queue()  # until the greeting
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._reader.feed(data):
+                if self._client is not None:
+                    self._client.send(frame.encode(frame.request_id))
+                else:
+                    self._frames.put_nowait(frame)
+        except ProtocolError:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._frames.put_nowait(None)
+        if self._client is not None:
+            self._client.end()
+
+    async def authenticate(self, secret: bytes, agent: str, number: int) -> None:
+        """Exchange greetings with the other gateway. Raise ProtocolError."""
+        gateway_nonce, nonce = str((await self._receive()).head.get("nonce", "")), secrets.token_hex(NONCE_BYTES)
+        greeting = {"sandbox": agent, "wait": 0, "number": number, "nonce": nonce}
+        self._transport.write(encode_control_frame(greeting | {"proof": prove(secret, "client", gateway_nonce, nonce)}))
+        if (await self._receive()).head.get("proof") != prove(secret, "gateway", gateway_nonce, nonce):
+            raise ProtocolError("the gateway does not know the secret of this installation")
+        hello = await self._frames.get()
+        if hello is None:
+            raise ProtocolError("the connection has ended")
+        parse_hello(hello.parse())
+        self.hello = hello.encode(0)
+
+    async def _receive(self) -> Frame:
+        frame = await self._frames.get()
+        if frame is None or frame.request_id:
+            raise ProtocolError("no greeting of a gateway")
+        return frame.parse()
+
+    def attach(self, client: ResponseReceiver) -> None:
+        self._client = client
+        if self._transport.is_closing():
+            client.end()
+
+    def detach(self, client: ResponseReceiver) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def forward_request(self, client: ResponseReceiver, frame: RawFrame) -> None:
+        self._transport.write(frame.encode(frame.request_id))
+
+    def end(self, violation: str = "") -> None:
+        """Make the other gateway end the agent's session."""
+        self._transport.write(encode_control_frame({"violation": violation}))
+        self._transport.close()
+
+
+async def connect(address: str, secret: bytes, agent: str, number: int) -> RelayedSession | None:
+    """Connect to an agent through the gateway at an internal address. Return None if the agent is not there."""
+    host, _, port = address.rpartition(":")
+    session = None
+    try:
+        async with asyncio.timeout(AUTHENTICATION_SECONDS):
+            _, session = await asyncio.get_running_loop().create_connection(RelayedSession, host.strip("[]"), int(port))
+            await session.authenticate(secret, agent, number)
+            return session
+    except (OSError, TimeoutError, ProtocolError) as error:
+        log.info("agent not reached through its gateway", address=address, error=str(error))
+        if session is not None:
+            session.close()
+        return None
 
 
 @asynccontextmanager

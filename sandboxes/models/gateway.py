@@ -37,7 +37,9 @@ class AgentRoute(models.Model):
     sandbox = models.OneToOneField(Sandbox, on_delete=models.CASCADE, related_name="agent_route")
     ref = models.CharField(max_length=255, unique=True, help_text="Provider's name of the incarnation that is connected.")
     number = models.PositiveBigIntegerField(help_text="Increases with each connection. Earlier connections are closed.")
-    address = models.CharField(max_length=255, blank=True, help_text="Internal address of the gateway. Empty: not connected.")
+    address = models.CharField(
+        max_length=255, blank=True, db_index=True, help_text="Internal address of the gateway. Empty: not connected."
+    )
     opened_at = models.DateTimeField()
     seen_at = models.DateTimeField(help_text="Last time at which the gateway confirmed the connection.")
 

@@ -1,9 +1,10 @@
 """Kills of gateways and of a client process in the middle of execs: `python -m tests.load.gateway_failover --execs 200`.
 
-Three gateways (`manage.py egress`) serve one agent over TLS, behind a TCP proxy. Two processes execute half of the commands each,
-through the row of the gateway that holds the agent's connection. By SIGKILL end: one gateway after a quarter of the commands,
-the second process after half, and another gateway after five eighths. Afterwards each command was started at most once; each command of this process has its result, and the agent knows the result of each started command of the killed
-process. Uses a test database on DATABASE_URL. Exit code 1 if a check fails."""
+Three gateways (`manage.py egress`) serve one agent over TLS, behind a TCP proxy. Two processes execute half of the commands
+each, through the row of the gateway that holds the agent's connection. By SIGKILL end: one gateway after a quarter of the
+commands, the second process after half, and another gateway after five eighths. Afterwards each command was started at most
+once; each command of this process has its result, and the agent knows the result of each started command of the killed process.
+Uses a test database on DATABASE_URL. Exit code 1 if a check fails."""
 
 import argparse
 import os

@@ -42,13 +42,12 @@ def clear(sandbox: uuid.UUID, number: int) -> None:
 def find_valid(connections: Mapping[uuid.UUID, OpenConnection], address: str, *, now: datetime) -> set[uuid.UUID]:
     """Return the sandboxes whose connection is the current one, with a secret that was not revoked. Update `seen_at`."""
     rows = AgentRoute.objects.filter(
-        sandbox__in=[*connections],
         address=address,
         sandbox__state__in=(*IN_FLIGHT_STATES, *ALIVE_STATES),
         sandbox__gateway_token__incarnation=F("sandbox__incarnation"),
     )
     found = rows.values_list("sandbox", "number", "sandbox__gateway_token__session_sha256", "seen_at")
-    valid = [(pk, seen_at) for pk, *connection, seen_at in found if connections[pk] == (*connection,)]
+    valid = [(pk, seen_at) for pk, *connection, seen_at in found if connections.get(pk) == (*connection,)]
     if due := [pk for pk, seen_at in valid if seen_at <= now - SEEN_INTERVAL]:
         AgentRoute.objects.filter(sandbox__in=due, address=address).update(seen_at=now)
     return {pk for pk, _ in valid}

@@ -15,7 +15,8 @@ import structlog
 from aiohttp import web
 from django.db import Error as DatabaseError
 
-from sandboxes.agent.gateway import AgentGateway, AgentSession
+from sandboxes.agent import internal
+from sandboxes.agent.gateway import AgentGateway, AgentSession, Session
 from sandboxes.agent.protocol import RawFrame
 from sandboxes.egress import gateway_tokens
 from sandboxes.egress.agent_sessions import routes
@@ -23,12 +24,14 @@ from sandboxes.egress.agent_sessions.routes import OpenConnection
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.egress.gateway_tokens import AgentIdentity
 from sandboxes.egress.responses import build_error_response, read_bearer
+from sandboxes.hosts import agent_routes
 
 log = structlog.get_logger(__name__)
 CHECK_SECONDS = 2.0  # between checks of all sessions: the longest time for which a revoked session is open
 PING_SECONDS = (
     15.0  # between pings of each agent, which replaces a connection without a request for SILENCE_SECONDS (remote.py)
 )
+END_SECONDS = 2.0  # for the rows of all sessions at the end of the gateway
 PING = RawFrame(0, b'{"verb":"ping"}', b"")
 MAX_SESSIONS = 20_000
 PROTOCOL_NAME = "leasehold-agent"
@@ -96,7 +99,7 @@ class AgentSessionServer:
     @asynccontextmanager
     async def serving(self, address: str) -> AsyncIterator[None]:
         """Check sessions during the block, and end all of them after it."""
-        self.address = address
+        self.address, self.gateway.connect_elsewhere = address, self._connect_elsewhere
         watcher = asyncio.create_task(self._watch())
         try:
             yield
@@ -104,8 +107,11 @@ class AgentSessionServer:
             watcher.cancel()
             for session in [*self._sessions.values()]:
                 session.end()
-            await asyncio.sleep(0)  # the ends of the sessions
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    while self._sessions:
+                        await asyncio.sleep(0)  # the ends of the connections
+                    await asyncio.gather(*self._tasks)
 
     async def _join(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -150,6 +156,18 @@ class AgentSessionServer:
         session.connection_made(transport)
         transport.write(UPGRADE_RESPONSE)
         return True
+
+    async def _connect_elsewhere(self, ref: str) -> Session | None:
+        """Connect to an agent that another gateway holds. Return None if there is none, or if the database does not respond."""
+        try:
+            location = await self.database.run(agent_routes.locate_agent, ref)
+        except DatabaseError as error:
+            log.error("agent not looked up", ref=ref, error=str(error))
+            return None
+        if location is None or location.address in ("", self.address):
+            return None
+        secret = agent_routes.derive_gateway_secret()
+        return await internal.connect(location.address, secret, ref, location.number)
 
     def note_end(self, session: RemoteSession) -> None:
         """Record the end of a session's connection."""

@@ -19,6 +19,7 @@ from django.utils import timezone
 
 from leases import leasing
 from leases.models import Lease
+from leases.stream_server.agent_link import AgentLink
 from sandboxes.agent.addresses import AgentLocation, GatewayDown, RoutedGateway
 from sandboxes.agent.client import AgentConnection, NotConnected
 from sandboxes.agent.runs import AgentResult
@@ -347,3 +348,22 @@ def test_agent_that_stops_responding_loses_its_session(
         agent.send_signal(signal.SIGCONT)
         wait_until(lambda: AgentRoute.objects.get().address, "the agent is connected again")
         assert AgentRoute.objects.get().number == number + 1 and client.responds(timeout=5.0)
+
+
+def test_terminal_server_of_another_gateway_reaches_the_agent(
+    lease: Lease, server: EgressServer, loop: EventLoopThread, files: TlsFiles, start: Callable[..., Path]
+) -> None:
+    [port] = ports.find_free_ports()
+    with serving_gateway(loop, port, files) as other:
+        start(lease)
+        ref = connect(lease).container
+        link = loop.run(AgentLink.open(other.agents, ref))
+        command = json.dumps({"argv": ["cat"], "env": {}, "cwd": "/"}).encode()
+        head = {"verb": "exec", "boot": link.boot, "timeout": 30, "cap": 1000, "command_bytes": len(command)}
+        frame, state = loop.run(link.request("r1", head, command + b"content", wait=10.0))
+        assert (state.exit_code, frame.body) == (0, b"content")
+        session = loop.run(server.agents.wait_for_session(ref, 0.0))
+        loop.loop.call_soon_threadsafe(session.end)
+        wait_until(lambda: not link.is_open, "the link has ended with the session")
+        with pytest.raises(NotConnected):
+            loop.run(AgentLink.open(other.agents, "unknown"))

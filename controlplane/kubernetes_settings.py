@@ -71,6 +71,11 @@ def read() -> KubernetesConfiguration:
                 help="object by which sandboxes are created: pod, or sandbox of the project agent-sandbox",
             )
         ),
+        exec_fallback=env.boolean(
+            "LEASEHOLD_KUBERNETES_EXEC_FALLBACK",
+            False,
+            help="for debugging: execute commands through the API server (pods/exec) while an agent is not connected",
+        ),
     )
     if configuration.lifetime.total_seconds() < MIN_LIFETIME_HOURS * 3600:
         raise ImproperlyConfigured(f"LEASEHOLD_KUBERNETES_LIFETIME must be at least {MIN_LIFETIME_HOURS} hours.")

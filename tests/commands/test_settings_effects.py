@@ -324,6 +324,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_KUBERNETES_LIFETIME": ("2d", kubernetes_provider),
     "LEASEHOLD_KUBERNETES_SCALE_TIMEOUT": ("3m", kubernetes_provider),
     "LEASEHOLD_KUBERNETES_OBJECT": ("sandbox", kubernetes_provider),
+    "LEASEHOLD_KUBERNETES_EXEC_FALLBACK": (
+        "1", "tests/docker/test_kubernetes_exec.py::test_command_of_a_sandbox_without_an_agent_by_the_api_server",
+    ),
     "LEASEHOLD_PARKED_NETWORKS": (
         "2", "tests/docker/test_parked_networks.py::test_sweep_keeps_as_many_as_the_setting_and_removes_the_rest",
     ),

@@ -28,8 +28,11 @@ pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 @pytest.fixture
 def cluster(docker_ready, tmp_path_factory, settings, monkeypatch):
     """The cluster as the default provider's, with a running gateway."""
-    files, loop = create_certificates(tmp_path_factory.mktemp("tls"), GATEWAY), EventLoopThread()
-    [port] = ports.find_free_ports()
+    files, [port], loop = (
+        create_certificates(tmp_path_factory.mktemp("tls"), GATEWAY),
+        ports.find_free_ports(),
+        EventLoopThread(),
+    )
     with serving_gateway(loop, port, files), serve_kubernetes(tmp_path_factory.mktemp("kubernetes")) as emulator:
         cluster = Cluster(emulator, SimpleNamespace(port=port))
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))

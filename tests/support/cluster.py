@@ -148,6 +148,10 @@ class Cluster:
         """Return the spec with access to the gateway."""
         return replace(spec, gateway=self.gateway.admit(spec.name) if self.gateway else None)
 
+    def admit_nobody(self, spec: SandboxSpec) -> SandboxSpec:
+        """Return the spec with access to a gateway that does not answer."""
+        return replace(spec, gateway=GatewayAccess("https://127.0.0.1:1", "none"))
+
     def find(self, resource: resources.Resource, name: str) -> dict[str, Any] | None:
         found: dict[str, Any] | None = self.emulator.store.find(resource, NAMESPACE, name)
         return found

@@ -41,6 +41,7 @@ class KubernetesConfiguration:
     lifetime: timedelta = timedelta(days=7)  # after which the cluster ends a Pod
     scale_timeout: timedelta = timedelta(minutes=10)
     object_kind: ObjectKind = ObjectKind.POD
+    exec_fallback: bool = False  # commands go through the API server while the agent is not connected
 
     def find_runtime_class(self, pool: str) -> str:
         """Return the RuntimeClass of the Pods of a pool. Empty: that of the cluster."""

@@ -10,7 +10,8 @@ from sandboxes.providers.kubernetes.pods import PodClient
 
 PENDING_SECONDS = 3.0  # for which a Pod is unschedulable before its caller is told: the scheduler may place it in a moment
 PENDING_RETRY_SECONDS = 15  # an autoscaler needs a minute or more
-AGENT_POLL_SECONDS = 0.1
+AGENT_POLL_SECONDS, LATER_AGENT_POLL_SECONDS = 0.1, 0.5  # each look-up is a query
+FIRST_SECONDS = 5.0  # in which most agents join
 POD_POLL_SECONDS = (0.5, 1.0, 2.0)
 REFUSED_EVENT = "NotTriggerScaleUp"  # of the autoscaler: no further node would have room for the Pod
 SCALE_EVENTS = ("TriggeredScaleUp", REFUSED_EVENT)
@@ -37,7 +38,7 @@ class Readiness:
             if now - started > self._timeout.total_seconds():
                 message = f"{self._ref} is not ready after {self._timeout}: {self._reason}"
                 raise Unavailable(message, cause=FailureCause.TIMEOUT)
-            time.sleep(AGENT_POLL_SECONDS)
+            time.sleep(AGENT_POLL_SECONDS if now - started < FIRST_SECONDS else LATER_AGENT_POLL_SECONDS)
 
     def _check_pod(self, now: float) -> None:
         pod = self._pods.read_live(self._ref)

@@ -1,5 +1,6 @@
 """System checks for combinations of settings that are invalid although each value is valid."""
 
+import os
 from collections.abc import Sequence
 from math import ceil
 from typing import Any
@@ -20,6 +21,7 @@ from sandboxes.state import mounts
 
 CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
+SERVICE_HOST_VARIABLE = "KUBERNETES_SERVICE_HOST"  # of each Pod
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL
 MAX_SOCKET_NAME_BYTES = len("/egress/s/16383/llm.sock")  # longest socket path, relative to RUNTIME_DIR
 
@@ -107,6 +109,22 @@ def check_internal_address(app_configs: Sequence[AppConfig] | None, **kwargs: An
         return []
     message = f"LEASEHOLD_GATEWAY_INTERNAL_LISTEN={settings.GATEWAY_INTERNAL_LISTEN} is no address that others can connect to."
     return [Error(message, hint="Set LEASEHOLD_GATEWAY_INTERNAL_ADDRESS.", id="leasehold.E010")]
+
+
+@register(CONFIGURATION)
+def check_shared_state(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Refuse a control plane in a cluster whose state would be lost with its Pod."""
+    if settings.SANDBOX_PROVIDER != "kubernetes" or SERVICE_HOST_VARIABLE not in os.environ or settings.DEBUG:
+        return []
+    problems = []
+    if not settings.ON_POSTGRES:
+        problems.append(("DATABASE_URL is SQLite", "Set DATABASE_URL to a PostgreSQL database."))
+    if settings.STORAGE_BACKEND == "filesystem":
+        problems.append(("STORAGE_BACKEND=filesystem", "Set STORAGE_BACKEND=s3 and the variables of the bucket."))
+    return [
+        Error(f"{problem}, and this process runs in a cluster: its Pods share no directory.", hint=hint, id="leasehold.E011")
+        for problem, hint in problems
+    ]
 
 
 @register(CONFIGURATION)

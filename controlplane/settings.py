@@ -373,8 +373,9 @@ EGRESS_DIR = RUNTIME_DIR / "egress"
 AGENT_GATEWAY = RUNTIME_DIR / "gateway.sock"  # to the agents in the sandboxes of this host, for web and worker processes
 RUNNER_GATEWAY = EGRESS_DIR / "runners.sock"  # to the runners in remote sandboxes that are connected to this host's gateway
 EGRESS_PROXY = env.choice(
-    "LEASEHOLD_EGRESS_PROXY", "auto", ["auto", "nginx", "none"],
-    help="front end of the egress proxy: nginx in a container, or none (direct); auto: nginx with the docker provider",
+    "LEASEHOLD_EGRESS_PROXY", "auto", ["auto", "nginx", "none", "gateway"],
+    help="front end of the egress proxy: nginx in a container, none (direct), or gateway (no sandboxes on this machine: only "
+    "LEASEHOLD_GATEWAY_LISTEN is served); auto: nginx with the docker provider",
 )  # fmt: skip
 EGRESS_IMAGE = env.text("LEASEHOLD_EGRESS_IMAGE", "leasehold-egress:latest", help="container image of the nginx front end")
 EGRESS_SLOTS = env.integer(

@@ -202,7 +202,7 @@ def is_open() -> bool:
 
 
 def get_proxy_kind() -> str:
-    """Return "nginx" or "none": LEASEHOLD_EGRESS_PROXY, by default nginx if the default provider is docker."""
+    """Return "nginx", "none" or "gateway": LEASEHOLD_EGRESS_PROXY, by default nginx if the default provider is docker."""
     if settings.EGRESS_PROXY != "auto":
         return str(settings.EGRESS_PROXY)
     return "nginx" if providers.get_default_provider_name() == "docker" else "none"

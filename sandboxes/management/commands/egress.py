@@ -41,7 +41,7 @@ class Command(BaseCommand):
     )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--proxy", choices=["nginx", "none"], help="overrides LEASEHOLD_EGRESS_PROXY")
+        parser.add_argument("--proxy", choices=["nginx", "none", "gateway"], help="overrides LEASEHOLD_EGRESS_PROXY")
 
     def handle(self, *args: Any, proxy: str | None, **options: Any) -> None:
         asyncio.run(self._serve_until_signal(proxy or nginx.get_proxy_kind()))
@@ -53,18 +53,23 @@ class Command(BaseCommand):
         await self.serve(proxy, stop)
 
     async def serve(self, proxy: str, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set. `proxy` is "nginx" or "none"."""
+        """Serve until `stop` is set. `proxy` is "nginx", "none" or "gateway"."""
         hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # two files per call
-        if proxy == "none":
-            sockets = {slots.ensure_slot_directory(slot) / slots.SOCKET_NAME: slot for slot in range(settings.EGRESS_SLOTS)}
-            gateway, listener = AgentGateway(), read_gateway_listener()
+        if proxy != "nginx":
+            listener = read_gateway_listener()
+            if proxy == "gateway" and listener is None:
+                raise CommandError("--proxy gateway serves LEASEHOLD_GATEWAY_LISTEN, which is not set.")
+            local_slots = range(settings.EGRESS_SLOTS if proxy == "none" else 0)
+            sockets = {slots.ensure_slot_directory(slot) / slots.SOCKET_NAME: slot for slot in local_slots}
+            gateway = AgentGateway()
             server = EgressServer(agents=gateway)
             async with (
                 server.listening({nginx.get_server_socket_path(): None, **sockets}, listener),
                 companions.serving(gateway) if listener else nullcontext(),
             ):
-                self.stdout.write(f"egress: {len(sockets)} slots, without nginx")
+                served = f"{len(sockets)} slots, without nginx" if sockets else f"gateway on {settings.GATEWAY_LISTEN}"
+                self.stdout.write(f"egress: {served}")
                 await self._supervise(None, stop, gateway.read_counts if listener else dict)
             return
         try:

@@ -11,6 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from controlplane.checks import check_shared_state
 from controlplane.env import ENV_VARIABLES, UNLISTED_VARIABLES
 from tests.conftest import SERVICES_REQUIRED
 
@@ -128,3 +129,15 @@ def test_migration_job_has_the_name_of_the_version(manifests: list[Manifest]) ->
     [job] = select(manifests, "Job").values()
     [image] = job["spec"]["template"]["spec"]["containers"]
     assert job["metadata"]["name"] == f"migrate-{version}" and image["image"].endswith(f":{version}")
+
+
+def test_control_plane_in_a_cluster_requires_shared_state(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.SANDBOX_PROVIDER, settings.DEBUG = "kubernetes", False
+    settings.ON_POSTGRES, settings.STORAGE_BACKEND = False, "filesystem"
+    assert check_shared_state(None) == []
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    problems = check_shared_state(None)
+    assert [problem.id for problem in problems] == ["leasehold.E011"] * 2
+    assert [str(problem.hint).split()[1] for problem in problems] == ["DATABASE_URL", "STORAGE_BACKEND=s3"]
+    settings.ON_POSTGRES, settings.STORAGE_BACKEND = True, "s3"
+    assert check_shared_state(None) == []

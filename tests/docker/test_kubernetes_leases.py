@@ -1,4 +1,4 @@
-"""Leases on Kubernetes: start, command, drain of the node, wake and loss, with the emulator, the agent and the gateway over TLS."""
+"""Leases on Kubernetes: start, command, drain of the node, wake and loss, with emulator, agent and gateway."""
 
 from types import SimpleNamespace
 

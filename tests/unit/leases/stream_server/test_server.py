@@ -15,6 +15,7 @@ import pytest
 
 from leases.stream_server import access, address, agent_link, connections, server, terminals
 from leases.stream_server.grants import PreviewGrant, TerminalGrant
+from sandboxes.agent.gateway import ResponseReceiver
 from sandboxes.agent.operations import AgentProcesses
 from sandboxes.agent.protocol import PROTOCOL, VERSION, RawFrame, TerminalSize
 from tests.conftest import NOW
@@ -275,9 +276,17 @@ def test_cancellation_at_the_time_of_the_response_is_not_lost() -> None:
 
     class Session:
         hello = encode_greeting()
-        clients: set[Any] = set()
 
-        def forward_request(self, client: agent_link.AgentLink, frame: RawFrame) -> None:
+        def attach(self, client: ResponseReceiver) -> None:
+            """Accept the only client."""
+
+        def detach(self, client: ResponseReceiver) -> None:
+            """Accept its end."""
+
+        def end(self, violation: str = "") -> None:
+            raise AssertionError(violation)
+
+        def forward_request(self, client: ResponseReceiver, frame: RawFrame) -> None:
             content = json.dumps({"run": "r", "state": "unknown"}).encode()
 
             def respond() -> None:
@@ -288,7 +297,7 @@ def test_cancellation_at_the_time_of_the_response_is_not_lost() -> None:
 
     async def check() -> None:
         nonlocal request
-        link = agent_link.AgentLink(Session())  # type: ignore[arg-type]
+        link = agent_link.AgentLink(Session())
         request = asyncio.create_task(link.request("r", {"verb": "read"}, wait=20))
         with pytest.raises(asyncio.CancelledError):
             await request

@@ -78,6 +78,8 @@ class Kubelet:
     def stop(self, pod: Object) -> None:
         uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
         if sandbox := self.sandboxes.get(uid):
+            if sandbox.is_ending:  # a later deletion, with a shorter grace period than the one that is in progress
+                self._submit(lambda: self.engine.stop(sandbox, pod["metadata"]["deletionGracePeriodSeconds"]))
             sandbox.is_ending = True
         if name in self._held or self.faults.take_pod(name, frozenset({STUCK_TERMINATING})):
             self._held[name] = pod

@@ -19,6 +19,7 @@ from tests.emulators.kubernetes.faults import (
     PodFault,
 )
 from tests.support.cluster import NAMESPACE
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.docker
 POST_POD = r"^POST /api/v1/namespaces/leasehold-sandboxes/pods$"
@@ -43,6 +44,12 @@ def find_pod(cluster, spec):
     return cluster.find(PODS, spec.name)
 
 
+def create_on_node(cluster, provider, spec):
+    """Create a Pod, and wait for its node: a Pod without one is removed at once."""
+    provider.create(spec)
+    wait_until(lambda: find_pod(cluster, spec)["spec"].get("nodeName"), "the Pod has a node")
+
+
 # --- creation ----------------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +68,7 @@ def test_create_that_never_arrived_is_unavailable_and_can_be_repeated(cluster, p
 
 def test_name_of_a_pod_that_is_being_deleted_is_not_taken_over(cluster, provider, spec, fail_pods):
     fail_pods(STUCK_TERMINATING)
-    provider.create(spec)
+    create_on_node(cluster, provider, spec)
     uid = find_pod(cluster, spec)["metadata"]["uid"]
     provider.pods.api.call("DELETE", provider.pods.path("pods", spec.name), pods.build_deletion(uid))
     with pytest.raises(Unavailable, match="still being deleted"):
@@ -173,7 +180,7 @@ def test_end_of_a_pod_is_missing_with_its_reason(cluster, provider, spec, disrup
 
 def test_reason_of_a_preemption_is_remembered_once_the_pod_is_gone(cluster, provider, spec, fail_pods):
     fail_pods(STUCK_TERMINATING)
-    provider.create(spec)
+    create_on_node(cluster, provider, spec)
     cluster.emulator.disruptions.preempt(NAMESPACE, spec.name)
     [leaving] = provider.list(spec.owner)
     assert (leaving.running, leaving.is_remnant) == (False, False)
@@ -198,7 +205,7 @@ def test_pod_of_another_uid_is_not_the_sandbox_and_is_not_deleted(cluster, provi
 def test_pod_that_stays_is_never_removed_by_force_and_is_described(cluster, provider, spec, fail_pods, monkeypatch):
     monkeypatch.setattr(pods, "REMOVAL_TIMEOUT_SECONDS", 0.3)
     fail_pods(STUCK_TERMINATING)
-    provider.create(spec)
+    create_on_node(cluster, provider, spec)
     with pytest.raises(Unavailable, match=r"still being deleted.*node: .*out-of-service"):
         provider.destroy(spec.name)
     assert find_pod(cluster, spec)["metadata"]["deletionGracePeriodSeconds"] == pods.REMOVAL_GRACE_SECONDS > 0

@@ -24,7 +24,7 @@ from sandboxes.providers.base import ProviderSandbox
 from sandboxes.runs import abandoned
 from sandboxes.state import data_sync, pruning, vendor_snapshots
 from sandboxes.sweep_log import SweepResult
-from sandboxes.sweeps import agent_restarts, passes, reconciliation
+from sandboxes.sweeps import agent_restarts, passes, reconciliation, seal_checks
 from sandboxes.templates import builds
 from sandboxes.webhooks import delivery, outbox
 
@@ -63,6 +63,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
     },
     "hosts": {},
+    "seal": {"check isolation of host": lambda now: seal_checks.find_due_hosts(now=now)},
     "mark": {},
     "persist": {"store data of sandbox": lambda now: pruning.find_unsaved()[:MAX_LISTED]},
     "reclaim": {

@@ -4,7 +4,7 @@ from datetime import datetime, timedelta
 
 import structlog
 from django.core.exceptions import ImproperlyConfigured
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
 from sandboxes import providers
 from sandboxes.db.clock import clock_from
@@ -44,6 +44,12 @@ def check_seals(*, now: datetime) -> SweepResult:
             log.error("sandboxes are not sealed", host=host.name, report=report.text)
             result.failures.append(f"{name}: {report.text}")
     return result
+
+
+def find_due_hosts(*, now: datetime) -> QuerySet[Host]:
+    """Select the known hosts of this process whose check is due."""
+    proving = [name for name in registry.find_local_provider_names() if providers.get_provider(name).proves_isolation]
+    return Host.objects.filter(find_due(now=now), provider__in=proving, pk__in=registry.find_local_host_ids())
 
 
 def find_due(*, now: datetime) -> Q:

@@ -3,6 +3,7 @@
 import itertools
 import logging
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 from django.db import OperationalError
@@ -17,8 +18,9 @@ from sandboxes.agent.runs import OutcomeUnknown as AgentOutcomeUnknown
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.failures import find_cause
 from sandboxes.models import Host, Run
+from sandboxes.providers.agent.processes import AgentProcessesProvider
 from sandboxes.providers.base import FailureCause, Missing, Rejected, Unavailable
-from sandboxes.providers.docker import engine, processes
+from sandboxes.providers.docker import engine
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
@@ -128,7 +130,8 @@ def test_cause_of_a_lost_agent_is_found_behind_the_error_of_the_provider() -> No
 
 
 def test_agent_without_a_gateway_is_not_connected(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable) as raised, processes._translate_errors("ref"):
+    provider = create_autospec(AgentProcessesProvider)
+    with pytest.raises(Unavailable) as raised, AgentProcessesProvider._translating_errors(provider, "ref"):
         AgentConnection(tmp_path / "agent.sock", "container", wait=0.0)
     assert find_cause(raised.value) == "agent_not_connected"
 

@@ -176,7 +176,7 @@ def test_without_a_database_each_command_reports_it_in_one_line(monkeypatch: pyt
         with pytest.raises(CommandError, match=r"^The database does not respond: connection failed$"):
             call(*argv)
     errors = StringIO()
-    with pytest.raises(CommandError, match=r"^failed: hosts, mark, expire, "):
+    with pytest.raises(CommandError, match=r"^failed: hosts, seal, mark, expire, "):
         call_command("sweep", stderr=errors)
     lines = errors.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines] == list(schedules.SWEEP_NAMES)

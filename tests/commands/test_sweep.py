@@ -24,7 +24,7 @@ from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
 NAMES = [
-    "hosts", "mark", "expire", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "intervals", "restart",
+    "hosts", "seal", "mark", "expire", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "intervals", "restart",
     "cold", "warm", "reconcile",
     "recount", "measure", "weigh", "read", "prune", "collect", "meter", "budgets", "pull_requests",
     "records", "webhooks",
@@ -76,7 +76,9 @@ def test_every_sweep_runs_once_in_order_and_prints_one_line(used: Lease) -> None
 
 def test_selected_sweeps_run_in_the_order_of_the_table_and_an_unknown_one_is_refused() -> None:
     assert sweep("reclaim", "expire") == ["expire: nothing to do", "reclaim: nothing to do"]
-    with pytest.raises(CommandError, match=r"Unknown sweep: nap\. Known: hosts, mark, expire, stalled, reclaim, persist, idle"):
+    with pytest.raises(
+        CommandError, match=r"Unknown sweep: nap\. Known: hosts, seal, mark, expire, stalled, reclaim, persist, idle"
+    ):
         sweep("nap")
 
 
@@ -87,7 +89,7 @@ def test_failed_sweeps_fail_the_command_after_the_others_have_run(used: Lease, m
     out = StringIO()
     with pytest.raises(CommandError, match="failed: reclaim, reconcile"):
         call_command("sweep", stdout=out, stderr=StringIO())
-    assert out.getvalue().splitlines()[4:6] == ["reclaim: 1 failed", "persist: nothing to do"]
+    assert out.getvalue().splitlines()[5:7] == ["reclaim: 1 failed", "persist: nothing to do"]
 
 
 def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
@@ -105,8 +107,7 @@ def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
     memory._sandboxes["leasehold-orphan-1"].created_at = timezone.now() - timedelta(hours=1)
     destroying = Sandbox.objects.get(holder=ended.pk)
     expected = [
-        "hosts: nothing to do",
-        "mark: nothing to do",
+        *(f"{name}: nothing to do" for name in ("hosts", "seal", "mark")),
         f"expire: would end lease {used.pk}",
         f"stalled: would close run {run.pk}",
         f"reclaim: would destroy sandbox {destroying.pk}",

@@ -57,12 +57,24 @@ def kill(agent: AgentClient, run_id: str) -> bool:
 
 
 def find_state(agent: AgentClient, run_id: str) -> ExecState | None:
-    """Return the state of a run, or None if the agent does not know it. Raise Unavailable while the gateway restarts."""
+    """Return the state of a run, or None if the agent does not know it or does not respond.
+
+    Raise Unavailable while the gateway restarts."""
     try:
-        found = agent.find(run_id, cap=settings.EXEC_OUTPUT_CAP)
+        return read_state(agent, run_id)
     except GatewayDown as error:
         raise Unavailable(str(error)) from error
-    except (NotConnected, ConnectionLost, ProtocolError):
+    except (NotConnected, ConnectionLost):
+        return None
+
+
+def read_state(agent: AgentClient, run_id: str) -> ExecState | None:
+    """Return the state of a run, or None if the agent does not know it or violates the protocol.
+
+    Raise NotConnected or ConnectionLost if the agent does not respond."""
+    try:
+        found = agent.find(run_id, cap=settings.EXEC_OUTPUT_CAP)
+    except ProtocolError:
         return None
     if isinstance(found, AgentResult):
         truncated = any(found.dropped)

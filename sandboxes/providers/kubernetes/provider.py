@@ -27,6 +27,7 @@ from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import (
     WORKSPACE,
     ExecResult,
+    ExecState,
     FailureCause,
     Missing,
     Network,
@@ -142,6 +143,14 @@ class PodCommandProvider(AgentCommandProvider, ABC):
             return
         cause = FailureCause.AGENT_NOT_CONNECTED if error.reason == "not_connected" else None
         raise Unavailable(f"The agent of {ref} has started nothing: {error}", cause=cause) from error
+
+    def find_exec(self, ref: str, mark: str) -> ExecState | None:
+        """See Provider. An agent that does not respond may connect to another gateway: the state is not known until then."""
+        agent = self._find_agent(ref)
+        try:
+            return runs.read_state(agent, mark) if agent else None
+        except (NotConnected, ConnectionLost) as error:
+            raise self._build_unreachable_error(ref) from error
 
     def kill(self, ref: str, mark: str) -> None:
         self.pods.read_live(ref)

@@ -113,8 +113,8 @@ def test_a_pool_without_gpus_is_passed_over(grant, pool: Pool) -> None:
 
 
 CAPABLE = {
-    "memory_mib": {"docker", "daytona", "langsmith", "modal", "runloop", "memory"},
-    "disk_mib": {"daytona", "langsmith", "runloop"},
+    "memory_mib": {"docker", "kubernetes", "daytona", "langsmith", "modal", "runloop", "memory"},
+    "disk_mib": {"kubernetes", "daytona", "langsmith", "runloop"},
     "gpus": {"daytona", "modal"},
 }
 

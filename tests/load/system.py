@@ -33,8 +33,8 @@ SETTINGS = {
 class Postgres:
     """PostgreSQL cluster in a directory."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, max_connections: int = 200) -> None:
+        self.directory, self.max_connections = directory, max_connections
         [self.port] = find_free_ports()
         self.url = f"postgres://leasehold@127.0.0.1:{self.port}/postgres"
         self.programs = max(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])).parent
@@ -48,7 +48,7 @@ class Postgres:
 
     def start(self) -> None:
         """Start the server. After a kill, wait until the processes of the killed server have ended."""
-        options = f"-p {self.port} -k {self.directory} -c listen_addresses=127.0.0.1 -c max_connections=200"
+        options = f"-p {self.port} -k {self.directory} -c listen_addresses=127.0.0.1 -c max_connections={self.max_connections}"
         arguments = ["-D", str(self.directory / "data"), "-l", str(self.directory / "log"), "-w", "-o", options, "start"]
         wait_until(lambda: self._run("pg_ctl", *arguments, check=False) == 0, "PostgreSQL starts", within=60, every=0.2)
 

@@ -1,0 +1,40 @@
+"""Scale of one installation: `python -m tests.scale --hosts 50 --sandboxes 10000 --minutes 10`.
+
+Starts a private PostgreSQL cluster and one `manage.py up` for each host, each with the process provider and a state directory
+of its own: the hosts share nothing but the database and the store. Clients then acquire a lease for each sandbox, start the
+sandboxes, renew the leases and execute commands, until the sandboxes are idle and go cold. Prints costs in CPU time, which do
+not depend on the number of cores, and what was late. Exit code 1 if a request failed."""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import django
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=50, help="default: %(default)s")
+    parser.add_argument("--sandboxes", type=int, default=10_000, help="in all; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=10, help="duration of the life cycles; default: %(default)s")
+    parser.add_argument("--idle-minutes", type=float, default=2, help="without any request before that; default: %(default)s")
+    parser.add_argument("--renew-every", type=float, default=60, metavar="SECONDS", help="of a lease; default: %(default)s")
+    parser.add_argument("--exec-every", type=float, default=1200, metavar="SECONDS", help="of a lease; default: %(default)s")
+    parser.add_argument("--clients", type=int, default=16, help="threads that send requests; default: %(default)s")
+    arguments = parser.parse_args()
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+    django.setup()
+    from tests.scale.plan import Plan
+    from tests.scale.run import run
+
+    with tempfile.TemporaryDirectory(prefix="lh-scale-") as directory:
+        Path(directory).chmod(0o755)  # PostgreSQL runs as a user of its own
+        return run(Plan(**vars(arguments)), Path(directory))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Installation under measurement: a PostgreSQL cluster, and a control plane for each host."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from tests.bench.measure import list_process_tree
+from tests.commands.manage import get_runtime_dir, run_manage
+from tests.e2e.conftest import HEALTHY, Home
+from tests.load.system import Postgres
+from tests.scale.plan import Plan
+
+CONNECTIONS_PER_HOST = 40  # at most: 7/4 x 8 threads of the web server, the queue, the egress server, and room
+STARTED_AT_ONCE = 4  # control planes
+
+
+class Installation:
+    """The running control planes and their database."""
+
+    def __init__(self, postgres: Postgres, homes: list[Home]) -> None:
+        self.postgres, self.homes = postgres, homes
+
+    def list_host_pids(self) -> set[int]:
+        return list_process_tree(*(home.process.pid for home in self.homes if home.process))
+
+    def list_database_pids(self) -> set[int]:
+        pid = int((self.postgres.directory / "data/postmaster.pid").read_text().split()[0])
+        return list_process_tree(pid)
+
+    def select(self, query: str) -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.postgres.url, connect_timeout=30) as connection:
+            return connection.execute(query).fetchall()
+
+    def create_operator_key(self) -> str:
+        printed = run_manage(self.homes[0].path, "create_key", "--operator", "--json", **self.homes[0].env)
+        assert printed.returncode == 0, printed.stderr
+        return str(json.loads(printed.stdout)["key"])
+
+
+@contextmanager
+def run_installation(plan: Plan, directory: Path) -> Iterator[Installation]:
+    """Start everything below `directory`. At the end, stop it."""
+    postgres = Postgres(directory / "postgres", max_connections=plan.hosts * CONNECTIONS_PER_HOST + 50)
+    homes: list[Home] = []
+    try:
+        postgres.create()
+        homes += [_build_home(directory / f"host-{number}", postgres, plan) for number in range(plan.hosts)]
+        installation = Installation(postgres, homes)
+        migrated = run_manage(homes[0].path, "migrate", "--verbosity", "0", **homes[0].env)
+        assert migrated.returncode == 0, migrated.stderr
+        with ThreadPoolExecutor(STARTED_AT_ONCE) as executor:
+            list(executor.map(lambda home: home.up(), homes))
+        yield installation
+    finally:
+        for home in homes:
+            _stop(home)
+        postgres.stop()
+
+
+def _build_home(path: Path, postgres: Postgres, plan: Plan) -> Home:
+    path.mkdir()
+    per_host = -(-plan.sandboxes // plan.hosts)
+    return Home(
+        path,
+        DATABASE_URL=postgres.url,
+        LEASEHOLD_PROFILE="small",
+        LEASEHOLD_WEB_THREADS="8",
+        LEASEHOLD_QUEUE_WORKERS="1",
+        LEASEHOLD_STORAGE_DIR=str(path.parent / "store"),
+        LEASEHOLD_MAX_SANDBOXES=str(per_host),
+        LEASEHOLD_IDLE_TIMEOUT="1m",
+    )
+
+
+def _stop(home: Home) -> None:
+    if home.process:
+        with suppress(ProcessLookupError):
+            os.killpg(home.process.pid, signal.SIGKILL)
+        home.process.wait(timeout=HEALTHY)
+    shutil.rmtree(get_runtime_dir(home.path), ignore_errors=True)

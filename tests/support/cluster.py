@@ -84,7 +84,7 @@ class JoinGateway:
         server = AgentSessionServer(gateway, self.records, lambda: datetime.now(UTC), lambda request: None)  # type: ignore[arg-type]
         app = web.Application()
         app.add_routes(server.build_routes())
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(self.files.certificate, self.files.key)

@@ -67,7 +67,6 @@ def run_installation(plan: Plan, directory: Path) -> Iterator[Installation]:
 
 def _build_home(path: Path, postgres: Postgres, plan: Plan) -> Home:
     path.mkdir()
-    per_host = -(-plan.sandboxes // plan.hosts)
     return Home(
         path,
         DATABASE_URL=postgres.url,
@@ -75,7 +74,7 @@ def _build_home(path: Path, postgres: Postgres, plan: Plan) -> Home:
         LEASEHOLD_WEB_THREADS="8",
         LEASEHOLD_QUEUE_WORKERS="1",
         LEASEHOLD_STORAGE_DIR=str(path.parent / "store"),
-        LEASEHOLD_MAX_SANDBOXES=str(per_host),
+        LEASEHOLD_MAX_SANDBOXES=str(plan.sandboxes),  # the capacity follows new hosts after minutes only
         LEASEHOLD_IDLE_TIMEOUT="1m",
     )
 

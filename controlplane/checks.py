@@ -21,7 +21,6 @@ from sandboxes.state import mounts
 
 CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
-SERVICE_HOST_VARIABLE = "KUBERNETES_SERVICE_HOST"  # of each Pod
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL
 MAX_SOCKET_NAME_BYTES = len("/egress/s/16383/llm.sock")  # longest socket path, relative to RUNTIME_DIR
 
@@ -114,7 +113,7 @@ def check_internal_address(app_configs: Sequence[AppConfig] | None, **kwargs: An
 @register(CONFIGURATION)
 def check_shared_state(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """Refuse a control plane in a cluster whose state would be lost with its Pod."""
-    if settings.SANDBOX_PROVIDER != "kubernetes" or SERVICE_HOST_VARIABLE not in os.environ or settings.DEBUG:
+    if settings.SANDBOX_PROVIDER != "kubernetes" or kubernetes.SERVICE_HOST_VARIABLE not in os.environ or settings.DEBUG:
         return []
     problems = []
     if not settings.ON_POSTGRES:

@@ -30,7 +30,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
 from sandboxes.providers.base import ProcessState, Provider, ProviderError, Rejected, StartKilled
-from sandboxes.providers.launcher import LAUNCH_TIMEOUT
+from sandboxes.providers.launcher import KILLED_EXIT_CODE, LAUNCH_TIMEOUT
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
@@ -191,7 +191,7 @@ def restart(process: Process, *, now: datetime) -> bool:
         process.refresh_from_db()
         if not process.kill_requested_at:
             raise
-        state = ProcessState(running=False, exit_code=137)
+        state = ProcessState(running=False, exit_code=KILLED_EXIT_CODE)
     checkpoint("process restarted", process)
     Process.objects.filter(pk=process.pk, mark=process.mark).update(start_confirmed=True)
     process.refresh_from_db()

@@ -23,7 +23,7 @@ from sandboxes.providers.base import (
 )
 
 LAUNCH_TIMEOUT = timedelta(seconds=30)  # of one launcher command
-KILLED = 137  # exit code
+KILLED_EXIT_CODE = 137
 PYTHON_COMMAND = ("python3", "-I", "-S")
 _OFFSET_PATTERN, _STATE_PATTERN = re.compile(rb"[0-9]{1,18}"), re.compile(r"running|[0-9]{1,3}")
 
@@ -86,7 +86,7 @@ class BackgroundProcessProvider(Provider):
         result = self.exec(
             ref, argv, env={}, cwd="/", stdin=stdin, timeout=LAUNCH_TIMEOUT, cap=cap, mark=mark or uuid.uuid4().hex
         )
-        if verb == "start" and result.exit_code == KILLED and not result.timed_out:
+        if verb == "start" and result.exit_code == KILLED_EXIT_CODE and not result.timed_out:
             raise StartKilled(f"{ref}: the start of the process was killed.")
         if result.exit_code:
             reason = "timed out" if result.timed_out else result.stderr[-300:].decode(errors="replace").strip()

@@ -1,21 +1,18 @@
 """Installation under measurement: a PostgreSQL cluster, and a control plane for each host."""
 
 import json
-import os
-import shutil
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psycopg
 
 from tests.bench.measure import list_process_tree
-from tests.commands.manage import get_runtime_dir, run_manage
-from tests.e2e.conftest import HEALTHY, Home
-from tests.load.system import Postgres
+from tests.commands.manage import run_manage
+from tests.e2e.conftest import Home
+from tests.load.system import Postgres, stop_home
 from tests.scale.plan import Plan
 
 CONNECTIONS_PER_HOST = 40  # at most: 7/4 x 8 threads of the web server, the queue, the egress server, and room
@@ -61,7 +58,7 @@ def run_installation(plan: Plan, directory: Path) -> Iterator[Installation]:
         yield installation
     finally:
         for home in homes:
-            _stop(home)
+            stop_home(home)
         postgres.stop()
 
 
@@ -77,11 +74,3 @@ def _build_home(path: Path, postgres: Postgres, plan: Plan) -> Home:
         LEASEHOLD_MAX_SANDBOXES=str(plan.sandboxes),  # the capacity follows new hosts after minutes only
         LEASEHOLD_IDLE_TIMEOUT="1m",
     )
-
-
-def _stop(home: Home) -> None:
-    if home.process:
-        with suppress(ProcessLookupError):
-            os.killpg(home.process.pid, signal.SIGKILL)
-        home.process.wait(timeout=HEALTHY)
-    shutil.rmtree(get_runtime_dir(home.path), ignore_errors=True)

@@ -18,13 +18,13 @@ from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 
 from sandboxes.providers.base import FailureCause, ProviderError, Unavailable
+from sandboxes.providers.kubernetes.configuration import SERVICE_HOST_VARIABLE
 from sandboxes.providers.kubernetes.errors import Expired, build_error
 
 CALL_TIMEOUT_SECONDS = 30.0  # of one request
 PAGE_SIZE = 500
 MAX_LIST_ATTEMPTS = 3
 MAX_CREATES_PER_SECOND = 10.0  # more would meet limits of the API server that apply to all clients of the account
-SERVICE_HOST_VARIABLE = "KUBERNETES_SERVICE_HOST"
 
 
 class TokenBucket:

@@ -14,6 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from sandboxes.providers.base import FailureCause, Unavailable
 
 GATEWAY_URL_VARIABLE = "LEASEHOLD_GATEWAY_URL"
+SERVICE_HOST_VARIABLE = "KUBERNETES_SERVICE_HOST"  # of each Pod: this process runs in a cluster
 
 
 class ObjectKind(StrEnum):

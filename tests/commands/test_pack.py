@@ -4,6 +4,7 @@ import io
 import re
 import shutil
 from pathlib import Path
+from shutil import ignore_patterns
 
 import pytest
 from django.core.management import call_command
@@ -23,7 +24,7 @@ def pack(*args: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Copy of a shipped pack, with another version."""
-    path = Path(shutil.copytree(SHIPPED_DIRECTORY / "coding", tmp_path / "coding"))
+    path = Path(shutil.copytree(SHIPPED_DIRECTORY / "coding", tmp_path / "coding", ignore=ignore_patterns("__pycache__")))
     (path / "pack.toml").write_text((path / "pack.toml").read_text().replace('version = "', 'version = "9.'))
     return path
 

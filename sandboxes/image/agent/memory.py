@@ -24,7 +24,9 @@ UNLIMITED_BYTES = 1 << 60
 MIN_MARGIN_SHARE, MAX_MARGIN_SHARE = 1 / 32, 1 / 8  # of the limit, which must stay free
 MIN_MARGIN_BYTES = 8 << 20
 REACTION_SECONDS = 0.02  # from a look to the stop of the processes, on a busy processor
-MAX_BYTES_PER_SECOND = 4 << 30  # first use of memory by a few threads
+BYTES_PER_CPU_SECOND = 4 << 30  # first use of memory by one thread, in huge pages
+MIN_CPUS, MAX_CPUS = 1 / 4, 2.0  # more are limited by the memory's own speed
+CPU_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # of version 2 and 1: quota and period
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.005, 1.0
 MIN_RUN_SHARE = 1 / 8  # of the limit; a smaller run is no cause
 KERNEL_BYTES_PER_PROCESS = 64 << 10  # stack and page tables
@@ -65,11 +67,25 @@ class Memory:
         return dict(zip(words[::2], map(int, words[1::2])))  # noqa: B905 - the last line may be cut
 
 
+def read_cpus(root):
+    """Return the number of processors that the container may use, as far as it is limited."""
+    for names in CPU_FILES:
+        with contextlib.suppress(OSError, ValueError):
+            words = []
+            for name in names:
+                with open(f"{root}/{name}") as file:
+                    words += file.read().split()
+            quota, period = map(int, words)  # "max" is no number
+            if quota > 0:
+                return min(max(quota / period, MIN_CPUS), MAX_CPUS)
+    return MAX_CPUS
+
+
 class MemoryGuard:
     """Decides when to look again, and which run to kill."""
 
-    def __init__(self, memory):
-        self._memory = memory
+    def __init__(self, memory, cpus=MAX_CPUS):
+        self._memory, self._bytes_per_second = memory, BYTES_PER_CPU_SECOND * cpus
         self._looked_at = self.next_look = 0.0  # monotonic
         self._used = 0
 
@@ -89,7 +105,7 @@ class MemoryGuard:
             used -= self._memory.read_reclaimable()
         free = limit - used - self._compute_margin(limit, used, now)
         self._used, self._looked_at = used, now
-        self.next_look = now + min(max(free / MAX_BYTES_PER_SECOND, MIN_INTERVAL_SECONDS), MAX_INTERVAL_SECONDS)
+        self.next_look = now + min(max(free / self._bytes_per_second, MIN_INTERVAL_SECONDS), MAX_INTERVAL_SECONDS)
         if free > 0 or any(run.killing for run in runs):  # memory is about to become free
             return None
         return find_largest(runs, limit)
@@ -143,5 +159,5 @@ def create_guard():
         memory = Memory(ROOT)
         if memory.read_limit() is not None:
             memory.count_kills()
-            return MemoryGuard(memory)
+            return MemoryGuard(memory, read_cpus(ROOT))
     return None

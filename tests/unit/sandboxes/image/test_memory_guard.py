@@ -34,7 +34,7 @@ def module(monkeypatch):
 def guard(module, tmp_path):
     """A guard of a cgroup of version 2, at time 0 with nothing in use."""
     write(tmp_path)
-    return module.MemoryGuard(module.Memory(str(tmp_path)))
+    return module.MemoryGuard(module.Memory(str(tmp_path)), cpus=1.0)
 
 
 @pytest.fixture
@@ -60,6 +60,16 @@ def test_looks_are_as_rare_as_the_free_memory_allows(guard, tmp_path):
     write(tmp_path, current=LIMIT - 17 * MIB)
     guard.find_victim([], 100.2)
     assert guard.next_look == pytest.approx(100.205)
+
+
+def test_share_of_processors_in_both_versions(module, tmp_path):
+    assert module.read_cpus(tmp_path) == 2.0
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert module.read_cpus(tmp_path) == 0.5
+    (tmp_path / "cpu.max").write_text("1000 100000\n")
+    assert module.read_cpus(tmp_path) == 0.25
 
 
 def test_page_cache_does_not_count_and_other_memory_does(guard, tmp_path, own_run):

@@ -72,5 +72,5 @@ def test_filter_of_process_1_refuses_what_the_engines_default_allows(run) -> Non
     assert filters == [b"2", b"2"]  # that of the engine, and ours
     done = run("python3", "-I", "-", stdin=Path(attacks.__file__).read_bytes())
     results = json.loads(done.stdout)
-    names = ("trace_a_child", "open_a_socket_to_the_hypervisor", "open_a_packet_socket")
+    names = ("trace_a_child", "open_a_socket_to_the_hypervisor", "open_a_packet_socket", "leave_a_core")
     assert {name: results[name][0] for name in names} == dict.fromkeys(names, "refused"), done.stderr

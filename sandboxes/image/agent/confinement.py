@@ -1,10 +1,11 @@
-"""Seccomp filter of process 1 and of all processes that it starts, where the engine has no profile of ours.
+"""Seccomp filter and limit of core dumps of process 1 and of all processes that it starts, where the engine sets neither.
 
 The image's build has compiled the filter (syscalls.py). Standard library only: compiled into the sandbox image beside
 main.py."""
 
 import ctypes
 import os
+import resource
 
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_SET_NO_NEW_PRIVS = 22, 2, 38
 INSTRUCTION_BYTES = 8
@@ -14,6 +15,11 @@ class Program(ctypes.Structure):
     """struct sock_fprog"""
 
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+
+def forbid_core_dumps():
+    """Keep the node's handler of core dumps from commands, for good."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def load_filter(path):

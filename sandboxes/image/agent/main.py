@@ -32,7 +32,7 @@ sys.path[:0] = [f"{HERE}/agent", HERE]
 
 from connection import GatewayConnection, InvalidRequest  # noqa: E402
 from digests import digest_directory  # noqa: E402
-from processes import HELPER_IDLE_SECONDS, Helper, Shim  # noqa: E402
+from processes import HELPER_IDLE_SECONDS, Helper, Shim, frozen  # noqa: E402
 from runs import HEAD, MAX_UNWRITTEN_BYTES, STREAM, STREAMS, TAIL, Run  # noqa: E402
 
 MAX_CHUNK_BYTES = 256 << 10  # of output in one response
@@ -357,12 +357,17 @@ class Agent(GatewayConnection):
             self.disconnect()  # the gateway's machine may be gone without an end of the connection
 
     def guard_memory(self, now):
-        """Begin to kill a run if the memory of the container is nearly used up."""
+        """Kill the largest run if the memory of the container is nearly used up.
+
+        Nothing may allocate more meanwhile. A job that a user of a shell has stopped continues afterwards."""
         runs = [run for run in self.runs.values() if not run.shim_gone]
-        if self.guard and runs:
-            with contextlib.suppress(OSError, ValueError):  # a look that failed is repeated
-                if victim := self.guard.find_victim(runs, now):
-                    victim.kill_for_memory()
+        if not self.guard or not runs:
+            return
+        with contextlib.suppress(OSError, ValueError):  # a look that failed is repeated
+            if self.guard.is_short(now) and not any(run.killing for run in runs):  # else memory is about to become free
+                with frozen():
+                    if victim := self.guard.find_largest(runs):
+                        victim.kill_for_memory(now)
 
     def count_oom_kills(self):
         """Return the number of processes that the kernel has killed for lack of memory, 0 without a guard."""
@@ -401,10 +406,11 @@ def main(path, shim_path, *bridges):
 
 
 def confine():
-    """Load the seccomp filter, and return the guard of the container's memory, if it is limited."""
-    from confinement import load_filter
+    """Load the seccomp filter, forbid core dumps, and return the guard of the container's memory, if it is limited."""
+    from confinement import forbid_core_dumps, load_filter
     from memory import create_guard
 
+    forbid_core_dumps()
     load_filter(f"{HERE}/seccomp.bpf")
     return create_guard()
 

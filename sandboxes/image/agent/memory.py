@@ -21,13 +21,15 @@ FILES = (
 )
 RECLAIMABLE = (b"inactive_file", b"active_file", b"slab_reclaimable")  # what the kernel frees before it kills
 UNLIMITED_BYTES = 1 << 60
-MIN_MARGIN_SHARE, MAX_MARGIN_SHARE = 1 / 32, 1 / 8  # of the limit, which must stay free
-MIN_MARGIN_BYTES = 8 << 20
-REACTION_SECONDS = 0.02  # from a look to the stop of the processes, on a busy processor
+MIN_MARGIN_SHARE, MAX_MARGIN_SHARE = 1 / 16, 1 / 8  # of the limit, which must stay free
+MIN_MARGIN_BYTES = 16 << 20  # within MAX_MARGIN_SHARE
+REACTION_SECONDS = 0.02  # from a look to the stop of the processes
+MAX_LATENESS_SECONDS, LATENESS_DECAY = 0.5, 0.9  # of looks, on a machine that gives process 1 no processor in time
 BYTES_PER_CPU_SECOND = 4 << 30  # first use of memory by one thread, in huge pages
 MIN_CPUS, MAX_CPUS = 1 / 4, 2.0  # more are limited by the memory's own speed
 CPU_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # of version 2 and 1: quota and period
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.005, 1.0
+NO_CAUSE_SECONDS = 0.2  # until the next look, if no run is the cause: each of these looks stops all processes for a moment
 MIN_RUN_SHARE = 1 / 8  # of the limit; a smaller run is no cause
 KERNEL_BYTES_PER_PROCESS = 64 << 10  # stack and page tables
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
@@ -82,39 +84,46 @@ def read_cpus(root):
 
 
 class MemoryGuard:
-    """Decides when to look again, and which run to kill."""
+    """Decides when to look again, and whether a run must be killed."""
 
     def __init__(self, memory, cpus=MAX_CPUS):
         self._memory, self._bytes_per_second = memory, BYTES_PER_CPU_SECOND * cpus
         self._looked_at = self.next_look = 0.0  # monotonic
-        self._used = 0
+        self.limit = self._used = 0
+        self._lateness = 0.0  # of recent looks, in seconds
 
     def count_kills(self):
         return self._memory.count_kills()
 
-    def find_victim(self, runs, now):
-        """Look at the memory, if it is time. Return the run to kill, or None."""
+    def is_short(self, now):
+        """Look at the memory, if it is time. Return whether it is nearly used up."""
         if now < self.next_look:
-            return None
+            return False
+        self._lateness = max(min(now - self.next_look, MAX_LATENESS_SECONDS), self._lateness * LATENESS_DECAY)
         limit = self._memory.read_limit()
         if limit is None:
             self.next_look = now + MAX_INTERVAL_SECONDS
-            return None
+            return False
         used = self._memory.read_usage()
         if used > limit / 2:
             used -= self._memory.read_reclaimable()
         free = limit - used - self._compute_margin(limit, used, now)
-        self._used, self._looked_at = used, now
+        self.limit, self._used, self._looked_at = limit, used, now
         self.next_look = now + min(max(free / self._bytes_per_second, MIN_INTERVAL_SECONDS), MAX_INTERVAL_SECONDS)
-        if free > 0 or any(run.killing for run in runs):  # memory is about to become free
-            return None
-        return find_largest(runs, limit)
+        return free <= 0
+
+    def find_largest(self, runs):
+        """Return the run whose processes use most memory, or None, and then look less often. See `find_largest`."""
+        found = find_largest(runs, self.limit)
+        if found is None:
+            self.next_look += NO_CAUSE_SECONDS
+        return found
 
     def _compute_margin(self, limit, used, now):
         """Return the bytes that must stay free: those that will be allocated before a kill has effect."""
         pace = (used - self._used) / max(now - self._looked_at, MIN_INTERVAL_SECONDS)
-        smallest = max(limit * MIN_MARGIN_SHARE, MIN_MARGIN_BYTES)
-        return min(max(pace * REACTION_SECONDS, smallest), max(limit * MAX_MARGIN_SHARE, smallest))
+        allocated = pace * (REACTION_SECONDS + self._lateness)
+        return min(max(allocated, limit * MIN_MARGIN_SHARE, MIN_MARGIN_BYTES), limit * MAX_MARGIN_SHARE)
 
 
 def find_largest(runs, limit):

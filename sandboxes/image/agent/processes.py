@@ -236,21 +236,29 @@ class TreeKill:
         return not members
 
     def _kill_frozen(self, list_roots, spared):
-        with contextlib.suppress(ProcessLookupError):  # no other process
-            os.kill(-1, signal.SIGSTOP)
-        try:
+        with frozen():
             parents = list_processes()
             for pid in list_descendants(parents, list_roots(parents)) - spared:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGCONT)
 
     def close(self):
         for fd in self.stopped.values():
             os.close(fd)
         self.stopped = {}
+
+
+@contextlib.contextmanager
+def frozen():
+    """Stop all other processes of the sandbox during the block. Only for process 1: elsewhere they would be the machine's."""
+    assert os.getpid() == 1
+    with contextlib.suppress(ProcessLookupError):  # no other process
+        os.kill(-1, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGCONT)
 
 
 def list_processes(pids=None):

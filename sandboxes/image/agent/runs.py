@@ -290,10 +290,12 @@ class Run:
         if self.killing is None and not self.shim_gone:
             self.killing = TreeKill()
 
-    def kill_for_memory(self):
-        """Begin to kill all processes of the run, with `oom` in its result if it has not ended yet."""
+    def kill_for_memory(self, now):
+        """Kill all processes of the run, which are stopped, with `oom` in its result if it has not ended yet."""
         self.out_of_memory |= self.exit_code is None
         self.kill()
+        for _ in ("note the processes", "kill them"):
+            self.kill_step(now)
 
     def kill_step(self, now):
         if isinstance(self.process, HelperCall):

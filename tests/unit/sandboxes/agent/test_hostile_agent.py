@@ -92,6 +92,7 @@ def with_fields(**fields: object) -> bytes:
         with_fields(exit_code=True),
         with_fields(exit_code=256),
         with_fields(timed_out=0),
+        with_fields(oom=1),
         with_fields(stdout=[1, 0]),
         with_fields(stdout=[-1, 0]),
         with_fields(stdout=[10**9, 0], inline=False),

@@ -18,7 +18,7 @@ class GuardedRun:
     """The fields of a run that the guard reads."""
 
     def __init__(self, pid: int) -> None:
-        self.process, self.killing = SimpleNamespace(pid=pid), None
+        self.process = SimpleNamespace(pid=pid)
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ def write(cgroup: Path, current: int = 0, file: int = 0, limit: object = LIMIT, 
 
 
 def test_looks_are_as_rare_as_the_free_memory_allows(guard, tmp_path):
-    assert guard.find_victim([], 100.0) is None
-    assert guard.next_look == pytest.approx(100 + (512 - 16) / 4096)
+    assert not guard.is_short(100.0)
+    assert guard.next_look == pytest.approx(100 + (512 - 32) / 4096)
     write(tmp_path, current=LIMIT)  # in less time than any program needs for it
-    assert guard.find_victim([], 100.1) is None
-    write(tmp_path, current=LIMIT - 17 * MIB)
-    guard.find_victim([], 100.2)
+    assert not guard.is_short(100.1)
+    write(tmp_path, current=LIMIT - 33 * MIB)
+    guard.is_short(100.2)
     assert guard.next_look == pytest.approx(100.205)
 
 
@@ -74,35 +74,41 @@ def test_share_of_processors_in_both_versions(module, tmp_path):
 
 def test_page_cache_does_not_count_and_other_memory_does(guard, tmp_path, own_run):
     write(tmp_path, current=LIMIT, file=LIMIT // 2)
-    assert guard.find_victim([own_run], 100.0) is None
+    assert not guard.is_short(100.0)
     write(tmp_path, current=LIMIT, file=8 * MIB)
-    assert guard.find_victim([own_run], 101.0) is own_run
-    own_run.killing = "in progress"
-    assert guard.find_victim([own_run], 102.0) is None
+    assert guard.is_short(101.0) and guard.find_largest([own_run]) is own_run
 
 
-def test_fast_growth_needs_a_larger_margin(guard, tmp_path, own_run):
+def test_fast_growth_needs_a_larger_margin(guard, tmp_path):
     write(tmp_path, current=LIMIT - 40 * MIB)
-    assert guard.find_victim([own_run], 100.0) is None
+    assert not guard.is_short(100.0)
     write(tmp_path, current=LIMIT - 200 * MIB)
-    guard.find_victim([own_run], 101.0)
+    assert not guard.is_short(101.0)
     write(tmp_path, current=LIMIT - 40 * MIB)
-    assert guard.find_victim([own_run], 101.05) is own_run  # at this pace, 64 MiB more before a kill has effect
+    assert guard.is_short(101.05)  # at this pace, 64 MiB more before a kill has effect
+
+
+def test_a_late_look_needs_a_larger_margin(guard, tmp_path):
+    for now, free in ((100.0, 400), (101.0, 240), (101.5, 120)):  # 240 MiB a second
+        write(tmp_path, current=LIMIT - free * MIB)
+        assert not guard.is_short(now)
+    write(tmp_path, current=LIMIT - 60 * MIB)
+    assert guard.is_short(101.75)
 
 
 def test_small_runs_are_no_cause(guard, tmp_path):
     idle = GuardedRun(os.getppid())
     write(tmp_path, current=LIMIT, limit=64 * LIMIT)
-    guard.find_victim([idle], 100.0)
+    assert not guard.is_short(100.0)
     write(tmp_path, current=64 * LIMIT, limit=64 * LIMIT)
-    assert guard.find_victim([idle], 102.0) is None
+    assert guard.is_short(102.0) and guard.find_largest([idle]) is None
 
 
 def test_kills_of_the_kernel_are_counted_and_an_unlimited_cgroup_is_not_guarded(module, guard, tmp_path, monkeypatch):
     write(tmp_path, kills=3)
     assert guard.count_kills() == 3
     write(tmp_path, limit="max")
-    assert guard.find_victim([], 100.0) is None
+    assert not guard.is_short(100.0)
     monkeypatch.setattr(module, "ROOT", str(tmp_path))
     assert module.create_guard() is None
     monkeypatch.setattr(module, "ROOT", str(tmp_path / "none"))

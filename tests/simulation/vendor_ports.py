@@ -24,7 +24,7 @@ from tests.emulators.registry import serve
 from tests.simulation.ports import PROGRAM, Work, Works
 from tests.support.remote import configure
 from tests.support.suites import TEST_PROVIDER
-from tests.support.suites.programs import DiskFiles
+from tests.support.suites.programs import DiskFiles, open_disk
 from tests.support.suites.provider import ANY_REQUEST, UNLIMITED, SuiteProvider, connect, find_subject
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class SimulatedVendor(Works, SuiteProvider):
     def _sandboxes(self) -> dict[str, VendorSandbox]:
         machines = {name: self.find_machine(name) for name in self.created}
         return {
-            name: VendorSandbox(self.created[name], DiskFiles(machine), not machine.is_running)
+            name: VendorSandbox(self.created[name], open_disk(machine), not machine.is_running)
             for name, machine in machines.items()
             if machine
         }

@@ -33,7 +33,7 @@ from tests.emulators.kubernetes.node.timers import Loop
 from tests.emulators.kubernetes.node.volumes import TOKEN_DIRECTORY, TOKEN_VOLUME, Credentials, VolumeMissing, create_volumes
 
 WORKERS = 16
-RETRY_SECONDS = 0.3  # of a missing Secret
+RETRY_SECONDS = 0.1  # of a missing Secret
 PULL_BACKOFF_SECONDS = 0.5
 MAX_RESTART_BACKOFF_SECONDS = 30.0
 DISCARD_GRACE_SECONDS = 1  # of containers whose Pod was deleted without a grace period

@@ -3,7 +3,8 @@
 The gateway reads the rows of the test in threads of its own, so each test has real transactions (tests/races/conftest.py)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -32,6 +33,18 @@ class SuiteCluster:
     port: int
     loop: EventLoopThread
     provider: Any = None
+    _gateway: ExitStack = field(default_factory=ExitStack)
+
+    def start_gateway(self) -> None:
+        self._gateway.enter_context(serving_gateway(self.loop, self.port, self.files))
+
+    def stop_gateway(self) -> None:
+        self._gateway.close()
+
+    def restart_gateway(self) -> None:
+        """End the gateway, and start another one with another address for the control plane."""
+        self.stop_gateway()
+        self.start_gateway()
 
 
 @pytest.fixture(scope="session")
@@ -58,9 +71,10 @@ def memory(
     provider = suite_cluster.provider = suite_cluster.provider or connect(suite_cluster.cluster)
     create = providers._create_provider
     monkeypatch.setattr(providers, "_create_provider", lambda name: provider if name == KIND else create(name))
-    with serving_gateway(suite_cluster.loop, suite_cluster.port, suite_cluster.files):
-        yield provider
-        provider.reset()
+    suite_cluster.start_gateway()
+    yield provider
+    provider.reset()
+    suite_cluster.stop_gateway()
 
 
 @pytest.fixture

@@ -8,14 +8,16 @@ import socketserver
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from docker.errors import APIError
 
 from sandboxes.fault_injection import HookedCalls
-from sandboxes.providers.base import DATA, WORKSPACE
+from sandboxes.providers.base import DATA, WORKSPACE, SandboxSpec
 from sandboxes.providers.kubernetes.pod_spec import AGENT_UID
+from tests.conftest import DOCKER_IMAGE
 from tests.emulators.kubernetes.api.resources import PODS, SECRETS
 from tests.emulators.kubernetes.api.store import Object
 from tests.emulators.kubernetes.emulator import KubernetesEmulator
@@ -90,6 +92,9 @@ class ClusterSuiteProvider(SuiteProvider):
 
     def create_program_server(self) -> ProgramServer:
         return PodPrograms(self.emulator)
+
+    def complete_spec(self, spec: SandboxSpec) -> SandboxSpec:
+        return replace(spec, image=spec.image or DOCKER_IMAGE)
 
     def reset(self) -> None:
         """Remove all Pods and Secrets, hooks, faults and recorded calls."""

@@ -51,6 +51,10 @@ class SuiteProvider(HookedCalls):
     def create_program_server(self) -> ProgramServer:
         return MachinePrograms(self.find_machine)
 
+    def complete_spec(self, spec: SandboxSpec) -> SandboxSpec:
+        """Return the spec with what the vendor requires and the memory provider does not."""
+        return spec
+
     @property
     def programs(self) -> dict[str, Program]:
         return self.server.programs
@@ -156,6 +160,7 @@ def hook(base: type[Provider], verb: str) -> Callable[..., Any]:
         return self.call(verb, args, lambda: self.call_vendor(lambda: original(self, *args, **options)))
 
     def create(self: Any, spec: Any) -> Any:
+        spec = self.complete_spec(spec)
         self.created.setdefault(spec.name, spec)
         return call(self, spec)
 

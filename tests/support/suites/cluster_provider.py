@@ -6,7 +6,6 @@ out go through the gateway and not through the API server: their failures are ra
 import shutil
 import socketserver
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -77,10 +76,10 @@ def open_volumes(sandbox: Sandbox) -> DiskFiles:
     return DiskFiles({WORKSPACE: sandbox.directory / "workspace", DATA: sandbox.directory / "data"}, AGENT_UID)
 
 
-def kill_at_once(emulator: KubernetesEmulator, act: Callable[[], object], ref: str) -> None:
-    """Act on the Pod of a sandbox, and kill its processes without a grace period."""
+def remove_pod(emulator: KubernetesEmulator, ref: str) -> None:
+    """Remove a Pod as by a forced deletion, and kill its processes without a grace period."""
     sandbox = find_sandbox(emulator, ref)
-    act()
+    emulator.disruptions.vanish(NAMESPACE, ref)
     if sandbox:
         emulator.kubelet.engine.kill(sandbox)
 
@@ -103,10 +102,7 @@ class ClusterSuiteProvider(SuiteProvider):
         faults = self.emulator.cluster_faults
         for kept in (faults.pods, faults.watches, faults.reactions):
             kept.clear()
-        for pod in self.emulator.store.list(PODS, NAMESPACE):
-            self.vanish(pod["metadata"]["name"])
-        for secret in self.emulator.store.list(SECRETS, NAMESPACE):
-            self.emulator.store.remove(SECRETS, NAMESPACE, secret["metadata"]["name"])
+        remove_pods(self.emulator)
         self.created.clear()
         self.programs.clear()
 
@@ -116,7 +112,7 @@ class ClusterSuiteProvider(SuiteProvider):
         return HookedCalls.fail(self, method, error, times=times)
 
     def vanish(self, ref: str) -> None:
-        kill_at_once(self.emulator, lambda: self.emulator.disruptions.vanish(NAMESPACE, ref), ref)
+        remove_pod(self.emulator, ref)
 
     def stop(self, ref: str) -> None:
         """Evict a Pod, as the kubelet does at a limit of its storage."""
@@ -132,6 +128,16 @@ class ClusterSuiteProvider(SuiteProvider):
         return count
 
 
-def connect(cluster: Cluster, mixin: type[ClusterSuiteProvider] = ClusterSuiteProvider, **attributes: Any) -> Any:
-    """Return the provider of a cluster. The environment variable KUBECONFIG and the settings name it."""
-    return build_class(KIND, mixin, emulator=cluster.emulator, cluster=cluster, **attributes)()
+def remove_pods(emulator: KubernetesEmulator) -> None:
+    """Remove all Pods and Secrets of sandboxes, and kill their processes."""
+    for pod in emulator.store.list(PODS, NAMESPACE):
+        remove_pod(emulator, pod["metadata"]["name"])
+    for secret in emulator.store.list(SECRETS, NAMESPACE):
+        emulator.store.remove(SECRETS, NAMESPACE, secret["metadata"]["name"])
+
+
+def connect(
+    cluster: Cluster, mixin: type[ClusterSuiteProvider] = ClusterSuiteProvider, *arguments: Any, **attributes: Any
+) -> Any:
+    """Return the provider of a cluster. `arguments` are those of its constructor, by default the settings and the database."""
+    return build_class(KIND, mixin, emulator=cluster.emulator, cluster=cluster, **attributes)(*arguments)

@@ -41,8 +41,8 @@ class SuiteProvider(HookedCalls):
     emulator: Any  # set by `connect`, before the constructor
     retry_delays_seconds = (0.0, 0.0, 0.0)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.clear_hooks()
         self.server = self.create_program_server()
         self.created: dict[str, SandboxSpec] = {}

@@ -1,31 +1,34 @@
 """Provider of one host that is KubernetesProvider on the emulator of a cluster, in place of the memory provider.
 
 Each host has a cluster and a gateway of its own. The faults of the simulation become faults of the API server, as at vendors,
-and of the control plane's connections to the gateway, which are cut before or after a request to the agent is carried out. The
+and of the control plane's connections to the gateway, which are cut before or after a request to the agent is carried out. Some
+Pods have no node for a while, and Pods that are lost are deleted or evicted. After a history kubectl shows leaks. The
 gateway has its records in memory: the database of a history is that of the history's threads alone."""
 
 import os
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 from django.conf import settings
 
 from sandboxes.agent.runs import AgentClient
-from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.base import SandboxSpec, SealReport
 from tests.conftest import DOCKER_IMAGE
 from tests.emulators.base import CUT_AFTER, Fault
 from tests.emulators.kubernetes.emulator import GATEWAY
+from tests.emulators.kubernetes.faults import UNSCHEDULABLE, PodFault
 from tests.emulators.registry import serve_kubernetes
-from tests.simulation.vendor_ports import SimulatedVendor, VendorSandbox
-from tests.support.cluster import Cluster, GatewayRecords, JoinGateway, running_gateway
+from tests.simulation.vendor_ports import SimulatedVendor, VendorSandbox, run_aside
+from tests.support.cluster import NAMESPACE, Cluster, GatewayRecords, JoinGateway, running_gateway
+from tests.support.kubernetes import Kubectl
 from tests.support.suites.cluster_provider import (
     ClusterSuiteProvider,
     PodPrograms,
@@ -36,11 +39,14 @@ from tests.support.suites.cluster_provider import (
     remove_pods,
 )
 from tests.support.suites.programs import ProgramServer
+from tests.support.suites.provider import find_subject
 
 if TYPE_CHECKING:
     from tests.simulation.world import Host, World
 
 CHUNK_BYTES = 1 << 16
+PENDING_SHARE = 0.1  # of the Pods have no node at first
+PENDING_SECONDS = (2.0, 60.0, 400.0, 2000.0)
 CLUSTERS = ExitStack()  # of all hosts; closed before the end of the interpreter, in which no thread can be started
 
 
@@ -136,6 +142,7 @@ def connect_cluster(world: "World", host: "Host", number: int) -> "SimulatedClus
     with patch.dict(os.environ, {"KUBECONFIG": str(started.cluster.kubeconfig)}):
         assert provider.pods.api  # reads the kubeconfig
     remove_pods(started.cluster.emulator)
+    started.cluster.emulator.cluster_faults.pods.clear()
     return provider
 
 
@@ -161,6 +168,45 @@ class SimulatedCluster(SimulatedVendor, ClusterSuiteProvider):
             return None
         containers = find_sandbox(self.emulator, name)
         return VendorSandbox(self.created[name], open_volumes(containers) if containers else {}, suspended=False)
+
+    def call(self, verb: str, arguments: Sequence[Any], act: Callable[[], Any]) -> Any:
+        random = self.world.random
+        if verb == "create" and self.world.faults.enabled and random.random() < PENDING_SHARE:
+            name, scheduler = find_subject(arguments), self.world.scheduler
+            scheduler.record("fault", "no node", name)
+            self.emulator.cluster_faults.pods.append(PodFault(name, UNSCHEDULABLE))
+            until = scheduler.seconds + random.choice(PENDING_SECONDS)
+            scheduler.call_at(until, lambda: run_aside(lambda: self._add_node(name)))
+        return super().call(verb, arguments, act)
+
+    def _add_node(self, name: str) -> None:
+        """Let Pods of this name get a node, now and later."""
+        for fault in self.emulator.cluster_faults.pods:
+            if fault.pattern == name:
+                fault.times = 0
+        self.emulator.kubelet.schedule(name)
+
+    def vanish(self, ref: str) -> None:
+        """Delete or evict a Pod. An evicted one stays as a remnant, unless its cluster is gone."""
+        is_evicted = self.world.random.random() < 0.5 and not self.host.gone
+        if not is_evicted:
+            super().vanish(ref)
+            return
+        self.existence.vanished.add(ref)
+        run_aside(lambda: self.stop(ref))
+        self._stop_works([work for work in self.works if work.ref == ref])
+
+    def list_witnessed(self) -> set[str]:
+        """Return the names of all Pods and Secrets of sandboxes, as kubectl lists them."""
+
+        def read() -> set[str]:
+            listed = Kubectl(self.emulator.kubeconfig).read("pods,secrets", f"--namespace={NAMESPACE}")
+            return {str(item["metadata"]["name"]) for item in listed["items"]}
+
+        return cast(set[str], run_aside(read))
+
+    def check_seal(self) -> SealReport:
+        return cast(SealReport, self.call("check_seal", (), lambda: self.call_vendor(super(SimulatedVendor, self).check_seal)))
 
     @contextmanager
     def failing_emulator(self, fault: Fault | None) -> Iterator[None]:

@@ -83,6 +83,8 @@ def start_reserved(
                 provider.create(replace(_build_complete_spec(sandbox, provider, now=clock()), intervals=limits.intervals))
                 checkpoint("created", sandbox)
                 claim.note_progress()
+                if provider.agents_join:
+                    claim.keep()  # a row that was destroyed before the create has no valid token: its agent would never join
             provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
             start_breaker.note_success(host)
             if provider.needs_gateway and settings.GATEWAY_URL:

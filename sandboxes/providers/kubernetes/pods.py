@@ -67,12 +67,12 @@ class PodClient:
     # Creation
 
     def create(self, spec: SandboxSpec) -> None:
-        """Create Secret and Pod. An existing Pod of the same owner that is not being deleted is success.
+        """Create Pod and Secret. An existing Pod of the same owner that is not being deleted is success.
 
-        Raise Rejected if the name belongs to another owner, Unavailable while an earlier Pod of this name is being deleted."""
+        The Secret belongs to the Pod, so that the cluster deletes both together, also if someone else deletes the Pod. The node
+        waits for the Secret. Raise Rejected if the name belongs to another owner, Unavailable while an earlier Pod of this name
+        is being deleted."""
         gateway = resolve_gateway(self.configuration, spec.gateway.url) if spec.gateway else ("", "")
-        if spec.gateway:
-            self._create_secret(spec)
         self.api.creates.take()
         try:
             uid = self._post(spec, gateway)
@@ -80,8 +80,9 @@ class PodClient:
             uid = self._find_created(spec, error)
         except Missing as error:
             raise Rejected(f"The namespace {self.configuration.namespace} does not exist: {error}") from error
-        if uid:
-            self.records.store_uid(spec.name, uid)
+        self.records.store_uid(spec.name, uid)
+        if spec.gateway:
+            self._create_secret(spec, uid)
 
     def _post(self, spec: SandboxSpec, gateway: tuple[str, str]) -> str:
         """Create the object of the sandbox. Return the uid of its Pod."""
@@ -99,10 +100,10 @@ class PodClient:
             raise Unavailable(f"An earlier Pod {spec.name} is still being deleted.", cause=FailureCause.ENGINE_ERROR) from error
         return str(pod["metadata"]["uid"])
 
-    def _create_secret(self, spec: SandboxSpec) -> None:
-        """Create the Secret, or replace that of an earlier attempt: its token is not valid any more."""
+    def _create_secret(self, spec: SandboxSpec, uid: str) -> None:
+        """Create the Secret of a Pod, or replace that of an earlier attempt: its token is not valid any more."""
         assert spec.gateway
-        body = build_secret(spec, spec.gateway, self.configuration)
+        body = build_secret(spec, spec.gateway, self.configuration, uid=uid)
         for _ in range(MAX_SECRET_ATTEMPTS):
             try:
                 self.api.call("POST", self.path("secrets"), body)
@@ -111,8 +112,6 @@ class PodClient:
                 error = conflict
             except Missing as missing:
                 raise Rejected(f"The namespace {self.configuration.namespace} does not exist: {missing}") from missing
-            with suppress(Missing):  # the attempt ended before it had created the Pod
-                require_owner(self.read(spec.name), spec)
             self._delete_secret(spec.name)
         raise error  # concurrent calls replace it all the time
 

@@ -1,6 +1,7 @@
 """System checks for combinations of settings that are invalid although each value is valid."""
 
 import os
+import ssl
 from collections.abc import Sequence
 from math import ceil
 from typing import Any
@@ -21,6 +22,7 @@ from sandboxes.state import mounts
 
 CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
+LOOPBACK_HOSTS = ("127.", "localhost:", "[::1]")
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL
 MAX_SOCKET_NAME_BYTES = len("/egress/s/16383/llm.sock")  # longest socket path, relative to RUNTIME_DIR
 
@@ -108,6 +110,30 @@ def check_internal_address(app_configs: Sequence[AppConfig] | None, **kwargs: An
         return []
     message = f"LEASEHOLD_GATEWAY_INTERNAL_LISTEN={settings.GATEWAY_INTERNAL_LISTEN} is no address that others can connect to."
     return [Error(message, hint="Set LEASEHOLD_GATEWAY_INTERNAL_ADDRESS.", id="leasehold.E010")]
+
+
+@register(CONFIGURATION)
+def check_internal_tls(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Require both sides of TLS of a gateway's internal port: a gateway also connects to others. Warn without TLS."""
+    certificate, authority = settings.GATEWAY_INTERNAL_CERTIFICATE, settings.GATEWAY_INTERNAL_AUTHORITY
+    if not settings.GATEWAY_LISTEN:
+        return []
+    if bool(certificate) != bool(authority):
+        missing = "LEASEHOLD_GATEWAY_INTERNAL_" + ("AUTHORITY" if certificate else "CERTIFICATE")
+        message = f"{missing} is unset: the internal port has TLS on one side only."
+        return [Error(message, hint=f"Set {missing}, or neither. See docs/providers.md.", id="leasehold.E012")]
+    if not certificate:
+        is_local = settings.GATEWAY_INTERNAL_LISTEN.startswith(LOOPBACK_HOSTS)
+        message = f"LEASEHOLD_GATEWAY_INTERNAL_LISTEN={settings.GATEWAY_INTERNAL_LISTEN} is not encrypted."
+        hint = "Set LEASEHOLD_GATEWAY_INTERNAL_CERTIFICATE and LEASEHOLD_GATEWAY_INTERNAL_AUTHORITY."
+        return [] if is_local else [Warning(message, hint=hint, id="leasehold.W003")]
+    try:
+        context = ssl.create_default_context(cafile=authority)
+        context.load_cert_chain(certificate, settings.GATEWAY_INTERNAL_CERTIFICATE_KEY or None)
+    except OSError as error:
+        message = f"The certificate, key or authority of the internal port cannot be used: {error}"
+        return [Error(message, hint="Check the files of LEASEHOLD_GATEWAY_INTERNAL_*.", id="leasehold.E012")]
+    return []
 
 
 @register(CONFIGURATION)

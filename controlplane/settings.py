@@ -417,6 +417,24 @@ GATEWAY_INTERNAL_ADDRESS = env.text(
     pattern=r"(\[[0-9a-f:]+\]|[^:\s]+):[0-9]{1,5}",
     help="address of this gateway for web and worker processes on other machines; unset: LEASEHOLD_GATEWAY_INTERNAL_LISTEN",
 )
+GATEWAY_INTERNAL_CERTIFICATE = env.text(
+    "LEASEHOLD_GATEWAY_INTERNAL_CERTIFICATE",
+    help="PEM file with the certificate chain of the gateway's internal address; unset: its content is not encrypted",
+)
+GATEWAY_INTERNAL_CERTIFICATE_KEY = env.text(
+    "LEASEHOLD_GATEWAY_INTERNAL_CERTIFICATE_KEY",
+    help="PEM file with the key of the internal certificate; unset: it is in the certificate's file",
+)
+GATEWAY_INTERNAL_AUTHORITY = env.text(
+    "LEASEHOLD_GATEWAY_INTERNAL_AUTHORITY",
+    help="PEM file with the authority of internal certificates: all processes then reach gateways over TLS; unset: without",
+)
+GATEWAY_INTERNAL_NAME = env.text(
+    "LEASEHOLD_GATEWAY_INTERNAL_NAME",
+    accepts="host name",
+    pattern=r"[A-Za-z0-9.-]+",
+    help="name that the internal certificates of all gateways have; unset: each has the host of its internal address",
+)
 
 EGRESS_ALLOWED_NETWORKS = env.networks(
     "LEASEHOLD_EGRESS_ALLOWED_NETWORKS",

@@ -4,7 +4,6 @@ import math
 import os
 import secrets
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from django.utils.module_loading import import_string
 
 from sandboxes.agent.gateway import encode_control_frame
-from sandboxes.agent.internal import MAX_GREETING_BYTES, NONCE_BYTES, prove
+from sandboxes.agent.internal import MAX_GREETING_BYTES, NONCE_BYTES, GatewayTrust, prove
 from sandboxes.agent.protocol import HEADER, ProtocolError, RawFrame
 
 GREETING_TIMEOUT_SECONDS = 2.0  # in addition to the time that the gateway is asked to wait
@@ -83,10 +82,8 @@ class RoutedGateway:
     restart_seconds = 15.0  # an agent whose gateway has died connects to another one
     refusal_memory_seconds = 60.0
 
-    def __init__(
-        self, locate: Callable[[str], AgentLocation | None], secret: bytes, context: ssl.SSLContext | None = None
-    ) -> None:
-        self._locate, self._secret, self._context = locate, secret, context
+    def __init__(self, locate: Callable[[str], AgentLocation | None], secret: bytes, trust: GatewayTrust | None = None) -> None:
+        self._locate, self._secret, self._trust = locate, secret, trust
 
     def get_key(self, agent: str) -> str:
         return f"agent {agent}"
@@ -110,11 +107,12 @@ class RoutedGateway:
 
     def _connect(self, location: AgentLocation, agent: str, wait: float) -> socket.socket:
         host, _, port = location.address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=GREETING_TIMEOUT_SECONDS)
+        host = host.strip("[]")
+        connection = socket.create_connection((host, int(port)), timeout=GREETING_TIMEOUT_SECONDS)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._context:
-                connection = self._context.wrap_socket(connection, server_hostname=host.strip("[]"))
+            if self._trust:
+                connection = self._trust.context.wrap_socket(connection, server_hostname=self._trust.get_name(host))
             gateway_nonce, nonce = str(_receive_control(connection).get("nonce", "")), secrets.token_hex(NONCE_BYTES)
             greeting = {"sandbox": agent, "wait": wait, "number": location.number, "nonce": nonce}
             greeting["proof"] = prove(self._secret, "client", gateway_nonce, nonce)

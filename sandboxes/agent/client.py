@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import socket
+import ssl
 import threading
 import time
 from collections import OrderedDict, deque
@@ -104,7 +105,7 @@ class AgentConnection:
             while chunk := self._socket.recv(CHUNK_BYTES):  # also after ignored responses there may be the end
                 if not self._feed(chunk) or self._frames:
                     return False
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
             return False

@@ -2,7 +2,7 @@
 
 The gateway sends a nonce. The client answers with its greeting (protocol.py), a nonce of its own, and an HMAC of both under a
 secret that all processes of the installation have. The gateway proves the same before its first response. With TLS the content
-is also encrypted."""
+is encrypted, and the certificate names the gateways."""
 
 import asyncio
 import hmac
@@ -10,6 +10,7 @@ import secrets
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import structlog
 
@@ -21,6 +22,18 @@ AUTHENTICATION_SECONDS = 5.0
 MAX_UNAUTHENTICATED = 256  # connections
 MAX_GREETING_BYTES = 1024
 NONCE_BYTES = 16
+
+
+@dataclass(frozen=True)
+class GatewayTrust:
+    """Authority of the certificates of internal ports. All of them have the same name, or else each its own address."""
+
+    context: ssl.SSLContext
+    name: str = ""
+
+    def get_name(self, host: str) -> str:
+        """Return the name that the certificate of the gateway at `host` must have."""
+        return self.name or host
 
 
 def prove(secret: bytes, role: str, gateway_nonce: str, client_nonce: str) -> str:
@@ -135,13 +148,18 @@ class RelayedSession(asyncio.Protocol):
         self._transport.close()
 
 
-async def connect(address: str, secret: bytes, agent: str, number: int) -> RelayedSession | None:
+async def connect(
+    address: str, secret: bytes, agent: str, number: int, trust: GatewayTrust | None = None
+) -> RelayedSession | None:
     """Connect to an agent through the gateway at an internal address. Return None if the agent is not there."""
     host, _, port = address.rpartition(":")
-    session = None
+    host, session = host.strip("[]"), None
+    context, name = (trust.context, trust.get_name(host)) if trust else (None, None)
     try:
         async with asyncio.timeout(AUTHENTICATION_SECONDS):
-            _, session = await asyncio.get_running_loop().create_connection(RelayedSession, host.strip("[]"), int(port))
+            _, session = await asyncio.get_running_loop().create_connection(
+                RelayedSession, host, int(port), ssl=context, server_hostname=name
+            )
             await session.authenticate(secret, agent, number)
             return session
     except (OSError, TimeoutError, ProtocolError) as error:

@@ -33,7 +33,8 @@ follows by `write`. `idle`: seconds without a request for the run, after which t
 directory; the response to an ended run has its digest, that of sandboxes/state/changes.py, if the directory is small. The
 result of a run killed with `forget` is not retained; any other is, since its response may be lost.
 A state is `running`, `ended`, `busy` (nothing was started), `acknowledged` or `unknown`. `stdout` and `stderr` of a running or
-ended run are pairs of the offset after the last kept byte and the bytes dropped after it. The control plane requests output
+ended run are pairs of the offset after the last kept byte and the bytes dropped after it. `oom` of an ended run: a process was
+killed for lack of memory, as far as the agent can tell. The control plane requests output
 by offset, so a slow reader delays no other request and no window is needed. Nothing that the agent sends is trusted: any
 violation ends the connection."""
 
@@ -103,6 +104,7 @@ class RunState(NamedTuple):
     more: bool = False  # further output can be read at once
     written: int = 0  # bytes of stdin received
     digest: str = ""  # of the directory named in the request
+    oom: bool = False  # a process of the run was killed for lack of memory
 
 
 def encode_frame(request_id: int, head: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -159,8 +161,9 @@ def parse_state(run_id: str, frame: Frame) -> RunState:
     if state not in ("running", "ended"):
         return RunState(state)
     code, timed_out, inline = head.get("exit_code"), head.get("timed_out"), head.get("inline", False)
+    oom = head.get("oom", False)
     more, offset, written = head.get("more", False), head.get("offset", 0), head.get("written", 0)
-    if not type(timed_out) is type(inline) is type(more) is bool:
+    if not type(timed_out) is type(inline) is type(more) is type(oom) is bool:
         raise ProtocolError("invalid flags")
     _parse_sizes([offset, written])
     if (code is None) != (state == "running") or not (code is None or (type(code) is int and 0 <= code <= 255)):
@@ -172,7 +175,7 @@ def parse_state(run_id: str, frame: Frame) -> RunState:
     if not isinstance(digest, str) or not _DIGEST_PATTERN.fullmatch(digest):
         raise ProtocolError("invalid digest")
     retained, dropped = (stdout, stderr), (stdout_dropped, stderr_dropped)
-    return RunState(state, code, timed_out, retained, dropped, inline, offset, more, written, digest)
+    return RunState(state, code, timed_out, retained, dropped, inline, offset, more, written, digest, oom)
 
 
 def _parse_sizes(value: object) -> tuple[int, int]:

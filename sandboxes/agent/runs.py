@@ -71,6 +71,7 @@ class AgentResult:
     timed_out: bool
     dropped: tuple[int, int]
     digest: str = ""  # SHA-256 in hexadecimal, as by state.changes.digest_manifest
+    oom: bool = False  # killed by the agent or the kernel for lack of memory, as far as the agent can tell
 
 
 class AgentClient:
@@ -236,7 +237,7 @@ class AgentClient:
             stdout, stderr = frame.body[: state.retained[0]], frame.body[state.retained[0] :]
         else:
             stdout, stderr = self._read_streams(connection, run.id, state)
-        return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped, state.digest)
+        return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped, state.digest, state.oom)
 
     def _read_streams(self, connection: AgentConnection, run_id: str, ended: RunState) -> tuple[bytes, bytes]:
         """Return stdout and stderr of an ended run."""

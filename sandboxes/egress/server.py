@@ -58,6 +58,8 @@ class GatewayListener:
     internal_host: str = "127.0.0.1"  # for the processes of the control plane
     internal_port: int = 0  # 0: chosen by the kernel
     internal_address: str = ""  # host:port by which they reach it; empty: the host and port above
+    internal_certificate: str = ""  # path of a PEM file with the chain; empty: without TLS
+    internal_key: str = ""  # path of a PEM file; empty: in the file of the certificate
 
 
 @dataclass
@@ -127,13 +129,11 @@ class EgressServer:
         """Serve remote sandboxes until `listeners` is closed, and processes that call their agents."""
         routes = [*self.runners.build_gateway_routes(), *self.sessions.build_routes(), *handlers]
         runner = await _set_up_runner(routes, by_token=True, max_body_bytes=MAX_RESULT_BYTES)
-        context = None
-        if gateway.certificate:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(gateway.certificate, gateway.key or None)
+        context = _build_server_context(gateway.certificate, gateway.key)
+        internal_context = _build_server_context(gateway.internal_certificate, gateway.internal_key)
         secret = agent_routes.derive_gateway_secret()
         port = await listeners.enter_async_context(
-            internal.listening(self.agents, gateway.internal_host, gateway.internal_port, secret)
+            internal.listening(self.agents, gateway.internal_host, gateway.internal_port, secret, internal_context)
         )
         address = gateway.internal_address or f"{gateway.internal_host}:{port}"
         await listeners.enter_async_context(self.sessions.serving(address))
@@ -212,6 +212,15 @@ async def _set_up_runner(
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=75.0)
     await runner.setup()
     return runner
+
+
+def _build_server_context(certificate: str, key: str) -> ssl.SSLContext | None:
+    """Return the TLS of a listener, or None without a certificate. Raise OSError, ssl.SSLError."""
+    if not certificate:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key or None)
+    return context
 
 
 def _open_client_session() -> aiohttp.ClientSession:

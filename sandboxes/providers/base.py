@@ -244,7 +244,7 @@ class ExecResult:
     stdout: bytes = b""
     stderr: bytes = b""
     timed_out: bool = False  # killed by the provider, with every process it had started
-    oom: bool = False  # the kernel killed a process for lack of memory during the command
+    oom: bool = False  # the kernel or the agent killed a process for lack of memory during the command
     truncated: bool = False  # a stream exceeded the cap; the excess was read and dropped
     duration: timedelta = timedelta(0)
     data_digest: str = ""  # of the manifest of /data after the command, as by state.changes.digest_manifest; "" if not known
@@ -338,7 +338,8 @@ class Provider(ABC):
     name: str
     isolated: bool  # commands cannot reach the host or other sandboxes
     network: Network  # of new sandboxes
-    enforces_limits: bool  # memory, CPU and process limits hold, and ExecResult.oom is reported
+    enforces_limits: bool  # memory and CPU limits hold, and ExecResult.oom is reported
+    limits_processes: bool = False  # the limit of processes holds
     can_set_size: bool = True  # memory and CPU of a sandbox are those of its spec
     can_set_disk: bool = False  # the disk of a sandbox is that of its spec, if the spec has one
     has_gpus: bool = False  # a sandbox may have GPUs

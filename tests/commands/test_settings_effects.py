@@ -254,6 +254,7 @@ TESTS = {  # abbreviations of files
 }  # fmt: skip
 # variable -> value ({tmp} is a directory of the test), and the observation that changes with it or "file::test"
 GATEWAY_LISTENER = "tests/unit/sandboxes/remote/test_gateway.py::test_gateway_settings_reach_the_listener"
+INTERNAL_TLS = "tests/unit/sandboxes/agent/test_remote.py::test_internal_port_over_tls_serves_processes_and_other_gateways"
 REMOTE_VARIABLES = "tests/unit/sandboxes/remote/test_lifecycle.py::test_variable_of_a_vendor_is_read_and_takes_precedence"
 EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "DEBUG": ("0", "config::test_a_provider_that_does_not_isolate_needs_debug"),
@@ -418,6 +419,10 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_GATEWAY_AUTHORITY": (str(ROOT / "LICENSE"), access_of_agent),
     "LEASEHOLD_GATEWAY_INTERNAL_LISTEN": ("0.0.0.0:8444", GATEWAY_LISTENER),
     "LEASEHOLD_GATEWAY_INTERNAL_ADDRESS": ("10.0.3.7:8444", GATEWAY_LISTENER),
+    "LEASEHOLD_GATEWAY_INTERNAL_CERTIFICATE": ("ic.pem", GATEWAY_LISTENER),
+    "LEASEHOLD_GATEWAY_INTERNAL_CERTIFICATE_KEY": ("ik.pem", GATEWAY_LISTENER),
+    "LEASEHOLD_GATEWAY_INTERNAL_AUTHORITY": ("ca.pem", INTERNAL_TLS),
+    "LEASEHOLD_GATEWAY_INTERNAL_NAME": ("gateway.internal", INTERNAL_TLS),
     "LEASEHOLD_EGRESS_ALLOWED_NETWORKS": (
         "10.20.0.0/16,fd00::/8", "destinations::test_a_private_address_needs_a_network_of_the_operator",
     ),

@@ -250,7 +250,8 @@ def make_box_fixture(*kinds, root=WORKSPACE):
 
 bench = make_bench_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
 real_bench = make_bench_fixture("process", "docker", "kubernetes", *REMOTE)  # providers that execute real programs
-limiting_bench = make_bench_fixture("memory", "docker")  # enforces_limits
+limiting_bench = make_bench_fixture("memory", "docker", "kubernetes")  # enforces_limits
+suspending_bench = make_bench_fixture("memory", "docker")  # can_suspend
 box = make_box_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
 real_box = make_box_fixture("process", "docker", "kubernetes", *REMOTE)
 exec_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, "kubernetes", *REMOTE)

@@ -56,8 +56,8 @@ def assert_resume_starts_it_with_its_files_and_no_process(bench, box, mark):
             act(box.ref)
 
 
-def test_process_is_killed_after_a_resume(limiting_bench):
-    box, mark = limiting_bench.box(), unique_name()
+def test_process_is_killed_after_a_resume(suspending_bench):
+    box, mark = suspending_bench.box(), unique_name()
     box.provider.start(box.ref, ["sleep", "300"], env={}, mark=mark)
     box.provider.suspend(box.ref)
     box.provider.resume(box.ref)
@@ -65,12 +65,12 @@ def test_process_is_killed_after_a_resume(limiting_bench):
     assert not box.provider.processes(box.ref, [mark])[mark].running
 
 
-def test_suspended_sandbox_is_destroyed(limiting_bench):
-    box = limiting_bench.box()
+def test_suspended_sandbox_is_destroyed(suspending_bench):
+    box = suspending_bench.box()
     box.provider.start(box.ref, ["sleep", "300"], env={}, mark=unique_name())
     box.provider.suspend(box.ref)
     box.provider.destroy(box.ref)
-    assert box.provider.list(limiting_bench.owner) == []
+    assert box.provider.list(suspending_bench.owner) == []
     for act in (box.provider.suspend, box.provider.resume):
         with pytest.raises(Missing):
             act(box.ref)

@@ -242,6 +242,13 @@ def test_ends_of_pods_leave_the_evidence_of_a_cluster(cluster: KubernetesEmulato
     assert "EvictionByEvictionAPI" in {one.get("reason") for one in last["status"]["conditions"]}
 
 
+def test_an_oom_kill_ends_all_processes_of_the_container(kubectl: Kubectl) -> None:
+    limit = {"resources": {"limits": {"memory": "64Mi"}, "requests": {"memory": "64Mi"}}}
+    kubectl.create(build_pod("oom", DOCKER_IMAGE, "head -c 100M /dev/zero | tail; sleep 300", container=limit))
+    kubectl.wait("jsonpath={.status.phase}=Failed", "pod/oom")
+    assert kubectl.read("pod", "oom")["status"]["containerStatuses"][0]["state"]["terminated"]["reason"] == "OOMKilled"
+
+
 def test_an_unschedulable_pod_waits_for_a_node(cluster: KubernetesEmulator, kubectl: Kubectl) -> None:
     cluster.cluster_faults.pods.append(PodFault("pending", SCALE_UP))
     kubectl.create(build_pod("pending", DOCKER_IMAGE, "true"))

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from django.db import connection
@@ -29,10 +30,14 @@ from tests.support.waiting import wait_until
 
 
 @contextmanager
-def serving_gateway(loop: EventLoopThread, port: int, files: TlsFiles) -> Iterator[EgressServer]:
-    """Serve the gateway on a port of 127.0.0.1, over TLS."""
-    server = EgressServer()
-    with loop.run_context(server.listening({}, GatewayListener("127.0.0.1", port, str(files.certificate), str(files.key)))):
+def serving_gateway(
+    loop: EventLoopThread, port: int, files: TlsFiles, internal: TlsFiles | None = None
+) -> Iterator[EgressServer]:
+    """Serve the gateway on a port of 127.0.0.1, over TLS, and with `internal` its internal port, too."""
+    server, listener = EgressServer(), GatewayListener("127.0.0.1", port, str(files.certificate), str(files.key))
+    if internal:
+        listener = replace(listener, internal_certificate=str(internal.certificate), internal_key=str(internal.key))
+    with loop.run_context(server.listening({}, listener)):
         yield server
 
 

@@ -166,8 +166,8 @@ class AgentSessionServer:
             return None
         if location is None or location.address in ("", self.address):
             return None
-        secret = agent_routes.derive_gateway_secret()
-        return await internal.connect(location.address, secret, ref, location.number)
+        secret, trust = agent_routes.derive_gateway_secret(), agent_routes.build_gateway_trust()
+        return await internal.connect(location.address, secret, ref, location.number, trust)
 
     def note_end(self, session: RemoteSession) -> None:
         """Record the end of a session's connection."""

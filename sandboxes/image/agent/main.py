@@ -10,6 +10,8 @@ request and receives the stored result.
 Each run has a process of the program SHIM (shim.c), which is a subreaper. Every process of the run stays below its shim,
 including daemons with a session and an environment of their own, and is killed through it. One single-threaded loop without
 children of its own: a fork bomb cannot starve it. File operations run in processes of the helper (helper.py).
+With a JSON file, process 1 also loads the seccomp filter (confinement.py) and guards the memory of the container (memory.py),
+because the engine of its sandbox does neither.
 The same loop serves a bridge (bridge.py) from each PORT of the loopback interface to the unix socket UPSTREAM, or with UPSTREAM
 `gateway` to the gateway of the JSON file, for HTTP requests.
 Standard library only; executed by its path as an isolated Python (-I -S)."""
@@ -52,9 +54,9 @@ _libc = ctypes.CDLL(None)
 class Agent(GatewayConnection):
     """Connection to the control plane, and the runs of this sandbox."""
 
-    def __init__(self, path, shim_path, remote=None):
+    def __init__(self, path, shim_path, remote=None, guard=None):
         super().__init__(path, remote)
-        self.shim_path = shim_path
+        self.shim_path, self.guard = shim_path, guard
         self.runs, self.tombstones, self.retained_bytes = {}, {}, 0
         self.exit_codes = {}  # of ended background processes whose output was dropped
         self.helper = Helper(run_helper)
@@ -89,6 +91,8 @@ class Agent(GatewayConnection):
             times.append(self.received_at + self.remote.silence_seconds)
         if self.helper.channel and not self.helper.is_kept:
             times.append(self.helper.used_at + HELPER_IDLE_SECONDS)
+        if self.guard and any(not run.shim_gone for run in runs):
+            times.append(self.guard.next_look)
         if any(run.killing for run in runs):
             times.append(now + KILL_STEP_SECONDS)
         earliest = min(times, default=float("inf"))
@@ -342,6 +346,7 @@ class Agent(GatewayConnection):
                         process.pid = 0  # the number may be reused
 
     def check_deadlines(self, now):
+        self.guard_memory(now)
         for run in [*self.runs.values()]:
             run.check_deadline(now)
         if self.helper.is_idle(now):
@@ -350,6 +355,20 @@ class Agent(GatewayConnection):
             self.answer_waits(now)
         if self.remote and self.connection and now >= self.received_at + self.remote.silence_seconds:
             self.disconnect()  # the gateway's machine may be gone without an end of the connection
+
+    def guard_memory(self, now):
+        """Begin to kill a run if the memory of the container is nearly used up."""
+        runs = [run for run in self.runs.values() if not run.shim_gone]
+        if self.guard and runs:
+            with contextlib.suppress(OSError, ValueError):  # a look that failed is repeated
+                if victim := self.guard.find_victim(runs, now):
+                    victim.kill_for_memory()
+
+    def count_oom_kills(self):
+        """Return the number of processes that the kernel has killed for lack of memory, 0 without a guard."""
+        with contextlib.suppress(OSError, ValueError):
+            return self.guard.count_kills() if self.guard else 0
+        return 0
 
     def list_strays(self, parents):
         """List children of the agent that it did not start: processes whose shim was killed."""
@@ -369,15 +388,25 @@ def main(path, shim_path, *bridges):
         _libc.mallopt(option, 64 << 10)
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory and descriptors are hidden from commands of the same user
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # no effect in process 1
-    remote = None
+    remote = guard = None
     if path.endswith(".json"):
         from remote import Gateway
 
         remote = Gateway(path)
-    agent = Agent(path, shim_path, remote)
+        guard = confine() if os.getpid() == 1 else None
+    agent = Agent(path, shim_path, remote, guard)
     for port, upstream in zip(bridges[::2], bridges[1::2], strict=True):
         listen(agent, int(port), upstream)
     agent.serve()
+
+
+def confine():
+    """Load the seccomp filter, and return the guard of the container's memory, if it is limited."""
+    from confinement import load_filter
+    from memory import create_guard
+
+    load_filter(f"{HERE}/seccomp.bpf")
+    return create_guard()
 
 
 def listen(agent, port, upstream):

@@ -73,6 +73,8 @@ class Run:
         self.exit_code = None
         self.ended_at = 0.0
         self.timed_out = self.shim_gone = self.shim_lost = False
+        self.out_of_memory = False  # killed, or one of its processes, for lack of memory
+        self._oom_kills_before = loop.count_oom_kills()
         self.is_abandoned = False  # no client will read the result
         self.command_pid = 0  # once the command has started; also its process group
         self.killing = None
@@ -90,7 +92,8 @@ class Run:
     def describe(self):
         state = "running" if self.exit_code is None else "ended"
         sizes = {name: [self.outputs[stream].end, self.outputs[stream].dropped] for name, stream in STREAMS.items()}
-        return {"state": state, "exit_code": self.exit_code, "timed_out": self.timed_out, **sizes}
+        oom = {"oom": True} if self.out_of_memory and self.exit_code is not None else {}
+        return {"state": state, "exit_code": self.exit_code, "timed_out": self.timed_out, **oom, **sizes}
 
     def count_kept(self):
         return sum(len(output.content) for output in self.outputs.values()) if self.keep == HEAD else 0
@@ -244,7 +247,9 @@ class Run:
         self.drain()
         self.outputs[1 if self.keep == TAIL else 2].content += message
         self.loop.retained_bytes += len(message) if self.keep == HEAD else 0
-        self.exit_code, self.ended_at = KILLED_EXIT_CODE if self.timed_out else code, time.monotonic()
+        self.exit_code = KILLED_EXIT_CODE if self.timed_out or self.out_of_memory else code
+        self.out_of_memory |= self.loop.count_oom_kills() > self._oom_kills_before
+        self.ended_at = time.monotonic()
         self.loop.answer_waits(time.monotonic())
         if self.is_abandoned:
             self.loop.forget(self)
@@ -284,6 +289,11 @@ class Run:
         """Begin to kill all processes of the run."""
         if self.killing is None and not self.shim_gone:
             self.killing = TreeKill()
+
+    def kill_for_memory(self):
+        """Begin to kill all processes of the run, with `oom` in its result if it has not ended yet."""
+        self.out_of_memory |= self.exit_code is None
+        self.kill()
 
     def kill_step(self, now):
         if isinstance(self.process, HelperCall):

@@ -158,6 +158,8 @@ def read_gateway_listener() -> GatewayListener | None:
         internal_host,
         internal_port,
         settings.GATEWAY_INTERNAL_ADDRESS,
+        settings.GATEWAY_INTERNAL_CERTIFICATE,
+        settings.GATEWAY_INTERNAL_CERTIFICATE_KEY,
     )
 
 

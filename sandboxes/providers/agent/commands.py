@@ -25,7 +25,9 @@ from sandboxes.providers.base import (
 
 
 class OomWatch:
-    """Out-of-memory kills during one command, as far as the engine reports them. This one reports none."""
+    """Out-of-memory kills during one command, as far as the engine reports them. This one reports none.
+
+    The agent in a Pod reports them itself."""
 
     def was_killed(self, exit_code: int) -> bool:
         """Return whether the kernel has killed a process of the sandbox for lack of memory since the watch began."""
@@ -107,7 +109,7 @@ class AgentCommandProvider(Provider):
             stdout=result.stdout[: run.cap],
             stderr=result.stderr[: run.cap],
             timed_out=result.timed_out,
-            oom=oom.was_killed(result.exit_code),
+            oom=result.oom or oom.was_killed(result.exit_code),
             truncated=any(result.dropped),
             duration=timedelta(seconds=time.monotonic() - started),
             data_digest=result.digest,

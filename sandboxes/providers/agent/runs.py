@@ -78,6 +78,8 @@ def read_state(agent: AgentClient, run_id: str) -> ExecState | None:
         return None
     if isinstance(found, AgentResult):
         truncated = any(found.dropped)
-        result = ExecResult(found.exit_code, found.stdout, found.stderr, timed_out=found.timed_out, truncated=truncated)
+        result = ExecResult(
+            found.exit_code, found.stdout, found.stderr, timed_out=found.timed_out, oom=found.oom, truncated=truncated
+        )
         return ExecState(running=False, result=result)
     return ExecState(running=True) if found.state == "running" else None

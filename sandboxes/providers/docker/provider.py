@@ -82,7 +82,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
     isolated = True
     network = Network.SEALED
     bridges_proxy = True
-    enforces_limits = True
+    enforces_limits = limits_processes = True
     measures_usage = True
     streams_output = True
     has_terminals = True

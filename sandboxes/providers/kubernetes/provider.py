@@ -171,7 +171,7 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
     proves_isolation = True
     agents_join = True
     announces_end = True
-    enforces_limits = False  # no field of a Pod limits the number of processes, and an OOM may end the whole sandbox
+    enforces_limits = True  # no field of a Pod limits the number of processes: limits_processes is false
     measures_usage = True
     streams_output = True
     has_terminals = True

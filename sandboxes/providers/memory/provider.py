@@ -137,7 +137,7 @@ class MemoryProvider(HookedCalls, Provider):
     no_builds_reason = "Its sandboxes have no images."
     isolated = True
     network = Network.SEALED
-    enforces_limits = True
+    enforces_limits = limits_processes = True
     measures_usage = True
     can_suspend = True
 

@@ -6,6 +6,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
@@ -122,6 +123,18 @@ def test_settings_are_known_variables() -> None:
         assert {line.partition("=")[0] for line in path.read_text().splitlines()} <= known, path
     named = re.findall(r"name: ([A-Z][A-Z0-9_]+)", (DEPLOYMENT / "base/gateway.yaml").read_text())
     assert {*named} - {"POD_IP"} <= known
+
+
+def test_internal_port_has_the_gateways_certificate_on_both_sides(manifests: list[Manifest]) -> None:
+    [configuration] = [
+        each["data"] for name, each in select(manifests, "ConfigMap").items() if name.startswith("leasehold-config")
+    ]
+    assert configuration["LEASEHOLD_GATEWAY_INTERNAL_NAME"] == urlsplit(configuration["LEASEHOLD_GATEWAY_URL"]).hostname
+    assert configuration["LEASEHOLD_GATEWAY_INTERNAL_AUTHORITY"] == configuration["LEASEHOLD_GATEWAY_AUTHORITY"]
+    [gateway] = list_pod_templates(manifests)["gateway"]["spec"]["containers"]
+    values = {each["name"].removeprefix("LEASEHOLD_GATEWAY_"): each.get("value") for each in gateway["env"]}
+    assert values["INTERNAL_CERTIFICATE"] == values["CERTIFICATE"] and values["INTERNAL_CERTIFICATE_KEY"]
+    assert values["INTERNAL_AUTHORITY"] == "/etc/leasehold/tls/ca.crt"
 
 
 def test_migration_job_has_the_name_of_the_version(manifests: list[Manifest]) -> None:

@@ -17,12 +17,18 @@ REMOVALS_AT_ONCE = 16
 
 
 class Engine:
-    """Containers with the label of a run. No method raises for a container that is gone."""
+    """Containers with the label of a run. No method raises for a container that is gone.
+
+    As with memory.oom.group, which the kubelet sets unless it has `singleProcessOOMKill`, an out-of-memory kill ends all
+    processes of the container. The engine announces the kill of one process, and the others are killed some milliseconds
+    later."""
+
+    kills_single_process = False  # singleProcessOOMKill of the kubelet
 
     def __init__(self, run: str, connections: int) -> None:
         self.run = run
         self.client = APIClient(version="auto", timeout=TIMEOUT_SECONDS, num_pools=connections, **kwargs_from_env())
-        self._events = self.client.events(decode=True, filters={"label": f"{RUN_LABEL}={run}", "event": "die"})
+        self._events = self.client.events(decode=True, filters={"label": f"{RUN_LABEL}={run}", "event": ["die", "oom"]})
 
     def watch_ends(self, notice: Callable[[str], None]) -> None:
         """Call a function with the uid of a Pod, in a thread, whenever one of its containers ends."""
@@ -30,7 +36,10 @@ class Engine:
         def read() -> None:
             with suppress(DockerException, OSError, ValueError, AttributeError):  # closed
                 for event in self._events:
-                    notice(event["Actor"]["Attributes"].get(POD_LABEL, ""))
+                    if event["Action"] == "die":
+                        notice(event["Actor"]["Attributes"].get(POD_LABEL, ""))
+                    elif not self.kills_single_process:
+                        self._kill_container(event["Actor"]["ID"])
 
         threading.Thread(target=read, daemon=True).start()
 
@@ -52,8 +61,11 @@ class Engine:
     def kill(self, sandbox: Sandbox) -> None:
         """Kill all containers of a Pod."""
         for identifier in sandbox.containers.values():
-            with suppress(APIError):
-                self.client.kill(identifier)
+            self._kill_container(identifier)
+
+    def _kill_container(self, identifier: str) -> None:
+        with suppress(APIError):
+            self.client.kill(identifier)
 
     def stop(self, sandbox: Sandbox, grace: int) -> None:
         """Stop all containers of a Pod at once, within a grace period in seconds."""

@@ -20,8 +20,10 @@ from django.utils import timezone
 from leases import leasing
 from leases.models import Lease
 from leases.stream_server.agent_link import AgentLink
+from sandboxes.agent import internal
 from sandboxes.agent.addresses import AgentLocation, GatewayDown, RoutedGateway
 from sandboxes.agent.client import AgentConnection, NotConnected
+from sandboxes.agent.internal import GatewayTrust
 from sandboxes.agent.runs import AgentResult
 from sandboxes.egress import gateway_tokens, public_listener
 from sandboxes.egress.agent_sessions import routes
@@ -349,6 +351,48 @@ def test_agent_that_stops_responding_loses_its_session(
         agent.send_signal(signal.SIGCONT)
         wait_until(lambda: AgentRoute.objects.get().address, "the agent is connected again")
         assert AgentRoute.objects.get().number == number + 1 and client.responds(timeout=5.0)
+
+
+@pytest.fixture
+def internal_files(tmp_path: Path, settings: Any) -> Iterator[TlsFiles]:
+    """Certificate of internal ports, by a name that is not their address. All processes require it."""
+    (directory := tmp_path / "internal").mkdir()
+    files = create_certificates(directory, "gateway.internal")
+    settings.GATEWAY_INTERNAL_AUTHORITY, settings.GATEWAY_INTERNAL_NAME = str(files.authority), "gateway.internal"
+    caches = agent_routes.build_gateway_trust, agent_routes.build_routed_gateway
+    for cache in caches:
+        cache.cache_clear()
+    yield files
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_internal_port_over_tls_serves_processes_and_other_gateways(
+    lease: Lease, loop: EventLoopThread, files: TlsFiles, internal_files: TlsFiles, port: int, start: Callable[..., Path]
+) -> None:
+    [other_port] = ports.find_free_ports()
+    with (
+        serving_gateway(loop, port, files, internal_files) as server,
+        serving_gateway(loop, other_port, files, internal_files) as other,
+    ):
+        start(lease)
+        client = connect(lease)
+        content = bytes(range(256)) * 4000
+        assert client.run(make_run("r1", "cat", stdin=content, cap=1 << 21)).stdout == content
+        with client.open(0.0) as connection:
+            assert isinstance(connection._socket, ssl.SSLSocket)
+        with client.open(0.0) as again:
+            assert again is connection  # an idle connection is used again
+        assert loop.run(AgentLink.open(other.agents, client.container)).boot == connection.boot
+
+        row, secret = AgentRoute.objects.get(), agent_routes.derive_gateway_secret()
+        location = AgentLocation(server.sessions.address, row.number)
+        strange = GatewayTrust(ssl.create_default_context(cafile=files.authority), "gateway.internal")
+        misnamed = GatewayTrust(ssl.create_default_context(cafile=internal_files.authority))  # 127.0.0.1
+        for trust in (strange, misnamed):
+            with pytest.raises(NotConnected):
+                AgentConnection(RoutedGateway(lambda _: location, secret, trust), client.container, wait=0.0)
+            assert loop.run(internal.connect(location.address, secret, client.container, row.number, trust)) is None
 
 
 def test_terminal_server_of_another_gateway_reaches_the_agent(

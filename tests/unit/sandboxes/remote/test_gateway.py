@@ -15,7 +15,7 @@ from uuid import uuid4
 import pytest
 from django.conf import settings
 
-from controlplane.checks import check_internal_address
+from controlplane.checks import check_internal_address, check_internal_tls
 from leases import execution, leasing, turns
 from leases.agent_runs import lifecycle
 from leases.agent_runs.clis.base import AgentOptions
@@ -209,6 +209,25 @@ def test_gateway_settings_reach_the_listener(settings: Any) -> None:
     assert read_gateway_listener() == GatewayListener("::1", 8443, "c.pem", "k.pem", "127.0.0.1", 0, "")
     settings.GATEWAY_INTERNAL_LISTEN, settings.GATEWAY_INTERNAL_ADDRESS = "0.0.0.0:8444", "10.0.3.7:8444"
     assert read_gateway_listener() == GatewayListener("::1", 8443, "c.pem", "k.pem", "0.0.0.0", 8444, "10.0.3.7:8444")
+    settings.GATEWAY_INTERNAL_CERTIFICATE, settings.GATEWAY_INTERNAL_CERTIFICATE_KEY = "ic.pem", "ik.pem"
+    found = read_gateway_listener()
+    assert found and (found.internal_certificate, found.internal_key) == ("ic.pem", "ik.pem")
+
+
+def test_internal_port_needs_tls_on_both_sides_or_a_private_network(settings: Any, tmp_path: Path) -> None:
+    settings.GATEWAY_LISTEN = "0.0.0.0:8443"
+    assert check_internal_tls(None) == []
+    settings.GATEWAY_INTERNAL_LISTEN = "0.0.0.0:8444"
+    assert [found.id for found in check_internal_tls(None)] == ["leasehold.W003"]
+    files = create_certificates(tmp_path, "gateway.internal")
+    settings.GATEWAY_INTERNAL_CERTIFICATE = str(files.certificate)
+    [found] = check_internal_tls(None)
+    assert (found.id, "INTERNAL_AUTHORITY is unset" in found.msg) == ("leasehold.E012", True)
+    settings.GATEWAY_INTERNAL_AUTHORITY = str(files.authority)
+    [found] = check_internal_tls(None)  # the key is in another file
+    assert (found.id, "cannot be used" in found.msg) == ("leasehold.E012", True)
+    settings.GATEWAY_INTERNAL_CERTIFICATE_KEY = str(files.key)
+    assert check_internal_tls(None) == []
 
 
 def count_vendor_execs(emulators: GetEmulator) -> int:

@@ -237,6 +237,15 @@ class SealReport:
 
 
 @dataclass(frozen=True)
+class SetupProblem:
+    """Problem of an engine's configuration that an operator has to solve. `solution` may have several lines."""
+
+    message: str
+    solution: str
+    prevents_starts: bool  # otherwise sandboxes start, and less works
+
+
+@dataclass(frozen=True)
 class ExecResult:
     """Result of a command. `exit_code` is 128 + n after signal n, so 137 for a command killed by the provider."""
 
@@ -384,6 +393,10 @@ class Provider(ABC):
     def last_engine_id(self) -> str:
         """Return the identity that the engine last stated, without a call if it is known. Raise Unavailable."""
         return self.engine_id()
+
+    def find_setup_problems(self) -> Sequence[SetupProblem]:
+        """Ask the engine, within seconds, whether it is configured for this provider. Raise ProviderError without an answer."""
+        return ()
 
     def check_seal(self) -> SealReport:
         """Try from within a sandbox to reach other destinations than the gateway. Takes up to minutes. Raise ProviderError."""

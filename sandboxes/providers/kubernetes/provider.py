@@ -38,11 +38,13 @@ from sandboxes.providers.base import (
     ResourceUsage,
     SandboxSpec,
     SealReport,
+    SetupProblem,
     Unavailable,
 )
 from sandboxes.providers.file_verbs import raise_for_exit_code
 from sandboxes.providers.kubernetes.agent_sandboxes import SandboxObjectClient
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration, ObjectKind, get_configuration
+from sandboxes.providers.kubernetes.permissions import find_problems
 from sandboxes.providers.kubernetes.pod_exec import run_in_pod
 from sandboxes.providers.kubernetes.pod_spec import MANAGED_LABELS, OWNER_LABEL
 from sandboxes.providers.kubernetes.pods import PodClient, to_sandbox
@@ -203,6 +205,9 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
 
     def ping(self) -> None:
         self.engine_id()
+
+    def find_setup_problems(self) -> Sequence[SetupProblem]:
+        return find_problems(self.pods.api, self.configuration)
 
     def check_seal(self) -> SealReport:
         return SealCheck(self.pods, str(settings.SANDBOX_IMAGE), str(settings.GATEWAY_URL)).run()

@@ -245,6 +245,31 @@ class SetupProblem:
     prevents_starts: bool  # otherwise sandboxes start, and less works
 
 
+class QuotaMeasure(StrEnum):
+    """Property of sandboxes by which they use up a quota."""
+
+    SANDBOXES = "sandboxes"  # their number
+    MEMORY_MIB = "memory_mib"
+    MILLICPUS = "millicpus"
+
+
+@dataclass(frozen=True)
+class EngineQuota:
+    """Limit of the engine on one resource of all sandboxes together.
+
+    The amounts are None if they cannot be compared with sandboxes: the texts of the engine are shown then."""
+
+    name: str  # of the object that sets the limit
+    resource: str  # as the engine calls it
+    hard: str
+    used: str  # empty: not counted yet
+    hard_amount: int | None = None
+    used_amount: int | None = None
+    unit: str = ""  # of the amounts: "Mi" or "m" as in quantities of Kubernetes, empty for a number
+    measure: QuotaMeasure = QuotaMeasure.SANDBOXES
+    amount_per_measure: float = 1.0  # that a sandbox uses for each one of the measure
+
+
 @dataclass(frozen=True)
 class ExecResult:
     """Result of a command. `exit_code` is 128 + n after signal n, so 137 for a command killed by the provider."""
@@ -358,6 +383,7 @@ class Provider(ABC):
     streams_output: bool = False  # `open_output` returns a reader, if the sandbox can be reached
     has_terminals: bool = False  # `start` accepts `terminal`, and `find_agent_id` returns an id, if the sandbox can be reached
     bridges_proxy: bool = False  # a port in the sandbox leads to the proxy of the policy's allow list
+    has_quotas: bool = False  # `read_quotas` returns the engine's limits
     can_list: bool = True  # otherwise `list` raises Unavailable with the cause NOT_SUPPORTED
     builds_images: bool = False  # `build_image` and the other methods of images work; otherwise they raise Rejected
     no_builds_reason: str = ""  # sentence for operators, without `builds_images`
@@ -393,6 +419,10 @@ class Provider(ABC):
     def last_engine_id(self) -> str:
         """Return the identity that the engine last stated, without a call if it is known. Raise Unavailable."""
         return self.engine_id()
+
+    def read_quotas(self) -> Sequence[EngineQuota]:
+        """Return the limits of the engine on all sandboxes together. Empty: there are none. Raise ProviderError."""
+        return ()
 
     def find_setup_problems(self) -> Sequence[SetupProblem]:
         """Ask the engine, within seconds, whether it is configured for this provider. Raise ProviderError without an answer."""

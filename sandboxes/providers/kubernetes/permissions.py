@@ -36,6 +36,7 @@ def list_rules(configuration: KubernetesConfiguration) -> list[Rule]:
         Rule("namespaces", ("get",), "identity of the cluster"),
         Rule("pods/log", ("get",), "the check of the seal"),
         Rule("events", ("list",), "the autoscaler's messages about Pods without a node", is_required=False),
+        Rule("resourcequotas", ("list",), "the quota in the console", is_required=False),
     ]
     if configuration.object_kind == ObjectKind.SANDBOX:
         rules.append(Rule(PLURAL, ("create", "get", "list", "delete"), "objects of agent-sandbox", GROUP))

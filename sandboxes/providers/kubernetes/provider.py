@@ -26,6 +26,7 @@ from sandboxes.providers.agent.processes import AgentProcessesProvider
 from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import (
     WORKSPACE,
+    EngineQuota,
     ExecResult,
     ExecState,
     FailureCause,
@@ -50,6 +51,7 @@ from sandboxes.providers.kubernetes.pod_spec import MANAGED_LABELS, OWNER_LABEL
 from sandboxes.providers.kubernetes.pods import PodClient, to_sandbox
 from sandboxes.providers.kubernetes.readiness import Readiness
 from sandboxes.providers.kubernetes.records import PodRecords, create_records
+from sandboxes.providers.kubernetes.resource_quotas import read_quotas
 from sandboxes.providers.kubernetes.seal import SealCheck
 from sandboxes.providers.launcher import PYTHON_COMMAND
 
@@ -173,6 +175,7 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
     proves_isolation = True
     agents_join = True
     announces_end = True
+    has_quotas = True
     enforces_limits = False  # no field of a Pod limits the number of processes, and an OOM may end the whole sandbox
     measures_usage = True
     streams_output = True
@@ -205,6 +208,9 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
 
     def ping(self) -> None:
         self.engine_id()
+
+    def read_quotas(self) -> Sequence[EngineQuota]:
+        return read_quotas(self.pods.api, self.configuration)
 
     def find_setup_problems(self) -> Sequence[SetupProblem]:
         return find_problems(self.pods.api, self.configuration)

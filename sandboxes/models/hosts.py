@@ -46,6 +46,11 @@ class Host(models.Model):
         help_text="Error of the last attempt. Empty: it read the values.",
     )
 
+    watched_until = models.DateTimeField(
+        null=True, blank=True, editable=False,
+        help_text="Until then one process watches for the ends of sandboxes: sandboxes.sweeps.end_watch.",
+    )  # fmt: skip
+
     # Circuit breaker of starts, see sandboxes.pool.start_breaker.
     start_failures = models.PositiveIntegerField(
         default=0, editable=False, help_text="Consecutive starts for which the provider was unavailable."

@@ -394,6 +394,7 @@ class Provider(ABC):
     pending_timeout: timedelta = timedelta(minutes=10)  # for which a sandbox may wait for room: CapacityPending
     proves_isolation: bool = False  # `isolated` is false until `check_seal` has shown it
     announces_end: bool = False  # `list` states `ends_at` before the engine ends a sandbox
+    watches_ends: bool = False  # `watch_ends` yields what `list` would state later
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
     suspend_keeps_processes: bool = True  # False: `suspend` ends all processes, and keeps the files alone
     has_auto_stop: bool = False  # the vendor stops an idle sandbox after VendorIntervals.auto_stop
@@ -435,6 +436,13 @@ class Provider(ABC):
     def total_memory_mib(self) -> int | None:
         """Return the memory of the machine that runs the sandboxes, in MiB; None if it is not known. Raise Unavailable."""
         return None
+
+    def watch_ends(self, *, timeout: timedelta) -> Generator[ProviderSandbox, None, None]:
+        """Yield, for the given time, each sandbox of any owner that the engine has begun to end, or that is gone: a remnant.
+
+        A hint: sandboxes may be missing, repeated or late, and a sandbox that is said to be gone has to be inspected. Raise
+        ProviderError if the engine did not respond."""
+        yield from ()
 
     @abstractmethod
     def create(self, spec: SandboxSpec) -> str:

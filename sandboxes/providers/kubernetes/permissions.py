@@ -32,6 +32,7 @@ def list_rules(configuration: KubernetesConfiguration) -> list[Rule]:
     """Return the rules that the provider uses with this configuration."""
     rules = [
         Rule("pods", ("create", "get", "list", "delete"), "sandboxes"),
+        Rule("pods", ("watch",), "reaction within a second when the cluster ends a Pod", is_required=False),
         Rule("secrets", ("create", "delete"), "tokens with which agents join the gateway"),
         Rule("namespaces", ("get",), "identity of the cluster"),
         Rule("pods/log", ("get",), "the check of the seal"),

@@ -40,6 +40,7 @@ REMOVAL_TIMEOUT_SECONDS = 45.0  # of one try; a Pod whose node does not respond 
 REMOVAL_GRACE_SECONDS = 2  # between the end of process 1's work and its kill, of a sandbox that is destroyed
 MAX_REMEMBERED = 4096
 MAX_SECRET_ATTEMPTS = 8
+NO_REASON_LEFT = endings.Ending(FailureCause.REMOVED, "its Pod is gone, and no reason is left")
 POLL_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -139,7 +140,7 @@ class PodClient:
         except Missing as error:
             if error.cause:
                 raise
-            gone = self._departures.get(name, endings.Ending(FailureCause.REMOVED, "its Pod is gone, and no reason is left"))
+            gone = self._departures.get(name) or self.records.find_ending(name) or NO_REASON_LEFT
             raise Missing(f"{name}: {gone.message}", cause=gone.cause) from error
         self._note_departure(name, pod)
         if ending := endings.describe_end(pod):

@@ -9,7 +9,6 @@ from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 
 from controlplane.checks import list_engine_problems
-from sandboxes import providers
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.kubernetes.configuration import ObjectKind
 from sandboxes.providers.kubernetes.permissions import Rule, find_problems, list_rules
@@ -45,16 +44,6 @@ def edit_role(cluster):
 
     yield edit
     edit(rules)
-
-
-@pytest.fixture
-def default_provider(cluster, settings, monkeypatch):
-    settings.SANDBOX_PROVIDER, settings.GATEWAY_URL = "kubernetes", "https://leasehold-gateway:8443"
-    settings.KUBERNETES = cluster.configuration
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    providers._create_provider.cache_clear()
-    yield
-    providers._create_provider.cache_clear()
 
 
 def test_role_of_the_deployment_permits_what_is_used_and_nothing_more(cluster):

@@ -3,7 +3,6 @@
 import pytest
 from django.utils import timezone
 
-from sandboxes import providers
 from sandboxes.hosts import engine_quotas
 from sandboxes.models import Host
 from sandboxes.sweeps.heartbeat import record_heartbeats
@@ -17,17 +16,6 @@ pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 
 
 @pytest.fixture
-def as_default(cluster, settings, monkeypatch):
-    """The cluster as the default provider's."""
-    settings.SANDBOX_PROVIDER, settings.GATEWAY_URL = "kubernetes", "https://leasehold-gateway:8443"
-    settings.KUBERNETES = cluster.configuration
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    providers._create_provider.cache_clear()
-    yield
-    providers._create_provider.cache_clear()
-
-
-@pytest.fixture
 def scoped(cluster):
     """A second quota, for some Pods only."""
     item = {"metadata": {"name": "scoped", "namespace": NAMESPACE}, "spec": {"hard": {"pods": "5"}, "scopes": ["BestEffort"]}}
@@ -37,7 +25,7 @@ def scoped(cluster):
 
 
 def test_worker_records_the_quota_and_keeps_it_while_the_api_server_does_not_respond(
-    cluster, provider, spec, as_default, scoped
+    cluster, provider, spec, default_provider, scoped
 ):
     cluster.emulator.cluster_faults.pods.append(PodFault("lhp-", NOT_STARTED))
     provider.create(spec)

@@ -20,13 +20,13 @@ RESTRICTED = {
 
 
 class Kubectl:
-    """kubectl of this machine, with a kubeconfig."""
+    """kubectl of this machine, with a kubeconfig. Without a namespace, that of the kubeconfig."""
 
-    def __init__(self, kubeconfig: Path) -> None:
+    def __init__(self, kubeconfig: Path, namespace: str = "") -> None:
         self.program = shutil.which("kubectl") or ""
         if not self.program:
             pytest.skip("kubectl is not installed")
-        self.command = [self.program, f"--kubeconfig={kubeconfig}"]
+        self.command = [self.program, f"--kubeconfig={kubeconfig}", *([f"--namespace={namespace}"] if namespace else [])]
 
     def run(self, *arguments: str, content: str | bytes = b"", check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command and return its result with decoded output. Fails with its message if it is checked."""

@@ -26,7 +26,7 @@ from sandboxes.pool import lifetimes
 from sandboxes.queue_threads import StillRunning, run_in_work_thread
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
-from sandboxes.sweeps import agent_restarts, installation, passes, seal_checks
+from sandboxes.sweeps import agent_restarts, end_watch, installation, passes, seal_checks
 from sandboxes.sweeps.heartbeat import record_heartbeats
 from sandboxes.webhooks import delivery
 
@@ -34,6 +34,7 @@ TASK_PREFIX = f"{__name__}."  # Schedule rows of other functions are left alone
 SCHEDULED_FUNCTION = f"{TASK_PREFIX}run"
 HEARTBEAT = "heartbeat"
 TASK_RETENTION = timedelta(days=30)  # of failed tasks
+END_WATCH_WAIT = timedelta(seconds=1)  # a pass of the watch occupies no worker of the queue
 MAX_LISTED_FAILURES = 20  # of one kind in one pass; the log has all
 
 
@@ -44,6 +45,7 @@ class ScheduledSweep:
     minutes: int
     purpose: str
     sweep: Callable[..., SweepResult]
+    task_wait: timedelta | None = None  # for which a task of the queue waits for the pass; None: the queue's default
 
     @property
     def interval(self) -> timedelta:
@@ -99,6 +101,7 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "idle":      ScheduledSweep(1,  "put idle sandboxes to sleep",                          passes.evict_idle),
     "suspend":   ScheduledSweep(1,  "suspend waiting sandboxes",                            passes.suspend_waiting),
     "lifetime":  ScheduledSweep(1,  "put sandboxes to sleep before their vendor ends them", lifetimes.end_lifetimes),
+    "watch":     ScheduledSweep(1,  "react at once if a cluster ends a sandbox",    end_watch.watch_ends, END_WATCH_WAIT),
     "intervals": ScheduledSweep(1,  "raise the vendors' intervals that leases outlive",     leases.raise_intervals),
     "restart":   ScheduledSweep(1,  "restart sandboxes whose agent does not respond",      agent_restarts.restart_unresponsive),
     "cold":      ScheduledSweep(5,  "destroy cold sandboxes past their TTL, old snapshots", leases.destroy_cold),
@@ -127,6 +130,7 @@ DESTRUCTIVE_SWEEPS = frozenset(
         "idle",
         "suspend",
         "lifetime",
+        "watch",
         "restart",
         "cold",
         "warm",
@@ -143,11 +147,13 @@ DESTRUCTIVE_SWEEPS = frozenset(
 HOST_SWEEPS = frozenset(
     {
         HEARTBEAT, "hosts", "seal",
-        "mark", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "intervals", "restart",
+        "mark", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "watch", "intervals",
+        "restart",
         "cold", "warm", "reconcile", "measure", "read", "prune", "collect", "budgets",
     }
 )  # fmt: skip
-SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # run by `manage.py sweep`
+# Run by `manage.py sweep`. A pass of the watch lasts until the next one, and makes other sweeps faster only.
+SWEEP_NAMES = [name for name in SCHEDULE if name not in (HEARTBEAT, "watch")]
 
 
 def run(name: str) -> str:
@@ -155,7 +161,7 @@ def run(name: str) -> str:
 
     A pass that takes longer than a task goes on in a thread of the worker, and the next pass may begin meanwhile."""
     try:
-        return run_in_work_thread(name, lambda: str(run_sweep(name, now=database_time.now())))
+        return run_in_work_thread(name, lambda: str(run_sweep(name, now=database_time.now())), wait=SCHEDULE[name].task_wait)
     except StillRunning as running:
         return str(running)
 

@@ -154,6 +154,8 @@ class Command(BaseCommand):
         self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
         if not provider.isolated:
             self.print_line(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")
+        for line in checks.list_engine_problems():
+            self.print_line(line)
 
     def _start(self, processes: Supervisor) -> None:
         """Fork all children, unless a signal has arrived."""

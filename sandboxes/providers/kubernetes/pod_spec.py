@@ -14,6 +14,7 @@ from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration
 OWNER_LABEL, NAME_LABEL, ROLE_LABEL = "leasehold.dev/owner", "leasehold.dev/name", "leasehold.dev/role"
 MANAGED_LABELS = {"app.kubernetes.io/managed-by": "leasehold"}
 SANDBOX_ROLE = "sandbox"
+ANY_OWNER = ",".join([*(f"{key}={value}" for key, value in MANAGED_LABELS.items()), OWNER_LABEL])  # selector
 # Node autoscalers do not remove a node for its low use while a sandbox is on it.
 AUTOSCALER_ANNOTATIONS = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",

@@ -71,6 +71,7 @@ def _build_home(path: Path, postgres: Postgres, plan: Plan) -> Home:
         ALLOWED_HOSTS="127.0.0.1",
         LEASEHOLD_ALLOW_UNISOLATED="1",
         LEASEHOLD_PROFILE="small",
+        SANDBOX_PROVIDER="memory",
         LEASEHOLD_WEB_THREADS="8",
         LEASEHOLD_QUEUE_WORKERS="1",
         LEASEHOLD_STORAGE_DIR=str(path.parent / "store"),

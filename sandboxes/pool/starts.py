@@ -67,7 +67,7 @@ def start_reserved(
     Raises SandboxNotReady if a step failed or made no progress, and SandboxLost if the stored state is gone; in both cases the
     sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the lease ended meanwhile.
 
-    Raises CapacityPending if the engine has no room yet: the row stays in `warming` with its place, and `resume_pending`
+    Raises CapacityPending if the engine has no room yet: the row stays in `warming` with its place, and `continue_pending`
     continues. Raises CapacityExhausted if the engine does not get any room."""
     clock = clock_from(now)
     provider = registry.get_sandbox_provider(sandbox)
@@ -164,12 +164,12 @@ def _build_pending_error(sandbox: Sandbox, pending: Pending) -> CapacityPending:
     return error
 
 
-def is_resumable(sandbox: Sandbox) -> bool:
+def is_pending(sandbox: Sandbox) -> bool:
     """Return whether the start of a sandbox is pending, and no process waits for it now."""
     return sandbox.state == WARMING and sandbox.pending_since is not None and sandbox.claim is None
 
 
-def resume_pending(
+def continue_pending(
     sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[str, bytes] | None = None
 ) -> Sandbox | None:
     """Wait again for a sandbox whose start is pending. Returns None if another process has claimed or moved the row.

@@ -34,7 +34,7 @@ chaos: install ## run the load with random kills for 20 minutes (root, Docker, P
 simulate: install ## search seeds of the simulation on all cores until Ctrl-C: make simulate ARGS="--seeds 1000 --seed 1"
 	@$(py) -m tests.simulation --seeds 0 --seed $$(date +%s) --jobs $$(nproc) $(ARGS)
 
-remote-suites: install ## run the crash, race and simulation suites on a vendor's emulator (root): make remote-suites PROVIDER=daytona SEEDS=20
+remote-suites: install ## run the crash, race and simulation suites on an emulator (root): make remote-suites PROVIDER=kubernetes SEEDS=5
 	@.ci/remote-suites $(PROVIDER) $(SEEDS)
 
 lint: install ## run ruff, mypy and the import contracts

@@ -7,7 +7,7 @@ from django.contrib.auth.admin import GroupAdmin as DjangoGroupAdmin
 from django.contrib.auth.admin import UserAdmin as DjangoUserAdmin
 from django.contrib.auth.models import Group, User
 from django.http import HttpRequest
-from django_q.admin import FailAdmin, QueueAdmin, TaskAdmin
+from django_q.admin import FailAdmin, QueueAdmin
 from django_q.admin import ScheduleAdmin as QScheduleAdmin
 from django_q.models import Failure, OrmQ, Schedule, Success
 from unfold.admin import ModelAdmin
@@ -47,12 +47,8 @@ class ReadOnlyQueueAdmin(ModelAdmin):
 
 @admin.register(Schedule)
 class ScheduleAdmin(ReadOnlyQueueAdmin, QScheduleAdmin):
-    pass
-
-
-@admin.register(Success)
-class SuccessAdmin(ReadOnlyQueueAdmin, TaskAdmin):
-    pass
+    # Without the last task: successful ones are not kept. The pages of sweeps have the result of the last pass.
+    list_display = tuple(name for name in QScheduleAdmin.list_display if name not in ("get_last_run", "get_success"))
 
 
 @admin.register(Failure)

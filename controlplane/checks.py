@@ -13,14 +13,17 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.urls import get_resolver
 
+from sandboxes import providers
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.providers import load_class
+from sandboxes.providers.base import ProviderError, SetupProblem
 from sandboxes.providers.kubernetes import configuration as kubernetes
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 from sandboxes.providers.remote.configuration import find_missing_variable, get_configuration
 from sandboxes.state import mounts
 
 CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
+ENGINE = "engine"  # tag of the check that asks the engine: check --deploy
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 LOOPBACK_HOSTS = ("127.", "localhost:", "[::1]")
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL
@@ -150,6 +153,34 @@ def check_shared_state(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -
         Error(f"{problem}, and this process runs in a cluster: its Pods share no directory.", hint=hint, id="leasehold.E011")
         for problem, hint in problems
     ]
+
+
+@register(ENGINE, deploy=True)
+def check_engine(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Ask the engine of the default provider whether it is configured. Not part of the other checks, which make no calls.
+
+    The checks of the configuration have already reported a provider that cannot be used."""
+    name = settings.SANDBOX_PROVIDER
+    try:
+        problems = providers.get_provider(name).find_setup_problems() if name in PROVIDERS else []
+    except ImproperlyConfigured:
+        return []
+    except ProviderError as error:
+        hint = "Check its address and credentials, and repeat: manage.py check --deploy --tag engine."
+        return [Warning(f"The engine of the {name} provider was not checked: {error}", hint=hint, id="leasehold.W003")]
+    return [_describe_problem(problem) for problem in problems]
+
+
+def _describe_problem(problem: SetupProblem) -> CheckMessage:
+    hint = f"Add to the Role, see docs/kubernetes.md:\n{problem.solution}"
+    if problem.prevents_starts:
+        return Error(problem.message, hint=hint, id="leasehold.E012")
+    return Warning(problem.message, hint=hint, id="leasehold.W004")
+
+
+def list_engine_problems() -> list[str]:
+    """Return the lines to print at the start of a process about the engine. They prevent no start: the API works without it."""
+    return [line for message in check_engine(None) for line in str(message).splitlines()]
 
 
 @register(CONFIGURATION)

@@ -73,6 +73,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "idle": {"put sandbox to sleep": lambda now: passes.find_idle(now=now)[:MAX_LISTED]},
     "suspend": {"suspend sandbox": lambda now: suspension.find_due(now=now)[:MAX_LISTED]},
     "lifetime": {"put sandbox to sleep": lambda now: lifetimes.find_ending(now=now)[:MAX_LISTED]},
+    "watch": {},
     "intervals": {"raise intervals of sandbox": lambda now: intervals.find_short(now=now)[:MAX_LISTED]},
     "restart": {"restart sandbox": lambda now: agent_restarts.find_unresponsive()},
     "cold": {

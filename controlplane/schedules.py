@@ -7,7 +7,7 @@ from itertools import product
 
 from django.conf import settings
 from django.db import transaction
-from django_q.models import OrmQ, Schedule
+from django_q.models import OrmQ, Schedule, Task
 from django_q.tasks import async_task
 
 from billing import costs, derivation, metering
@@ -26,13 +26,15 @@ from sandboxes.pool import lifetimes
 from sandboxes.queue_threads import StillRunning, run_in_work_thread
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
-from sandboxes.sweeps import agent_restarts, installation, passes, seal_checks
+from sandboxes.sweeps import agent_restarts, end_watch, installation, passes, seal_checks
 from sandboxes.sweeps.heartbeat import record_heartbeats
 from sandboxes.webhooks import delivery
 
 TASK_PREFIX = f"{__name__}."  # Schedule rows of other functions are left alone
 SCHEDULED_FUNCTION = f"{TASK_PREFIX}run"
 HEARTBEAT = "heartbeat"
+TASK_RETENTION = timedelta(days=30)  # of failed tasks
+END_WATCH_WAIT = timedelta(seconds=1)  # a pass of the watch occupies no worker of the queue
 MAX_LISTED_FAILURES = 20  # of one kind in one pass; the log has all
 
 
@@ -43,6 +45,7 @@ class ScheduledSweep:
     minutes: int
     purpose: str
     sweep: Callable[..., SweepResult]
+    task_wait: timedelta | None = None  # for which a task of the queue waits for the pass; None: the queue's default
 
     @property
     def interval(self) -> timedelta:
@@ -52,6 +55,13 @@ class ScheduledSweep:
 def do_nothing(*, now: datetime) -> SweepResult:
     """Do nothing. The recorded run is the heartbeat: it proves that the queue executes scheduled tasks."""
     return SweepResult()
+
+
+def prune(*, now: datetime) -> SweepResult:
+    """Delete unreferenced objects and expired records, among them the failed tasks of the queue."""
+    result = leases.prune(now=now)
+    result.note("old tasks of the queue removed", Task.objects.filter(stopped__lt=now - TASK_RETENTION).delete()[0])
+    return result
 
 
 def reconcile(*, now: datetime) -> SweepResult:
@@ -91,6 +101,7 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "idle":      ScheduledSweep(1,  "put idle sandboxes to sleep",                          passes.evict_idle),
     "suspend":   ScheduledSweep(1,  "suspend waiting sandboxes",                            passes.suspend_waiting),
     "lifetime":  ScheduledSweep(1,  "put sandboxes to sleep before their vendor ends them", lifetimes.end_lifetimes),
+    "watch":     ScheduledSweep(1,  "react at once if a cluster ends a sandbox",    end_watch.watch_ends, END_WATCH_WAIT),
     "intervals": ScheduledSweep(1,  "raise the vendors' intervals that leases outlive",     leases.raise_intervals),
     "restart":   ScheduledSweep(1,  "restart sandboxes whose agent does not respond",      agent_restarts.restart_unresponsive),
     "cold":      ScheduledSweep(5,  "destroy cold sandboxes past their TTL, old snapshots", leases.destroy_cold),
@@ -100,7 +111,7 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "measure":   ScheduledSweep(10, "measure workspaces, warn leases over their limit",     leases.measure_workspaces),
     "weigh":     ScheduledSweep(60, "measure the size of mounted /data",                    pruning.measure_mounted),
     "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          passes.record_readings),
-    "prune":     ScheduledSweep(60, "delete unreferenced objects and expired records",      leases.prune),
+    "prune":     ScheduledSweep(60, "delete unreferenced objects and expired records",      prune),
     "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                collection.collect_call_logs),
     "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),
     "budgets":   ScheduledSweep(1,  "total budget spending, end leases over budget",        budget_enforcement.enforce_budgets),
@@ -119,6 +130,7 @@ DESTRUCTIVE_SWEEPS = frozenset(
         "idle",
         "suspend",
         "lifetime",
+        "watch",
         "restart",
         "cold",
         "warm",
@@ -135,11 +147,13 @@ DESTRUCTIVE_SWEEPS = frozenset(
 HOST_SWEEPS = frozenset(
     {
         HEARTBEAT, "hosts", "seal",
-        "mark", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "intervals", "restart",
+        "mark", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "watch", "intervals",
+        "restart",
         "cold", "warm", "reconcile", "measure", "read", "prune", "collect", "budgets",
     }
 )  # fmt: skip
-SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # run by `manage.py sweep`
+# Run by `manage.py sweep`. A pass of the watch lasts until the next one, and makes other sweeps faster only.
+SWEEP_NAMES = [name for name in SCHEDULE if name not in (HEARTBEAT, "watch")]
 
 
 def run(name: str) -> str:
@@ -147,7 +161,7 @@ def run(name: str) -> str:
 
     A pass that takes longer than a task goes on in a thread of the worker, and the next pass may begin meanwhile."""
     try:
-        return run_in_work_thread(name, lambda: str(run_sweep(name, now=database_time.now())))
+        return run_in_work_thread(name, lambda: str(run_sweep(name, now=database_time.now())), wait=SCHEDULE[name].task_wait)
     except StillRunning as running:
         return str(running)
 

@@ -532,6 +532,8 @@ STATICFILES_DIRS = [BASE_DIR / "templates" / "static"]
 # are therefore replaced only above a memory limit, not after a number of tasks.
 # A task is delivered at least once. retry > timeout x (queue_limit / workers + 1), because the retry time counts from the
 # fetch of a task, not from its start. catch_up off: after an outage each schedule runs once, not once per missed interval.
+# save_limit -1: successful tasks are not kept. To prune them, django-q2 would load and lock all of them after each task, and
+# the workers of all hosts would wait for each other.
 Q_CLUSTER = {
     "name": "leasehold",
     "orm": "default",
@@ -544,7 +546,7 @@ Q_CLUSTER = {
     "catch_up": False,
     "recycle": 0,
     "max_rss": 1 << 20,  # KiB
-    "save_limit": 100,
+    "save_limit": -1,
     "poll": 0.5,
     "label": "Queue",
 }

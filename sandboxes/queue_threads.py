@@ -79,14 +79,14 @@ class WorkThreads:
         self._threads: list[WorkThread[Any]] = []
         self._lock = threading.Lock()  # several tasks call `run` at the same time, each in a thread of the queue
 
-    def run(self, name: str, work: Callable[[], T]) -> T:
+    def run(self, name: str, work: Callable[[], T], *, wait: timedelta | None = None) -> T:
         """Call `work` in a thread and return its result, or raise its exception.
 
-        Raises StillRunning if the call has not ended after TASK_WAIT. Also raises StillRunning, without calling `work`, if
-        MAX_THREADS_PER_NAME calls of this name are running already."""
+        Raises StillRunning if the call has not ended after `wait`, by default TASK_WAIT. Also raises StillRunning, without
+        calling `work`, if MAX_THREADS_PER_NAME calls of this name are running already."""
         with self._lock:
             thread = self._start(name, work)
-        if not thread.ended.wait(self.wait.total_seconds()):
+        if not thread.ended.wait((self.wait if wait is None else wait).total_seconds()):
             raise StillRunning("still running in the background")
         return thread.get_result()
 
@@ -122,6 +122,6 @@ def is_worker_thread() -> bool:
     return getattr(_current_thread, "is_worker", False)
 
 
-def run_in_work_thread(name: str, work: Callable[[], T]) -> T:
+def run_in_work_thread(name: str, work: Callable[[], T], *, wait: timedelta | None = None) -> T:
     """Call `work` through WorkThreads.run if the calling thread executes tasks of the queue, else directly."""
-    return THREADS.run(name, work) if is_worker_thread() else work()
+    return THREADS.run(name, work, wait=wait) if is_worker_thread() else work()

@@ -16,7 +16,7 @@ from sandboxes.hosts import registry
 from sandboxes.models import Sweep
 
 log = structlog.get_logger(__name__)
-UPDATE_INTERVAL_SECONDS = 2.0
+UPDATE_INTERVAL_SECONDS = 10.0  # of a heartbeat each minute
 
 
 def get_path() -> Path:

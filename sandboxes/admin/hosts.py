@@ -23,6 +23,7 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.admin.engine_quotas import build_quota_fields, build_quota_panels
 from sandboxes.formatting import pluralize
 from sandboxes.hosts import registry
 from sandboxes.models import Host, SandboxState
@@ -108,7 +109,9 @@ class HostAdmin(ConsoleModelAdmin):
             "lost": "its places are released; it starts no sandboxes until it is cleaned up",
         }
         self.annotate_rows([row])
+        quotas = build_quota_panels([row] if has_quotas(row) else [], now)
         return {
+            "engine_quotas": quotas,
             "facts": [
                 SummaryField("State", render_state(row, now), note=notes.get(state, ""), alarm=state != "live"),
                 SummaryField(
@@ -124,6 +127,7 @@ class HostAdmin(ConsoleModelAdmin):
                 ),
                 build_starts_field(row, now),
                 *build_seal_fields(row),
+                *build_quota_fields(quotas),
                 SummaryField("Memory", self.memory(row), note="of the engine's machine"),
                 SummaryField("Provider", row.provider, note=f"engine {row.engine_id}"),
                 SummaryField("Version", self.release(row), note="of the worker"),
@@ -131,6 +135,11 @@ class HostAdmin(ConsoleModelAdmin):
             ],
             "audit": list_audit_entries(row, MAX_AUDIT_ROWS),
         }
+
+
+def has_quotas(row: Host) -> bool:
+    entry = PROVIDERS.get(row.provider)
+    return entry is not None and entry.has_quotas
 
 
 def render_state(row: Host, now: datetime) -> SafeString:

@@ -32,9 +32,10 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.limits import LIMIT_LABELS
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.admin.engine_quotas import QuotaPanel, build_quota_fields, build_quota_panels
 from sandboxes.admin.quotas import build_add_quota_url, build_quota_row
 from sandboxes.formatting import pluralize
-from sandboxes.hosts import capacity
+from sandboxes.hosts import capacity, engine_quotas
 from sandboxes.models import Host, Pool, SandboxState
 from sandboxes.pool import allocation
 from sandboxes.pool_stats import PoolStats
@@ -263,8 +264,11 @@ class PoolAdmin(ConsoleModelAdmin):
         stats = next(each for each in pool_stats.collect_pool_stats(now=now) if each.pk == row.pk)
         may_view = request.user.has_perm("sandboxes.view_quota")
         quotas = list(row.quotas.order_by("-used", "agent_did")[: MAX_PANEL_ROWS + 1]) if may_view else []
+        hosts = engine_quotas.find_hosts(row.provider or providers.get_default_provider_name())
+        panels = build_quota_panels(hosts, now)
         return {
-            "facts": build_pool_fields(row, stats, now),
+            "facts": build_pool_fields(row, stats, now, panels),
+            "engine_quotas": panels,
             "usage": build_pool_usage(stats, now),
             "warm_error": decode_output(row.warm_error.encode()),
             "audit": list_audit_entries(row, MAX_PANEL_ROWS),
@@ -278,7 +282,7 @@ class PoolAdmin(ConsoleModelAdmin):
         }
 
 
-def build_pool_fields(row: Pool, stats: PoolStats, now: datetime) -> list[SummaryField]:
+def build_pool_fields(row: Pool, stats: PoolStats, now: datetime, quotas: Sequence[QuotaPanel]) -> list[SummaryField]:
     """Build the summary of a pool. Each number of sandboxes links to those sandboxes."""
     live = row.sandboxes.exclude(state=SandboxState.DESTROYED)
     problems = {name: Count("pk", filter=tabs.SANDBOX_TABS[name].get_filter(now)) for name in PROBLEM_TAB_LABELS}
@@ -298,6 +302,7 @@ def build_pool_fields(row: Pool, stats: PoolStats, now: datetime) -> list[Summar
             "Capacity",
             *describe_capacity(row),
         ),
+        *build_quota_fields(quotas),
         SummaryField(
             "Unclaimed",
             f"{counts['unclaimed']:,}",

@@ -9,8 +9,11 @@ from sandboxes.agent import addresses
 from sandboxes.agent.runs import AgentClient
 from sandboxes.hosts.bound_provider import compute_host_id
 from sandboxes.models import Host, Sandbox
+from sandboxes.providers.base import FailureCause
+from sandboxes.providers.kubernetes.endings import Ending
 
 PROVIDER_NAME = "kubernetes"
+MAX_MESSAGE_CHARACTERS = 500
 _REF_PATTERN = re.compile(r"leasehold-([0-9a-f]{32})-[0-9]+")  # Sandbox.name
 
 
@@ -24,7 +27,16 @@ class PodRows:
         return _find_rows(ref).values_list("pod_uid", flat=True).first() or ""
 
     def store_uid(self, ref: str, uid: str) -> None:
-        _find_rows(ref).update(pod_uid=uid)
+        _find_rows(ref).update(pod_uid=uid, pod_end_cause="", pod_end_message="")
+
+    def find_ending(self, ref: str) -> Ending | None:
+        found = _find_rows(ref).exclude(pod_end_cause="").values_list("pod_end_cause", "pod_end_message").first()
+        return Ending(FailureCause(found[0]), found[1]) if found else None
+
+    def store_ending(self, ref: str, uid: str, ending: Ending) -> None:
+        message = ending.message[:MAX_MESSAGE_CHARACTERS]
+        rows = _find_rows(ref).filter(pod_uid=uid).exclude(pod_end_cause=ending.cause, pod_end_message=message)
+        rows.update(pod_end_cause=ending.cause, pod_end_message=message)
 
     def is_sealed(self, engine_id: str) -> bool:
         return Host.objects.filter(pk=compute_host_id(PROVIDER_NAME, engine_id), sealed=True).exists()

@@ -36,6 +36,21 @@ class Host(models.Model):
     seal_checked_at = models.DateTimeField(null=True, blank=True, editable=False)
     seal_report = models.TextField(blank=True, default="", editable=False, help_text="Destinations tried, with the outcomes.")
 
+    # Limits of the engine on all sandboxes, as last read: sandboxes.hosts.engine_quotas.
+    quotas = models.JSONField(default=list, blank=True, editable=False)
+    quotas_read_at = models.DateTimeField(null=True, blank=True, editable=False)
+    quotas_error = models.TextField(
+        blank=True,
+        default="",
+        editable=False,
+        help_text="Error of the last attempt. Empty: it read the values.",
+    )
+
+    watched_until = models.DateTimeField(
+        null=True, blank=True, editable=False,
+        help_text="Until then one process watches for the ends of sandboxes: sandboxes.sweeps.end_watch.",
+    )  # fmt: skip
+
     # Circuit breaker of starts, see sandboxes.pool.start_breaker.
     start_failures = models.PositiveIntegerField(
         default=0, editable=False, help_text="Consecutive starts for which the provider was unavailable."

@@ -78,6 +78,11 @@ class Sandbox(models.Model):
         max_length=64, blank=True, default="", editable=False,
         help_text="Identity of the current incarnation's Pod: another Pod of the same name is not this sandbox.",
     )  # fmt: skip
+    pod_end_cause = models.CharField(
+        max_length=32, blank=True, default="", editable=False,
+        help_text="FailureCause of this Pod's end, as a watch has seen it. Empty: not known.",
+    )  # fmt: skip
+    pod_end_message = models.TextField(blank=True, default="", editable=False)
     pending_since = models.DateTimeField(
         null=True,
         blank=True,

@@ -40,9 +40,9 @@ from sandboxes.pool.admission_queue import Position
 from sandboxes.pool.placement import MOVE_REASONS, START_ERRORS, Placement, PoolSearch, Skip, find_skip_reason
 from sandboxes.pool.starts import (
     MAX_EVICTION_ATTEMPTS,
-    is_resumable,
+    continue_pending,
+    is_pending,
     require_start_allowed,
-    resume_pending,
     start_reserved,
     wake,
 )
@@ -155,8 +155,8 @@ def _start_or_wake(
         _attach_pool(sandbox, request.pool)
     if sandbox and sandbox.state != COLD:
         registry.require_local(sandbox)
-        if is_resumable(sandbox):
-            return resume_pending(sandbox, now=clock(), actor=actor, files=request.files)
+        if is_pending(sandbox):
+            return continue_pending(sandbox, now=clock(), actor=actor, files=request.files)
         if sandbox.state not in ALIVE_STATES or suspension.is_in_transition(sandbox, now=clock()):
             return None
         if lifetimes.is_ending(sandbox, now=clock()) and lifetimes.put_to_sleep(sandbox, now=clock(), actor=actor):

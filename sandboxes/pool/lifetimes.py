@@ -18,7 +18,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import RUNNING, SUSPENDED, WAITING, WARM
 from sandboxes.models import ALIVE_STATES, Run, Sandbox, TransitionReason
-from sandboxes.providers.base import Missing, ProviderError
+from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
@@ -38,14 +38,31 @@ def note_announced_ends(result: SweepResult, *, now: datetime) -> None:
         except (ProviderError, ImproperlyConfigured) as failed:
             result.failures.append(f"{name}: {failed}")
             continue
-        for entry in listed:
-            if entry.ends_at is None or entry.is_remnant:
-                continue
-            alive = Sandbox.objects.filter(registry.filter_local(), provider=name, ref=entry.ref, state__in=ALIVE_STATES)
-            later = Q(lifetime_ends_at__isnull=True) | Q(lifetime_ends_at__gt=entry.ends_at)
-            if alive.filter(later).update(lifetime_ends_at=entry.ends_at):
-                log.warning("sandbox ends soon", ref=entry.ref, ends_at=entry.ends_at.isoformat(), reason=entry.end_reason)
-                result.note("ends announced")
+        result.note("ends announced", sum(_note_announced_end(name, entry) for entry in listed))
+
+
+def _note_announced_end(provider_name: str, entry: ProviderSandbox) -> bool:
+    """Record the announced end of a sandbox. Return whether it was not known."""
+    if entry.ends_at is None or entry.is_remnant:
+        return False
+    alive = Sandbox.objects.filter(registry.filter_local(), provider=provider_name, ref=entry.ref, state__in=ALIVE_STATES)
+    later = Q(lifetime_ends_at__isnull=True) | Q(lifetime_ends_at__gt=entry.ends_at)
+    if not alive.filter(later).update(lifetime_ends_at=entry.ends_at):
+        return False
+    log.warning("sandbox ends soon", ref=entry.ref, ends_at=entry.ends_at.isoformat(), reason=entry.end_reason)
+    return True
+
+
+def end_announced(provider_name: str, entry: ProviderSandbox, *, now: datetime) -> str:
+    """Record the announced end of one sandbox, and put it to sleep. Return the outcome, "" if it is not alive.
+
+    Raise ProviderError."""
+    _note_announced_end(provider_name, entry)
+    sandbox = find_ending(now=now).filter(provider=provider_name, ref=entry.ref).first()
+    try:
+        return _end_lifetime(sandbox, now=now) if sandbox else ""
+    except Missing:
+        return "gone"  # reconcile handles missing sandboxes
 
 
 def is_ending(sandbox: Sandbox, *, now: datetime) -> bool:

@@ -67,7 +67,7 @@ def start_reserved(
     Raises SandboxNotReady if a step failed or made no progress, and SandboxLost if the stored state is gone; in both cases the
     sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the lease ended meanwhile.
 
-    Raises CapacityPending if the engine has no room yet: the row stays in `warming` with its place, and `resume_pending`
+    Raises CapacityPending if the engine has no room yet: the row stays in `warming` with its place, and `continue_pending`
     continues. Raises CapacityExhausted if the engine does not get any room."""
     clock = clock_from(now)
     provider = registry.get_sandbox_provider(sandbox)
@@ -83,6 +83,8 @@ def start_reserved(
                 provider.create(replace(_build_complete_spec(sandbox, provider, now=clock()), intervals=limits.intervals))
                 checkpoint("created", sandbox)
                 claim.note_progress()
+                if provider.agents_join:
+                    claim.keep()  # a row that was destroyed before the create has no valid token: its agent would never join
             provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
             start_breaker.note_success(host)
             if provider.needs_gateway and settings.GATEWAY_URL:
@@ -162,12 +164,12 @@ def _build_pending_error(sandbox: Sandbox, pending: Pending) -> CapacityPending:
     return error
 
 
-def is_resumable(sandbox: Sandbox) -> bool:
+def is_pending(sandbox: Sandbox) -> bool:
     """Return whether the start of a sandbox is pending, and no process waits for it now."""
     return sandbox.state == WARMING and sandbox.pending_since is not None and sandbox.claim is None
 
 
-def resume_pending(
+def continue_pending(
     sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[str, bytes] | None = None
 ) -> Sandbox | None:
     """Wait again for a sandbox whose start is pending. Returns None if another process has claimed or moved the row.

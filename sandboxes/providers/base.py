@@ -237,6 +237,40 @@ class SealReport:
 
 
 @dataclass(frozen=True)
+class SetupProblem:
+    """Problem of an engine's configuration that an operator has to solve. `solution` may have several lines."""
+
+    message: str
+    solution: str
+    prevents_starts: bool  # otherwise sandboxes start, and less works
+
+
+class QuotaMeasure(StrEnum):
+    """Property of sandboxes by which they use up a quota."""
+
+    SANDBOXES = "sandboxes"  # their number
+    MEMORY_MIB = "memory_mib"
+    MILLICPUS = "millicpus"
+
+
+@dataclass(frozen=True)
+class EngineQuota:
+    """Limit of the engine on one resource of all sandboxes together.
+
+    The amounts are None if they cannot be compared with sandboxes: the texts of the engine are shown then."""
+
+    name: str  # of the object that sets the limit
+    resource: str  # as the engine calls it
+    hard: str
+    used: str  # empty: not counted yet
+    hard_amount: int | None = None
+    used_amount: int | None = None
+    unit: str = ""  # of the amounts: "Mi" or "m" as in quantities of Kubernetes, empty for a number
+    measure: QuotaMeasure = QuotaMeasure.SANDBOXES
+    amount_per_measure: float = 1.0  # that a sandbox uses for each one of the measure
+
+
+@dataclass(frozen=True)
 class ExecResult:
     """Result of a command. `exit_code` is 128 + n after signal n, so 137 for a command killed by the provider."""
 
@@ -350,6 +384,7 @@ class Provider(ABC):
     streams_output: bool = False  # `open_output` returns a reader, if the sandbox can be reached
     has_terminals: bool = False  # `start` accepts `terminal`, and `find_agent_id` returns an id, if the sandbox can be reached
     bridges_proxy: bool = False  # a port in the sandbox leads to the proxy of the policy's allow list
+    has_quotas: bool = False  # `read_quotas` returns the engine's limits
     can_list: bool = True  # otherwise `list` raises Unavailable with the cause NOT_SUPPORTED
     builds_images: bool = False  # `build_image` and the other methods of images work; otherwise they raise Rejected
     no_builds_reason: str = ""  # sentence for operators, without `builds_images`
@@ -360,6 +395,7 @@ class Provider(ABC):
     pending_timeout: timedelta = timedelta(minutes=10)  # for which a sandbox may wait for room: CapacityPending
     proves_isolation: bool = False  # `isolated` is false until `check_seal` has shown it
     announces_end: bool = False  # `list` states `ends_at` before the engine ends a sandbox
+    watches_ends: bool = False  # `watch_ends` yields what `list` would state later
     can_suspend: bool  # `suspend` and `resume` are supported; otherwise `suspend` raises Rejected and `resume` does nothing
     suspend_keeps_processes: bool = True  # False: `suspend` ends all processes, and keeps the files alone
     has_auto_stop: bool = False  # the vendor stops an idle sandbox after VendorIntervals.auto_stop
@@ -386,6 +422,14 @@ class Provider(ABC):
         """Return the identity that the engine last stated, without a call if it is known. Raise Unavailable."""
         return self.engine_id()
 
+    def read_quotas(self) -> Sequence[EngineQuota]:
+        """Return the limits of the engine on all sandboxes together. Empty: there are none. Raise ProviderError."""
+        return ()
+
+    def find_setup_problems(self) -> Sequence[SetupProblem]:
+        """Ask the engine, within seconds, whether it is configured for this provider. Raise ProviderError without an answer."""
+        return ()
+
     def check_seal(self) -> SealReport:
         """Try from within a sandbox to reach other destinations than the gateway. Takes up to minutes. Raise ProviderError."""
         raise Rejected(f"The {self.name} provider has no such check.")
@@ -393,6 +437,13 @@ class Provider(ABC):
     def total_memory_mib(self) -> int | None:
         """Return the memory of the machine that runs the sandboxes, in MiB; None if it is not known. Raise Unavailable."""
         return None
+
+    def watch_ends(self, *, timeout: timedelta) -> Generator[ProviderSandbox, None, None]:
+        """Yield, for the given time, each sandbox of any owner that the engine has begun to end, or that is gone: a remnant.
+
+        A hint: sandboxes may be missing, repeated or late, and a sandbox that is said to be gone has to be inspected. Raise
+        ProviderError if the engine did not respond."""
+        yield from ()
 
     @abstractmethod
     def create(self, spec: SandboxSpec) -> str:

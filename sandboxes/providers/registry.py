@@ -16,6 +16,7 @@ class ProviderEntry:
     for_production: bool = True
     extra: str = ""
     proves_isolation: bool = False  # as the attribute of the class
+    has_quotas: bool = False  # as the attribute of the class
 
     @property
     def install_command(self) -> str:
@@ -25,7 +26,11 @@ class ProviderEntry:
 PROVIDERS: Mapping[str, ProviderEntry] = {
     "docker": ProviderEntry("sandboxes.providers.docker.provider", "DockerProvider"),
     "kubernetes": ProviderEntry(
-        "sandboxes.providers.kubernetes.provider", "KubernetesProvider", extra="kubernetes", proves_isolation=True
+        "sandboxes.providers.kubernetes.provider",
+        "KubernetesProvider",
+        extra="kubernetes",
+        proves_isolation=True,
+        has_quotas=True,
     ),
     "cloudflare": ProviderEntry("sandboxes.providers.cloudflare.provider", "CloudflareProvider"),
     "daytona": ProviderEntry("sandboxes.providers.daytona.provider", "DaytonaProvider", extra="daytona"),

@@ -1,5 +1,6 @@
 """Heartbeat sweep: record of reachable hosts, assignment of sandboxes to them, and clean-up of returned hosts."""
 
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -8,7 +9,7 @@ import structlog
 from django.core.exceptions import ImproperlyConfigured
 
 from sandboxes import providers
-from sandboxes.hosts import registry
+from sandboxes.hosts import engine_quotas, registry
 from sandboxes.lifecycle import COLD, DESTROYED
 from sandboxes.models import Host, Pool, Sandbox
 from sandboxes.providers.base import Missing, Provider, ProviderError
@@ -21,7 +22,7 @@ log = structlog.get_logger(__name__)
 def record_heartbeats(*, now: datetime) -> SweepResult:
     """Sweep: record each engine that this process reaches as alive.
 
-    1. Ask the engine for its identity and its memory, and update the row of its host.
+    1. Ask the engine for its identity, its memory and its limits, and update the row of its host.
     2. Assign sandboxes of earlier versions, whose rows have no host.
     3. Clean up a host that was declared lost and has returned."""
     result = SweepResult()
@@ -30,9 +31,11 @@ def record_heartbeats(*, now: datetime) -> SweepResult:
             host = _record(providers.get_provider(name), now=now)
         except ProviderError as failed:
             result.failures.append(f"{name}: {failed}")
+            _note_silence(name, str(failed))
             continue
         except ImproperlyConfigured:  # provider of a pool whose sandboxes are on other hosts
             continue
+        engine_quotas.record_quotas(providers.get_provider(name), host, now=now)
         result.note("hosts seen")
         result.note("sandboxes assigned", _assign_sandboxes(host))
         if host.lost_at:
@@ -50,6 +53,13 @@ def _record(provider: Provider, *, now: datetime) -> Host:
         heartbeat_at=now, queue=registry.get_queue_name(), version=get_version(), memory_mib=provider.total_memory_mib()
     )
     return host
+
+
+def _note_silence(provider_name: str, error: str) -> None:
+    """Record at the host, if this process knows it, that its engine does not respond: limits on its page are the last ones."""
+    with suppress(ProviderError):
+        if host := Host.objects.filter(pk=registry.get_local_host_id(provider_name)).exclude(quotas_read_at=None).first():
+            engine_quotas.record_failure(host, error)
 
 
 def get_version() -> str:

@@ -155,7 +155,7 @@ def warm_pools(*, now: datetime) -> SweepResult:
         is_unheld = Q(state=WARM, holder__isnull=True)
         destroyed = destruction.schedule_destroy(pk, now=now, code=TransitionReason.SURPLUS, actor="sweep", guard=is_unheld)
         result.note("surplus destroyed", destroyed)
-    _resume_pending(result, now=clock())
+    _continue_pending(result, now=clock())
     for pool in Pool.objects.filter(warm_target__gt=0, draining=False):
         while clock() <= now + PASS_TIME_LIMIT:
             if pool.warm_paused_until and pool.warm_paused_until > clock():
@@ -177,14 +177,14 @@ def warm_pools(*, now: datetime) -> SweepResult:
     return result
 
 
-def _resume_pending(result: SweepResult, *, now: datetime, limit: int = 50) -> None:
+def _continue_pending(result: SweepResult, *, now: datetime, limit: int = 50) -> None:
     """Wait again for pre-warmed sandboxes for which their engine had no room. No request asks for them."""
     clock, rows = clock_from(now), Sandbox.objects.filter(registry.filter_local(), state=WARMING, holder__isnull=True)
     for sandbox in rows.filter(pending_since__isnull=False, claim__isnull=True, deadline_at__gt=now)[:limit]:
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            result.note("warmed up" if starts.resume_pending(sandbox, now=clock(), actor="sweep") else "lost race")
+            result.note("warmed up" if starts.continue_pending(sandbox, now=clock(), actor="sweep") else "lost race")
         except CapacityPending:
             result.note("pending")
         except (SandboxError, ProviderError, ImproperlyConfigured) as failed:

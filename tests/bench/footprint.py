@@ -14,16 +14,16 @@ from pathlib import Path
 
 from django.db import connections
 from django.utils import timezone
-from django_q.models import Success
 
 from leases import api_keys
+from sandboxes.models import Sweep
 from tests.bench.measure import list_process_tree
 from tests.bench.server import REPO_DIR, ApiClient
 from tests.support.servers.ports import find_free_ports
 from tests.support.waiting import wait_until
 
 REQUEST_COUNT = int(os.environ.get("BENCH_CALLS", "200"))
-TASK_COUNT = 10
+SWEEP_COUNT = 10
 START_TIMEOUT_SECONDS = 120.0
 DID = "did:web:bench.invalid"
 SIZES = ("Pss", "Rss")
@@ -38,8 +38,8 @@ def measure_profile(profile: str) -> None:
     os.environ["LEASEHOLD_PROFILE"] = profile
     with run_whole_control_plane() as (up, port, ready_seconds):
         _send_requests(port)
-        tasks = Success.objects.count() + TASK_COUNT
-        wait_until(lambda: Success.objects.count() >= tasks, f"{TASK_COUNT} tasks succeed", within=START_TIMEOUT_SECONDS)
+        passes = Sweep.objects.filter(succeeded_at__gt=timezone.now())
+        wait_until(lambda: passes.count() >= SWEEP_COUNT, f"{SWEEP_COUNT} sweeps succeed", within=START_TIMEOUT_SECONDS)
         connections.close_all()
         rows = [(pid, describe_process(pid), read_sizes(pid)) for pid in sorted(list_process_tree(up.pid))]
     print(f"\nProfile {profile}\n{'pid':>8} {'PSS MiB':>8} {'RSS MiB':>8}  process")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from django.utils.module_loading import import_string
-from django_q.models import OrmQ, Schedule
+from django_q.models import Failure, OrmQ, Schedule
 
 from billing import budgets
 from billing.admin import overshoot
@@ -101,6 +101,14 @@ def test_enqueue_all_sweeps_queues_one_pass_of_each() -> None:
     assert [(task["func"], task["args"]) for task in tasks] == [
         ("controlplane.schedules.run", (name,)) for name in schedules.SCHEDULE
     ]
+
+
+def test_prune_deletes_old_failed_tasks(memory) -> None:
+    for age in (timedelta(days=29), timedelta(days=31)):
+        stopped = NOW - age
+        Failure.objects.create(id=str(age.days), name="idle", func="f", started=stopped, stopped=stopped, success=False)
+    schedules.run_sweep("prune", now=NOW)
+    assert [task.id for task in Failure.objects.all()] == ["29"]
 
 
 def test_the_documented_overshoot_bound_uses_these_intervals() -> None:

@@ -1,5 +1,6 @@
 """Leases on Kubernetes: start, command, drain of the node, wake and loss, on the emulator, with the agent over TLS."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from sandboxes import providers
 from sandboxes.errors import NotIsolated
 from sandboxes.models import Host, Pool, Sandbox
 from sandboxes.pool.lifetimes import end_lifetimes
-from sandboxes.sweeps import reconciliation, seal_checks
+from sandboxes.sweeps import end_watch, reconciliation, seal_checks
 from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.emulators.kubernetes.api.resources import PODS, SECRETS
 from tests.emulators.kubernetes.emulator import GATEWAY
@@ -49,7 +50,7 @@ def pool(db):
     return Pool.objects.create(name="pods", provider="kubernetes", image=DOCKER_IMAGE, capacity=10, memory_mib=128)
 
 
-def test_lease_on_kubernetes_survives_a_drain_and_ends_as_lost_with_the_reason(cluster, grant, settings):
+def test_lease_on_kubernetes_survives_a_drain_and_ends_as_lost_with_the_reason(cluster, grant, settings, monkeypatch):
     now = timezone.now()  # as the cluster
     lease = grant(now=now)
     settings.ALLOW_UNISOLATED = settings.DEBUG = False
@@ -69,8 +70,13 @@ def test_lease_on_kubernetes_survives_a_drain_and_ends_as_lost_with_the_reason(c
     assert (cluster.find(PODS, sandbox.ref), cluster.find(SECRETS, sandbox.ref)) == (None, None)
     assert read(lease, now=now + 2 * MINUTE) == "kept"
 
+    cluster.emulator.disruptions.drain(NAMESPACE)
+    monkeypatch.setattr(end_watch, "WATCH_TIME", timedelta(seconds=1))
+    assert end_watch.watch_ends(now=now + 2 * MINUTE).counts == {"put to sleep": 1}
+    assert read(lease, now=now + 3 * MINUTE) == "kept"
+
     sandbox.refresh_from_db()
-    assert sandbox.incarnation == 2
+    assert sandbox.incarnation == 3
     write(lease, "unsaved", now=now + 3 * MINUTE)
     cluster.emulator.disruptions.evict_for_storage(NAMESPACE, sandbox.ref, "workspace", "4Gi")
     reconciliation.reconcile(now=now + 4 * MINUTE, grace=MINUTE)

@@ -1,7 +1,5 @@
 """Base of the emulators of vendors with an HTTP API: a server with routes."""
 
-import base64
-import hashlib
 import json
 import re
 import socket
@@ -12,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from email.parser import BytesParser
 from email.policy import HTTP
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -21,8 +19,7 @@ from wsproto.connection import Connection, ConnectionType
 from wsproto.events import CloseConnection, Ping, TextMessage
 
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Emulator, Fault
-
-WEBSOCKET_GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
+from tests.emulators.http_handler import EmulatorHandler
 
 
 @dataclass
@@ -183,21 +180,21 @@ class WebSocket:
         self._socket.sendall(self._protocol.send(CloseConnection(1000)))
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(EmulatorHandler):
     server: VendorEmulator
-    disable_nagle_algorithm = True
 
-    def _serve(self) -> None:
+    def respond(self) -> None:
         parts = urlsplit(self.path)
         query = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
-        body = self._read_body()
+        body = self.read_body()
         response, cut = self.server.handle(Request(self.command, unquote(parts.path), query, self.headers, body))
         if cut is not None:
             self.close_connection = True
             return
         if response.websocket is not None:
-            self._upgrade(response.websocket)
+            self.upgrade_to_websocket()
+            with suppress(OSError):
+                response.websocket(WebSocket(self.connection))
             return
         self.send_response(response.status)
         self.send_header("Content-Type", response.content_type)
@@ -211,36 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         try:
-            response.stream(self._send_chunk)
+            response.stream(self.send_chunk)
             self.wfile.write(b"0\r\n\r\n")
         except ConnectionError:
             self.close_connection = True
-
-    def _upgrade(self, serve: Callable[[WebSocket], None]) -> None:
-        accept = base64.b64encode(hashlib.sha1(f"{self.headers['Sec-WebSocket-Key']}{WEBSOCKET_GUID}".encode()).digest())
-        self.send_response(101)
-        for name, value in (("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Accept", accept.decode())):
-            self.send_header(name, value)
-        self.end_headers()
-        self.close_connection = True
-        with suppress(OSError):
-            serve(WebSocket(self.connection))
-
-    def _send_chunk(self, chunk: bytes) -> None:
-        if chunk:
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
-
-    def _read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            chunks = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                chunks.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(chunks)
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _serve
-
-    def log_message(self, format: str, *args: object) -> None:
-        return

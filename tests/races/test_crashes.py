@@ -136,7 +136,10 @@ def test_command_of_an_abandoned_run_is_killed_before_its_sandbox_is_waiting(gra
     assert (closed.outcome, sandbox.state, memory.calls[-1]) == ("lost", "waiting", ("kill", sandbox.ref))
 
 
-def test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing(grant, pool, memory, at_checkpoint) -> None:
+def test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing(
+    grant, pool, memory, at_checkpoint, monkeypatch
+) -> None:
+    monkeypatch.setattr(memory, "agents_join", True)  # its token is not valid any more: a wait would last for minutes
     lease: Lease = grant()
 
     def release_and_sweep() -> None:
@@ -148,6 +151,7 @@ def test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing(grant, 
         run(lease)
     assert_converged(pool, memory)
     assert memory.list(str(pool.owner)) == []
+    assert not [ref for verb, ref in memory.calls if verb == "wait_ready"]
 
 
 def test_orphan_is_destroyed_only_after_its_grace_period(pool: Pool, memory: MemoryProvider) -> None:

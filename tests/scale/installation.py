@@ -67,7 +67,11 @@ def _build_home(path: Path, postgres: Postgres, plan: Plan) -> Home:
     return Home(
         path,
         DATABASE_URL=postgres.url,
+        DEBUG="0",  # in debug mode each statement is formatted for the log
+        ALLOWED_HOSTS="127.0.0.1",
+        LEASEHOLD_ALLOW_UNISOLATED="1",
         LEASEHOLD_PROFILE="small",
+        SANDBOX_PROVIDER="memory",
         LEASEHOLD_WEB_THREADS="8",
         LEASEHOLD_QUEUE_WORKERS="1",
         LEASEHOLD_STORAGE_DIR=str(path.parent / "store"),

@@ -9,6 +9,7 @@ class Plan:
 
     hosts: int
     sandboxes: int
+    started: int
     minutes: float
     idle_minutes: float
     renew_every: float  # seconds

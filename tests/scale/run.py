@@ -63,15 +63,17 @@ def _run_phases(plan: Plan, installation: Installation) -> Iterator[Phase]:
     )
     yield run_phase(
         "starts",
-        lambda phase: clients.for_each(leases, lambda lease: clients.execute(phase.get_outcomes("start and exec"), lease)),
+        lambda phase: clients.for_each(
+            leases[: plan.started], lambda lease: clients.execute(phase.get_outcomes("start and exec"), lease)
+        ),
     )
     yield run_phase("life cycles", lambda phase: _run_cycles(plan, clients, leases, phase))
     yield run_phase("idle, with cold sandboxes", lambda phase: time.sleep(60 * plan.idle_minutes))
 
 
 def _run_cycles(plan: Plan, clients: Clients, leases: list[Lease], phase: Phase) -> None:
-    """Execute a command in each sandbox every `exec_every` seconds, and renew all leases every `renew_every` seconds."""
-    stop = threading.Event()
+    """Execute a command in each started sandbox every `exec_every` seconds. Renew all leases every `renew_every` seconds."""
+    stop, started = threading.Event(), leases[: plan.started]
 
     def renew() -> None:
         while not stop.wait(plan.renew_every):
@@ -79,12 +81,12 @@ def _run_cycles(plan: Plan, clients: Clients, leases: list[Lease], phase: Phase)
 
     renewer = threading.Thread(target=renew)
     renewer.start()
-    began, interval = time.monotonic(), plan.exec_every / len(leases)
+    began, interval = time.monotonic(), plan.exec_every / len(started)
     count = int(60 * plan.minutes / interval)
 
     def execute(number: int) -> None:
         time.sleep(max(began + number * interval - time.monotonic(), 0))
-        clients.execute(phase.get_outcomes("wake and exec"), leases[number % len(leases)])
+        clients.execute(phase.get_outcomes("wake and exec"), started[number % len(started)])
 
     try:
         clients.for_each(range(count), execute)  # type: ignore[arg-type]

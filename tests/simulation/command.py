@@ -11,6 +11,7 @@ from itertools import islice
 
 from tests.simulation.history import Report, run_history
 from tests.simulation.mutants import MUTANTS, run_mutant
+from tests.simulation.world import close_providers
 from tests.support.suites import TEST_PROVIDER
 
 PROGRESS_INTERVAL_SECONDS = 30.0
@@ -31,7 +32,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.mutant:
         return run_mutant(options.mutant, seed=options.seed, seeds=options.seeds, jobs=options.jobs, length=options.length)
-    return search(options)
+    try:
+        return search(options)
+    finally:
+        close_providers()
 
 
 def search(options: argparse.Namespace) -> int:

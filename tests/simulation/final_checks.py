@@ -46,6 +46,7 @@ def check_nothing_leaks(world: "World") -> None:
     existing = Sandbox.objects.exclude(state__in=("cold", "destroyed")).filter(lost_at__isnull=True)
     rows = {sandbox.name for sandbox in existing}
     listed = {name for host in world.hosts for name in host.provider._sandboxes}
+    listed |= {name for host in world.hosts_in_service for name in host.provider.list_witnessed()}
     # The sweep `reconcile` does not believe an engine that lists nothing, and reports that as a failure.
     empty = [compute_host_id(TEST_PROVIDER, host.name) for host in world.hosts if not host.provider._sandboxes]
     for name in sorted(listed - rows):

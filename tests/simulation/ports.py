@@ -99,6 +99,10 @@ class Works:
     def last_engine_id(self) -> str:
         return self.host.name
 
+    def list_witnessed(self) -> set[str]:
+        """Return the names of sandboxes that a client other than the product's lists. Optional."""
+        return set()
+
     def _end_sandbox(self, ref: str) -> None:
         if ref in self._sandboxes and ref in self.existence.since:
             self.existence.ranges[ref] = (self.existence.since.pop(ref), self.world.scheduler.time)

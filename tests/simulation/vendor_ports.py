@@ -8,7 +8,7 @@ far as the vendor's client and the processes of the sandboxes are."""
 import atexit
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from django.conf import settings
 
 from sandboxes.providers.base import ProviderSandbox, SandboxSpec
-from sandboxes.providers.memory import ProgramCall, ProgramResult
+from sandboxes.providers.memory import Entry, ProgramCall, ProgramResult
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Emulator, Fault
 from tests.emulators.registry import serve
 from tests.simulation.ports import PROGRAM, Work, Works
 from tests.support.remote import configure
 from tests.support.suites import TEST_PROVIDER
-from tests.support.suites.programs import DiskFiles
+from tests.support.suites.programs import open_disk
 from tests.support.suites.provider import ANY_REQUEST, UNLIMITED, SuiteProvider, connect, find_subject
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class VendorSandbox:
     """Sandbox that exists at the vendor."""
 
     spec: SandboxSpec
-    files: DiskFiles
+    files: MutableMapping[str, Entry]
     suspended: bool
 
 
@@ -84,19 +84,20 @@ def run_aside(act: Callable[[], Any]) -> Any:
 class SimulatedVendor(Works, SuiteProvider):
     """Mixin of the vendor's provider of one host."""
 
-    def __init__(self) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self._reset_works()
-        super().__init__()
+        super().__init__(*arguments)
         self.programs[PROGRAM] = self._work
 
     @property
     def _sandboxes(self) -> dict[str, VendorSandbox]:
-        machines = {name: self.find_machine(name) for name in self.created}
-        return {
-            name: VendorSandbox(self.created[name], DiskFiles(machine), not machine.is_running)
-            for name, machine in machines.items()
-            if machine
-        }
+        found = {name: self.find_existing(name) for name in self.created}
+        return {name: sandbox for name, sandbox in found.items() if sandbox}
+
+    def find_existing(self, name: str) -> VendorSandbox | None:
+        """Return a sandbox of this history that exists at the vendor."""
+        machine = self.find_machine(name)
+        return VendorSandbox(self.created[name], open_disk(machine), not machine.is_running) if machine else None
 
     def engine_id(self) -> str:
         self.world.point("provider engine_id")
@@ -152,7 +153,7 @@ class SimulatedVendor(Works, SuiteProvider):
         """Record since when or until when a sandbox exists. No virtual time passes in a call of the vendor."""
         if ref not in self.created:
             return
-        exists = self.find_machine(ref) is not None
+        exists = self.find_existing(ref) is not None
         if exists and ref not in self.existence.since:
             self.existence.since[ref] = self.world.scheduler.time
         elif not exists and ref in self.existence.since:

@@ -32,12 +32,24 @@ from tests.support.suites import TEST_PROVIDER
 
 
 def create_provider(world: "World", host: "Host", number: int) -> Any:
-    """Return the provider of a host: the memory provider, or a vendor's with an account of this host."""
+    """Return the provider of a host: the memory provider, or another one with an account or a cluster of this host."""
     if TEST_PROVIDER == "memory":
         return SimulatedProvider(world, host)
+    if TEST_PROVIDER == "kubernetes":
+        from tests.simulation.cluster_ports import connect_cluster
+
+        return connect_cluster(world, host, number)
     from tests.simulation.vendor_ports import connect_account
 
     return connect_account(world, host, number)
+
+
+def close_providers() -> None:
+    """End what the providers of all histories have started in this process."""
+    if TEST_PROVIDER == "kubernetes":
+        from tests.simulation.cluster_ports import CLUSTERS
+
+        CLUSTERS.close()
 
 
 def outside_vendor(virtual: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 from kubernetes import client, config
 
+from tests.conftest import skip_or_fail
 from tests.emulators.kubernetes.emulator import KubernetesEmulator
 
 TIMEOUT_SECONDS = 60
@@ -20,13 +20,13 @@ RESTRICTED = {
 
 
 class Kubectl:
-    """kubectl of this machine, with a kubeconfig."""
+    """kubectl of this machine, with a kubeconfig. Without a namespace, that of the kubeconfig."""
 
-    def __init__(self, kubeconfig: Path) -> None:
+    def __init__(self, kubeconfig: Path, namespace: str = "") -> None:
         self.program = shutil.which("kubectl") or ""
         if not self.program:
-            pytest.skip("kubectl is not installed")
-        self.command = [self.program, f"--kubeconfig={kubeconfig}"]
+            skip_or_fail("kubectl is not installed")
+        self.command = [self.program, f"--kubeconfig={kubeconfig}", *([f"--namespace={namespace}"] if namespace else [])]
 
     def run(self, *arguments: str, content: str | bytes = b"", check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command and return its result with decoded output. Fails with its message if it is checked."""

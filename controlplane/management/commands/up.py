@@ -85,8 +85,8 @@ class Command(BaseCommand):
         if health.find_unapplied_migrations():
             raise CommandError("Migrations are not applied: run manage.py migrate.")
         provider = providers.get_provider(providers.get_default_provider_name())
-        if provider.name == "memory":
-            raise CommandError("SANDBOX_PROVIDER=memory works in one process only, and manage.py up starts several.")
+        if provider.name == "memory" and settings.PROFILE != "small":
+            raise CommandError("SANDBOX_PROVIDER=memory works in one process only: LEASEHOLD_PROFILE=small.")
         with supervisor.hold_lock_file(settings.STATE_DIR / "up.json") as lock:
             self._clean_up_previous_instance(lock.note.get("instance", ""))
             require_free_port(host, port)
@@ -154,6 +154,8 @@ class Command(BaseCommand):
         self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
         if not provider.isolated:
             self.print_line(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")
+        for line in checks.list_engine_problems():
+            self.print_line(line)
 
     def _start(self, processes: Supervisor) -> None:
         """Fork all children, unless a signal has arrived."""

@@ -7,8 +7,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
+from math import ceil
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -22,8 +23,11 @@ from sandboxes.providers.kubernetes.configuration import SERVICE_HOST_VARIABLE
 from sandboxes.providers.kubernetes.errors import Expired, build_error
 
 CALL_TIMEOUT_SECONDS = 30.0  # of one request
+CONNECT_TIMEOUT_SECONDS = 10.0  # of a watch, and allowance for its end
+MAX_CHUNK_BYTES, MAX_EVENT_BYTES = 64 << 10, 8 << 20  # of a watch; an object has at most about 1.5 MiB
 PAGE_SIZE = 500
 MAX_LIST_ATTEMPTS = 3
+TRANSPORT_ERRORS = (urllib3.exceptions.HTTPError, client.ApiException, ConfigException, OSError)
 MAX_CREATES_PER_SECOND = 10.0  # more would meet limits of the API server that apply to all clients of the account
 
 
@@ -111,11 +115,32 @@ class ApiClient:
                 method, self.build_url(path, query), headers, body, _request_timeout=timeout.total_seconds()
             )
             content, status = response.read() or b"", response.status
-        except (urllib3.exceptions.HTTPError, client.ApiException, ConfigException, OSError) as error:
+        except TRANSPORT_ERRORS as error:
             raise _build_transport_error(path, error) from error
         if status >= 400:
             raise build_error(status, content, path, response.headers)
         return bytes(content)
+
+    def watch(self, path: str, query: Mapping[str, str], *, timeout: timedelta) -> Generator[dict[str, Any], None, None]:
+        """Yield the events of a watch until the API server ends it after `timeout`. Raise ProviderError.
+
+        The connection counts as broken if nothing was received for longer than that. Close the iterator to end the watch."""
+        seconds = timeout.total_seconds()
+        parameters = {**query, "watch": "true", "timeoutSeconds": str(max(ceil(seconds), 1))}
+        headers = {"Accept": "application/json"}
+        try:
+            self.authorize(headers)
+            limits = (CONNECT_TIMEOUT_SECONDS, seconds + CONNECT_TIMEOUT_SECONDS)
+            url = self.build_url(path, parameters)
+            response = self._client.call_api("GET", url, headers, _request_timeout=limits).response
+            try:
+                if response.status >= 400:
+                    raise build_error(response.status, response.data or b"", path, response.headers)
+                yield from _iter_events(response, path)
+            finally:
+                response.close()
+        except TRANSPORT_ERRORS as error:
+            raise _build_transport_error(path, error) from error
 
     def build_url(self, path: str, query: Mapping[str, str] | None = None) -> str:
         return self.configuration.host.rstrip("/") + path + (f"?{urlencode(query)}" if query else "")
@@ -126,27 +151,53 @@ class ApiClient:
 
     def list_items(self, path: str, *, selector: str = "", query: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """List all objects with a label selector. Raise Unavailable rather than return a partial list."""
+        return self.list_with_version(path, selector=selector, query=query)[0]
+
+    def list_with_version(
+        self, path: str, *, selector: str = "", query: Mapping[str, str] | None = None
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Like `list_items`, and also return the resource version from which a watch misses nothing."""
         fixed = {"limit": str(PAGE_SIZE), **({"labelSelector": selector} if selector else {}), **(query or {})}
         for _ in range(MAX_LIST_ATTEMPTS):
             try:
-                return [item for page in self._iter_pages(path, fixed) for item in page]
+                items: list[dict[str, Any]] = []
+                version = ""
+                for page in self._iter_pages(path, fixed):
+                    items += page.get("items") or []
+                    version = version or str((page.get("metadata") or {}).get("resourceVersion") or "")
+                return items, version
             except Expired as error:
                 expired = error
         raise Unavailable(f"{path}: the list changed too often: {expired}", cause=FailureCause.ENGINE_ERROR)
 
-    def _iter_pages(self, path: str, query: Mapping[str, str]) -> Iterator[list[dict[str, Any]]]:
+    def _iter_pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         continuation = ""
         while True:
             page = self.call("GET", path, query={**query, **({"continue": continuation} if continuation else {})})
-            items = page.get("items")
-            if items is None:
-                items = []
-            if not isinstance(items, list):
+            if not isinstance(page.get("items") or [], list):
                 raise Unavailable(f"{path}: the answer is not a list.", cause=FailureCause.ENGINE_ERROR)
-            yield items
+            yield page
             continuation = (page.get("metadata") or {}).get("continue") or ""
             if not continuation:
                 return
+
+
+def _iter_events(response: Any, path: str) -> Iterator[dict[str, Any]]:
+    """Parse the lines of a watch as they arrive."""
+    buffer = b""
+    for chunk in response.stream(MAX_CHUNK_BYTES, decode_content=True):
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        if len(buffer) > MAX_EVENT_BYTES:
+            raise Unavailable(f"{path}: an event is too large.", cause=FailureCause.ENGINE_ERROR)
+        for line in filter(None, lines):
+            try:
+                event = json.loads(line)
+                is_event = isinstance(event["object"], dict)
+            except (ValueError, KeyError, TypeError):
+                is_event = False
+            if not is_event:
+                raise Unavailable(f"{path}: an event cannot be read.", cause=FailureCause.ENGINE_ERROR)
+            yield event
 
 
 def build_path(namespace: str, kind: str, name: str = "", *, group: str = "api/v1") -> str:

@@ -14,6 +14,7 @@ from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration
 OWNER_LABEL, NAME_LABEL, ROLE_LABEL = "leasehold.dev/owner", "leasehold.dev/name", "leasehold.dev/role"
 MANAGED_LABELS = {"app.kubernetes.io/managed-by": "leasehold"}
 SANDBOX_ROLE = "sandbox"
+ANY_OWNER = ",".join([*(f"{key}={value}" for key, value in MANAGED_LABELS.items()), OWNER_LABEL])  # selector
 # Node autoscalers do not remove a node for its low use while a sandbox is on it.
 AUTOSCALER_ANNOTATIONS = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
@@ -138,8 +139,12 @@ def _build_annotations(labels: Mapping[str, str]) -> dict[str, str]:
     return {f"leasehold.dev/{key}": value for key, value in base.truncate_labels(labels.items()).items() if value}
 
 
-def build_secret(spec: SandboxSpec, access: GatewayAccess, configuration: KubernetesConfiguration) -> dict[str, Any]:
-    """Build the Secret with which the agent of a sandbox joins the gateway. It has the name of the Pod."""
+def build_secret(
+    spec: SandboxSpec, access: GatewayAccess, configuration: KubernetesConfiguration, *, uid: str
+) -> dict[str, Any]:
+    """Build the Secret with which the agent of a sandbox joins the gateway. It has the name of the Pod, and `uid` is the Pod's.
+
+    The cluster deletes an object whose owner is gone."""
     content = {"url": access.url, "token": access.token, "ca": access.certificate_authority}
     return {
         "apiVersion": "v1",
@@ -148,6 +153,7 @@ def build_secret(spec: SandboxSpec, access: GatewayAccess, configuration: Kubern
             "name": spec.name,
             "namespace": configuration.namespace,
             "labels": {**MANAGED_LABELS, OWNER_LABEL: spec.owner},
+            "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": spec.name, "uid": uid}],
         },
         "type": "Opaque",
         "stringData": {GATEWAY_FILE: json.dumps(content)},

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from sandboxes.providers.base import (
@@ -34,14 +33,15 @@ from sandboxes.providers.kubernetes.pod_spec import (
     build_pod,
     build_secret,
 )
+from sandboxes.providers.kubernetes.quantities import MEBI, MILLI, parse_quantity
 from sandboxes.providers.kubernetes.records import PodRecords
 
 REMOVAL_TIMEOUT_SECONDS = 45.0  # of one try; a Pod whose node does not respond stays until an operator acts
 REMOVAL_GRACE_SECONDS = 2  # between the end of process 1's work and its kill, of a sandbox that is destroyed
 MAX_REMEMBERED = 4096
 MAX_SECRET_ATTEMPTS = 8
+NO_REASON_LEFT = endings.Ending(FailureCause.REMOVED, "its Pod is gone, and no reason is left")
 POLL_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
-SUFFIX_POWERS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 class PodClient:
@@ -67,12 +67,12 @@ class PodClient:
     # Creation
 
     def create(self, spec: SandboxSpec) -> None:
-        """Create Secret and Pod. An existing Pod of the same owner that is not being deleted is success.
+        """Create Pod and Secret. An existing Pod of the same owner that is not being deleted is success.
 
-        Raise Rejected if the name belongs to another owner, Unavailable while an earlier Pod of this name is being deleted."""
+        The Secret belongs to the Pod, so that the cluster deletes both together, also if someone else deletes the Pod. The node
+        waits for the Secret. Raise Rejected if the name belongs to another owner, Unavailable while an earlier Pod of this name
+        is being deleted."""
         gateway = resolve_gateway(self.configuration, spec.gateway.url) if spec.gateway else ("", "")
-        if spec.gateway:
-            self._create_secret(spec)
         self.api.creates.take()
         try:
             uid = self._post(spec, gateway)
@@ -80,8 +80,9 @@ class PodClient:
             uid = self._find_created(spec, error)
         except Missing as error:
             raise Rejected(f"The namespace {self.configuration.namespace} does not exist: {error}") from error
-        if uid:
-            self.records.store_uid(spec.name, uid)
+        self.records.store_uid(spec.name, uid)
+        if spec.gateway:
+            self._create_secret(spec, uid)
 
     def _post(self, spec: SandboxSpec, gateway: tuple[str, str]) -> str:
         """Create the object of the sandbox. Return the uid of its Pod."""
@@ -99,10 +100,10 @@ class PodClient:
             raise Unavailable(f"An earlier Pod {spec.name} is still being deleted.", cause=FailureCause.ENGINE_ERROR) from error
         return str(pod["metadata"]["uid"])
 
-    def _create_secret(self, spec: SandboxSpec) -> None:
-        """Create the Secret, or replace that of an earlier attempt: its token is not valid any more."""
+    def _create_secret(self, spec: SandboxSpec, uid: str) -> None:
+        """Create the Secret of a Pod, or replace that of an earlier attempt: its token is not valid any more."""
         assert spec.gateway
-        body = build_secret(spec, spec.gateway, self.configuration)
+        body = build_secret(spec, spec.gateway, self.configuration, uid=uid)
         for _ in range(MAX_SECRET_ATTEMPTS):
             try:
                 self.api.call("POST", self.path("secrets"), body)
@@ -111,8 +112,6 @@ class PodClient:
                 error = conflict
             except Missing as missing:
                 raise Rejected(f"The namespace {self.configuration.namespace} does not exist: {missing}") from missing
-            with suppress(Missing):  # the attempt ended before it had created the Pod
-                require_owner(self.read(spec.name), spec)
             self._delete_secret(spec.name)
         raise error  # concurrent calls replace it all the time
 
@@ -140,7 +139,7 @@ class PodClient:
         except Missing as error:
             if error.cause:
                 raise
-            gone = self._departures.get(name, endings.Ending(FailureCause.REMOVED, "its Pod is gone, and no reason is left"))
+            gone = self._departures.get(name) or self.records.find_ending(name) or NO_REASON_LEFT
             raise Missing(f"{name}: {gone.message}", cause=gone.cause) from error
         self._note_departure(name, pod)
         if ending := endings.describe_end(pod):
@@ -256,8 +255,8 @@ def to_sandbox(pod: Mapping[str, Any]) -> ProviderSandbox:
         end_reason=endings.describe_departure(pod).message if ends_at else "",
         is_remnant=status.get("phase") in endings.ENDED_PHASES,
         owner=(metadata.get("labels") or {}).get(OWNER_LABEL, ""),
-        memory_mib=_to_number(limits.get("memory", ""), 1 << 20),
-        millicpus=_to_number(limits.get("cpu", ""), Decimal("0.001")),
+        memory_mib=parse_quantity(limits.get("memory", ""), MEBI),
+        millicpus=parse_quantity(limits.get("cpu", ""), MILLI),
     )
 
 
@@ -280,18 +279,3 @@ def _find_limits(pod: Mapping[str, Any]) -> Mapping[str, str]:
     found: Mapping[str, Any] = next((each for each in containers if each.get("name") == CONTAINER), {})
     limits: Mapping[str, str] = (found.get("resources") or {}).get("limits") or {}
     return limits
-
-
-def _to_number(quantity: str, unit: int | Decimal) -> int | None:
-    """Return a quantity such as 512Mi or 250m in whole units. None if it is not a quantity."""
-    number, factor = quantity, Decimal(1)
-    if quantity.endswith("m"):
-        number, factor = quantity[:-1], Decimal("0.001")
-    for suffix, power in SUFFIX_POWERS.items():
-        if quantity.endswith(suffix):
-            number, factor = quantity.removesuffix(suffix), Decimal(power)
-            break
-    try:
-        return int(Decimal(number) * factor / unit)
-    except InvalidOperation:
-        return None

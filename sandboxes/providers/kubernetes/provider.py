@@ -7,7 +7,7 @@ everything that was not stored. Its volumes are directories of its node."""
 import time
 import uuid
 from abc import ABC
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import BinaryIO
@@ -26,6 +26,7 @@ from sandboxes.providers.agent.processes import AgentProcessesProvider
 from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import (
     WORKSPACE,
+    EngineQuota,
     ExecResult,
     ExecState,
     FailureCause,
@@ -38,16 +39,20 @@ from sandboxes.providers.base import (
     ResourceUsage,
     SandboxSpec,
     SealReport,
+    SetupProblem,
     Unavailable,
 )
 from sandboxes.providers.file_verbs import raise_for_exit_code
 from sandboxes.providers.kubernetes.agent_sandboxes import SandboxObjectClient
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration, ObjectKind, get_configuration
+from sandboxes.providers.kubernetes.permissions import find_problems
 from sandboxes.providers.kubernetes.pod_exec import run_in_pod
-from sandboxes.providers.kubernetes.pod_spec import MANAGED_LABELS, OWNER_LABEL
+from sandboxes.providers.kubernetes.pod_spec import ANY_OWNER, OWNER_LABEL
+from sandboxes.providers.kubernetes.pod_watch import PodWatch
 from sandboxes.providers.kubernetes.pods import PodClient, to_sandbox
 from sandboxes.providers.kubernetes.readiness import Readiness
 from sandboxes.providers.kubernetes.records import PodRecords, create_records
+from sandboxes.providers.kubernetes.resource_quotas import read_quotas
 from sandboxes.providers.kubernetes.seal import SealCheck
 from sandboxes.providers.launcher import PYTHON_COMMAND
 
@@ -68,6 +73,7 @@ class PodCommandProvider(AgentCommandProvider, ABC):
         self.records = records or create_records()
         is_plain = self.configuration.object_kind == ObjectKind.POD
         self.pods = (PodClient if is_plain else SandboxObjectClient)(self.configuration, self.records)
+        self.pod_watch = PodWatch(self.pods)
         self._checked_at: dict[str, float] = {}  # ref -> monotonic time of the last look at a Pod without a response
 
     def exec(
@@ -171,6 +177,8 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
     proves_isolation = True
     agents_join = True
     announces_end = True
+    watches_ends = True
+    has_quotas = True
     enforces_limits = True  # no field of a Pod limits the number of processes: limits_processes is false
     measures_usage = True
     streams_output = True
@@ -203,6 +211,15 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
 
     def ping(self) -> None:
         self.engine_id()
+
+    def watch_ends(self, *, timeout: timedelta) -> Generator[ProviderSandbox, None, None]:
+        return self.pod_watch.iter_ends(timeout)
+
+    def read_quotas(self) -> Sequence[EngineQuota]:
+        return read_quotas(self.pods.api, self.configuration)
+
+    def find_setup_problems(self) -> Sequence[SetupProblem]:
+        return find_problems(self.pods.api, self.configuration)
 
     def check_seal(self) -> SealReport:
         return SealCheck(self.pods, str(settings.SANDBOX_IMAGE), str(settings.GATEWAY_URL)).run()
@@ -255,8 +272,7 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
         return None
 
     def list_all(self) -> list[ProviderSandbox]:
-        managed = ",".join(f"{key}={value}" for key, value in MANAGED_LABELS.items())
-        return self.pods.list_sandboxes(f"{managed},{OWNER_LABEL}")
+        return self.pods.list_sandboxes(ANY_OWNER)
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         return self.pods.list_sandboxes(f"{OWNER_LABEL}={owner}")

@@ -5,6 +5,7 @@ from typing import Protocol
 from django.utils.module_loading import import_string
 
 from sandboxes.agent.runs import AgentClient
+from sandboxes.providers.kubernetes.endings import Ending
 
 
 class PodRecords(Protocol):
@@ -19,6 +20,12 @@ class PodRecords(Protocol):
     def store_uid(self, ref: str, uid: str) -> None:
         """Store the uid of the sandbox's Pod."""
 
+    def find_ending(self, ref: str) -> Ending | None:
+        """Return the reason that was stored for the sandbox's Pod."""
+
+    def store_ending(self, ref: str, uid: str, ending: Ending) -> None:
+        """Store why a Pod ended or is about to, unless the sandbox has another Pod now."""
+
     def is_sealed(self, engine_id: str) -> bool:
         """Return whether the last check has shown that sandboxes of this engine reach the gateway alone."""
 
@@ -28,6 +35,7 @@ class MemoryRecords:
 
     def __init__(self) -> None:
         self._uids: dict[str, str] = {}
+        self._endings: dict[str, Ending] = {}
 
     def find_agent(self, ref: str) -> AgentClient | None:
         return None
@@ -37,6 +45,14 @@ class MemoryRecords:
 
     def store_uid(self, ref: str, uid: str) -> None:
         self._uids[ref] = uid
+        self._endings.pop(ref, None)
+
+    def find_ending(self, ref: str) -> Ending | None:
+        return self._endings.get(ref)
+
+    def store_ending(self, ref: str, uid: str, ending: Ending) -> None:
+        if self._uids.get(ref) == uid:
+            self._endings[ref] = ending
 
     def is_sealed(self, engine_id: str) -> bool:
         return False

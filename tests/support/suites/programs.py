@@ -8,7 +8,8 @@ import json
 import os
 import socketserver
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -27,7 +28,9 @@ SCRIPT = """#!/usr/bin/python3 -SE
 import base64, json, os, socket, sys
 call = {"argv": [os.path.basename(sys.argv[0]), *sys.argv[1:]], "stdin": base64.b64encode(sys.stdin.buffer.read()).decode()}
 call |= {"env": dict(os.environ), "cwd": os.getcwd()}
-with socket.create_connection(("127.0.0.1", PORT)) as connection, connection.makefile("rw") as stream:
+connection = socket.socket(FAMILY)
+connection.connect(ADDRESS)
+with connection, connection.makefile("rw") as stream:
     stream.write(json.dumps(call) + "\\n")
     stream.flush()
     answer = json.loads(stream.readline())
@@ -39,13 +42,18 @@ Program = Callable[[ProgramCall], ProgramResult]
 
 
 class DiskFiles(MutableMapping[str, Entry]):
-    """Files of one machine by absolute path, read from its disk and written to it."""
+    """Files of one sandbox by absolute path, read from its disks and written to them.
 
-    def __init__(self, machine: Machine) -> None:
-        self._disk = machine.directory / "disk"
+    `disks` are directories of this machine by the path in the sandbox, `user` is the owner of files that are written."""
+
+    def __init__(self, disks: Mapping[str, Path], user: int) -> None:
+        self._disks, self._user = disks, user
 
     def _locate(self, path: str) -> Path:
-        return self._disk / path.lstrip("/")
+        for root, disk in self._disks.items():
+            if path == root or path.startswith(f"{root.rstrip('/')}/"):
+                return disk / path[len(root) :].lstrip("/")
+        raise KeyError(path)
 
     def __getitem__(self, path: str) -> Entry:
         found = self._locate(path)
@@ -61,7 +69,7 @@ class DiskFiles(MutableMapping[str, Entry]):
         target = self._locate(path)
         with suppress(FileNotFoundError):  # the sandbox was destroyed
             target.write_bytes(entry.content)
-            os.chown(target, USER, USER)
+            os.chown(target, self._user, self._user)
 
     def __delitem__(self, path: str) -> None:
         if path not in self:
@@ -69,11 +77,17 @@ class DiskFiles(MutableMapping[str, Entry]):
         self._locate(path).unlink()
 
     def __iter__(self) -> Iterator[str]:
-        for root, _, names in os.walk(self._disk):
-            yield from (f"/{Path(root, name).relative_to(self._disk)}" for name in names)
+        for path, disk in self._disks.items():
+            for root, _, names in os.walk(disk):
+                yield from (str(Path(path) / Path(root, name).relative_to(disk)) for name in names)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def open_disk(machine: Machine) -> DiskFiles:
+    """Return the files of an emulated machine."""
+    return DiskFiles({"/": machine.directory / "disk"}, USER)
 
 
 class _Command:
@@ -99,39 +113,51 @@ class _Command:
         self.calls.put(None)
 
 
-class ProgramServer:
+class ProgramServer(ABC):
     """Programs of the sandboxes of one emulator. A program runs in the thread that waits for its command.
 
     Without such a thread, as for a background process, it runs in a thread of the server."""
 
-    def __init__(self, find_machine: Callable[[str], Machine | None]) -> None:
+    def __init__(self) -> None:
         self.programs: dict[str, Program] = {}
-        self._find_machine = find_machine
         self._commands: dict[str, _Command] = {}  # by mark
-        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), self._build_handler())
-        self._server.daemon_threads = True
+        self._server = self._create_server()
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
-    def install(self, machine: Machine) -> None:
+    @abstractmethod
+    def _create_server(self) -> socketserver.TCPServer:
+        """Return a server of which each thread handles one program."""
+
+    @abstractmethod
+    def find_files(self, ref: str) -> DiskFiles | None:
+        """Return the files of a sandbox. None if there is no such sandbox."""
+
+    @abstractmethod
+    def find_directory(self, ref: str) -> Path | None:
+        """Return the directory of this machine that is DIRECTORY in a sandbox. None if there is no such sandbox."""
+
+    def install(self, ref: str) -> None:
         """Write a script for each program."""
-        directory = machine.directory / "disk" / DIRECTORY.lstrip("/")
+        if (directory := self.find_directory(ref)) is None:
+            return
         directory.mkdir(mode=0o755, exist_ok=True)
+        address = self._server.server_address
         for name in self.programs:
             script = directory / name
             if not script.exists():
-                script.write_text(SCRIPT.replace("PORT", str(self._server.server_address[1])))
+                text = SCRIPT.replace("FAMILY", str(int(self._server.address_family))).replace("ADDRESS", repr(address))
+                script.write_text(text)
                 script.chmod(0o755)
 
     def run(self, ref: str, mark: str, timeout: timedelta, execute: Callable[[], ExecResult]) -> ExecResult:
         """Execute a command of a sandbox in another thread, and run its programs in this one.
 
         The time that a program took is simulated. A program that took its timeout or longer has exceeded it."""
-        if machine := self._find_machine(ref):
-            self.install(machine)
+        self.install(ref)
         command = self._commands[mark] = _Command(ref, timeout)
         command.thread = threading.Thread(target=command.execute, args=(execute,), daemon=True)
         command.thread.start()
@@ -172,8 +198,8 @@ class ProgramServer:
     def _answer(self, received: dict[str, Any]) -> ProgramResult:
         mark = received["env"].get(MARK_VARIABLE, "")
         command = self._commands.get(mark, _Command("", timedelta.max))
-        machine = self._find_machine(command.ref)
-        files: Any = DiskFiles(machine) if machine else {}
+        found = self.find_files(command.ref)
+        files: Any = {} if found is None else found
         stdin = base64.b64decode(received["stdin"])
         call = ProgramCall(received["argv"], stdin, received["env"], received["cwd"], files, command.timeout)
         if not command.is_awaited:
@@ -195,3 +221,24 @@ class ProgramServer:
                     self.wfile.write(json.dumps({**fields, "exit_code": result.exit_code}).encode() + b"\n")
 
         return Handler
+
+
+class MachinePrograms(ProgramServer):
+    """Programs of emulated machines, which have the network of this machine."""
+
+    def __init__(self, find_machine: Callable[[str], Machine | None]) -> None:
+        self._find_machine = find_machine
+        super().__init__()
+
+    def _create_server(self) -> socketserver.ThreadingTCPServer:
+        server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), self._build_handler())
+        server.daemon_threads = True
+        return server
+
+    def find_files(self, ref: str) -> DiskFiles | None:
+        machine = self._find_machine(ref)
+        return open_disk(machine) if machine else None
+
+    def find_directory(self, ref: str) -> Path | None:
+        machine = self._find_machine(ref)
+        return machine.directory / "disk" / DIRECTORY.lstrip("/") if machine else None

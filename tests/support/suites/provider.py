@@ -17,11 +17,10 @@ from django.test import override_settings
 from sandboxes.fault_injection import HookedCalls
 from sandboxes.providers import load_class
 from sandboxes.providers.base import ExecResult, FailureCause, Missing, Provider, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.remote.provider import RemoteProvider
 from tests.emulators.base import CUT_BEFORE, Emulator, Fault
 from tests.emulators.machine import Machine
 from tests.support.remote import configure
-from tests.support.suites.programs import PATH, Program, ProgramServer
+from tests.support.suites.programs import PATH, MachinePrograms, Program, ProgramServer
 
 HOOKED_VERBS = (
     "create", "wait_ready", "exec", "find_exec", "start", "signal_process", "write_stdin", "processes", "log",
@@ -39,15 +38,22 @@ class SuiteProvider(HookedCalls):
     """Mixin of a vendor's provider on its emulator. `calls` has the outermost calls of verbs."""
 
     port = Provider
-    emulator: Emulator  # set by `connect`, before the constructor
+    emulator: Any  # set by `connect`, before the constructor
     retry_delays_seconds = (0.0, 0.0, 0.0)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.clear_hooks()
-        self.server = ProgramServer(self.find_machine)
+        self.server = self.create_program_server()
         self.created: dict[str, SandboxSpec] = {}
         self._thread = threading.local()
+
+    def create_program_server(self) -> ProgramServer:
+        return MachinePrograms(self.find_machine)
+
+    def complete_spec(self, spec: SandboxSpec) -> SandboxSpec:
+        """Return the spec with what the vendor requires and the memory provider does not."""
+        return spec
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -143,7 +149,7 @@ def find_subject(arguments: Sequence[Any]) -> str:
     return str(subject.name if isinstance(subject, SandboxSpec) else subject if isinstance(subject, str) else "")
 
 
-def hook(base: type[RemoteProvider], verb: str) -> Callable[..., Any]:
+def hook(base: type[Provider], verb: str) -> Callable[..., Any]:
     """Return a verb that runs within the hooks of a SuiteProvider."""
     original = getattr(base, verb)
 
@@ -154,6 +160,7 @@ def hook(base: type[RemoteProvider], verb: str) -> Callable[..., Any]:
         return self.call(verb, args, lambda: self.call_vendor(lambda: original(self, *args, **options)))
 
     def create(self: Any, spec: Any) -> Any:
+        spec = self.complete_spec(spec)
         self.created.setdefault(spec.name, spec)
         return call(self, spec)
 
@@ -189,8 +196,12 @@ def hook(base: type[RemoteProvider], verb: str) -> Callable[..., Any]:
 
 def connect(kind: str, emulator: Emulator, mixin: type[SuiteProvider] = SuiteProvider, **attributes: Any) -> Any:
     """Return the provider of a vendor, on its emulator, with hooks around its verbs."""
-    base = cast(type[RemoteProvider], load_class(kind))
-    verbs = {verb: hook(base, verb) for verb in HOOKED_VERBS}
-    kind_class = type(f"Suite{base.__name__}", (mixin, base), {**verbs, "emulator": emulator, **attributes})
     with override_settings(REMOTE_PROVIDERS={**settings.REMOTE_PROVIDERS, kind: configure(kind, emulator)}):
-        return kind_class()
+        return build_class(kind, mixin, emulator=emulator, **attributes)()
+
+
+def build_class(kind: str, mixin: type[SuiteProvider], **attributes: Any) -> Any:
+    """Return the class of a provider with a mixin of the suites, and hooks around its verbs."""
+    base = load_class(kind)
+    verbs = {verb: hook(base, verb) for verb in HOOKED_VERBS}
+    return type(f"Suite{base.__name__}", (mixin, base), {**verbs, **attributes})

@@ -21,9 +21,10 @@ from tests.support.waiting import wait_until
 QUEUE_TIMEOUT_SECONDS = 1
 
 
+@pytest.mark.parametrize("wait", [None, timedelta(0)], ids=["of all tasks", "of this sweep"])
 @pytest.mark.django_db(transaction=True)
 def test_a_pass_that_outlasts_the_timeout_of_the_queue_is_completed(
-    monkeypatch: pytest.MonkeyPatch, memory: MemoryProvider
+    wait: timedelta | None, monkeypatch: pytest.MonkeyPatch, memory: MemoryProvider
 ) -> None:
     tasks: SimpleQueue[Any] = SimpleQueue()
     results: SimpleQueue[dict[str, Any]] = SimpleQueue()
@@ -33,9 +34,9 @@ def test_a_pass_that_outlasts_the_timeout_of_the_queue_is_completed(
         released.wait(30)
         return SweepResult({"stored": 1})
 
-    monkeypatch.setitem(schedules.SCHEDULE, "persist", schedules.ScheduledSweep(1, "test", store))
+    monkeypatch.setitem(schedules.SCHEDULE, "persist", schedules.ScheduledSweep(1, "test", store, wait))
     monkeypatch.setattr(queue_threads, "is_worker_thread", lambda: True)
-    monkeypatch.setattr(queue_threads, "THREADS", WorkThreads(wait=timedelta(0)))
+    monkeypatch.setattr(queue_threads, "THREADS", WorkThreads(wait=timedelta(0) if wait is None else timedelta(seconds=30)))
     tasks.put({"id": "1", "name": "one", "func": "controlplane.schedules.run", "args": ("persist",), "kwargs": {}})
     tasks.put("STOP")
     worker(tasks, results, Value("f", -1), timeout=QUEUE_TIMEOUT_SECONDS)  # type: ignore[arg-type]  # only get and put are used

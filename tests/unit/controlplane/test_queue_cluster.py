@@ -69,7 +69,7 @@ def running(queue: Cluster) -> Iterator[Cluster]:
 
 
 def enqueue(name: str) -> None:
-    async_task(f"{__name__}.work", name, cluster=QUEUE)
+    async_task(f"{__name__}.work", name, cluster=QUEUE, save=True)
 
 
 def test_stopping_finishes_and_records_the_task_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ class Command(BaseCommand):
             queue = registry.get_queue_name()
         except ProviderError as error:
             raise CommandError(f"The queue of this host is named after its engine, which does not respond: {error}") from error
+        for line in checks.list_engine_problems():
+            self.stderr.write(line)
         cluster = Cluster(queue, HeartbeatFile())
         cluster.install_signal_handlers()
         cluster.run()

@@ -74,6 +74,13 @@ class Deletion:
             self._delete_owned(item["metadata"]["uid"])
         return removed
 
+    def collect(self, resource: Resource, item: Object) -> None:
+        """Remove an object whose owners are all gone, as the garbage collector does."""
+        owners = {owner["uid"] for owner in item["metadata"].get("ownerReferences") or ()}
+        existing = (one["metadata"]["uid"] for kind in self.resources if "list" in kind.verbs for one in self.store.list(kind))
+        if owners and owners.isdisjoint(existing):
+            self.remove(resource, item)
+
     def evict(self, namespace: str, name: str, body: Mapping[str, Any]) -> Object:
         """Delete a Pod through the eviction API."""
 

@@ -1,7 +1,5 @@
 """HTTPS server of the emulated API: requests, responses, chunked streams and upgraded connections."""
 
-import base64
-import hashlib
 import json
 import select
 import socket
@@ -10,11 +8,11 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.emulators.vendor import WEBSOCKET_GUID
+from tests.emulators.http_handler import EmulatorHandler
 
 HANDSHAKE_TIMEOUT_SECONDS = 10
 
@@ -90,10 +88,8 @@ class ApiServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(EmulatorHandler):
     server: ApiServer
-    disable_nagle_algorithm = True
 
     def setup(self) -> None:
         self.request.settimeout(HANDSHAKE_TIMEOUT_SECONDS)
@@ -105,14 +101,16 @@ class _Handler(BaseHTTPRequestHandler):
         super().finish()
         self.request.close()  # the server only closes the socket below TLS, which has been detached
 
-    def _serve(self) -> None:
+    def respond(self) -> None:
         parts = urlsplit(self.path)
         query = parse_qs(parts.query, keep_blank_values=True)
-        response = self.server.respond(Request(self.command, unquote(parts.path), query, self.headers, self._read_body()))
+        response = self.server.respond(Request(self.command, unquote(parts.path), query, self.headers, self.read_body()))
         if response.is_cut:
             self.close_connection = True
         elif response.upgrade is not None:
-            self._upgrade(response, response.upgrade)
+            self.upgrade_to_websocket({"Sec-WebSocket-Protocol": response.subprotocol})
+            with suppress(OSError):
+                response.upgrade(self.connection)
         elif response.stream is not None:
             self._stream(response, response.stream)
         else:
@@ -129,37 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, response: Response, serve: Callable[[Stream], None]) -> None:
         self._send_head(response, {"Transfer-Encoding": "chunked"})
         try:
-            serve(Stream(self._send_chunk, self.connection))
+            serve(Stream(self.send_chunk, self.connection))
             self.wfile.write(b"0\r\n\r\n")
         except OSError:
             self.close_connection = True
-
-    def _upgrade(self, response: Response, serve: Callable[[socket.socket], None]) -> None:
-        accept = base64.b64encode(hashlib.sha1(f"{self.headers['Sec-WebSocket-Key']}{WEBSOCKET_GUID}".encode()).digest())
-        self.send_response(101)
-        for name, value in (("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Accept", accept.decode())):
-            self.send_header(name, value)
-        self.send_header("Sec-WebSocket-Protocol", response.subprotocol)
-        self.end_headers()
-        self.close_connection = True
-        with suppress(OSError):
-            serve(self.connection)
-
-    def _send_chunk(self, chunk: bytes) -> None:
-        if chunk:
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
-
-    def _read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            chunks = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                chunks.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(chunks)
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _serve
-
-    def log_message(self, format: str, *args: object) -> None:
-        return

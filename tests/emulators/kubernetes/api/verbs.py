@@ -89,6 +89,7 @@ class Verbs:
                 return item
             created = self.store.create(resource, item)
             self.admission.update_quotas(namespace)
+            self.deletion.collect(resource, created)
         if resource == PODS:
             self.node.start(created)
         elif resource == NAMESPACES:

@@ -59,11 +59,13 @@ def create_container(
     sandbox: Sandbox,
     volumes: Mapping[str, Volume],
     labels: Mapping[str, str],
+    shared_directories: Mapping[str, Path],
 ) -> str:
     """Create a container of a Pod, and return its id. Raise ContainerError."""
     assert sandbox.pause is not None
     image = find_image(client, container["image"])
     mounts, tmpfs = _build_mounts(container, volumes)
+    mounts += [Mount(path, str(directory), type="bind", read_only=True) for path, directory in shared_directories.items()]
     host = client.create_host_config(
         network_mode=f"container:{sandbox.pause.identifier}", mounts=mounts, tmpfs=tmpfs, **_build_security(pod, container),
         **_build_limits(container), log_config=LogConfig(type="json-file"),

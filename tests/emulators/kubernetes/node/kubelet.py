@@ -33,7 +33,7 @@ from tests.emulators.kubernetes.node.timers import Loop
 from tests.emulators.kubernetes.node.volumes import TOKEN_DIRECTORY, TOKEN_VOLUME, Credentials, VolumeMissing, create_volumes
 
 WORKERS = 16
-RETRY_SECONDS = 0.3  # of a missing Secret
+RETRY_SECONDS = 0.1  # of a missing Secret
 PULL_BACKOFF_SECONDS = 0.5
 MAX_RESTART_BACKOFF_SECONDS = 30.0
 DISCARD_GRACE_SECONDS = 1  # of containers whose Pod was deleted without a grace period
@@ -63,6 +63,7 @@ class Kubelet:
         self.recorder = Recorder(store)
         self.scheduler = Scheduler(store, faults, self.recorder)
         self.sandboxes: dict[str, Sandbox] = {}  # by uid of the Pod
+        self.shared_directories: dict[str, Path] = {}  # of the node, by path in each container, read-only
         self.lock = threading.RLock()
         self._pool = ThreadPoolExecutor(WORKERS, "kubelet")
         self._held: dict[str, Object | None] = {}  # Pods whose termination is held, by name; None: not deleted yet
@@ -197,7 +198,9 @@ class Kubelet:
             if credentials:
                 token = {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIRECTORY, "readOnly": True}
                 container = {**container, "volumeMounts": [*(container.get("volumeMounts") or ()), token]}
-            identifier = containers.create_container(self.engine.client, self.store, pod, container, sandbox, volumes, labels)
+            identifier = containers.create_container(
+                self.engine.client, self.store, pod, container, sandbox, volumes, labels, self.shared_directories
+            )
             sandbox.containers[container["name"]] = identifier
             self.engine.start(identifier)
             self.recorder.record(pod, "Normal", "Started", f"Started container {container['name']}")

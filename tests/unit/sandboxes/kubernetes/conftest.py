@@ -1,10 +1,12 @@
 """Fixtures of the tests of the Kubernetes provider: a cluster with the prerequisites of docs/kubernetes.md."""
 
 from collections.abc import Iterator
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from sandboxes import providers
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.kubernetes.provider import KubernetesProvider
 from tests.conftest import DOCKER_IMAGE
@@ -33,6 +35,17 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
 @pytest.fixture
 def provider(cluster: Cluster) -> KubernetesProvider:
     return cluster.connect()
+
+
+@pytest.fixture
+def default_provider(cluster: Cluster, settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The cluster as the default provider's."""
+    settings.SANDBOX_PROVIDER, settings.GATEWAY_URL = "kubernetes", "https://leasehold-gateway:8443"
+    settings.KUBERNETES = cluster.configuration
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    providers._create_provider.cache_clear()
+    yield
+    providers._create_provider.cache_clear()
 
 
 @pytest.fixture

@@ -91,6 +91,20 @@ def test_secret_of_an_earlier_attempt_is_replaced_but_not_that_of_another_owner(
     assert cluster.find(SECRETS, spec.name) is None
 
 
+@pytest.mark.parametrize("outcome", [CUT_BEFORE, CUT_AFTER])
+def test_secret_goes_with_its_pod_however_the_pod_goes(cluster, provider, spec, outcome):
+    """No sweep lists Secrets, so none may be left when the control plane fails or someone else deletes the Pod."""
+    joined = replace(spec, gateway=GatewayAccess("https://10.96.7.7:8443", "token"))
+    cluster.emulator.faults.append(Fault("^POST .*/secrets$", outcome))
+    with pytest.raises(Unavailable):
+        provider.create(joined)
+    assert [found.name for found in provider.list(spec.owner)] == [spec.name]  # a sweep finds and destroys the Pod
+    assert provider.create(joined) == spec.name
+    assert cluster.find(SECRETS, spec.name)
+    cluster.emulator.disruptions.vanish(NAMESPACE, spec.name)
+    assert cluster.find(SECRETS, spec.name) is None
+
+
 def test_exhausted_quota_is_a_lack_of_capacity_and_not_repeated(cluster, provider, spec):
     quota = cluster.find(QUOTAS, "sandboxes")
     cluster.emulator.store.edit(QUOTAS, NAMESPACE, "sandboxes", lambda item: item["spec"]["hard"].update(pods="0"))

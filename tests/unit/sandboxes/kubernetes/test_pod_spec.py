@@ -41,7 +41,7 @@ def test_pod_and_secret_are_valid_in_every_supported_version(configuration, writ
     spec = replace(SPEC, writable_root=writable_root)
     pod = validate(build_pod(spec, configuration, gateway=("leasehold-gateway", "10.96.7.7")))
     assert pod["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is not writable_root
-    validate(build_secret(spec, spec.gateway, configuration))
+    validate(build_secret(spec, spec.gateway, configuration, uid="u1"))
 
 
 def test_pod_satisfies_the_restricted_level_and_has_no_way_to_the_cluster():
@@ -67,5 +67,5 @@ def test_runtime_class_of_the_pool_overrides_the_general_one():
 def test_the_token_is_in_the_secret_alone():
     assert TOKEN not in json.dumps(build_pod(SPEC, FULL, gateway=("leasehold-gateway", "10.96.7.7")))
     assert TOKEN not in repr(SPEC)
-    content = json.loads(build_secret(SPEC, SPEC.gateway, FULL)["stringData"]["gateway.json"])
+    content = json.loads(build_secret(SPEC, SPEC.gateway, FULL, uid="u1")["stringData"]["gateway.json"])
     assert content == {"url": SPEC.gateway.url, "token": TOKEN, "ca": SPEC.gateway.certificate_authority}

@@ -6,9 +6,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
+import yaml
 from kubernetes import client, config
 
+from tests.conftest import skip_or_fail
 from tests.emulators.kubernetes.emulator import KubernetesEmulator
 
 TIMEOUT_SECONDS = 60
@@ -25,7 +26,7 @@ class Kubectl:
     def __init__(self, kubeconfig: Path, namespace: str = "") -> None:
         self.program = shutil.which("kubectl") or ""
         if not self.program:
-            pytest.skip("kubectl is not installed")
+            skip_or_fail("kubectl is not installed")
         self.command = [self.program, f"--kubeconfig={kubeconfig}", *([f"--namespace={namespace}"] if namespace else [])]
 
     def run(self, *arguments: str, content: str | bytes = b"", check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -38,7 +39,7 @@ class Kubectl:
         return subprocess.CompletedProcess(command, done.returncode, output, errors)
 
     def create(self, *items: dict[str, Any]) -> None:
-        self.run("create", "-f", "-", content="\n---\n".join(json.dumps(item) for item in items))
+        self.run("create", "-f", "-", content=yaml.safe_dump_all(items))
 
     def read(self, *arguments: str) -> dict[str, Any]:
         """Return the object or list of `kubectl get`."""

@@ -29,10 +29,10 @@ from tests.support.waiting import wait_until
 
 
 @contextmanager
-def serving_gateway(loop: EventLoopThread, port: int, files: TlsFiles) -> Iterator[EgressServer]:
-    """Serve the gateway on a port of 127.0.0.1, over TLS."""
+def serving_gateway(loop: EventLoopThread, port: int, files: TlsFiles, host: str = "127.0.0.1") -> Iterator[EgressServer]:
+    """Serve the gateway over TLS."""
     server = EgressServer()
-    with loop.run_context(server.listening({}, GatewayListener("127.0.0.1", port, str(files.certificate), str(files.key)))):
+    with loop.run_context(server.listening({}, GatewayListener(host, port, str(files.certificate), str(files.key)))):
         yield server
 
 

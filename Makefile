@@ -6,7 +6,7 @@ py = .venv/bin/python
 manage = $(py) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run t test bench chaos simulate remote-suites lint format install image lock schema
+.PHONY: help demo run t test bench chaos simulate remote-suites kind-test lint format install image lock schema
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ simulate: install ## search seeds of the simulation on all cores until Ctrl-C: m
 
 remote-suites: install ## run the crash, race and simulation suites on an emulator (root): make remote-suites PROVIDER=kubernetes SEEDS=5
 	@.ci/remote-suites $(PROVIDER) $(SEEDS)
+
+kind-test: install ## run the tests of the Kubernetes provider on the cluster of KUBECONFIG, see docs/kubernetes.md
+	@.ci/kind-test $(ARGS)
 
 lint: install ## run ruff, mypy and the import contracts
 	@.venv/bin/ruff check .

@@ -66,9 +66,9 @@ def _watch(name: str, result: SweepResult, *, clock: Clock, deadline: float, mon
 
 
 def react(provider_name: str, hint: ProviderSandbox, *, now: datetime) -> str:
-    """Take the next step for a sandbox that its engine ends. Return the outcome, "" if no alive sandbox is concerned."""
-    if not hint.is_remnant:
-        return lifetimes.end_announced(provider_name, hint, now=now)
+    """Take the next step for a sandbox that its engine ends. Return the outcome, "" if no alive sandbox is concerned.
+
+    The sandbox is inspected first: the hint may be late, and storing the state of a lost sandbox takes until its timeouts."""
     alive = Sandbox.objects.filter(registry.filter_local(), provider=provider_name, ref=hint.ref, lost_at__isnull=True)
     sandbox = alive.filter(state__in=ALIVE_STATES).first()
     if sandbox is None:
@@ -77,4 +77,4 @@ def react(provider_name: str, hint: ProviderSandbox, *, now: datetime) -> str:
         registry.get_sandbox_provider(sandbox).inspect(sandbox.ref)
     except Missing as missing:
         return eviction.record_missing(sandbox, str(missing), now=now, actor="sweep") or "lost race"
-    return "kept"
+    return "kept" if hint.is_remnant else lifetimes.end_announced(provider_name, hint, now=now)

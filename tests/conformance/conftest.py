@@ -22,6 +22,7 @@ from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.providers.process import ProcessProvider
 from tests.conftest import DOCKER_IMAGE
 from tests.emulators.registry import EMULATORS, serve_kubernetes
+from tests.support import real_cluster
 from tests.support.cluster import Cluster, running_gateway
 from tests.support.remote import connect_provider, emulators  # noqa: F401 - fixture
 from tests.support.storage.tars import TarMember, pack
@@ -175,8 +176,14 @@ def gateway(agent_gateway):
 
 
 @pytest.fixture(scope="package")
-def kubernetes(docker_ready, tmp_path_factory):
-    """A cluster whose Pods are containers of the Docker Engine, and the gateway that their agents join."""
+def kubernetes(request, tmp_path_factory):
+    """A cluster on the Docker Engine, or that of KUBECONFIG, and the gateway that the agents of its Pods join."""
+    if real_cluster.IS_SELECTED:
+        directory = tmp_path_factory.mktemp("cluster")
+        with real_cluster.reachable_gateway() as gateway, real_cluster.prepared_cluster(directory, gateway) as cluster:
+            yield cluster
+        return
+    request.getfixturevalue("docker_ready")
     with running_gateway() as gateway, serve_kubernetes(tmp_path_factory.mktemp("kubernetes")) as emulator:
         yield Cluster(emulator, gateway)
 

@@ -70,7 +70,9 @@ class SessionRecords:
 class JoinGateway:
     """Gateway that agents join over TLS, without a database. Clients reach the agents by a unix socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, visible_port: int = 8443) -> None:
+        """Listen at an address. `visible_port` is the port in the URL for agents."""
+        self._listen, self._visible_port = (host, port), visible_port
         self.directory = Path(tempfile.mkdtemp(dir="/tmp"))
         self.client_path = self.directory / "gateway.sock"
         self.files = create_certificates(self.directory, GATEWAY, "127.0.0.1")
@@ -89,7 +91,7 @@ class JoinGateway:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(self.files.certificate, self.files.key)
         async with gateway.listening([], self.client_path), server.serving(""):
-            await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+            await web.TCPSite(runner, *self._listen, ssl_context=context).start()
             try:
                 yield runner.addresses[0][1]
             finally:
@@ -99,7 +101,7 @@ class JoinGateway:
         """Return the access of a new agent."""
         token = uuid.uuid4().hex
         self.records.refs_by_token[token] = ref
-        return GatewayAccess(f"https://{GATEWAY}:8443", token, self.files.authority.read_text())
+        return GatewayAccess(f"https://{GATEWAY}:{self._visible_port}", token, self.files.authority.read_text())
 
     def close(self) -> None:
         self._context.__exit__(None, None, None)

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import yaml
 from kubernetes import client, config
 
 from tests.conftest import skip_or_fail
@@ -38,7 +39,7 @@ class Kubectl:
         return subprocess.CompletedProcess(command, done.returncode, output, errors)
 
     def create(self, *items: dict[str, Any]) -> None:
-        self.run("create", "-f", "-", content="\n---\n".join(json.dumps(item) for item in items))
+        self.run("create", "-f", "-", content=yaml.safe_dump_all(items))
 
     def read(self, *arguments: str) -> dict[str, Any]:
         """Return the object or list of `kubectl get`."""

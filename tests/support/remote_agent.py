@@ -31,10 +31,10 @@ from tests.support.waiting import wait_until
 
 @contextmanager
 def serving_gateway(
-    loop: EventLoopThread, port: int, files: TlsFiles, internal: TlsFiles | None = None
+    loop: EventLoopThread, port: int, files: TlsFiles, internal: TlsFiles | None = None, *, host: str = "127.0.0.1"
 ) -> Iterator[EgressServer]:
-    """Serve the gateway on a port of 127.0.0.1, over TLS, and with `internal` its internal port, too."""
-    server, listener = EgressServer(), GatewayListener("127.0.0.1", port, str(files.certificate), str(files.key))
+    """Serve the gateway over TLS, and with `internal` its internal port, too."""
+    server, listener = EgressServer(), GatewayListener(host, port, str(files.certificate), str(files.key))
     if internal:
         listener = replace(listener, internal_certificate=str(internal.certificate), internal_key=str(internal.key))
     with loop.run_context(server.listening({}, listener)):

@@ -1,0 +1,84 @@
+"""Leases on the cluster of KUBECONFIG: make kind-test. The emulator has more ends of Pods: test_kubernetes_leases.py."""
+
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from sandboxes import providers
+from sandboxes.models import Host, Pool
+from sandboxes.providers.base import FailureCause, Missing
+from sandboxes.sweeps import end_watch, seal_checks
+from tests.conftest import DOCKER_IMAGE, MINUTE
+from tests.emulators.kubernetes.emulator import GATEWAY
+from tests.support import real_cluster
+from tests.support.leases import get_sandbox, read, run, write
+from tests.support.remote_agent import serving_gateway
+from tests.support.servers.egress import EventLoopThread
+from tests.support.servers.tls import create_certificates
+
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.skipif(not real_cluster.IS_SELECTED, reason="no cluster: make kind-test"),
+    pytest.mark.django_db(transaction=True),
+]
+
+
+@pytest.fixture
+def cluster(tmp_path, settings, monkeypatch):
+    """The cluster as the default provider's, with a running gateway."""
+    files, loop = create_certificates(tmp_path, GATEWAY), EventLoopThread()
+    listen = real_cluster.read_address(real_cluster.LISTEN_VARIABLE)
+    port = real_cluster.read_address(real_cluster.GATEWAY_VARIABLE).port
+    with serving_gateway(loop, listen.port, files, host=listen.host), real_cluster.prepared_cluster(tmp_path) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        settings.KUBERNETES, settings.SANDBOX_IMAGE = cluster.configuration, DOCKER_IMAGE
+        settings.GATEWAY_URL, settings.GATEWAY_AUTHORITY = f"https://{GATEWAY}:{port}", str(files.authority)
+        providers._create_provider.cache_clear()
+        yield cluster
+        providers._create_provider.cache_clear()
+    loop.close()
+
+
+@pytest.fixture
+def pool(db):
+    return Pool.objects.create(name="pods", provider="kubernetes", image=DOCKER_IMAGE, capacity=10, memory_mib=256)
+
+
+def test_permissions_and_quota_of_the_deployment(cluster):
+    provider = cluster.connect()
+    assert provider.find_setup_problems() == []
+    assert {quota.resource for quota in provider.read_quotas()} == {"pods", "limits.memory"}
+
+
+def test_sandboxes_are_sealed(cluster, pool, settings):
+    settings.ALLOW_UNISOLATED = settings.DEBUG = False
+    seal_checks.check_seals(now=timezone.now())
+    host = Host.objects.get(provider="kubernetes")
+    assert host.sealed, host.seal_report
+
+
+def test_lease_survives_an_eviction_and_ends_as_lost_once_its_pod_is_deleted(cluster, grant, settings, monkeypatch):
+    now = timezone.now()
+    lease = grant(now=now)
+    assert run(lease, "id", "-u", now=now).stdout == b"10001\n"
+    write(lease, now=now)
+    sandbox = get_sandbox(lease)
+    assert cluster.kubectl.read("pod", sandbox.ref)["metadata"]["uid"] == sandbox.pod_uid
+
+    cluster.evict(sandbox.ref)
+    monkeypatch.setattr(end_watch, "WATCH_TIME", timedelta(seconds=10))
+    assert end_watch.watch_ends(now=now).counts == {"put to sleep": 1}
+    assert not cluster.lists(sandbox.ref)
+    sandbox.refresh_from_db()
+    assert sandbox.pod_end_cause == FailureCause.NODE_DRAINED
+    assert read(lease, now=now + MINUTE) == "kept"
+
+    sandbox.refresh_from_db()
+    write(lease, "unsaved", now=now + 2 * MINUTE)
+    cluster.kubectl.run("delete", "pod", sandbox.ref, "--grace-period=1", "--wait=true")
+    with pytest.raises(Missing):
+        providers.get_provider("kubernetes").inspect(sandbox.ref)
+    assert end_watch.watch_ends(now=now + 3 * MINUTE).counts == {"lost": 1}
+    sandbox.refresh_from_db()
+    assert sandbox.lost_at

@@ -8,7 +8,7 @@ from django.db.models import QuerySet
 from sandboxes.agent import addresses
 from sandboxes.agent.runs import AgentClient
 from sandboxes.hosts.bound_provider import compute_host_id
-from sandboxes.models import Host, Sandbox
+from sandboxes.models import Host, Sandbox, SandboxState
 from sandboxes.providers.base import FailureCause
 from sandboxes.providers.kubernetes.endings import Ending
 
@@ -24,7 +24,9 @@ class PodRows:
         return AgentClient(addresses.get_routed_gateway(), ref)
 
     def find_uid(self, ref: str) -> str:
-        return _find_rows(ref).values_list("pod_uid", flat=True).first() or ""
+        """See PodRecords. A row without a sandbox claims no Pod: one that has taken the name since is an orphan."""
+        existing = _find_rows(ref).exclude(state__in=(SandboxState.COLD, SandboxState.DESTROYED))
+        return existing.values_list("pod_uid", flat=True).first() or ""
 
     def store_uid(self, ref: str, uid: str) -> None:
         _find_rows(ref).update(pod_uid=uid, pod_end_cause="", pod_end_message="")

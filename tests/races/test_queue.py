@@ -22,7 +22,7 @@ from sandboxes.providers.base import FailureCause, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import update_pool
-from tests.support.suites import memory_only
+from tests.support.suites import without_vendors
 
 pytestmark = pytest.mark.django_db
 DAY = timedelta(days=1)
@@ -145,7 +145,7 @@ def test_secrets_survive_a_change_of_keys(lease: Lease, pool: Pool, settings: An
 
 
 @pytest.mark.django_db(transaction=True)
-@memory_only("an agent run at a vendor needs a gateway")
+@without_vendors("an agent run at a vendor needs a gateway")
 def test_queued_agent_run_is_recorded(lease: Lease, pool: Pool) -> None:
     options = {"model": "", "permission_mode": "default", "system_prompt": "", "session_id": ""}
     request = COMMAND | {"kind": "agent_run", "cli": "program", "argv": ["cat"], "options": options, "policy": {}}

@@ -23,7 +23,7 @@ from sandboxes.egress.gateway_tokens import AgentIdentity
 from sandboxes.providers.base import GatewayAccess, SandboxSpec
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration
 from sandboxes.providers.kubernetes.provider import KubernetesProvider
-from sandboxes.providers.kubernetes.records import MemoryRecords
+from sandboxes.providers.kubernetes.records import MemoryRecords, PodRecords
 from tests.emulators.kubernetes.api import resources
 from tests.emulators.kubernetes.emulator import GATEWAY, KubernetesEmulator
 from tests.support.servers.egress import EventLoopThread
@@ -139,9 +139,11 @@ class Cluster:
         self.emulator.authorizer.is_enforced = True
         self.kubeconfig = self.emulator.write_kubeconfig("leasehold", self.emulator.create_token("leasehold", "leasehold"))
 
-    def connect(self, *, kubeconfig: Path | None = None, **changes: Any) -> KubernetesProvider:
+    def connect(
+        self, *, kubeconfig: Path | None = None, records: PodRecords | None = None, **changes: Any
+    ) -> KubernetesProvider:
         """Return a provider of its own, as of another process. `changes` are those of its configuration."""
-        provider = KubernetesProvider(replace(self.configuration, **changes), GatewayRecords(self.gateway))
+        provider = KubernetesProvider(replace(self.configuration, **changes), records or GatewayRecords(self.gateway))
         with patch.dict("os.environ", {"KUBECONFIG": str(kubeconfig or self.kubeconfig)}):
             assert provider.pods.api  # reads the kubeconfig
         return provider

@@ -7,6 +7,6 @@ import pytest
 TEST_PROVIDER = os.environ.get("LEASEHOLD_TEST_PROVIDER", "memory")
 
 
-def memory_only(reason: str) -> pytest.MarkDecorator:
-    """Mark a test that cannot run on another provider, with the reason."""
-    return pytest.mark.skipif(TEST_PROVIDER != "memory", reason=f"memory provider only: {reason}")
+def without_vendors(reason: str) -> pytest.MarkDecorator:
+    """Mark a test that cannot run on a vendor's provider, with the reason. It runs on the memory provider and on Kubernetes."""
+    return pytest.mark.skipif(TEST_PROVIDER not in ("memory", "kubernetes"), reason=f"not on vendors: {reason}")

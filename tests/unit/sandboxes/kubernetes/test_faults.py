@@ -5,8 +5,11 @@ from datetime import timedelta
 
 import pytest
 
+from sandboxes.hosts.pod_records import PodRows
+from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import CapacityPending, FailureCause, GatewayAccess, Missing, NoCapacity, Rejected, Unavailable
 from sandboxes.providers.kubernetes import api_client, pods, readiness
+from tests.conftest import NOW
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault
 from tests.emulators.kubernetes.api.resources import PODS, QUOTAS, SECRETS
 from tests.emulators.kubernetes.faults import (
@@ -214,6 +217,24 @@ def test_pod_of_another_uid_is_not_the_sandbox_and_is_not_deleted(cluster, provi
     assert raised.value.cause == FailureCause.REPLACED
     provider.destroy(spec.name)
     assert find_pod(cluster, spec)["metadata"]["uid"] == other["metadata"]["uid"]
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("changes", [{"state": "cold"}, {"state": "destroyed", "destroyed_at": NOW}])
+def test_pod_that_has_taken_a_name_is_removed_once_no_row_claims_the_name(cluster, spec, changes):
+    pool = Pool.objects.create(name="pods", provider="kubernetes")
+    values = {"memory_mib": 128, "millicpus": 1000, "pids": 64, "state_since": NOW, "last_used_at": NOW, "created_at": NOW}
+    row = Sandbox.objects.create(pool=pool, provider="kubernetes", state="waiting", **values)
+    spec = replace(spec, name=row.name)
+    Sandbox.objects.update(ref=spec.name)
+    provider = cluster.connect(records=PodRows())
+    provider.create(spec)
+    cluster.emulator.disruptions.replace(NAMESPACE, spec.name)
+    provider.destroy(spec.name)
+    assert [found.name for found in provider.list(spec.owner)] == [spec.name]
+    Sandbox.objects.update(**changes)
+    provider.destroy(spec.name)  # by the sweep for orphans
+    assert provider.list(spec.owner) == []
 
 
 def test_pod_that_stays_is_never_removed_by_force_and_is_described(cluster, provider, spec, fail_pods, monkeypatch):

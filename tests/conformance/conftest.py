@@ -28,8 +28,8 @@ from tests.support.remote import connect_provider, emulators  # noqa: F401 - fix
 from tests.support.storage.tars import TarMember, pack
 
 MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
-# The same in steps: where the agent is faster than the kernel, a busy machine is not to decide a test.
-SLOW_MEMORY_HOG_SCRIPT = "import time; x = [time.sleep(0.01) or b'x' * (i + (1 << 20)) for i in range(1000)]"
+# In steps, at most 12 MiB a second: where the agent has to be faster than the kernel, a busy machine does not decide the test.
+SLOW_MEMORY_HOG_SCRIPT = "import time; x = [time.sleep(0.02) or b'x' * (i + (1 << 18)) for i in range(4000)]"
 REMOTE = tuple(EMULATORS)
 SHARED = {"docker", "kubernetes", *REMOTE}  # providers whose sandbox is shared by the tests of a module
 BY_ENGINE = "docker by engine"  # commands and file operations by the engine's exec instead of the agent in the container

@@ -16,8 +16,8 @@ from tests.support.cluster import Cluster, running_gateway
 
 pytestmark = pytest.mark.docker
 MEMORY_MIB = 256
-# At most 100 MiB a second: the guard of a busy machine is not to decide a test by its speed.
-HOG = "import time; x = [time.sleep(0.01) or bytes(1 << 20).replace(b'\\0', b'x') for _ in range(500)]"
+# At most 33 MiB a second: the speed of the guard on a busy machine does not decide the test.
+HOG = "import time; x = [time.sleep(0.03) or bytes(1 << 20).replace(b'\\0', b'x') for _ in range(500)]"
 # Eight processes that share 30 MiB, together less than the hog. They end when there is a file `over`.
 FAMILY = """
 import os, time

@@ -37,7 +37,7 @@ def watch_ends(*, now: datetime, monotonic: Callable[[], float] = time.monotonic
             host = registry.get_local_host(name, now=now)
             claimed_until = now + CLAIM_TIME
             if not _claim(host, until=claimed_until, now=now):
-                result.note("watched by another process")
+                result.note("watched already")
                 continue
             try:
                 _watch(name, result, clock=clock, deadline=monotonic() + WATCH_TIME.total_seconds(), monotonic=monotonic)

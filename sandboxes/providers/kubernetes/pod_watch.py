@@ -87,7 +87,8 @@ class PodWatch:
     def _handle(self, pod: Mapping[str, Any], *, is_gone: bool = False) -> Iterator[ProviderSandbox]:
         """Store the reason for which a Pod ends, and yield its sandbox, once for each step of its end."""
         metadata = pod.get("metadata") or {}
-        is_leaving = is_gone or bool(metadata.get("deletionTimestamp"))
+        # A destroy by the control plane is known, and as short a deletion by someone else leaves no time to store anything.
+        is_leaving = is_gone or (bool(metadata.get("deletionTimestamp")) and not is_being_destroyed(pod))
         ending = find_ending(pod)
         if not (is_leaving or ending):
             return

@@ -137,7 +137,7 @@ def test_one_process_watches_and_another_takes_over_after_the_end_of_its_claim(c
     record_heartbeats(now=now)
     [host] = Host.objects.all()
     Host.objects.filter(pk=host.pk).update(watched_until=now + end_watch.CLAIM_TIME)  # by a process that has died
-    assert end_watch.watch_ends(now=now).counts == {"watched by another process": 1}
+    assert end_watch.watch_ends(now=now).counts == {"watched already": 1}
     assert not [line for line in cluster.emulator.requests if line.endswith("?watch")]
     result = end_watch.watch_ends(now=now + MINUTE)
     assert (result.counts, result.failures) == ({}, [])

@@ -167,15 +167,15 @@ def check_engine(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
         return []
     except ProviderError as error:
         hint = "Check its address and credentials, and repeat: manage.py check --deploy --tag engine."
-        return [Warning(f"The engine of the {name} provider was not checked: {error}", hint=hint, id="leasehold.W003")]
+        return [Warning(f"The engine of the {name} provider was not checked: {error}", hint=hint, id="leasehold.W004")]
     return [_describe_problem(problem) for problem in problems]
 
 
 def _describe_problem(problem: SetupProblem) -> CheckMessage:
     hint = f"Add to the Role, see docs/kubernetes.md:\n{problem.solution}"
     if problem.prevents_starts:
-        return Error(problem.message, hint=hint, id="leasehold.E012")
-    return Warning(problem.message, hint=hint, id="leasehold.W004")
+        return Error(problem.message, hint=hint, id="leasehold.E013")
+    return Warning(problem.message, hint=hint, id="leasehold.W005")
 
 
 def list_engine_problems() -> list[str]:

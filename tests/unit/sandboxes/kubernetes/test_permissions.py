@@ -88,7 +88,7 @@ def test_check_command_prints_missing_permissions_and_fails_only_without_a_requi
     edit_role([rule for rule in rules if "events" not in rule["resources"]])
     assert '- {apiGroups: [""], resources: [events], verbs: [list]}' in check()
     edit_role([])
-    with pytest.raises(SystemCheckError, match=r"leasehold.E012[\s\S]*resources: \[pods\], verbs: \[create, get, list"):
+    with pytest.raises(SystemCheckError, match=r"leasehold.E013[\s\S]*resources: \[pods\], verbs: \[create, get, list"):
         check()
     settings.SANDBOX_PROVIDER = "memory"
     assert list_engine_problems() == []

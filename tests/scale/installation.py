@@ -1,6 +1,8 @@
 """Installation under measurement: a PostgreSQL cluster, and a control plane for each host."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,7 +12,7 @@ from typing import Any
 import psycopg
 
 from tests.bench.measure import list_process_tree
-from tests.commands.manage import run_manage
+from tests.commands.manage import MANAGE, build_environment
 from tests.e2e.conftest import Home
 from tests.load.system import Postgres, stop_home
 from tests.scale.plan import Plan
@@ -19,10 +21,23 @@ CONNECTIONS_PER_HOST = 40  # at most: 7/4 x 8 threads of the web server, the que
 STARTED_AT_ONCE = 4  # control planes
 
 
+class HostHome(Home):
+    """Control plane that is a host of its own."""
+
+    launcher = (sys.executable, str(Path(__file__).with_name("host.py")))
+
+    def manage(self, *arguments: str) -> str:
+        """Run a management command of this host. Return its output."""
+        return subprocess.run(
+            [*self.launcher, str(MANAGE), *arguments], env=build_environment(self.path, **self.env),
+            capture_output=True, check=True, text=True, timeout=120,
+        ).stdout  # fmt: skip
+
+
 class Installation:
     """The running control planes and their database."""
 
-    def __init__(self, postgres: Postgres, homes: list[Home]) -> None:
+    def __init__(self, postgres: Postgres, homes: list[HostHome]) -> None:
         self.postgres, self.homes = postgres, homes
 
     def list_host_pids(self) -> set[int]:
@@ -37,24 +52,23 @@ class Installation:
             return connection.execute(query).fetchall()
 
     def create_operator_key(self) -> str:
-        printed = run_manage(self.homes[0].path, "create_key", "--operator", "--json", **self.homes[0].env)
-        assert printed.returncode == 0, printed.stderr
-        return str(json.loads(printed.stdout)["key"])
+        return str(json.loads(self.homes[0].manage("create_key", "--operator", "--json"))["key"])
 
 
 @contextmanager
 def run_installation(plan: Plan, directory: Path) -> Iterator[Installation]:
     """Start everything below `directory`. At the end, stop it."""
     postgres = Postgres(directory / "postgres", max_connections=plan.hosts * CONNECTIONS_PER_HOST + 50)
-    homes: list[Home] = []
+    homes: list[HostHome] = []
     try:
         postgres.create()
         homes += [_build_home(directory / f"host-{number}", postgres, plan) for number in range(plan.hosts)]
         installation = Installation(postgres, homes)
-        migrated = run_manage(homes[0].path, "migrate", "--verbosity", "0", **homes[0].env)
-        assert migrated.returncode == 0, migrated.stderr
+        homes[0].manage("migrate", "--verbosity", "0")
         with ThreadPoolExecutor(STARTED_AT_ONCE) as executor:
             list(executor.map(lambda home: home.up(), homes))
+        [(registered,)] = installation.select("SELECT count(*) FROM sandboxes_host")
+        assert registered == plan.hosts, f"{registered} hosts are registered"
         yield installation
     finally:
         for home in homes:
@@ -62,9 +76,9 @@ def run_installation(plan: Plan, directory: Path) -> Iterator[Installation]:
         postgres.stop()
 
 
-def _build_home(path: Path, postgres: Postgres, plan: Plan) -> Home:
+def _build_home(path: Path, postgres: Postgres, plan: Plan) -> HostHome:
     path.mkdir()
-    return Home(
+    return HostHome(
         path,
         DATABASE_URL=postgres.url,
         DEBUG="0",  # in debug mode each statement is formatted for the log

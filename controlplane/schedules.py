@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import product
+from typing import Any
 
 from django.conf import settings
-from django.db import transaction
 from django_q.models import OrmQ, Schedule, Task
 from django_q.tasks import async_task
 
@@ -195,35 +195,38 @@ def sync_schedules(*, now: datetime) -> dict[str, int]:
     host's worker: only this worker executes it. Other rows of functions in this module are removed, including those of earlier
     versions and of lost hosts. Rows of functions outside this module are left alone. Tasks that an earlier version queued for
     any worker are moved to this host's. Idempotent.
-    Rows come from code only: one row whose arguments cannot be parsed stops every schedule of the queue."""
+    Rows come from code only: one row whose arguments cannot be parsed stops every schedule of the queue.
+    Each statement changes one row: workers lock their rows in an order of their own, and hosts start at the same time."""
     counts = {"created": 0, "changed": 0, "removed": 0}
     own_queue = registry.get_queue_name()
     lost = set(Host.objects.filter(lost_at__isnull=False).values_list("queue", flat=True)) - {own_queue}
     queues = {own_queue, *Host.objects.exclude(queue="").values_list("queue", flat=True)} - lost
-    with transaction.atomic():
-        OrmQ.objects.filter(key=settings.Q_CLUSTER["name"]).update(key=own_queue)
-        rows = Schedule.objects.select_for_update().filter(func__startswith=TASK_PREFIX).order_by("pk")
-        counts["removed"] += rows.exclude(func=SCHEDULED_FUNCTION, name__in=SCHEDULE, cluster__in=queues).delete()[0]
-        for queue, name in product(sorted(queues), SCHEDULE):
-            _sync_schedule(name, [*rows.filter(name=name, cluster=queue)], queue, counts, now=now)
+    OrmQ.objects.filter(key=settings.Q_CLUSTER["name"]).update(key=own_queue)
+    expected = {(queue, name): _build_schedule(queue, name) for queue, name in product(sorted(queues), SCHEDULE)}
+    found: dict[tuple[str, str], Schedule] = {}
+    for row in Schedule.objects.filter(func__startswith=TASK_PREFIX).order_by("pk"):
+        key = str(row.cluster), str(row.name)
+        if row.func != SCHEDULED_FUNCTION or key not in expected or key in found:
+            counts["removed"] += Schedule.objects.filter(pk=row.pk).delete()[0]
+        else:
+            found[key] = row
+    for key, values in expected.items():
+        existing = found.get(key)
+        if existing is None:
+            Schedule.objects.create(next_run=now, **values)
+            counts["created"] += 1
+        elif existing.next_run > now + get_interval(key[1]) or any(getattr(existing, each) != values[each] for each in values):
+            counts["changed"] += Schedule.objects.filter(pk=existing.pk).update(next_run=now, **values)
     return counts
 
 
-def _sync_schedule(name: str, rows: list[Schedule], queue: str, counts: dict[str, int], *, now: datetime) -> None:
-    scheduled = SCHEDULE[name]
-    expected = {
+def _build_schedule(queue: str, name: str) -> dict[str, Any]:
+    """Return the values of the row that schedules a sweep for a queue."""
+    return {
         "func": SCHEDULED_FUNCTION, "name": name, "args": repr(name), "schedule_type": Schedule.MINUTES,
-        "minutes": scheduled.minutes, "repeats": -1, "kwargs": None, "hook": None, "cron": None, "cluster": queue,
+        "minutes": SCHEDULE[name].minutes, "repeats": -1, "kwargs": None, "hook": None, "cron": None, "cluster": queue,
         "intended_date_kwarg": None,
     }  # fmt: skip
-    first, *duplicates = rows or [None]
-    if first is None:
-        Schedule.objects.create(next_run=now, **expected)
-        counts["created"] += 1
-    elif first.next_run > now + scheduled.interval or any(getattr(first, key) != expected[key] for key in expected):
-        Schedule.objects.filter(pk=first.pk).update(next_run=now, **expected)
-        counts["changed"] += 1
-    counts["removed"] += Schedule.objects.filter(pk__in=[row.pk for row in duplicates]).delete()[0]
 
 
 def enqueue_all_sweeps() -> None:

@@ -16,7 +16,7 @@ from sandboxes.hosts import registry
 from sandboxes.models import Sweep
 
 log = structlog.get_logger(__name__)
-UPDATE_INTERVAL_SECONDS = 10.0  # of a heartbeat each minute
+FIRST_INTERVAL_SECONDS, UPDATE_INTERVAL_SECONDS = 2.0, 10.0  # until the first heartbeat, and then, of one each minute
 
 
 def get_path() -> Path:
@@ -35,7 +35,7 @@ class HeartbeatFile:
         While the database does not respond, write the current time: a restart of the worker would not help."""
         if time.monotonic() < self._next_update_at:
             return
-        self._next_update_at = time.monotonic() + UPDATE_INTERVAL_SECONDS
+        self._next_update_at = time.monotonic() + FIRST_INTERVAL_SECONDS
         now = timezone.now()
         try:
             own = Sweep.objects.filter(name=schedules.HEARTBEAT, host=registry.find_worker_host(now=now))
@@ -44,6 +44,7 @@ class HeartbeatFile:
             connections.close_all()
             executed_at = now
         if executed_at:
+            self._next_update_at = time.monotonic() + UPDATE_INTERVAL_SECONDS
             self._write(executed_at)
 
     def _write(self, executed_at: datetime) -> None:

@@ -3,8 +3,9 @@
 Starts a private PostgreSQL cluster and one `manage.py up` for each host: web server, queue worker and egress proxy in one
 process, with the memory provider and a state directory of its own. The hosts share nothing but the database and the store, so
 the costs are those of the control plane, without sandboxes. Clients then acquire a lease for each sandbox, start the
-sandboxes, renew the leases and execute commands, until the sandboxes are idle and go cold. Prints costs in CPU time, which do
-not depend on the number of cores, and what was late. Exit code 1 if a request failed."""
+sandboxes, renew the leases and execute commands, wait until the sandboxes are idle and go cold, and release the leases. Prints
+costs in CPU time, which do not depend on the number of cores, growth of the database, and what was late. Exit code 1 if a
+request failed."""
 
 import argparse
 import os

@@ -109,6 +109,10 @@ class Clients:
         if lease.pk:
             self.post(outcomes, lease.host, f"/leases/{lease.pk}/renew")
 
+    def release(self, outcomes: Outcomes, lease: Lease) -> None:
+        if lease.pk:
+            self.post(outcomes, lease.host, f"/leases/{lease.pk}/release")
+
     def renew_many(self, outcomes: Outcomes, leases: Sequence[Lease], *, hosts: int) -> None:
         """Renew all leases with as few requests as possible."""
         held = [lease.pk for lease in leases if lease.pk]

@@ -20,6 +20,7 @@ LATENESS = (
     "count(*) FILTER (WHERE now() - succeeded_at > 2 * every) FROM sandboxes_sweep WHERE succeeded_at IS NOT NULL"
 )
 CONNECTIONS = "SELECT count(*), count(*) FILTER (WHERE state = 'active') FROM pg_stat_activity WHERE datname IS NOT NULL"
+TABLE_SIZES = "SELECT relname, pg_total_relation_size(relid) FROM pg_stat_user_tables"  # with indexes and TOAST
 AWAKE = "SELECT count(*) FROM sandboxes_sandbox WHERE state IN ('warm', 'running', 'waiting')"
 
 
@@ -35,6 +36,7 @@ class Phase:
     cpu_clients: float = 0.0
     transactions: int = 0
     database_bytes: int = 0  # growth
+    table_bytes: dict[str, int] = field(default_factory=dict)  # growth, by table
     wal_bytes: int = 0
     max_connections: int = 0
     max_active: int = 0
@@ -57,6 +59,7 @@ def measure(name: str, installation: Installation) -> Iterator[Phase]:
     """Measure the block as one phase."""
     phase, stop = Phase(name), threading.Event()
     sampler = threading.Thread(target=_sample, args=(phase, installation, stop))
+    sizes = dict(installation.select(TABLE_SIZES))
     before, began, own = _read(installation), time.perf_counter(), time.process_time()
     sampler.start()
     try:
@@ -69,6 +72,7 @@ def measure(name: str, installation: Installation) -> Iterator[Phase]:
     deltas = [new - old for new, old in zip(after, before, strict=True)]
     phase.cpu_hosts, phase.cpu_database = deltas[:2]
     phase.transactions, phase.database_bytes, phase.wal_bytes = map(int, deltas[2:])
+    phase.table_bytes = {table: size - sizes.get(table, 0) for table, size in installation.select(TABLE_SIZES)}
 
 
 def _read(installation: Installation) -> tuple[float, float, int, int, int]:

@@ -22,6 +22,9 @@ from tests.support.waiting import wait_until
 REPLICA_SECONDS = 60.0  # for which an additional web process is idle
 MINUTES_PER_DAY = 24 * 60
 MIN_EXTRAPOLATED_SECONDS = 60
+RECLAIM_SECONDS = 900.0  # after the last release
+MAX_LISTED_TABLES = 8
+REMAINING = "SELECT count(*) FROM sandboxes_sandbox WHERE state NOT IN ('destroyed', 'lost', 'failed')"
 
 
 def run(plan: Plan, directory: Path) -> int:
@@ -61,19 +64,16 @@ def _run_phases(plan: Plan, installation: Installation) -> Iterator[Phase]:
         "renewals, 1000 in one request",
         lambda phase: clients.renew_many(phase.get_outcomes("renew many"), leases, hosts=plan.hosts),
     )
-    yield run_phase(
-        "starts",
-        lambda phase: clients.for_each(
-            leases[: plan.started], lambda lease: clients.execute(phase.get_outcomes("start and exec"), lease)
-        ),
-    )
+    yield run_phase("starts", lambda phase: _start(plan, clients, leases, phase))
     yield run_phase("life cycles", lambda phase: _run_cycles(plan, clients, leases, phase))
     yield run_phase("idle, with cold sandboxes", lambda phase: time.sleep(60 * plan.idle_minutes))
+    yield run_phase("releases", lambda phase: _release(clients, leases, phase, installation))
 
 
-def _run_cycles(plan: Plan, clients: Clients, leases: list[Lease], phase: Phase) -> None:
-    """Execute a command in each started sandbox every `exec_every` seconds. Renew all leases every `renew_every` seconds."""
-    stop, started = threading.Event(), leases[: plan.started]
+@contextmanager
+def _renew_regularly(plan: Plan, clients: Clients, leases: list[Lease], phase: Phase) -> Iterator[None]:
+    """Renew all leases every `renew_every` seconds while the block runs."""
+    stop = threading.Event()
 
     def renew() -> None:
         while not stop.wait(plan.renew_every):
@@ -81,18 +81,40 @@ def _run_cycles(plan: Plan, clients: Clients, leases: list[Lease], phase: Phase)
 
     renewer = threading.Thread(target=renew)
     renewer.start()
-    began, interval = time.monotonic(), plan.exec_every / len(started)
+    try:
+        yield
+    finally:
+        stop.set()
+        renewer.join()
+
+
+def _start(plan: Plan, clients: Clients, leases: list[Lease], phase: Phase) -> None:
+    """Execute the first command of each sandbox to start. Sandboxes that are idle meanwhile go to sleep."""
+    with _renew_regularly(plan, clients, leases, phase):
+        clients.for_each(leases[: plan.started], lambda lease: clients.execute(phase.get_outcomes("start and exec"), lease))
+
+
+def _run_cycles(plan: Plan, clients: Clients, leases: list[Lease], phase: Phase) -> None:
+    """Execute a command in each started sandbox every `exec_every` seconds."""
+    started = leases[: plan.started]
+    interval = plan.exec_every / len(started)
     count = int(60 * plan.minutes / interval)
+    began = time.monotonic()
 
     def execute(number: int) -> None:
         time.sleep(max(began + number * interval - time.monotonic(), 0))
         clients.execute(phase.get_outcomes("wake and exec"), started[number % len(started)])
 
-    try:
+    with _renew_regularly(plan, clients, leases, phase):
         clients.for_each(range(count), execute)  # type: ignore[arg-type]
-    finally:
-        stop.set()
-        renewer.join()
+
+
+def _release(clients: Clients, leases: list[Lease], phase: Phase, installation: Installation) -> None:
+    """Release all leases and wait until their sandboxes are destroyed."""
+    clients.for_each(leases, lambda lease: clients.release(phase.get_outcomes("release"), lease))
+    wait_until(
+        lambda: installation.select(REMAINING) == [(0,)], "all sandboxes are destroyed", within=RECLAIM_SECONDS, every=2.0
+    )
 
 
 def _report(phase: Phase, plan: Plan) -> None:
@@ -120,6 +142,8 @@ def _report(phase: Phase, plan: Plan) -> None:
         f"  database +{phase.database_bytes / 1e6:.1f} MB{daily if phase.elapsed > MIN_EXTRAPOLATED_SECONDS else ''}, "
         f"log {phase.wal_bytes / 1e6:.1f} MB"
     )
+    largest = sorted(phase.table_bytes.items(), key=lambda item: -item[1])[:MAX_LISTED_TABLES]
+    print("  tables: " + ", ".join(f"{table} {size / 1e6:+.1f} MB" for table, size in largest if size > 0))
     print(f"  sweeps: at most {phase.max_lateness:.0f} s late, {phase.max_late} had missed an interval", flush=True)
 
 

@@ -166,7 +166,7 @@ def record_missing(
     - "found cold": the sandbox had no unsaved state. The next use wakes it from its stored state, if any.
     - "lost": a Run may have left changes that are stored nowhere.
 
-    `unstarted_run` is an ended Run that did not reach the sandbox and therefore left nothing in it."""
+    `unstarted_run` is an ended Run that did not reach the sandbox and therefore changed no file."""
     unchanged = Q(incarnation=sandbox.incarnation)
     if sandbox.holder is None:
         code = TransitionReason.PROVIDER_LOST

@@ -20,7 +20,7 @@ from sandboxes.providers.base import BadPath, FileStat, Missing, NoSuchFile, Pro
 
 log = structlog.get_logger(__name__)
 MAX_ENTRIES = 10_000  # watched at once; the listing of one directory has the same limit
-INTERVAL_SECONDS = 1.0  # between listings that take less than a twentieth of it
+INTERVAL_SECONDS = 1.0  # between listings of less than 50 ms
 PAUSE_FACTOR = 20  # duration of the pause after a listing, in durations of that listing
 
 

@@ -209,7 +209,7 @@ class EnvironmentEndView(EnvironmentApiView):
         responses=schema.build_responses(EndedEnvironmentSerializer, 404, 409, 413, 415),
     )
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
-        """End an environment and all active leases in it. The time and outcome of a first end stay. Operator keys only."""
+        """End an environment and its active leases. The time and outcome of a first end stay. Operator keys only."""
         data = self.validate_body(END_SERIALIZER)
         environment_id = self.get_environment(environment_id).pk
 

@@ -1,7 +1,7 @@
 """Lifecycle of an environment: create, start, change the phase, end, close when the last lease has ended.
 
 Lock order: the environment, then its leases. A grant that commits while the environment is being ended may leave one active
-lease in it; ending the environment again ends that lease too."""
+lease of this environment; ending the environment again ends that lease too."""
 
 import json
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def _require_open(environment_id: str) -> None:
 
 
 def end(environment_id: str, *, outcome: Any = NOTHING, now: datetime, actor: str = "") -> list[Lease]:
-    """End an environment and all active leases in it, in one transaction, and return these leases.
+    """End an environment and its active leases in one transaction, and return these leases.
 
     Idempotent: the time and outcome of the first end stay. Raise EnvironmentNotFound."""
     with transaction.atomic(durable=True):

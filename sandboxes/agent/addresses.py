@@ -32,6 +32,7 @@ class GatewayAddress(Protocol):
 
     restart_seconds: float  # for which an operation that begins waits while the gateway is down
     refusal_memory_seconds: float  # after the last refused connection, in which the gateway counts as down all the time
+    check_seconds: float  # between checks of the sandbox during that wait: the sandbox may be gone, and not the gateway
 
     def get_key(self, agent: str) -> str:
         """Return a name of the gateway, under which its state is remembered."""
@@ -47,6 +48,7 @@ class UnixGateway:
 
     restart_seconds = 5.0
     refusal_memory_seconds = math.inf  # operations without a gateway use the engine, and do not wait again
+    check_seconds = math.inf  # an agent does not stop the gateway
 
     def __init__(self, path: Path) -> None:
         self._path = os.fspath(path)
@@ -81,6 +83,7 @@ class RoutedGateway:
 
     restart_seconds = 15.0  # an agent whose gateway has died connects to another one
     refusal_memory_seconds = 60.0
+    check_seconds = 2.0
 
     def __init__(self, locate: Callable[[str], AgentLocation | None], secret: bytes, trust: GatewayTrust | None = None) -> None:
         self._locate, self._secret, self._trust = locate, secret, trust

@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -181,11 +181,14 @@ def as_address(gateway: GatewayAddress | Path) -> GatewayAddress:
     return UnixGateway(gateway) if isinstance(gateway, Path) else gateway
 
 
-def connect_through_restart(gateway: GatewayAddress | Path, container: str, *, wait: float) -> AgentConnection:
+def connect_through_restart(
+    gateway: GatewayAddress | Path, container: str, *, wait: float, check: Callable[[], None]
+) -> AgentConnection:
     """Connect, and wait for a gateway that is being started again, until it has been down for its `restart_seconds`.
 
-    Raise NotConnected."""
+    `check` is called every `check_seconds` of the gateway, and may raise an error that ends the wait. Raise NotConnected."""
     gateway = as_address(gateway)
+    checked_at = time.monotonic()
     while True:
         try:
             return AgentConnection(gateway, container, wait=wait)
@@ -193,6 +196,9 @@ def connect_through_restart(gateway: GatewayAddress | Path, container: str, *, w
             first, last = _down_since.get(gateway.get_key(container), (0.0, time.monotonic()))
             if last - first > gateway.restart_seconds:
                 raise
+            if time.monotonic() - checked_at >= gateway.check_seconds:
+                check()
+                checked_at = time.monotonic()
             time.sleep(RECONNECT_PAUSE_SECONDS)
 
 

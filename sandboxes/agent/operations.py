@@ -43,13 +43,14 @@ class OperationFailed(Exception):
 class RepeatingConnection:
     """Connection that is opened again after a loss, while the sandbox runs and the agent is the same.
 
-    `check` is called after a loss, and may raise an error that explains it. One thread uses the connection."""
+    `check` is called after a loss and while a remote gateway is waited for, and may raise an error that ends the operation. One
+    thread uses the connection."""
 
     def __init__(self, client: AgentClient, check: Callable[[], None]) -> None:
         """Connect. Raise NotStarted."""
         self._client, self._check = client, check
         try:
-            self._connection: AgentConnection | None = client.open_to_start()
+            self._connection: AgentConnection | None = client.open_to_start(check)
         except NotConnected as error:
             raise NotStarted(str(error), "not_connected") from error
         self.boot = self._connection.boot

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,15 +86,16 @@ class AgentClient:
         """Start a run, unless its id is known, and wait for its result. The result is retained until `acknowledge`.
 
         `boot` is the agent's boot id of an earlier request for this run; an agent with another one starts nothing. `check` is
-        called whenever a response does not arrive, and may raise an error that explains it. Raise NotStarted, or OutcomeUnknown
-        if the agent restarted, violated the protocol or does not respond before the deadline."""
+        called whenever a response does not arrive and while a remote gateway is waited for. An error that it raises ends the
+        wait. Raise NotStarted, or OutcomeUnknown if the agent restarted, violated the protocol or does not respond before
+        the deadline."""
         command, stdin = run.encode()
         if len(command) + len(stdin) > MAX_REQUEST_BODY_BYTES:
             raise NotStarted("The command and its input are too long.", "too_long")
         deadline, sent = time.monotonic() + run.timeout + END_SECONDS, bool(boot)
         while True:
             try:
-                with self._connect(CONNECT_SECONDS, to_start=not sent) as connection:
+                with self._keep(self.open(CONNECT_SECONDS) if sent else self.open_to_start(check)) as connection:
                     boot, sent = boot or connection.boot, True
                     return self._run_on(connection, run, boot, command, stdin, deadline)
             except NotConnected as error:
@@ -214,14 +215,20 @@ class AgentClient:
         idle = idle_connections.take(self._gateway, self.container)
         return idle or AgentConnection(self._gateway, self.container, wait=wait)
 
-    def open_to_start(self) -> AgentConnection:
-        """Like `open`, for an operation that begins: also wait for the gateway, if it is being started again."""
+    def open_to_start(self, check: Callable[[], None]) -> AgentConnection:
+        """Like `open`, for an operation that begins: also wait for the gateway, if it is being started again.
+
+        `check` may raise an error that ends this wait."""
         idle = idle_connections.take(self._gateway, self.container)
-        return idle or connect_through_restart(self._gateway, self.container, wait=CONNECT_SECONDS)
+        return idle or connect_through_restart(self._gateway, self.container, wait=CONNECT_SECONDS, check=check)
+
+    def _connect(self, wait: float) -> AbstractContextManager[AgentConnection]:
+        return self._keep(self.open(wait))
 
     @contextmanager
-    def _connect(self, wait: float, *, to_start: bool = False) -> Iterator[AgentConnection]:
-        with self.open_to_start() if to_start else self.open(wait) as connection:
+    def _keep(self, opened: AgentConnection) -> Iterator[AgentConnection]:
+        """Keep the connection for later operations. Report a violation of the protocol."""
+        with opened as connection:
             try:
                 yield connection
             except ProtocolError as error:

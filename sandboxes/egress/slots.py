@@ -52,7 +52,7 @@ def ensure_slot_directory(slot: int) -> Path:
 
 
 def ensure_agent_directory(slot: int) -> Path:
-    """Create and return the host directory of a slot's gateway socket. The proxy cannot write in it."""
+    """Create and return the host directory of a slot's gateway socket. The proxy cannot write there."""
     ensure_private_directory(settings.RUNTIME_DIR)
     return ensure_directory(ensure_directory(settings.EGRESS_DIR / "a") / str(slot))
 

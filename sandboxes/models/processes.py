@@ -101,7 +101,7 @@ class Process(models.Model):
 def close_all_processes(
     sandbox: uuid.UUID, *, now: datetime, note: str, may_wake: bool = True, restarts: bool = False, resumes: bool = False
 ) -> int:
-    """Close all open processes of a sandbox, and end all pending restarts in it. Return the number of changed rows.
+    """Close all open processes of a sandbox, and end its pending restarts. Return the number of changed rows.
 
     Called in the transaction that evicts, restarts or destroys the sandbox, or marks it as lost. With `may_wake` the holder's
     next sandbox starts the processes with `restart_after_wake` again. With `restarts`, for a sandbox that was restarted without

@@ -480,7 +480,7 @@ class Provider(ABC):
 
     @abstractmethod
     def find_exec(self, ref: str, mark: str) -> ExecState | None:
-        """Return the state of an exec with a retained result, or None if nothing is known of it. Raise Unavailable.
+        """Return the state of an exec with a retained result, or None if the exec is unknown. Raise Unavailable.
 
         A provider that retains no results returns None."""
 

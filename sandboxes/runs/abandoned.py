@@ -52,7 +52,7 @@ def close_abandoned_run(run: Run, *, now: datetime) -> str:
 
 
 def _find_command(run: Run) -> ExecState | None:
-    """Return the state of an open Run's command in its sandbox, or None if nothing is known of it. Raises ProviderError."""
+    """Return the state of an open Run's command in its sandbox, or None if the command is unknown. Raises ProviderError."""
     sandbox = run.sandbox
     if run.kind not in ("exec", "turn") or sandbox.state in GONE_STATES or sandbox.incarnation != run.incarnation:
         return None

@@ -22,7 +22,7 @@ from sandboxes.providers.base import ProviderError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
-# Longer than an agent waits for the processor beside commands that use all of it.
+# Longer than an agent waits for CPU time beside commands that use all cores.
 RESPONSE_TIMEOUT = timedelta(seconds=30)
 MAX_RESTARTS, RESTART_PERIOD = 3, timedelta(hours=1)  # of one sandbox; a restart ends all of its processes
 

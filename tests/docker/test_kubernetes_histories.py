@@ -90,7 +90,7 @@ class History(remote_histories.History):
         self.emulator.store.edit(QUOTAS, NAMESPACE, "sandboxes", lambda item: item["spec"]["hard"].update(pods="0"))
 
     def lose_during_read(self) -> None:
-        """Delete a Pod between two reads of it."""
+        """Delete a Pod between two reads of the Pod."""
 
         def vanish() -> None:
             existing = self.emulator.store.list(PODS, NAMESPACE)

@@ -45,7 +45,7 @@ class Box:
     machine: Machine
     status: str = "provisioning"
     created_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
-    images: dict[str, ImageBuild] = field(default_factory=dict)  # of the Docker Engine in it, by name
+    images: dict[str, ImageBuild] = field(default_factory=dict)  # of the sandbox's Docker Engine, by name
     results: dict[str, tuple[int, bytes, bytes] | None] = field(default_factory=dict)  # by command id
 
 

@@ -12,7 +12,7 @@ BUILD = "from setuptools import setup; setup()"
 
 
 def build_tree(source: Path, names: list[str], directory: Path) -> Path:
-    """Build a project from these files and directories of it. Return a directory with the content of its wheel."""
+    """Build a project from these of its files and directories. Return a directory with the content of its wheel."""
     copy, tree = directory / "source", directory / "tree"
     copy.mkdir(parents=True)
     for name in names:  # setuptools writes beside its sources

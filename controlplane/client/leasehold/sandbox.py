@@ -264,7 +264,7 @@ class Files:
             self._run(lambda lease: lease.put_archive(root, archive))
 
     def download(self, path: str, directory: str | Path) -> None:
-        """Copy a directory of the sandbox into a local directory. Nothing is written outside of it."""
+        """Copy a directory of the sandbox into a local directory. Nothing is written outside the local directory."""
         root, source = split_path(path)
         with tempfile.TemporaryFile() as archive:
             self._run(lambda lease: lease.get_archive(root, source, archive))

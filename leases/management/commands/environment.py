@@ -30,7 +30,7 @@ class Command(BaseCommand):
         create.add_argument("--phase", default="", help="phase, such as combat")
         start = actions.add_parser("start", help="record the start")
         phase = actions.add_parser("phase", help="set the phase")
-        end = actions.add_parser("end", help="end an environment and every active lease in it")
+        end = actions.add_parser("end", help="end an environment and its active leases")
         end.add_argument("--outcome", help="text, stored with the end")
         for parser_ in (show, create, start, phase, end):
             parser_.add_argument("environment", metavar="ENVIRONMENT_ID")

@@ -152,7 +152,7 @@ def _build_row(line: AccessLogLine, sandbox: Sandbox | None) -> LlmCall:
 
 
 def parse_line(line: bytes) -> AccessLogLine | None:
-    """Parse one line. Return None if the line is malformed: a sandbox controls the URI, the sizes and the timing in it."""
+    """Parse one line. Return None if the line is malformed: a sandbox controls its URI, sizes and timing."""
     try:
         fields = json.loads(PADDED_STATUS_PATTERN.sub(r"\1", line.decode(errors="replace")), parse_float=Decimal)
         ended_at = datetime.fromtimestamp(_parse_number(fields["at"], 1 << 33), UTC)

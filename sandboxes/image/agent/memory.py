@@ -127,7 +127,7 @@ class MemoryGuard:
 
 
 def find_largest(runs, limit):
-    """Return the run whose processes use most memory, or None if no run uses much of it.
+    """Return the run whose processes use most memory, or None if none uses MIN_RUN_SHARE of the limit.
 
     Files in memory and buffers of the kernel belong to no run."""
     runs = [run for run in runs if run.process.pid and not isinstance(run.process, HelperCall)]

@@ -65,7 +65,7 @@ def find_freezer(pid: int, container: str) -> Freezer | None:
     paths = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
     version_1 = "freezer" in paths
     path = Path(paths["freezer"] if version_1 else paths.get("", "/"))
-    # The pid may have been reused, or mean another process here. A cgroup below the container's own is only a part of it.
+    # The pid may have been reused, or mean another process here. A cgroup below the container's own lacks processes.
     if container not in path.name:
         return None
     directory = CGROUPS_DIRECTORY / "freezer" if version_1 else CGROUPS_DIRECTORY

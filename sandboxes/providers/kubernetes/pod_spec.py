@@ -72,7 +72,7 @@ def build_pod_spec(spec: SandboxSpec, configuration: KubernetesConfiguration, *,
         "hostname": "sandbox",
         "terminationGracePeriodSeconds": int(configuration.grace.total_seconds()),
         "activeDeadlineSeconds": int(configuration.lifetime.total_seconds()),
-        "dnsPolicy": "None",  # a name server is a way out
+        "dnsPolicy": "None",  # queries to a name server would carry data out of the Pod
         "dnsConfig": {"nameservers": [NO_NAME_SERVER]},
         "securityContext": {
             "runAsNonRoot": True,

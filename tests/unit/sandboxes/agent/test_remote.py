@@ -1,6 +1,7 @@
 """Agents that reach the gateway over TLS: join, session, revocation and limits, with the agent as a process."""
 
 import json
+import math
 import signal
 import socket
 import ssl
@@ -20,17 +21,19 @@ from django.utils import timezone
 from leases import leasing
 from leases.models import Lease
 from leases.stream_server.agent_link import AgentLink
-from sandboxes.agent import internal
+from sandboxes.agent import internal, runs
 from sandboxes.agent.addresses import AgentLocation, GatewayDown, RoutedGateway
 from sandboxes.agent.client import AgentConnection, NotConnected
 from sandboxes.agent.internal import GatewayTrust
-from sandboxes.agent.runs import AgentResult
+from sandboxes.agent.operations import RepeatingConnection
+from sandboxes.agent.runs import AgentClient, AgentResult
 from sandboxes.egress import gateway_tokens, public_listener
 from sandboxes.egress.agent_sessions import routes
 from sandboxes.egress.agent_sessions import server as session_server
 from sandboxes.egress.server import EgressServer
 from sandboxes.hosts import agent_routes
 from sandboxes.models import AgentRoute, GatewayToken, LlmCall, Sandbox
+from sandboxes.providers.base import Missing
 from sandboxes.sweeps import passes
 from tests.egress.stack import run_in_thread
 from tests.support.leases import get_sandbox
@@ -336,6 +339,22 @@ def test_gateway_that_is_killed_costs_no_run(lease: Lease, files: TlsFiles, star
         found = client.find("r2", cap=1000)
         assert isinstance(found, AgentResult) and found.stdout == b"2\n"
     balancer.close()
+
+
+@pytest.mark.parametrize("act", [AgentClient.run, lambda client, run, check: RepeatingConnection(client, check)])
+def test_wait_for_the_gateway_of_a_sandbox_ends_once_the_sandbox_is_gone(
+    act: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "CONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(RoutedGateway, "restart_seconds", math.inf)
+    monkeypatch.setattr(RoutedGateway, "check_seconds", 0.0)
+    client = AgentClient(RoutedGateway(lambda _: AgentLocation("", 1), b"secret"), "pod-1")
+
+    def check() -> None:
+        raise Missing("pod-1 is gone.")
+
+    with pytest.raises(Missing):
+        act(client, make_run("r1", "true"), check=check)
 
 
 def test_agent_that_stops_responding_loses_its_session(

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-MAX_OUTPUT_CHARS = 8000  # of a command, the end of it
+MAX_OUTPUT_CHARS = 8000  # the last ones that a command printed
 MAX_FILE_CHARS = 20_000
 COMMAND_TIMEOUT_SECONDS = 25.0  # a turn has 60 s
 

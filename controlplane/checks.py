@@ -16,7 +16,8 @@ from django.urls import get_resolver
 from sandboxes import providers
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.providers import load_class
-from sandboxes.providers.base import ProviderError, SetupProblem
+from sandboxes.providers.engine_reports import SetupProblem
+from sandboxes.providers.errors import ProviderError
 from sandboxes.providers.kubernetes import configuration as kubernetes
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 from sandboxes.providers.remote.configuration import find_missing_variable, get_configuration

@@ -20,7 +20,7 @@ from leases.api.base import schema
 from sandboxes import errors as sandboxes
 from sandboxes.db.clock import format_timestamp
 from sandboxes.failures import find_cause, find_provider
-from sandboxes.providers import base as provider
+from sandboxes.providers import errors as provider
 from sandboxes.providers import observed as provider_observed
 from sandboxes.storage import base as store
 from sandboxes.storage import observed as store_observed

@@ -16,7 +16,7 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
 from sandboxes.models import GONE_STATES, Run, Sandbox, TransitionReason
 from sandboxes.pool import allocation
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 from sandboxes.runs import abandoned
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 

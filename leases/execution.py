@@ -33,7 +33,9 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import AWAKE_STATES, MintedToken, Pool, Run, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.pool.allocation import SandboxRequest
-from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError
+from sandboxes.providers.base import WORKSPACE, Provider
+from sandboxes.providers.command_results import ExecResult
+from sandboxes.providers.errors import ProviderError
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 

@@ -36,7 +36,9 @@ from sandboxes.errors import (
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import FinalPersist, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.pool import allocation
-from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError, Rejected
+from sandboxes.providers.base import WORKSPACE, Provider
+from sandboxes.providers.command_results import ExecResult
+from sandboxes.providers.errors import ProviderError, Rejected
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from sandboxes.state import directories

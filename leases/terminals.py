@@ -14,7 +14,7 @@ from sandboxes.errors import ProcessEnded
 from sandboxes.models import Process
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers import get_default_provider_name, get_provider
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 
 DEFAULT_COMMAND = ("/bin/bash", "-l")
 DEFAULT_SIZE = TerminalSize(rows=24, columns=80)

@@ -34,7 +34,8 @@ from sandboxes.models import (
 )
 from sandboxes.models.state import DataEvent
 from sandboxes.models.webhooks import EventType
-from sandboxes.providers.base import Missing, Provider, ProviderError
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.state import data_sync, merge, mounts, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings

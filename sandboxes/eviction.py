@@ -27,7 +27,8 @@ from sandboxes.models import (
     TransitionReason,
     processes,
 )
-from sandboxes.providers.base import Missing, Provider, ProviderError
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.state import data_sync, mounts, vendor_snapshots, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings

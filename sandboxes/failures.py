@@ -8,7 +8,7 @@ from sandboxes.agent.client import ConnectionLost, NotConnected
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import OutcomeUnknown
 from sandboxes.errors import SandboxError
-from sandboxes.providers.base import FailureCause, ProviderError
+from sandboxes.providers.errors import FailureCause, ProviderError
 from sandboxes.storage.base import StoreError
 
 CODED_ERRORS = (SandboxError, ProviderError, StoreError)

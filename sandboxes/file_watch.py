@@ -16,7 +16,8 @@ from typing import Literal
 import structlog
 
 from sandboxes.models import AWAKE_STATES, Sandbox
-from sandboxes.providers.base import BadPath, FileStat, Missing, NoSuchFile, Provider, Unavailable
+from sandboxes.providers.base import FileStat, Provider
+from sandboxes.providers.errors import BadPath, Missing, NoSuchFile, Unavailable
 
 log = structlog.get_logger(__name__)
 MAX_ENTRIES = 10_000  # watched at once; the listing of one directory has the same limit

@@ -29,7 +29,9 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
-from sandboxes.providers.base import ProcessState, Provider, ProviderError, Rejected, StartKilled
+from sandboxes.providers.base import Provider
+from sandboxes.providers.command_results import ProcessState
+from sandboxes.providers.errors import ProviderError, Rejected, StartKilled
 from sandboxes.providers.launcher import KILLED_EXIT_CODE, LAUNCH_TIMEOUT
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 

@@ -35,7 +35,9 @@ from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
 from sandboxes.output_search import OutputMatch, OutputSearch, PatternSearch, TextSearch
 from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.process_restarts import MAX_PROCESSES, START_TIMEOUT, close_process
-from sandboxes.providers.base import WORKSPACE, Missing, ProcessOutput, ProcessState, Provider, ProviderError, Rejected
+from sandboxes.providers.base import WORKSPACE, Provider
+from sandboxes.providers.command_results import ProcessOutput, ProcessState
+from sandboxes.providers.errors import Missing, ProviderError, Rejected
 from sandboxes.runs import operations, workspace_limit
 from sandboxes.runs.operations import Command, Operation
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult

@@ -21,7 +21,7 @@ from sandboxes.lifecycle import COLD, EVICTING, RUNNING, SUSPENDED, WAITING, WAR
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, Sandbox, SandboxState, TransitionReason, processes
 from sandboxes.pool import allocation
-from sandboxes.providers.base import Missing, ProviderError
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)

@@ -26,7 +26,8 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, RUNNING, SUSPENDED, WAITING, advance, checkpoint
 from sandboxes.models import Attachment, Sandbox, TransitionReason, processes
 from sandboxes.models.processes import Process
-from sandboxes.providers.base import MAX_SUSPEND_TIME, Provider, ProviderError
+from sandboxes.providers.base import MAX_SUSPEND_TIME, Provider
+from sandboxes.providers.errors import ProviderError
 from sandboxes.state import data_sync, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings

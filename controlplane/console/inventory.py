@@ -43,7 +43,7 @@ from sandboxes.inventory.listings import WITHOUT_RESPONSE, EngineListing, Listin
 from sandboxes.inventory.names import parse_name
 from sandboxes.inventory.removal import destroy_ownerless
 from sandboxes.models import Host, Pool, Sandbox
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 
 log = structlog.get_logger(__name__)
 MAX_ROWS = 200  # of sandboxes without a finding; the page of sandboxes has all

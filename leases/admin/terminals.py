@@ -17,7 +17,7 @@ from sandboxes.admin.sandboxes import SandboxAdmin
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import ALIVE_STATES, Process, Sandbox
 from sandboxes.processes import ProcessSpec
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 
 PAGE_SALT = "leasehold.terminal-page"
 PAGE_LIFETIME = timedelta(hours=1)

@@ -10,7 +10,7 @@ from leases.agent_runs.models import AgentRun
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import registry
 from sandboxes.models import GONE_STATES, Run
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 
 log = structlog.get_logger(__name__)
 

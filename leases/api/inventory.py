@@ -28,7 +28,7 @@ from sandboxes.db.clock import format_timestamp
 from sandboxes.inventory.entries import Entry, Finding, Inventory, collect_inventory
 from sandboxes.inventory.listings import EngineListing, ListingState
 from sandboxes.inventory.removal import destroy_ownerless
-from sandboxes.providers.base import FailureCause, Unavailable
+from sandboxes.providers.errors import FailureCause, Unavailable
 from sandboxes.providers.registry import PROVIDERS
 
 

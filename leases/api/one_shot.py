@@ -48,7 +48,8 @@ from sandboxes.claims import KILL_GRACE
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Pool
 from sandboxes.providers import tar_validation
-from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge
+from sandboxes.providers.base import WORKSPACE
+from sandboxes.providers.errors import Rejected, TooLarge
 
 MAX_NEW_RUN_BODY_BYTES = 32 << 20  # mostly the workspace
 MAX_RETURNED_WORKSPACE_BYTES = 16 << 20  # size of the tar in a response

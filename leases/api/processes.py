@@ -42,7 +42,7 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Process, ProcessStatus, RestartPolicy
 from sandboxes.output_search import MAX_PATTERN_CHARS, BadPattern, PatternSearch
 from sandboxes.processes import START_TIMEOUT, OutputWait, ProcessSpec
-from sandboxes.providers.base import ProcessOutput
+from sandboxes.providers.command_results import ProcessOutput
 
 MAX_NEW_PROCESS_BODY_BYTES = 1 << 20
 MAX_STDIN_BODY_BYTES = 2 << 20

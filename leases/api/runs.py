@@ -33,7 +33,8 @@ from sandboxes.claims import KILL_GRACE
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import RUN_KINDS, Run, RunOutcome
-from sandboxes.providers.base import WORKSPACE, ExecResult
+from sandboxes.providers.base import WORKSPACE
+from sandboxes.providers.command_results import ExecResult
 from sandboxes.runs.operations import Command
 
 MAX_EXEC_BODY_BYTES = 16 << 20  # mostly stdin

@@ -23,7 +23,8 @@ from leases.models import Lease
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox
-from sandboxes.providers.base import WORKSPACE, NoSuchFile, Provider, TooLarge
+from sandboxes.providers.base import WORKSPACE, Provider
+from sandboxes.providers.errors import NoSuchFile, TooLarge
 from sandboxes.runs.operations import Command
 
 log = structlog.get_logger(__name__)

@@ -17,7 +17,7 @@ from leases.errors import InvalidRequest
 from leases.models import DID_DESCRIPTION, ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN, Lease, validate_did
 from sandboxes.db import durations
 from sandboxes.errors import SandboxError
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 
 EXIT_INTERRUPTED = 130
 MAX_SECRET_CHARS = 4000

@@ -32,7 +32,7 @@ from sandboxes.failures import find_cause, find_provider
 from sandboxes.guard import Guard, HolderTerms
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import NEVER_STARTED, Pool, Run, RunOutcome
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.runs.operations import Command
 from sandboxes.storage.base import StoreError
 

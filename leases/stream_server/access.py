@@ -14,7 +14,7 @@ from sandboxes import processes, suspension
 from sandboxes.errors import ProviderCallFailed, SandboxNotHeld
 from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, Process, Sandbox
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 
 
 def find_terminal(lease: UUID, process: UUID) -> Process:

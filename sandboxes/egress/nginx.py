@@ -26,8 +26,8 @@ from sandboxes import providers
 from sandboxes.egress import nginx_config, slots
 from sandboxes.egress.nginx_config import LOGS_MOUNT, SERVER_MOUNT, SLOTS_MOUNT, START_COMMAND
 from sandboxes.hosts.directories import ensure_directory
-from sandboxes.providers.base import ProviderError, Rejected, Unavailable
 from sandboxes.providers.docker.engine import Engine, translate_errors
+from sandboxes.providers.errors import ProviderError, Rejected, Unavailable
 
 log = structlog.get_logger(__name__)
 INSTALLATION_LABEL = "leasehold.egress"  # identifies the installation among those that share an engine

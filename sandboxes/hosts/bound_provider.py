@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
-from sandboxes.providers.base import FailureCause, Missing, Provider, ProviderError, Unavailable
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Unavailable
 
 HOST_NAMESPACE = uuid.UUID("6b9e7f6c-6f0c-4c39-9d3e-0f1f2a7f4c51")
 CONFIRMED_METHODS = frozenset({"create", "destroy"})  # another engine performs them without an error

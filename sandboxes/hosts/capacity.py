@@ -11,7 +11,8 @@ from sandboxes.formatting import pluralize
 from sandboxes.hosts import registry
 from sandboxes.models import Pool
 from sandboxes.models.pools import UNMEASURED_CAPACITY
-from sandboxes.providers.base import Provider, ProviderError
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import ProviderError
 
 RESERVED_MIB = 2048  # for the host and the control plane; at most half of the memory
 

@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 
 
 class UnsafeDirectory(Unavailable):

@@ -8,7 +8,9 @@ from datetime import datetime, timedelta
 
 from sandboxes import providers
 from sandboxes.models import Host, Pool
-from sandboxes.providers.base import EngineQuota, Provider, ProviderError, QuotaMeasure
+from sandboxes.providers.base import Provider
+from sandboxes.providers.engine_reports import EngineQuota, QuotaMeasure
+from sandboxes.providers.errors import ProviderError
 from sandboxes.providers.registry import PROVIDERS
 
 STALE_AFTER = timedelta(minutes=5)  # the worker reads every minute

@@ -9,7 +9,7 @@ from sandboxes.agent import addresses
 from sandboxes.agent.runs import AgentClient
 from sandboxes.hosts.bound_provider import compute_host_id
 from sandboxes.models import Host, Sandbox, SandboxState
-from sandboxes.providers.base import FailureCause
+from sandboxes.providers.errors import FailureCause
 from sandboxes.providers.kubernetes.endings import Ending
 
 PROVIDER_NAME = "kubernetes"

@@ -14,7 +14,7 @@ from django_q.tasks import async_task
 from sandboxes.db import database_time
 from sandboxes.hosts import registry
 from sandboxes.models import Host
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 
 log = structlog.get_logger(__name__)
 

@@ -22,7 +22,8 @@ from sandboxes import providers
 from sandboxes.errors import HostLost, NotIsolated, WrongHost
 from sandboxes.hosts.bound_provider import bind_provider, compute_host_id
 from sandboxes.models import Host, Pool, Sandbox
-from sandboxes.providers.base import FailureCause, Provider, ProviderError, Unavailable
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import FailureCause, ProviderError, Unavailable
 from sandboxes.providers.registry import PROVIDERS
 
 log = structlog.get_logger(__name__)

@@ -20,7 +20,8 @@ from sandboxes.hosts import registry
 from sandboxes.hosts.bound_provider import require_engine
 from sandboxes.lifecycle import COLD, DESTROYED
 from sandboxes.models import Host, Sandbox
-from sandboxes.providers.base import FailureCause, ProviderError, ProviderSandbox
+from sandboxes.providers.base import ProviderSandbox
+from sandboxes.providers.errors import FailureCause, ProviderError
 
 log = structlog.get_logger(__name__)
 LISTING_TIMEOUT_SECONDS = 20.0  # of all listings together; a vendor may take minutes

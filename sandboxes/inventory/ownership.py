@@ -11,7 +11,8 @@ from sandboxes.hosts.bound_provider import bind_provider
 from sandboxes.inventory.listings import ListingState, list_engine
 from sandboxes.inventory.names import has_row
 from sandboxes.models import Pool
-from sandboxes.providers.base import Provider, ProviderSandbox, Unavailable
+from sandboxes.providers.base import Provider, ProviderSandbox
+from sandboxes.providers.errors import Unavailable
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from sandboxes.errors import InstallationMismatch, SandboxNotListed
 from sandboxes.inventory.ownership import find_ownerless, require_without_row
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Installation
-from sandboxes.providers.base import Missing
+from sandboxes.providers.errors import Missing
 
 log = structlog.get_logger(__name__)
 

@@ -21,7 +21,8 @@ from sandboxes.db.clock import clock_from
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import ALIVE_STATES, Sandbox
-from sandboxes.providers.base import Missing, Provider, ProviderError, VendorIntervals
+from sandboxes.providers.base import Provider, VendorIntervals
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)

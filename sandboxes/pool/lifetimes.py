@@ -18,7 +18,8 @@ from sandboxes.db.clock import clock_from
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import RUNNING, SUSPENDED, WAITING, WARM
 from sandboxes.models import ALIVE_STATES, Run, Sandbox, TransitionReason
-from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
+from sandboxes.providers.base import ProviderSandbox
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)

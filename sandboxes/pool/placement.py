@@ -26,7 +26,7 @@ from sandboxes.errors import (
 from sandboxes.hosts import registry
 from sandboxes.models import Pool, SkipReason, Transition, TransitionReason
 from sandboxes.pool import start_breaker
-from sandboxes.providers.base import ProviderError, Rejected
+from sandboxes.providers.errors import ProviderError, Rejected
 
 SKIP_REASON_BY_ERROR: dict[type[Exception], SkipReason] = {
     PoolDraining: SkipReason.DRAINING,

@@ -9,7 +9,7 @@ from sandboxes import providers
 from sandboxes.db import dialect, sql
 from sandboxes.hosts import registry
 from sandboxes.models import GONE_STATES, Pool, Sandbox
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 
 REQUESTS_WAIT_SQL = "SELECT EXISTS (SELECT 1 FROM sandboxes_admissionrequest WHERE pool_id = %s AND expires_at > %s)"
 READY_SQL = (

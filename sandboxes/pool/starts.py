@@ -34,17 +34,9 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint
 from sandboxes.models import Host, Pool, Sandbox, Transition, TransitionReason
 from sandboxes.pool import images, intervals, start_breaker
-from sandboxes.providers.base import CapacityPending as Pending
-from sandboxes.providers.base import (
-    GatewayAccess,
-    NoCapacity,
-    Provider,
-    ProviderError,
-    Rejected,
-    SandboxSpec,
-    Unavailable,
-    VendorIntervals,
-)
+from sandboxes.providers.base import GatewayAccess, Provider, SandboxSpec, VendorIntervals
+from sandboxes.providers.errors import CapacityPending as Pending
+from sandboxes.providers.errors import NoCapacity, ProviderError, Rejected, Unavailable
 from sandboxes.state import mounts, vendor_snapshots, workspace
 from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError

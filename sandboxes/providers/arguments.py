@@ -4,7 +4,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from sandboxes.providers.base import DATA, WORKSPACE, BadPath, Rejected
+from sandboxes.providers.base import DATA, WORKSPACE
+from sandboxes.providers.errors import BadPath, Rejected
 
 
 def split_sandbox_path(path: str) -> tuple[str, tuple[str, ...]]:

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, SupportsBytes
+from typing import BinaryIO, NamedTuple
 
 from sandboxes.agent.protocol import TerminalSize
+from sandboxes.providers.command_results import ExecResult, ExecState, OutputReader, OutputView, ProcessOutput, ProcessState
+from sandboxes.providers.engine_reports import EngineQuota, SealReport, SetupProblem
+from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 
 WORKSPACE, DATA, SOCKETS_DIRECTORY = "/workspace", "/data", "/run/leasehold"
 USER_PROGRAMS_DIRECTORY = f"{WORKSPACE}/.home/.local/bin"  # last in PATH, after the system's programs
@@ -35,7 +38,6 @@ EGRESS_ENVIRONMENT = {
     "RELAY_URL": f"ws://{EGRESS_LOOPBACK_ADDRESS}/relay/",
 }
 GET_FILES_TIMEOUT = timedelta(minutes=9)  # beyond the time that the minimum rate of a stream grants
-StreamContent = bytes | bytearray | SupportsBytes
 MAX_SUSPEND_TIME = timedelta(minutes=2)  # of a `suspend` that stops the sandbox
 TEMPLATE_TAG_PREFIX = "leasehold-template/"  # of the names of the images of templates
 MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable that identifies the processes of one exec
@@ -47,116 +49,6 @@ class Network(StrEnum):
     SEALED = "sealed"  # the egress proxy and what the policy allows
     GATEWAY = "gateway"  # this installation's gateway, or nothing without one, enforced by the vendor's allow list
     OPEN = "open"  # not restricted by this control plane
-
-
-class FailureCause(StrEnum):
-    """Cause of a provider error, for programs."""
-
-    ENGINE_UNREACHABLE = "engine_unreachable"  # no connection to the engine, or the connection was lost
-    ENGINE_ERROR = "engine_error"  # the engine answered with an error of its own
-    ENGINE_REPLACED = "engine_replaced"  # the engine is not the one that started the sandbox
-    AGENT_NOT_CONNECTED = "agent_not_connected"  # no agent of the sandbox is connected, or its connection was lost
-    AGENT_FAILED = "agent_failed"  # the agent in the sandbox violated its protocol, or has lost a result
-    RATE_LIMITED = "rate_limited"  # the vendor of a remote provider refuses more requests for now
-    CREDENTIALS_REFUSED = "credentials_refused"  # the vendor of a remote provider does not accept the API key
-    NOT_SUPPORTED = "not_supported"  # by the engine
-    NOT_RUNNING = "sandbox_not_running"
-    TIMEOUT = "timeout"
-    NO_CAPACITY = "no_capacity"  # the engine has no room for a further sandbox
-    # Why an engine ended a sandbox, with Missing.
-    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed the whole sandbox
-    EVICTED = "evicted"  # for lack of memory or disk, of the node or of the sandbox
-    PREEMPTED = "preempted"  # for a sandbox or workload of a higher priority
-    NODE_DRAINED = "node_drained"  # by an operator, an autoscaler or a shutdown of the node
-    NODE_LOST = "node_lost"  # the node does not respond, or was removed
-    IMAGE_UNUSABLE = "image_unusable"  # it cannot be fetched or started
-    LIFETIME_ENDED = "lifetime_ended"  # the fixed age at which the engine ends every sandbox
-    AGENT_ENDED = "agent_ended"  # process 1 of the sandbox has exited
-    REMOVED = "removed"  # by someone else, or for a reason of which no trace is left
-    REPLACED = "replaced"  # another sandbox has the name
-
-
-class ProviderError(Exception):
-    """The provider did not perform the operation. sandboxes.hosts.bound_provider sets `provider`, its name."""
-
-    code = "provider_error"
-
-    def __init__(self, *args: object, cause: FailureCause | None = None, provider: str = "") -> None:
-        super().__init__(*args)
-        self.cause, self.provider = cause, provider
-        self.retry_after: int | None = None  # seconds, as the engine stated them
-
-
-class Unavailable(ProviderError):
-    """The provider is unavailable. The operation may have been performed; repeat it later."""
-
-    code = "provider_unavailable"
-
-
-class StartKilled(Unavailable):
-    """The start of a background process was killed. The program may have started, and was then killed, too."""
-
-    code = "start_killed"
-
-
-class NoCapacity(Unavailable):
-    """The engine has no room for the sandbox and does not get any, or its quota is used up."""
-
-    code = "no_capacity"
-
-
-class CapacityPending(Unavailable):
-    """The engine has accepted the sandbox, and starts it as soon as it has room. `wait_ready` may be called again."""
-
-    code = "capacity_pending"
-
-
-class Rejected(ProviderError):
-    """The provider rejects the request. Repeating it does not help."""
-
-    code = "provider_rejected"
-
-
-class Missing(ProviderError):
-    """The sandbox does not exist."""
-
-    code = "sandbox_missing"
-
-
-class NoSuchFile(ProviderError):
-    """The file does not exist in the sandbox."""
-
-    code = "file_not_found"
-
-
-class BadPath(Rejected):
-    """The path leaves its root directory, contains a symbolic link, or is not a regular file."""
-
-    code = "bad_path"
-
-
-class FileExists(Rejected):
-    """The target of the move exists."""
-
-    code = "file_exists"
-
-
-class TooLarge(Rejected):
-    """The content exceeds the given limit."""
-
-    code = "file_too_large"
-
-
-class BuildCommandFailed(Rejected):
-    """A command of the image's specification exited with an error."""
-
-    code = "build_command_failed"
-
-
-class ImageInUse(Rejected):
-    """A container uses the image."""
-
-    code = "image_in_use"
 
 
 @dataclass(frozen=True)
@@ -228,109 +120,6 @@ class ProviderSandbox:
     millicpus: int | None = None
 
 
-@dataclass(frozen=True)
-class SealReport:
-    """Result of a check that a sandbox reaches the gateway alone. `text` has a line for each destination that was tried."""
-
-    sealed: bool
-    text: str
-
-
-@dataclass(frozen=True)
-class SetupProblem:
-    """Problem of an engine's configuration that an operator has to solve. `solution` may have several lines."""
-
-    message: str
-    solution: str
-    prevents_starts: bool  # otherwise sandboxes start, and less works
-
-
-class QuotaMeasure(StrEnum):
-    """Property of sandboxes by which they use up a quota."""
-
-    SANDBOXES = "sandboxes"  # their number
-    MEMORY_MIB = "memory_mib"
-    MILLICPUS = "millicpus"
-
-
-@dataclass(frozen=True)
-class EngineQuota:
-    """Limit of the engine on one resource of all sandboxes together.
-
-    The amounts are None if they cannot be compared with sandboxes: the texts of the engine are shown then."""
-
-    name: str  # of the object that sets the limit
-    resource: str  # as the engine calls it
-    hard: str
-    used: str  # empty: not counted yet
-    hard_amount: int | None = None
-    used_amount: int | None = None
-    unit: str = ""  # of the amounts: "Mi" or "m" as in quantities of Kubernetes, empty for a number
-    measure: QuotaMeasure = QuotaMeasure.SANDBOXES
-    amount_per_measure: float = 1.0  # that a sandbox uses for each one of the measure
-
-
-@dataclass(frozen=True)
-class ExecResult:
-    """Result of a command. `exit_code` is 128 + n after signal n, so 137 for a command killed by the provider."""
-
-    exit_code: int
-    stdout: bytes = b""
-    stderr: bytes = b""
-    timed_out: bool = False  # killed by the provider, with every process it had started
-    oom: bool = False  # the kernel or the agent killed a process for lack of memory during the command
-    truncated: bool = False  # a stream exceeded the cap; the excess was read and dropped
-    duration: timedelta = timedelta(0)
-    data_digest: str = ""  # of the manifest of /data after the command, as by state.changes.digest_manifest; "" if not known
-
-
-class ExecState(NamedTuple):
-    """State of an exec whose caller is gone."""
-
-    running: bool
-    result: ExecResult | None = None  # None while running
-
-
-class OutputView:
-    """Output so far of an exec, which its provider attaches when the command has started. May be read from any thread."""
-
-    def __init__(self) -> None:
-        self._streams: tuple[StreamContent, StreamContent] = (b"", b"")
-
-    def attach(self, stdout: StreamContent, stderr: StreamContent) -> None:
-        """Read from these buffers, which the provider goes on filling, up to the cap of the exec."""
-        self._streams = stdout, stderr
-
-    def read(self) -> tuple[bytes, bytes]:
-        """Return stdout and stderr so far."""
-        stdout, stderr = self._streams
-        return bytes(stdout), bytes(stderr)
-
-
-class OutputPart(NamedTuple):
-    """Next bytes of the output of an exec."""
-
-    stream: str  # "stdout" or "stderr"; "" without new output
-    content: bytes = b""
-    ended: bool = False  # the command has ended, and both streams were read to their ends
-
-
-class OutputReader(ABC):
-    """Reader of the output of one exec by byte offsets. One thread reads; `interrupt` may be called from any thread."""
-
-    @abstractmethod
-    def read(self, *, wait: float) -> OutputPart | None:
-        """Return the next output at once, or what there is after `wait` seconds. None if the output is not available."""
-
-    @abstractmethod
-    def interrupt(self) -> None:
-        """End a `read` in progress, and all further ones, with None."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the resources of the reader. Idempotent."""
-
-
 class FileStat(NamedTuple):
     """Metadata of one entry below /workspace or /data. A tuple saves memory: a manifest has thousands of entries."""
 
@@ -350,20 +139,6 @@ class ResourceUsage(NamedTuple):
 
     cpu_micros: int  # CPU time since the sandbox was started, in microseconds; reset by a restart
     memory_bytes: int  # current, excluding reclaimable page cache
-
-
-class ProcessState(NamedTuple):
-    """State of a background process."""
-
-    running: bool
-    exit_code: int | None = None  # None while running
-
-
-class ProcessOutput(NamedTuple):
-    """Part of the output of a background process."""
-
-    content: bytes
-    next: int  # offset after `content`, counted from the first byte ever printed
 
 
 class Provider(ABC):

@@ -21,19 +21,8 @@ from sandboxes.providers.arguments import (
     split_move,
     split_sandbox_path,
 )
-from sandboxes.providers.base import (
-    DATA,
-    GET_FILES_TIMEOUT,
-    WORKSPACE,
-    BadPath,
-    FileExists,
-    FileStat,
-    NoSuchFile,
-    Provider,
-    ProviderError,
-    TooLarge,
-    Unavailable,
-)
+from sandboxes.providers.base import DATA, GET_FILES_TIMEOUT, WORKSPACE, FileStat, Provider
+from sandboxes.providers.errors import BadPath, FileExists, NoSuchFile, ProviderError, TooLarge, Unavailable
 from sandboxes.providers.streams import BoundedBuffer, limit_stream
 
 _ERRORS_BY_EXIT_CODE: dict[int, type[ProviderError]] = {

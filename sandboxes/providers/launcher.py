@@ -11,16 +11,9 @@ from datetime import timedelta
 
 from sandboxes.agent.protocol import TerminalSize
 from sandboxes.providers.arguments import check_range
-from sandboxes.providers.base import (
-    WORKSPACE,
-    ExecResult,
-    ProcessOutput,
-    ProcessState,
-    Provider,
-    Rejected,
-    StartKilled,
-    Unavailable,
-)
+from sandboxes.providers.base import WORKSPACE, Provider
+from sandboxes.providers.command_results import ExecResult, ProcessOutput, ProcessState
+from sandboxes.providers.errors import Rejected, StartKilled, Unavailable
 
 LAUNCH_TIMEOUT = timedelta(seconds=30)  # of one launcher command
 KILLED_EXIT_CODE = 137

@@ -2,7 +2,8 @@
 
 from typing import Any, cast
 
-from sandboxes.providers.base import Provider, Unavailable
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import Unavailable
 
 
 class DestroyRefused(Unavailable):

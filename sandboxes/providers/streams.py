@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import IO
 
 from sandboxes.image import files
-from sandboxes.providers.base import FailureCause, TooLarge, Unavailable
+from sandboxes.providers.errors import FailureCause, TooLarge, Unavailable
 
 MIN_BYTES_PER_SECOND = 1 << 20
 

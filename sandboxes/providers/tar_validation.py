@@ -8,7 +8,8 @@ import tarfile
 from typing import BinaryIO
 
 from sandboxes.providers.arguments import split_sandbox_path
-from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge
+from sandboxes.providers.base import WORKSPACE
+from sandboxes.providers.errors import Rejected, TooLarge
 
 MAX_MEMBERS = 100_000
 BLOCK_BYTES = tarfile.BLOCKSIZE

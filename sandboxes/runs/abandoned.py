@@ -9,7 +9,8 @@ from django.db.models import Q, QuerySet
 from sandboxes import suspension
 from sandboxes.hosts import registry
 from sandboxes.models import GONE_STATES, Run, RunOutcome
-from sandboxes.providers.base import ExecState, Missing
+from sandboxes.providers.command_results import ExecState
+from sandboxes.providers.errors import Missing
 from sandboxes.runs.operations import classify_outcome, close_run
 
 

@@ -12,7 +12,7 @@ from sandboxes.claims import KILL_GRACE, Claim, Progress
 from sandboxes.db.clock import Clock
 from sandboxes.errors import ClaimLost
 from sandboxes.models import Run
-from sandboxes.providers.base import OutputView
+from sandboxes.providers.command_results import OutputView
 
 DEADLINE_TOLERANCE = timedelta(seconds=5)  # a smaller error of a deadline is not corrected: KILL_GRACE covers it
 

@@ -37,7 +37,9 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Attachment, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.models.state import DataStorageMode
 from sandboxes.pool import allocation, starts
-from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
+from sandboxes.providers.base import WORKSPACE, Provider
+from sandboxes.providers.command_results import ExecResult
+from sandboxes.providers.errors import Missing, NoSuchFile, ProviderError, Rejected
 from sandboxes.runs import retention, workspace_limit
 from sandboxes.runs.claims import RunClaim
 from sandboxes.state import data_sync

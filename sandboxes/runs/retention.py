@@ -9,7 +9,8 @@ from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
-from sandboxes.providers.base import Provider, ProviderError
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import ProviderError
 
 REPLAY_SECONDS = 30.0
 # Of one sandbox; the oldest is acknowledged early. The agent retains at most 256 results and 32 MiB, and drops output beyond.

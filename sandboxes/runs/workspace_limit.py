@@ -7,7 +7,8 @@ import structlog
 
 from sandboxes.errors import WorkspaceFull
 from sandboxes.models import Sandbox
-from sandboxes.providers.base import WORKSPACE, Provider, ProviderError
+from sandboxes.providers.base import WORKSPACE, Provider
+from sandboxes.providers.errors import ProviderError
 
 log = structlog.get_logger(__name__)
 MAX_WRITE_BYTES_PER_SECOND = 1 << 30  # assumed growth of a workspace, to decide whether a run may have exceeded the limit

@@ -17,7 +17,8 @@ from sandboxes.errors import DataFull
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject, format_key_timestamp
-from sandboxes.providers.base import DATA, FileStat, Provider, Rejected, TooLarge
+from sandboxes.providers.base import DATA, FileStat, Provider
+from sandboxes.providers.errors import Rejected, TooLarge
 from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state import disk_space
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel

@@ -24,7 +24,8 @@ from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import DataFull, SandboxBusy
 from sandboxes.models import AWAKE_STATES, Sandbox, SandboxState
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataObject, DataStorageMode
-from sandboxes.providers.base import DATA, Missing, Provider, ProviderError, Rejected, TooLarge
+from sandboxes.providers.base import DATA, Provider
+from sandboxes.providers.errors import Missing, ProviderError, Rejected, TooLarge
 from sandboxes.state import changes, mounts, pull, skills
 from sandboxes.state.changes import REPACK_SLACK_BYTES
 from sandboxes.state.merge import ConcurrentChange, record_changes, record_event

@@ -10,7 +10,7 @@ from typing import BinaryIO, NamedTuple
 
 from sandboxes.image import files
 from sandboxes.providers import tar_validation
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state.spool import open_spool
 

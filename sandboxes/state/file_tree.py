@@ -15,7 +15,8 @@ from uuid import UUID
 from sandboxes.image.files import list_path_prefixes
 from sandboxes.models.state import AgentData, DataFile, DataStorageMode
 from sandboxes.providers.arguments import check_directory_path, split_sandbox_path
-from sandboxes.providers.base import DATA, WORKSPACE, BadPath, FileStat, NoSuchFile, Provider, TooLarge
+from sandboxes.providers.base import DATA, WORKSPACE, FileStat, Provider
+from sandboxes.providers.errors import BadPath, NoSuchFile, TooLarge
 from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state import disk_space, pull, workspace
 from sandboxes.state.spool import FileSlice

@@ -24,7 +24,8 @@ from django.conf import settings
 
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.models.state import AgentData, DataStorageMode
-from sandboxes.providers.base import DATA, Provider, Rejected
+from sandboxes.providers.base import DATA, Provider
+from sandboxes.providers.errors import Rejected
 from sandboxes.state.mount_points import mount_error, translate_os_errors
 from sandboxes.state.s3fs import DEAD, MOUNT_TIMEOUT_SECONDS, RESPONSIVE, UNRESPONSIVE, SandboxMount, check_bucket_reachable
 from sandboxes.storage.base import StoreError

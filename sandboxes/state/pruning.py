@@ -18,7 +18,7 @@ from sandboxes.errors import DataFull
 from sandboxes.hosts import registry
 from sandboxes.models import Attachment, DataObject, Snapshot
 from sandboxes.models.state import AgentData, DataStorageMode, parse_key_timestamp
-from sandboxes.providers.base import Missing, ProviderError
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.state import data_sync, mounts, storage_mode, vendor_snapshots, workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError

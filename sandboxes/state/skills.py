@@ -18,7 +18,8 @@ import structlog
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import PackVersion, Sandbox
 from sandboxes.models.state import Attachment, DataFile, DataStorageMode
-from sandboxes.providers.base import DATA, BadPath, NoSuchFile, Provider, TooLarge
+from sandboxes.providers.base import DATA, Provider
+from sandboxes.providers.errors import BadPath, NoSuchFile, TooLarge
 
 log = structlog.get_logger(__name__)
 MARKER_NAME = ".pack.json"

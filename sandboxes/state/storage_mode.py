@@ -19,7 +19,7 @@ from sandboxes.image import files
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.state import data_sync, data_tree, mounts, pull, s3fs
 from sandboxes.state.data_editing import StagedChanges
 from sandboxes.state.merge import UPSERT_COLUMNS

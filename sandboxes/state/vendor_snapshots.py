@@ -24,7 +24,8 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import GONE_STATES, Sandbox
 from sandboxes.models.state import Snapshot, SnapshotKind
-from sandboxes.providers.base import WORKSPACE, FileStat, Provider, ProviderError, Rejected
+from sandboxes.providers.base import WORKSPACE, FileStat, Provider
+from sandboxes.providers.errors import ProviderError, Rejected
 from sandboxes.state import workspace
 
 log = structlog.get_logger(__name__)

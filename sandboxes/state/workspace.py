@@ -27,7 +27,8 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Run, Sandbox, SandboxState
 from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind, format_key_timestamp
-from sandboxes.providers.base import DATA, WORKSPACE, Provider, TooLarge
+from sandboxes.providers.base import DATA, WORKSPACE, Provider
+from sandboxes.providers.errors import TooLarge
 from sandboxes.state import disk_space
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES, StoreError

@@ -16,7 +16,8 @@ from django.db import Error as DatabaseError
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import registry
 from sandboxes.models import GONE_STATES, Run
-from sandboxes.providers.base import OutputReader, ProviderError
+from sandboxes.providers.command_results import OutputReader
+from sandboxes.providers.errors import ProviderError
 from sandboxes.runs.retention import REPLAY_SECONDS
 from sandboxes.streams import rows
 from sandboxes.streams.registry import StreamSlot

@@ -18,7 +18,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import EVICTING, WAITING, WARM
 from sandboxes.models import Sandbox, Transition, TransitionReason
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)

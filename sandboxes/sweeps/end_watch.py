@@ -19,7 +19,8 @@ from sandboxes.db.clock import Clock, clock_from
 from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, Host, Sandbox
 from sandboxes.pool import lifetimes
-from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
+from sandboxes.providers.base import ProviderSandbox
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)

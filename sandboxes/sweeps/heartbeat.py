@@ -12,7 +12,8 @@ from sandboxes import providers
 from sandboxes.hosts import engine_quotas, registry
 from sandboxes.lifecycle import COLD, DESTROYED
 from sandboxes.models import Host, Pool, Sandbox
-from sandboxes.providers.base import Missing, Provider, ProviderError
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import installation, reconciliation
 

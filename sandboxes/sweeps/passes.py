@@ -23,7 +23,7 @@ from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, Sandbo
 from sandboxes.pool import admission_queue, starts
 from sandboxes.pool.allocation import start_warm
 from sandboxes.pool.prewarmed import find_local_unclaimed
-from sandboxes.providers.base import Missing, ProviderError
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.runs import abandoned, workspace_limit
 from sandboxes.state import workspace
 from sandboxes.storage.base import StoreError

@@ -15,7 +15,8 @@ from sandboxes.hosts.bound_provider import require_engine
 from sandboxes.inventory.names import has_row
 from sandboxes.lifecycle import COLD, DESTROYED, SUSPENDED
 from sandboxes.models import ALIVE_STATES, Pool, Sandbox
-from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
+from sandboxes.providers.base import ProviderSandbox
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)

@@ -10,7 +10,7 @@ from sandboxes import providers
 from sandboxes.db.clock import clock_from
 from sandboxes.hosts import registry
 from sandboxes.models import Host
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)

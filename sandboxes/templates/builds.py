@@ -30,16 +30,8 @@ from sandboxes.hosts import registry
 from sandboxes.hosts.bound_provider import require_engine
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Host, ImageTemplate, Pool, Sandbox, SandboxState, TemplateFailure, TemplateState
-from sandboxes.providers.base import (
-    BuildCommandFailed,
-    BuiltImage,
-    FailureCause,
-    ImageInUse,
-    Provider,
-    ProviderError,
-    Rejected,
-    Unavailable,
-)
+from sandboxes.providers.base import BuiltImage, Provider
+from sandboxes.providers.errors import BuildCommandFailed, FailureCause, ImageInUse, ProviderError, Rejected, Unavailable
 from sandboxes.providers.registry import PROVIDERS
 from sandboxes.sweep_log import SweepResult
 from sandboxes.templates.build_log import BuildLog

@@ -12,7 +12,8 @@ from django.db.models import QuerySet
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.lifecycle import SUSPENDED, WARM, WARMING, checkpoint
 from sandboxes.models import AWAKE_STATES, Reading, Sandbox, Transition
-from sandboxes.providers.base import Missing, Provider, ProviderError, ResourceUsage
+from sandboxes.providers.base import Provider, ResourceUsage
+from sandboxes.providers.errors import Missing, ProviderError
 
 log = structlog.get_logger(__name__)
 MIN_CPU_MICROSECONDS = 100_000  # CPU use below which no reading is stored for a live sandbox

@@ -34,7 +34,8 @@ from sandboxes.identity import signing
 from sandboxes.models import ModelRate, Policy, Pool, Quota, Sandbox, SandboxState, Sweep, Webhook
 from sandboxes.pool import allocation
 from sandboxes.processes import ProcessSpec
-from sandboxes.providers.base import DATA, Rejected, Unavailable
+from sandboxes.providers.base import DATA
+from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.memory import File, Link, MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command

@@ -16,7 +16,7 @@ from leases.models import Agent, AgentKey, EnvironmentType, Lease
 from sandboxes import destruction
 from sandboxes.errors import SandboxBusy
 from sandboxes.models import Policy, Pool, Sandbox, Transition, TransitionReason
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, get_state
 from tests.conftest import MINUTE

@@ -9,7 +9,7 @@ from django.utils import timezone
 
 from sandboxes.hosts import engine_quotas
 from sandboxes.models import Host, Pool
-from sandboxes.providers.base import EngineQuota, QuotaMeasure
+from sandboxes.providers.engine_reports import EngineQuota, QuotaMeasure
 from tests.conftest import MINUTE
 from tests.support.console import fetch, get_fields, row_url
 

@@ -12,7 +12,8 @@ from django.test import Client
 
 from leases.models import Lease
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.admin.conftest import ensure_sandbox, run
 from tests.support.console import MARKUP, fetch, get_fields, list_messages

@@ -10,7 +10,7 @@ from django.utils import timezone
 from leases.models import Agent, EnvironmentType, Lease
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.pool import admission_queue, allocation
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.admin.conftest import ADA, NOW, ensure_sandbox

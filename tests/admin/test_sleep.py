@@ -14,7 +14,7 @@ from leases.models import Lease
 from sandboxes import eviction
 from sandboxes.models import Pool, Sandbox
 from sandboxes.pool import allocation
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
 from sandboxes.state import workspace

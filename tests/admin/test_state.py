@@ -25,7 +25,7 @@ from leases.models import Agent, Lease
 from sandboxes.admin import agent_data
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import File, Link, MemoryProvider
 from sandboxes.runs.operations import Command
 from sandboxes.state import data_editing, data_tree, workspace

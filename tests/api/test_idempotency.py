@@ -11,7 +11,7 @@ from leases import api_keys, sweeps
 from leases.api.base import idempotency
 from leases.models import AgentKey, IdempotentRequest, Lease
 from sandboxes.models import Run, RunOutcome
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import operations
 from sandboxes.state import data_sync

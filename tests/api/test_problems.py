@@ -19,8 +19,8 @@ from sandboxes.errors import ProviderCallFailed
 from sandboxes.failures import find_cause
 from sandboxes.models import Host, Run
 from sandboxes.providers.agent.processes import AgentProcessesProvider
-from sandboxes.providers.base import FailureCause, Missing, Rejected, Unavailable
 from sandboxes.providers.docker import engine
+from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores

@@ -9,7 +9,7 @@ from django.utils import timezone
 
 from controlplane import health, schedules
 from sandboxes.models import Sweep
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 
 pytestmark = pytest.mark.django_db
 

@@ -15,7 +15,7 @@ from controlplane import health, schedules
 from leases import api_keys, execution
 from leases.models import Agent, AgentKey, Lease
 from sandboxes.models import Pool, Run, Sandbox
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import ProgramResult
 from tests.commands.manage import call, run_manage
 

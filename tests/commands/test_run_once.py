@@ -9,7 +9,7 @@ from django.core.management import CommandError, call_command
 
 from leases.models import Lease
 from sandboxes.models import Pool, Run, Sandbox
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.memory import ProgramResult
 
 pytestmark = pytest.mark.django_db

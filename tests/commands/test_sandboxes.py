@@ -11,7 +11,8 @@ from django.utils import timezone
 
 from leases.models import Lease
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.commands.manage import call
 from tests.support.leases import get_sandbox, run

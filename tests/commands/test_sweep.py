@@ -16,7 +16,8 @@ from controlplane.management.commands import sweep as command
 from leases import execution, leasing
 from leases.models import Lease
 from sandboxes.models import Pool, Run, Sandbox, Sweep
-from sandboxes.providers.base import SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
 from tests.commands.manage import call

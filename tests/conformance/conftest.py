@@ -16,9 +16,11 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.providers import load_class
-from sandboxes.providers.base import DATA, WORKSPACE, ExecResult, FileStat, Missing, Provider, SandboxSpec, Unavailable
+from sandboxes.providers.base import DATA, WORKSPACE, FileStat, Provider, SandboxSpec
+from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.docker import agent_exec
 from sandboxes.providers.docker.provider import DockerProvider
+from sandboxes.providers.errors import Missing, Unavailable
 from sandboxes.providers.process import ProcessProvider
 from tests.conftest import DOCKER_IMAGE
 from tests.emulators.registry import EMULATORS, serve_kubernetes

@@ -12,7 +12,8 @@ import pytest
 from sandboxes.file_watch import FileWatch
 from sandboxes.image import files
 from sandboxes.models import Sandbox, SandboxState
-from sandboxes.providers.base import DATA, WORKSPACE, BadPath, FileExists, NoSuchFile, Rejected, TooLarge
+from sandboxes.providers.base import DATA, WORKSPACE
+from sandboxes.providers.errors import BadPath, FileExists, NoSuchFile, Rejected, TooLarge
 from sandboxes.providers.file_verbs import parse_listing
 from sandboxes.state import changes, skills
 from tests.conformance.conftest import BY_ENGINE, make_box_fixture

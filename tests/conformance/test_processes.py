@@ -7,7 +7,8 @@ import pytest
 
 from sandboxes import processes
 from sandboxes.image import launch
-from sandboxes.providers.base import Missing, ProcessOutput, ProcessState, Rejected
+from sandboxes.providers.command_results import ProcessOutput, ProcessState
+from sandboxes.providers.errors import Missing, Rejected
 from tests.conformance.conftest import SandboxHandle, unique_name, unique_sleep_seconds
 from tests.support.servers.ports import find_free_ports
 from tests.support.waiting import wait_until

@@ -9,18 +9,9 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes.providers.base import (
-    DATA,
-    WORKSPACE,
-    BadPath,
-    Missing,
-    NoSuchFile,
-    OutputView,
-    Rejected,
-    SandboxSpec,
-    TooLarge,
-    Unavailable,
-)
+from sandboxes.providers.base import DATA, WORKSPACE, SandboxSpec
+from sandboxes.providers.command_results import OutputView
+from sandboxes.providers.errors import BadPath, Missing, NoSuchFile, Rejected, TooLarge, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conformance.conftest import ProviderBench, unique_name, unique_sleep_seconds
 from tests.support.storage.tars import directory, file, link, other, pack

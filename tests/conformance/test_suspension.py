@@ -2,7 +2,7 @@
 
 import pytest
 
-from sandboxes.providers.base import Missing, Rejected
+from sandboxes.providers.errors import Missing, Rejected
 from tests.conformance.conftest import unique_name
 
 LOOP = ["sh", "-c", "while :; do :; done"]

@@ -7,7 +7,7 @@ from django.utils import timezone
 
 from sandboxes import providers
 from sandboxes.models import Host, Pool
-from sandboxes.providers.base import FailureCause, Missing
+from sandboxes.providers.errors import FailureCause, Missing
 from sandboxes.sweeps import end_watch, seal_checks
 from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.emulators.kubernetes.emulator import GATEWAY

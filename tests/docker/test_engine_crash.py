@@ -21,10 +21,12 @@ from leases.models import Lease
 from sandboxes import providers
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import Pool, Run
-from sandboxes.providers.base import ExecResult, Missing, SandboxSpec
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.docker import replacement
 from sandboxes.providers.docker.engine import Conflict
 from sandboxes.providers.docker.provider import DockerProvider
+from sandboxes.providers.errors import Missing
 from sandboxes.runs.operations import Command
 from tests.conftest import DOCKER_IMAGE, MINUTE, SimulatedCrash, die
 from tests.support.leases import get_sandbox, read, write

@@ -7,11 +7,11 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes.providers.base import Unavailable
 from sandboxes.providers.docker import freezer as freezer_module
 from sandboxes.providers.docker import replacement
 from sandboxes.providers.docker.freezer import Freezer, find_freezer
 from sandboxes.providers.docker.provider import DockerProvider
+from sandboxes.providers.errors import Unavailable
 from tests.docker.test_provider import Box, docker, own_box, owner  # noqa: F401 - fixtures
 from tests.support.waiting import wait_until
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.providers.base import ExecResult, SandboxSpec
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.command_results import ExecResult
 from tests.conftest import DOCKER_IMAGE
 from tests.emulators.registry import serve_kubernetes
 from tests.support import attacks

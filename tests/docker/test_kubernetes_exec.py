@@ -4,7 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-from sandboxes.providers.base import SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.errors import Unavailable
 from tests.conftest import DOCKER_IMAGE
 from tests.emulators.base import CUT_AFTER, Fault
 from tests.emulators.registry import serve_kubernetes

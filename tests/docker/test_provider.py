@@ -22,11 +22,13 @@ from docker import APIClient
 from leases import execution, leasing
 from sandboxes.agent.client import AgentConnection
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import ExecResult, Missing, Rejected, ResourceUsage, SandboxSpec, Unavailable
+from sandboxes.providers.base import ResourceUsage, SandboxSpec
+from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.docker import commands, engine
 from sandboxes.providers.docker.engine import Cgroup, Engine
 from sandboxes.providers.docker.exec_stream import EngineExec
 from sandboxes.providers.docker.provider import DockerProvider, is_daemon_available
+from sandboxes.providers.errors import Missing, Rejected, Unavailable
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import reconciliation
 from tests.conftest import DOCKER_IMAGE, MINUTE, NOW

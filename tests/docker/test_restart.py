@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from tests.conftest import MINUTE
 from tests.docker.test_provider import Box, docker, executor, own_box, owner  # noqa: F401 - fixtures
 from tests.support.waiting import wait_until

@@ -17,7 +17,8 @@ from uuid import uuid4
 import pytest
 from django.test import override_settings
 
-from sandboxes.providers.base import ExecResult, SandboxSpec
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.docker import seccomp
 from sandboxes.providers.docker.provider import DockerProvider
 from tests.conftest import DOCKER_IMAGE, MINUTE

@@ -14,7 +14,7 @@ from sandboxes import providers
 from sandboxes.errors import WrongHost
 from sandboxes.hosts import registry
 from sandboxes.models import Pool, Sandbox, SandboxState
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.sweeps import heartbeat
 from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.support.leases import evict, get_sandbox, read, run, write

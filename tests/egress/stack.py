@@ -23,7 +23,7 @@ from sandboxes.egress.logs import collection
 from sandboxes.egress.nginx import NginxProxy, get_server_socket_path
 from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Sandbox
-from sandboxes.providers.base import ExecResult
+from sandboxes.providers.command_results import ExecResult
 from sandboxes.runs.operations import Command
 from tests.conftest import NOW
 from tests.support.servers.egress import EventLoopThread, FakeUpstream

@@ -25,7 +25,7 @@ from sandboxes import lifecycle
 from sandboxes.db import clock as db_clock
 from sandboxes.models import Pool, Sandbox, Transition
 from sandboxes.pool import allocation
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory.provider import DEFAULT_ENGINE_ID
 from sandboxes.sweeps import passes
 from sandboxes.usage import readings

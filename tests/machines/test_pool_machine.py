@@ -23,7 +23,7 @@ from sandboxes import lifecycle, processes, providers
 from sandboxes.errors import SandboxError
 from sandboxes.models import ALIVE_STATES, GONE_STATES, NEVER_STARTED, Pool, Process, Quota, Run, Sandbox, Snapshot, Transition
 from sandboxes.processes import ProcessSpec
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes

@@ -7,7 +7,8 @@ import pytest
 from leases import fork, leasing, sweeps
 from leases.models import Lease
 from sandboxes.models import GONE_STATES, Pool, Run, Sandbox, Snapshot
-from sandboxes.providers.base import SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die

@@ -9,7 +9,7 @@ from leases.models import AlternativePool, EnvironmentType, Lease
 from sandboxes.errors import CapacityExhausted, NoPoolAvailable
 from sandboxes.models import GONE_STATES, Host, Pool, Sandbox
 from sandboxes.pool import start_breaker
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import evict, read, run, write

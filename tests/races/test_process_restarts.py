@@ -9,7 +9,7 @@ from sandboxes.errors import SandboxBusy
 from sandboxes.models import Process, ProcessStatus, RestartPolicy
 from sandboxes.process_restarts import close_process
 from sandboxes.processes import ProcessSpec
-from sandboxes.providers.base import StartKilled
+from sandboxes.providers.errors import StartKilled
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.suites import TEST_PROVIDER

@@ -18,7 +18,7 @@ from leases.queue import attempts, queue
 from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
 from sandboxes.models import Event, Pool, Run, Sandbox
-from sandboxes.providers.base import FailureCause, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import update_pool

@@ -16,7 +16,7 @@ from sandboxes import destruction, eviction, lifecycle
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
 from sandboxes.models import Pool, Quota, Run, Sandbox, Snapshot
 from sandboxes.pool import starts
-from sandboxes.providers.base import Missing, Rejected, Unavailable
+from sandboxes.providers.errors import Missing, Rejected, Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command

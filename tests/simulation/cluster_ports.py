@@ -20,7 +20,8 @@ from unittest.mock import patch
 from django.conf import settings
 
 from sandboxes.agent.runs import AgentClient
-from sandboxes.providers.base import SandboxSpec, SealReport
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.engine_reports import SealReport
 from tests.conftest import DOCKER_IMAGE
 from tests.emulators.base import CUT_AFTER, Fault
 from tests.emulators.kubernetes.emulator import GATEWAY

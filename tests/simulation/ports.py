@@ -10,7 +10,8 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from sandboxes.providers.base import DATA, WORKSPACE, SandboxSpec, Unavailable
+from sandboxes.providers.base import DATA, WORKSPACE, SandboxSpec
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import File, MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore

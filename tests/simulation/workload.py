@@ -20,7 +20,8 @@ from sandboxes.errors import ClaimLost, SandboxError
 from sandboxes.hosts.bound_provider import compute_host_id
 from sandboxes.models import Pool, Snapshot
 from sandboxes.pool import allocation
-from sandboxes.providers.base import DATA, WORKSPACE, ProviderError
+from sandboxes.providers.base import DATA, WORKSPACE
+from sandboxes.providers.errors import ProviderError
 from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.storage.base import StoreError

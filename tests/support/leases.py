@@ -8,7 +8,7 @@ from leases.models import Lease
 from sandboxes import eviction
 from sandboxes.models import Pool, Sandbox
 from sandboxes.pool import allocation
-from sandboxes.providers.base import ExecResult
+from sandboxes.providers.command_results import ExecResult
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 

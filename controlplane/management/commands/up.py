@@ -28,7 +28,8 @@ from sandboxes.db import database_time
 from sandboxes.egress import nginx
 from sandboxes.hosts import capacity, registry
 from sandboxes.models import Sandbox, SandboxState
-from sandboxes.providers.base import Provider, ProviderError
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import ProviderError
 from sandboxes.sweeps import heartbeat
 
 CLEANUP_TIMEOUT_SECONDS = 60.0  # for --leave-nothing to destroy all sandboxes

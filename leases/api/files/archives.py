@@ -23,7 +23,8 @@ from leases.errors import RequestTooLarge as BodyTooLarge
 from sandboxes.claims import track_transfer
 from sandboxes.models import Sandbox
 from sandboxes.providers import tar_validation
-from sandboxes.providers.base import Provider, Rejected, TooLarge
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import Rejected, TooLarge
 from sandboxes.state.file_tree import FileTree
 from sandboxes.state.spool import open_spool
 

@@ -21,7 +21,8 @@ from leases.errors import InvalidRequest, RangeNotSatisfiable
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Sandbox
 from sandboxes.providers.arguments import split_sandbox_path
-from sandboxes.providers.base import FileStat, Provider, TooLarge
+from sandboxes.providers.base import FileStat, Provider
+from sandboxes.providers.errors import TooLarge
 from sandboxes.state.file_tree import FileTree
 
 MAX_TIMESTAMP = int(datetime(9999, 12, 31, tzinfo=UTC).timestamp())

@@ -17,7 +17,8 @@ from leases.api.files.base import ROOTS, FileApiView, build_command
 from leases.errors import InvalidRequest
 from sandboxes.models import Sandbox
 from sandboxes.providers.arguments import split_sandbox_path
-from sandboxes.providers.base import BadPath, Provider
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import BadPath
 
 
 class RootField(serializers.ChoiceField):

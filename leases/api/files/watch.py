@@ -28,7 +28,8 @@ from sandboxes.files import SOURCE_SANDBOX
 from sandboxes.hosts import registry
 from sandboxes.models import Sandbox
 from sandboxes.pool import allocation
-from sandboxes.providers.base import Provider, TooLarge, Unavailable
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import TooLarge, Unavailable
 from sandboxes.streams import rows
 from sandboxes.streams.registry import OPEN_STREAMS, StreamSlot
 

@@ -21,7 +21,7 @@ from leases.management.base import parse_duration, report_errors
 from leases.models import DID_DESCRIPTION, DID_PATTERN
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
 from sandboxes.db import database_time
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 from sandboxes.state import directories
 from sandboxes.state.spool import open_spool
 from sandboxes.storage.base import StoreError

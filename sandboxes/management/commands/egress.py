@@ -25,8 +25,8 @@ from sandboxes.egress.logs import access_log, collection
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.egress.server import EgressServer, GatewayListener
 from sandboxes.hosts import registry
-from sandboxes.providers.base import ProviderError
 from sandboxes.providers.docker.engine import Engine
+from sandboxes.providers.errors import ProviderError
 from sandboxes.sweep_log import SweepResult, run_recorded
 
 log = structlog.get_logger(__name__)

@@ -10,18 +10,9 @@ from datetime import timedelta
 from sandboxes.agent.runs import AgentClient, AgentResult, AgentRun, NotStarted, OutcomeUnknown
 from sandboxes.providers.agent import runs
 from sandboxes.providers.agent.output_reader import AgentOutputReader
-from sandboxes.providers.base import (
-    DATA,
-    MARK_VARIABLE,
-    ExecResult,
-    ExecState,
-    Missing,
-    OutputReader,
-    OutputView,
-    Provider,
-    ProviderError,
-    Unavailable,
-)
+from sandboxes.providers.base import DATA, MARK_VARIABLE, Provider
+from sandboxes.providers.command_results import ExecResult, ExecState, OutputReader, OutputView
+from sandboxes.providers.errors import Missing, ProviderError, Unavailable
 
 
 class OomWatch:

@@ -10,7 +10,7 @@ from sandboxes.agent.operations import FileOperation, OperationFailed
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import NotStarted
 from sandboxes.providers.agent.commands import AgentCommandProvider
-from sandboxes.providers.base import FailureCause, Unavailable
+from sandboxes.providers.errors import FailureCause, Unavailable
 from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
 
 IDLE_TIMEOUT_SECONDS = 60.0  # without progress of a file transfer

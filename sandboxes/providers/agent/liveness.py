@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 from sandboxes.providers.agent.commands import AgentCommandProvider
-from sandboxes.providers.base import Missing, ProviderError
+from sandboxes.providers.errors import Missing, ProviderError
 
 MAX_CONCURRENT_PINGS = 32
 PREPARE_TIMEOUT = timedelta(seconds=5)

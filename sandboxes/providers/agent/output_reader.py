@@ -3,7 +3,7 @@
 from sandboxes.agent.client import AgentConnection, ConnectionLost, NotConnected
 from sandboxes.agent.protocol import ProtocolError, parse_state
 from sandboxes.agent.runs import RESPONSE_SECONDS, AgentClient
-from sandboxes.providers.base import OutputPart, OutputReader
+from sandboxes.providers.command_results import OutputPart, OutputReader
 
 MAX_PART_BYTES = 64 << 10  # of one read: the memory that a slow reader of a stream occupies
 

@@ -10,7 +10,9 @@ from sandboxes.agent.protocol import ProtocolError, TerminalSize
 from sandboxes.agent.runs import NotStarted
 from sandboxes.providers.agent.commands import AgentCommandProvider
 from sandboxes.providers.arguments import check_command, check_range
-from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE, ProcessOutput, ProcessState, Rejected, Unavailable
+from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE
+from sandboxes.providers.command_results import ProcessOutput, ProcessState
+from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.launcher import BackgroundProcessProvider
 
 

@@ -9,7 +9,8 @@ from django.conf import settings
 from sandboxes.agent.client import ConnectionLost, GatewayDown, NotConnected
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import AgentClient, AgentResult
-from sandboxes.providers.base import ExecResult, ExecState, Unavailable
+from sandboxes.providers.command_results import ExecResult, ExecState
+from sandboxes.providers.errors import Unavailable
 
 STREAMS = ("stdout", "stderr")
 READ_TIMEOUT_SECONDS = 0.5  # of the output of a running command

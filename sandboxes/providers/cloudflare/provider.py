@@ -22,7 +22,8 @@ from urllib.parse import quote
 import requests
 from django.conf import settings
 
-from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, SandboxSpec, Unavailable
+from sandboxes.providers.base import ProviderSandbox, SandboxSpec
+from sandboxes.providers.errors import FailureCause, Missing, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
 from sandboxes.providers.remote.labels import require_owner

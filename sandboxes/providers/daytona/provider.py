@@ -34,17 +34,9 @@ from daytona_toolbox_api_client.exceptions import ApiException as ToolboxExcepti
 from django.conf import settings
 from pydantic import ValidationError
 
-from sandboxes.providers.base import (
-    FailureCause,
-    Missing,
-    Network,
-    ProviderSandbox,
-    Rejected,
-    SandboxSpec,
-    Unavailable,
-    VendorIntervals,
-)
+from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec, VendorIntervals
 from sandboxes.providers.daytona.snapshots import SnapshotBuilds
+from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
 from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_for_transport
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image

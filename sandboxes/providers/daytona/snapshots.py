@@ -10,7 +10,7 @@ from daytona_api_client import CreateBuildInfo, CreateSnapshot, SnapshotDto, Sna
 from daytona_api_client.exceptions import ApiException
 from django.conf import settings
 
-from sandboxes.providers.base import Missing
+from sandboxes.providers.errors import Missing
 from sandboxes.providers.remote.images import BuildState, VendorBuild, VendorBuilds, cut_log
 
 CALL_TIMEOUT_SECONDS = 60.0  # of one request

@@ -15,19 +15,12 @@ from sandboxes.image import reap
 from sandboxes.providers.agent import runs
 from sandboxes.providers.agent.commands import AgentCommandProvider, OomWatch
 from sandboxes.providers.arguments import check_command
-from sandboxes.providers.base import (
-    MARK_VARIABLE,
-    WORKSPACE,
-    ExecResult,
-    FailureCause,
-    Missing,
-    OutputView,
-    ProviderError,
-    Unavailable,
-)
+from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE
+from sandboxes.providers.command_results import ExecResult, OutputView
 from sandboxes.providers.docker import agent_exec, parked_networks, replacement
 from sandboxes.providers.docker.engine import Conflict, Engine, translate_errors
 from sandboxes.providers.docker.exec_stream import EngineExec
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Unavailable
 from sandboxes.providers.streams import BoundedBuffer
 
 AGENT_UID = 10001  # user id of the agent's commands, as in image/Dockerfile

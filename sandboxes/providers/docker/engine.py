@@ -22,8 +22,9 @@ from docker.errors import APIError, DockerException
 from docker.utils import kwargs_from_env, parse_host
 from requests.exceptions import RequestException, Timeout
 
-from sandboxes.providers.base import FailureCause, Missing, ProviderError, Rejected, ResourceUsage, Unavailable
+from sandboxes.providers.base import ResourceUsage
 from sandboxes.providers.docker.freezer import Freezer, find_freezer
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
 
 CALL_TIMEOUT_SECONDS = 60  # of one API call
 EXEC_GIDS = range(1 << 20, (1 << 31) - 1)

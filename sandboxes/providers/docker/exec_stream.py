@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from sandboxes.providers.base import Missing
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, Engine, build_unavailable
+from sandboxes.providers.errors import Missing
 from sandboxes.providers.streams import BoundedBuffer
 
 CHUNK_BYTES = 1 << 18

@@ -13,16 +13,10 @@ from django.conf import settings
 from docker.errors import APIError, ImageNotFound
 from docker.types import LogConfig
 
-from sandboxes.providers.base import (
-    BuildCommandFailed,
-    BuiltImage,
-    FailureCause,
-    ImageInUse,
-    Rejected,
-    Unavailable,
-)
+from sandboxes.providers.base import BuiltImage
 from sandboxes.providers.docker.commands import AGENT_UID, ContainerCommandProvider
 from sandboxes.providers.docker.engine import build_unavailable, translate_errors
+from sandboxes.providers.errors import BuildCommandFailed, FailureCause, ImageInUse, Rejected, Unavailable
 
 BUILD_MEMORY_BYTES = 4 << 30  # of each build step
 CHECK_MEMORY_BYTES = 256 << 20

@@ -23,8 +23,8 @@ import structlog
 from django.conf import settings
 from docker.errors import APIError
 
-from sandboxes.providers.base import Missing, ProviderError
 from sandboxes.providers.docker.engine import Conflict, Engine
+from sandboxes.providers.errors import Missing, ProviderError
 
 log = structlog.get_logger(__name__)
 LABEL = "leasehold.parked"  # runtime directory of the installation, which all its processes on the engine's host share

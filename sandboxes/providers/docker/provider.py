@@ -25,14 +25,10 @@ from sandboxes.providers.base import (
     DATA,
     SOCKETS_DIRECTORY,
     WORKSPACE,
-    FailureCause,
-    Missing,
     Network,
     ProviderSandbox,
-    Rejected,
     ResourceUsage,
     SandboxSpec,
-    Unavailable,
 )
 from sandboxes.providers.docker import parked_networks, replacement, seccomp
 from sandboxes.providers.docker.commands import AGENT_UID
@@ -42,6 +38,7 @@ from sandboxes.providers.docker.images import ContainerImagesProvider
 from sandboxes.providers.docker.processes import ContainerProcessesProvider
 from sandboxes.providers.docker.restart import ContainerRestartProvider
 from sandboxes.providers.docker.suspension import LIVE_STATES
+from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
 
 OWNER_LABEL = "leasehold.owner"  # of containers and volumes
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.

@@ -17,9 +17,9 @@ from pathlib import Path
 import structlog
 from docker.errors import APIError
 
-from sandboxes.providers.base import Missing
 from sandboxes.providers.docker.engine import Conflict, Engine
 from sandboxes.providers.docker.freezer import find_freezer
+from sandboxes.providers.errors import Missing
 
 log = structlog.get_logger(__name__)
 # Messages of containerd and runc, which the engine reports with status 409 or 500.

@@ -5,9 +5,9 @@ in the kernel can be thawed only by a process that may write its freezer, becaus
 
 from contextlib import suppress
 
-from sandboxes.providers.base import Missing, ProviderError, Unavailable
 from sandboxes.providers.docker.commands import ContainerCommandProvider
 from sandboxes.providers.docker.freezer import Freezer
+from sandboxes.providers.errors import Missing, ProviderError, Unavailable
 
 LIVE_STATES = ("running", "paused")  # of the engine; a paused container may have been thawed without it
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from sandboxes.providers.base import FailureCause, Missing, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.base import ProviderSandbox, SandboxSpec
+from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
 from sandboxes.providers.kubernetes.api_client import build_path
 from sandboxes.providers.kubernetes.errors import Conflict
 from sandboxes.providers.kubernetes.pod_spec import OWNER_LABEL, build_pod

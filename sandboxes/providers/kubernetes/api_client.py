@@ -18,7 +18,7 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 
-from sandboxes.providers.base import FailureCause, ProviderError, Unavailable
+from sandboxes.providers.errors import FailureCause, ProviderError, Unavailable
 from sandboxes.providers.kubernetes.configuration import SERVICE_HOST_VARIABLE
 from sandboxes.providers.kubernetes.errors import Expired, build_error
 

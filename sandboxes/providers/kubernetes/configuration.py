@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
-from sandboxes.providers.base import FailureCause, Unavailable
+from sandboxes.providers.errors import FailureCause, Unavailable
 
 GATEWAY_URL_VARIABLE = "LEASEHOLD_GATEWAY_URL"
 SERVICE_HOST_VARIABLE = "KUBERNETES_SERVICE_HOST"  # of each Pod: this process runs in a cluster

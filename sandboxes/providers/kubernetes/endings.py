@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sandboxes.providers.base import FailureCause
+from sandboxes.providers.errors import FailureCause
 
 ENDED_PHASES = ("Failed", "Succeeded")
 UNUSABLE_REASONS = ("InvalidImageName",)  # of a waiting container: waiting does not help

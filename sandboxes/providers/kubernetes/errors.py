@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from sandboxes.providers.base import FailureCause, Missing, NoCapacity, ProviderError, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, NoCapacity, ProviderError, Rejected, Unavailable
 
 
 class Conflict(Unavailable):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from sandboxes.providers.base import FailureCause, SetupProblem, Unavailable
+from sandboxes.providers.engine_reports import SetupProblem
+from sandboxes.providers.errors import FailureCause, Unavailable
 from sandboxes.providers.kubernetes.agent_sandboxes import GROUP, PLURAL
 from sandboxes.providers.kubernetes.api_client import ApiClient
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration, ObjectKind

@@ -12,7 +12,8 @@ from urllib.parse import urlencode
 
 import websocket
 
-from sandboxes.providers.base import ExecResult, FailureCause, Unavailable
+from sandboxes.providers.command_results import ExecResult
+from sandboxes.providers.errors import FailureCause, Unavailable
 from sandboxes.providers.kubernetes.api_client import ApiClient
 from sandboxes.providers.kubernetes.errors import build_error
 from sandboxes.providers.kubernetes.pod_spec import CONTAINER

@@ -13,7 +13,8 @@ from typing import Any
 
 import structlog
 
-from sandboxes.providers.base import FailureCause, ProviderError, ProviderSandbox, Unavailable
+from sandboxes.providers.base import ProviderSandbox
+from sandboxes.providers.errors import FailureCause, ProviderError, Unavailable
 from sandboxes.providers.kubernetes import endings
 from sandboxes.providers.kubernetes.errors import Expired
 from sandboxes.providers.kubernetes.pod_spec import ANY_OWNER, ROLE_LABEL, SANDBOX_ROLE

@@ -11,15 +11,8 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sandboxes.providers.base import (
-    FailureCause,
-    Missing,
-    ProviderError,
-    ProviderSandbox,
-    Rejected,
-    SandboxSpec,
-    Unavailable,
-)
+from sandboxes.providers.base import ProviderSandbox, SandboxSpec
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
 from sandboxes.providers.kubernetes import endings
 from sandboxes.providers.kubernetes.api_client import ApiClient, build_path
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration, resolve_gateway

@@ -24,24 +24,10 @@ from sandboxes.providers.agent.files import AgentFilesProvider
 from sandboxes.providers.agent.liveness import AgentLivenessProvider
 from sandboxes.providers.agent.processes import AgentProcessesProvider
 from sandboxes.providers.arguments import check_command
-from sandboxes.providers.base import (
-    WORKSPACE,
-    EngineQuota,
-    ExecResult,
-    ExecState,
-    FailureCause,
-    Missing,
-    Network,
-    OutputView,
-    ProviderError,
-    ProviderSandbox,
-    Rejected,
-    ResourceUsage,
-    SandboxSpec,
-    SealReport,
-    SetupProblem,
-    Unavailable,
-)
+from sandboxes.providers.base import WORKSPACE, Network, ProviderSandbox, ResourceUsage, SandboxSpec
+from sandboxes.providers.command_results import ExecResult, ExecState, OutputView
+from sandboxes.providers.engine_reports import EngineQuota, SealReport, SetupProblem
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
 from sandboxes.providers.file_verbs import raise_for_exit_code
 from sandboxes.providers.kubernetes.agent_sandboxes import SandboxObjectClient
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration, ObjectKind, get_configuration

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from sandboxes.providers.base import CapacityPending, FailureCause, NoCapacity, Rejected, Unavailable
+from sandboxes.providers.errors import CapacityPending, FailureCause, NoCapacity, Rejected, Unavailable
 from sandboxes.providers.kubernetes import endings
 from sandboxes.providers.kubernetes.pods import PodClient
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from sandboxes.providers.base import EngineQuota, QuotaMeasure
+from sandboxes.providers.engine_reports import EngineQuota, QuotaMeasure
 from sandboxes.providers.kubernetes.api_client import ApiClient, build_path
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration
 from sandboxes.providers.kubernetes.pod_spec import CPU_REQUEST_SHARE

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from sandboxes.providers.base import FailureCause, Missing, SandboxSpec, SealReport, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.engine_reports import SealReport
+from sandboxes.providers.errors import FailureCause, Missing, Unavailable
 from sandboxes.providers.kubernetes import endings
 from sandboxes.providers.kubernetes.configuration import resolve_gateway
 from sandboxes.providers.kubernetes.pod_spec import CONTAINER, MANAGED_LABELS, OWNER_LABEL, ROLE_LABEL, build_pod_spec

@@ -27,17 +27,8 @@ from langsmith.sandbox import (
 )
 from langsmith.sandbox import Sandbox as VendorSandbox
 
-from sandboxes.providers.base import (
-    FailureCause,
-    Missing,
-    Network,
-    ProviderError,
-    ProviderSandbox,
-    Rejected,
-    SandboxSpec,
-    Unavailable,
-    VendorIntervals,
-)
+from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec, VendorIntervals
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
 from sandboxes.providers.langsmith.snapshots import SnapshotBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
 from sandboxes.providers.remote.errors import raise_for_transport

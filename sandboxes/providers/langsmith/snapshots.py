@@ -14,15 +14,9 @@ from typing import Protocol
 from django.conf import settings
 from langsmith.sandbox import ResourceCreationError, ResourceTimeoutError, SandboxClient, Snapshot
 
-from sandboxes.providers.base import (
-    WORKSPACE,
-    Missing,
-    ProcessOutput,
-    ProcessState,
-    ProviderError,
-    ProviderSandbox,
-    Unavailable,
-)
+from sandboxes.providers.base import WORKSPACE, ProviderSandbox
+from sandboxes.providers.command_results import ProcessOutput, ProcessState
+from sandboxes.providers.errors import Missing, ProviderError, Unavailable
 from sandboxes.providers.remote.images import BuildState, VendorBuild, VendorBuilds
 from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from sandboxes.providers.arguments import split_sandbox_path
-from sandboxes.providers.base import BadPath, FileExists, FileStat, NoSuchFile
+from sandboxes.providers.base import FileStat
+from sandboxes.providers.errors import BadPath, FileExists, NoSuchFile
 
 
 @dataclass(frozen=True)

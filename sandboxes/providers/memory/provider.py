@@ -46,26 +46,16 @@ from sandboxes.providers.base import (
     MARK_VARIABLE,
     USER_PROGRAMS_DIRECTORY,
     WORKSPACE,
-    BadPath,
-    ExecResult,
-    ExecState,
-    FailureCause,
     FileStat,
-    Missing,
     Network,
-    NoSuchFile,
-    OutputView,
-    ProcessOutput,
-    ProcessState,
     Provider,
     ProviderSandbox,
-    Rejected,
     ResourceUsage,
     SandboxSpec,
-    TooLarge,
-    Unavailable,
     VendorIntervals,
 )
+from sandboxes.providers.command_results import ExecResult, ExecState, OutputView, ProcessOutput, ProcessState
+from sandboxes.providers.errors import BadPath, FailureCause, Missing, NoSuchFile, Rejected, TooLarge, Unavailable
 from sandboxes.providers.memory.file_tree import (
     File,
     Files,

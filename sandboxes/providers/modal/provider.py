@@ -28,16 +28,8 @@ from modal import exception
 from modal.stream_type import StreamType
 from modal_proto import api_pb2
 
-from sandboxes.providers.base import (
-    FailureCause,
-    Missing,
-    Network,
-    ProviderError,
-    ProviderSandbox,
-    Rejected,
-    SandboxSpec,
-    Unavailable,
-)
+from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
 from sandboxes.providers.modal.images import ImageBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
 from sandboxes.providers.remote.errors import Conflict, raise_for_transport

@@ -19,8 +19,8 @@ from sandboxes.providers.base import (
     USER_PROGRAMS_DIRECTORY,
     WORKSPACE,
     ProviderSandbox,
-    Unavailable,
 )
+from sandboxes.providers.errors import Unavailable
 
 IMAGE_DIRECTORY = Path(files.__file__).resolve().parent  # /opt/leasehold in the Docker image
 METADATA_FILE = "sandbox.json"

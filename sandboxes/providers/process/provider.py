@@ -47,23 +47,14 @@ from sandboxes.providers.base import (
     DATA,
     GET_FILES_TIMEOUT,
     WORKSPACE,
-    BadPath,
-    ExecResult,
-    ExecState,
-    FailureCause,
-    FileExists,
     FileStat,
-    Missing,
     Network,
-    NoSuchFile,
-    OutputView,
     ProviderSandbox,
-    Rejected,
     ResourceUsage,
     SandboxSpec,
-    TooLarge,
-    Unavailable,
 )
+from sandboxes.providers.command_results import ExecResult, ExecState, OutputView
+from sandboxes.providers.errors import BadPath, FailureCause, FileExists, Missing, NoSuchFile, Rejected, TooLarge, Unavailable
 from sandboxes.providers.launcher import BackgroundProcessProvider
 from sandboxes.providers.process.child import ChildCommunication, start_process
 from sandboxes.providers.process.directories import (

@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from sandboxes.providers.base import FailureCause, Missing, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
 
 
 class Conflict(Unavailable):

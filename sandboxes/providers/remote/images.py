@@ -15,18 +15,15 @@ from enum import StrEnum
 
 from django.conf import settings
 
-from sandboxes.providers.base import (
-    TEMPLATE_TAG_PREFIX,
+from sandboxes.providers.base import TEMPLATE_TAG_PREFIX, BuiltImage, SandboxSpec, VendorIntervals
+from sandboxes.providers.errors import (
     BuildCommandFailed,
-    BuiltImage,
     FailureCause,
     ImageInUse,
     Missing,
     ProviderError,
     Rejected,
-    SandboxSpec,
     Unavailable,
-    VendorIntervals,
 )
 from sandboxes.providers.remote.errors import Conflict
 from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, RemoteProvider

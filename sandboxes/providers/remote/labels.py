@@ -1,6 +1,7 @@
 """Labels by which a vendor's sandboxes are found: owner and name."""
 
-from sandboxes.providers.base import Rejected, SandboxSpec, truncate_labels
+from sandboxes.providers.base import SandboxSpec, truncate_labels
+from sandboxes.providers.errors import Rejected
 
 OWNER_LABEL, NAME_LABEL = "leasehold.owner", "leasehold.name"  # of sandboxes at vendors that have labels
 

@@ -22,22 +22,9 @@ from typing import Any, BinaryIO, TypeVar
 from django.conf import settings
 
 from sandboxes.providers.arguments import check_command
-from sandboxes.providers.base import (
-    MARK_VARIABLE,
-    WORKSPACE,
-    ExecResult,
-    ExecState,
-    FailureCause,
-    Missing,
-    OutputPart,
-    OutputReader,
-    OutputView,
-    ProviderError,
-    Rejected,
-    ResourceUsage,
-    Unavailable,
-    VendorIntervals,
-)
+from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE, ResourceUsage, VendorIntervals
+from sandboxes.providers.command_results import ExecResult, ExecState, OutputPart, OutputReader, OutputView
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
 from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
 from sandboxes.providers.launcher import BackgroundProcessProvider
 from sandboxes.providers.remote import channel, tool

@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes.image import files
-from sandboxes.providers.base import (
-    DATA,
-    EGRESS_ENVIRONMENT,
-    EGRESS_LOOPBACK_ADDRESS,
-    USER_PROGRAMS_DIRECTORY,
-    WORKSPACE,
-    ExecResult,
-)
+from sandboxes.providers.base import DATA, EGRESS_ENVIRONMENT, EGRESS_LOOPBACK_ADDRESS, USER_PROGRAMS_DIRECTORY, WORKSPACE
+from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.launcher import PYTHON_COMMAND
 
 TOOL_DIRECTORY = "/opt/leasehold"

@@ -6,7 +6,7 @@ no size of a blueprint."""
 from runloop_api_client import Runloop
 from runloop_api_client.types import BlueprintView
 
-from sandboxes.providers.base import Missing
+from sandboxes.providers.errors import Missing
 from sandboxes.providers.remote.images import BuildState, VendorBuild, VendorBuilds
 from sandboxes.providers.runloop.errors import translate_errors
 

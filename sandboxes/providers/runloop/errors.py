@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from runloop_api_client import APIConnectionError, APIStatusError, APITimeoutError, RunloopError
 
-from sandboxes.providers.base import FailureCause, Unavailable
+from sandboxes.providers.errors import FailureCause, Unavailable
 from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from runloop_api_client import NotFoundError, Runloop
 from runloop_api_client.types import NetworkPolicyView
 
-from sandboxes.providers.base import ProviderError, Rejected
+from sandboxes.providers.errors import ProviderError, Rejected
 from sandboxes.providers.remote.configuration import GatewayDestination
 from sandboxes.providers.runloop.errors import translate_errors
 

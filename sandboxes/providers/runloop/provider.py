@@ -15,7 +15,8 @@ from django.conf import settings
 from runloop_api_client import APIStatusError, Runloop, omit
 from runloop_api_client.types import DevboxView
 
-from sandboxes.providers.base import FailureCause, Missing, Network, ProviderSandbox, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec
+from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
 from sandboxes.providers.remote.errors import Conflict
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image

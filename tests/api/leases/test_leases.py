@@ -18,7 +18,7 @@ from leases import api_keys
 from leases.errors import RateLimited
 from leases.models import AgentKey, Lease, LeaseEvent
 from sandboxes.models import Pool, Sandbox, Transition
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import File, MemoryProvider
 from sandboxes.sweeps import passes
 from tests.api.conftest import ADA, ANY_BODY, BOB, ApiClient, assert_refused, expire_lease, list_operations, select_fields

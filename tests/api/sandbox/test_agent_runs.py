@@ -22,7 +22,7 @@ from leases.models import EnvironmentType
 from sandboxes.db import connection_errors
 from sandboxes.models import Event as OutboxEvent
 from sandboxes.models import LlmCall, Policy, Run
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores

@@ -8,7 +8,8 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ApiClient
 from tests.support.billing import create_rate

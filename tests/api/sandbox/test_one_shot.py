@@ -12,7 +12,7 @@ from django.db.models import F
 
 from leases.models import IdempotentRequest, Lease
 from sandboxes.models import Pool, Run, Sandbox
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from tests.api.conftest import ADA, BOB, ApiClient, assert_refused
 from tests.support.storage.tars import other, pack
 from tests.unit.leases.test_one_shot import assert_nothing_is_left, pack_tar, unpack_tar

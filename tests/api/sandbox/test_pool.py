@@ -10,7 +10,7 @@ from leases import sweeps
 from sandboxes import eviction
 from sandboxes.models import Pool, Quota
 from sandboxes.pool import allocation
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.sweeps import passes
 from tests.api.conftest import ADA, BOB, ApiClient
 from tests.support.leases import update_pool

@@ -12,7 +12,7 @@ from leases import leasing
 from leases.models import IdempotentRequest, Lease
 from sandboxes import process_restarts
 from sandboxes.models import Run, Sandbox
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider, ProgramResult
 from sandboxes.sweeps import passes
 from tests.api.conftest import ApiClient, assert_refused

@@ -13,7 +13,7 @@ from django.utils import timezone
 from leases import api_keys, signed_urls
 from leases.models import AgentKey, Lease
 from sandboxes.models import Run
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ADA, BOB, ApiClient, assert_refused, expire_lease
 

@@ -13,7 +13,7 @@ from django.utils import timezone
 
 from leases import leasing
 from sandboxes.models import Run, RunOutcome
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.streams.registry import OPEN_STREAMS
 from tests.api.conftest import ApiClient, assert_refused, close_response

@@ -17,7 +17,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from sandboxes.providers.base import MARK_VARIABLE, ExecResult
+from sandboxes.providers.base import MARK_VARIABLE
+from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.memory import Entry, File, Folder, ProgramCall, ProgramResult
 from tests.emulators.machine import USER, Machine
 

@@ -16,7 +16,9 @@ from django.test import override_settings
 
 from sandboxes.fault_injection import HookedCalls
 from sandboxes.providers import load_class
-from sandboxes.providers.base import ExecResult, FailureCause, Missing, Provider, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.base import Provider, SandboxSpec
+from sandboxes.providers.command_results import ExecResult
+from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
 from tests.emulators.base import CUT_BEFORE, Emulator, Fault
 from tests.emulators.machine import Machine
 from tests.support.remote import configure

@@ -20,7 +20,7 @@ from sandboxes import eviction
 from sandboxes.db import clock as work_clock
 from sandboxes.egress import authorization
 from sandboxes.models import LlmCall, Run, Sandbox, Snapshot
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW

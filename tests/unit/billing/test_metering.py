@@ -26,7 +26,7 @@ from sandboxes.admin.sandboxes import compute_time_alive
 from sandboxes.egress import model_pricing
 from sandboxes.egress.logs import upstream_records
 from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.sweeps import passes

@@ -9,7 +9,7 @@ from django.utils import timezone
 from controlplane import health, schedules
 from sandboxes.models import Host, Pool, Sandbox, Sweep
 from sandboxes.pool import admission_queue
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.state import disk_space
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW

@@ -14,7 +14,7 @@ from controlplane import metrics, schedules
 from leases import leasing
 from sandboxes.models import Host, Sandbox, Sweep
 from sandboxes.pool import admission_queue
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run, update_pool

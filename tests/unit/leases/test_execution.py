@@ -17,7 +17,7 @@ from sandboxes import eviction
 from sandboxes.db import clock
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import Pool, Run, Sandbox, Transition
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes

@@ -11,7 +11,7 @@ from leases.leasing import LeaseRequest
 from leases.models import Lease, LeaseEvent
 from sandboxes.errors import CapacityExhausted, ProviderCallFailed, QuotaExceeded, SandboxNotReady
 from sandboxes.models import Pool, Quota, Run, Sandbox
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW

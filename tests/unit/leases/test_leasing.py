@@ -10,7 +10,7 @@ from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import EnvironmentType, Lease, LeaseEvent
 from sandboxes import destruction, eviction
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW

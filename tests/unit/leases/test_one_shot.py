@@ -14,7 +14,7 @@ from leases.models import Lease
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
 from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded
 from sandboxes.models import Pool, Quota, Run, Sandbox
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die

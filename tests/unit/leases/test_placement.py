@@ -24,7 +24,7 @@ from sandboxes.errors import (
 )
 from sandboxes.models import Host, Pool, Quota, Sandbox, Transition
 from sandboxes.pool import admission_queue, allocation, start_breaker
-from sandboxes.providers.base import ProviderError, Rejected, Unavailable
+from sandboxes.providers.errors import ProviderError, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write

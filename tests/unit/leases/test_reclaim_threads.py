@@ -14,7 +14,7 @@ from leases import execution, leasing, reclaim_threads, tasks
 from leases.models import Lease
 from sandboxes.long_calls import get_shutdown_path
 from sandboxes.models import Host, Sandbox, Snapshot
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE

@@ -10,7 +10,7 @@ from leases.models import Lease
 from sandboxes import eviction, stop_reasons
 from sandboxes.errors import SandboxNotReady
 from sandboxes.models import Event, TransitionReason
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import get_sandbox, run

@@ -10,7 +10,7 @@ from leases.errors import LeaseEnded, TurnInProgress
 from leases.models import EnvironmentType, Lease, Turn
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import Pool, Run, Sandbox
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW
 

@@ -6,7 +6,8 @@ import pytest
 
 from leases import execution, sweeps
 from sandboxes.models import Run, RunOutcome
-from sandboxes.providers.base import ExecState, Unavailable
+from sandboxes.providers.command_results import ExecState
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory.programs import ProgramResult
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW

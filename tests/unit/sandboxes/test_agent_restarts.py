@@ -10,7 +10,7 @@ from sandboxes import processes, suspension
 from sandboxes.models import Sandbox, Transition
 from sandboxes.pool import allocation
 from sandboxes.processes import ProcessSpec
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import agent_restarts
 from tests.conftest import MINUTE, NOW

@@ -9,7 +9,7 @@ from django.core.exceptions import ImproperlyConfigured
 from sandboxes import providers
 from sandboxes.hosts import capacity
 from sandboxes.models import Pool
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.conftest import NOW

@@ -5,7 +5,8 @@ import pytest
 from sandboxes import file_watch
 from sandboxes.file_watch import FileChange, FileWatch, WatchGap, compare
 from sandboxes.models import Sandbox, SandboxState
-from sandboxes.providers.base import WORKSPACE, FileStat, Missing, SandboxSpec, TooLarge, Unavailable
+from sandboxes.providers.base import WORKSPACE, FileStat, SandboxSpec
+from sandboxes.providers.errors import Missing, TooLarge, Unavailable
 from sandboxes.providers.memory import File, MemoryProvider
 
 

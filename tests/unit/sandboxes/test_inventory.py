@@ -28,7 +28,8 @@ from sandboxes.lifecycle import CHECKPOINT_HOOKS
 from sandboxes.models import Installation, Pool, Quota, Sandbox, Transition
 from sandboxes.models.state import Snapshot
 from sandboxes.pool import prewarmed
-from sandboxes.providers.base import SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes, reconciliation
 from tests.conftest import MINUTE, NOW

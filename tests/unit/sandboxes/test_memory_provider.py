@@ -4,7 +4,9 @@ from datetime import timedelta
 
 import pytest
 
-from sandboxes.providers.base import ExecResult, Missing, SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.command_results import ExecResult
+from sandboxes.providers.errors import Missing, Unavailable
 from sandboxes.providers.memory import File, Folder, Link, MemoryProvider, ProgramCall, ProgramResult
 from tests.conftest import MINUTE, SimulatedCrash, die
 

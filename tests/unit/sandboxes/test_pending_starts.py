@@ -7,7 +7,7 @@ from leases.models import Lease
 from sandboxes.errors import CapacityExhausted, CapacityPending
 from sandboxes.models import Pool, Sandbox, Transition
 from sandboxes.pool import allocation
-from sandboxes.providers import base
+from sandboxes.providers import errors
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
@@ -20,7 +20,7 @@ WORDS = "0/3 nodes are available: 3 Insufficient memory."
 @pytest.fixture
 def no_room(memory: MemoryProvider):
     """Context in which the engine accepts sandboxes and has no room for them."""
-    return lambda: memory.fail("wait_ready", base.CapacityPending(WORDS))
+    return lambda: memory.fail("wait_ready", errors.CapacityPending(WORDS))
 
 
 def test_pending_start_keeps_its_place_and_the_same_lease_gets_the_same_row(lease: Lease, pool: Pool, memory, no_room) -> None:
@@ -59,7 +59,7 @@ def test_wake_that_is_pending_continues_with_the_stored_state(lease: Lease, no_r
 
 
 def test_engine_that_gets_no_room_ends_the_start_and_counts_as_a_failure(lease: Lease, memory) -> None:
-    with memory.fail("create", base.NoCapacity("exceeded quota: sandboxes")), pytest.raises(CapacityExhausted, match="quota"):
+    with memory.fail("create", errors.NoCapacity("exceeded quota: sandboxes")), pytest.raises(CapacityExhausted, match="quota"):
         run(lease, "true", now=NOW)
     sandbox = Sandbox.objects.select_related("host").get()
     assert (sandbox.state, sandbox.host.start_failures) == ("destroying", 1)  # the breaker prevents a loop

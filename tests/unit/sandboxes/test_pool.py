@@ -11,7 +11,8 @@ from sandboxes import eviction
 from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded, SandboxNotReady, WorkspaceFull
 from sandboxes.models import DataEvent, Pool, Quota, Run, Sandbox, Snapshot
 from sandboxes.pool import allocation
-from sandboxes.providers.base import Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.storage import get_store

@@ -8,7 +8,7 @@ from django.db import connection
 from leases import execution, leasing, sweeps
 from sandboxes import pool_stats
 from sandboxes.models import Pool, Sandbox, Transition
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, run, update_pool

@@ -9,7 +9,9 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.image import reap
-from sandboxes.providers.base import ExecResult, Missing, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.command_results import ExecResult
+from sandboxes.providers.errors import Missing, Rejected, Unavailable
 from sandboxes.providers.process.child import start_process
 from sandboxes.providers.process.directories import METADATA_FILE
 from sandboxes.providers.process.provider import ProcessProvider

@@ -13,7 +13,7 @@ from sandboxes.errors import SandboxBusy, TooManyProcesses
 from sandboxes.models import Process, ProcessStatus, RestartPolicy, Run, Sandbox, TransitionReason
 from sandboxes.process_restarts import MAX_PROCESSES, START_TIMEOUT, plan_restart
 from sandboxes.processes import ProcessSpec
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResult
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run

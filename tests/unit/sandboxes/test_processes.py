@@ -13,7 +13,8 @@ from sandboxes.models import Pool, Process, Run, Sandbox
 from sandboxes.output_search import OutputMatch, PatternSearch
 from sandboxes.pool import starts
 from sandboxes.processes import MAX_PROCESSES, START_TIMEOUT, ProcessSpec
-from sandboxes.providers.base import ProcessOutput, Unavailable
+from sandboxes.providers.command_results import ProcessOutput
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import File, MemoryProvider, ProgramResult
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW

@@ -11,7 +11,7 @@ from sandboxes import eviction, processes, restarts, suspension
 from sandboxes.errors import ProviderCallFailed, SandboxBusy
 from sandboxes.models import Run, RunOutcome, Sandbox, Transition
 from sandboxes.processes import ProcessSpec
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command

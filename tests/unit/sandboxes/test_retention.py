@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.runs import retention
 from sandboxes.runs.retention import MAX_RETAINED_BYTES, MAX_RETAINED_RESULTS, Acknowledger, RetainedResult
 from tests.support.waiting import wait_until

@@ -13,7 +13,7 @@ from sandboxes import eviction
 from sandboxes import snapshots as sandbox_snapshots
 from sandboxes.errors import SandboxBusy, SnapshotNotFound, StoreUnavailable
 from sandboxes.models import Run, Sandbox, Snapshot
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command

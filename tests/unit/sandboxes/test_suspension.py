@@ -11,7 +11,7 @@ from leases.models import EnvironmentType, Lease
 from sandboxes import eviction, processes, suspension
 from sandboxes.models import Attachment, Run, Sandbox, Transition
 from sandboxes.processes import ProcessSpec
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW

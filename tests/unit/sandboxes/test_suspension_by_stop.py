@@ -9,7 +9,7 @@ from leases.models import EnvironmentType, Lease
 from sandboxes import processes, suspension
 from sandboxes.models import Process, Run, Sandbox
 from sandboxes.processes import ProcessSpec
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage.base import StoreError
 from sandboxes.sweeps import passes

@@ -13,7 +13,7 @@ from leases.models import Lease
 from sandboxes import destruction, eviction
 from sandboxes.models import Pool, Reading, Sandbox
 from sandboxes.pool import starts
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes

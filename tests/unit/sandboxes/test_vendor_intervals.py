@@ -9,7 +9,8 @@ from leases.models import EnvironmentType, Lease
 from sandboxes.models import Pool, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.pool.intervals import NEVER, RECLAIM_PERIOD
-from sandboxes.providers.base import Unavailable, VendorIntervals
+from sandboxes.providers.base import VendorIntervals
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, get_sandbox, run

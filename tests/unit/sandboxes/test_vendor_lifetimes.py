@@ -9,7 +9,7 @@ from leases.models import Lease
 from sandboxes.models import Pool, Run, Sandbox, Transition
 from sandboxes.pool import allocation, lifetimes
 from sandboxes.pool.lifetimes import LAST_MARGIN, LIFETIME_MARGIN, end_lifetimes
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import get_sandbox, read, run, write

@@ -8,7 +8,7 @@ from controlplane import checks
 from controlplane.worker.cluster import Cluster
 from controlplane.worker.heartbeat import HeartbeatFile
 from sandboxes.hosts import registry
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 
 
 class Command(BaseCommand):

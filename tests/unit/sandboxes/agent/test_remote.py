@@ -33,7 +33,7 @@ from sandboxes.egress.agent_sessions import server as session_server
 from sandboxes.egress.server import EgressServer
 from sandboxes.hosts import agent_routes
 from sandboxes.models import AgentRoute, GatewayToken, LlmCall, Sandbox
-from sandboxes.providers.base import Missing
+from sandboxes.providers.errors import Missing
 from sandboxes.sweeps import passes
 from tests.egress.stack import run_in_thread
 from tests.support.leases import get_sandbox

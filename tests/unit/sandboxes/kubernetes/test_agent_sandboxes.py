@@ -2,7 +2,7 @@
 
 import pytest
 
-from sandboxes.providers.base import FailureCause, Missing, Rejected
+from sandboxes.providers.errors import FailureCause, Missing, Rejected
 from sandboxes.providers.kubernetes.configuration import ObjectKind
 from tests.emulators.kubernetes.api.resources import PODS, SANDBOXES
 from tests.emulators.kubernetes.faults import NOT_STARTED, PodFault

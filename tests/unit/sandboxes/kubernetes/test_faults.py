@@ -7,7 +7,8 @@ import pytest
 
 from sandboxes.hosts.pod_records import PodRows
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import CapacityPending, FailureCause, GatewayAccess, Missing, NoCapacity, Rejected, Unavailable
+from sandboxes.providers.base import GatewayAccess
+from sandboxes.providers.errors import CapacityPending, FailureCause, Missing, NoCapacity, Rejected, Unavailable
 from sandboxes.providers.kubernetes import api_client, pods, readiness
 from tests.conftest import NOW
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault

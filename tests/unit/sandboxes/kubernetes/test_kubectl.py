@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from sandboxes.providers.base import FailureCause, GatewayAccess, Missing
+from sandboxes.providers.base import GatewayAccess
+from sandboxes.providers.errors import FailureCause, Missing
 from sandboxes.providers.kubernetes.permissions import list_rules
 from tests.emulators.kubernetes.faults import NOT_STARTED, PodFault
 from tests.support.cluster import NAMESPACE

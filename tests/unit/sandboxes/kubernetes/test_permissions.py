@@ -9,7 +9,7 @@ from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 
 from controlplane.checks import list_engine_problems
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.kubernetes.configuration import ObjectKind
 from sandboxes.providers.kubernetes.permissions import Rule, find_problems, list_rules
 from tests.emulators.base import CUT_BEFORE, Fault

@@ -7,7 +7,7 @@ import pytest
 from django.utils import timezone
 
 from sandboxes.models import Host
-from sandboxes.providers.base import FailureCause, Missing, Rejected
+from sandboxes.providers.errors import FailureCause, Missing, Rejected
 from sandboxes.providers.kubernetes import pods
 from sandboxes.providers.kubernetes.pod_watch import PodWatch
 from sandboxes.providers.kubernetes.provider import KubernetesProvider

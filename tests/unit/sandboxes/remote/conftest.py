@@ -14,7 +14,8 @@ from leases import sweeps
 from sandboxes import providers
 from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
 from sandboxes.providers import load_class
-from sandboxes.providers.base import ExecResult, SandboxSpec
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.remote.provider import RemoteProvider
 from tests.emulators.base import Emulator, Fault
 from tests.emulators.registry import EMULATORS

@@ -11,7 +11,7 @@ from controlplane import health
 from leases import execution, sweeps
 from leases.models import Lease
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import FailureCause, Missing, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, Unavailable
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE

@@ -28,7 +28,7 @@ from sandboxes.errors import (
 from sandboxes.models import Sandbox
 from sandboxes.pool import allocation
 from sandboxes.providers import load_class
-from sandboxes.providers.base import ProviderError
+from sandboxes.providers.errors import ProviderError
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes.providers.base import FailureCause, Missing, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, Unavailable
 from tests.conftest import run_in_threads
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE
 from tests.support.remote import connect_provider

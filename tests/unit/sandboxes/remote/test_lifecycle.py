@@ -14,7 +14,8 @@ from django.core.exceptions import ImproperlyConfigured
 from controlplane.checks import check_gateway, check_provider_key
 from controlplane.remote_settings import VENDORS
 from sandboxes.providers import load_class
-from sandboxes.providers.base import Network, Rejected, SandboxSpec
+from sandboxes.providers.base import Network, SandboxSpec
+from sandboxes.providers.errors import Rejected
 from sandboxes.providers.registry import PROVIDERS
 from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.provider import RemoteProvider

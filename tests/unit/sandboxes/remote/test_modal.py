@@ -16,7 +16,8 @@ from leases import execution
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import FailureCause, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.modal import provider as vendor
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW

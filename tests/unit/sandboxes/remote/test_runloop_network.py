@@ -6,7 +6,8 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes.providers.base import Network, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.base import Network, SandboxSpec
+from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.remote.provider import RemoteProvider
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault
 from tests.emulators.runloop import EGRESS_DEFAULTS, RunloopEmulator

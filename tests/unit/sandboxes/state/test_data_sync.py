@@ -12,7 +12,8 @@ from leases.models import Lease
 from sandboxes.errors import DataFull, SandboxBusy, StoreUnavailable
 from sandboxes.models import Attachment
 from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject, DataSize
-from sandboxes.providers.base import DATA, Unavailable
+from sandboxes.providers.base import DATA
+from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import Entry, File, Folder, Link, MemoryProvider
 from sandboxes.runs.operations import Command
 from sandboxes.state import data_sync, pruning

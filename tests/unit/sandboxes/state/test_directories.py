@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.image import files
-from sandboxes.providers.base import Rejected
+from sandboxes.providers.errors import Rejected
 from sandboxes.state import directories
 from sandboxes.state.spool import open_spool
 

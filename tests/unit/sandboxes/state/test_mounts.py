@@ -23,7 +23,8 @@ from sandboxes.errors import SandboxBusy, StoreUnavailable
 from sandboxes.models import Pool, Sandbox, TransitionReason
 from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
 from sandboxes.pool import allocation
-from sandboxes.providers.base import DATA, Rejected
+from sandboxes.providers.base import DATA
+from sandboxes.providers.errors import Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.state import mount_points, mounts, pruning, s3fs, storage_mode
 from sandboxes.state.s3fs import SandboxMount

@@ -16,7 +16,8 @@ from sandboxes.errors import WorkspaceFull
 from sandboxes.lifecycle import WAITING
 from sandboxes.models import Pool, Snapshot
 from sandboxes.pool.allocation import SandboxRequest
-from sandboxes.providers.base import DATA, WORKSPACE, TooLarge, Unavailable
+from sandboxes.providers.base import DATA, WORKSPACE
+from sandboxes.providers.errors import TooLarge, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.providers.streams import limit_stream
 from sandboxes.runs.operations import Command

@@ -8,7 +8,7 @@ from django.db import transaction
 from leases import execution, leasing, sweeps
 from sandboxes import destruction
 from sandboxes.models import Delivery, Event, Sandbox, Webhook
-from sandboxes.providers.base import Unavailable
+from sandboxes.providers.errors import Unavailable
 from sandboxes.webhooks import outbox
 from tests.conftest import MINUTE, NOW
 

@@ -229,6 +229,17 @@ def _build_schedule(queue: str, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def postpone_queued_sweeps(queue: str, *, now: datetime) -> int:
+    """Postpone the next pass of each due sweep of which a pass still waits in this queue. Return how many.
+
+    The queue of a worker that is slower than its schedule therefore never has more than one pass of each sweep. Other tasks do
+    not count. Each statement changes one row, as in sync_schedules."""
+    waiting = OrmQ.objects.filter(key=queue, lock__lte=now)  # those that a worker has fetched are locked until later
+    names = {task["args"][0] for task in (row.task for row in waiting.iterator()) if task.get("func") == SCHEDULED_FUNCTION}
+    due = Schedule.objects.filter(func=SCHEDULED_FUNCTION, cluster=queue, next_run__lte=now)
+    return sum(due.filter(name=name).update(next_run=now + get_interval(name)) for name in sorted(names & SCHEDULE.keys()))
+
+
 def enqueue_all_sweeps() -> None:
     """Queue one pass of every sweep. Without this the first scheduled pass starts up to 30 seconds after the queue."""
     for name in SCHEDULE:

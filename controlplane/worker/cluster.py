@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import datetime
 from typing import Any
 
 import structlog
+from django.db import Error as DatabaseError
 from django.db import connections
 from django.utils import timezone
 from django_q.brokers import get_broker
@@ -24,6 +26,7 @@ from django_q.scheduler import scheduler
 from django_q.signals import pre_execute
 from django_q.worker import worker
 
+from controlplane import schedules
 from controlplane.worker.heartbeat import HeartbeatFile
 from sandboxes import queue_threads
 
@@ -73,11 +76,12 @@ class QueueThread(threading.Thread):
 
 
 class WorkerThread(QueueThread):
-    """Thread that executes tasks. `task` is the task that was begun last."""
+    """Thread that executes tasks. `task` is the task that was begun last, `sweep_begun_at` the time of the last sweep."""
 
     def __init__(self, task_queue: "queue.Queue[Any]", result_queue: "queue.Queue[Any]", timeout: int) -> None:
         self.timer = TaskTimer()
         self.task: dict[str, Any] | None = None
+        self.sweep_begun_at: datetime | None = None
         super().__init__(worker, task_queue, result_queue, self.timer, timeout)
 
     def run(self) -> None:
@@ -90,6 +94,8 @@ def remember_task(sender: Any, func: Any, task: dict[str, Any], **kwargs: Any) -
     thread = threading.current_thread()
     if isinstance(thread, WorkerThread):
         thread.task = task
+        if task["func"] == schedules.SCHEDULED_FUNCTION:
+            thread.sweep_begun_at = timezone.now()
 
 
 class Cluster:
@@ -124,11 +130,22 @@ class Cluster:
         next_schedule_at = time.monotonic() + SCHEDULER_INTERVAL_SECONDS
         while not self._stopping.wait(CHECK_INTERVAL_SECONDS):
             self._check_threads()
-            self.heartbeat.update()
+            self.heartbeat.update(max((each.sweep_begun_at for each in self.workers if each.sweep_begun_at), default=None))
             if time.monotonic() >= next_schedule_at:
                 next_schedule_at = time.monotonic() + SCHEDULER_INTERVAL_SECONDS
-                scheduler(broker=self.broker)
+                self._enqueue_due_sweeps()
         self._finish()
+
+    def _enqueue_due_sweeps(self) -> None:
+        try:
+            postponed = schedules.postpone_queued_sweeps(self.broker.list_key, now=timezone.now())
+        except DatabaseError as error:  # django-q2's scheduler logs its errors likewise, and is called again
+            log.error("due sweeps not enqueued", error=str(error))
+            connections.close_all()
+            return
+        if postponed:
+            log.warning("queue behind its schedule", postponed=postponed)
+        scheduler(broker=self.broker)
 
     def _start_worker(self) -> None:
         thread = WorkerThread(self.task_queue, self.result_queue, Conf.TIMEOUT)

@@ -24,13 +24,16 @@ def get_path() -> Path:
 
 
 class HeartbeatFile:
-    """File whose modification time is the time of the last `heartbeat` sweep that this host's worker executed."""
+    """File whose modification time is that of the last sweep begun by this worker.
+
+    Without one it is the time of the last `heartbeat` sweep that a worker of this host executed. A worker that is behind its
+    schedule executes `heartbeat` late, and must not be restarted for that: a restart takes more of the processor."""
 
     def __init__(self) -> None:
         self._path, self._next_update_at = get_path(), 0.0
 
-    def update(self) -> None:
-        """Write the time of the last heartbeat to the file.
+    def update(self, begun_at: datetime | None = None) -> None:
+        """Write the time of the last heartbeat to the file, or `begun_at`, the begin of this worker's last sweep, if later.
 
         While the database does not respond, write the current time: a restart of the worker would not help."""
         if time.monotonic() < self._next_update_at:
@@ -43,6 +46,7 @@ class HeartbeatFile:
         except DatabaseError:
             connections.close_all()
             executed_at = now
+        executed_at = max((at for at in (executed_at, begun_at) if at), default=None)
         if executed_at:
             self._next_update_at = time.monotonic() + UPDATE_INTERVAL_SECONDS
             self._write(executed_at)

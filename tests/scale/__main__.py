@@ -5,7 +5,7 @@ process, with the memory provider and a state directory of its own. The hosts sh
 the costs are those of the control plane, without sandboxes. Clients then acquire a lease for each sandbox, start the
 sandboxes, renew the leases and execute commands, wait until the sandboxes are idle and go cold, and release the leases. Prints
 costs in CPU time, which do not depend on the number of cores, growth of the database, and what was late. Exit code 1 if a
-request failed."""
+request failed, a lease ended as lost or a control plane was restarted."""
 
 import argparse
 import os

@@ -47,6 +47,10 @@ class Installation:
         pid = int((self.postgres.directory / "data/postmaster.pid").read_text().split()[0])
         return list_process_tree(pid)
 
+    def count_restarts(self) -> int:
+        """Return how often `up` has started the processes of a host again."""
+        return sum(home.read_log().count("; restarting in ") for home in self.homes)
+
     def select(self, query: str) -> list[tuple[Any, ...]]:
         with psycopg.connect(self.postgres.url, connect_timeout=30) as connection:
             return connection.execute(query).fetchall()

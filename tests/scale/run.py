@@ -38,9 +38,11 @@ def run(plan: Plan, directory: Path) -> int:
         )
         phases = list(_run_phases(plan, installation))
         _report_replica(installation, plan)
+        [(lost,)] = installation.select("SELECT count(*) FROM leases_lease WHERE end_reason = 'lost'")
+        restarts = installation.count_restarts()
         failures = sum(phase.count_failures() for phase in phases)
-    print(f"\n{failures} failed requests")
-    return 1 if failures else 0
+    print(f"\n{failures} failed requests, {lost} leases ended as lost, {restarts} restarts of a control plane")
+    return 1 if failures or lost or restarts else 0
 
 
 def _run_phases(plan: Plan, installation: Installation) -> Iterator[Phase]:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from django.db import OperationalError, connections
 from django.utils import timezone
-from django_q.models import Failure, OrmQ, Success
+from django_q.models import Failure, OrmQ, Schedule, Success
 from django_q.tasks import async_task
 
 from controlplane import schedules
 from controlplane.stages import HeartbeatCheck
 from controlplane.supervisor import Child
-from controlplane.worker import cluster
+from controlplane.worker import cluster, heartbeat
 from controlplane.worker.cluster import Cluster
 from controlplane.worker.heartbeat import HeartbeatFile, get_path
 from sandboxes import long_calls, queue_threads
@@ -137,6 +137,45 @@ def test_the_heartbeat_file_has_the_time_of_the_last_heartbeat_task(tmp_path: Pa
     child = Child("queue", work=print, started_at=time.monotonic() - 3600)
     assert HeartbeatCheck(str(get_path()), 301)(child) == ""
     assert HeartbeatCheck(str(get_path()), 299)(child) == "no heartbeat for 299 s"
+
+
+def test_the_begin_of_any_sweep_is_a_heartbeat_of_a_worker_behind_its_schedule(
+    tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that hangs begins no further sweep. Other tasks do not prove that the schedule works."""
+    settings.STATE_DIR = tmp_path
+    now = timezone.now()
+    long_ago = now - timedelta(hours=1)
+    Sweep.objects.create(name=schedules.HEARTBEAT, host=registry.find_worker_host(now=now), succeeded_at=long_ago)
+    monkeypatch.setattr(heartbeat, "UPDATE_INTERVAL_SECONDS", 0.0)
+
+    def is_recent() -> bool:
+        return get_path().stat().st_mtime > long_ago.timestamp() + 1
+
+    with running(Cluster(QUEUE, HeartbeatFile())):
+        enqueue("one")
+        assert BEGUN.get(timeout=30) == "one"
+        wait_until(get_path().exists, "the heartbeat is written")
+        assert not is_recent()
+        RELEASED.set()
+        async_task(schedules.SCHEDULED_FUNCTION, "recount", cluster=QUEUE)
+        wait_until(is_recent, "the sweep is a heartbeat")
+
+
+def test_a_sweep_that_still_waits_is_not_enqueued_again() -> None:
+    now = timezone.now()
+    for name in ("idle", "persist", "expire"):
+        values = schedules._build_schedule(QUEUE, name) | {"next_run": now - timedelta(minutes=5)}
+        Schedule.objects.create(**values)
+    for queue, name in ((QUEUE, "idle"), (QUEUE, "expire"), ("host-other", "persist")):
+        async_task(schedules.SCHEDULED_FUNCTION, name, cluster=queue)
+    enqueue("other")
+    fetched = next(row for row in OrmQ.objects.all() if row.task["args"] == ("expire",))
+    OrmQ.objects.filter(pk=fetched.pk).update(lock=now + timedelta(minutes=10))  # a worker executes it
+    Cluster(QUEUE, HeartbeatFile())._enqueue_due_sweeps()
+    queued = [row.task["args"][0] for row in OrmQ.objects.filter(key=QUEUE)]
+    assert sorted(queued) == ["expire", "expire", "idle", "other", "persist"]
+    assert not Schedule.objects.filter(next_run__lte=now).exists()
 
 
 def test_without_a_database_the_heartbeat_file_has_the_present_time(tmp_path: Path, settings: Any) -> None:

@@ -12,6 +12,7 @@ from sandboxes.sweeps import end_watch, seal_checks
 from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.emulators.kubernetes.emulator import GATEWAY
 from tests.support import real_cluster
+from tests.support.cluster import configured_cluster
 from tests.support.leases import get_sandbox, read, run, write
 from tests.support.remote_agent import serving_gateway
 from tests.support.servers.egress import EventLoopThread
@@ -25,18 +26,15 @@ pytestmark = [
 
 
 @pytest.fixture
-def cluster(tmp_path, settings, monkeypatch):
+def cluster(tmp_path, settings):
     """The cluster as the default provider's, with a running gateway."""
     files, loop = create_certificates(tmp_path, GATEWAY), EventLoopThread()
     listen = real_cluster.read_address(real_cluster.LISTEN_VARIABLE)
     port = real_cluster.read_address(real_cluster.GATEWAY_VARIABLE).port
     with serving_gateway(loop, listen.port, files, host=listen.host), real_cluster.prepared_cluster(tmp_path) as cluster:
-        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-        settings.KUBERNETES, settings.SANDBOX_IMAGE = cluster.configuration, DOCKER_IMAGE
-        settings.GATEWAY_URL, settings.GATEWAY_AUTHORITY = f"https://{GATEWAY}:{port}", str(files.authority)
-        providers._create_provider.cache_clear()
-        yield cluster
-        providers._create_provider.cache_clear()
+        settings.SANDBOX_IMAGE, settings.GATEWAY_AUTHORITY = DOCKER_IMAGE, str(files.authority)
+        with configured_cluster(cluster, f"https://{GATEWAY}:{port}", settings):
+            yield cluster
     loop.close()
 
 

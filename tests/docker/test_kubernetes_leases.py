@@ -7,7 +7,6 @@ import pytest
 from django.utils import timezone
 
 from leases import leasing
-from sandboxes import providers
 from sandboxes.errors import NotIsolated
 from sandboxes.models import Host, Pool, Sandbox
 from sandboxes.pool.lifetimes import end_lifetimes
@@ -16,7 +15,7 @@ from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.emulators.kubernetes.api.resources import PODS, SECRETS
 from tests.emulators.kubernetes.emulator import GATEWAY
 from tests.emulators.registry import serve_kubernetes
-from tests.support.cluster import NAMESPACE, Cluster
+from tests.support.cluster import NAMESPACE, Cluster, configured_cluster
 from tests.support.leases import get_sandbox, read, run, write
 from tests.support.remote_agent import serving_gateway
 from tests.support.servers import ports
@@ -27,7 +26,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 
 
 @pytest.fixture
-def cluster(docker_ready, tmp_path_factory, settings, monkeypatch):
+def cluster(docker_ready, tmp_path_factory, settings):
     """The cluster as the default provider's, with a running gateway."""
     files, [port], loop = (
         create_certificates(tmp_path_factory.mktemp("tls"), GATEWAY),
@@ -36,12 +35,9 @@ def cluster(docker_ready, tmp_path_factory, settings, monkeypatch):
     )
     with serving_gateway(loop, port, files), serve_kubernetes(tmp_path_factory.mktemp("kubernetes")) as emulator:
         cluster = Cluster(emulator, SimpleNamespace(port=port))
-        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-        settings.KUBERNETES, settings.SANDBOX_IMAGE = cluster.configuration, DOCKER_IMAGE
-        settings.GATEWAY_URL, settings.GATEWAY_AUTHORITY = f"https://{GATEWAY}:8443", str(files.authority)
-        providers._create_provider.cache_clear()
-        yield cluster
-        providers._create_provider.cache_clear()
+        settings.SANDBOX_IMAGE, settings.GATEWAY_AUTHORITY = DOCKER_IMAGE, str(files.authority)
+        with configured_cluster(cluster, f"https://{GATEWAY}:8443", settings):
+            yield cluster
     loop.close()
 
 

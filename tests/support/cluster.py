@@ -1,6 +1,7 @@
 """A namespace for sandboxes on the emulator, as the manifests of the deployment describe it, and providers that reach it."""
 
 import hashlib
+import os
 import shutil
 import ssl
 import tempfile
@@ -16,6 +17,7 @@ from unittest.mock import patch
 import yaml
 from aiohttp import web
 
+from sandboxes import providers
 from sandboxes.agent.gateway import AgentGateway
 from sandboxes.agent.runs import AgentClient
 from sandboxes.egress.agent_sessions.server import AgentSessionServer
@@ -32,6 +34,18 @@ from tests.support.servers.tls import create_certificates
 MANIFESTS = Path(__file__).resolve().parents[2] / "controlplane/deployment/kubernetes/base/sandboxes.yaml"
 NAMESPACE = "leasehold-sandboxes"
 RESOURCES = {resource.kind: resource for resource in vars(resources).values() if isinstance(resource, resources.Resource)}
+
+
+@contextmanager
+def configured_cluster(cluster: "Cluster", gateway_url: str, settings: Any) -> Iterator[None]:
+    """Let the provider `kubernetes` of this process use a cluster, whose sandboxes join the gateway at this URL."""
+    settings.KUBERNETES, settings.GATEWAY_URL = cluster.configuration, gateway_url
+    with patch.dict(os.environ, KUBECONFIG=str(cluster.kubeconfig)):
+        providers._create_provider.cache_clear()
+        try:
+            yield
+        finally:
+            providers._create_provider.cache_clear()
 
 
 def read_prerequisites() -> list[dict[str, Any]]:

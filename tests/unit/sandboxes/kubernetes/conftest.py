@@ -6,13 +6,12 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes import providers
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.kubernetes.provider import KubernetesProvider
 from tests.conftest import DOCKER_IMAGE
 from tests.emulators.kubernetes.api.resources import PODS
 from tests.emulators.registry import serve_kubernetes
-from tests.support.cluster import NAMESPACE, Cluster
+from tests.support.cluster import NAMESPACE, Cluster, configured_cluster
 
 
 @pytest.fixture(scope="package")
@@ -38,14 +37,11 @@ def provider(cluster: Cluster) -> KubernetesProvider:
 
 
 @pytest.fixture
-def default_provider(cluster: Cluster, settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def default_provider(cluster: Cluster, settings: Any) -> Iterator[None]:
     """The cluster as the default provider's."""
-    settings.SANDBOX_PROVIDER, settings.GATEWAY_URL = "kubernetes", "https://leasehold-gateway:8443"
-    settings.KUBERNETES = cluster.configuration
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    providers._create_provider.cache_clear()
-    yield
-    providers._create_provider.cache_clear()
+    settings.SANDBOX_PROVIDER = "kubernetes"
+    with configured_cluster(cluster, "https://leasehold-gateway:8443", settings):
+        yield
 
 
 @pytest.fixture

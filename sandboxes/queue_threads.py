@@ -16,10 +16,10 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import structlog
-from django.db import connections
 
 from sandboxes import long_calls
 from sandboxes.claims import Progress, hold
+from sandboxes.db.reusable_threads import ReusableThreads
 
 log = structlog.get_logger(__name__)
 TASK_WAIT = timedelta(seconds=60)  # shorter than the queue's timeout
@@ -35,16 +35,16 @@ class StillRunning(Exception):
 
 
 class WorkThread(Progress, Generic[T]):
-    """A call of a function in a thread of its own, which starts at once."""
+    """A call of a function in a thread of `threads`, which starts at once."""
 
-    def __init__(self, name: str, work: Callable[[], T], *, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, work: Callable[[], T], threads: ReusableThreads, *, clock: Callable[[], float]) -> None:
         super().__init__()
         self.name, self._work, self._clock = name, work, clock
         self._seen_steps, self._seen_at = 0, clock()
         self.ended = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        threads.start(name, self._run, self.ended.set)
 
     def get_result(self) -> T:
         """Return the result of an ended call, or raise its exception."""
@@ -66,9 +66,6 @@ class WorkThread(Progress, Generic[T]):
         except BaseException as error:  # `get_result` raises it in the task, if the task still waits
             self._error = error
             log.exception("queued work failed", work=self.name)
-        finally:
-            connections.close_all()
-            self.ended.set()
 
 
 class WorkThreads:
@@ -77,6 +74,7 @@ class WorkThreads:
     def __init__(self, *, wait: timedelta = TASK_WAIT, clock: Callable[[], float] = time.monotonic) -> None:
         self.wait, self._clock = wait, clock
         self._threads: list[WorkThread[Any]] = []
+        self._reusable = ReusableThreads()
         self._lock = threading.Lock()  # several tasks call `run` at the same time, each in a thread of the queue
 
     def run(self, name: str, work: Callable[[], T], *, wait: timedelta | None = None) -> T:
@@ -100,9 +98,13 @@ class WorkThreads:
                 log.critical("worker hangs", work=name, threads=len(running))
                 self.end_process()
             raise StillRunning(f"{len(running)} earlier passes are still running")
-        thread = WorkThread(name, work, clock=self._clock)
+        thread = WorkThread(name, work, self._reusable, clock=self._clock)
         self._threads.append(thread)
         return thread
+
+    def close_idle(self) -> None:
+        """End the threads without work, with their database connections."""
+        self._reusable.close_idle()
 
     def end_process(self) -> None:
         """End the process at once: there is no other way to end a hung thread."""

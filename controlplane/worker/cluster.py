@@ -199,3 +199,4 @@ class Cluster:
             thread.join()
         self.result_queue.put(END_OF_QUEUE)
         self.monitor.join()
+        queue_threads.THREADS.close_idle()

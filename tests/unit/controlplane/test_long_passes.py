@@ -3,11 +3,12 @@
 from datetime import timedelta
 from multiprocessing import Value
 from queue import SimpleQueue
-from threading import Event, Lock, Thread, current_thread
+from threading import Event, Lock, Thread, current_thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from django.db import connection
 from django_q.worker import worker
 
 from controlplane import schedules
@@ -36,7 +37,8 @@ def test_a_pass_that_outlasts_the_timeout_of_the_queue_is_completed(
 
     monkeypatch.setitem(schedules.SCHEDULE, "persist", schedules.ScheduledSweep(1, "test", store, wait))
     monkeypatch.setattr(queue_threads, "is_worker_thread", lambda: True)
-    monkeypatch.setattr(queue_threads, "THREADS", WorkThreads(wait=timedelta(0) if wait is None else timedelta(seconds=30)))
+    threads = WorkThreads(wait=timedelta(0) if wait is None else timedelta(seconds=30))
+    monkeypatch.setattr(queue_threads, "THREADS", threads)
     tasks.put({"id": "1", "name": "one", "func": "controlplane.schedules.run", "args": ("persist",), "kwargs": {}})
     tasks.put("STOP")
     worker(tasks, results, Value("f", -1), timeout=QUEUE_TIMEOUT_SECONDS)  # type: ignore[arg-type]  # only get and put are used
@@ -45,6 +47,26 @@ def test_a_pass_that_outlasts_the_timeout_of_the_queue_is_completed(
     released.set()
     ended = Sweep.objects.filter(name="persist", succeeded_at__isnull=False)
     wait_until(lambda: [*ended.values_list("counts", flat=True)] == [{"stored": 1}], "the pass has ended")
+    threads.close_idle()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_passes_one_after_the_other_share_a_thread_and_its_connection_until_its_maximum_age() -> None:
+    threads, used = WorkThreads(wait=timedelta(seconds=30)), []
+
+    def work() -> None:
+        Sweep.objects.count()
+        used.append((get_ident(), connection.connection))
+
+    def grow_old() -> None:
+        connection.close_at = 0.0
+
+    for act in (work, work, grow_old, work):
+        threads.run("idle", act)
+    threads.close_idle()
+    assert len({thread for thread, _ in used}) == 1
+    first, second, third = (opened for _, opened in used)
+    assert first is second is not third
 
 
 def test_the_process_ends_once_all_threads_of_a_name_hang_and_not_while_one_makes_progress() -> None:

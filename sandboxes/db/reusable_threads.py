@@ -5,6 +5,7 @@ A connection costs PostgreSQL a process, and its first queries cost more than la
 import queue
 import threading
 from collections.abc import Callable
+from contextvars import Context
 
 from django.db import close_old_connections, connections
 
@@ -25,7 +26,7 @@ class _ReusableThread(threading.Thread):
                 self.name = name
                 close_old_connections()  # those that are too old or were lost; the others are checked before their first query
                 try:
-                    act()
+                    Context().run(act)  # as in a new thread: no call sees the context of an earlier one
                 finally:
                     self._pool._give_back(self)
                     end()

@@ -13,6 +13,7 @@ from django_q.worker import worker
 
 from controlplane import schedules
 from sandboxes import claims, queue_threads
+from sandboxes.db import tracing
 from sandboxes.models import Sweep
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.queue_threads import HANG_TIMEOUT, MAX_THREADS_PER_NAME, StillRunning, WorkThreads
@@ -51,12 +52,14 @@ def test_a_pass_that_outlasts_the_timeout_of_the_queue_is_completed(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_passes_one_after_the_other_share_a_thread_and_its_connection_until_its_maximum_age() -> None:
+def test_passes_one_after_the_other_share_a_thread_and_its_connection_until_its_maximum_age_and_no_context() -> None:
     threads, used = WorkThreads(wait=timedelta(seconds=30)), []
 
     def work() -> None:
         Sweep.objects.count()
         used.append((get_ident(), connection.connection))
+        assert tracing.caller_trace.get() == ""
+        tracing.caller_trace.set("of this pass")
 
     def grow_old() -> None:
         connection.close_at = 0.0

@@ -33,6 +33,7 @@ from billing.models import (
 )
 from billing.money_sums import MAX_RECORD_USD, limit_usd, nanos_to_decimal, sum_exact
 from billing.totals import BILLABLE_STATES
+from sandboxes.claims import note_progress
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import SandboxState
 
@@ -78,6 +79,7 @@ def price_usage(*, now: datetime) -> Counter[str]:
             for start in range(0, len(marks), SQL_BATCH_SIZE):
                 Unpriced.objects.filter(pk__in=[row.pk for row in marks[start : start + SQL_BATCH_SIZE]]).delete()
             checkpoint("priced", begin)
+        note_progress()
         counts.update(written=written, removed=removed)
     return +counts
 

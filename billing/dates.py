@@ -15,6 +15,11 @@ def start_of_day(day: date) -> datetime:
     return datetime.combine(day, time(), UTC)
 
 
+def start_of_hour(at: datetime) -> datetime:
+    """Return the last full hour UTC."""
+    return at.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+
+
 def start_of_next_month(day: date) -> date:
     """Return the first day of the month after the month of `day`."""
     return (day.replace(day=1) + timedelta(days=32)).replace(day=1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from uuid import UUID
 
-from billing.dates import start_of_day
+from billing.dates import start_of_day, start_of_hour
 from sandboxes.models import SandboxState
 
 MICROSECOND = timedelta(microseconds=1)
@@ -30,6 +30,8 @@ def build_intervals(
 ) -> Iterator[StateInterval]:
     """Yield the intervals of one sandbox up to `until`, from its transitions (id, to, holder, at) ordered by id.
 
+    An open interval in the state cold ends at the last full hour: this time is not billed, and there are more cold sandboxes
+    than others, whose records would otherwise be written again by each pass. Its end is exact once the state has changed.
     If the clock jumped back between two transitions, the second one takes the time of the first. Intervals therefore never
     overlap, and their sum never exceeds the range of the recorded times."""
     last: tuple[int, str, UUID | None, datetime] | None = None
@@ -39,7 +41,8 @@ def build_intervals(
             yield StateInterval(last[0], last[1], last[2], last[3], at)
         last = (pk, to, holder, at)
     if last is not None and last[1] != SandboxState.DESTROYED:
-        yield StateInterval(*last, max(until, last[3]), open=True)
+        ended = start_of_hour(until) if last[1] == SandboxState.COLD else until
+        yield StateInterval(*last, max(ended, last[3]), open=True)
 
 
 def split_by_day(began: datetime, ended: datetime) -> Iterator[tuple[date, datetime, datetime]]:

@@ -14,13 +14,14 @@ from django.db import transaction
 from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Window
 from django.db.models.functions import Lead
 
-from billing.dates import EPOCH, start_of_day, to_utc_date
+from billing.dates import EPOCH, start_of_day, start_of_hour, to_utc_date
 from billing.intervals import MICROSECOND, StateInterval, build_intervals, prorate, split_by_day
 from billing.models import Meter, UsageKind, UsageRecord, Watermark
 from billing.money_sums import limit_usd, nanos_to_decimal, sum_exact
+from sandboxes.claims import note_progress
 from sandboxes.egress.amounts import MAX_TOKENS, MAX_USD, REFUSED_CODES
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, Transition
+from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, SandboxState, Snapshot, Transition
 
 # Rows per batch. SQLite limits the number of values in a statement.
 SANDBOX_BATCH_SIZE = 400
@@ -53,6 +54,7 @@ def meter_usage(*, now: datetime) -> Counter[str]:
                 until = Watermark.hold(name, now)
                 after, written = batch(after, until)
                 checkpoint("metered", name)
+            note_progress()
             counts[name] += written
             if after is None:
                 break
@@ -75,8 +77,14 @@ def reset_usage() -> None:
 
 
 def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
-    """Write the time records of a batch of sandboxes that are not completely metered."""
-    batch = Sandbox.objects.filter(metered=False, **({"pk__gt": after} if after else {})).order_by("pk")[:SANDBOX_BATCH_SIZE]
+    """Write the time records of a batch of sandboxes that are not completely metered.
+
+    Cold ones whose records would not change are left out: those metered up to the last full hour, in the state that they
+    have now. If two transitions have the same time, their end may be found an hour later."""
+    hour = start_of_hour(until)
+    unchanged = Q(state=SandboxState.COLD, meter__began_at=F("state_since"), meter__read_at__gte=hour)
+    remaining = Sandbox.objects.filter(~unchanged, metered=False, **({"pk__gt": after} if after else {}))
+    batch = remaining.order_by("pk")[:SANDBOX_BATCH_SIZE]
     sandboxes_by_id = {sandbox.pk: sandbox for sandbox in batch.only(*SANDBOX_COLUMNS)}
     if not sandboxes_by_id:
         return None, 0

@@ -1,19 +1,24 @@
 """Results of sweeps, and the record of the last pass of each sweep."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 import structlog
 from django.db.models import Q
 
-from sandboxes.db.clock import clock_from
+from sandboxes.claims import RENEWAL_INTERVAL, Progress, hold
+from sandboxes.db.clock import Clock, clock_from
 from sandboxes.models import Host, Sweep
 
 log = structlog.get_logger(__name__)
 # Time after which a pass of a sweep that waits for providers or stores begins no further step.
 PASS_TIME_LIMIT = timedelta(seconds=60)
+RUN_TTL = timedelta(minutes=2)  # without progress, until another host may begin a pass for the installation
 MIN_INTERVAL_SHARE = 0.75  # between passes of different hosts: the hosts' schedules are not in phase, and waits shift them
+_lock, _names_in_progress = threading.Lock(), set[str]()
 
 
 @dataclass
@@ -52,29 +57,83 @@ def run_recorded(
     """Run a sweep, and record its times, counts and failures in the row of its name and host, which health checks read.
 
     `every` is the scheduled interval, `host` the host whose work the sweep does (None: the installation's), and `started_by`
-    the host of this process. An installation's sweep that another host has started within the interval is skipped. An
-    exception is recorded and raised again."""
+    the host of this process. An installation's sweep is skipped if another host has started it within the interval, or if it
+    still runs: a second pass would wait for the locks of the first one, and repeat its work. An exception is recorded and
+    raised again."""
     row, created = Sweep.objects.get_or_create(name=name, host=host, defaults={"every": every})
     if created and host:  # of a version without hosts, or from before the engine first responded
         Sweep.objects.filter(name=name, host__isnull=True).delete()
     clock = clock_from(now)
-    if not _claim_pass(row, now=now, every=every, started_by=started_by):
-        return SweepResult({"left to another host": 1})
+    if host:
+        Sweep.objects.filter(pk=row.pk).update(started_at=now, every=every, started_by=started_by)
+        return _run(row, sweep, now=now, clock=clock)
+    with _entering(name) as is_first:
+        if not is_first:
+            return SweepResult({"still running": 1})
+        if not _claim_pass(row, now=now, every=every, started_by=started_by):
+            return SweepResult({"left to another host": 1})
+        running = RunningPass(row, clock, until=now + RUN_TTL)
+        with hold(running):
+            result = _run(row, sweep, now=now, clock=clock)
+        running.end()
+        return result
+
+
+def _run(row: Sweep, sweep: Callable[[], SweepResult], *, now: datetime, clock: Clock) -> SweepResult:
     try:
         result = sweep()
     except Exception as failed:
-        Sweep.objects.filter(pk=row.pk).update(last_error=f"{type(failed).__name__}: {failed}"[:2000])
+        Sweep.objects.filter(pk=row.pk).update(last_error=f"{type(failed).__name__}: {failed}"[:2000], running_until=None)
         raise
     Sweep.objects.filter(pk=row.pk).update(
         succeeded_at=now, took=clock() - now, counts=result.counts, last_error="\n".join(result.failures)[:2000]
     )
     if result.counts or result.failures:
-        log.info("sweep", sweep=name, **result.counts, failed=len(result.failures))
+        log.info("sweep", sweep=row.name, **result.counts, failed=len(result.failures))
     return result
 
 
 def _claim_pass(row: Sweep, *, now: datetime, every: timedelta, started_by: Host | None) -> bool:
-    """Record the start of a pass. Return False if another host has started one within MIN_INTERVAL_SHARE of the interval."""
-    due = Q(started_at__isnull=True) | Q(started_at__lte=now - every * MIN_INTERVAL_SHARE) | Q(started_at__gt=now + every)
-    by_this_host = Q(host__isnull=False) | Q(started_by__isnull=True) | Q(started_by=started_by)
-    return bool(Sweep.objects.filter(due | by_this_host, pk=row.pk).update(started_at=now, every=every, started_by=started_by))
+    """Record the start of a pass of the installation.
+
+    Return False if another host has started one within MIN_INTERVAL_SHARE of the interval, or runs one. A pass of this host is
+    either in this process, or its process has died."""
+    is_due = Q(started_at__isnull=True) | Q(started_at__lte=now - every * MIN_INTERVAL_SHARE) | Q(started_at__gt=now + every)
+    is_over = Q(running_until__isnull=True) | Q(running_until__lte=now) | Q(running_until__gt=now + RUN_TTL)
+    by_this_host = Q(started_by__isnull=True) | Q(started_by=started_by)
+    claimed = Sweep.objects.filter((is_due & is_over) | by_this_host, pk=row.pk)
+    return bool(claimed.update(started_at=now, running_until=now + RUN_TTL, every=every, started_by=started_by))
+
+
+@contextmanager
+def _entering(name: str) -> Iterator[bool]:
+    """Yield whether no other thread of this process runs the sweep."""
+    with _lock:
+        is_first = name not in _names_in_progress
+        _names_in_progress.add(name)
+    try:
+        yield is_first
+    finally:
+        if is_first:
+            _names_in_progress.discard(name)
+
+
+class RunningPass(Progress):
+    """Deadline of a pass of the installation, which the heartbeat extends while the pass makes progress."""
+
+    def __init__(self, row: Sweep, clock: Clock, *, until: datetime) -> None:
+        super().__init__()
+        self._row, self._clock, self._until, self._seen_steps = row, clock, until, 0
+
+    def beat(self) -> None:
+        steps, until = self.steps, self._clock() + RUN_TTL
+        if steps != self._seen_steps and until >= self._until + RENEWAL_INTERVAL:
+            self._replace(until)
+            self._seen_steps, self._until = steps, until
+
+    def end(self) -> None:
+        self._replace(None)
+
+    def _replace(self, until: datetime | None) -> None:
+        """Change the deadline, unless another host has begun a pass after it."""
+        Sweep.objects.filter(pk=self._row.pk, running_until=self._until).update(running_until=until)

@@ -21,6 +21,9 @@ class Sweep(models.Model):
     )
     every = models.DurationField(default=timedelta(minutes=1), help_text="Expected interval between successful executions.")
     started_at = models.DateTimeField(null=True, blank=True)
+    running_until = models.DateTimeField(
+        null=True, blank=True, help_text="Deadline of an execution in progress for the whole installation."
+    )
     succeeded_at = models.DateTimeField(null=True, blank=True)
     took = models.DurationField(null=True, blank=True)
     counts = models.JSONField(default=dict)

@@ -136,6 +136,22 @@ def test_lease_time_is_recorded_by_state_and_day(grant: AnyCallable, memory: Any
     assert "time" not in meter_usage(now=MIDNIGHT + 9 * HOUR)
 
 
+def test_cold_time_is_recorded_by_the_hour_until_its_exact_end(grant: AnyCallable, memory: Any) -> None:
+    """A pass does not write the records of all cold sandboxes again."""
+    lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
+    run_true(lease, now=NOON)
+    passes.evict_idle(now=NOON + 45 * MINUTE)
+    for after, is_written, minutes in (
+        (46 * MINUTE, True, 0), (50 * MINUTE, False, 0), (HOUR, True, 15), (HOUR + 59 * MINUTE, False, 15),
+        (2 * HOUR + MINUTE, True, 75), (2 * HOUR + 59 * MINUTE, False, 75),
+    ):  # fmt: skip
+        assert bool(meter_usage(now=NOON + after)["time"]) == is_written
+        assert sum_seconds(holder=lease.pk).get("cold", 0) == minutes * 60
+    run_true(lease, now=NOON + 3 * HOUR + 10 * MINUTE)
+    meter_usage(now=NOON + 3 * HOUR + 20 * MINUTE)
+    assert sum_seconds(holder=lease.pk, state="cold") == {"cold": (2 * 60 + 25) * 60}
+
+
 def test_time_without_a_lease_has_no_agent(grant: AnyCallable, pool: Any, memory: Any) -> None:
     type(pool).objects.filter(pk=pool.pk).update(warm_target=1)
     passes.warm_pools(now=NOON)

@@ -1,6 +1,8 @@
 """Several hosts with one database: each engine's sandboxes are touched only by processes that reach this engine."""
 
-from datetime import timedelta
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,17 +12,18 @@ from leases import leasing, tasks
 from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseStatus
-from sandboxes import eviction, stop_reasons
+from sandboxes import claims, eviction, stop_reasons
+from sandboxes.db import clock
 from sandboxes.egress import authorization
 from sandboxes.errors import CapacityExhausted, HostLost, ProviderCallFailed, WrongHost
 from sandboxes.hosts import registry
 from sandboxes.models import Pool, Sandbox, SandboxState, Sweep
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
-from sandboxes.sweep_log import SweepResult, run_recorded
+from sandboxes.sweep_log import RUN_TTL, SweepResult, run_recorded
 from sandboxes.sweeps import heartbeat, lost_hosts
 from sandboxes.sweeps import passes as sweeps
-from tests.conftest import MINUTE, NOW
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
 
 pytestmark = pytest.mark.django_db
@@ -208,6 +211,35 @@ def test_a_sweep_of_the_installation_runs_on_one_host_and_a_hosts_own_on_each(me
             for name, own, counts in (("meter", None, passes), ("idle", host, {"pass": 1})):
                 result = run_recorded(name, lambda: SweepResult({"pass": 1}), now=NOW, every=MINUTE, host=own, started_by=host)
                 assert result.counts == counts
+
+
+def test_a_sweep_of_the_installation_is_not_begun_by_another_host_while_it_makes_progress(
+    memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another pass would wait for the locks of the first one. A pass whose process died is followed after RUN_TTL."""
+    elapsed = [0.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: elapsed[0]))
+
+    def run(engine: str, sweep: Callable[[], SweepResult], now: datetime) -> dict[str, int]:
+        with memory.on_engine(engine):
+            host = registry.get_local_host("memory", now=NOW)
+            return run_recorded("meter", sweep, now=now, every=MINUTE, started_by=host).counts
+
+    def work_and_die() -> SweepResult:
+        assert run(A, SweepResult, NOW) == {"still running": 1}
+        for seconds in (90.0, 180.0):
+            elapsed[0] = seconds
+            claims.note_progress()
+            claims.HEARTBEAT.beat()
+        raise SimulatedCrash
+
+    with pytest.raises(SimulatedCrash):
+        run(A, work_and_die, NOW)
+    last_progress = NOW + timedelta(seconds=180)
+    elapsed[0] = 0.0
+    assert run(B, SweepResult, last_progress + RUN_TTL - timedelta(seconds=1)) == {"left to another host": 1}
+    assert run(B, lambda: SweepResult({"pass": 1}), last_progress + RUN_TTL) == {"pass": 1}
+    assert run(A, lambda: SweepResult({"pass": 1}), last_progress + RUN_TTL + MINUTE) == {"pass": 1}  # the pass of B is over
 
 
 def test_a_hosts_own_sweep_replaces_the_row_from_before_the_host_was_known(memory: MemoryProvider) -> None:

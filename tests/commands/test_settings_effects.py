@@ -219,7 +219,8 @@ def pod_of_sandbox(world: World) -> dict[str, Any]:
 
 def kubernetes_provider(world: World) -> tuple[Any, ...]:
     provider = KubernetesProvider(world.settings.KUBERNETES, MemoryRecords())
-    return provider.max_lifetime, provider.pending_timeout, type(provider.pods), provider.configuration.context
+    read = provider.configuration
+    return provider.max_lifetime, provider.pending_timeout, type(provider.pods), read.context, read.exec_fallback
 
 
 def access_of_agent(world: World) -> str:
@@ -325,9 +326,7 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_KUBERNETES_LIFETIME": ("2d", kubernetes_provider),
     "LEASEHOLD_KUBERNETES_SCALE_TIMEOUT": ("3m", kubernetes_provider),
     "LEASEHOLD_KUBERNETES_OBJECT": ("sandbox", kubernetes_provider),
-    "LEASEHOLD_KUBERNETES_EXEC_FALLBACK": (
-        "1", "tests/docker/test_kubernetes_exec.py::test_command_of_a_sandbox_without_an_agent_by_the_api_server",
-    ),
+    "LEASEHOLD_KUBERNETES_EXEC_FALLBACK": ("1", kubernetes_provider),
     "LEASEHOLD_PARKED_NETWORKS": (
         "2", "tests/docker/test_parked_networks.py::test_sweep_keeps_as_many_as_the_setting_and_removes_the_rest",
     ),

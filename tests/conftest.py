@@ -30,12 +30,14 @@ from sandboxes.storage import get_store
 from sandboxes.storage.memory import MemoryStore
 from tests.support.database import MigratedRows, restore_template
 from tests.support.sandbox_agent import Gateway
+from tests.support.servers import services
 from tests.support.servers.receiver import WebhookReceiver, run_receiver
+from tests.support.servers.services import SERVICES_REQUIRED, skip_or_fail
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
-SERVICES_REQUIRED = os.environ.get("LEASEHOLD_REQUIRE_SERVICES") == "1"
 MARKS_OF_DIRECTORIES = {Path(__file__).parent / "docker": "docker", Path(__file__).parent / "e2e": "e2e"}
+MARKS_WITH_REASON = ("postgres", "matrix")
 DOCKER_IMAGE = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")
 
 # On a busy machine an example, or its generation, may exceed Hypothesis's default deadline of 200 ms. In CI, where all services
@@ -56,26 +58,34 @@ def die(*args: object) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use the database. Require the marks by which .ci/test selects the tests of two directories."""
+    """Mark tests that use the database, and those that exist because of it. Require marks with their reasons.
+
+    The parts of the suite select by these marks (tests/lanes/table.py)."""
     for item in items:
         required = MARKS_OF_DIRECTORIES.get(item.path.parent)
         if required and not item.get_closest_marker(required):
             raise pytest.UsageError(f"{item.nodeid} needs the mark {required}.")
-        if item.get_closest_marker("django_db") or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
+        fixtures, django_db = set(getattr(item, "fixturenames", ())), item.get_closest_marker("django_db")
+        if django_db or {"db", "transactional_db"} & fixtures:
             item.add_marker("database")
+        if "transactional_db" in fixtures or (django_db and django_db.kwargs.get("transaction")):
+            item.add_marker(pytest.mark.postgres("commits: other connections lock and read the rows"))
+        for name in MARKS_WITH_REASON:
+            for mark in item.iter_markers(name):
+                if len(mark.args) != 1 or not isinstance(mark.args[0], str):
+                    raise pytest.UsageError(f"{item.nodeid}: the mark {name} needs its reason, a string.")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start the Docker daemon and build the image before the first test that needs them."""
+    if item.get_closest_marker("docker"):
+        services.start("docker")
 
 
 def pytest_collection_finish() -> None:
     """Exempt the imported modules from garbage collection, which would traverse them in an eighth of the run's CPU time."""
     gc.collect()
     gc.freeze()
-
-
-def skip_or_fail(reason: str) -> None:
-    """Skip the test, or fail it if all services are required."""
-    if SERVICES_REQUIRED:
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

@@ -141,6 +141,7 @@ def test_pages_of_one_row_cost_few_queries(viewer: Client, used: Account) -> Non
         assert count_queries(viewer, row_url(row)) <= 15
 
 
+@pytest.mark.postgres("sums: pages aggregate in the database")
 def test_sums_and_exports_cover_the_filtered_rows(viewer: Client, used: Account) -> None:
     """This month (4 - 2) h cost 0.50 USD and the call 0.125 USD; last month 8 h cost 2.00 USD."""
     for query, usd, number in (
@@ -235,6 +236,7 @@ def test_a_lease_and_an_agent_show_their_cost_and_link_to_it(viewer: Client, lea
 # --- spending ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.postgres("sums: pages aggregate in the database")
 def test_spending_adds_up_by_day_and_provider_with_model_calls_apart(team: Account) -> None:
     create_rate("plan", "5")
     for days, hours in ((0, 1), (1, 10), (29, 6), (30, 50)):

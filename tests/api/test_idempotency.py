@@ -19,7 +19,7 @@ from sandboxes.storage.base import StoreError
 from sandboxes.sweeps import passes
 from tests.api.conftest import ApiClient, select_fields
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 
 
 def advance_time(time: timedelta) -> None:

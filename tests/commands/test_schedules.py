@@ -20,7 +20,7 @@ from sandboxes.sweeps import installation
 from tests.commands.manage import call
 from tests.conftest import MINUTE, NOW
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("queue: SKIP LOCKED and hand-written SQL")]
 
 
 def test_the_command_creates_a_row_for_each_sweep_and_a_repeat_changes_nothing() -> None:

@@ -56,7 +56,7 @@ def s3(kind: str) -> S3Store:
 
 
 def kv() -> CloudflareKVStore:
-    url, namespace = require_environment("TEST_KV_URL", "TEST_KV_NAMESPACE")
+    url, namespace = require_environment("stores", "TEST_KV_URL", "TEST_KV_NAMESPACE")
 
     class Local(HTTPAdapter):
         """Redirects requests to the local API server, whose paths have no account."""

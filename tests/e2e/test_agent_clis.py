@@ -12,10 +12,15 @@ from leases.agent_runs.clis.registry import CLIS
 from tests.commands.manage import run_manage
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 from tests.support.event_stream import Event, open_stream, parse_events
+from tests.support.servers import services
 from tests.support.servers.scripted_models import INPUT_TOKENS, OUTPUT_TOKENS, ScriptedModelServer
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.docker]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.docker,
+    pytest.mark.matrix("image with agent CLIs; agent runs have their own tests below tests/api"),
+]
 IMAGE = "leasehold-sandbox-agents:latest"  # built by .ci/services
 MODELS = "claude-x,gpt-x"
 MEMORY_MIB = 1024
@@ -29,6 +34,7 @@ def model() -> Iterator[ScriptedModelServer]:
 
 @pytest.fixture
 def lease(fleet: Fleet, model: ScriptedModelServer) -> str:  # noqa: F811
+    services.start("agent-clis")
     fleet.env |= {
         "LEASEHOLD_SANDBOX_IMAGE": IMAGE,
         "LEASEHOLD_LLM_URL": f"{model.url}/v1",

@@ -16,7 +16,11 @@ from tests.support.repositories import create_project, git, merge
 from tests.support.servers.scripted_models import ScriptedModelServer
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.docker]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.docker,
+    pytest.mark.matrix("game of a minute; its rules are tested in tests/api/test_coding.py"),
+]
 ENVIRONMENT = "task-kills"
 TURNS = 5
 PLAN = {1: "kill_container", 2: "put_to_sleep", 3: "kill_control_plane"}

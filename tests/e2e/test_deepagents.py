@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.commands.manage import MANAGE, run_manage
-from tests.conftest import skip_or_fail
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
+from tests.support.servers.services import require_environment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.docker]
+pytestmark = [pytest.mark.e2e, pytest.mark.docker, pytest.mark.matrix("suites of LangChain in environments of their own")]
 CHECKOUT = MANAGE.parent
 SUITE = CHECKOUT / "tests" / "support" / "deepagents_suite.py"
 PROVIDER_SUITE = CHECKOUT / "tests" / "support" / "deepagents_code_suite.py"
@@ -24,11 +24,8 @@ OWN_TESTS = 8  # of the file; the rest is LangChain's suite
 STANDARD_TESTS = 86
 
 
-def run_suite(fleet: Fleet, directory: Path, suite: Path, python_variable: str, *options: str) -> str:  # noqa: F811
+def run_suite(fleet: Fleet, directory: Path, suite: Path, python: str, *options: str) -> str:  # noqa: F811
     """Execute a suite by the Python of another environment against a running control plane. Return its output."""
-    python = os.environ.get(python_variable)
-    if not python:
-        skip_or_fail(f"No deepagents: {python_variable} is not set; .ci/services installs it.")
     fleet.update("UPDATE sandboxes_pool SET memory_mib = 512")  # a quarter of it for /tmp, into which the suite writes 50 MB
     copy = shutil.copy(suite, directory / "test_suite.py")  # away from the conftest.py of this checkout
     fleet.up()
@@ -47,7 +44,8 @@ def run_suite(fleet: Fleet, directory: Path, suite: Path, python_variable: str, 
 
 
 def test_backend_passes_the_suite_of_langchain(fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
-    output = run_suite(fleet, tmp_path, SUITE, "TEST_DEEPAGENTS_PYTHON", "--asyncio-mode=auto")
+    [python] = require_environment("deepagents", "TEST_DEEPAGENTS_PYTHON")
+    output = run_suite(fleet, tmp_path, SUITE, python, "--asyncio-mode=auto")
     assert re.search(rf"^{STANDARD_TESTS + OWN_TESTS} passed", output, re.MULTILINE), output
 
 
@@ -58,5 +56,6 @@ def test_deep_agents_code_leases_its_sandboxes(fleet: Fleet, tmp_path: Path) -> 
     groups = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["entry-points"]
     lines = (f"[{group}]\n" + "".join(f"{name} = {path}\n" for name, path in each.items()) for group, each in groups.items())
     (metadata / "entry_points.txt").write_text("\n".join(lines))
-    output = run_suite(fleet, tmp_path, PROVIDER_SUITE, "TEST_DEEPAGENTS_CODE_PYTHON")
+    [python] = require_environment("deepagents-code", "TEST_DEEPAGENTS_CODE_PYTHON")
+    output = run_suite(fleet, tmp_path, PROVIDER_SUITE, python)
     assert re.search(rf"^{PROVIDER_TESTS} passed", output, re.MULTILINE), output

@@ -24,7 +24,7 @@ from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 from tests.emulators.pds import CUT_AFTER_CREATE, CUT_BEFORE_CREATE, DidDocuments, Pds, serve
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.docker]
+pytestmark = [pytest.mark.e2e, pytest.mark.docker, pytest.mark.matrix("game of a minute; test_catan.py plays it by turns")]
 AGENTS = ("did:plc:red", "did:plc:blue")
 ENVIRONMENT, COLLECTION = "catan-events", "org.example.catan.action"
 

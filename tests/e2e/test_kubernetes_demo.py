@@ -15,7 +15,7 @@ from tests.support.cluster import NAMESPACE, Cluster
 from tests.support.servers import ports
 from tests.support.servers.tls import create_certificates
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix("the demo in Pods")]
 
 
 def test_game_is_played_in_pods(home: Home, docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -18,9 +18,9 @@ from mcp.shared.exceptions import MCPError
 
 from leases.api.mcp.catalog import TOOLS
 from tests.commands.manage import run_manage
-from tests.conftest import skip_or_fail
 from tests.e2e.conftest import FleetTemplate
 from tests.e2e.test_kill import Fleet, create_fleet, fleet  # noqa: F401 - fixture
+from tests.support.servers.services import require_environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 AGENT = "did:web:mcp.invalid"
@@ -146,18 +146,17 @@ def test_commands_of_many_calls_at_once_have_their_own_results(server: Fleet, ke
 
 def inspect(server: Fleet, key: str, home: Path, *options: str) -> Any:
     """Run the inspector's command line and return the JSON object that it prints."""
-    node, inspector = os.environ.get("TEST_NODE"), os.environ.get("TEST_MCP_INSPECTOR")
-    if not node or not inspector:
-        skip_or_fail("No MCP inspector: TEST_MCP_INSPECTOR is not set; .ci/services installs it.")
+    node, inspector = require_environment("inspector", "TEST_NODE", "TEST_MCP_INSPECTOR")
     url, header = f"http://127.0.0.1:{server.port}/mcp", f"Authorization: Bearer {key}"
     done = subprocess.run(
-        [str(node), str(inspector), "--cli", url, "--transport", "http", "--header", header, *options],
+        [node, inspector, "--cli", url, "--transport", "http", "--header", header, *options],
         env={"PATH": os.environ["PATH"], "HOME": str(home)}, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0 or "isError" in done.stdout, done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
+@pytest.mark.matrix("second client; the official one runs at each change")
 def test_the_inspector_lists_and_calls_tools(server: Fleet, key: str, tmp_path: Path) -> None:
     listed = inspect(server, key, tmp_path, "--method", "tools/list", "--strict")
     assert {tool["name"] for tool in listed["tools"]} == {tool.name for tool in TOOLS}
@@ -196,6 +195,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.matrix("policies have their own tests in tests/unit/sandboxes/egress")
 def test_a_program_in_a_sandbox_uses_the_tools_of_its_policy(fleet: Fleet) -> None:  # noqa: F811
     """Through the relay in the sandbox, nginx and the egress server. A sandbox without the policy has no tools."""
 

@@ -13,12 +13,11 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 
-from tests.conftest import skip_or_fail
 from tests.support.servers.ports import find_free_ports
-from tests.support.servers.services import require_environment
+from tests.support.servers.services import require_environment, require_program
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix("installation behind PgBouncer")]
 SERVER_CONNECTIONS = 2  # fewer than the clients, so that they take turns
 CONFIGURATION = """
 [databases]
@@ -36,10 +35,8 @@ default_pool_size = {connections}
 @pytest.fixture
 def pooled_url() -> Iterator[str]:
     """URL of a new database behind a PgBouncer of this test."""
-    [server_url] = require_environment("TEST_POSTGRES_URL")
-    program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
-    if program is None:
-        skip_or_fail("no PgBouncer: the package pgbouncer is not installed")
+    [server_url] = require_environment("postgres", "TEST_POSTGRES_URL")
+    program = require_program("pgbouncer", "pgbouncer", path="/usr/sbin")
     server, [port] = urlsplit(server_url), find_free_ports()
     name = f"pooled_{uuid.uuid4().hex[:12]}"
     with psycopg.connect(server_url, autocommit=True) as connection:

@@ -8,7 +8,7 @@ from tests.emulators.registry import EMULATORS, build_environment
 from tests.support.remote import GetEmulator, emulators  # noqa: F401 - fixture
 from tests.support.servers import ports
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix("the demo at each vendor")]
 TURNS = "SELECT count(*) FROM sandboxes_run WHERE kind = 'turn'"
 TURNS_WITH_CALL = """SELECT count(*) FROM sandboxes_run run WHERE kind = 'turn' AND EXISTS (
     SELECT 1 FROM sandboxes_llmcall call WHERE call.run_id = run.id AND call.outcome = 'ok' AND call.holder = run.holder)"""

@@ -13,7 +13,11 @@ from tests.e2e.disturbances import PATIENCE_SECONDS, Disturbances
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.docker]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.docker,
+    pytest.mark.matrix("game of a minute; test_demo.py plays the same campaign without kills"),
+]
 SEED_WITH_ONE_DEATH = 4
 ASLEEP_BEFORE_TURN = 5  # of the second hero
 COUNT_SLEEPS = "SELECT count(*) FROM sandboxes_transition WHERE \"to\" = 'cold'"

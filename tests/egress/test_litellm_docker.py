@@ -36,7 +36,11 @@ from tests.support.waiting import wait_until
 from tests.unit.sandboxes.egress.test_litellm_callback import CHAT, MESSAGES, WHOLE, LiteLLM, litellm
 
 __all__ = ["litellm"]
-pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.matrix("LiteLLM as the upstream: optional"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = ROOT / "sandboxes" / "image" / "agent" / "main.py"  # serves the bridge
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"

@@ -39,7 +39,7 @@ from sandboxes.storage.memory import MemoryStore
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("guarded UPDATEs of the state machine")]
 STEPS_PER_EXAMPLE = 30  # the sandboxes of an example are expensive to start and to compare
 ENVIRONMENTS = ["game-1", "game-2", "game-3"]
 STEPS = [

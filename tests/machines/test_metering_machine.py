@@ -32,7 +32,7 @@ from sandboxes.usage import readings
 from tests.conftest import SimulatedCrash
 from tests.machines.test_pool_machine import ROW_INDEX, PoolMachine
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: metering aggregates in the database")]
 # Metering has no SQL dialect of its own, so PostgreSQL, the slower, gets half of the examples. 2,000 random histories take
 # ten minutes.
 EXAMPLES = int(os.environ.get("METERING_MACHINE_EXAMPLES", "20" if connection.vendor == "postgresql" else "40"))

@@ -29,7 +29,7 @@ from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes
 from tests.conftest import NOW, SimulatedCrash
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("guarded UPDATEs of the state machine")]
 CAPACITY = 4
 # Index into existing rows. Drawn before the rows are read, so that timing does not change the drawn examples.
 ROW_INDEX = st.integers(0, 99)

@@ -24,7 +24,7 @@ from sandboxes.egress.logs import tail, upstream_records
 from sandboxes.models import LlmCall
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("guarded UPDATEs of the state machine")]
 STEPS = st.sampled_from(["lines read", "lines applied", "lines committed"])
 NANOS = st.integers(0, 10**9)
 

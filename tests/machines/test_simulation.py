@@ -16,8 +16,6 @@ SEEDS = (2, 3, 4, 5, 6, 7, 8, 9)
 TIMEOUT_SECONDS = 600
 REPO = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.database  # for the lane of SQLite in .ci/test
-
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the simulation in a process of its own: it replaces the clock, and needs a fixed order of sets of strings."""

@@ -14,7 +14,7 @@ from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.support.leases import read, run, update_pool, write
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("guarded UPDATEs of the state machine")]
 LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
 
 

@@ -21,7 +21,7 @@ from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.support.leases import evict, read, run, write
 from tests.support.storage.slow_work import SlowStore, VirtualTime
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("guarded UPDATEs of the state machine")]
 HOUR = timedelta(hours=1)
 
 

@@ -24,7 +24,7 @@ from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import update_pool
 from tests.support.suites import without_vendors
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("queue: SKIP LOCKED and hand-written SQL")]
 DAY = timedelta(days=1)
 LATER = NOW + timedelta(hours=1)  # deadlines of runners, runs and operations have passed, no lease has
 COMMAND = {"kind": "exec", "argv": ["echo", "hi"], "cwd": "/workspace", "shell": None, "timeout_seconds": 60}

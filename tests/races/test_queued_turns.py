@@ -16,7 +16,7 @@ from sandboxes.models import Event, Pool
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("queue: SKIP LOCKED and hand-written SQL")]
 DAY = timedelta(days=1)
 LATER = NOW + timedelta(hours=1)  # deadlines of runners, turns and runs have passed, no lease has
 

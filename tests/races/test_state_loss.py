@@ -26,7 +26,7 @@ from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.leases import run
 from tests.support.suites import TEST_PROVIDER
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("guarded UPDATEs of the state machine")]
 HOUR = timedelta(hours=1)
 DISK_FULL = StoreError("memory", "upload", "disk full")
 

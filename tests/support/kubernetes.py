@@ -1,7 +1,6 @@
 """kubectl and the official client, connected to a Kubernetes emulator."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 import yaml
 from kubernetes import client, config
 
-from tests.conftest import skip_or_fail
 from tests.emulators.kubernetes.emulator import KubernetesEmulator
+from tests.support.servers.services import require_kubectl
 
 TIMEOUT_SECONDS = 60
 UNPRIVILEGED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
@@ -24,9 +23,7 @@ class Kubectl:
     """kubectl of this machine, with a kubeconfig. Without a namespace, that of the kubeconfig."""
 
     def __init__(self, kubeconfig: Path, namespace: str = "") -> None:
-        self.program = shutil.which("kubectl") or ""
-        if not self.program:
-            skip_or_fail("kubectl is not installed")
+        self.program = require_kubectl()
         self.command = [self.program, f"--kubeconfig={kubeconfig}", *([f"--namespace={namespace}"] if namespace else [])]
 
     def run(self, *arguments: str, content: str | bytes = b"", check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.provider import RemoteProvider
 from tests.emulators.base import Emulator
 from tests.emulators.registry import serve
+from tests.support.servers import services
 
 GetEmulator = Callable[[str], Emulator]
 
@@ -23,6 +24,7 @@ GetEmulator = Callable[[str], Emulator]
 @pytest.fixture(scope="session")
 def emulators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEmulator]:
     """Start the emulator of a vendor at its first use, and return it."""
+    services.start("debian-python")
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")  # a test sets a proxy in the environment, which clients of vendors use
         yield cache(lambda name: stack.enter_context(serve(name, tmp_path_factory.mktemp(name))))

@@ -21,8 +21,8 @@ from docker.errors import DockerException
 from docker.utils import kwargs_from_env
 
 from controlplane.supervisor import die_with_parent
-from tests.conftest import skip_or_fail
 from tests.support.database import CACHE
+from tests.support.servers.services import skip_or_fail
 from tests.support.waiting import wait_until
 
 SANDBOX_IMAGE = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.conftest import skip_or_fail
+from tests.support.servers.services import skip_or_fail
 
 
 @contextmanager

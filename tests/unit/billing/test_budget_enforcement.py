@@ -37,7 +37,11 @@ from tests.support.billing import (
     start_run,
 )
 
-pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock")]
+pytestmark = [
+    pytest.mark.django_db,
+    pytest.mark.usefixtures("stopped_clock"),
+    pytest.mark.postgres("budgets: sums and locks"),
+]
 AnyCallable = Callable[..., Any]
 
 

@@ -29,7 +29,11 @@ from tests.support.billing import (
     start_run,
 )
 
-pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock")]
+pytestmark = [
+    pytest.mark.django_db,
+    pytest.mark.usefixtures("stopped_clock"),
+    pytest.mark.postgres("budgets: sums and locks"),
+]
 NO_GRACE = timedelta(0)
 
 

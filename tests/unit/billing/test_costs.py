@@ -40,7 +40,7 @@ from tests.support.billing import (
     price_and_sum,
 )
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
 DAY = timedelta(days=1)
 USD = Decimal
 

@@ -33,7 +33,7 @@ from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.billing import HOUR, create_llm_call
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: metering aggregates in the database")]
 NOON, MIDNIGHT = NOW, datetime(2026, 11, 22, tzinfo=UTC)
 AnyCallable = Callable[..., Any]
 

@@ -10,7 +10,7 @@ from billing.models import Rate
 from billing.standing_price import StandingPrice, find_standing_price
 from tests.support.billing import create_rate
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 
 

@@ -27,7 +27,7 @@ from tests.support.billing import (
     parse_utc,
 )
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
 DECEMBER = parse_utc("2026-12-01T00:00")
 USD = Decimal
 MONTHS = [date(2026, number, 1) for number in (8, 9, 10, 11)]

@@ -35,7 +35,7 @@ from tests.support.billing import (
     parse_utc,
 )
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
 DECEMBER, JANUARY, FEBRUARY = parse_utc("2026-12-01T00:00"), parse_utc("2027-01-01T00:00"), parse_utc("2027-02-01T00:00")
 OCTOBER, NOVEMBER = parse_day("2026-10-01"), parse_day("2026-11-01")
 USD = Decimal

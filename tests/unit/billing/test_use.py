@@ -40,7 +40,7 @@ from tests.support.billing import (
 )
 from tests.support.leases import get_sandbox, run
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
 DAY, SECOND = timedelta(days=1), timedelta(seconds=1)
 USD = Decimal
 USED = ["day", "began_at", "ended_at", "cpu_micros", "mib_micros"]

@@ -14,13 +14,11 @@ import yaml
 
 from controlplane.checks import check_shared_state
 from controlplane.env import ENV_VARIABLES, UNLISTED_VARIABLES
-from tests.conftest import SERVICES_REQUIRED
+from tests.support.servers.services import require_kubectl
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOYMENT = ROOT / "controlplane/deployment/kubernetes"
 VERSIONS = ("1.30.0", kubernetes_validate.latest_version())  # oldest and newest supported one
-KUBECTL = shutil.which("kubectl")
-pytestmark = pytest.mark.skipif(KUBECTL is None and not SERVICES_REQUIRED, reason="kubectl is not installed")
 Manifest = dict[str, Any]
 
 
@@ -33,7 +31,7 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
     shutil.copy(example / "secrets.env.example", example / "secrets.env")
     for name in ("tls.crt", "tls.key", "ca.crt"):
         (example / name).write_text("test")
-    built = subprocess.run([str(KUBECTL), "kustomize", str(example)], capture_output=True, check=True)
+    built = subprocess.run([require_kubectl(), "kustomize", str(example)], capture_output=True, check=True)
     return [*yaml.safe_load_all(built.stdout)]
 
 

@@ -19,7 +19,7 @@ from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run, update_pool
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 HOUR = 60 * MINUTE
 TOKEN = "0123456789abcdef"
 Labels = frozenset[tuple[str, str]]

@@ -22,7 +22,7 @@ from tests.conftest import NOW
 from tests.support.billing import start_run
 from tests.support.leases import evict, run, update_pool
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 SECOND = timedelta(seconds=1)
 
 

@@ -9,7 +9,7 @@ from leases.errors import Conflict, InvalidRequest, KeyExpired
 from leases.models import AgentKey
 from tests.conftest import MINUTE, NOW
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 ADA = "did:plc:ada"
 HOUR = timedelta(hours=1)
 

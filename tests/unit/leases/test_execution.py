@@ -24,7 +24,7 @@ from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import create_budget
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 SECOND = timedelta(seconds=1)
 
 

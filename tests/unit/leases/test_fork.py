@@ -24,7 +24,7 @@ from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import evict, read, run, write
 from tests.support.waiting import wait_until_blocked
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 
 

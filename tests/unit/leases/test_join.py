@@ -18,7 +18,7 @@ from tests.conftest import MINUTE, NOW
 from tests.support.billing import create_budget, start_run
 from tests.support.leases import run, update_pool
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 BOB = "did:plc:bob"
 WAITS = [None, timedelta(0)]
 

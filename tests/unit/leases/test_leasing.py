@@ -16,7 +16,7 @@ from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 HOUR = 60 * MINUTE
 
 

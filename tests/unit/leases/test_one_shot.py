@@ -22,7 +22,7 @@ from tests.races.test_crashes import LATER, sweep
 from tests.support.leases import update_pool
 from tests.support.storage.tars import file, pack
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 ADA = "did:plc:ada"
 
 

@@ -16,7 +16,7 @@ from tests.support.billing import ADA, BOB
 
 HOUR = 60 * MINUTE
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 
 
 def issue(*dids: str, **options) -> str:

@@ -9,7 +9,7 @@ from django.core.checks import run_checks
 
 from sandboxes.egress import nginx, nginx_config, server, slots
 from sandboxes.hosts.directories import UnsafeDirectory, chmod_no_follow
-from tests.conftest import skip_or_fail
+from tests.support.servers.services import skip_or_fail
 
 OTHER_UID = 12345
 

@@ -26,7 +26,7 @@ from sandboxes.sweeps import passes as sweeps
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 A, B = "engine-a", "engine-b"
 LATER = NOW + timedelta(minutes=10)
 

@@ -17,7 +17,7 @@ from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 
 
 def build_sandbox(pool: Pool, holder: uuid.UUID) -> Sandbox:

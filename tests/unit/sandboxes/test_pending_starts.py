@@ -13,7 +13,7 @@ from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, read, run, write
 
-pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock")]
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock"), pytest.mark.postgres("hand-written SQL")]
 WORDS = "0/3 nodes are available: 3 Insufficient memory."
 
 

@@ -21,7 +21,7 @@ from sandboxes.usage import readings
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import get_sandbox, run, update_pool
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: metering aggregates in the database")]
 SECOND, MIB = 10**6, 1 << 20
 
 

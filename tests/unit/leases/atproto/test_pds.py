@@ -1,6 +1,5 @@
 """Accounts and records at a real repository server (PDS), with a DID document of the test."""
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
@@ -16,11 +15,14 @@ from leases.atproto.service import RepositoryService, ServiceError
 from leases.models import Lease
 from sandboxes.identity import signing
 from sandboxes.models import Policy, SigningKey
-from tests.conftest import skip_or_fail
 from tests.emulators.pds import DidDocuments
+from tests.support.servers.services import require_environment
 from tests.unit.leases.atproto.conftest import COLLECTION, take_turn
 
-pytestmark = [pytest.mark.django_db(transaction=True)]
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.matrix("the real repository server; the client has its own tests in test_records.py"),
+]
 SERVER_DID = "did:web:localhost"
 CREATE_ACCOUNT = "com.atproto.server.createAccount"
 PASSWORD = "password-of-the-account"
@@ -28,9 +30,8 @@ PASSWORD = "password-of-the-account"
 
 @pytest.fixture
 def server() -> RepositoryService:
-    if not (url := os.environ.get("TEST_PDS_URL")):
-        skip_or_fail("TEST_PDS_URL is not set")
-    return RepositoryService(str(url))
+    [url] = require_environment("pds", "TEST_PDS_URL")
+    return RepositoryService(url)
 
 
 @pytest.fixture

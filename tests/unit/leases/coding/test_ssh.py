@@ -13,13 +13,13 @@ from leases.coding import repositories
 from leases.coding.checkout import fetch_base
 from leases.coding.models import Repository
 from leases.errors import RepositoryUnavailable
-from tests.conftest import NOW, skip_or_fail
+from tests.conftest import NOW
 from tests.support.repositories import create_project, git
 from tests.support.servers.ports import find_free_ports
+from tests.support.servers.services import require_program
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db]
-SSHD = Path("/usr/sbin/sshd")
 
 
 @dataclass
@@ -36,8 +36,7 @@ class SshServer:
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshServer]:
     """Server with a project. Its host key is in the known hosts of the home directory."""
-    if not SSHD.exists():
-        skip_or_fail("sshd is not installed")
+    sshd = require_program("sshd", "sshd", path="/usr/sbin")
     for name in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
     [port] = find_free_ports()
@@ -54,7 +53,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshServe
     (tmp_path / ".ssh/known_hosts").write_text(f"[127.0.0.1]:{port} {host_key}\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     log = tmp_path / "sshd.log"
-    process = subprocess.Popen([str(SSHD), "-D", "-f", str(tmp_path / "sshd_config"), "-E", str(log)])
+    process = subprocess.Popen([sshd, "-D", "-f", str(tmp_path / "sshd_config"), "-E", str(log)])
     try:
         wait_until(lambda: log.exists() and "listening" in log.read_text(), "the ssh server listens", within=20.0)
         yield SshServer(port, tmp_path / "user_key", create_project(tmp_path))

@@ -18,11 +18,13 @@ from sandboxes.egress import amounts, model_pricing
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.logs import upstream_records as records
 from sandboxes.models import LlmCall, ModelRate
-from tests.conftest import MINUTE, NOW, skip_or_fail
+from tests.conftest import MINUTE, NOW
 from tests.support.servers.models import ANSWER_CHUNKS, TOKEN_COUNTS
+from tests.support.servers.services import require_environment
 from tests.support.waiting import wait_until
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+pytestmark = pytest.mark.matrix("LiteLLM as the upstream: optional")
 # 600 input tokens at 1 USD per million, 400 cached at 0.1, 50 output tokens at 2: the prices of .ci/litellm.yaml
 WHOLE = Decimal("0.00074")
 
@@ -53,10 +55,7 @@ class LiteLLM:
 
 @pytest.fixture(scope="session")
 def litellm() -> LiteLLM:
-    names = ("TEST_LITELLM_URL", "TEST_LITELLM_KEY", "TEST_LITELLM_RECORDS", "TEST_LITELLM_PYTHON")
-    if not all(os.environ.get(name) for name in names):
-        skip_or_fail("No LiteLLM: TEST_LITELLM_URL is not set; .ci/services starts one.")
-    url, key, file, _python = (os.environ[name] for name in names)
+    url, key, file = require_environment("litellm", "TEST_LITELLM_URL", "TEST_LITELLM_KEY", "TEST_LITELLM_RECORDS")
     return LiteLLM(url, key, Path(file))
 
 

@@ -24,7 +24,7 @@ from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.storage.state import LATER, assert_nothing_left, sandbox_of, sh
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 
 
 def write(lease: Lease, path: str, text: str, *, now=NOW) -> None:

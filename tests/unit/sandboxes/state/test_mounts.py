@@ -1,7 +1,6 @@
 """Mounted /data with a real s3fs, a real S3 server and real containers without network and capabilities."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -30,12 +29,12 @@ from sandboxes.state import mount_points, mounts, pruning, s3fs, storage_mode
 from sandboxes.state.s3fs import SandboxMount
 from sandboxes.storage import get_store
 from sandboxes.sweeps import passes
-from tests.conftest import MINUTE, NOW, run_in_threads, skip_or_fail
-from tests.support.servers.services import require_s3
+from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.servers.services import require_program, require_s3, skip_or_fail
 from tests.support.storage.state import sandbox_of, sh
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.docker, pytest.mark.django_db]
+pytestmark = [pytest.mark.docker, pytest.mark.django_db, pytest.mark.matrix("LEASEHOLD_DATA=mount: optional, with s3fs")]
 ADA = "did:plc:ada"
 
 
@@ -91,8 +90,9 @@ class S3Proxy:
 def s3_proxy(settings: Any, tmp_path: Path) -> Iterator[S3Proxy]:
     """The S3 server behind a proxy, and a state directory of this test only. Unmounts everything afterwards."""
     url, bucket, key_id, secret = require_s3()
-    if os.geteuid() or not shutil.which("s3fs") or not os.path.exists("/dev/fuse"):
-        skip_or_fail("mounting requires root, s3fs and /dev/fuse")
+    require_program("s3fs", "s3fs")
+    if os.geteuid() or not os.path.exists("/dev/fuse"):
+        skip_or_fail("mounting requires root and /dev/fuse")
     host, port = url.removeprefix("http://").rstrip("/").split(":")
     s3_proxy = S3Proxy(host, int(port))
     settings.STORAGE_BACKEND, settings.SANDBOX_PROVIDER, settings.DATA_KEEPING = "s3", "docker", "mount"

@@ -12,7 +12,7 @@ from sandboxes.providers.errors import Unavailable
 from sandboxes.webhooks import outbox
 from tests.conftest import MINUTE, NOW
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 
 
 def hook(*kinds: str, **fields) -> Webhook:

@@ -14,7 +14,7 @@ from sandboxes.egress.allow_list.credentials import InvalidCredential
 from sandboxes.models import EgressCredential, Policy
 from tests.conftest import MINUTE, NOW
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 DOMAIN = "git.example.org"
 
 

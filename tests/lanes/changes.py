@@ -1,0 +1,69 @@
+"""Parts of the matrix that a change adds to `make test`: a table of folders, and the paths that have changed."""
+
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tests.lanes.table import REPO, VENDORS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Paths, each a file or a folder, and the parts that a change below them adds."""
+
+    paths: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+
+
+# The rule with the longest path that contains the changed one holds. Without one, nothing is added: FAST runs at every change.
+RULES = (
+    *(
+        Rule((f"sandboxes/providers/{vendor}", f"tests/emulators/{vendor}.py"), (vendor,))
+        for vendor in VENDORS
+    ),
+    Rule(("sandboxes/providers/remote", "tests/unit/sandboxes/remote", "tests/support/remote.py"), (*VENDORS, "remote")),
+    Rule(("sandboxes/image/runner.py", "sandboxes/image/runner_channel.py"), ("remote", *VENDORS)),
+    Rule(("sandboxes/image/launch.py", "sandboxes/image/reap.py"), ("remote", *VENDORS, "by-engine")),
+    Rule(
+        (
+            "sandboxes/providers/kubernetes", "tests/unit/sandboxes/kubernetes", "tests/emulators/kubernetes",
+            "tests/support/cluster.py", "tests/support/kubernetes.py",
+        ),
+        ("kubernetes",),
+    ),
+    Rule(("sandboxes/providers/docker",), ("by-engine", "docker-matrix")),
+    Rule(("sandboxes/image/agent", "sandboxes/agent", "sandboxes/providers/agent"), ("kubernetes", "docker-matrix")),
+    Rule(("tests/docker",), ("docker-matrix", "kubernetes")),
+    Rule(("tests/conformance",), ("by-engine", "kubernetes", *VENDORS)),
+    Rule(("tests/e2e", "leases/packs", "leases/agent_runs/clis", "controlplane/supervisor.py"), ("e2e-matrix",)),
+    Rule(("sandboxes/db", "tests/support/database.py"), ("domain-postgres", "layers-postgres", "database-sqlite")),
+    Rule(("tests/unit", "tests/races", "tests/machines", "tests/simulation"), ("domain-matrix",)),
+    Rule(("tests/admin",)), Rule(("tests/api",)), Rule(("tests/commands",)), Rule(("tests/egress",)),
+)  # fmt: skip
+
+
+def select_parts(paths: Iterable[str]) -> list[str]:
+    """Return the names of the parts that changes of these paths add, in the order of the table."""
+    added = {part for path in paths if (rule := find_rule(path)) for part in rule.parts}
+    return sorted(added)
+
+
+def find_rule(path: str) -> Rule | None:
+    """Return the rule with the longest path that is this one or contains it."""
+    matches = [(len(prefix), rule) for rule in RULES for prefix in rule.paths if f"{path}/".startswith(f"{prefix}/")]
+    return max(matches, key=lambda match: match[0])[1] if matches else None
+
+
+def list_changes() -> list[str]:
+    """Return the paths that differ from the last commit that the remote branch has, without a remote branch none."""
+    base = run_git("merge-base", "HEAD", "@{upstream}") or run_git("merge-base", "HEAD", "origin/HEAD")
+    if not base:
+        return []
+    changed = run_git("diff", "--name-only", "--no-renames", base[0])
+    return sorted({*changed, *run_git("ls-files", "--others", "--exclude-standard")})
+
+
+def run_git(*arguments: str) -> list[str]:
+    """Return the lines that a command of Git prints, none if it fails: no repository, or no such branch."""
+    done = subprocess.run(["git", *arguments], cwd=REPO, capture_output=True, text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else []

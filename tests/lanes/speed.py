@@ -1,0 +1,37 @@
+"""Speed of the machine during a run, by which budgets of CPU seconds are scaled.
+
+The same test takes up to twice the CPU seconds on a machine whose cores are shared with other work, because the cores' caches,
+execution units and clock rates are shared, too."""
+
+import hashlib
+import statistics
+import time
+
+# CPU seconds of one sample on the machine of which the budgets in table.py are stated: two cores, idle. `make speed` prints it.
+REFERENCE_SECONDS = 0.020
+SAMPLES_AT_ONCE = 3  # the least of these counts: a sample that a switch of processes has interrupted is longer
+
+
+class Speedometer:
+    """Samples of a fixed piece of work, taken while the tests run."""
+
+    def __init__(self) -> None:
+        self._samples: list[float] = []
+
+    def sample(self) -> None:
+        self._samples.append(min(measure_work() for _ in range(SAMPLES_AT_ONCE)))
+
+    @property
+    def slowdown(self) -> float:
+        """CPU seconds here per CPU second of the reference machine. At least 1: a faster machine has the same budgets."""
+        return max(1.0, statistics.median(self._samples) / REFERENCE_SECONDS) if self._samples else 1.0
+
+
+def measure_work() -> float:
+    """CPU seconds of a fixed mixture of what tests do: allocation, dictionaries, strings and a hash."""
+    begun = time.process_time()
+    rows = [{"number": number, "text": f"{number:06}"} for number in range(50_000)]
+    by_text = {row["text"]: row for row in rows}
+    digest = hashlib.sha256("".join(sorted(by_text)).encode())
+    assert len(digest.hexdigest()) == 64
+    return time.process_time() - begun

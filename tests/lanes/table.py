@@ -1,0 +1,96 @@
+"""Parts of the suite: each is one pytest process with its paths, marks and database.
+
+`make test` runs FAST: every test without the mark `matrix`, once, on the database that it needs. `make test-all` runs FAST and
+MATRIX, with full search budgets: also the tests with that mark, and the other database."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+SQLITE, POSTGRES = "SQLite", "PostgreSQL"
+NO_SERVICE = "not docker and not e2e"
+REMOTE_PATH = "tests/unit/sandboxes/remote"
+REMOTE_PATHS = ("tests/conformance", REMOTE_PATH)
+LAYER_PATHS = ("tests/admin", "tests/api", "tests/commands")
+DOMAIN_PATHS = ("tests/unit", "tests/races", "tests/machines")
+KUBERNETES_PATHS = ("tests/conformance", "tests/docker", "tests/unit/sandboxes/kubernetes")
+VENDORS = ("cloudflare", "daytona", "langsmith", "modal", "runloop")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Selection of tests. `budget` is in CPU seconds of the reference machine (speed.py), None where none is kept."""
+
+    name: str
+    paths: Sequence[str]
+    marks: str  # expression of pytest -m
+    database: str
+    budget: int | None = None
+    ignored: Sequence[str] = ()
+    keyword: str = ""  # expression of pytest -k
+    containing: str = ""  # only files whose text has this pattern: to import all test modules takes 20 s of CPU
+    waits: bool = False  # mostly, for containers and processes: runs beside busy parts, and has the processor first
+
+    def list_files(self) -> list[str]:
+        """Return the paths for pytest: those of the part, or the files below them that contain its pattern."""
+        return sorted({*self._find_files()}) if self.containing else list(self.paths)
+
+    def _find_files(self) -> Iterator[str]:
+        for path in self.paths:
+            for file in sorted((REPO / path).rglob("*.py")):
+                is_fixture = file.name == "conftest.py"  # concerns its whole directory
+                if (is_fixture or file.name.startswith("test_")) and re.search(self.containing, file.read_text()):
+                    yield str((file.parent if is_fixture else file).relative_to(REPO))
+
+    def build_arguments(self) -> list[str]:
+        """Return the arguments of pytest."""
+        keyword = ["-k", self.keyword] if self.keyword else []
+        return ["-m", self.marks, *keyword, *(f"--ignore={path}" for path in self.ignored), *self.list_files()]
+
+
+FAST = (
+    # Those that mostly wait come first: the longest of them decide the duration.
+    Part("e2e", ("tests/e2e",), "e2e and not matrix", POSTGRES, 300, waits=True),
+    Part("docker", ("tests/docker",), "docker and not matrix", POSTGRES, 300, waits=True),
+    Part(
+        "engine", ("tests/conformance", "tests/egress", *DOMAIN_PATHS), "docker and not matrix", POSTGRES, 300,
+        ignored=(REMOTE_PATH,), containing=r"\bmark\.docker\b|\bBY_ENGINE\b", waits=True,
+    ),
+    Part("conformance", REMOTE_PATHS, f"{NO_SERVICE} and not matrix", SQLITE, 300),
+    Part("layers", LAYER_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 300),
+    Part(
+        "domain", DOMAIN_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 300,
+        ignored=(REMOTE_PATH,),
+    ),
+    Part(
+        "database", (*LAYER_PATHS, *DOMAIN_PATHS), f"{NO_SERVICE} and postgres and not matrix", POSTGRES, 300,
+        ignored=(REMOTE_PATH,), containing=r"\bmark\.postgres\b|\btransaction=True\b|\btransactional_db\b",
+    ),
+)  # fmt: skip
+
+MATRIX = (
+    Part("e2e-matrix", ("tests/e2e",), "e2e and matrix", POSTGRES, waits=True),
+    Part(
+        "docker-matrix", ("tests/docker", "tests/egress", *DOMAIN_PATHS), "docker and matrix", POSTGRES,
+        ignored=("tests/unit/sandboxes/kubernetes", REMOTE_PATH), keyword="not kubernetes and not cluster",
+        containing=r"\bmark\.docker\b", waits=True,
+    ),
+    Part(
+        "kubernetes", KUBERNETES_PATHS, "docker and matrix", POSTGRES, keyword="kubernetes or cluster", waits=True,
+    ),
+    Part("by-engine", ("tests/conformance",), "docker and matrix", POSTGRES, keyword="engine", waits=True),
+    *(Part(vendor, REMOTE_PATHS, f"{NO_SERVICE} and matrix", SQLITE, keyword=vendor) for vendor in VENDORS),
+    Part("remote", REMOTE_PATHS, f"{NO_SERVICE} and matrix", SQLITE, keyword=" and ".join(f"not {name}" for name in VENDORS)),
+    Part("domain-matrix", DOMAIN_PATHS, f"{NO_SERVICE} and matrix", SQLITE, ignored=(REMOTE_PATH,)),
+    Part("layers-postgres", LAYER_PATHS, f"{NO_SERVICE} and database and not postgres", POSTGRES),
+    Part(
+        "domain-postgres", DOMAIN_PATHS, f"{NO_SERVICE} and database and not postgres", POSTGRES, ignored=(REMOTE_PATH,),
+    ),
+    Part(
+        "database-sqlite", (*LAYER_PATHS, *DOMAIN_PATHS), f"{NO_SERVICE} and postgres", SQLITE, ignored=(REMOTE_PATH,),
+    ),
+    Part("remote-postgres", REMOTE_PATHS, f"{NO_SERVICE} and database", POSTGRES),
+)  # fmt: skip
+PARTS = {part.name: part for part in (*FAST, *MATRIX)}

@@ -23,10 +23,10 @@ t: install ## run the tests that need no service, on SQLite: make t ARGS="-k nam
 	@.ci/quick $(ARGS)
 
 test: install ## run all tests on SQLite and PostgreSQL, with a Docker Engine if available
-	@.ci/services run .ci/test $(ARGS)
+	@.ci/services run postgres -- $(py) -m tests.lanes fast $(ARGS)
 
 bench: install ## measure against the raw operations: make bench ARGS="density", ARGS=--all
-	@.ci/services run $(py) -m tests.bench $(ARGS)
+	@.ci/services run postgres docker stores litellm -- $(py) -m tests.bench $(ARGS)
 
 chaos: install ## run the load with random kills for 20 minutes (root, Docker, PostgreSQL): make chaos ARGS="--minutes 5"
 	@$(py) -m tests.load $(ARGS)

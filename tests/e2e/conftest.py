@@ -52,10 +52,16 @@ class Home:
         return self.log.read_text() if self.log.exists() else ""
 
     def wait_for_line(self, text: str, times: int = 1) -> None:
+        """Wait until `up` has printed this text. Fails with its output, at once if `up` has ended before."""
         try:
-            wait_until(lambda: self.read_log().count(text) >= times, text, within=HEALTHY)
+            wait_until(lambda: self._has_ended() or self.read_log().count(text) >= times, text, within=HEALTHY)
+            assert self.read_log().count(text) >= times
         except AssertionError:
-            raise AssertionError(f"not printed: {text!r}:\n{self.read_log()}") from None
+            status = self.process.poll() if self.process else None
+            raise AssertionError(f"not printed: {text!r}, exit status {status}:\n{self.read_log()}") from None
+
+    def _has_ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
 
     def get(self, path: str) -> tuple[int, Any]:
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=HEALTHY)) as connection:

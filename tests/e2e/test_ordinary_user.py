@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.support.database import get_sqlite_template
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 USER = 61234  # no account has this id
+NEEDED_MODULES = ("django", "controlplane.supervisor")
 
 
 def find_socket_group() -> int:
@@ -29,17 +31,23 @@ def find_socket_group() -> int:
     return os.stat(parse_host(os.environ.get("DOCKER_HOST")).removeprefix("http+unix://")).st_gid
 
 
+def find_closed_directory(path: Path) -> Path | None:
+    """Return the outermost directory above this one that other users may not enter, for example root's home."""
+    return next((parent for parent in reversed(path.parents) if not parent.stat().st_mode & stat.S_IXOTH), None)
+
+
 def build_namespace_script(scratch: Path) -> str:
-    """Shell commands that make Python and the checkout accessible in a mount namespace, if they are below root's home."""
-    home = Path("/root")
-    needed = {Path(sys.base_prefix), Path(sys.prefix).resolve(), MANAGE.resolve().parent}
-    hidden = sorted(path for path in needed if path.is_relative_to(home))
-    if not hidden or home.stat().st_mode & stat.S_IXOTH:
-        return "set -e\n"
-    pairs = [(shlex.quote(str(path)), shlex.quote(str(scratch / f"kept-{number}"))) for number, path in enumerate(hidden)]
+    """Shell commands that make Python and the checkout accessible in a mount namespace, wherever they are.
+
+    Each closed directory on the way is covered by an empty one that all may enter, into which the needed ones are moved."""
+    needed = sorted({Path(sys.base_prefix), Path(sys.prefix).resolve(), MANAGE.resolve().parent})
+    closed = {path: directory for path in needed if (directory := find_closed_directory(path))}
+    covers = sorted({str(directory) for directory in closed.values()})
+    pairs = [(shlex.quote(str(path)), shlex.quote(str(scratch / f"kept-{number}"))) for number, path in enumerate(closed)]
     keep = [f"mkdir -p {kept}; mount --bind {path} {kept}" for path, kept in pairs]
+    cover = [f"mount -t tmpfs -o mode=755 tmpfs {shlex.quote(directory)}" for directory in covers]
     move = [f"mkdir -p {path}; mount --move {kept} {path}" for path, kept in pairs]
-    return "\n".join(["set -e", *keep, f"mount -t tmpfs -o mode=755 tmpfs {home}", *move, ""])
+    return "\n".join(["set -e", *keep, *cover, *move, ""])
 
 
 class UserFleet(Fleet):
@@ -51,6 +59,12 @@ class UserFleet(Fleet):
         identity = f"--reuid {USER} --regid {USER} --groups {find_socket_group()} --inh-caps=-all"
         script.write_text(f'{build_namespace_script(scratch)}exec setpriv {identity} --no-new-privs "$@"\n')
         self.launcher = ("unshare", "--mount", "sh", str(script), sys.executable)
+
+    def require_access(self) -> None:
+        """Fail, with the reason, if the user cannot read the program. A start would wait for a minute."""
+        script = f"import {', '.join(NEEDED_MODULES)}; open({str(MANAGE)!r}).close()"
+        done = subprocess.run([*self.launcher, "-c", script], cwd=MANAGE.parent, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"user {USER} cannot read the checkout or its packages:\n{done.stderr}"
 
     def manage(self, *argv: str) -> str:
         command = [*self.launcher, str(MANAGE), *argv]
@@ -79,6 +93,8 @@ def fleet(docker_ready: None) -> Iterator[UserFleet]:
         )
         shutil.copyfile(get_sqlite_template(), path / "leasehold.sqlite3")
         os.chown(path / "leasehold.sqlite3", USER, USER)
+        fleet.update(f"UPDATE sandboxes_pool SET owner = '{uuid.uuid4().hex}'")  # each installation lists its own containers
+        fleet.require_access()
         yield fleet
         fleet.remove()
 

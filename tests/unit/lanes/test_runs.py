@@ -1,0 +1,161 @@
+"""Runs of parts: outcomes, costs, budgets, and the record by which a run of the matrix is resumed."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.lanes import accounting, matrix_record, processes, report
+from tests.lanes.accounting import TestCost
+from tests.lanes.processes import NO_TEST_SELECTED, Result, Run
+from tests.lanes.table import PARTS, SQLITE, Part
+
+SUITE = """
+import pytest, time
+
+def test_passes():
+    pass
+
+def test_burns():
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+
+def test_fails():
+    assert False
+
+@pytest.fixture
+def broken():
+    yield
+    raise ValueError("at its end")
+
+def test_fails_at_its_end(broken):
+    pass
+
+@pytest.mark.skip(reason="no service")
+def test_is_skipped():
+    pass
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Part:
+    """A part whose tests are those of a module outside of the tree, without its settings."""
+    module = tmp_path / "test_suite.py"
+    module.write_text(SUITE)
+    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.02)
+    options = ["-c", "/dev/null", f"--rootdir={tmp_path}", "-p", "no:django", "-p", "no:cacheprovider"]
+    monkeypatch.setattr(Part, "build_arguments", lambda part: [*options, "-k", part.marks, str(module)])
+    return Part("suite", ("tests/unit",), "passes or burns", SQLITE)
+
+
+def run(directory: Path, *parts: Part) -> list[Result]:
+    return Run(directory).execute(parts, lambda result: None)
+
+
+def test_a_part_has_the_outcome_and_cost_of_each_test(suite: Part, tmp_path: Path) -> None:
+    [result] = run(tmp_path, replace(suite, marks="test"))
+    outcomes = {cost.test.rpartition("::")[2]: cost.outcome for cost in result.costs}
+    assert outcomes == {
+        "test_passes": "passed", "test_burns": "passed", "test_fails": "failed", "test_fails_at_its_end": "failed",
+        "test_is_skipped": "skipped",
+    }  # fmt: skip
+    assert (result.passed, result.status) == (False, 1)
+    assert result.cpu >= 0.3
+    [burnt] = [cost for cost in result.costs if cost.test.endswith("burns")]
+    assert 0.3 <= burnt.cpu <= result.cpu
+    assert "test_suite.py::test_fails_at_its_end" in result.output
+
+
+def test_parts_run_in_their_slots_and_end_in_any_order(suite: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "BUSY_SLOTS", 1)
+    most, choose = [0], Run._choose
+
+    def watch(run: Run, pending: list[Part]) -> Part | None:
+        most[0] = max(most[0], sum(not running.part.waits for running in run._running))
+        return choose(run, pending)
+
+    monkeypatch.setattr(Run, "_choose", watch)
+    parts = [replace(suite, name=name, marks="passes", waits=name == "waits") for name in ("first", "second", "waits")]
+    results = run(tmp_path, *parts)
+    assert {result.part.name: result.passed for result in results} == {"first": True, "second": True, "waits": True}
+    assert most == [1]
+
+
+def test_a_part_without_a_test_has_not_passed(suite: Part, tmp_path: Path) -> None:
+    [result] = run(tmp_path, replace(suite, marks="nothing"))
+    assert (result.passed, result.status, result.costs) == (False, NO_TEST_SELECTED, [])
+
+
+def test_a_part_past_its_budget_is_named_with_its_most_expensive_tests(
+    suite: Part, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [result] = run(tmp_path, suite)
+    over = replace(result, cpu=250.0, part=replace(suite, budget=100))
+    assert report.find_overruns([over], slowdown=1.0) == [over]
+    assert report.find_overruns([over], slowdown=3.0) == []
+    assert report.find_overruns([replace(over, part=suite)], slowdown=1.0) == []  # no budget is kept
+    report.print_overruns([over], slowdown=2.0)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1] == "suite: 250 CPU seconds, budget (tests/lanes/table.py) 200 here."
+    assert [line.rpartition("::")[2] for line in printed[3:]] == ["test_burns", "test_passes"]
+
+
+def test_the_ten_most_expensive_tests_are_named() -> None:
+    costs = [TestCost(f"t{number}", cpu=float(number)) for number in range(30)]
+    assert [cost.test for cost in report.find_most_expensive(costs)] == [f"t{number}" for number in range(29, 19, -1)]
+
+
+def test_a_test_that_kills_its_process_leaves_the_costs_of_those_before(tmp_path: Path) -> None:
+    module = tmp_path / "test_dying.py"
+    module.write_text("import os\ndef test_a(): pass\ndef test_b(): os._exit(3)\n")
+    record = tmp_path / "costs.jsonl"
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        "/dev/null",
+        f"--rootdir={tmp_path}",
+        "-p",
+        "no:django",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        [*argv, "-p", "tests.lanes.accounting", str(module)], env={"LEASEHOLD_ACCOUNTING": str(record), "PATH": ""}
+    )
+    assert done.returncode == 3
+    assert [cost.test for cost in accounting.read_costs(record)] == ["test_dying.py::test_a"]
+
+
+def make_result(name: str, *tests: str, status: int = 0) -> Result:
+    return Result(PARTS[name], status, 1.0, 1.0, [TestCost(test) for test in tests])
+
+
+def test_parts_that_have_passed_are_remembered_for_one_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix_record, "DIRECTORY", tmp_path)
+    digests = iter(("before", "before", "after"))
+    monkeypatch.setattr(matrix_record, "compute_tree_digest", lambda: next(digests))
+    record = matrix_record.Record.of_present_tree()
+    record.add(make_result("layers", "a"))
+    record.add(make_result("domain", "b", status=1))
+    resumed = matrix_record.Record.of_present_tree()
+    assert (resumed.has_passed("layers"), resumed.has_passed("domain")) == (True, False)
+    resumed.add(make_result("layers", "a", status=1))
+    assert json.loads(resumed.path.read_text()) == {}
+    assert not matrix_record.Record.of_present_tree().passed
+
+
+def test_tests_that_no_part_has_run_are_named_once_all_parts_have_passed(tmp_path: Path) -> None:
+    record = matrix_record.Record(tmp_path / "record.json")
+    *others, last = PARTS
+    for name in others:
+        record.add(make_result(name, f"test of {name}"))
+    assert record.find_missing({"test of layers", "unreachable"}) == []  # a part may still run it
+    record.add(make_result(last))
+    assert record.find_missing({"test of layers", "unreachable"}) == ["unreachable"]

@@ -1,9 +1,10 @@
 """Metered time compared with the engine's start and end events."""
 
-import time
+import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 from django.utils import timezone
@@ -17,6 +18,7 @@ from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.docker.engine import Engine
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 WITHIN = timedelta(seconds=1)
@@ -41,30 +43,43 @@ def test_each_container_run_is_metered_within_a_second(docker_pool: Pool) -> Non
 
 def run_lease(pool: Pool, environment: str) -> tuple[list[TimeInterval], list[TimeInterval]]:
     """Run a lease whose sandbox sleeps twice. Return the containers' run times (by the engine, by metering)."""
-    began = time.time()
-    lease = leasing.acquire(leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=pool.name), now=timezone.now())[0]
-    for _ in range(2):
-        execution.exec_command(lease.pk, Command(argv=["sleep", "0.2"], timeout=MINUTE), now=timezone.now())
-        box = Sandbox.objects.get(holder=lease.pk)
-        assert eviction.evict(box.pk, now=timezone.now(), reason="test")
-    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
-    leasing.release(lease.pk, now=timezone.now())
-    sweeps.reclaim(now=timezone.now())
-    assert Sandbox.objects.get(holder=lease.pk).state == "destroyed"
+    with engine_spans(pool) as spans:
+        lease = leasing.acquire(leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=pool.name), now=timezone.now())[
+            0
+        ]
+        for _ in range(2):
+            execution.exec_command(lease.pk, Command(argv=["sleep", "0.2"], timeout=MINUTE), now=timezone.now())
+            box = Sandbox.objects.get(holder=lease.pk)
+            assert eviction.evict(box.pk, now=timezone.now(), reason="test")
+        execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
+        leasing.release(lease.pk, now=timezone.now())
+        sweeps.reclaim(now=timezone.now())
+        assert Sandbox.objects.get(holder=lease.pk).state == "destroyed"
+        by_engine = wait_until(lambda: len(found := spans()) == 3 and found, "the engine has reported three ends")
     meter_usage(now=timezone.now())
-    return engine_spans(pool, since=began), metered_spans(box)
+    return by_engine, metered_spans(box)
 
 
-def engine_spans(pool: Pool, *, since: float) -> list[TimeInterval]:
-    """Return the run times of a pool's containers from the engine's events."""
-    engine = Engine().client
+@contextmanager
+def engine_spans(pool: Pool) -> Iterator[Callable[[], list[TimeInterval]]]:
+    """Read the engine's events while the block runs. Yield a function that returns the run times of ended containers.
+
+    The events are read as they occur: the engine keeps only the last 256, those of all containers of this machine included."""
     label = {"label": f"leasehold.owner={pool.owner}", "type": "container", "event": ["start", "die"]}
-    # The SDK's own conversion of times truncates to seconds.
-    span: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{time.time():.6f}"}
+    events = Engine().client.events(filters=label, decode=True)
     seen: dict[str, dict[str, datetime]] = defaultdict(dict)
-    for event in engine.events(**span, filters=label, decode=True):
-        seen[event["Actor"]["ID"]][event["Action"]] = datetime.fromtimestamp(event["timeNano"] / 1e9, UTC)
-    return sorted((each["start"], each["die"]) for each in seen.values())
+
+    def read() -> None:
+        for event in events:
+            seen[event["Actor"]["ID"]][event["Action"]] = datetime.fromtimestamp(event["timeNano"] / 1e9, UTC)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield lambda: sorted((each["start"], each["die"]) for each in [*seen.values()] if "die" in each)
+    finally:
+        events.close()
+        reader.join()
 
 
 def metered_spans(box: Sandbox) -> list[TimeInterval]:

@@ -6,7 +6,7 @@ py = .venv/bin/python
 manage = $(py) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run t test bench chaos simulate remote-suites kind-test lint format install image lock schema
+.PHONY: help demo run t test test-all bench chaos simulate remote-suites kind-test lint format install image lock schema
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -22,8 +22,11 @@ run: install ## run the control plane without the game
 t: install ## run the tests that need no service, on SQLite: make t ARGS="-k name"
 	@.ci/quick $(ARGS)
 
-test: install ## run all tests on SQLite and PostgreSQL, with a Docker Engine if available
+test: install ## run the fast lanes, each test on the database that it needs: make test ARGS=tests/docker/test_sealed.py
 	@.ci/services run postgres -- $(py) -m tests.lanes fast $(ARGS)
+
+test-all: install ## run the whole matrix, an hour or more: make test-all ARGS="daytona kubernetes", ARGS=--resume
+	@.ci/services run postgres -- $(py) -m tests.lanes all $(ARGS)
 
 bench: install ## measure against the raw operations: make bench ARGS="density", ARGS=--all
 	@.ci/services run postgres docker stores litellm -- $(py) -m tests.bench $(ARGS)

@@ -7,7 +7,8 @@ import hashlib
 import statistics
 import time
 
-# CPU seconds of one sample on the machine of which the budgets in table.py are stated: two cores, idle. `make speed` prints it.
+# CPU seconds of one sample on the idle machine of two cores of which the budgets in table.py are stated.
+# `python -m tests.lanes.speed` prints that of this machine.
 REFERENCE_SECONDS = 0.020
 SAMPLES_AT_ONCE = 3  # the least of these counts: a sample that a switch of processes has interrupted is longer
 
@@ -24,7 +25,11 @@ class Speedometer:
     @property
     def slowdown(self) -> float:
         """CPU seconds here per CPU second of the reference machine. At least 1: a faster machine has the same budgets."""
-        return max(1.0, statistics.median(self._samples) / REFERENCE_SECONDS) if self._samples else 1.0
+        return max(1.0, self.median / REFERENCE_SECONDS) if self._samples else 1.0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self._samples)
 
 
 def measure_work() -> float:
@@ -35,3 +40,10 @@ def measure_work() -> float:
     digest = hashlib.sha256("".join(sorted(by_text)).encode())
     assert len(digest.hexdigest()) == 64
     return time.process_time() - begun
+
+
+if __name__ == "__main__":
+    speedometer = Speedometer()
+    for _ in range(50):
+        speedometer.sample()
+    print(f"{speedometer.median:.4f} s")

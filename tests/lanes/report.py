@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from tests.lanes.accounting import TestCost
 from tests.lanes.processes import Result
 
-MOST_EXPENSIVE_COUNT = 10
+TESTS_NAMED_PER_PART = 10
 SUMMARY_LINE = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
 
 
@@ -56,4 +56,4 @@ def print_overruns(overruns: Sequence[Result], *, slowdown: float) -> None:
 
 
 def find_most_expensive(costs: Iterable[TestCost]) -> list[TestCost]:
-    return sorted(costs, key=lambda cost: cost.cpu, reverse=True)[:MOST_EXPENSIVE_COUNT]
+    return sorted(costs, key=lambda cost: cost.cpu, reverse=True)[:TESTS_NAMED_PER_PART]

@@ -27,6 +27,7 @@ from tests.emulators.registry import EMULATORS, serve_kubernetes
 from tests.support import real_cluster
 from tests.support.cluster import Cluster, running_gateway
 from tests.support.remote import connect_provider, emulators  # noqa: F401 - fixture
+from tests.support.selection import MATRIX_REASONS, REFERENCE_VENDOR, mark_matrix
 from tests.support.storage.tars import TarMember, pack
 
 MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
@@ -35,6 +36,18 @@ SLOW_MEMORY_HOG_SCRIPT = "import time; x = [time.sleep(0.02) or b'x' * (i + (1 <
 REMOTE = tuple(EMULATORS)
 SHARED = {"docker", "kubernetes", *REMOTE}  # providers whose sandbox is shared by the tests of a module
 BY_ENGINE = "docker by engine"  # commands and file operations by the engine's exec instead of the agent in the container
+# Providers with an implementation of their own: the fast lanes have all of their cases.
+FULL_KINDS = ("memory", "process", "docker", REFERENCE_VENDOR)
+# Providers that share most of their implementation with one of these, by reason: the fast lanes have their smoke cases.
+SMOKE_KINDS = {
+    **MATRIX_REASONS,
+    "kubernetes": "the agent in a Pod executes commands and file operations as in a container of Docker",
+    BY_ENGINE: "the engine executes the same programs in the container as the agent does",
+}
+
+
+def pytest_itemcollected(item):
+    mark_matrix(item, SMOKE_KINDS)
 
 
 def unique_name():
@@ -268,3 +281,4 @@ box = make_box_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
 real_box = make_box_fixture("process", "docker", "kubernetes", *REMOTE)
 exec_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, "kubernetes", *REMOTE)
 real_exec_box = make_box_fixture("process", "docker", BY_ENGINE, "kubernetes", *REMOTE)
+file_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, "kubernetes", *REMOTE, root=DATA)

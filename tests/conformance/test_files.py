@@ -28,6 +28,34 @@ real = make_box_fixture("process", "docker", BY_ENGINE, root=DATA)
 container = make_box_fixture("docker", root=DATA)
 
 
+# --- all verbs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+def test_each_file_verb_has_its_effect(file_box):
+    file_box.write("a/ü file", b"0123456789")
+    assert (file_box.read("a/ü file"), file_box.range("a/ü file", 4, 3)) == (b"0123456789", (b"456", 10))
+    file_box.make_directory("empty/er")
+    file_box.put(file("run.sh", b"#!/bin/sh\n", mode=0o755), link("link", "run.sh"))
+    listed = file_box.provider.put_and_list_files(file_box.ref, DATA, pack(file("b", b"12")))
+    assert listed == file_box.look()
+    assert {path: (stat.kind, stat.size) for path, stat in listed.items()} == {
+        "a": ("directory", 0), "a/ü file": ("file", 10), "empty": ("directory", 0), "empty/er": ("directory", 0),
+        "run.sh": ("file", 10), "link": ("link", 0), "b": ("file", 2),
+    }  # fmt: skip
+    assert file_box.provider.size(file_box.ref, DATA) == 22
+    with pytest.raises(FileExists):
+        file_box.move("b", "run.sh")
+    file_box.move("b", "a/b")
+    assert file_box.get(only=["a/b", "b", "link"]) == {"a/b": b"12", "link": "run.sh"}
+    file_box.remove_file("a/b")
+    file_box.remove("link", "empty", "empty/er")
+    file_box.provider.seed(file_box.ref, "catan", skill_tar(prompt_md=b"Play."))
+    assert file_box.look().keys() == {"a", "a/ü file", "run.sh", "skills", "skills/catan", "skills/catan/prompt.md"}
+    file_box.provider.clear(file_box.ref, DATA)
+    assert file_box.look() == {}
+
+
 # --- manifest -----------------------------------------------------------------------------------------------------
 
 
@@ -37,6 +65,7 @@ def test_data_of_a_new_sandbox_is_empty(bench):
     assert new.provider.size(new.ref, DATA) == 0
 
 
+@pytest.mark.smoke
 def test_manifest_contains_kind_mode_size_and_target(box):
     box.put(
         file("run.sh", b"#!/bin/sh\n", mode=0o755),
@@ -104,6 +133,7 @@ def test_unusual_names_are_supported_by_all_verbs(box):
     assert box.look() == {}
 
 
+@pytest.mark.smoke
 def test_names_that_are_not_utf8_are_supported_by_all_verbs(real):
     real.python(r"os.mkdir(b'd\xff'); open(b'd\xff/\xfe\xfd', 'w').write('x'); os.symlink(b'\xff', 'link')")
     path = os.fsdecode(b"d\xff/\xfe\xfd")
@@ -117,6 +147,7 @@ def test_names_that_are_not_utf8_are_supported_by_all_verbs(real):
     assert path not in real.look()
 
 
+@pytest.mark.smoke
 def test_pipes_and_sockets_are_listed_but_not_read(real):
     real.python("os.mkfifo('pipe'); s = socket.socket(socket.AF_UNIX); s.bind('socket'); open('file', 'w')")
     there = real.look()
@@ -388,6 +419,7 @@ def test_put_and_list_files_returns_the_manifest_afterwards(box):
         box.provider.put_and_list_files(box.ref, box.root, pack(file("c")), max_entries=1)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("root", [DATA, WORKSPACE])
 def test_clear_leaves_only_the_root(box, root):
     fresh = box.provider.manifest(box.ref, root).keys()
@@ -455,6 +487,7 @@ def skill_tar(**contents):
     return io.BytesIO(zlib.decompress(skills.pack_archive({name.replace("_", "."): text for name, text in contents.items()})))
 
 
+@pytest.mark.smoke
 def test_seeded_skills_are_owned_by_the_agent(box):
     kinds = ("rpg", "catan", "coding")
     for number, kind in enumerate(kinds, 1):

@@ -45,6 +45,7 @@ def ended(exec_box: SandboxHandle, mark):
     return wait_until(lambda: (now := state(exec_box, mark)) and not now.running and now, "the program ends")
 
 
+@pytest.mark.smoke
 def test_process_outlives_its_start_call_and_other_execs_and_its_output_is_recorded(exec_box):
     mark = start(exec_box, "sh", "-c", "echo hello; echo oops >&2; sleep 300")
     wait_until(lambda: log(exec_box, mark).content == b"hello\noops\n", "it has printed")
@@ -119,6 +120,7 @@ def test_end_of_a_long_log_is_retained(exec_box):
     assert log(exec_box, mark, start=after - 10) == ProcessOutput(bytes(10), after)
 
 
+@pytest.mark.smoke
 def test_kill_is_idempotent_and_keeps_the_exit_code(exec_box):
     running, exited = start(exec_box, "sleep", "300"), start(exec_box, "sh", "-c", "exit 3")
     ended(exec_box, exited)
@@ -193,6 +195,7 @@ def test_old_logs_of_exited_processes_are_removed(real_exec_box):
     assert not state(real_exec_box, oldest).running
 
 
+@pytest.mark.smoke
 def test_signal_reaches_the_program_once_and_an_ended_one_never(real_exec_box):
     script = "trap 'echo got; exit 3' USR1; echo ready; while :; do sleep 0.05; done"
     mark = start(real_exec_box, "sh", "-c", script)
@@ -203,6 +206,7 @@ def test_signal_reaches_the_program_once_and_an_ended_one_never(real_exec_box):
     assert log(real_exec_box, mark).content.count(b"got\n") == 1
 
 
+@pytest.mark.smoke
 def test_stdin_is_written_by_offset_or_refused_from_the_start(real_exec_box, settings):
     provider, ref = real_exec_box.provider, real_exec_box.ref
     has_agent = provider.name == "kubernetes" or (provider.name == "docker" and settings.AGENT_GATEWAY.exists())

@@ -24,18 +24,21 @@ READY_TIMEOUT = timedelta(seconds=60)  # far below the 300 s that programs sleep
 # --- create, list, destroy ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_created_sandbox_becomes_ready_and_runs_commands(exec_box):
     result = exec_box.run("echo", "hello")
     assert (result.stdout, result.stderr, result.exit_code) == (b"hello\n", b"", 0)
     assert (result.timed_out, result.oom, result.truncated) == (False, False, False)
 
 
+@pytest.mark.smoke
 def test_the_engine_keeps_one_identity(bench):
     identity = bench.provider.engine_id()
     assert 0 < len(identity) <= 200
     assert bench.provider.engine_id() == bench.provider.last_engine_id() == identity
 
 
+@pytest.mark.smoke
 def test_create_is_idempotent_and_keeps_files(bench):
     spec = bench.spec()
     ref = bench.provider.create(spec)
@@ -54,6 +57,7 @@ def test_concurrent_creates_return_the_same_sandbox(bench):
     assert len(refs) == 1
 
 
+@pytest.mark.smoke
 def test_name_of_another_owner_is_rejected(bench):
     exec_box = bench.box()
     with pytest.raises(Rejected):
@@ -62,6 +66,7 @@ def test_name_of_another_owner_is_rejected(bench):
     assert exec_box.run("true").exit_code == 0
 
 
+@pytest.mark.smoke
 def test_sandbox_is_found_by_ref_and_by_name(exec_box):
     by_ref, by_name = exec_box.provider.inspect(exec_box.ref), exec_box.provider.inspect(exec_box.name)
     assert by_ref == by_name
@@ -86,6 +91,7 @@ def list_all_of(bench, *owners):
     return {(each.ref, each.name, each.owner, each.running) for each in found}
 
 
+@pytest.mark.smoke
 def test_all_sandboxes_are_listed_with_their_owners(bench):
     if not bench.provider.can_list:
         with pytest.raises(Unavailable, match="cannot list"):
@@ -103,6 +109,7 @@ def test_all_sandboxes_are_listed_with_their_owners(bench):
     assert list_all_of(bench, bench.owner, other.owner) == {(box.ref, box.name, bench.owner, True)}
 
 
+@pytest.mark.smoke
 def test_list_and_destroy_affect_only_the_named_sandboxes(bench):
     first, second = bench.box(), bench.box()
     assert {found.ref for found in bench.list()} == {first.ref, second.ref}
@@ -115,6 +122,7 @@ def test_list_and_destroy_affect_only_the_named_sandboxes(bench):
     assert second.run("echo", "still here").stdout == b"still here\n"
 
 
+@pytest.mark.smoke
 def test_restart_keeps_the_files_and_ends_all_processes(bench):
     box, mark = bench.box(), unique_name()
     box.write("kept", b"kept")
@@ -163,6 +171,7 @@ VERBS = {
 }
 
 
+@pytest.mark.smoke
 def test_verbs_raise_missing_without_a_sandbox(bench):
     def is_missing(verb, ref):
         try:
@@ -197,6 +206,7 @@ def test_arguments_are_passed_unchanged_without_a_shell(exec_box):
     assert result.stdout == b"".join(word.encode() + b"\0" for word in WORDS)
 
 
+@pytest.mark.smoke
 def test_stdin_is_passed_unchanged_and_ends(exec_box):
     sent = bytes(range(256)) * (5 * MIB // 256)
     result = exec_box.run("cat", stdin=sent, cap=8 * MIB)
@@ -217,6 +227,7 @@ def test_command_that_stops_reading_to_write_does_not_block(real_exec_box):
     assert (result.exit_code, result.timed_out, result.truncated) == (0, False, True)
 
 
+@pytest.mark.smoke
 def test_env_and_mark_are_passed_to_this_exec_only(exec_box):
     given = {"GREETING": "hello world", "EMPTY": "", "ODD": "a=b 'c' \"d\" $e\nsecond line ü"}
     result = exec_box.run("printenv", *given, "LEASEHOLD_RUN", env=given, mark="lhc-a-mark")
@@ -258,6 +269,7 @@ def test_cwd_and_arguments_may_be_sandbox_paths(exec_box):
 # --- exec: results -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_exit_code_is_the_programs(exec_box):
     codes = (0, 1, 3, 42, 255)
     assert tuple(exec_box.run("sh", "-c", f"exit {code}").exit_code for code in codes) == codes
@@ -275,6 +287,7 @@ def test_signal_is_reported_as_exit_code_and_is_not_oom(exec_box):
     assert not exec_box.run("sh", "-c", "exit 137").oom
 
 
+@pytest.mark.smoke
 def test_oom_kill_is_reported(limiting_bench):
     exec_box = limiting_bench.box(memory_mib=64)
     result = exec_box.run(*limiting_bench.hog())
@@ -319,6 +332,7 @@ def test_concurrent_execs_have_separate_results(exec_box):
 # --- exec: timeouts ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_timeout_is_a_result_after_which_the_sandbox_works(exec_box):
     result = exec_box.run("sleep", "300", seconds=1)
     assert (result.exit_code, result.timed_out, result.oom) == (137, True, False)
@@ -368,6 +382,7 @@ def test_other_exec_survives_a_timeout(real_exec_box):
         assert other.result().stdout == b"still here\n"
 
 
+@pytest.mark.smoke
 def test_output_is_visible_while_the_command_runs(real_exec_box):
     mark, output = unique_name(), OutputView()
     with ThreadPoolExecutor(1) as threads:
@@ -377,6 +392,7 @@ def test_output_is_visible_while_the_command_runs(real_exec_box):
         real_exec_box.provider.kill(real_exec_box.ref, mark)
 
 
+@pytest.mark.smoke
 def test_kill_by_mark_affects_only_that_exec(real_exec_box):
     nap, mark = unique_sleep_seconds(), unique_name()
     real_exec_box.run("mkfifo", "ready")
@@ -497,6 +513,7 @@ def test_read_limit_is_inclusive(box):
 # --- whole directories --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_directories_are_unpacked_and_packed_unchanged(box):
     sent = [
         file("with space/ünïcode 漢字.txt", b"text"),
@@ -608,6 +625,7 @@ def test_size_is_the_sum_of_regular_files(box):
 # --- resource usage -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_cpu_usage_grows_if_measured(box):
     before = box.provider.stats(box.ref)
     if not box.provider.measures_usage:

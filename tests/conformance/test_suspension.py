@@ -9,6 +9,7 @@ LOOP = ["sh", "-c", "while :; do :; done"]
 CALLS_WHILE_SUSPENDED = 20  # of the engine: a loop that runs would use CPU time meanwhile
 
 
+@pytest.mark.smoke
 def test_suspended_sandbox_uses_no_cpu_and_keeps_its_processes(bench):
     box, mark = bench.box(), unique_name()
     box.write("kept", b"kept")

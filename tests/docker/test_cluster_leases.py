@@ -20,6 +20,7 @@ from tests.support.servers.tls import create_certificates
 
 pytestmark = [
     pytest.mark.docker,
+    pytest.mark.matrix("needs a cluster: test_kubernetes_leases.py has a life of a lease on the emulator"),
     pytest.mark.skipif(not real_cluster.IS_SELECTED, reason="no cluster: make kind-test"),
     pytest.mark.django_db(transaction=True),
 ]

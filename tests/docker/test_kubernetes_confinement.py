@@ -52,6 +52,7 @@ def run(cluster):
     provider.destroy(name)
 
 
+@pytest.mark.matrix("seconds of growing memory: the conformance suite has the end of a run out of memory")
 def test_largest_run_ends_out_of_memory_and_others_go_on(run) -> None:
     with ThreadPoolExecutor() as pool:
         other = pool.submit(run, "python3", "-c", FAMILY)
@@ -64,6 +65,7 @@ def test_largest_run_ends_out_of_memory_and_others_go_on(run) -> None:
     assert run("pgrep", "-c", "sleep").exit_code == 1  # with all processes of the run
 
 
+@pytest.mark.matrix("seconds of disk writes, of the guard that the image has for every provider")
 def test_page_cache_beyond_the_limit_is_no_lack_of_memory(run) -> None:
     done = run("sh", "-c", PAGE_CACHE)
     assert (done.exit_code, done.oom) == (0, False), done.stdout

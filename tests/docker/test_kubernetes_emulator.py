@@ -30,7 +30,10 @@ from tests.emulators.registry import serve_kubernetes
 from tests.support.kubernetes import Kubectl, build_api_client, build_pod
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.docker
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.matrix("fidelity of the emulator, which changes with its own code alone"),
+]
 SEALED = {
     "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "sealed"},
     "spec": {

@@ -12,7 +12,10 @@ from tests.emulators.registry import serve_kubernetes
 from tests.support.cluster import Cluster
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.docker
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.matrix("the fallback is off by default: commands go through the gateway"),
+]
 
 
 def test_command_of_a_sandbox_without_an_agent_by_the_api_server(docker_ready, tmp_path):

@@ -57,7 +57,11 @@ OUTCOMES = (CUT_BEFORE, CUT_AFTER, CUT_AFTER, 410, 429, 500, 503)
 POD_FAULTS = (UNSCHEDULABLE, SCALE_UP, NO_SCALE_UP, IMAGE_PULL, CONTAINER_CONFIG, NOT_STARTED, STUCK_TERMINATING)
 FAILURES = (*remote_histories.FAILURES, CapacityExhausted, CapacityPending, LeaseEnded, StartsPaused)
 START_TIMEOUT, LAST_START_TIMEOUT = timedelta(seconds=12), timedelta(minutes=2)
-pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.matrix("a random history of a minute: test_kubernetes_leases.py has one life of a lease"),
+]
 
 
 @dataclass

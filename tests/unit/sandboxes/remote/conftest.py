@@ -20,6 +20,7 @@ from sandboxes.providers.remote.provider import RemoteProvider
 from tests.emulators.base import Emulator, Fault
 from tests.emulators.registry import EMULATORS
 from tests.support.remote import GetEmulator, configure, connect_provider, emulators  # noqa: F401 - fixture
+from tests.support.selection import MATRIX_REASONS, mark_matrix
 
 LISTING = sorted(name for name in EMULATORS if load_class(name).can_list)
 MakeProvider = Callable[..., RemoteProvider]
@@ -38,6 +39,10 @@ LIST = {
 LOOK_UP = "GET |RPC /SandboxGetFromName"
 DESTROY = "DELETE|/shutdown|RPC /SandboxTerminate"
 ATTEMPTS = defaultdict(lambda: 1, modal=4)  # of one call by the vendor's client, which repeats failed calls
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    mark_matrix(item, MATRIX_REASONS)
 
 
 @dataclass

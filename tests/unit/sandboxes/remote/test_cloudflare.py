@@ -11,7 +11,8 @@ from controlplane import health
 from leases import execution, sweeps
 from leases.models import Lease
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.errors import FailureCause, Missing, Unavailable
+from sandboxes.providers.cloudflare.provider import MAX_OUTPUT_BYTES
+from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE
@@ -21,7 +22,7 @@ from tests.support.remote import GetEmulator, connect_provider
 from tests.unit.sandboxes.remote.conftest import Remote
 
 COUNT = "echo run >>/data/count; wc -l </data/count"
-EXECUTE = "POST .*/exec"
+EXECUTE, UPLOAD = "POST .*/exec", "PUT .*/file/"
 
 
 @pytest.fixture
@@ -74,6 +75,61 @@ def test_create_waits_for_a_pool_that_fails_for_a_moment_and_not_for_ever(bridge
     with pytest.raises(Unavailable) as error:
         bridge.provider.create(bridge.spec())
     assert error.value.cause == FailureCause.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cause"),
+    [
+        (401, FailureCause.CREDENTIALS_REFUSED),
+        (429, FailureCause.RATE_LIMITED),
+        (500, FailureCause.ENGINE_ERROR),
+        (503, FailureCause.RATE_LIMITED),  # capacity_exceeded
+        (CUT_BEFORE, FailureCause.ENGINE_UNREACHABLE),
+    ],
+)
+def test_failed_check_of_the_bridge_states_its_cause(bridge: Remote, outcome: int | str, cause: FailureCause) -> None:
+    bridge.provider.ping()
+    bridge.fail("GET /v1/pool/stats", outcome)
+    with pytest.raises(Unavailable) as error:
+        bridge.provider.ping()
+    assert error.value.cause == cause
+
+
+def test_refused_key_is_not_a_missing_sandbox(bridge: Remote) -> None:
+    ref = bridge.start()
+    provider = connect_provider("cloudflare", bridge.emulator, api_key="revoked")
+    for call in (lambda: provider.inspect(ref), lambda: provider.destroy(ref)):
+        with pytest.raises(Unavailable) as error:
+            call()
+        assert error.value.cause == FailureCause.CREDENTIALS_REFUSED
+    assert len(bridge.emulator.find_machines(ref)) == 1
+
+
+@pytest.mark.parametrize(("outcome", "error"), [(500, Unavailable), (CUT_AFTER, Unavailable), (400, Rejected)])
+def test_create_whose_upload_fails_can_be_repeated(bridge: Remote, outcome: int | str, error: type[Exception]) -> None:
+    spec = bridge.spec()
+    bridge.fail(UPLOAD, outcome)
+    with pytest.raises(error):
+        bridge.provider.create(spec)
+    assert bridge.provider.create(spec) == bridge.provider.create(spec) == spec.name
+    assert len(bridge.emulator.list_machines()) == 1
+    assert bridge.run(spec.name, "true").exit_code == 0
+
+
+def test_destroy_whose_response_is_lost_can_be_repeated(bridge: Remote) -> None:
+    ref = bridge.start()
+    bridge.fail("DELETE", CUT_AFTER)
+    with pytest.raises(Unavailable):
+        bridge.provider.destroy(ref)
+    bridge.provider.destroy(ref)
+    assert bridge.emulator.list_machines() == []
+
+
+def test_output_above_the_limit_of_an_exec_is_no_result(bridge: Remote) -> None:
+    ref = bridge.start()
+    with pytest.raises(Unavailable, match="too much output") as error:
+        bridge.provider._execute(ref, f"head -c {MAX_OUTPUT_BYTES + 1} /dev/zero", timeout=MINUTE)
+    assert error.value.cause == FailureCause.AGENT_FAILED
 
 
 def test_content_above_the_limit_of_a_write_is_uploaded_in_parts(bridge: Remote) -> None:

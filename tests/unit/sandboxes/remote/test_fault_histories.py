@@ -44,7 +44,10 @@ FAILURES = (
     ClaimLost, OutcomeUnknown, ProviderCallFailed, ProviderError, SandboxBusy, SandboxLost, SandboxNotHeld, SandboxNotReady,
     SimulatedCrash,
 )  # fmt: skip
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.matrix("random histories of seconds each: test_faults.py and test_reconcile.py have a case of each fault"),
+]
 
 
 @dataclass

@@ -17,6 +17,7 @@ from tests.unit.sandboxes.remote.conftest import ATTEMPTS, CREATE, DESTROY, EXEC
 COUNT = "echo run >>/data/count; wc -l </data/count"
 
 
+@pytest.mark.smoke
 def test_create_whose_response_is_lost_leaves_one_sandbox(remote: Remote) -> None:
     spec = remote.spec()
     remote.fail(CREATE[remote.kind], CUT_AFTER)
@@ -26,6 +27,7 @@ def test_create_whose_response_is_lost_leaves_one_sandbox(remote: Remote) -> Non
     assert [found.name for found in remote.provider.list(remote.owner)] == [spec.name]
 
 
+@pytest.mark.smoke
 def test_create_that_was_never_carried_out_is_an_error_and_can_be_repeated(remote: Remote) -> None:
     spec = remote.spec()
     remote.fail(CREATE[remote.kind], CUT_BEFORE, times=ATTEMPTS[remote.kind])
@@ -37,7 +39,10 @@ def test_create_that_was_never_carried_out_is_an_error_and_can_be_repeated(remot
     assert len(remote.emulator.find_machines(spec.name)) == 1
 
 
-@pytest.mark.parametrize("outcome", [429, 500, 503, CUT_BEFORE, CUT_AFTER])
+@pytest.mark.parametrize(
+    "outcome",
+    [429, 500, pytest.param(503, marks=pytest.mark.smoke), CUT_BEFORE, pytest.param(CUT_AFTER, marks=pytest.mark.smoke)],
+)
 def test_command_runs_once_although_its_call_is_repeated(remote: Remote, outcome: int | str) -> None:
     ref = remote.start()
     remote.fail(EXECUTE[remote.kind], outcome, times=2)
@@ -72,6 +77,7 @@ def test_command_goes_on_while_the_vendor_is_away_and_its_result_is_found_later(
     assert (again.exit_code, again.stdout) == (0, b"1\ndone\n")
 
 
+@pytest.mark.smoke
 def test_refused_key_is_not_a_missing_sandbox(remote: Remote) -> None:
     ref = remote.start()
     provider = connect_provider(remote.kind, remote.emulator, api_key="revoked")
@@ -82,6 +88,7 @@ def test_refused_key_is_not_a_missing_sandbox(remote: Remote) -> None:
     assert len(remote.emulator.find_machines(ref)) == 1
 
 
+@pytest.mark.smoke
 def test_sandbox_that_the_vendor_stopped_is_started_by_the_next_command_with_its_files(remote: Remote) -> None:
     ref = remote.start()
     remote.provider.write_file(ref, "/data/kept", b"kept")
@@ -130,6 +137,7 @@ def test_sandbox_that_the_vendor_replaced_by_an_empty_one_is_missing(remote: Rem
         remote.run(ref, "true")
 
 
+@pytest.mark.smoke
 def test_failed_listing_is_an_error_and_not_empty(remote: Remote) -> None:
     remote.start()
     remote.fail(LIST[remote.kind], 500, times=ATTEMPTS[remote.kind])
@@ -137,6 +145,7 @@ def test_failed_listing_is_an_error_and_not_empty(remote: Remote) -> None:
         remote.provider.list(remote.owner)
 
 
+@pytest.mark.smoke
 def test_destroy_whose_response_is_lost_can_be_repeated(remote: Remote) -> None:
     ref = remote.start()
     remote.fail(DESTROY, CUT_AFTER, times=ATTEMPTS[remote.kind])
@@ -156,6 +165,7 @@ def test_damaged_output_of_the_vendor_is_no_result(remote: Remote, monkeypatch: 
     assert error.value.cause == FailureCause.AGENT_FAILED
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("remote", ["runloop"], indirect=True)
 def test_concurrent_calls_for_a_sandbox_that_the_vendor_has_ended_find_it_missing(remote: Remote) -> None:
     ref = remote.start()
@@ -165,6 +175,7 @@ def test_concurrent_calls_for_a_sandbox_that_the_vendor_has_ended_find_it_missin
     assert {type(result) for result in results} == {Missing}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("remote", ["daytona", "runloop"], indirect=True)
 def test_concurrent_commands_in_a_sandbox_that_the_vendor_has_stopped_start_it_and_run(remote: Remote) -> None:
     ref = remote.start()

@@ -33,6 +33,7 @@ def idle_after(seconds: int) -> dict[str, Any]:
     return {"lifecycle": {"after_idle": {"idle_time_seconds": seconds, "on_idle": "suspend"}}}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("kind", "changes", "expected"),
     [
@@ -88,6 +89,7 @@ def allow_hosts(*hosts: str) -> dict[str, Any]:
 REQUESTED = {"memory_mib": 5000, "millicpus": 1500, "disk_mib": 20_000, "sized": True}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("kind", "requested", "expected"),
     [
@@ -126,6 +128,7 @@ def test_disk_of_a_snapshot_of_daytona_is_refused_before_the_create(make_provide
         provider.create(SandboxSpec(f"lhr-{uuid4().hex[:16]}", owner="lifecycle", disk_mib=1024))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("kind", "gateway_url", "network", "expected"),
     [
@@ -213,6 +216,7 @@ VARIABLES = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("kind", "variables", "field", "expected"), VARIABLES)
 def test_variable_of_a_vendor_is_read_and_takes_precedence(
     kind: str, variables: dict[str, str], field: str, expected: object, tmp_path: Path
@@ -259,6 +263,7 @@ def test_every_vendor_with_a_remote_provider_has_its_prefix_checked() -> None:
 NAMES = [("daytona", "organization_id"), ("langsmith", "workspace"), ("modal", "environment"), ("runloop", "account")]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("kind", "option"), NAMES)
 def test_accounts_behind_one_address_are_told_apart_if_they_are_named(
     kind: str, option: str, make_provider: MakeProvider

@@ -89,7 +89,9 @@ def test_unreachable_vendor_is_unavailable(modal: Remote, monkeypatch: pytest.Mo
     assert error.value.cause == FailureCause.ENGINE_UNREACHABLE
 
 
-@pytest.mark.parametrize("outcome", [CUT_BEFORE, CUT_AFTER])
+@pytest.mark.parametrize(
+    "outcome", [pytest.param(CUT_BEFORE, marks=pytest.mark.matrix("3 s, as the case of a cut after the request")), CUT_AFTER]
+)
 def test_upload_whose_connection_is_cut_is_complete(modal: Remote, outcome: str) -> None:
     ref, content = modal.start(), os.urandom(3 << 20)
     modal.fail("RPC /TaskExecStdinWrite", outcome, times=2)
@@ -122,6 +124,7 @@ def test_name_of_another_owner_is_rejected_and_unknown_image_is_not_a_missing_sa
         modal.provider.create(modal.spec())
 
 
+@pytest.mark.matrix("5 s of vendor calls: test_vendor_lifetimes.py has ends of lifetimes on the memory provider")
 @pytest.mark.django_db(transaction=True)
 def test_sandbox_that_reached_its_lifetime_ends_its_lease_and_the_next_one_has_the_stored_data(
     move_pool: Callable[[str], Pool], grant: Callable[..., Lease], emulators: GetEmulator

@@ -7,7 +7,10 @@ import pytest
 from tests.races import test_crashes, test_races
 from tests.support.suites.fixtures import emulators, memory, pool, vendors  # noqa: F401 - fixtures
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.matrix("tests/races has these cases on the memory provider"),
+]
 on_daytona = pytest.mark.parametrize("vendor", ["daytona"])
 on_runloop = pytest.mark.parametrize("vendor", ["runloop"])
 

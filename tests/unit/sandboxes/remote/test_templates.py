@@ -71,6 +71,7 @@ def assert_nothing_is_left(emulator: Emulator) -> None:
     assert [machine for machine in emulator.list_machines() if machine.is_running] == []
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("vendor", BUILDERS)
 def test_file_of_a_build_is_in_the_sandboxes_although_the_answer_to_the_create_was_lost(
     vendor: str, move_pool: MovePool, emulators: GetEmulator, grant: Any

@@ -57,6 +57,7 @@ def read_minutes(emulator: VendorEmulator, ref: str) -> tuple[int, int]:
     return fields["idle_ttl_seconds"] // 60, fields["delete_after_stop_seconds"] // 60
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", SETTABLE)
 def test_auto_delete_reaches_beyond_the_lease_and_follows_its_end(kind: str, move_to: MoveTo, grant: Any) -> None:
     emulator, lease = move_to(kind), grant()

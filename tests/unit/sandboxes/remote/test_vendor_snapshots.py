@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.parametrize("
 TAKE, MOUNT = "RPC /TaskSnapshotDirectory", "RPC /TaskMountDirectory"
 HOUR = timedelta(hours=1)
 CrashAt = Callable[[str], AbstractContextManager[None]]
+slow = pytest.mark.matrix("seconds of vendor calls: a wake from a snapshot and one without it are fast cases")
 
 
 @pytest.fixture
@@ -52,6 +53,7 @@ def sleep(lease: Lease, text: str = "kept", *, now: Any = NOW) -> Snapshot:
     return found
 
 
+@pytest.mark.smoke
 def test_wake_restores_the_vendors_snapshot_without_an_upload(modal: ModalEmulator, grant: Callable[..., Lease]) -> None:
     lease = grant()
     script = "mkdir -p a/b; echo x >a/b/x; chmod 640 a/b/x; ln -s x a/b/link; touch -d @1000 a/b/x"
@@ -75,6 +77,7 @@ def test_wake_restores_the_vendors_snapshot_without_an_upload(modal: ModalEmulat
     assert run(lease, "sh", "-c", "ls -d /mnt/leasehold-*/*", now=NOW + MINUTE).exit_code != 0  # nothing stays mounted
 
 
+@slow
 def test_next_sleep_supersedes_the_snapshot_and_the_sweep_deletes_it(
     modal: ModalEmulator, grant: Callable[..., Lease]
 ) -> None:  # fmt: skip
@@ -94,6 +97,7 @@ def test_next_sleep_supersedes_the_snapshot_and_the_sweep_deletes_it(
     assert not Snapshot.objects.exclude(vendor_snapshot="").exists()
 
 
+@slow
 def test_restored_earlier_state_is_never_that_of_the_vendors_snapshot(
     modal: ModalEmulator, grant: Callable[..., Lease]
 ) -> None:
@@ -104,7 +108,13 @@ def test_restored_earlier_state_is_never_that_of_the_vendors_snapshot(
     assert read(lease, now=NOW + 3 * MINUTE) == "first"
 
 
-@pytest.mark.parametrize("case", ["gone", "tampered", "expired", "other account", "off"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("gone", marks=pytest.mark.smoke),
+        *(pytest.param(case, marks=slow) for case in ("tampered", "expired", "other account", "off")),
+    ],
+)
 def test_unusable_snapshot_is_replaced_by_the_stored_one(
     case: str, modal: ModalEmulator, grant: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +140,7 @@ def test_unusable_snapshot_is_replaced_by_the_stored_one(
     assert (MOUNT in modal.requests) == (case in ("gone", "tampered"))
 
 
+@slow
 def test_unknown_outcome_of_a_mount_wakes_the_stored_state(modal: ModalEmulator, grant: Callable[..., Lease]) -> None:
     lease = grant()
     sleep(lease)
@@ -140,6 +151,7 @@ def test_unknown_outcome_of_a_mount_wakes_the_stored_state(modal: ModalEmulator,
     assert not modal.snapshots
 
 
+@slow
 @pytest.mark.parametrize("outcome", [CUT_AFTER, 500])
 def test_failed_snapshot_does_not_prevent_the_sleep(
     outcome: int | str, modal: ModalEmulator, grant: Callable[..., Lease]
@@ -152,6 +164,7 @@ def test_failed_snapshot_does_not_prevent_the_sleep(
     assert len(modal.snapshots) <= 1  # taken once: the client's repetitions have one id
 
 
+@slow
 def test_small_workspaces_and_those_that_leave_files_out_are_not_taken(
     modal: ModalEmulator, grant: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +178,7 @@ def test_small_workspaces_and_those_that_leave_files_out_are_not_taken(
     assert sleep(lease, now=NOW + 2 * MINUTE).vendor_snapshot == ""
 
 
+@slow
 @pytest.mark.parametrize(("step", "taken"), [("persisted", 0), ("vendor snapshot taken", 1), ("process gone", 1)])
 def test_crash_at_any_step_of_a_sleep_loses_no_file_and_leaves_at_most_what_the_vendor_expires(
     step: str, taken: int, account: Account, modal: ModalEmulator, grant: Callable[..., Lease], crash_at: CrashAt
@@ -184,6 +198,7 @@ def test_crash_at_any_step_of_a_sleep_loses_no_file_and_leaves_at_most_what_the_
     assert lifetimes == [vendor_snapshots.VENDOR_SNAPSHOT_TTL.total_seconds()] * leaked
 
 
+@slow
 def test_crash_after_the_restore_loses_no_file_and_the_next_wake_restores_again(
     account: Account, modal: ModalEmulator, grant: Callable[..., Lease], crash_at: CrashAt
 ) -> None:
@@ -197,6 +212,7 @@ def test_crash_after_the_restore_loses_no_file_and_the_next_wake_restores_again(
     account.assert_converged()
 
 
+@slow
 def test_eviction_that_lost_its_claim_records_nothing_and_deletes_what_it_took(
     modal: ModalEmulator, grant: Callable[..., Lease], at_checkpoint: Callable[..., None]
 ) -> None:

@@ -36,8 +36,13 @@ RULES = (
     Rule(("tests/docker",), ("docker-matrix", "kubernetes")),
     Rule(("tests/conformance",), ("by-engine", "kubernetes", *VENDORS)),
     Rule(("tests/e2e", "leases/packs", "leases/agent_runs/clis", "controlplane/supervisor.py"), ("e2e-matrix",)),
-    Rule(("sandboxes/db", "tests/support/database.py"), ("domain-postgres", "layers-postgres", "database-sqlite")),
-    Rule(("tests/unit", "tests/races", "tests/machines", "tests/simulation"), ("domain-matrix",)),
+    Rule(
+        ("sandboxes/db", "tests/support/database.py"),
+        ("domain-postgres", "layers-postgres", "database-sqlite", "remote-sqlite"),
+    ),
+    Rule(("leases/atproto", "tests/unit/leases/atproto"), ("database-matrix",)),
+    Rule(("sandboxes/egress/litellm_callback.py", ".ci/litellm.yaml"), ("domain-matrix", "docker-matrix")),
+    Rule(("tests/unit", "tests/races", "tests/machines", "tests/simulation")),
     Rule(("tests/admin",)), Rule(("tests/api",)), Rule(("tests/commands",)), Rule(("tests/egress",)),
 )  # fmt: skip
 

@@ -18,6 +18,9 @@ DOMAIN_PATHS = ("tests/unit", "tests/races", "tests/machines")
 KUBERNETES_PATHS = ("tests/conformance", "tests/docker", "tests/unit/sandboxes/kubernetes")
 VENDORS = ("cloudflare", "daytona", "langsmith", "modal", "runloop")
 
+# In files with tests of the mark `postgres`, which tests/conftest.py also sets for real transactions.
+IN_NEED_OF_POSTGRES = r"\bmark\.postgres\b|\btransaction=True\b|\btransactional_db\b"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -58,15 +61,12 @@ FAST = (
         "engine", ("tests/conformance", "tests/egress", *DOMAIN_PATHS), "docker and not matrix", POSTGRES, 300,
         ignored=(REMOTE_PATH,), containing=r"\bmark\.docker\b|\bBY_ENGINE\b", waits=True,
     ),
-    Part("conformance", REMOTE_PATHS, f"{NO_SERVICE} and not matrix", SQLITE, 300),
+    Part("conformance", REMOTE_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 300),
     Part("layers", LAYER_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 300),
-    Part(
-        "domain", DOMAIN_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 300,
-        ignored=(REMOTE_PATH,),
-    ),
+    Part("domain", DOMAIN_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 300, ignored=(REMOTE_PATH,)),
     Part(
         "database", (*LAYER_PATHS, *DOMAIN_PATHS), f"{NO_SERVICE} and postgres and not matrix", POSTGRES, 300,
-        ignored=(REMOTE_PATH,), containing=r"\bmark\.postgres\b|\btransaction=True\b|\btransactional_db\b",
+        containing=IN_NEED_OF_POSTGRES,
     ),
 )  # fmt: skip
 
@@ -81,16 +81,23 @@ MATRIX = (
         "kubernetes", KUBERNETES_PATHS, "docker and matrix", POSTGRES, keyword="kubernetes or cluster", waits=True,
     ),
     Part("by-engine", ("tests/conformance",), "docker and matrix", POSTGRES, keyword="engine", waits=True),
-    *(Part(vendor, REMOTE_PATHS, f"{NO_SERVICE} and matrix", SQLITE, keyword=vendor) for vendor in VENDORS),
-    Part("remote", REMOTE_PATHS, f"{NO_SERVICE} and matrix", SQLITE, keyword=" and ".join(f"not {name}" for name in VENDORS)),
-    Part("domain-matrix", DOMAIN_PATHS, f"{NO_SERVICE} and matrix", SQLITE, ignored=(REMOTE_PATH,)),
-    Part("layers-postgres", LAYER_PATHS, f"{NO_SERVICE} and database and not postgres", POSTGRES),
+    *(Part(vendor, REMOTE_PATHS, f"{NO_SERVICE} and matrix", POSTGRES, keyword=vendor) for vendor in VENDORS),
+    Part("remote", REMOTE_PATHS, f"{NO_SERVICE} and matrix", POSTGRES, keyword=" and ".join(f"not {name}" for name in VENDORS)),
     Part(
-        "domain-postgres", DOMAIN_PATHS, f"{NO_SERVICE} and database and not postgres", POSTGRES, ignored=(REMOTE_PATH,),
+        "domain-matrix", (*LAYER_PATHS, *DOMAIN_PATHS), f"{NO_SERVICE} and matrix and not postgres", SQLITE,
+        ignored=(REMOTE_PATH,), containing=r"\bmark\.matrix\b",
     ),
+    Part(
+        "database-matrix", (*LAYER_PATHS, *DOMAIN_PATHS), f"{NO_SERVICE} and matrix and postgres", POSTGRES,
+        ignored=(REMOTE_PATH,), containing=r"\bmark\.matrix\b",
+    ),
+    # The other database, for the tests that the parts above run on one of them.
+    Part("layers-postgres", LAYER_PATHS, f"{NO_SERVICE} and database and not postgres", POSTGRES),
+    Part("domain-postgres", DOMAIN_PATHS, f"{NO_SERVICE} and database and not postgres", POSTGRES, ignored=(REMOTE_PATH,)),
     Part(
         "database-sqlite", (*LAYER_PATHS, *DOMAIN_PATHS), f"{NO_SERVICE} and postgres", SQLITE, ignored=(REMOTE_PATH,),
+        containing=IN_NEED_OF_POSTGRES,
     ),
-    Part("remote-postgres", REMOTE_PATHS, f"{NO_SERVICE} and database", POSTGRES),
+    Part("remote-sqlite", REMOTE_PATHS, f"{NO_SERVICE} and database", SQLITE),
 )  # fmt: skip
 PARTS = {part.name: part for part in (*FAST, *MATRIX)}

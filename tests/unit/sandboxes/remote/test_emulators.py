@@ -1,12 +1,15 @@
-"""Fidelity of an emulator: the vendor's whole SDK runs on it, beside the generated clients that the provider uses."""
+"""Fidelity of an emulator: the vendor's whole SDK runs on it, and its sandboxes reap their orphans."""
 
 import warnings
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from daytona import CreateSandboxFromSnapshotParams, Daytona, DaytonaConfig, DaytonaNotFoundError, ListSandboxesQuery
 
+from tests.emulators.machine import Machine
 from tests.support.remote import GetEmulator
+from tests.support.waiting import wait_until
 
 
 def test_sdk_of_daytona_runs_on_its_emulator(emulators: GetEmulator) -> None:
@@ -26,3 +29,16 @@ def test_sdk_of_daytona_runs_on_its_emulator(emulators: GetEmulator) -> None:
     client.delete(sandbox, timeout=30, wait=True)
     with pytest.raises(DaytonaNotFoundError):
         client.get(name)
+
+
+def test_orphans_of_a_sandbox_are_reaped(tmp_path: Path) -> None:
+    """Thousands of zombies slow down each process of this machine that reads /proc."""
+    machine = Machine(tmp_path / "machine", writable=("/workspace",), home="/workspace")
+    machine.start()
+    try:
+        machine.run(["sh", "-c", "(sleep 0.1; echo ended >/workspace/ended) & exit"])
+        wait_until(lambda: machine.run(["cat", "/workspace/ended"])[1] == b"ended\n", "the orphan has ended")
+        count_zombies = ["sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | grep -c ') Z '"]
+        wait_until(lambda: machine.run(count_zombies)[1] == b"0\n", "no zombie is left")
+    finally:
+        machine.remove()

@@ -96,6 +96,7 @@ def test_a_task_is_done_over_a_sleep_and_ends_with_its_pull_request(docker_pool:
     assert (done.status, done.next_poll_at) == ("merged", None)
 
 
+@pytest.mark.matrix("git in containers; the first test has one whole task, tests/api/test_coding.py the rules")
 def test_a_task_that_completes_on_its_merge_takes_further_commits(docker_pool: Pool, bare: Path) -> None:
     lease = start_task(docker_pool, completes_on=CompletesOn.MERGE)
     check_out(lease)
@@ -113,6 +114,7 @@ def test_a_task_that_completes_on_its_merge_takes_further_commits(docker_pool: P
     assert lease.end_reason == "condition:pr.merged"
 
 
+@pytest.mark.matrix("git in containers; the first test has one whole task, tests/api/test_coding.py the rules")
 @pytest.mark.parametrize("step", ["submission checked", "submission pushed", "submission recorded"])
 def test_a_submission_that_crashed_is_repeated_with_the_same_commit(
     docker_pool: Pool, bare: Path, crash_at: CrashAt, step: str
@@ -130,6 +132,7 @@ def test_a_submission_that_crashed_is_repeated_with_the_same_commit(
     assert git(bare, "rev-list", "--count", f"main..{task.branch}") == "1"
 
 
+@pytest.mark.matrix("git in containers; the first test has one whole task, tests/api/test_coding.py the rules")
 @pytest.mark.parametrize("step", ["pull request known", "conditions posted"])
 def test_the_sweep_continues_after_a_crash_behind_the_push(docker_pool: Pool, bare: Path, crash_at: CrashAt, step: str) -> None:
     lease = start_task(docker_pool)
@@ -144,6 +147,7 @@ def test_the_sweep_continues_after_a_crash_behind_the_push(docker_pool: Pool, ba
         submit(lease)
 
 
+@pytest.mark.matrix("git in containers; the first test has one whole task, tests/api/test_coding.py the rules")
 def test_commits_of_another_author_on_the_branch_stay(docker_pool: Pool, bare: Path) -> None:
     lease = start_task(docker_pool)
     task = check_out(lease)
@@ -155,6 +159,7 @@ def test_commits_of_another_author_on_the_branch_stay(docker_pool: Pool, bare: P
     assert git(bare, "rev-parse", task.branch) == foreign
 
 
+@pytest.mark.matrix("git in containers; the first test has one whole task, tests/api/test_coding.py the rules")
 def test_a_second_sandbox_gets_the_same_base_and_a_repository_above_its_limit_none(docker_pool: Pool, bare: Path) -> None:
     lease = start_task(docker_pool)
     base = check_out(lease).base_commit
@@ -166,6 +171,7 @@ def test_a_second_sandbox_gets_the_same_base_and_a_repository_above_its_limit_no
     leasing.release(other.pk, now=timezone.now())
 
 
+@pytest.mark.matrix("git in containers; the first test has one whole task, tests/api/test_coding.py the rules")
 def test_a_task_without_a_submission_is_abandoned_with_its_environment(docker_pool: Pool, bare: Path) -> None:
     lease = start_task(docker_pool)
     lifecycle.end("task-1", now=timezone.now())

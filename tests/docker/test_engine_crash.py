@@ -93,6 +93,7 @@ def list_container_processes(container: str) -> list[str]:
     return found
 
 
+@pytest.mark.matrix("restarts of an engine; test_crashes.py has each step of a start")
 @pytest.mark.django_db
 @pytest.mark.parametrize(("command", "message"), [("create", "already exists"), ("start", "id already in use")])
 def test_lease_goes_on_after_its_engine_was_killed_during_a_start(

@@ -69,6 +69,7 @@ def test_suspension_in_the_kernel_is_unknown_to_the_engine(suspended: Lease, fre
     assert (sandbox.state, sandbox.frozen, is_frozen(sandbox)) == ("waiting", False, False)
 
 
+@pytest.mark.matrix("tests/unit/sandboxes/test_suspension.py has the same steps on the memory provider")
 @pytest.mark.parametrize("step", ["suspension claimed", "frozen"])
 def test_crash_at_any_step_of_a_suspension_is_continued_by_the_sweep(step: str, waiting: Lease, crash_at: Callable) -> None:
     with crash_at(step):
@@ -79,6 +80,7 @@ def test_crash_at_any_step_of_a_suspension_is_continued_by_the_sweep(step: str, 
     assert read(waiting, now=timezone.now()) == "kept"
 
 
+@pytest.mark.matrix("tests/unit/sandboxes/test_suspension.py has the same steps on the memory provider")
 @pytest.mark.parametrize("step", ["run opened", "thawed"])
 def test_crash_at_any_step_of_a_resume_leaves_a_usable_sandbox(step: str, suspended: Lease, crash_at: Callable) -> None:
     with crash_at(step):

@@ -20,7 +20,11 @@ from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.support.leases import evict, get_sandbox, read, run, write
 from tests.support.servers.engines import private_engine
 
-pytestmark = [pytest.mark.docker, pytest.mark.django_db]
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.django_db,
+    pytest.mark.matrix("restarts of an engine; test_hosts.py has identities"),
+]
 OnEngine = Callable[[str], Any]
 
 

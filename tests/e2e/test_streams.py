@@ -153,6 +153,7 @@ def test_streams_continue_after_kills_of_the_web_server_and_the_gateway(streams:
     assert_end([Event("21-4", "stderr", {"data": "end\n"}), *reader])
 
 
+@pytest.mark.matrix("test_up.py has the drain of a command")
 def test_shutdown_ends_readers_and_lets_commands_end(streams: Streams) -> None:
     run_id, events = streams.execute(TICKS)
     reader = streams.join(run_id)
@@ -170,6 +171,7 @@ def test_shutdown_ends_readers_and_lets_commands_end(streams: Streams) -> None:
     assert streams.fleet.process.wait(60) == 0
 
 
+@pytest.mark.matrix("tests/api/sandbox/test_file_watch.py has the watch")
 def test_watch_shows_changes_by_commands_and_ends_with_the_lease(streams: Streams) -> None:
     fleet = streams.fleet  # noqa: F811
     watches = [streams._open("GET", f"/leases/{streams.lease}/watch?path=") for _ in range(READER_COUNT)]

@@ -116,6 +116,7 @@ async def is_reachable(url: str) -> bool:
     return False
 
 
+@pytest.mark.matrix("tests/unit/leases/stream_server has the end of terminals")
 def test_terminal_ends_with_its_lease(running: Fleet) -> None:
     lease = running.join(0)
     assert lease

@@ -69,6 +69,7 @@ def test_up_refuses_a_second_up_and_finishes_requests_after_sigterm(home: Home) 
     assert home.query_value("SELECT state FROM sandboxes_sandbox") == "waiting"
 
 
+@pytest.mark.matrix("the drain of the next test, with a longer run")
 def test_a_run_that_outlasts_the_drain_says_so_and_keeps_its_output(home: Home) -> None:
     home.env |= {"LEASEHOLD_DRAIN_TIMEOUT": "1s"}
     up, lease = home.up(), home.acquire_lease()
@@ -123,6 +124,7 @@ def test_after_sigkill_no_process_survives_and_the_next_start_recovers_the_work(
     assert home.find_processes() == set()
 
 
+@pytest.mark.matrix("half a minute; tests/commands/test_supervisor.py has the rules of restarts")
 def test_killed_and_hanging_children_are_restarted_and_leave_no_process(home: Home) -> None:
     up = home.up("--hung-after", "20s")  # must suffice for a start on a busy machine
     before = {child: home.wait_for_child(child) for child in CHILDREN}

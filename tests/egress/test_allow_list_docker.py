@@ -218,6 +218,7 @@ def test_credential_is_added_outside_and_sent_over_tls_only(
     assert [row.outcome for row in closed_rows(3)] == ["ok", "ok", "failed"]
 
 
+@pytest.mark.matrix("a whole program; curl has the same path through the proxy")
 def test_pip_installs_from_an_allowed_index(
     box: LeasedSandbox, upstream: Upstream, certificates: TlsFiles, tmp_path: Path
 ) -> None:
@@ -241,6 +242,7 @@ def build_wheel(path: Path) -> None:
         wheel.writestr(f"{info}/RECORD", "")
 
 
+@pytest.mark.matrix("a whole program; curl has the same path through the proxy")
 def test_git_clones_from_an_allowed_host(
     box: LeasedSandbox, upstream: Upstream, certificates: TlsFiles, tmp_path: Path
 ) -> None:
@@ -282,6 +284,7 @@ def test_a_lease_ends_at_its_byte_limit(
     assert sum(row.sent_bytes + row.received_bytes for row in closed_rows(2)) <= MIB
 
 
+@pytest.mark.matrix("a whole program; curl has the same path through the proxy")
 def test_a_slow_reader_receives_everything(
     box: LeasedSandbox, upstream: Upstream, certificates: TlsFiles, tmp_path: Path
 ) -> None:
@@ -347,6 +350,7 @@ def test_rows_of_a_dead_proxy_are_closed_by_the_sweep_and_deleted_later(
     assert connections.delete_expired(now=NOW + connections.RETENTION + timedelta(seconds=1)) == 1
 
 
+@pytest.mark.matrix("a whole program; curl has the same path through the proxy")
 def test_the_command_serves_the_proxy_and_again_after_a_kill(
     egress: EgressStack, policy: Policy, enter: Callable[..., LeasedSandbox], certificates: TlsFiles
 ) -> None:
@@ -366,6 +370,7 @@ def test_the_command_serves_the_proxy_and_again_after_a_kill(
         wait_until(lambda: "502" in curl(box, certificates, unknown)[1], "the proxy listens again")
 
 
+@pytest.mark.matrix("a whole program; curl has the same path through the proxy")
 def test_npm_installs_from_an_allowed_host(
     box: LeasedSandbox, upstream: Upstream, certificates: TlsFiles, tmp_path: Path
 ) -> None:

@@ -266,6 +266,7 @@ time.sleep(60)""",
 }
 
 
+@pytest.mark.matrix("20 s of exhaustion")
 def test_resource_exhaustion_in_a_sandbox_affects_neither_its_bridge_permanently_nor_others(
     enter: Enter, egress: EgressStack
 ) -> None:

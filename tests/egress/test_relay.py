@@ -106,6 +106,7 @@ def test_watcher_ends_if_its_policy_does_not_allow_the_relay(enter: Enter, relay
     assert not MintedToken.objects.exists()
 
 
+@pytest.mark.matrix("10 s of an outage; test_relay_watcher.py has the program")
 def test_watcher_of_an_agent_without_a_key_reconnects_after_an_outage_and_follows_no_redirect(
     relayed: RelaySwitch, leased: LeasedSandbox, egress: EgressStack
 ) -> None:

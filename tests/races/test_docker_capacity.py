@@ -19,7 +19,11 @@ from sandboxes.sweeps import passes, reconciliation
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.matrix("test_races.py has the capacity on the memory provider"),
+]
 CAPACITY, AGENTS = 10, 32
 
 

@@ -87,6 +87,7 @@ def test_reason_of_a_pod_that_is_deleted_at_once_is_stored(cluster, provider, sp
     hints.close()
 
 
+@pytest.mark.matrix("faults of a watch, which is a hint: the sweeps find each end without it")
 @pytest.mark.parametrize("fault", [TWICE, REORDERED, EXPIRED, DELAYED, CUT_BEFORE, "compacted", "restored", ""])
 def test_end_is_announced_once_whatever_happens_to_the_watch(cluster, watch, stuck, fault):
     emulator = cluster.emulator
@@ -110,6 +111,7 @@ def test_end_is_announced_once_whatever_happens_to_the_watch(cluster, watch, stu
     assert "drain" in hints[0].end_reason
 
 
+@pytest.mark.matrix("faults of a watch, which is a hint: the sweeps find each end without it")
 def test_pod_of_another_uid_and_a_destroyed_sandbox_leave_no_reason(cluster, provider, spec, watch):
     provider.create(spec)
     list(watch.iter_ends(timedelta(seconds=0.2)))
@@ -119,6 +121,7 @@ def test_pod_of_another_uid_and_a_destroyed_sandbox_leave_no_reason(cluster, pro
     assert provider.records.find_ending(spec.name) is None
 
 
+@pytest.mark.matrix("faults of a watch, which is a hint: the sweeps find each end without it")
 def test_refused_watch_is_an_error_and_not_repeated(cluster, provider, watch):
     rules = cluster.find(ROLES, "leasehold")["rules"]
     kept = [{**rule, "verbs": [verb for verb in rule["verbs"] if verb != "watch"]} for rule in rules]

@@ -178,7 +178,13 @@ class SandboxWorld:
         assert eviction.evict(sandbox.pk, now=NOW + self.minutes * MINUTE / 100, reason="test")
 
 
-@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
+IN_CONTAINERS = [
+    pytest.mark.docker,
+    pytest.mark.matrix("the conformance suite has the tars of Docker, the process provider any tree"),
+]
+
+
+@pytest.fixture(params=["process", pytest.param("docker", marks=IN_CONTAINERS)])
 def world(db: None, request: pytest.FixtureRequest) -> Iterator[SandboxWorld]:
     if request.param == "docker":
         request.getfixturevalue("docker_ready")

@@ -219,7 +219,9 @@ def sweep_all(world: World, names: Sequence[str], *, minutes: float) -> None:
     for host in world.hosts_in_service:
         world.enter_host(host)
         for name in names:
-            schedules.run_sweep(name, now=world.scheduler.time)
+            result = schedules.run_sweep(name, now=world.scheduler.time)
+            if "still running" in result.counts:  # no actor is left that could run it
+                world.promises.violate(11, f"{host.name} does not begin the sweep {name}: it counts as still running")
 
 
 def sweep_until_unchanged(world: World) -> None:

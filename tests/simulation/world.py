@@ -17,7 +17,7 @@ from django.conf import settings
 from django.utils import timezone
 
 from leases.admission import acquire_with_place
-from sandboxes import lifecycle, providers
+from sandboxes import lifecycle, providers, sweep_log
 from sandboxes.db import database_time
 from sandboxes.providers.memory import provider as memory_provider
 from sandboxes.state import changes, pull, storage_mode
@@ -82,8 +82,10 @@ class Process:
         self.host, self.name = host, name
         self.actors: list[Actor] = []
         self.alive = True
+        self.sweeps_in_progress = sweep_log.SweepsInProgress()
 
     def enter(self) -> None:
+        sweep_log.IN_PROGRESS = self.sweeps_in_progress
         settings.__dict__["INSTANCE"] = self.name
         settings.__dict__["STATE_DIR"] = self.host.state_dir
 
@@ -302,6 +304,7 @@ class World:
             (providers, "get_provider", lambda name: self.host.provider),
             (memory_provider, "datetime", VirtualDatetime),
             (memory_store, "datetime", VirtualDatetime),
+            (sweep_log, "IN_PROGRESS", sweep_log.IN_PROGRESS),  # of each process: see Process.enter
         ]
         for module in (changes, pull, storage_mode):
             patches.append((module, "run_parallel", lambda function, jobs: [function(job) for job in jobs]))

@@ -127,7 +127,7 @@ def test_a_test_that_kills_its_process_leaves_the_costs_of_those_before(tmp_path
         "no:cacheprovider",
     ]
     done = subprocess.run(
-        [*argv, "-p", "tests.lanes.accounting", str(module)], env={"LEASEHOLD_ACCOUNTING": str(record), "PATH": ""}
+        [*argv, "-p", "tests.lanes.accounting", str(module)], env={"TEST_ACCOUNTING": str(record), "PATH": ""}
     )
     assert done.returncode == 3
     assert [cost.test for cost in accounting.read_costs(record)] == ["test_dying.py::test_a"]

@@ -1,6 +1,7 @@
 """One history: set-up from a seed, operations under faults, the end of all faults, and the checks."""
 
 import gc
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from random import Random
 from django.conf import settings
 from django_q.models import OrmQ
 
+import controlplane.urls  # noqa: F401 - the first request would import it within a history, with identifiers of that history
 from billing.models import Budget, Rate
 from controlplane import schedules
 from leases import sweeps
@@ -58,7 +60,7 @@ def run_history(seed: int, *, length: int = 0, print_events: bool = False) -> Re
     options, faults = Options(random, length), draw_faults(random)
     world = World(random.getrandbits(60), faults, hosts=options.hosts, drifts=options.drifts)
     world.scheduler.print_events = print_events
-    workload = None
+    workload, imported = None, find_product_modules()
     with (
         world.installed(),
         override_settings(EGRESS_SLOTS=options.slots, SANDBOX_PROVIDER=TEST_PROVIDER, DESTROY_TRIES=options.destroy_tries),
@@ -75,12 +77,19 @@ def run_history(seed: int, *, length: int = 0, print_events: bool = False) -> Re
             world.promises.violate(0, f"{type(error).__name__}: {error}")
             if print_events:
                 raise
+        if TEST_PROVIDER == "memory" and (late := find_product_modules() - imported):
+            world.promises.violate(0, f"imported within a history, so that the next one differs: {sorted(late)}")
         scheduler, sleeps = world.scheduler, Counter(Transition.objects.filter(to="cold").values_list("holder", flat=True))
         return Report(
             seed, tuple(world.promises.violations), scheduler.digest.hexdigest(), scheduler.events,
             workload.count if workload else 0, scheduler.seconds / 3600, time.process_time() - began,
             sleeps.total(), max(sleeps.values(), default=0), length, world.kills, tuple(scheduler.recent),
         )  # fmt: skip
+
+
+def find_product_modules() -> set[str]:
+    """Return the names of the imported modules of the product."""
+    return {name for name in sys.modules if name.startswith(("billing.", "controlplane.", "leases.", "sandboxes."))}
 
 
 class override_settings:

@@ -36,6 +36,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.lock = threading.RLock()  # the worker and the heartbeat must not change a deadline that the other is replacing
 
     def note_progress(self) -> None:
         """Count one more step. Thread-safe."""
@@ -55,7 +56,6 @@ class Claim(Progress):
         super().__init__()
         self._seen_steps = 0
         self.lost = False
-        self.lock = threading.RLock()  # the heartbeat must not replace a later deadline by the one that it read before
 
     def keep(self) -> None:
         """Extend the deadline to at least `ttl` from now, by one guarded UPDATE. Raises ClaimLost if no row is claimed."""

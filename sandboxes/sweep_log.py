@@ -73,8 +73,12 @@ def run_recorded(
         if not _claim_pass(row, now=now, every=every, started_by=started_by):
             return SweepResult({"left to another host": 1})
         running = RunningPass(row, clock, until=now + RUN_TTL)
-        with hold(running):
-            result = _run(row, sweep, now=now, clock=clock)
+        try:
+            with hold(running):
+                result = _run(row, sweep, now=now, clock=clock)
+        except Exception:  # not the death of the process, after which the deadline passes
+            running.end()
+            raise
         running.end()
         return result
 
@@ -83,7 +87,7 @@ def _run(row: Sweep, sweep: Callable[[], SweepResult], *, now: datetime, clock: 
     try:
         result = sweep()
     except Exception as failed:
-        Sweep.objects.filter(pk=row.pk).update(last_error=f"{type(failed).__name__}: {failed}"[:2000], running_until=None)
+        Sweep.objects.filter(pk=row.pk).update(last_error=f"{type(failed).__name__}: {failed}"[:2000])
         raise
     Sweep.objects.filter(pk=row.pk).update(
         succeeded_at=now, took=clock() - now, counts=result.counts, last_error="\n".join(result.failures)[:2000]
@@ -126,13 +130,16 @@ class RunningPass(Progress):
         self._row, self._clock, self._until, self._seen_steps = row, clock, until, 0
 
     def beat(self) -> None:
-        steps, until = self.steps, self._clock() + RUN_TTL
-        if steps != self._seen_steps and until >= self._until + RENEWAL_INTERVAL:
-            self._replace(until)
-            self._seen_steps, self._until = steps, until
+        with self.lock:
+            steps, until = self.steps, self._clock() + RUN_TTL
+            if steps != self._seen_steps and until >= self._until + RENEWAL_INTERVAL:
+                self._replace(until)
+                self._seen_steps, self._until = steps, until
 
     def end(self) -> None:
-        self._replace(None)
+        """End the claim of this pass. Does nothing if another host has begun a pass after it."""
+        with self.lock:
+            self._replace(None)
 
     def _replace(self, until: datetime | None) -> None:
         """Change the deadline, unless another host has begun a pass after it."""

@@ -1,11 +1,14 @@
 """Several hosts with one database: each engine's sandboxes are touched only by processes that reach this engine."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime, timedelta
+from threading import Event, Lock, Thread, current_thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from django.db import connection, connections
 from django_q.models import OrmQ
 
 from leases import leasing, tasks
@@ -20,7 +23,7 @@ from sandboxes.hosts import registry
 from sandboxes.models import Pool, Sandbox, SandboxState, Sweep
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
-from sandboxes.sweep_log import RUN_TTL, SweepResult, run_recorded
+from sandboxes.sweep_log import RUN_TTL, RunningPass, SweepResult, run_recorded
 from sandboxes.sweeps import heartbeat, lost_hosts
 from sandboxes.sweeps import passes as sweeps
 from tests.conftest import MINUTE, NOW, SimulatedCrash
@@ -240,6 +243,83 @@ def test_a_sweep_of_the_installation_is_not_begun_by_another_host_while_it_makes
     assert run(B, SweepResult, last_progress + RUN_TTL - timedelta(seconds=1)) == {"left to another host": 1}
     assert run(B, lambda: SweepResult({"pass": 1}), last_progress + RUN_TTL) == {"pass": 1}
     assert run(A, lambda: SweepResult({"pass": 1}), last_progress + RUN_TTL + MINUTE) == {"pass": 1}  # the pass of B is over
+
+
+@pytest.mark.parametrize("error", [None, ValueError("failed")])
+def test_a_pass_that_outlasted_its_claim_neither_extends_nor_ends_the_claim_of_another_host(
+    error: Exception | None, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory.on_engine(B):
+        other = registry.get_local_host("memory", now=NOW)
+    begun = NOW + RUN_TTL
+    claim = {"started_at": begun, "started_by": other.pk, "running_until": begun + RUN_TTL}
+
+    def be_taken_over() -> SweepResult:
+        Sweep.objects.filter(name="meter").update(**claim)
+        monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: (RUN_TTL + MINUTE).total_seconds()))
+        claims.note_progress()
+        claims.HEARTBEAT.beat()
+        assert read_claim() == claim
+        if error:
+            raise error
+        return SweepResult()
+
+    def read_claim() -> dict[str, Any]:
+        return Sweep.objects.values(*claim).get(name="meter")
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    with memory.on_engine(A), pytest.raises(ValueError) if error else nullcontext():
+        host = registry.get_local_host("memory", now=NOW)
+        run_recorded("meter", be_taken_over, now=NOW, every=MINUTE, started_by=host)
+    assert read_claim() == claim
+
+
+def test_a_failed_pass_records_its_error_and_ends_its_claim(memory: MemoryProvider) -> None:
+    def fail() -> SweepResult:
+        raise ValueError("no store")
+
+    with pytest.raises(ValueError):
+        run_recorded("meter", fail, now=NOW, every=MINUTE)
+    assert Sweep.objects.values_list("last_error", "running_until").get() == ("ValueError: no store", None)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_pass_that_ends_while_the_heartbeat_extends_its_claim_leaves_none() -> None:
+    """Exists because of a lock, that of RunningPass: the pass ends after the UPDATE of the heartbeat, which has not noted
+    the new deadline yet. Real transactions, because the end of the pass has a connection of its own."""
+    row = Sweep.objects.create(name="meter", every=MINUTE, running_until=NOW + RUN_TTL)
+    running, arrived = RunningPass(row, lambda: NOW + MINUTE, until=NOW + RUN_TTL), Event()
+
+    class ObservedLock:
+        lock = Lock()
+
+        def __enter__(self) -> None:
+            if current_thread() is ending:
+                arrived.set()
+            self.lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+
+    def end() -> None:
+        running.end()
+        arrived.set()
+        connections.close_all()
+
+    def end_after_update(execute: Any, *statement: Any) -> Any:
+        result = execute(*statement)
+        ending.start()
+        assert arrived.wait(30)
+        return result
+
+    ending = Thread(target=end)
+    running.lock = ObservedLock()  # type: ignore[assignment]
+    running.note_progress()
+    with connection.execute_wrapper(end_after_update):
+        running.beat()
+    ending.join(30)
+    row.refresh_from_db()
+    assert row.running_until is None
 
 
 def test_a_hosts_own_sweep_replaces_the_row_from_before_the_host_was_known(memory: MemoryProvider) -> None:

@@ -18,7 +18,28 @@ log = structlog.get_logger(__name__)
 PASS_TIME_LIMIT = timedelta(seconds=60)
 RUN_TTL = timedelta(minutes=2)  # without progress, until another host may begin a pass for the installation
 MIN_INTERVAL_SHARE = 0.75  # between passes of different hosts: the hosts' schedules are not in phase, and waits shift them
-_lock, _names_in_progress = threading.Lock(), set[str]()
+
+
+class SweepsInProgress:
+    """Names of the installation's sweeps that a thread of this process runs."""
+
+    def __init__(self) -> None:
+        self._lock, self._names = threading.Lock(), set[str]()
+
+    @contextmanager
+    def entering(self, name: str) -> Iterator[bool]:
+        """Yield whether no other thread of this process runs the sweep."""
+        with self._lock:
+            is_first = name not in self._names
+            self._names.add(name)
+        try:
+            yield is_first
+        finally:
+            if is_first:
+                self._names.discard(name)
+
+
+IN_PROGRESS = SweepsInProgress()
 
 
 @dataclass
@@ -67,7 +88,7 @@ def run_recorded(
     if host:
         Sweep.objects.filter(pk=row.pk).update(started_at=now, every=every, started_by=started_by)
         return _run(row, sweep, now=now, clock=clock)
-    with _entering(name) as is_first:
+    with IN_PROGRESS.entering(name) as is_first:
         if not is_first:
             return SweepResult({"still running": 1})
         if not _claim_pass(row, now=now, every=every, started_by=started_by):
@@ -107,19 +128,6 @@ def _claim_pass(row: Sweep, *, now: datetime, every: timedelta, started_by: Host
     by_this_host = Q(started_by__isnull=True) | Q(started_by=started_by)
     claimed = Sweep.objects.filter((is_due & is_over) | by_this_host, pk=row.pk)
     return bool(claimed.update(started_at=now, running_until=now + RUN_TTL, every=every, started_by=started_by))
-
-
-@contextmanager
-def _entering(name: str) -> Iterator[bool]:
-    """Yield whether no other thread of this process runs the sweep."""
-    with _lock:
-        is_first = name not in _names_in_progress
-        _names_in_progress.add(name)
-    try:
-        yield is_first
-    finally:
-        if is_first:
-            _names_in_progress.discard(name)
 
 
 class RunningPass(Progress):

@@ -18,11 +18,16 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the simulation in a process of its own: it replaces the clock, and needs a fixed order of sets of strings."""
+    """Run the search of the simulation in a process of its own."""
+    return run_python("-m", "tests.simulation", *arguments)
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own: the simulation replaces the clock, and needs a fixed order of sets of strings."""
     own = ("LEASEHOLD_", "DATABASE_URL", "TEST_")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    argv = [sys.executable, "-m", "tests.simulation", *arguments]
-    return subprocess.run(argv, env=inherited, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)} | {"PYTHONHASHSEED": "0"}
+    argv = [sys.executable, *arguments]
+    return subprocess.run(argv, cwd=REPO, env=inherited, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("seeds", [(SEEDS[0], len(SEEDS))])
@@ -30,6 +35,43 @@ def test_promises_hold_in_simulated_histories(seeds: Sequence[int]) -> None:
     first, count = seeds
     finished = simulate("--seed", str(first), "--seeds", str(count))
     assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+# Kills a worker inside the sweep `meter`, and has the other worker of the host run that sweep.
+DEATH_IN_A_SWEEP = """
+import tests.simulation.__main__
+from random import Random
+from unittest.mock import patch
+
+from billing import derivation
+from controlplane import schedules
+from tests.simulation.faults import Faults
+from tests.simulation.history import override_settings, set_up
+from tests.simulation.options import Options
+from tests.simulation.world import World
+
+world = World(1, Faults(), hosts=1, drifts=False)
+with world.installed(), override_settings(SANDBOX_PROVIDER="memory", EGRESS_SLOTS=1, DESTROY_TRIES=1):
+    set_up(world, Options(Random(1)))
+    dying, other = [process for process in world.processes if ".worker" in process.name]
+    results = []
+
+    def meter():
+        results.append(schedules.run_sweep("meter", now=world.scheduler.time).counts)
+
+    with patch.object(derivation, "derive_usage_and_costs", lambda **options: world.kill(dying)):
+        world.spawn(dying, "sweep", meter)
+        world.scheduler.run_until(600)
+    print("killed inside the sweep:", not dying.alive and not results)
+    world.spawn(other, "sweep", meter)
+    world.scheduler.run_until(1200)
+    print("not run because of:", *[set(counts) & {"still running", "left to another host"} for counts in results])
+"""
+
+
+def test_a_process_killed_inside_a_sweep_leaves_the_sweep_to_others() -> None:
+    finished = run_python("-c", DEATH_IN_A_SWEEP)
+    assert finished.stdout == "killed inside the sweep: True\nnot run because of: set()\n", finished.stderr
 
 
 def test_a_seed_replays_the_same_history() -> None:

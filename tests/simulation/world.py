@@ -26,6 +26,7 @@ from tests.simulation import heartbeats
 from tests.simulation.database import Database, OperationalError
 from tests.simulation.faults import MAX_CHUNK_SECONDS, SLOW_SECONDS, Faults
 from tests.simulation.ports import SimulatedProvider, SimulatedStore
+from tests.simulation.process_state import ProcessState, list_patches
 from tests.simulation.promises import Promises
 from tests.simulation.scheduler import HISTORY_THREAD, Actor, Scheduler, is_history_thread
 from tests.support.suites import TEST_PROVIDER
@@ -82,8 +83,10 @@ class Process:
         self.host, self.name = host, name
         self.actors: list[Actor] = []
         self.alive = True
+        self.state = ProcessState()
 
     def enter(self) -> None:
+        self.state.install()
         settings.__dict__["INSTANCE"] = self.name
         settings.__dict__["STATE_DIR"] = self.host.state_dir
 
@@ -306,6 +309,7 @@ class World:
         for module in (changes, pull, storage_mode):
             patches.append((module, "run_parallel", lambda function, jobs: [function(job) for job in jobs]))
         patches += [(module, "get_store", lambda: self.store) for module in find_store_users()]
+        patches += list_patches()  # see Process.enter
         saved = [(target, name, getattr(target, name)) for target, name, _ in patches]
         HISTORY_THREAD.is_current = True
         global_random.seed(self.random.random())

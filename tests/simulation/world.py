@@ -17,7 +17,7 @@ from django.conf import settings
 from django.utils import timezone
 
 from leases.admission import acquire_with_place
-from sandboxes import lifecycle, providers, sweep_log
+from sandboxes import lifecycle, providers
 from sandboxes.db import database_time
 from sandboxes.providers.memory import provider as memory_provider
 from sandboxes.state import changes, pull, storage_mode
@@ -26,6 +26,7 @@ from tests.simulation import heartbeats
 from tests.simulation.database import Database, OperationalError
 from tests.simulation.faults import MAX_CHUNK_SECONDS, SLOW_SECONDS, Faults
 from tests.simulation.ports import SimulatedProvider, SimulatedStore
+from tests.simulation.process_state import ProcessState, list_patches
 from tests.simulation.promises import Promises
 from tests.simulation.scheduler import HISTORY_THREAD, Actor, Scheduler, is_history_thread
 from tests.support.suites import TEST_PROVIDER
@@ -82,10 +83,10 @@ class Process:
         self.host, self.name = host, name
         self.actors: list[Actor] = []
         self.alive = True
-        self.sweeps_in_progress = sweep_log.SweepsInProgress()
+        self.state = ProcessState()
 
     def enter(self) -> None:
-        sweep_log.IN_PROGRESS = self.sweeps_in_progress
+        self.state.install()
         settings.__dict__["INSTANCE"] = self.name
         settings.__dict__["STATE_DIR"] = self.host.state_dir
 
@@ -304,11 +305,11 @@ class World:
             (providers, "get_provider", lambda name: self.host.provider),
             (memory_provider, "datetime", VirtualDatetime),
             (memory_store, "datetime", VirtualDatetime),
-            (sweep_log, "IN_PROGRESS", sweep_log.IN_PROGRESS),  # of each process: see Process.enter
         ]
         for module in (changes, pull, storage_mode):
             patches.append((module, "run_parallel", lambda function, jobs: [function(job) for job in jobs]))
         patches += [(module, "get_store", lambda: self.store) for module in find_store_users()]
+        patches += list_patches()  # see Process.enter
         saved = [(target, name, getattr(target, name)) for target, name, _ in patches]
         HISTORY_THREAD.is_current = True
         global_random.seed(self.random.random())

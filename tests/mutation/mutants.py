@@ -14,7 +14,11 @@ EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destructi
 ADMISSION_QUEUE = "sandboxes/pool/admission_queue.py"
 RUN_QUEUE, ATTEMPTS, RECORDER = "leases/queue/queue.py", "leases/queue/attempts.py", "leases/agent_runs/recorder.py"
 ABANDONED_RUNS, TEMPLATE_BUILDS = "sandboxes/runs/abandoned.py", "sandboxes/templates/builds.py"
-SWEEP_LOG, END_WATCH = "sandboxes/sweep_log.py", "sandboxes/sweeps/end_watch.py"
+AGENT_RUNS, SWEEP_LOG, END_WATCH = (
+    "leases/agent_runs/lifecycle.py",
+    "sandboxes/sweep_log.py",
+    "sandboxes/sweeps/end_watch.py",
+)
 SANDBOX_AGENT = "sandboxes/image/agent/main.py"
 SUSPENSION, TEST_SUSPENSION = "sandboxes/suspension.py", "tests/unit/sandboxes/test_suspension.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
@@ -49,6 +53,7 @@ TEST_RUN_QUEUE, TEST_AGENT_RUNS = "tests/races/test_queue.py", "tests/api/sandbo
 TEST_PLACEMENT, TEST_PENDING = "tests/unit/leases/test_placement.py", "tests/unit/sandboxes/test_pending_starts.py"
 TEST_ABANDONED = "tests/unit/sandboxes/test_abandoned_runs.py"
 TEST_TEMPLATE_BUILDS = "tests/unit/sandboxes/remote/test_templates.py"
+TEST_TEMPLATES, TEST_STOPS = "tests/unit/sandboxes/test_templates.py", "tests/unit/sandboxes/test_suspension_by_stop.py"
 TEST_RETAINED_RESULTS = "tests/unit/sandboxes/image/test_result_retention.py"
 TEST_EGRESS, TEST_REDACTION = (
     "tests/unit/sandboxes/egress/test_egress_server.py",
@@ -160,6 +165,13 @@ MUTANTS = (
         after="state=WARMING, pending_since__isnull=False,",
         tests=[f"{TEST_PENDING}::test_pending_start_is_awaited_by_one_process_at_a_time"],
     ),
+    Mutant(
+        name="pool-wakes-with-the-incarnation-of-another",
+        path=STARTS,
+        before="unchanged = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)",
+        after="unchanged = Q(holder=sandbox.holder)",
+        tests=[f"{TEST_STATE_LOSS}::test_each_wake_has_an_incarnation_of_its_own"],
+    ),
     # --- lifecycle ---
     Mutant(
         name="lifecycle-advance-from-any-state",
@@ -237,7 +249,14 @@ MUTANTS = (
         path=ABANDONED_RUNS,
         before="claim=run.claim, deadline_at=run.deadline_at, ended_at__isnull=True",
         after="claim=run.claim, ended_at__isnull=True",
-        tests=[f"{TEST_ABANDONED}::test_run_whose_deadline_is_extended_while_a_sweep_looks_at_it_is_left_to_its_process"],
+        tests=[f"{TEST_ABANDONED}::test_run_that_is_extended_or_claimed_while_a_sweep_looks_at_it_is_left_alone"],
+    ),
+    Mutant(
+        name="runs-abandoned-run-claimed-twice",
+        path=ABANDONED_RUNS,
+        before="pk=run.pk, claim=run.claim, deadline_at=run.deadline_at",
+        after="pk=run.pk, deadline_at=run.deadline_at",
+        tests=[f"{TEST_ABANDONED}::test_run_that_is_extended_or_claimed_while_a_sweep_looks_at_it_is_left_alone"],
     ),
     Mutant(
         name="runs-agent-drops-a-recent-result",
@@ -252,6 +271,13 @@ MUTANTS = (
         before="AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)",
         after="AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True)",
         tests=[f"{TEST_AGENT_RUNS}::test_recorder_that_was_replaced_changes_nothing"],
+    ),
+    Mutant(
+        name="runs-agent-run-recorded-by-two-sweeps",
+        path=AGENT_RUNS,
+        before="AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)",
+        after="AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True)",
+        tests=[f"{TEST_AGENT_RUNS}::test_agent_run_that_another_sweep_has_claimed_since_is_left_to_it"],
     ),
     # --- queue of runs ---
     Mutant(
@@ -274,6 +300,20 @@ MUTANTS = (
         before="filter(runner=row.runner, runner_deadline=row.runner_deadline)",
         after="filter(runner=row.runner)",
         tests=[f"{TEST_RUN_QUEUE}::test_runner_that_renews_its_lease_while_another_takes_over_keeps_its_other_rows"],
+    ),
+    Mutant(
+        name="run-queue-starts-an-interrupted-run",
+        path=RUN_QUEUE,
+        before="claimed = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED).update(",
+        after="claimed = QueuedRun.objects.filter(pk=row.pk).update(",
+        tests=[f"{TEST_RUN_QUEUE}::test_run_that_is_interrupted_while_it_is_claimed_does_not_start"],
+    ),
+    Mutant(
+        name="run-queue-attempt-of-a-replaced-runner",
+        path=ATTEMPTS,
+        before="state = %s AND attempt = %s AND runner = %s",
+        after="state = %s AND attempt = %s AND runner <> -%s",
+        tests=[f"{TEST_RUN_QUEUE}::test_runner_whose_row_is_being_taken_over_executes_nothing"],
     ),
     # --- sweeps ---
     Mutant(
@@ -325,6 +365,34 @@ MUTANTS = (
         before="rows = ImageTemplate.objects.filter(pk=pk, claim=token)",
         after="rows = ImageTemplate.objects.filter(pk=pk)",
         tests=[f"{TEST_TEMPLATE_BUILDS}::test_build_that_outlasts_its_claim_records_nothing_over_its_successor"],
+    ),
+    Mutant(
+        name="templates-built-twice",
+        path=TEMPLATE_BUILDS,
+        before="state=TemplateState.BUILDING, claim__isnull=True)",
+        after="state=TemplateState.BUILDING)",
+        tests=[f"{TEST_TEMPLATES}::test_template_is_built_by_one_process_at_a_time"],
+    ),
+    Mutant(
+        name="templates-extended-build-queued-again",
+        path=TEMPLATE_BUILDS,
+        before="filter(pk=template.pk, state=TemplateState.BUILDING, deadline_at__lte=now)",
+        after="filter(pk=template.pk, state=TemplateState.BUILDING)",
+        tests=[f"{TEST_TEMPLATES}::test_build_that_goes_on_while_a_sweep_looks_at_it_keeps_its_claim"],
+    ),
+    Mutant(
+        name="templates-rebuilt-while-being-removed",
+        path=TEMPLATE_BUILDS,
+        before="filter(_build_idle_filter(now), pk=template.pk, state__in=ended)",
+        after="filter(pk=template.pk, state__in=ended)",
+        tests=[f"{TEST_TEMPLATES}::test_template_that_is_being_removed_is_neither_rebuilt_nor_removed_by_another_process"],
+    ),
+    Mutant(
+        name="templates-removed-by-two-processes",
+        path=TEMPLATE_BUILDS,
+        before="filter(_build_idle_filter(now), pk=template.pk).exclude(",
+        after="filter(pk=template.pk).exclude(",
+        tests=[f"{TEST_TEMPLATES}::test_template_that_is_being_removed_is_neither_rebuilt_nor_removed_by_another_process"],
     ),
     # --- eviction and destruction ---
     Mutant(
@@ -463,6 +531,41 @@ MUTANTS = (
         before="actor=actor, guard=own_claim,",
         after="actor=actor, guard=Q(),",
         tests=[f"{TEST_SUSPENSION}::test_worker_that_outlasts_its_claim_does_not_end_that_of_its_successor"],
+    ),
+    Mutant(
+        name="suspension-of-an-earlier-time-continued",
+        path=SUSPENSION,
+        before="Sandbox.objects.filter(unchanged, filter_unclaimed(now), pk=",
+        after="Sandbox.objects.filter(filter_unclaimed(now), pk=",
+        tests=[f"{TEST_SUSPENSION}::test_suspension_of_a_sandbox_that_was_used_and_suspended_since_is_not_continued"],
+    ),
+    Mutant(
+        name="suspension-of-a-living-worker-continued",
+        path=SUSPENSION,
+        before="Sandbox.objects.filter(unchanged, filter_unclaimed(now), pk=",
+        after="Sandbox.objects.filter(unchanged, pk=",
+        tests=[f"{TEST_SUSPENSION}::test_suspension_with_a_living_worker_is_not_continued"],
+    ),
+    Mutant(
+        name="suspension-stored-without-its-claim",
+        path=SUSPENSION,
+        before="rows = Sandbox.objects.filter(pk=sandbox.pk, claim=token, state=SUSPENDED)",
+        after="rows = Sandbox.objects.filter(pk=sandbox.pk, state=SUSPENDED)",
+        tests=[f"{TEST_STOPS}::test_worker_whose_claim_was_taken_over_stores_and_stops_nothing"],
+    ),
+    Mutant(
+        name="suspension-resumes-another-incarnation",
+        path=SUSPENSION,
+        before="same_incarnation = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation)",
+        after="same_incarnation = Sandbox.objects.filter(pk=sandbox.pk)",
+        tests=[f"{TEST_SUSPENSION}::test_earlier_incarnation_found_frozen_is_not_resumed_in_a_later_one"],
+    ),
+    Mutant(
+        name="suspension-late-resume-recorded",
+        path=SUSPENSION,
+        before="    rows.filter(state_since=since).update(",
+        after="    rows.update(",
+        tests=[f"{TEST_SUSPENSION}::test_late_resume_of_a_sandbox_that_was_suspended_again_leaves_it_frozen"],
     ),
     Mutant(
         name="suspension-memory-charged-twice",

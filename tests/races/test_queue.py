@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from django.db import connection
 
 from leases import api_keys, leasing, sweeps
 from leases.agent_runs.models import AgentRun
@@ -411,6 +412,17 @@ def test_late_end_of_an_attempt_does_not_end_the_next_one(lease: Lease, pool: Po
     assert (reload(row).state, reload(row).attempt, reload(row).runner) == ("started", 2, "r2")
 
 
+def test_runner_whose_row_is_being_taken_over_executes_nothing(
+    lease: Lease, pool: Pool, memory: MemoryProvider, at_checkpoint: Callable[..., None]
+) -> None:
+    row = enqueue(pool, lease)
+    slow = queue.claim("slow", now=NOW)
+    assert slow is not None
+    at_checkpoint("queued run taken over", lambda: attempts.execute(slow, now=LATER))
+    assert attempts.recover(runner="r2", now=LATER) == 1
+    assert (reload(row).state, reload(row).attempt, count_executions(memory)) == ("queued", 1, 0)
+
+
 def test_run_whose_command_may_still_run_is_left_alone(
     lease: Lease, pool: Pool, crash_at: Callable[[str], AbstractContextManager[None]]
 ) -> None:
@@ -453,6 +465,20 @@ def test_pending_run_is_interrupted_at_once(lease: Lease, pool: Pool, memory: Me
     assert [interrupt(row) for _ in range(2)] == [1, 0]
     assert work() == 0
     assert (reload(row).state, reload(row).interrupted_at, bytes(reload(row).sealed)) == ("interrupted", NOW, b"")
+
+
+def test_run_that_is_interrupted_while_it_is_claimed_does_not_start(lease: Lease, pool: Pool) -> None:
+    row, interrupted = enqueue(pool, lease), list[int]()
+
+    def interrupt_before_update(execute: Any, sql: str, *statement: Any) -> Any:
+        if sql.startswith('UPDATE "leases_queuedrun"') and not interrupted:
+            interrupted.append(0)
+            interrupted.append(interrupt(row))
+        return execute(sql, *statement)
+
+    with connection.execute_wrapper(interrupt_before_update):
+        assert queue.claim("r1", now=NOW) is None
+    assert (interrupted, reload(row).state, reload(row).attempt) == ([0, 1], "interrupted", 0)
 
 
 def test_claimed_run_that_is_interrupted_executes_nothing(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:

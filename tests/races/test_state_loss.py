@@ -14,7 +14,8 @@ from leases.errors import LeaseEnded
 from leases.models import LeaseEvent
 from sandboxes import destruction, eviction, lifecycle
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, SandboxNotHeld, SandboxNotReady
-from sandboxes.models import Pool, Quota, Run, Sandbox, Snapshot
+from sandboxes.hosts import registry
+from sandboxes.models import Host, Pool, Quota, Run, Sandbox, Snapshot
 from sandboxes.pool import starts
 from sandboxes.providers.errors import Missing, Rejected, Unavailable
 from sandboxes.providers.memory import ProgramCall, ProgramResult
@@ -183,6 +184,23 @@ def test_start_whose_claim_was_taken_over_does_not_make_the_sandbox_ready(grant,
         execution.ensure_sandbox_ready(lease.pk, now=NOW)
     assert get_sandbox(lease).state == "warming"
     assert not memory.list(str(lease.pool.owner))
+
+
+def test_each_wake_has_an_incarnation_of_its_own(grant, memory_store, monkeypatch) -> None:
+    """Another request wakes the sandbox between the read of its row and the UPDATE, and the sandbox is evicted again."""
+    lease, get_host = grant(), registry.get_placement_host
+    sh(lease, "echo kept >f", NOW)
+    assert eviction.evict(get_sandbox(lease).pk, now=NOW)
+
+    def get_host_after_another_wake(*args: Any, **options: Any) -> Host:
+        monkeypatch.undo()
+        assert sh(lease, "cat f", NOW) == b"kept\n"
+        assert eviction.evict(get_sandbox(lease).pk, now=NOW)
+        return get_host(*args, **options)
+
+    monkeypatch.setattr(registry, "get_placement_host", get_host_after_another_wake)
+    assert sh(lease, "cat f", NOW) == b"kept\n"
+    assert get_sandbox(lease).incarnation == 3
 
 
 def test_run_does_not_join_a_running_sandbox_of_another_holder(grant, memory_store) -> None:

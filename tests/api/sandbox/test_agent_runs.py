@@ -314,6 +314,24 @@ def test_run_that_cannot_be_recorded_does_not_delay_others(
     assert result.counts.get("lost race", 0) == (not is_failure)
 
 
+def test_agent_run_that_another_sweep_has_claimed_since_is_left_to_it(
+    ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_agent(ada, url, *MESSAGES)
+    run_agent(ada, url, *MESSAGES)
+    later = timezone.now() + timedelta(hours=2)
+    AgentRun.objects.update(state="running", ended_at=None, stdout_offset=0, message_count=0)
+    recorded = list[uuid.UUID]()
+
+    def record(self: recorder.Recorder) -> None:
+        recorded.append(self._agent_run.pk)
+        AgentRun.objects.exclude(pk=self._agent_run.pk).update(recorder_deadline=later + recorder.RECORDER_TTL)
+
+    monkeypatch.setattr(recorder.Recorder, "record", record)
+    assert sweeps.recover_stalled(now=later).counts["agent runs recorded"] == 1
+    assert len(recorded) == 1
+
+
 def test_run_that_never_began_is_closed_as_failed(ada: ApiClient, url: str) -> None:
     run_agent(ada, url, *MESSAGES)
     AgentRun.objects.update(id=uuid.uuid4(), state="running", ended_at=None)

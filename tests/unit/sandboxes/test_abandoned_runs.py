@@ -1,11 +1,11 @@
 """Runs whose waiting process died: closed with the result that the sandbox retained, or continued, or lost."""
 
+import uuid
 from datetime import timedelta
 
 import pytest
 
 from leases import execution, sweeps
-from sandboxes.claims import CLAIM_TTL
 from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.command_results import ExecState
 from sandboxes.providers.errors import Unavailable
@@ -46,19 +46,22 @@ def test_command_that_still_runs_continues_until_its_deadline_and_is_killed_then
     assert ("kill", run.sandbox.ref) in memory.calls
 
 
-def test_run_whose_deadline_is_extended_while_a_sweep_looks_at_it_is_left_to_its_process(grant, memory, crash_at, monkeypatch):
+@pytest.mark.parametrize("rival", ["process", "sweep"])
+def test_run_that_is_extended_or_claimed_while_a_sweep_looks_at_it_is_left_alone(rival, grant, memory, crash_at, monkeypatch):
     run = abandon_run(grant(), crash_at, "run answered")
-    now = run.deadline_at + MINUTE
-    claim, find_exec = RunClaim(run, lambda: now), memory.find_exec
+    now, find_exec = run.deadline_at + MINUTE, memory.find_exec
 
-    def extend_and_find(ref: str, mark: str) -> ExecState | None:
-        claim.keep()
+    def act_and_find(ref: str, mark: str) -> ExecState | None:
+        if rival == "process":
+            RunClaim(run, lambda: now).keep()
+        else:
+            Run.objects.update(claim=uuid.uuid4())
         return find_exec(ref, mark)
 
-    monkeypatch.setattr(memory, "find_exec", extend_and_find)
+    monkeypatch.setattr(memory, "find_exec", act_and_find)
     assert sweeps.recover_stalled(now=now).counts == {"lost race": 1}
     run.refresh_from_db()
-    assert (run.ended_at, run.claim, run.deadline_at) == (None, claim._token, now + CLAIM_TTL)
+    assert (run.ended_at, "kill" in {method for method, _ in memory.calls}) == (None, False)
 
 
 def test_run_stays_open_while_the_provider_does_not_respond(grant, memory, crash_at):

@@ -226,6 +226,41 @@ def test_worker_that_outlasts_its_claim_does_not_end_that_of_its_successor(error
     assert (sandbox.state, sandbox.claimed_by, sandbox.frozen) == ("suspended", "successor", True)
 
 
+def test_suspension_with_a_living_worker_is_not_continued(lease, sandbox, memory, at_checkpoint) -> None:
+    continued: list[bool] = []
+    at_checkpoint("frozen", lambda: continued.append(suspension.continue_suspension(get_sandbox(lease), now=DUE)))
+    assert passes.suspend_waiting(now=DUE).counts == {"suspended": 1}
+    assert continued == [False]
+
+
+def test_suspension_of_a_sandbox_that_was_used_and_suspended_since_is_not_continued(lease, suspended, memory) -> None:
+    run(lease, now=DUE)
+    assert passes.suspend_waiting(now=LATER).counts == {"suspended": 1}
+    before = len(memory.calls)
+    assert not suspension.continue_suspension(suspended, now=LATER)
+    assert memory.calls[before:] == []
+
+
+def test_late_resume_of_a_sandbox_that_was_suspended_again_leaves_it_frozen(lease, suspended, memory, at_checkpoint) -> None:
+    def suspend_and_die_while_resuming() -> None:
+        assert passes.suspend_waiting(now=LATER).counts == {"suspended": 1}
+        with memory.fail("resume", Unavailable("engine down")), pytest.raises(Unavailable):
+            suspension.ensure_awake(suspended, memory, now=LATER)
+
+    at_checkpoint("thawed", suspend_and_die_while_resuming)
+    suspension.ensure_awake(suspended, memory, now=DUE)
+    assert get_sandbox(lease).frozen
+    assert read(lease, now=LATER) == "kept"
+
+
+def test_earlier_incarnation_found_frozen_is_not_resumed_in_a_later_one(lease, suspended, memory) -> None:
+    assert eviction.evict(suspended.pk, now=DUE)
+    assert read(lease, now=LATER) == "kept"
+    before = len(memory.calls)
+    assert not suspension.recover_frozen(suspended, memory)
+    assert memory.calls[before:] == []
+
+
 @pytest.mark.parametrize("rival", ["process call", "run"])
 def test_exec_that_read_its_sandbox_before_a_suspension_resumes_it(
     rival, lease, sandbox, memory, at_checkpoint, crash_at

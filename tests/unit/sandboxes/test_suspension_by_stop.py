@@ -133,6 +133,19 @@ def test_exec_takes_over_from_a_dead_worker(step, lease, sandbox, memory, crash_
     assert (sandbox.state, sandbox.frozen, memory.inspect(sandbox.ref).running) == ("waiting", False, True)
 
 
+def test_worker_whose_claim_was_taken_over_stores_and_stops_nothing(lease, sandbox, memory, at_checkpoint, crash_at) -> None:
+    def be_taken_over() -> None:
+        with crash_at("suspension stored"):
+            sweeps.recover_stalled(now=LATER)
+        calls.extend(memory.calls)
+
+    calls: list[tuple[str, str]] = []
+    at_checkpoint("suspension claimed", be_taken_over)
+    assert passes.suspend_waiting(now=DUE).counts == {"lost race": 1}
+    assert memory.calls == calls
+    assert get_sandbox(lease).state == "suspended"
+
+
 @pytest.mark.parametrize("verb", ["get_files", "suspend"])
 def test_failure_leaves_the_sandbox_waiting_with_its_processes(verb, lease, sandbox, memory) -> None:
     process = start(lease)

@@ -1,15 +1,19 @@
 """Image templates: specifications, versions, Dockerfiles and the build log. The builds: tests/docker/test_templates.py."""
 
-from datetime import timedelta
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 from django.utils import timezone
 
 from leases import sweeps
-from sandboxes.errors import InvalidTemplate, TemplatesNotSupported
+from sandboxes.errors import InvalidTemplate, TemplateBusy, TemplatesNotSupported
 from sandboxes.hosts import registry
 from sandboxes.models import ImageTemplate, TemplateFailure, TemplateState
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.sweep_log import SweepResult
 from sandboxes.templates import builds
 from sandboxes.templates.build_log import HEAD_CHARS, TAIL_CHARS, BuildLog
 from sandboxes.templates.specifications import (
@@ -19,6 +23,7 @@ from sandboxes.templates.specifications import (
     TemplateSpecification,
     validate_name,
 )
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 DOCKERFILE = "FROM debian\n"
 
@@ -104,6 +109,55 @@ def test_log_contains_no_credentials(printed: str, kept: str) -> None:
 def test_provider_without_builds_is_refused(memory: MemoryProvider) -> None:
     with pytest.raises(TemplatesNotSupported):
         builds.get_build_host(now=timezone.now())
+
+
+@pytest.fixture
+def template(memory: MemoryProvider, db: None) -> ImageTemplate:
+    """Template that waits for a build since NOW."""
+    host = registry.get_local_host("memory", now=NOW)
+    return builds.request("t", TemplateSpecification("a", ["b"]), host=host, now=NOW, actor="test")[0]
+
+
+def test_template_is_built_by_one_process_at_a_time(template: ImageTemplate, at_checkpoint: Callable[..., None]) -> None:
+    def build_too() -> None:
+        assert not builds.build(template.pk, now=NOW)
+        raise SimulatedCrash
+
+    at_checkpoint("template claimed", build_too)
+    with pytest.raises(SimulatedCrash):
+        builds.build(template.pk, now=NOW)
+    template.refresh_from_db()
+    assert template.attempts == 1
+
+
+def test_build_that_goes_on_while_a_sweep_looks_at_it_keeps_its_claim(
+    template: ImageTemplate, crash_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with crash_at("template claimed"):
+        builds.build(template.pk, now=NOW)
+    due, find_due = NOW + builds.BUILD_CLAIM_TTL, builds.find_due
+
+    def find_and_extend(*, now: datetime) -> list[ImageTemplate]:
+        found = [*find_due(now=now)]
+        ImageTemplate.objects.update(deadline_at=now + MINUTE)
+        return found
+
+    monkeypatch.setattr(builds, "find_due", find_and_extend)
+    assert builds.release_due(now=due) == (SweepResult(), [])
+    assert ImageTemplate.objects.get().claim
+
+
+def test_template_that_is_being_removed_is_neither_rebuilt_nor_removed_by_another_process(template: ImageTemplate) -> None:
+    """The claim of a removal whose process has died ends at its deadline."""
+    deadline = NOW + MINUTE
+    ImageTemplate.objects.update(
+        state=TemplateState.READY, image="t", image_id="i", finished_at=NOW, claim=uuid.uuid4(), deadline_at=deadline
+    )
+    specification = TemplateSpecification("a", ["b"])
+    with pytest.raises(TemplateBusy):
+        builds.remove(template, now=NOW)
+    for now, is_waiting in ((NOW, False), (deadline, True)):
+        assert builds.request("t", specification, host=template.host, now=now, actor="test", rebuild=True)[1] == is_waiting
 
 
 @pytest.mark.django_db

@@ -1,7 +1,7 @@
 """Attempts of queued runs: execute one, and adopt or repeat that of a runner that has died.
 
 An attempt is fenced: its Run opens only while the row says that this attempt is started, under this runner and not interrupted.
-A runner that lost its lease on the row therefore executes nothing."""
+A runner that lost its claim on the row therefore executes nothing."""
 
 import base64
 import uuid
@@ -26,6 +26,7 @@ from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState, derive_run_id
 from sandboxes.db import encryption, tracing
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.db.sql import Statement
 from sandboxes.errors import SandboxError, WrongHost
 from sandboxes.failures import find_cause, find_provider
@@ -257,30 +258,41 @@ def count_executions(row: QueuedRun) -> int:
 
 
 def recover(*, runner: str, now: datetime, limit: int = 100) -> int:
-    """Take over started runs whose runner is dead. Return how many were ended or queued again.
+    """Take over the attempts that no runner has renewed. Return how many runs were ended or queued again.
 
-    A run whose command still runs is left to its Run: a sweep closes that with the retained result, or kills the command."""
+    Either the process of the attempt is dead, or its thread has ended without recording the end. A run whose command still runs
+    is left to its Run: a sweep closes that with the retained result, or kills the command."""
     dead = QueuedRun.objects.filter(state=STATE.STARTED, runner_deadline__lt=now).order_by("runner_deadline")
     count = 0
     for row in dead[:limit]:
-        own = find_attempt(row).filter(runner=row.runner, runner_deadline=row.runner_deadline)
-        row.runner, row.runner_deadline = runner, now + queue.RUNNER_TTL
-        if not own.update(runner=row.runner, runner_deadline=row.runner_deadline):
-            continue
-        checkpoint("queued run taken over", row)
-        run = Run.objects.filter(pk=row.run_id).first()
-        if run is not None and run.ended_at is None:
-            find_attempt(row).update(runner="", runner_deadline=now + queue.RUNNER_TTL)
-            continue
-        if row.turn_number is not None:
-            _settle_turn(row, now=now)
-        elif run is None:
-            _end_one_shot_lease(row, now=now)
-            _retry_unstarted(row, "The runner died before the command began.", now=now)
-        else:
-            settle(row, run, now=now)
-        count += 1
+        try:
+            count += _take_over(row, runner, now=now)
+        except CONNECTION_ERRORS:
+            raise
+        except Exception:  # tried again once the claim of this runner has expired; one run must not delay the others
+            log.exception("queued run not taken over", queued_run=str(row.pk), attempt=row.attempt)
     return count
+
+
+def _take_over(row: QueuedRun, runner: str, *, now: datetime) -> bool:
+    """Claim the attempt of a dead runner, and end the run or queue it again. Return False if that is left to others."""
+    own = find_attempt(row).filter(runner=row.runner, runner_deadline=row.runner_deadline)
+    row.runner, row.runner_deadline = runner, now + queue.RUNNER_TTL
+    if not own.update(runner=row.runner, runner_deadline=row.runner_deadline):
+        return False
+    checkpoint("queued run taken over", row)
+    run = Run.objects.filter(pk=row.run_id).first()
+    if run is not None and run.ended_at is None:
+        find_attempt(row).update(runner="", runner_deadline=now + queue.RUNNER_TTL)
+        return False
+    if row.turn_number is not None:
+        _settle_turn(row, now=now)
+    elif run is None:
+        _end_one_shot_lease(row, now=now)
+        _retry_unstarted(row, "The runner died before the command began.", now=now)
+    else:
+        settle(row, run, now=now)
+    return True
 
 
 def _end_one_shot_lease(row: QueuedRun, *, now: datetime) -> None:

@@ -21,7 +21,7 @@ class QueuedRun(models.Model):
     """A command that a runner executes later: in the sandbox of a lease or, without one, in a new sandbox.
 
     Each attempt has a Run of its own, whose id is derived from this row's and the attempt. The runner of an attempt holds a
-    lease on the row (`runner_deadline`). Environment variables, stdin and prompt are encrypted, and deleted at the end."""
+    claim on the row (`runner_deadline`). Environment variables, stdin and prompt are encrypted, and deleted at the end."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     agent_did = models.CharField(max_length=255, verbose_name="agent")

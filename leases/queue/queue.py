@@ -7,10 +7,12 @@ environment start one after another, in the order of their numbers."""
 import base64
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 from django.conf import settings
 from django.db import transaction
@@ -26,8 +28,15 @@ from sandboxes.models import Pool
 from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import outbox
 
-RUNNER_TTL = timedelta(seconds=30)  # lease of a runner on its rows, renewed by its main thread
+RUNNER_TTL = timedelta(seconds=30)  # claim of a runner on an attempt, renewed by its main thread while a thread executes it
 STATE = QueuedRunState
+
+
+class Attempt(NamedTuple):
+    """Identity of one attempt of a queued run."""
+
+    pk: uuid.UUID  # of the queued run
+    number: int
 
 
 @dataclass(frozen=True)
@@ -200,9 +209,14 @@ def _find_next_agent(ready: QuerySet[QueuedRun]) -> str | None:
     return min(allowed, key=rank, default=None)
 
 
-def renew(runner: str, *, now: datetime) -> int:
-    """Extend the lease of a runner on all its rows. Return their number."""
-    return QueuedRun.objects.filter(runner=runner, state=STATE.STARTED).update(runner_deadline=now + RUNNER_TTL)
+def renew(runner: str, attempts: Collection[Attempt], *, now: datetime) -> int:
+    """Extend the claims of the attempts that threads of a runner execute now. Return the number of claims.
+
+    An attempt that is not named keeps its deadline: its thread has ended, and the end is not recorded."""
+    if not attempts:
+        return 0
+    executing = reduce(or_, (Q(pk=each.pk, attempt=each.number) for each in attempts))
+    return QueuedRun.objects.filter(executing, runner=runner, state=STATE.STARTED).update(runner_deadline=now + RUNNER_TTL)
 
 
 def finish(

@@ -1,7 +1,8 @@
 """Runner: threads that execute queued runs, and the main thread that claims runs for them.
 
-The web process has one (LEASEHOLD_RUNNER_THREADS), and `manage.py runner` is one of its own. The main thread renews the lease
-on the rows of this runner; if the process dies, another runner takes the rows over."""
+The web process has one (LEASEHOLD_RUNNER_THREADS), and `manage.py runner` is one of its own. The main thread renews the claims
+of the attempts that a thread of this runner executes. The claims of all other attempts expire, and a runner takes them over:
+those of a dead process, and those whose thread has ended without recording the end."""
 
 import threading
 from collections.abc import Callable
@@ -13,23 +14,40 @@ from django.db import close_old_connections, connections
 
 from leases.queue import attempts, queue
 from leases.queue.models import QueuedRun
+from leases.queue.queue import Attempt
 from sandboxes import long_calls
 from sandboxes.db import database_time
 
 log = structlog.get_logger(__name__)
 # Between two looks at the queue. Runs that this process queues start at once.
 POLL_SECONDS, IDLE_POLL_SECONDS = 2.0, 10.0
+StartThread = Callable[[str, Callable[[], object]], object]
+
+
+def start_thread(name: str, act: Callable[[], object]) -> None:
+    """Execute `act` in a new thread, without the limit on long calls: the number of these threads is the limit."""
+
+    def run() -> None:
+        long_calls.exempt_thread()
+        try:
+            act()
+        finally:
+            connections.close_all()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
 
 
 class Runner:
     """Runner of this process. `start`, `notify` and `stop` may be called by any thread."""
 
-    def __init__(self, thread_count: int, *, now: Callable[[], datetime] = database_time.now) -> None:
+    def __init__(
+        self, thread_count: int, *, now: Callable[[], datetime] = database_time.now, start_thread: StartThread = start_thread
+    ) -> None:
         self.name = attempts.build_runner_name()
-        self._count, self._now = thread_count, now
+        self._count, self._now, self._start_thread = thread_count, now, start_thread
         self._wakeup, self._stopping, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._main: threading.Thread | None = None
-        self._threads = set[threading.Thread]()
+        self._executing = set[Attempt]()  # each by a thread, which removes the attempt at its end
 
     def start(self) -> None:
         """Start the main thread, unless it runs or the runner has no threads."""
@@ -56,24 +74,41 @@ class Runner:
     def run_pending(self) -> int:
         """Recover, expire, and start as many runs as this runner has free threads. Return the number of started runs."""
         now = self._now()
-        queue.renew(self.name, now=now)
+        queue.renew(self.name, self._list_executing(), now=now)
         attempts.recover(runner=self.name, now=now)
         queue.expire(now=now)
         started = 0
-        while len(self._threads) < self._count and not self._stopping.is_set():
+        while len(self._executing) < self._count and not self._stopping.is_set():
             row = queue.claim(self.name, now=self._now())
             if row is None:
                 break
-            thread = threading.Thread(target=self._execute, args=(row,), name=f"queued-run-{row.pk}", daemon=True)
-            self._threads.add(thread)
-            thread.start()
+            self._start(row)
             started += 1
         return started
+
+    def _list_executing(self) -> list[Attempt]:
+        with self._lock:
+            return [*self._executing]
+
+    def _start(self, row: QueuedRun) -> None:
+        attempt = Attempt(row.pk, row.attempt)
+        with self._lock:
+            self._executing.add(attempt)
+        try:
+            self._start_thread(f"queued-run-{row.pk}", lambda: self._execute(row, attempt))
+        except RuntimeError:  # no thread was started: the limit of the process or of the machine is reached
+            self._end(attempt)
+            raise
+
+    def _end(self, attempt: Attempt) -> None:
+        with self._lock:
+            self._executing.discard(attempt)
+        self._wakeup.set()
 
     def _run(self) -> None:
         pause = 0.0
         try:
-            while self._threads or not self._stopping.is_set():
+            while self._executing or not self._stopping.is_set():
                 self._wakeup.wait(pause)
                 self._wakeup.clear()
                 try:
@@ -89,16 +124,13 @@ class Runner:
         finally:
             connections.close_all()
 
-    def _execute(self, row: QueuedRun) -> None:
-        long_calls.exempt_thread()  # limited by the number of these threads instead
+    def _execute(self, row: QueuedRun, attempt: Attempt) -> None:
         try:
             attempts.execute(row, now=self._now())
-        except Exception:  # the row is taken over once the lease on it has expired: see `recover`
+        except Exception:  # the claim is not renewed any more, and `recover` takes the attempt over
             log.exception("queued run not recorded", queued_run=str(row.pk), attempt=row.attempt)
         finally:
-            connections.close_all()
-            self._threads.discard(threading.current_thread())
-            self._wakeup.set()
+            self._end(attempt)
 
 
 _runner = Runner(0)

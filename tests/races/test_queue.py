@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 
 from leases import api_keys, leasing, sweeps
 from leases.agent_runs.models import AgentRun
@@ -17,7 +17,8 @@ from leases.errors import TooManyQueuedRuns
 from leases.models import AgentKey, Lease
 from leases.queue import attempts, queue
 from leases.queue.models import QueuedRun
-from leases.queue.queue import QueueOptions
+from leases.queue.queue import Attempt, QueueOptions
+from leases.queue.runner import Runner
 from sandboxes.models import Event, Pool, Run, Sandbox
 from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -45,12 +46,22 @@ def enqueue(
 
 
 def work(now: datetime = NOW, runner: str = "r1") -> int:
-    """Recover, and execute runs until none may start. Return the number of attempts."""
-    attempts.recover(runner=runner, now=now)
-    count = 0
-    while row := queue.claim(runner, now=now):
-        attempts.execute(row, now=now)
-        count += 1
+    """Let a runner of this name look at the queue once. Return the number of attempts, which have ended.
+
+    The runner executes each attempt in the thread of the test, whose connection alone sees the rows of the test."""
+    process = Runner(1, now=lambda: now, start_thread=lambda name, act: act())
+    process.name = runner
+    return process.run_pending()
+
+
+def work_until(end: datetime, *, begin: datetime = NOW, sweep: bool = True) -> int:
+    """Let one runner look at the queue every 5 seconds, and sweep every minute. Return the number of attempts."""
+    count, seconds = 0, 0
+    while (at := begin + timedelta(seconds=seconds)) < end:
+        if sweep and seconds % 60 == 0:
+            sweeps.recover_stalled(now=at)
+        count += work(at)
+        seconds += 5
     return count
 
 
@@ -436,21 +447,103 @@ def test_run_whose_command_may_still_run_is_left_alone(
 
 def test_renewed_lease_of_a_runner_is_not_taken_over(lease: Lease, pool: Pool) -> None:
     enqueue(pool, lease)
-    assert queue.claim("r1", now=NOW)
-    assert queue.renew("r1", now=NOW + MINUTE) == 1
+    row = queue.claim("r1", now=NOW)
+    assert row
+    assert queue.renew("r1", [Attempt(row.pk, row.attempt)], now=NOW + MINUTE) == 1
     assert attempts.recover(runner="r2", now=NOW + MINUTE) == 0
 
 
 def test_runner_that_renews_its_lease_while_another_takes_over_keeps_its_other_rows(
     lease: Lease, pool: Pool, at_checkpoint: Callable[..., None]
 ) -> None:
+    executing = []
     for _ in range(2):
         enqueue(pool, lease)
-        assert queue.claim("r1", now=NOW)
-    at_checkpoint("queued run taken over", lambda: queue.renew("r1", now=LATER))
+        row = queue.claim("r1", now=NOW)
+        assert row
+        executing.append(Attempt(row.pk, row.attempt))
+    at_checkpoint("queued run taken over", lambda: queue.renew("r1", executing, now=LATER))
     assert attempts.recover(runner="r2", now=LATER) == 1
     kept = QueuedRun.objects.get(state="started")
     assert (kept.runner, kept.runner_deadline) == ("r1", LATER + queue.RUNNER_TTL)
+
+
+def test_only_the_attempts_in_progress_are_renewed(lease: Lease, pool: Pool) -> None:
+    enqueue(pool, lease)
+    row = queue.claim("r1", now=NOW)
+    assert row
+    later = NOW + MINUTE / 4
+    earlier, other = Attempt(row.pk, row.attempt - 1), Attempt(uuid.uuid4(), row.attempt)
+    assert [queue.renew("r1", each, now=later) for each in ([], [earlier], [other])] == [0, 0, 0]
+    assert queue.renew("r2", [Attempt(row.pk, row.attempt)], now=later) == 0
+    assert reload(row).runner_deadline == NOW + queue.RUNNER_TTL
+
+
+# --- attempts that end without being recorded, while their runner lives --------------------------------------------
+
+
+@pytest.mark.parametrize("repeatable", [False, True])
+def test_attempt_whose_command_may_still_run_is_settled_by_its_own_runner(
+    lease: Lease, pool: Pool, memory: MemoryProvider, repeatable: bool
+) -> None:
+    row = enqueue(pool, lease, repeatable=repeatable, max_attempts=2)
+    memory.fail("exec", Unavailable("gone"), times=1)
+    memory.fail("kill", Unavailable("gone"), times=1)
+    assert work() == 1
+    assert (reload(row).state, Run.objects.get(pk=reload(row).run_id).ended_at) == ("started", None)
+    work_until(NOW + 10 * MINUTE)
+    row = reload(row)
+    expected = ("completed", 2) if repeatable else ("failed", 1)
+    assert (row.state, row.attempt) == expected
+
+
+def test_end_that_could_not_be_recorded_is_recorded_later(
+    lease: Lease, pool: Pool, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, failures = enqueue(pool, lease), iter([OperationalError("the connection was lost")])
+
+    def finish(*arguments: Any, **values: Any) -> bool:
+        for failure in failures:
+            raise failure
+        return original(*arguments, **values)
+
+    original = queue.finish
+    monkeypatch.setattr(queue, "finish", finish)
+    assert work() == 1
+    assert (reload(row).state, next(failures, None)) == ("started", None)
+    work_until(NOW + MINUTE)
+    assert (reload(row).state, reload(row).exit_code, count_executions(memory)) == ("completed", 0, 1)
+
+
+def test_takeover_that_fails_is_repeated_and_delays_no_other(
+    lease: Lease, pool: Pool, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [enqueue(pool, lease) for _ in range(2)]
+    for _ in rows:
+        assert queue.claim("r2", now=NOW)
+    failures, original = iter([ValueError("unexpected")]), queue.requeue
+
+    def requeue(*arguments: Any, **values: Any) -> bool:
+        for failure in failures:
+            raise failure
+        return original(*arguments, **values)
+
+    monkeypatch.setattr(queue, "requeue", requeue)
+    work(NOW + MINUTE)
+    assert next(failures, None) is None
+    assert sorted(reload(row).state for row in rows) == ["queued", "started"]
+    work_until(NOW + 3 * MINUTE, begin=NOW + MINUTE)
+    assert ({reload(row).state for row in rows}, count_executions(memory)) == ({"completed"}, 2)
+
+
+def test_interruption_of_an_unrecorded_attempt_ends_the_run(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease, repeatable=True, max_attempts=2)
+    memory.fail("exec", Unavailable("gone"), times=1)
+    memory.fail("kill", Unavailable("gone"), times=1)
+    work()
+    interrupt(row)
+    work_until(NOW + 10 * MINUTE)
+    assert (reload(row).state, reload(row).attempt) == ("interrupted", 1)
 
 
 # --- interruption -------------------------------------------------------------------------------------------------

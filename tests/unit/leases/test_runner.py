@@ -2,7 +2,7 @@
 
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from django.conf import settings
@@ -82,6 +82,42 @@ def test_stopped_runner_finishes_its_runs_and_claims_no_others(
     proceed.set()
     runner.join()
     assert sorted(QueuedRun.objects.values_list("state", flat=True)) == ["completed", "queued"]
+
+
+def test_claim_is_renewed_while_its_thread_executes_the_attempt(
+    running_lease: Lease, pool: Pool, memory: MemoryProvider
+) -> None:
+    enqueue(running_lease, pool)
+    times, pending = [timezone.now()], dict[str, Callable[[], object]]()
+    runner = Runner(1, now=lambda: times[0], start_thread=pending.__setitem__)
+    assert runner.run_pending() == 1
+    for _ in range(4):
+        times[0] += queue.RUNNER_TTL / 2
+        assert runner.run_pending() == 0
+    row = QueuedRun.objects.get()
+    assert (row.state, row.attempt, row.runner_deadline) == ("started", 1, times[0] + queue.RUNNER_TTL)
+    [execute] = pending.values()
+    execute()
+    assert QueuedRun.objects.get().state == "completed"
+
+
+def test_attempt_whose_thread_does_not_start_is_repeated_and_takes_no_place(running_lease: Lease, pool: Pool) -> None:
+    enqueue(running_lease, pool)
+    times, refusals = [timezone.now()], iter([RuntimeError("can't start new thread")])
+
+    def start(name: str, act: Callable[[], object]) -> None:
+        for refusal in refusals:
+            raise refusal
+        act()
+
+    runner = Runner(1, now=lambda: times[0], start_thread=start)
+    with pytest.raises(RuntimeError):
+        runner.run_pending()
+    assert QueuedRun.objects.get().state == "started"
+    for _ in range(3):
+        times[0] += queue.RUNNER_TTL
+        runner.run_pending()
+    assert (QueuedRun.objects.get().state, QueuedRun.objects.get().attempt) == ("completed", 2)
 
 
 def test_process_without_threads_executes_nothing(running_lease: Lease, pool: Pool) -> None:

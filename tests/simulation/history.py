@@ -19,6 +19,7 @@ from sandboxes import destruction
 from sandboxes.models import Pool, Quota, Sandbox, Transition
 from tests.simulation import final_checks
 from tests.simulation.faults import draw_faults
+from tests.simulation.modules import import_product, list_modules
 from tests.simulation.options import ENVIRONMENT_TYPE, Options
 from tests.simulation.ports import PROGRAM
 from tests.simulation.scheduler import EPOCH
@@ -51,7 +52,8 @@ class Report:
 
 def run_history(seed: int, *, length: int = 0, print_events: bool = False) -> Report:
     """Run the history of one seed. The same seed and length always give the same trace."""
-    began = time.process_time()
+    import_product()
+    began, modules = time.process_time(), list_modules()
     gc.collect()
     gc.disable()  # a third of the time otherwise
     random = Random(seed)
@@ -71,6 +73,8 @@ def run_history(seed: int, *, length: int = 0, print_events: bool = False) -> Re
                 quiesce(world, workload)
             if not world.promises.violations:
                 final_checks.check_all(world)
+            if imported := list_modules() - modules:
+                world.promises.violate(0, f"imported within the history, and not by import_product: {sorted(imported)}")
         except Exception as error:
             world.promises.violate(0, f"{type(error).__name__}: {error}")
             if print_events:

@@ -1,4 +1,4 @@
-"""Plugin of pytest: one JSON line per test with its outcome, CPU and wall-clock, in the file of LEASEHOLD_ACCOUNTING."""
+"""Plugin of pytest: one JSON line per test with its outcome, CPU and wall-clock, in the file of TEST_ACCOUNTING."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-VARIABLE = "LEASEHOLD_ACCOUNTING"  # path of the file; without it nothing is recorded
+VARIABLE = "TEST_ACCOUNTING"  # path of the file; without it nothing is recorded
 
 
 @dataclass

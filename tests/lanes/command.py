@@ -1,6 +1,7 @@
 """Commands of the suite: the fast lanes with the parts that a change adds, the whole matrix, or a selection of tests."""
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ def run_fast() -> int:
         print(f"Added by changed paths (tests/lanes/changes.py): {', '.join(added)}")
     with tempfile.TemporaryDirectory(prefix="lh-lanes-") as directory:
         run = Run(Path(directory))
-        results = run.execute([*FAST, *(PARTS[name] for name in added)], report.print_result)
+        results = run.execute(choose_databases([*FAST, *(PARTS[name] for name in added)]), report.print_result)
     slowdown = run.speedometer.slowdown
     report.print_table(results, slowdown=slowdown)
     overruns = report.find_overruns(results, slowdown=slowdown)
@@ -43,11 +44,21 @@ def run_fast() -> int:
     return int(bool(overruns) or not all(result.passed for result in results))
 
 
+def choose_databases(parts: Sequence[Part]) -> Sequence[Part]:
+    """Return the parts, on SQLite if there is no PostgreSQL. Exit if all services are required."""
+    if os.environ.get("TEST_POSTGRES_URL"):
+        return parts
+    if os.environ.get("LEASEHOLD_REQUIRE_SERVICES") == "1":
+        raise SystemExit("PostgreSQL is unavailable, and LEASEHOLD_REQUIRE_SERVICES=1 requires all services.")
+    print("PostgreSQL is unavailable: all tests run on SQLite.")
+    return [replace(part, database=SQLITE) for part in parts]
+
+
 def run_selection(arguments: Sequence[str]) -> int:
     """Run the tests that the arguments of pytest select, on their databases, one process after the other."""
     with tempfile.TemporaryDirectory(prefix="lh-lanes-") as directory:
         results: list[Result] = []
-        for part in SELECTION:
+        for part in choose_databases(SELECTION):
             results += Run(Path(directory), arguments).execute([part], lambda result: print(result.output, flush=True))
     statuses = {result.status for result in results}
     if statuses == {NO_TEST_SELECTED}:
@@ -80,7 +91,8 @@ def run_matrix(options: argparse.Namespace) -> int:
             report.print_result(result)
             record.add(result)
 
-        results = run.execute([replace(part, budget=None) for part in chosen if part not in skipped], end)
+        pending = [replace(part, budget=None) for part in chosen if part not in skipped]
+        results = run.execute(choose_databases(pending), end)
     if results:
         report.print_table(results, slowdown=run.speedometer.slowdown)
     missing = record.find_missing(list_all_tests()) if not options.parts else []

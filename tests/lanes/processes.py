@@ -97,7 +97,7 @@ class Run:
         environment = os.environ | {VARIABLE: str(accounting)}
         environment.pop("DATABASE_URL", None)
         if self._full_search:
-            environment["LEASEHOLD_SEARCH"] = "full"
+            environment["TEST_SEARCH"] = "full"
         if part.database == POSTGRES:
             environment["DATABASE_URL"] = create_database(f"{part.name.replace('-', '_')}_{os.getpid()}")
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.lanes.accounting", *part.build_arguments(), *self._arguments]

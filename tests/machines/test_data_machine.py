@@ -1,11 +1,10 @@
 """Hypothesis state machine over an agent's /data in several sandboxes at once.
 
 Programs change files; sandboxes are evicted, woken, lost and replaced; the store fails and the process crashes. Stored data is
-never lost silently, and all sandboxes have the same files in the end. A longer search, with DATA_MACHINE_EXAMPLES=2000, takes
+never lost silently, and all sandboxes have the same files in the end. A longer search, with TEST_SEARCH=200, takes
 about ten minutes."""
 
 import hashlib
-import os
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from datetime import datetime, timedelta
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from django.db import connection, transaction
+from django.db import transaction
 from django.db.models import Sum
 from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -38,6 +37,7 @@ from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.support.search import budget
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("guarded UPDATEs of the state machine")]
 STEPS_PER_EXAMPLE = 30  # the sandboxes of an example are expensive to start and to compare
@@ -380,8 +380,6 @@ def place(files: Files, path: str, entry: Entry) -> None:
 
 
 def test_stored_data_is_never_lost_silently(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    # SQLite repeats the first of PostgreSQL's examples: the merge is the same code, only the SQL differs.
-    examples = int(os.environ.get("DATA_MACHINE_EXAMPLES", "10" if connection.vendor == "postgresql" else "4"))
     # Real time that a request waits for a sandbox whose worker has crashed, before it is refused.
     settings.SANDBOX_START_TIMEOUT = timedelta(0)
     settings.EGRESS_PROXY = "none"
@@ -391,7 +389,7 @@ def test_stored_data_is_never_lost_silently(settings: Settings, monkeypatch: pyt
     run_state_machine_as_test(
         DataMachine,
         settings=hypothesis.settings(
-            max_examples=examples,
+            max_examples=budget(fast=3, full=10),
             stateful_step_count=STEPS_PER_EXAMPLE,
             deadline=None,
             suppress_health_check=list(HealthCheck),

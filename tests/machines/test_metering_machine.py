@@ -3,7 +3,6 @@
 Metered time and CPU equal those of the provider's clock and counters, to the microsecond. Deriving the records again gives the
 same records."""
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
@@ -14,7 +13,6 @@ from uuid import UUID
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from django.db import connection
 from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from pytest_django import Settings
@@ -31,11 +29,11 @@ from sandboxes.sweeps import passes
 from sandboxes.usage import readings
 from tests.conftest import SimulatedCrash
 from tests.machines.test_pool_machine import ROW_INDEX, PoolMachine
+from tests.support.search import budget
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: metering aggregates in the database")]
 # Metering has no SQL dialect of its own, so PostgreSQL, the slower, gets half of the examples. 2,000 random histories take
 # ten minutes.
-EXAMPLES = int(os.environ.get("METERING_MACHINE_EXAMPLES", "20" if connection.vendor == "postgresql" else "40"))
 READY = {"warm", "running", "waiting"}  # billed states
 FACTS = [
     "item", "source", "day", "began_at", "ended_at", "sandbox_id", "holder", "agent_did", "environment_id", "provider", "state",
@@ -232,7 +230,8 @@ def test_metered_use_equals_the_use_at_the_provider(simulated_time: SimulatedTim
     run_state_machine_as_test(
         MeteredMachine,
         settings=hypothesis.settings(
-            max_examples=EXAMPLES, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck),
+            max_examples=budget(fast=6, full=40), stateful_step_count=30, deadline=None,
+            suppress_health_check=list(HealthCheck),
             phases=[Phase.explicit, Phase.reuse, Phase.generate],
         ),
     )  # fmt: skip

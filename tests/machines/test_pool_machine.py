@@ -28,6 +28,7 @@ from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes
 from tests.conftest import NOW, SimulatedCrash
+from tests.support.search import budget
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("guarded UPDATEs of the state machine")]
 CAPACITY = 4
@@ -248,7 +249,7 @@ def test_pool_invariants_hold_under_failures_and_crashes(settings: Settings, mem
     run_state_machine_as_test(
         PoolMachine,
         settings=hypothesis.settings(
-            max_examples=25,
+            max_examples=budget(fast=7, full=25),
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -23,6 +23,7 @@ from sandboxes import lifecycle
 from sandboxes.egress.logs import tail, upstream_records
 from sandboxes.models import LlmCall
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
+from tests.support.search import budget
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("guarded UPDATEs of the state machine")]
 STEPS = st.sampled_from(["lines read", "lines applied", "lines committed"])
@@ -173,9 +174,10 @@ class RecordsMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("batch", [tail.BATCH_BYTES, 700])
 def test_every_record_counts_once(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     monkeypatch.setattr(tail, "BATCH_BYTES", batch)  # 700 bytes: three lines
-    examples = int(os.environ.get("RECORDS_MACHINE_EXAMPLES", "20"))
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(
         RecordsMachine,
-        settings=settings(max_examples=examples, stateful_step_count=15, deadline=None, suppress_health_check=checks),
+        settings=settings(
+            max_examples=budget(fast=5, full=20), stateful_step_count=15, deadline=None, suppress_health_check=checks
+        ),
     )

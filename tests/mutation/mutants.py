@@ -1,8 +1,8 @@
 """Mutants: one small defect each, with the tests that are expected to fail because of the defect.
 
 `before` occurs exactly once in the file at `path`. Paths of sources and tests are constants, so that a renamed file is one
-changed line. Ordered by area: pool, lifecycle, runs, eviction, suspension, leasing, metering, pricing, budgets, API keys,
-egress."""
+changed line. Ordered by area: pool, lifecycle, runs, queue of runs, sweeps, image templates, eviction, suspension, leasing,
+metering, pricing, budgets, API keys, egress."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +12,10 @@ POOL, STARTS = "sandboxes/pool/allocation.py", "sandboxes/pool/starts.py"
 LIFECYCLE, RUNS = "sandboxes/lifecycle.py", "sandboxes/runs/operations.py"
 EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
 ADMISSION_QUEUE = "sandboxes/pool/admission_queue.py"
+RUN_QUEUE, ATTEMPTS, RECORDER = "leases/queue/queue.py", "leases/queue/attempts.py", "leases/agent_runs/recorder.py"
+ABANDONED_RUNS, TEMPLATE_BUILDS = "sandboxes/runs/abandoned.py", "sandboxes/templates/builds.py"
+SWEEP_LOG, END_WATCH = "sandboxes/sweep_log.py", "sandboxes/sweeps/end_watch.py"
+SANDBOX_AGENT = "sandboxes/image/agent/main.py"
 SUSPENSION, TEST_SUSPENSION = "sandboxes/suspension.py", "tests/unit/sandboxes/test_suspension.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
 RENEWAL, TEST_RENEWAL = "leases/renewal.py", "tests/unit/leases/test_renewal.py"
@@ -41,6 +45,11 @@ TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = (
 )
 TEST_ALLOW_LISTS, TEST_API_KEYS = "tests/unit/leases/test_allow_lists.py", "tests/unit/leases/test_api_keys.py"
 TEST_IDEMPOTENCY, TEST_QUEUE = "tests/api/test_idempotency.py", "tests/unit/leases/test_admission.py"
+TEST_RUN_QUEUE, TEST_AGENT_RUNS = "tests/races/test_queue.py", "tests/api/sandbox/test_agent_runs.py"
+TEST_PLACEMENT, TEST_PENDING = "tests/unit/leases/test_placement.py", "tests/unit/sandboxes/test_pending_starts.py"
+TEST_ABANDONED = "tests/unit/sandboxes/test_abandoned_runs.py"
+TEST_TEMPLATE_BUILDS = "tests/unit/sandboxes/remote/test_templates.py"
+TEST_RETAINED_RESULTS = "tests/unit/sandboxes/image/test_result_retention.py"
 TEST_EGRESS, TEST_REDACTION = (
     "tests/unit/sandboxes/egress/test_egress_server.py",
     "tests/unit/sandboxes/egress/test_redaction.py",
@@ -137,6 +146,20 @@ MUTANTS = (
         after="        raise _build_overtaken_error(sandbox)\n",
         tests=[f"{TEST_CRASHES}::test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing"],
     ),
+    Mutant(
+        name="pool-moves-a-sandbox-woken-since",
+        path=POOL,
+        before="unchanged = Q(incarnation=sandbox.incarnation)",
+        after="unchanged = Q()",
+        tests=[f"{TEST_PLACEMENT}::test_cold_sandbox_that_another_request_has_woken_since_is_not_given_up"],
+    ),
+    Mutant(
+        name="pool-pending-start-of-another-process",
+        path=STARTS,
+        before="state=WARMING, claim__isnull=True, pending_since__isnull=False,",
+        after="state=WARMING, pending_since__isnull=False,",
+        tests=[f"{TEST_PENDING}::test_pending_start_is_awaited_by_one_process_at_a_time"],
+    ),
     # --- lifecycle ---
     Mutant(
         name="lifecycle-advance-from-any-state",
@@ -183,7 +206,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runs-abandoned-run-not-killed",
-        path="sandboxes/runs/abandoned.py",
+        path=ABANDONED_RUNS,
         before="if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:",
         after="if sandbox.state in GONE_STATES and sandbox.incarnation == run.incarnation:",
         tests=[f"{TEST_CRASHES}::test_command_of_an_abandoned_run_is_killed_before_its_sandbox_is_waiting"],
@@ -208,6 +231,100 @@ MUTANTS = (
         before="        eviction.mark_lost(opened.sandbox, str(failed), now=now)\n",
         after="",
         tests=[f"{TEST_LEASING}::test_a_lost_sandbox_ends_its_lease_as_lost"],
+    ),
+    Mutant(
+        name="runs-extended-run-closed-as-abandoned",
+        path=ABANDONED_RUNS,
+        before="claim=run.claim, deadline_at=run.deadline_at, ended_at__isnull=True",
+        after="claim=run.claim, ended_at__isnull=True",
+        tests=[f"{TEST_ABANDONED}::test_run_whose_deadline_is_extended_while_a_sweep_looks_at_it_is_left_to_its_process"],
+    ),
+    Mutant(
+        name="runs-agent-drops-a-recent-result",
+        path=SANDBOX_AGENT,
+        before="if run.shim_gone and run.ended_at < oldest:",
+        after="if run.shim_gone:",
+        tests=[f"{TEST_RETAINED_RESULTS}::test_result_makes_room_for_a_run_only_once_it_is_older_than_ten_minutes"],
+    ),
+    Mutant(
+        name="runs-agent-run-recorded-without-its-token",
+        path=RECORDER,
+        before="AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)",
+        after="AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True)",
+        tests=[f"{TEST_AGENT_RUNS}::test_recorder_that_was_replaced_changes_nothing"],
+    ),
+    # --- queue of runs ---
+    Mutant(
+        name="run-queue-finish-of-another-attempt",
+        path=RUN_QUEUE,
+        before="QueuedRun.objects.filter(pk=row.pk, attempt=row.attempt, state=STATE.STARTED)\n",
+        after="QueuedRun.objects.filter(pk=row.pk, state=STATE.STARTED)\n",
+        tests=[f"{TEST_RUN_QUEUE}::test_late_end_of_an_attempt_does_not_end_the_next_one"],
+    ),
+    Mutant(
+        name="run-queue-requeue-of-another-attempt",
+        path=RUN_QUEUE,
+        before="QueuedRun.objects.filter(pk=row.pk, attempt=row.attempt, state=STATE.STARTED, interrupted_at__isnull=True)",
+        after="QueuedRun.objects.filter(pk=row.pk, state=STATE.STARTED, interrupted_at__isnull=True)",
+        tests=[f"{TEST_RUN_QUEUE}::test_late_end_of_an_attempt_does_not_end_the_next_one"],
+    ),
+    Mutant(
+        name="run-queue-takes-a-renewed-row",
+        path=ATTEMPTS,
+        before="filter(runner=row.runner, runner_deadline=row.runner_deadline)",
+        after="filter(runner=row.runner)",
+        tests=[f"{TEST_RUN_QUEUE}::test_runner_that_renews_its_lease_while_another_takes_over_keeps_its_other_rows"],
+    ),
+    # --- sweeps ---
+    Mutant(
+        name="sweeps-pass-changes-another-hosts-claim",
+        path=SWEEP_LOG,
+        before="filter(pk=self._row.pk, running_until=self._until)",
+        after="filter(pk=self._row.pk)",
+        tests=[f"{TEST_HOSTS}::test_a_pass_that_outlasted_its_claim_neither_extends_nor_ends_the_claim_of_another_host"],
+    ),
+    Mutant(
+        name="sweeps-failed-pass-ends-another-hosts-claim",
+        path=SWEEP_LOG,
+        before='update(last_error=f"{type(failed).__name__}: {failed}"[:2000])',
+        after='update(last_error=f"{type(failed).__name__}: {failed}"[:2000], running_until=None)',
+        tests=[f"{TEST_HOSTS}::test_a_pass_that_outlasted_its_claim_neither_extends_nor_ends_the_claim_of_another_host"],
+    ),
+    Mutant(
+        name="sweeps-failed-pass-keeps-its-claim",
+        path=SWEEP_LOG,
+        before="            running.end()\n            raise\n",
+        after="            raise\n",
+        tests=[f"{TEST_HOSTS}::test_a_failed_pass_records_its_error_and_ends_its_claim"],
+    ),
+    Mutant(
+        name="sweeps-pass-ends-without-the-lock",
+        path=SWEEP_LOG,
+        before="        with self.lock:\n            self._replace(None)",
+        after="        self._replace(None)",
+        tests=[f"{TEST_HOSTS}::test_a_pass_that_ends_while_the_heartbeat_extends_its_claim_leaves_none"],
+    ),
+    Mutant(
+        name="sweeps-watch-of-a-watched-host",
+        path=END_WATCH,
+        before="Host.objects.filter(free, pk=host.pk)",
+        after="Host.objects.filter(pk=host.pk)",
+        tests=[f"{TEST_HOSTS}::test_an_engine_is_watched_by_one_process_at_a_time"],
+    ),
+    Mutant(
+        name="sweeps-watch-ends-its-successors-claim",
+        path=END_WATCH,
+        before="filter(pk=host.pk, watched_until=claimed_until)",
+        after="filter(pk=host.pk)",
+        tests=[f"{TEST_HOSTS}::test_a_watch_that_outlasted_its_claim_does_not_end_that_of_its_successor"],
+    ),
+    # --- image templates ---
+    Mutant(
+        name="templates-build-recorded-without-its-claim",
+        path=TEMPLATE_BUILDS,
+        before="rows = ImageTemplate.objects.filter(pk=pk, claim=token)",
+        after="rows = ImageTemplate.objects.filter(pk=pk)",
+        tests=[f"{TEST_TEMPLATE_BUILDS}::test_build_that_outlasts_its_claim_records_nothing_over_its_successor"],
     ),
     # --- eviction and destruction ---
     Mutant(
@@ -332,6 +449,20 @@ MUTANTS = (
         before="    recover_frozen(sandbox, provider)  #",
         after="    #",
         tests=[f"{TEST_SUSPENSION}::test_worker_that_outlasts_its_claim_leaves_nothing_frozen"],
+    ),
+    Mutant(
+        name="suspension-confirmed-without-its-claim",
+        path=SUSPENSION,
+        before="Sandbox.objects.filter(own_claim, pk=sandbox.pk, state=SUSPENDED)",
+        after="Sandbox.objects.filter(pk=sandbox.pk, state=SUSPENDED)",
+        tests=[f"{TEST_SUSPENSION}::test_worker_that_outlasts_its_claim_does_not_end_that_of_its_successor"],
+    ),
+    Mutant(
+        name="suspension-failed-without-its-claim",
+        path=SUSPENSION,
+        before="actor=actor, guard=own_claim,",
+        after="actor=actor, guard=Q(),",
+        tests=[f"{TEST_SUSPENSION}::test_worker_that_outlasts_its_claim_does_not_end_that_of_its_successor"],
     ),
     Mutant(
         name="suspension-memory-charged-twice",

@@ -396,6 +396,21 @@ def test_runner_that_lost_its_row_executes_nothing(lease: Lease, pool: Pool, mem
     assert (reload(row).state, reload(row).attempt, count_executions(memory)) == ("completed", 2, 1)
 
 
+def test_late_end_of_an_attempt_does_not_end_the_next_one(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease, repeatable=True, max_attempts=2)
+    slow = queue.claim("slow", now=NOW)
+    assert slow is not None
+
+    def take_over(ref: str) -> None:
+        sweeps.recover_stalled(now=LATER)
+        assert attempts.recover(runner="r2", now=LATER) == 1
+        assert queue.claim("r2", now=LATER + 10 * MINUTE)
+
+    with memory.before("exec", take_over):
+        attempts.execute(slow, now=NOW)
+    assert (reload(row).state, reload(row).attempt, reload(row).runner) == ("started", 2, "r2")
+
+
 def test_run_whose_command_may_still_run_is_left_alone(
     lease: Lease, pool: Pool, crash_at: Callable[[str], AbstractContextManager[None]]
 ) -> None:
@@ -412,6 +427,18 @@ def test_renewed_lease_of_a_runner_is_not_taken_over(lease: Lease, pool: Pool) -
     assert queue.claim("r1", now=NOW)
     assert queue.renew("r1", now=NOW + MINUTE) == 1
     assert attempts.recover(runner="r2", now=NOW + MINUTE) == 0
+
+
+def test_runner_that_renews_its_lease_while_another_takes_over_keeps_its_other_rows(
+    lease: Lease, pool: Pool, at_checkpoint: Callable[..., None]
+) -> None:
+    for _ in range(2):
+        enqueue(pool, lease)
+        assert queue.claim("r1", now=NOW)
+    at_checkpoint("queued run taken over", lambda: queue.renew("r1", now=LATER))
+    assert attempts.recover(runner="r2", now=LATER) == 1
+    kept = QueuedRun.objects.get(state="started")
+    assert (kept.runner, kept.runner_deadline) == ("r1", LATER + queue.RUNNER_TTL)
 
 
 # --- interruption -------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
     parser.add_argument("--length", type=int, default=0, help="operations of a history (default: 60 to 600, by seed)")
     parser.add_argument("--stop", action="store_true", help="stop after the first seed that fails")
-    parser.add_argument("--reports", action="store_true", help="print the report of every seed, with the hash of its trace")
     parser.add_argument("--trace", action="store_true", help="print every event")
     parser.add_argument("--mutant", choices=[*MUTANTS], help="put a known fault back in a copy of the tree, and search it")
     options = parser.parse_args()
@@ -45,7 +44,7 @@ def search(options: argparse.Namespace) -> int:
     try:
         for report in iter_reports(seeds, options):
             done, failed, cpu = done + 1, failed + bool(report.violations), cpu + report.cpu_seconds
-            if report.violations or options.reports or options.seeds == 1:
+            if report.violations or options.seeds == 1:
                 print_report(report)
             if time.monotonic() - printed > PROGRESS_INTERVAL_SECONDS:
                 printed = time.monotonic()

@@ -1,10 +1,14 @@
-"""Budgets of searches: few seeds or examples by default, all of them with LEASEHOLD_SEARCH=full."""
+"""Budgets of searches: few examples at each change, all of them in `make test-all`.
+
+TEST_SEARCH is `fast` (the default), `full`, or a number: as many times the full budget, for a search by hand."""
 
 import os
 
-FULL = os.environ.get("LEASEHOLD_SEARCH") == "full"
+SEARCH = os.environ.get("TEST_SEARCH", "fast")
 
 
 def budget(*, fast: int, full: int) -> int:
-    """Return the number of seeds or examples of this run: `full` in a full search, else `fast`."""
-    return full if FULL else fast
+    """Return the number of seeds or examples of this run."""
+    if SEARCH == "fast":
+        return fast
+    return full if SEARCH == "full" else full * int(SEARCH)

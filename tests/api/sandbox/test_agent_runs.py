@@ -274,6 +274,21 @@ def test_recorder_that_died_is_replaced_after_its_last_message(ada: ApiClient, u
     assert ada.get(f"{url}/{run_id}").json()["ended_at"]
 
 
+def test_recorder_that_was_replaced_changes_nothing(ada: ApiClient, url: str) -> None:
+    run_agent(ada, url, *MESSAGES)
+    AgentRun.objects.update(state="running", ended_at=None, stdout_offset=0, message_count=0)
+    row, now = AgentRun.objects.select_related("lease").get(), timezone.now()
+    successor_deadline = now + timedelta(hours=2)
+
+    def be_replaced(message: dict[str, Any]) -> None:
+        AgentRun.objects.update(recorder_deadline=successor_deadline)
+
+    with pytest.raises(recorder.RecorderReplaced):
+        recorder.Recorder(row, clock=lambda: now, on_message=be_replaced).record()
+    row.refresh_from_db()
+    assert (row.state, row.message_count, row.recorder_deadline) == ("running", 0, successor_deadline)
+
+
 @pytest.mark.parametrize("error", [ValueError("bad message"), recorder.RecorderReplaced()])
 def test_run_that_cannot_be_recorded_does_not_delay_others(
     ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -10,7 +10,7 @@ import pytest
 
 SERVICES_REQUIRED = os.environ.get("LEASEHOLD_REQUIRE_SERVICES") == "1"
 SERVICES = Path(__file__).resolve().parents[3] / ".ci" / "services"
-DIRECTORY_VARIABLE = "LEASEHOLD_SERVICES_DIR"  # set by `make test`, which stops the services at its end
+DIRECTORY_VARIABLE = "TEST_SERVICES_DIR"  # set by `make test`, which stops the services at its end
 OWN_VARIABLES = ("DATABASE_URL", "DJANGO_", "LEASEHOLD_", "SECRET_KEY", "TEST_")  # of the tests, not of a service
 SERVICE_VARIABLES = (DIRECTORY_VARIABLE, "LEASEHOLD_CACHE")
 

@@ -7,7 +7,6 @@ from decimal import Decimal
 
 import hypothesis
 import pytest
-from django.db import connection
 from hypothesis import HealthCheck, Phase, example, given
 from hypothesis import strategies as st
 
@@ -21,11 +20,11 @@ from sandboxes.models import Pool, Run, RunOutcome
 from sandboxes.runs import operations
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import HOUR, create_budget, run_command, start_run
+from tests.support.search import budget
 
 pytestmark = pytest.mark.django_db
 SECOND = timedelta(seconds=1)
 SWEEP_INTERVAL = MINUTE  # of both sweeps
-EXAMPLES = 3 if connection.vendor == "postgresql" else 6  # no SQL dialect of its own, and PostgreSQL is slower
 AGENTS = 5
 ACTIONS = ["acquire", "exec", "begin", "begin", "finish", "release"]
 histories = st.lists(
@@ -99,7 +98,7 @@ def test_overshoot_stays_within_the_documented_bound(pool: Pool, stopped_clock: 
     overshoots: list[timedelta] = []
 
     @hypothesis.settings(
-        max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck),
+        max_examples=budget(fast=2, full=6), deadline=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     )  # fmt: skip
     @example([], 40, 181, 11, 10)  # worst case: each step runs one second before the state that it would act on

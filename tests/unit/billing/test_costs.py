@@ -39,6 +39,7 @@ from tests.support.billing import (
     price_and_list,
     price_and_sum,
 )
+from tests.support.search import budget
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
 DAY = timedelta(days=1)
@@ -168,7 +169,7 @@ PRICES = st.decimals(0, 99, places=12).filter(lambda usd: len(usd.normalize().as
 FREE = st.sampled_from([Decimal(0), Decimal(10)]) | st.decimals(0, 60, places=6)
 
 
-@hypothesis.settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@hypothesis.settings(max_examples=budget(fast=7, full=25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     spans=SPANS, changes=st.lists(st.tuples(st.integers(0, 70 * MICROS), st.tuples(PRICES, FREE)), max_size=3),
     first=st.tuples(PRICES, FREE), moved=MOVES,

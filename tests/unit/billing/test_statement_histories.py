@@ -26,6 +26,7 @@ from tests.support.billing import (
     list_statement_lines,
     parse_utc,
 )
+from tests.support.search import budget
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
 DECEMBER = parse_utc("2026-12-01T00:00")
@@ -152,7 +153,8 @@ def test_statements_equal_costs_after_any_history() -> None:
     run_state_machine_as_test(
         Ledger,
         settings=hypothesis.settings(
-            max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck),
+            max_examples=budget(fast=4, full=15), stateful_step_count=25, deadline=None,
+            suppress_health_check=list(HealthCheck),
             phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target],
         ),
     )  # fmt: skip

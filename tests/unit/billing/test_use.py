@@ -39,6 +39,7 @@ from tests.support.billing import (
     parse_utc,
 )
 from tests.support.leases import get_sandbox, run
+from tests.support.search import budget
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
 DAY, SECOND = timedelta(days=1), timedelta(seconds=1)
@@ -139,7 +140,9 @@ def test_rate_by_use_that_begins_within_a_reading_splits_it() -> None:
     assert list_cost_values("usd", "quantity") == [(60, 60), (20, 2)]
 
 
-@hypothesis.settings(deadline=None, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(
+    deadline=None, max_examples=budget(fast=8, full=30), suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
 @given(
     st.lists(st.tuples(st.integers(1, 10**11), st.integers(0, 10**9)), min_size=1, max_size=4),
     st.lists(st.integers(1, 86_399), max_size=3, unique=True),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lanes import accounting, matrix_record, processes, report
+from tests.lanes import accounting, command, matrix_record, processes, report
 from tests.lanes.accounting import TestCost
 from tests.lanes.processes import NO_TEST_SELECTED, Result, Run
 from tests.lanes.table import PARTS, SQLITE, Part
@@ -127,10 +127,22 @@ def test_a_test_that_kills_its_process_leaves_the_costs_of_those_before(tmp_path
         "no:cacheprovider",
     ]
     done = subprocess.run(
-        [*argv, "-p", "tests.lanes.accounting", str(module)], env={"LEASEHOLD_ACCOUNTING": str(record), "PATH": ""}
+        [*argv, "-p", "tests.lanes.accounting", str(module)], env={"TEST_ACCOUNTING": str(record), "PATH": ""}
     )
     assert done.returncode == 3
     assert [cost.test for cost in accounting.read_costs(record)] == ["test_dying.py::test_a"]
+
+
+def test_without_postgresql_all_parts_run_on_sqlite_unless_services_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [PARTS["database"], PARTS["domain"]]
+    monkeypatch.setenv("TEST_POSTGRES_URL", "postgres://x")
+    assert command.choose_databases(parts) == parts
+    monkeypatch.delenv("TEST_POSTGRES_URL")
+    monkeypatch.setenv("LEASEHOLD_REQUIRE_SERVICES", "0")
+    assert {part.database for part in command.choose_databases(parts)} == {SQLITE}
+    monkeypatch.setenv("LEASEHOLD_REQUIRE_SERVICES", "1")
+    with pytest.raises(SystemExit, match="PostgreSQL is unavailable"):
+        command.choose_databases(parts)
 
 
 def make_result(name: str, *tests: str, status: int = 0) -> Result:

@@ -24,6 +24,7 @@ from sandboxes.errors import (
 )
 from sandboxes.models import Host, Pool, Quota, Sandbox, Transition
 from sandboxes.pool import admission_queue, allocation, start_breaker
+from sandboxes.pool.placement import PoolSearch
 from sandboxes.providers.errors import ProviderError, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW
@@ -202,6 +203,27 @@ def test_cold_sandbox_is_given_up_only_if_another_pool_seems_able_to_start_one(l
     assert Pool.objects.get(pk=pool.pk).used == 0
     leasing.release(lease.pk, now=NOW)
     sweeps.reclaim(now=NOW)
+
+
+def test_cold_sandbox_that_another_request_has_woken_since_is_not_given_up(lease, pool, second, monkeypatch) -> None:
+    write(lease)
+    evict(lease)
+    update_pool(second, provider="process")
+    Host.objects.update(start_failures=3, starts_paused_until=NOW + MINUTE)
+    find_promising = PoolSearch.find_promising
+
+    def find_while_another_request_wakes(search: PoolSearch, *args, **options) -> object:
+        monkeypatch.undo()
+        Host.objects.update(start_failures=0, starts_paused_until=None)
+        assert read(lease) == "kept"
+        evict(lease)
+        return find_promising(search, *args, **options)
+
+    monkeypatch.setattr(PoolSearch, "find_promising", find_while_another_request_wakes)
+    assert read(lease) == "kept"
+    sandbox = get_sandbox(lease)
+    assert (sandbox.pool, sandbox.incarnation) == (pool, 3)
+    assert not Transition.objects.filter(code="moved").exists()
 
 
 # --- circuit breaker and concurrent starts --------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ from datetime import timedelta
 import pytest
 
 from leases import execution, sweeps
+from sandboxes.claims import CLAIM_TTL
 from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.command_results import ExecState
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory.programs import ProgramResult
+from sandboxes.runs.claims import RunClaim
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 
@@ -42,6 +44,21 @@ def test_command_that_still_runs_continues_until_its_deadline_and_is_killed_then
     run.refresh_from_db()
     assert (run.outcome, run.exit_code) == (RunOutcome.LOST, None)
     assert ("kill", run.sandbox.ref) in memory.calls
+
+
+def test_run_whose_deadline_is_extended_while_a_sweep_looks_at_it_is_left_to_its_process(grant, memory, crash_at, monkeypatch):
+    run = abandon_run(grant(), crash_at, "run answered")
+    now = run.deadline_at + MINUTE
+    claim, find_exec = RunClaim(run, lambda: now), memory.find_exec
+
+    def extend_and_find(ref: str, mark: str) -> ExecState | None:
+        claim.keep()
+        return find_exec(ref, mark)
+
+    monkeypatch.setattr(memory, "find_exec", extend_and_find)
+    assert sweeps.recover_stalled(now=now).counts == {"lost race": 1}
+    run.refresh_from_db()
+    assert (run.ended_at, run.claim, run.deadline_at) == (None, claim._token, now + CLAIM_TTL)
 
 
 def test_run_stays_open_while_the_provider_does_not_respond(grant, memory, crash_at):

@@ -1,6 +1,6 @@
 """Several hosts with one database: each engine's sandboxes are touched only by processes that reach this engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import datetime, timedelta
 from threading import Event, Lock, Thread, current_thread
@@ -20,11 +20,12 @@ from sandboxes.db import clock
 from sandboxes.egress import authorization
 from sandboxes.errors import CapacityExhausted, HostLost, ProviderCallFailed, WrongHost
 from sandboxes.hosts import registry
-from sandboxes.models import Pool, Sandbox, SandboxState, Sweep
+from sandboxes.models import Host, Pool, Sandbox, SandboxState, Sweep
+from sandboxes.providers.base import ProviderSandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
 from sandboxes.sweep_log import RUN_TTL, RunningPass, SweepResult, run_recorded
-from sandboxes.sweeps import heartbeat, lost_hosts
+from sandboxes.sweeps import end_watch, heartbeat, lost_hosts
 from sandboxes.sweeps import passes as sweeps
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
@@ -320,6 +321,41 @@ def test_a_pass_that_ends_while_the_heartbeat_extends_its_claim_leaves_none() ->
     ending.join(30)
     row.refresh_from_db()
     assert row.running_until is None
+
+
+@pytest.fixture
+def watched(memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], SweepResult]:
+    """Watch of an engine that announces no end, under a claim from NOW. A function is called during the watch."""
+    registry.get_local_host("memory", now=NOW)
+
+    def watch(act: Callable[[], object]) -> SweepResult:
+        def watch_ends(self: MemoryProvider, *, timeout: timedelta) -> Iterator[ProviderSandbox]:
+            act()
+            yield from ()
+
+        monkeypatch.setattr(MemoryProvider, "watches_ends", True)
+        monkeypatch.setattr(MemoryProvider, "watch_ends", watch_ends)
+        return end_watch.watch_ends(now=NOW)
+
+    return watch
+
+
+def test_an_engine_is_watched_by_one_process_at_a_time(watched: Any) -> None:
+    attempts = []
+
+    def watch_too() -> None:
+        for seconds in (0, 54):
+            attempts.append(end_watch.watch_ends(now=NOW + timedelta(seconds=seconds)).counts)
+
+    assert watched(watch_too).counts == {}
+    assert attempts == [{"watched already": 1}] * 2
+    assert Host.objects.get().watched_until is None
+
+
+def test_a_watch_that_outlasted_its_claim_does_not_end_that_of_its_successor(watched: Any) -> None:
+    until = NOW + 2 * end_watch.CLAIM_TIME
+    watched(lambda: Host.objects.update(watched_until=until))
+    assert Host.objects.get().watched_until == until
 
 
 def test_a_hosts_own_sweep_replaces_the_row_from_before_the_host_was_known(memory: MemoryProvider) -> None:

@@ -6,12 +6,12 @@ from leases import leasing
 from leases.models import Lease
 from sandboxes.errors import CapacityExhausted, CapacityPending
 from sandboxes.models import Pool, Sandbox, Transition
-from sandboxes.pool import allocation
+from sandboxes.pool import allocation, starts
 from sandboxes.providers import errors
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
-from tests.support.leases import evict, read, run, write
+from tests.support.leases import evict, get_sandbox, read, run, write
 
 pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock"), pytest.mark.postgres("hand-written SQL")]
 WORDS = "0/3 nodes are available: 3 Insufficient memory."
@@ -36,6 +36,21 @@ def test_pending_start_keeps_its_place_and_the_same_lease_gets_the_same_row(leas
     sandbox.refresh_from_db()
     assert (sandbox.pending_since, sandbox.last_error, sandbox.incarnation) == (None, "", 1)
     assert [call for call, *_ in memory.calls].count("create") == 1
+
+
+def test_pending_start_is_awaited_by_one_process_at_a_time(lease: Lease, memory, no_room) -> None:
+    with no_room(), pytest.raises(CapacityPending):
+        run(lease, "true", now=NOW)
+    pending, results = get_sandbox(lease), []
+
+    def continue_too(ref: str) -> None:
+        if not results:
+            results.append("called")
+            results.append(starts.continue_pending(pending, now=NOW + MINUTE))
+
+    memory.before("wait_ready", continue_too)
+    assert run(lease, "true", now=NOW + MINUTE).exit_code == 0
+    assert results == ["called", None]
 
 
 def test_pending_start_is_given_up_after_the_providers_limit(lease: Lease, memory, no_room) -> None:

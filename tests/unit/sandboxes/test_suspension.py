@@ -209,6 +209,23 @@ def test_worker_that_outlasts_its_claim_leaves_nothing_frozen(act, lease, sandbo
     assert read(lease, now=LATER) == "kept"
 
 
+@pytest.mark.parametrize("error", [None, Unavailable("engine down")])
+def test_worker_that_outlasts_its_claim_does_not_end_that_of_its_successor(error, lease, sandbox, memory, crash_at) -> None:
+    def be_taken_over(ref: str) -> None:
+        removal.close()
+        with crash_at("frozen"):
+            sweeps.recover_stalled(now=LATER)
+        Sandbox.objects.filter(pk=sandbox.pk).update(claimed_by="successor")
+        if error:
+            raise error
+
+    removal = memory.before("suspend", be_taken_over)
+    result = passes.suspend_waiting(now=DUE)
+    assert (result.counts, len(result.failures)) == (({}, 1) if error else ({"lost race": 1}, 0))
+    sandbox.refresh_from_db()
+    assert (sandbox.state, sandbox.claimed_by, sandbox.frozen) == ("suspended", "successor", True)
+
+
 @pytest.mark.parametrize("rival", ["process call", "run"])
 def test_exec_that_read_its_sandbox_before_a_suspension_resumes_it(
     rival, lease, sandbox, memory, at_checkpoint, crash_at

@@ -129,6 +129,30 @@ def test_build_of_a_dead_worker_is_found_again(move_pool: MovePool, emulators: G
     assert_nothing_is_left(emulator)
 
 
+@pytest.mark.parametrize("step", ["template built", "template named"])
+def test_build_that_outlasts_its_claim_records_nothing_over_its_successor(
+    step: str, move_pool: MovePool, emulators: GetEmulator, at_checkpoint: Callable[..., None]
+) -> None:
+    move_pool("daytona")
+    template, due = request_build(MARKER), timezone.now() + builds.BUILD_CLAIM_TTL + MINUTE
+
+    def be_taken_over() -> None:
+        assert builds.release_due(now=due)[0].counts == {"template builds queued again": 1}
+        at_checkpoint("template claimed")
+        with pytest.raises(SimulatedCrash):
+            builds.build(template.pk, now=due)
+        ImageTemplate.objects.update(claimed_by="successor")
+
+    at_checkpoint(step, be_taken_over)
+    assert not builds.build(template.pk, now=timezone.now())
+    template.refresh_from_db()
+    assert (template.state, template.claimed_by, template.image, template.log) == (TemplateState.BUILDING, "successor", "", "")
+    builds.release_due(now=due + builds.BUILD_CLAIM_TTL)
+    assert build(template).state == TemplateState.READY
+    remove_all()
+    assert_nothing_is_left(emulators("daytona"))
+
+
 def test_rebuild_replaces_the_image_behind_the_name_and_a_failed_one_does_not(
     move_pool: MovePool, emulators: GetEmulator, grant: Any
 ) -> None:

@@ -1,5 +1,6 @@
 """Virtual hosts and processes, their clocks, and the injection of faults into their calls."""
 
+import itertools
 import os
 import random as global_random
 import shutil
@@ -19,6 +20,7 @@ from django.utils import timezone
 from leases.admission import acquire_with_place
 from sandboxes import lifecycle, providers
 from sandboxes.db import database_time
+from sandboxes.providers.memory import file_tree as memory_file_tree
 from sandboxes.providers.memory import provider as memory_provider
 from sandboxes.state import changes, pull, storage_mode
 from sandboxes.storage import memory as memory_store
@@ -296,6 +298,7 @@ class World:
         identifiers = Random(self.random.random())
         patches: list[tuple[Any, str, Any]] = [
             (os, "urandom", outside_vendor(identifiers.randbytes, os.urandom)),
+            (global_random, "_urandom", outside_vendor(identifiers.randbytes, os.urandom)),  # of the module secrets
             (time, "monotonic", outside_vendor(lambda: scheduler.seconds, time.monotonic)),
             (time, "time", outside_vendor(lambda: scheduler.time.timestamp(), time.time)),
             (time, "sleep", outside_vendor(scheduler.poll, time.sleep)),
@@ -304,6 +307,7 @@ class World:
             (database_time, "measure_skew", lambda: -self.host.drift),
             (providers, "get_provider", lambda name: self.host.provider),
             (memory_provider, "datetime", VirtualDatetime),
+            (memory_file_tree, "_stamps", itertools.count(1)),  # part of manifests
             (memory_store, "datetime", VirtualDatetime),
         ]
         for module in (changes, pull, storage_mode):

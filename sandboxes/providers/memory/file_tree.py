@@ -11,13 +11,15 @@ from sandboxes.providers.arguments import split_sandbox_path
 from sandboxes.providers.base import FileStat
 from sandboxes.providers.errors import BadPath, FileExists, NoSuchFile
 
+_stamps = itertools.count(1)
+
 
 @dataclass(frozen=True)
 class _Stamped:
     """Modification time and unique stamp of an immutable entry. A change replaces the entry."""
 
     mtime: int = field(default_factory=lambda: int(time.time()), kw_only=True, compare=False)
-    stamp: int = field(default_factory=itertools.count(1).__next__, kw_only=True, compare=False, init=False)
+    stamp: int = field(default_factory=lambda: next(_stamps), kw_only=True, compare=False, init=False)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Guard of a lease's sandbox requests: fence, terms and budget checks."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from uuid import UUID
 
 from billing import budgets
@@ -35,6 +36,9 @@ class LeaseGuard:
     def build_condition(self) -> Statement:
         active = "SELECT 1 FROM leases_lease WHERE leases_lease.id = %s AND status = %s AND expires_at > %s"
         return Statement(f"EXISTS ({active})", (self.lease_id, LeaseStatus.ACTIVE.value, self.clock()))
+
+    def note_run_opened(self, *, now: datetime) -> None:
+        pass
 
     def check_active(self) -> None:
         leasing.require_active(self.lease_id, now=self.clock())

@@ -42,6 +42,10 @@ class Guard(Protocol):
         """Return the condition in SQL that the holder has not ended, at the time of this call."""
         ...
 
+    def note_run_opened(self, *, now: datetime) -> None:
+        """Record that a Run of this request was opened, in the transaction that opens the Run."""
+        ...
+
     def check_active(self) -> None:
         """Raise if the holder has ended."""
         ...
@@ -65,6 +69,9 @@ class OpenGuard:
 
     def build_condition(self) -> Statement:
         return ALWAYS
+
+    def note_run_opened(self, *, now: datetime) -> None:
+        pass
 
     def check_active(self) -> None:
         pass

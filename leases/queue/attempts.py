@@ -28,7 +28,7 @@ from sandboxes.db import encryption, tracing
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.db.sql import Statement
-from sandboxes.errors import SandboxError, WrongHost
+from sandboxes.errors import SandboxError
 from sandboxes.failures import find_cause, find_provider
 from sandboxes.guard import Guard, HolderTerms
 from sandboxes.lifecycle import checkpoint
@@ -39,7 +39,7 @@ from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
 STATE = QueuedRunState
-WRONG_HOST_DELAY = timedelta(seconds=1)  # the runner of the other host takes the run
+MAX_UNSTARTED_BACKOFF = timedelta(minutes=1)  # after an attempt whose command has not begun
 LOST_RUNNER_NOTE = "The runner died during the run, and the exit code is unknown."
 
 
@@ -61,6 +61,10 @@ class AttemptGuard:
         )
         values = (self.row.pk, STATE.STARTED.value, self.row.attempt, self.row.runner)
         return Statement(f"{inner.text} AND EXISTS ({started})", (*inner.values, *values))
+
+    def note_run_opened(self, *, now: datetime) -> None:
+        self.inner.note_run_opened(now=now)
+        queue.announce_start(self.row, now=now)
 
     def check_active(self) -> None:
         self.inner.check_active()
@@ -119,15 +123,15 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
                 row.agent_did, request["argv"], timeout, stdin, secrets["env"], request["cwd"],
                 memory_mib=request["memory_mib"], environment_type=request["environment_type"], pool=request["pool"],
                 key_id=request["key_id"], allowed=AllowLists.of_key(key) if key else None, run_id=run_id, wrap_guard=wrap,
-                attempt=row.attempt,
+                attempt=row.run_attempt,
             ),
             now=clock(), actor=row.actor, admit=admit,
         )  # fmt: skip
         return
     if row.turn_number is not None:
         turns.take_turn(
-            row.lease_id, row.turn_number, secrets["state"], now=clock(), actor=row.actor, run_id=run_id, attempt=row.attempt,
-            wrap_guard=wrap,
+            row.lease_id, row.turn_number, secrets["state"], now=clock(), actor=row.actor, run_id=run_id,
+            attempt=row.run_attempt, wrap_guard=wrap,
         )  # fmt: skip
         return
     context = shells.build_context(row.lease_id, request["shell"], cwd=request["cwd"], env=secrets["env"])
@@ -138,11 +142,11 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
             argv=tuple(request["argv"]),
             policy=AgentPolicy.from_document(request["policy"]),
         )
-        agent_request = AgentRequest(request["cli"], options, context.env, context.cwd, timeout, row.attempt)
+        agent_request = AgentRequest(request["cli"], options, context.env, context.cwd, timeout, row.run_attempt)
         agent_run = lifecycle.create(row.lease_id, agent_request, run_id=run_id, now=clock(), actor=row.actor)
         lifecycle.execute(agent_run, agent_request, now=clock(), actor=row.actor, wrap_guard=wrap)
         return
-    command = Command(request["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id, attempt=row.attempt)
+    command = Command(request["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id, attempt=row.run_attempt)
     execution.exec_command(row.lease_id, command, now=clock(), actor=row.actor, wrap_guard=wrap)
 
 
@@ -202,8 +206,6 @@ def _record_failure(row: QueuedRun, failed: Exception, clock: Clock) -> None:
         return
     if run is not None and run.outcome != RunOutcome.FAILED:
         settle(row, run, now=clock())
-    elif isinstance(failed, WrongHost):
-        queue.requeue(row, delay=WRONG_HOST_DELAY, error=_describe(failed, retryable=True), now=clock())
     elif _is_temporary(failed):
         _retry_unstarted(row, str(failed), now=clock(), error=_describe(failed, retryable=True))
     elif not isinstance(failed, QueuedRunInterrupted) or find_attempt(row).filter(interrupted_at__isnull=False).exists():
@@ -236,7 +238,7 @@ def _describe(failed: Exception, *, retryable: bool) -> dict[str, Any]:
 def _retry_unstarted(row: QueuedRun, message: str, *, now: datetime, error: dict[str, Any] | None = None) -> None:
     """Queue a run whose command has not begun again, with a backoff, until its pending timeout is over."""
     error = error or queue.build_error("start", message, retryable=True)
-    if not queue.requeue(row, delay=compute_backoff(row.attempt, maximum=timedelta(minutes=1)), error=error, now=now):
+    if not queue.requeue(row, delay=compute_backoff(row.attempt, maximum=MAX_UNSTARTED_BACKOFF), error=error, now=now):
         queue.finish(row, STATE.FAILED, error=error, now=now)
 
 

@@ -7,6 +7,8 @@ from django.db.models import F, Q
 
 from sandboxes.models import Pool
 
+MAX_RUN_ATTEMPT = (1 << 15) - 1  # of Run.attempt: a wider column would rewrite the largest table
+
 
 class QueuedRunState(models.TextChoices):
     QUEUED = "queued", "queued"
@@ -36,7 +38,7 @@ class QueuedRun(models.Model):
     priority = models.SmallIntegerField(default=0, help_text="Higher first, among the runs of one agent.")
     state = models.CharField(max_length=16, choices=QueuedRunState.choices, default=QueuedRunState.QUEUED)
     repeatable = models.BooleanField(default=False, help_text="An attempt with an unknown outcome is repeated.")
-    attempt = models.PositiveSmallIntegerField(default=0, help_text="Number of attempts begun.")
+    attempt = models.PositiveIntegerField(default=0, help_text="Number of attempts, with those whose command has not begun.")
     max_attempts = models.PositiveSmallIntegerField(default=1, help_text="Executions of a repeatable run.")
     queued_at = models.DateTimeField()
     available_at = models.DateTimeField(help_text="Not started before: backoff after a failed attempt.")
@@ -88,6 +90,11 @@ class QueuedRun(models.Model):
     def run_id(self) -> uuid.UUID:
         """Id of the Run of the last attempt, which is known after its runner has died. Before the first, of no Run."""
         return derive_run_id(self.pk, self.attempt)
+
+    @property
+    def run_attempt(self) -> int:
+        """Number of the last attempt as its Run states it, limited to the range of that column."""
+        return min(self.attempt, MAX_RUN_ATTEMPT)
 
 
 def derive_run_id(pk: uuid.UUID, attempt: int) -> uuid.UUID:

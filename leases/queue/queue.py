@@ -23,12 +23,14 @@ from leases.errors import QueuedRunNotFound, TooManyQueuedRuns
 from leases.models import Lease, Turn
 from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState
 from sandboxes.db import encryption, sql, tracing
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import Pool
+from sandboxes.models import GONE_STATES, Pool, Run, Sandbox, SandboxState
 from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import outbox
 
 RUNNER_TTL = timedelta(seconds=30)  # claim of a runner on an attempt, renewed by its main thread while a thread executes it
+OTHER_HOST_DELAY = timedelta(seconds=30)  # time in which a runner of the sandbox's host claims a run first
 STATE = QueuedRunState
 
 
@@ -125,7 +127,11 @@ def encode_bytes(content: bytes) -> str:
 
 
 def claim(runner: str, *, now: datetime) -> QueuedRun | None:
-    """Take the next run for a runner: its attempt begins. None if no run may start now."""
+    """Take the next run for a runner, which executes an attempt. None if no run may start now.
+
+    A run whose sandbox is on a host of other runners is left to them for OTHER_HOST_DELAY. After that this runner claims the
+    run, too: its attempt fails, and the run then states the reason for which it waits."""
+    local_hosts = registry.find_local_host_ids()
     with transaction.atomic(durable=True):
         sql.lock_key("claims of queued runs")
         started = QueuedRun.objects.filter(state=STATE.STARTED)
@@ -137,6 +143,7 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
         ready = QueuedRun.objects.filter(state=STATE.QUEUED, available_at__lte=now, expires_at__gt=now)
         ready = ready.exclude(pool__in=list(full_pools.values_list("pool", flat=True)))
         ready = ready.filter(Q(turn_number__isnull=True) | ~Exists(_find_preceding_turns()))
+        ready = ready.filter(Q(available_at__lte=now - OTHER_HOST_DELAY) | ~Exists(_find_sandboxes_elsewhere(local_hosts)))
         agent = _find_next_agent(ready)
         if agent is None:
             return None
@@ -148,12 +155,21 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
             state=row.state, attempt=row.attempt, started_at=now, runner=runner, runner_deadline=row.runner_deadline
         )
         QueueAgent.objects.update_or_create(agent_did=agent, defaults={"served_at": now})
-        if claimed:
-            _publish(EventType.QUEUED_RUN_STARTED, row, now=now)
     if not claimed:  # interrupted or expired since it was read
         return None
     checkpoint("queued run claimed", row)
     return row
+
+
+def announce_start(row: QueuedRun, *, now: datetime) -> None:
+    """Enqueue the event of an attempt whose command begins, in the transaction that opens its Run."""
+    _publish(EventType.QUEUED_RUN_STARTED, row, now=now)
+
+
+def _find_sandboxes_elsewhere(local_hosts: Collection[uuid.UUID]) -> QuerySet[Sandbox]:
+    """Return the sandboxes that hold the leases of queued runs and are on other hosts than these."""
+    held = Sandbox.objects.filter(holder=OuterRef("lease_id"), host__isnull=False)
+    return held.exclude(state__in=(SandboxState.COLD, *GONE_STATES)).exclude(host__in=local_hosts)
 
 
 def _find_preceding_turns() -> QuerySet[QueuedRun]:
@@ -245,7 +261,9 @@ def _end(rows: QuerySet[QueuedRun], pk: uuid.UUID, state: QueuedRunState, *, now
 
 
 def _publish(kind: EventType, row: QueuedRun, *, now: datetime) -> None:
-    """Enqueue an event of a run in the transaction of its change. A run may be queued and started repeatedly, and ends once."""
+    """Enqueue an event of a run in the transaction of its change.
+
+    A run may be started, and queued again after that, repeatedly, and ends once."""
     payload = {
         "queued_run_id": str(row.pk),
         "agent_did": row.agent_did,
@@ -263,7 +281,9 @@ def _publish(kind: EventType, row: QueuedRun, *, now: datetime) -> None:
 def requeue(
     row: QueuedRun, *, delay: timedelta, error: Mapping[str, Any], now: datetime, expires_at: datetime | None = None
 ) -> bool:
-    """Put a started run back in the queue. Return False if it was interrupted or is not this runner's any more."""
+    """Put a started run back in the queue. Return False if it was interrupted or is not this runner's any more.
+
+    An attempt without a Run has no event: its command has not begun, and receivers know the run as queued."""
     attempt = QueuedRun.objects.filter(pk=row.pk, attempt=row.attempt, state=STATE.STARTED, interrupted_at__isnull=True)
     with transaction.atomic():
         if not attempt.update(
@@ -271,7 +291,8 @@ def requeue(
             expires_at=expires_at or row.expires_at,
         ):  # fmt: skip
             return False
-        _publish(EventType.QUEUED_RUN_QUEUED, QueuedRun.objects.get(pk=row.pk), now=now)
+        if Run.objects.filter(pk=row.run_id).exists():
+            _publish(EventType.QUEUED_RUN_QUEUED, QueuedRun.objects.get(pk=row.pk), now=now)
     return True
 
 

@@ -30,7 +30,7 @@ from sandboxes.errors import (
     SandboxNotReady,
     StoreUnavailable,
 )
-from sandboxes.guard import HolderRenewal
+from sandboxes.guard import OPEN_GUARD, Guard, HolderRenewal
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
@@ -202,7 +202,7 @@ def _open_operation(request: allocation.SandboxRequest, command: Command, clock:
         request.guard.check_proceed()
         sandbox = allocation.ensure_running(request, known=known, now=clock(), actor=actor)
         checkpoint("sandbox ready", sandbox)
-        run = open_run(sandbox, command, now=clock(), actor=actor, build_permission=request.guard.build_condition)
+        run = open_run(sandbox, command, now=clock(), actor=actor, guard=request.guard)
         if run:
             return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
         known = None  # outdated: the sandbox was evicted or destroyed, or the holder has ended
@@ -292,13 +292,13 @@ def open_run(
     *,
     now: datetime,
     actor: str = "",
-    build_permission: Callable[[], sql.Statement] = lambda: sql.ALWAYS,
+    guard: Guard = OPEN_GUARD,
 ) -> Run | None:
     """Open a Run and count it in the sandbox, in one transaction.
 
-    `build_permission` is called after the wait for the lock and returns a condition in SQL, such as the holder's fence. Returns
-    None if the condition does not hold, or if the sandbox is no longer alive or no longer held by this holder. Raises
-    TooManyRuns at a limit of open Runs. The lock serializes an agent's calls: concurrent calls do not exceed the limits."""
+    The condition of `guard` is built after the wait for the lock. Returns None if the condition does not hold, or if the
+    sandbox is no longer alive or no longer held by this holder. Raises TooManyRuns at a limit of open Runs. The lock serializes
+    an agent's calls: concurrent calls do not exceed the limits."""
     assert sandbox.holder is not None  # ensured by allocation.ensure_running
     run = Run(
         id=command.run_id,
@@ -323,10 +323,11 @@ def open_run(
         sql.lock_key(f"runs of {sandbox.agent_did}")
         was = lifecycle.start_run(
             sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=SandboxState(sandbox.state),
-            frozen=sandbox.frozen, run=insert, permission=build_permission(),
+            frozen=sandbox.frozen, run=insert, permission=guard.build_condition(),
         )  # fmt: skip
         if was is None:
             return None
+        guard.note_run_opened(now=now)
     run._state.adding, run.is_first = False, was == SandboxState.WARM
     checkpoint("run opened", run)
     return run

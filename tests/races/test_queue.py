@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 from django.db import OperationalError, connection
 
-from leases import api_keys, leasing, sweeps
+from leases import api_keys, execution, leasing, sweeps
 from leases.agent_runs.models import AgentRun
 from leases.errors import TooManyQueuedRuns
 from leases.models import AgentKey, Lease
 from leases.queue import attempts, queue
-from leases.queue.models import QueuedRun
+from leases.queue.models import MAX_RUN_ATTEMPT, QueuedRun
 from leases.queue.queue import Attempt, QueueOptions
 from leases.queue.runner import Runner
-from sandboxes.models import Event, Pool, Run, Sandbox
+from sandboxes.models import Event, Host, Pool, Run, Sandbox
 from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import update_pool
 from tests.support.suites import without_vendors
@@ -248,6 +249,54 @@ def test_full_pool_is_tried_again_after_a_backoff(lease: Lease, pool: Pool, gran
     Sandbox.objects.update(state="waiting", open_runs=0, idle_at=NOW)
     assert work(NOW + MINUTE) == 1
     assert (reload(row).state, reload(row).attempt) == ("completed", 2)
+
+
+@pytest.fixture
+def elsewhere(lease: Lease) -> Host:
+    """Host that this process does not reach, with the sandbox of the lease."""
+    execution.exec_command(lease.pk, Command(["true"], MINUTE), now=NOW)
+    host = Host.objects.create(
+        id=uuid.uuid4(), provider="memory", name="other", engine_id="other", queue="other", created_at=NOW, heartbeat_at=NOW
+    )
+    assert Sandbox.objects.filter(holder=lease.pk).update(host=host) == 1
+    return host
+
+
+def test_run_of_an_unreachable_host_is_tried_with_a_backoff_and_no_event(
+    lease: Lease, pool: Pool, elsewhere: Host, memory: MemoryProvider
+) -> None:
+    row = enqueue(pool, lease)
+    executions = count_executions(memory)
+    attempted = work_until(NOW + 10 * MINUTE, sweep=False)
+    row = reload(row)
+    assert (row.state, row.attempt, row.error["code"]) == ("queued", attempted, "wrong_host")
+    assert 5 < attempted < 15
+    assert count_executions(memory) == executions
+    assert [event.payload["state"] for event in Event.objects.filter(kind__startswith="queued_run.")] == ["queued"]
+
+
+def test_runner_of_the_host_claims_first(lease: Lease, pool: Pool, elsewhere: Host) -> None:
+    row = enqueue(pool, lease)
+    assert queue.claim("r1", now=NOW) is None
+    Sandbox.objects.filter(holder=lease.pk).update(state="cold")  # not in a process of that host
+    assert queue.claim("r1", now=NOW) == row
+
+
+def test_interrupted_run_of_an_unreachable_host_ends(
+    lease: Lease, pool: Pool, elsewhere: Host, at_checkpoint: Callable[..., None]
+) -> None:
+    row = enqueue(pool, lease)
+    at_checkpoint("queued run claimed", lambda: interrupt(row))
+    assert work(NOW + MINUTE) == 1
+    assert reload(row).state == "interrupted"
+
+
+def test_many_attempts_do_not_stop_the_queue(pool: Pool, lease: Lease) -> None:
+    row, other = enqueue(pool, lease), enqueue(pool, agent="did:plc:bob")
+    QueuedRun.objects.filter(pk=row.pk).update(attempt=MAX_RUN_ATTEMPT)
+    assert work() == 2
+    assert (reload(row).state, reload(row).attempt, reload(other).state) == ("completed", MAX_RUN_ATTEMPT + 1, "completed")
+    assert Run.objects.get(pk=reload(row).run_id).attempt == MAX_RUN_ATTEMPT
 
 
 def test_error_of_an_attempt_names_provider_and_cause(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
@@ -623,18 +672,19 @@ def test_end_of_each_run_is_one_event(lease: Lease, pool: Pool) -> None:
     assert (events["failed"]["error"]["code"], events["interrupted"]["run_id"]) == ("failed", None)
 
 
-def test_each_attempt_is_announced(pool: Pool, lease: Lease, memory: MemoryProvider) -> None:
-    row = enqueue(pool, lease)
-    memory.fail("create", Unavailable("no engine"), times=1)
-    assert [work(), work(NOW + MINUTE)] == [1, 1]
+def test_attempt_is_announced_when_its_command_begins(pool: Pool, lease: Lease, memory: MemoryProvider) -> None:
+    row = enqueue(pool, lease, repeatable=True, max_attempts=2)
+    memory.fail("create", Unavailable("no engine"), times=1)  # the first attempt: its command does not begin
+    memory.fail("exec", Unavailable("gone"), times=1)  # the second: the outcome is unknown
+    assert [work(), work(NOW + MINUTE), work(NOW + 2 * MINUTE)] == [1, 1, 1]
     events = [*Event.objects.filter(kind__startswith="queued_run.").order_by("at")]
     payloads = [(event.kind, event.payload["state"], event.payload["attempt"]) for event in events]
     assert sorted(payloads) == [
-        ("queued_run.ended", "completed", 2),
+        ("queued_run.ended", "completed", 3),
         ("queued_run.queued", "queued", 0),
-        ("queued_run.queued", "queued", 1),
-        ("queued_run.started", "started", 1),
+        ("queued_run.queued", "queued", 2),
         ("queued_run.started", "started", 2),
+        ("queued_run.started", "started", 3),
     ]
     started = [event.payload for event in events if event.kind == "queued_run.started"]
     assert (started[1]["queued_run_id"], started[1]["run_id"]) == (str(row.pk), str(reload(row).run_id))

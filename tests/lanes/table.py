@@ -55,24 +55,24 @@ class Part:
 
 FAST = (
     # Those that mostly wait come first: containers and processes need most of the time.
-    Part("e2e", ("tests/e2e",), "e2e and not matrix", POSTGRES, 300, waits=True),
-    Part("docker", ("tests/docker",), "docker and not matrix", POSTGRES, 300, waits=True),
+    Part("e2e", ("tests/e2e",), "e2e and not matrix", POSTGRES, 190, waits=True),
+    Part("docker", ("tests/docker",), "docker and not matrix", POSTGRES, 60, waits=True),
     Part(
-        "engine", ("tests/conformance", "tests/egress", *DOMAIN_PATHS), "docker and not matrix", POSTGRES, 300,
+        "engine", ("tests/conformance", "tests/egress", *DOMAIN_PATHS), "docker and not matrix", POSTGRES, 60,
         ignored=(REMOTE_PATH,), containing=r"\bmark\.docker\b|\bBY_ENGINE\b", waits=True,
     ),
     # Then those that keep a core busy, the longest first, so that both cores have work until the end.
     Part(
-        "database", (*LAYER_PATHS, "tests/unit"), f"{NO_SERVICE} and postgres and not matrix", POSTGRES, 300,
+        "database", (*LAYER_PATHS, "tests/unit"), f"{NO_SERVICE} and postgres and not matrix", POSTGRES, 200,
         ignored=("tests/unit/billing",), containing=IN_NEED_OF_POSTGRES,
     ),
     Part(
         "races", ("tests/races", "tests/machines", "tests/unit/billing"), f"{NO_SERVICE} and postgres and not matrix", POSTGRES,
-        300, containing=IN_NEED_OF_POSTGRES,
+        150, containing=IN_NEED_OF_POSTGRES,
     ),
-    Part("domain", DOMAIN_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 300, ignored=(REMOTE_PATH,)),
-    Part("layers", LAYER_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 300),
-    Part("conformance", REMOTE_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 300),
+    Part("domain", DOMAIN_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 200, ignored=(REMOTE_PATH,)),
+    Part("layers", LAYER_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 190),
+    Part("conformance", REMOTE_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 130),
 )  # fmt: skip
 
 MATRIX = (

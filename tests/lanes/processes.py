@@ -19,7 +19,6 @@ BUSY_SLOTS = os.cpu_count() or 2
 WAITING_SLOTS = 3  # parts that wait for containers and processes most of their time
 LOOK_SECONDS, PROGRESS_SECONDS = 0.5, 20.0
 NICENESS_OF_BUSY_PARTS = 5
-# Compiled once before the processes of all parts import them at the same time.
 COMPILED_PATHS = ("controlplane", "leases", "billing", "sandboxes", "tests/support", "tests/emulators")
 NO_TEST_SELECTED = 5  # exit status of pytest
 
@@ -71,7 +70,7 @@ class Run:
     def execute(self, parts: Sequence[Part], report: Callable[[Result], object]) -> list[Result]:
         """Run the parts and return their results in the order of their ends."""
         pending = list(parts)
-        subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", *COMPILED_PATHS], cwd=REPO, check=True)
+        compile_sources()
         try:
             while pending or self._running:
                 while (chosen := self._choose(pending)) is not None:
@@ -129,6 +128,12 @@ class Run:
             self._printed = time.monotonic()
             self.speedometer.sample()
             print("tests so far: " + ", ".join(running.read_progress() for running in self._running), flush=True)
+
+
+def compile_sources() -> None:
+    """Compile once what the processes of all parts would otherwise compile at the same time."""
+    if COMPILED_PATHS:  # without a path compileall takes sys.path
+        subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", *COMPILED_PATHS], cwd=REPO, check=True)
 
 
 def create_database(name: str) -> str:

@@ -47,7 +47,9 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Part:
     module = tmp_path / "test_suite.py"
     module.write_text(SUITE)
     monkeypatch.setattr(processes, "LOOK_SECONDS", 0.02)
-    options = ["-c", "/dev/null", f"--rootdir={tmp_path}", "-p", "no:django", "-p", "no:cacheprovider"]
+    monkeypatch.setattr(processes, "COMPILED_PATHS", ())
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # importing the plugins takes most of the time
+    options = ["-c", "/dev/null", f"--rootdir={tmp_path}", "-p", "no:cacheprovider"]
     monkeypatch.setattr(Part, "build_arguments", lambda part: [*options, "-k", part.marks, str(module)])
     return Part("suite", ("tests/unit",), "passes or burns", SQLITE)
 
@@ -122,12 +124,11 @@ def test_a_test_that_kills_its_process_leaves_the_costs_of_those_before(tmp_path
         "/dev/null",
         f"--rootdir={tmp_path}",
         "-p",
-        "no:django",
-        "-p",
         "no:cacheprovider",
     ]
     done = subprocess.run(
-        [*argv, "-p", "tests.lanes.accounting", str(module)], env={"TEST_ACCOUNTING": str(record), "PATH": ""}
+        [*argv, "-p", "tests.lanes.accounting", str(module)],
+        env={"TEST_ACCOUNTING": str(record), "PATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
     assert done.returncode == 3
     assert [cost.test for cost in accounting.read_costs(record)] == ["test_dying.py::test_a"]

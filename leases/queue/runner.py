@@ -71,6 +71,11 @@ class Runner:
         if self._main is not None:
             self._main.join()
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no thread executes an attempt."""
+        return not self._executing
+
     def run_pending(self) -> int:
         """Recover, expire, and start as many runs as this runner has free threads. Return the number of started runs."""
         now = self._now()
@@ -108,7 +113,7 @@ class Runner:
     def _run(self) -> None:
         pause = 0.0
         try:
-            while self._executing or not self._stopping.is_set():
+            while not self.is_idle or not self._stopping.is_set():
                 self._wakeup.wait(pause)
                 self._wakeup.clear()
                 try:

@@ -30,6 +30,7 @@ from tests.support.suites import TEST_PROVIDER
 
 MAX_SECONDS_TO_FINISH = 6 * 3600.0  # virtual time for the operations in progress after the last fault
 SWEEP_ROUNDS = 14
+RECOVERY_INTERVAL_MINUTES = 4
 RECOVERY_SWEEPS = ("hosts", "expire", "stalled", "reclaim", "persist", "idle", "cold", "reconcile")
 
 
@@ -73,6 +74,7 @@ def run_history(seed: int, *, length: int = 0, print_events: bool = False) -> Re
                 quiesce(world, workload)
             if not world.promises.violations:
                 final_checks.check_all(world)
+                workload.queued_runs.check()
         except Exception as error:
             world.promises.violate(0, f"{type(error).__name__}: {error}")
             if print_events:
@@ -131,7 +133,7 @@ def set_up(world: World, options: Options) -> None:
             created_at=EPOCH,
         )  # fmt: skip
     for host in world.hosts:
-        for kind in ("web", "web", "worker", "worker"):
+        for kind in ("web", "web", "worker", "worker", *(["runner"] if "queued_run" in options.weights else [])):
             world.start_process(host, kind)
         world.enter_host(host)
         schedules.run_sweep("hosts", now=world.scheduler.time)
@@ -147,7 +149,9 @@ def run_operations(world: World, workload: Workload, options: Options) -> None:
 
     world.on_kill = on_kill
     while workload.count < options.operations and not world.promises.violations:
-        in_progress = [actor for actor in scheduler.actors if not actor.killed]
+        in_progress = [
+            actor for actor in scheduler.actors if not actor.killed and not workload.queued_runs.is_background(actor)
+        ]
         if (len(in_progress) < options.concurrency and world.random.random() < 0.5) or not scheduler.step():
             workload.step()
         report_errors(world)
@@ -183,6 +187,9 @@ def quiesce(world: World, workload: Workload) -> None:
     Pool.objects.update(draining=False)
     finish_actors(world)
     drain_queue(world, workload)
+    workload.queued_runs.recover(
+        lambda: finish_actors(world), lambda: sweep_all(world, RECOVERY_SWEEPS, minutes=RECOVERY_INTERVAL_MINUTES)
+    )
     use_leases(world, workload)
     sweep_until_unchanged(world)
 

@@ -38,9 +38,12 @@ class Options:
         self.weights = {"exec": 30, "sweep": 25, "pass_time": 12, "task": 6}
         self.http_weights = {**HTTP_WEIGHTS}
         for name, weight in {"release": 2, "condition": 1, "snapshot": 3, "restore": 5, "fork": 2, "operator": 1,
-                             "vanish": 1, "outage": 1, "host_loss": 3, "http": 30}.items():  # fmt: skip
+                             "vanish": 1, "outage": 1, "host_loss": 3, "http": 30, "queued_run": 12}.items():  # fmt: skip
             if random.random() < 0.5:
                 self.weights[name] = weight
+        if "queued_run" in self.weights:
+            self.weights |= {"runner": 8, "interrupt": 2}
+        self.runner_threads = random.choice((1, 2, 4))
         self.suspend_after = random.choice((None, timedelta(seconds=1), timedelta(seconds=30)))
         if self.suspend_after:
             self.sweep_weights["suspend"] = 6
@@ -57,5 +60,4 @@ class Options:
             self.weights.pop(name, None)
         del self.http_weights["release"]
         self.weights |= {"exec": 20, "nap": 20, "pass_time": 5}
-        if "http" in self.weights:
-            self.weights["http"] = 8
+        self.weights |= {name: 8 for name in ("http", "queued_run") if name in self.weights}

@@ -31,6 +31,8 @@ class Promises:
         self.violations: list[str] = []
         self.users: dict[str, str] = {}  # ref -> lease that has executed something in the sandbox
         self.executions: Counter[str] = Counter()
+        self.operation_of: dict[str, str] = {}  # by run id
+        self.interrupted = set[str]()  # operations whose commands a client may have interrupted
         self.budgets = False  # an exhausted budget kills commands
 
     def violate(self, promise: int, message: str) -> None:
@@ -39,20 +41,22 @@ class Promises:
 
     def check_execution(self, ref: str, run_id: str, order: dict[str, Any], seen: dict[str, str]) -> None:
         """Check a command at its start in the sandbox."""
-        self._check_executed_once(run_id, order["op"])
+        self._check_executions(run_id, order["op"], order.get("max_executions", 1))
         lease = order["lease"] or order["op"]  # a one-shot run
         if self.users.setdefault(ref, lease) != lease:
             self.violate(3, f"{ref} is used by the leases {self.users[ref]} and {lease}")
-        if order["lease"] and (missing := self.expectations.get(UUID(lease)).find_missing(seen)):
+        checks_files = order["lease"] and order.get("checks_files", True)
+        if checks_files and (missing := self.expectations.get(UUID(lease)).find_missing(seen)):
             self.violate(8, f"{order['op']} in {ref} of lease {lease} does not see {missing}; it sees {sorted(seen.values())}")
 
-    def _check_executed_once(self, run_id: str, operation: str) -> None:
-        """No Run is executed twice, and neither is a request with an idempotency key."""
+    def _check_executions(self, run_id: str, operation: str, maximum: int) -> None:
+        """No Run is executed twice, and neither is a request with an idempotency key, unless it may be repeated."""
+        self.operation_of[run_id] = operation
         self.executions[run_id] += 1
         self.expectations.operations[operation] += 1
         if self.executions[run_id] > 1:
             self.violate(11, f"run {run_id} was executed {self.executions[run_id]} times")
-        if self.expectations.operations[operation] > 1:
+        if self.expectations.operations[operation] > maximum:
             self.violate(11, f"the request {operation} was executed {self.expectations.operations[operation]} times")
 
     def check_slot(self, provider: "Works", spec: SandboxSpec) -> None:
@@ -75,6 +79,8 @@ class Promises:
 
     def check_kill(self, provider: "Works", mark: str) -> None:
         """Check that a command is not killed as abandoned while its process is alive and makes progress."""
+        if self.operation_of.get(mark) in self.interrupted:
+            return
         for work in provider.works:
             actor = work.actor
             if work.run_id == mark and actor and not (actor.killed or actor.done or actor.stalled) and not self.budgets:

@@ -30,6 +30,7 @@ from tests.simulation.http_clients import HttpClients
 from tests.simulation.options import ENVIRONMENT_TYPE
 from tests.simulation.outages import Outages
 from tests.simulation.ports import PROGRAM
+from tests.simulation.queued_runs import QueuedRuns
 from tests.simulation.scheduler import Actor
 from tests.support.suites import TEST_PROVIDER
 
@@ -85,7 +86,7 @@ class Workload:
         self.count = 0
         self.pending: dict[Actor, Callable[[], object]] = {}  # settlement of operations whose client got no answer
         self.unanswered: list[Callable[[], bool]] = []  # return whether a queued request has its outcome
-        self.http, self.outages = HttpClients(self), Outages(self)
+        self.http, self.outages, self.queued_runs = HttpClients(self), Outages(self), QueuedRuns(self)
         world.on_kill = self._settle_killed
         world.on_transfer_pause = self.start_stalled_sweep
 
@@ -220,6 +221,16 @@ class Workload:
             getattr(self.http, name)(seat, request)
         elif (target := self._choose_seat(free=True)) and target is not seat:
             self.http.fork(seat, target, request)
+
+    def start_queued_run(self) -> None:
+        self.queued_runs.start(self.random.choice(self.seats), f"queued{self.count}")
+
+    def start_interrupt(self) -> None:
+        self.queued_runs.interrupt(f"interrupt{self.count}")
+
+    def start_runner(self) -> None:
+        self.count += 1
+        self.queued_runs.wake()
 
     def start_release(self) -> None:
         if (seat := self._choose_seat(free=True)) and seat.lease:

@@ -94,6 +94,39 @@ def test_a_seed_replays_the_same_history_after_others_of_the_same_process() -> N
     assert after_others[-1] == alone[0]
 
 
+# Prints, of two worlds in one process, a stamp of a file and a secret, and whether a process inherits state from another one.
+STATE_OF_TWO_WORLDS = """
+import tests.simulation.__main__
+import secrets
+
+from sandboxes.db import database_time
+from sandboxes.providers.memory.file_tree import File
+from tests.simulation.faults import Faults
+from tests.simulation.process_state import OWN_STATE
+from tests.simulation.world import World
+
+def list_state(world):
+    world.enter_host(world.hosts[0])
+    was_measured = world.main_process.skew_meter.checked_at is not None
+    database_time.get_skew()
+    assert world.main_process.skew_meter.checked_at is not None
+    return [was_measured, *[getattr(module, name) for module, name, _ in OWN_STATE]]
+
+for _ in range(2):
+    world = World(1, Faults(), hosts=1, drifts=True)
+    with world.installed():
+        first, second = list_state(world), list_state(world)
+        is_inherited = second[0] or any(one is other for one, other in zip(first[1:], second[1:]))
+        print(File(b"").stamp, secrets.token_hex(8), is_inherited)
+"""
+
+
+def test_neither_a_history_nor_a_process_inherits_state() -> None:
+    finished = run_python("-c", STATE_OF_TWO_WORLDS)
+    [first, second] = finished.stdout.splitlines() or [finished.stderr, ""]
+    assert first == second and first.endswith("False")
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fits_the_present_code(name: str, tmp_path: Path) -> None:
     for change in MUTANTS[name]:

@@ -69,7 +69,6 @@ class Host:
         self.world, self.name, self.drift = world, f"host{number}", drift
         self.provider = create_provider(world, self, number)
         self.state_dir = world.directory / self.name
-        self.skew_meter = database_time.SkewMeter()
         self.parted_until = 0.0  # no connection to the database before this virtual time
         self.gone = False  # the machine is destroyed
 
@@ -86,6 +85,7 @@ class Process:
         self.actors: list[Actor] = []
         self.alive = True
         self.state = ProcessState()
+        self.skew_meter = database_time.SkewMeter()
 
     def enter(self) -> None:
         self.state.install()
@@ -105,7 +105,7 @@ class World:
         self.on_transfer_pause: Callable[[], object] = lambda: None
         self.store = SimulatedStore(self)
         self.hosts = [Host(self, number, drift=self._draw_drift(drifts)) for number in range(1, hosts + 1)]
-        self.main_host = self.hosts[0]
+        self.main_process = Process(self.hosts[0], f"{self.hosts[0].name}.main")
         self.processes: list[Process] = []
         self.started = self.kills = 0
         self.quiet = 0  # depth of blocks without faults and yields
@@ -120,8 +120,7 @@ class World:
     @property
     def host(self) -> Host:
         """Host of the current actor, or the one that the main thread has entered."""
-        actor = self.scheduler.current
-        return actor.context.host if actor and isinstance(actor.context, Process) else self.main_host
+        return (self.current_process or self.main_process).host
 
     @property
     def hosts_in_service(self) -> list[Host]:
@@ -135,8 +134,8 @@ class World:
 
     def enter_host(self, host: Host) -> None:
         """Let the main thread act on this host."""
-        self.main_host = host
-        Process(host, f"{host.name}.main").enter()
+        self.main_process = Process(host, f"{host.name}.main")
+        self.main_process.enter()
 
     # --- processes and actors ---------------------------------------------------------------------------------------
 
@@ -321,7 +320,7 @@ class World:
             setattr(target, name, value)
         meter_type = type(database_time.meter)
         saved_get = meter_type.get
-        database_time.meter = _HostMeter(self)  # type: ignore[assignment]
+        database_time.meter = _ProcessMeter(self)  # type: ignore[assignment]
         lifecycle.CHECKPOINT_HOOKS.append(self.at_checkpoint)
         self.database.install()
         try:
@@ -339,18 +338,22 @@ class World:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-class _HostMeter:
-    """Skew meter of the current actor's host, in place of the one of this process."""
+class _ProcessMeter:
+    """Skew meter of the current virtual process, in place of the one of this process."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
+    @property
+    def _meter(self) -> database_time.SkewMeter:
+        return (self.world.current_process or self.world.main_process).skew_meter
+
     def get(self) -> timedelta:
-        return self.world.host.skew_meter.get()
+        return self._meter.get()
 
     @property
     def skew(self) -> timedelta:
-        return self.world.host.skew_meter.skew
+        return self._meter.skew
 
 
 def find_store_users() -> list[Any]:

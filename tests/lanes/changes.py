@@ -21,9 +21,9 @@ RULES = (
         Rule((f"sandboxes/providers/{vendor}", f"tests/emulators/{vendor}.py"), (vendor,))
         for vendor in VENDORS
     ),
-    Rule(("sandboxes/providers/remote", "tests/unit/sandboxes/remote", "tests/support/remote.py"), (*VENDORS, "remote")),
-    Rule(("sandboxes/image/runner.py", "sandboxes/image/runner_channel.py"), ("remote", *VENDORS)),
-    Rule(("sandboxes/image/launch.py", "sandboxes/image/reap.py"), ("remote", *VENDORS, "by-engine")),
+    Rule(("sandboxes/providers/remote", "tests/unit/sandboxes/remote", "tests/support/remote.py"), VENDORS),
+    Rule(("sandboxes/image/runner.py", "sandboxes/image/runner_channel.py"), VENDORS),
+    Rule(("sandboxes/image/launch.py", "sandboxes/image/reap.py"), (*VENDORS, "by-engine")),
     Rule(
         (
             "sandboxes/providers/kubernetes", "tests/unit/sandboxes/kubernetes", "tests/emulators/kubernetes",

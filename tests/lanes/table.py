@@ -87,7 +87,6 @@ MATRIX = (
     ),
     Part("by-engine", ("tests/conformance",), "docker and matrix", POSTGRES, keyword="engine", waits=True),
     *(Part(vendor, REMOTE_PATHS, f"{NO_SERVICE} and matrix", POSTGRES, keyword=vendor) for vendor in VENDORS),
-    Part("remote", REMOTE_PATHS, f"{NO_SERVICE} and matrix", POSTGRES, keyword=" and ".join(f"not {name}" for name in VENDORS)),
     Part(
         "domain-matrix", (*LAYER_PATHS, *DOMAIN_PATHS), f"{NO_SERVICE} and matrix and not postgres", SQLITE,
         ignored=(REMOTE_PATH,), containing=r"\bmark\.matrix\b",

@@ -133,6 +133,7 @@ def test_kill_is_idempotent_and_keeps_the_exit_code(exec_box):
         }
 
 
+@pytest.mark.smoke
 def test_process_ends_with_its_sandbox(bench):
     exec_box = bench.box()
     mark = start(exec_box, "sleep", "300")

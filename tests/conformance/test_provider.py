@@ -171,7 +171,6 @@ VERBS = {
 }
 
 
-@pytest.mark.smoke
 def test_verbs_raise_missing_without_a_sandbox(bench):
     def is_missing(verb, ref):
         try:

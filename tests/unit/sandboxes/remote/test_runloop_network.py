@@ -25,6 +25,7 @@ def emulator(emulators: GetEmulator, settings: Any) -> RunloopEmulator:
     found.policies.clear()
     found.policy_keys.clear()
     found.requests.clear()
+    found.faults.clear()  # a concurrent create that finds the policy leaves a delay to the next test
     settings.GATEWAY_URL = "https://gateway.example.org:8443/x"
     return found
 

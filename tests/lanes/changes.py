@@ -22,6 +22,7 @@ RULES = (
         for vendor in VENDORS
     ),
     Rule(("sandboxes/providers/remote", "tests/unit/sandboxes/remote", "tests/support/remote.py"), VENDORS),
+    Rule(("sandboxes/state/vendor_snapshots.py",), ("modal",)),
     Rule(("sandboxes/image/runner.py", "sandboxes/image/runner_channel.py"), VENDORS),
     Rule(("sandboxes/image/launch.py", "sandboxes/image/reap.py"), (*VENDORS, "by-engine")),
     Rule(

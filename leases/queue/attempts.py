@@ -217,7 +217,7 @@ def _record_failure(row: QueuedRun, failed: Exception, clock: Clock) -> None:
 def _is_temporary(failed: Exception) -> bool:
     if isinstance(failed, (LeaseEnded, QueuedRunInterrupted, encryption.DecryptionFailed, Rejected)):
         return False
-    return isinstance(failed, StoreError) or getattr(failed, "retry_after", None) is not None
+    return isinstance(failed, (StoreError, *CONNECTION_ERRORS)) or getattr(failed, "retry_after", None) is not None
 
 
 def _describe(failed: Exception, *, retryable: bool) -> dict[str, Any]:
@@ -225,11 +225,14 @@ def _describe(failed: Exception, *, retryable: bool) -> dict[str, Any]:
     message = str(failed) if is_expected else "Internal error."
     if isinstance(failed, encryption.DecryptionFailed):
         message = "No configured key decrypts the variables and stdin of the run."
+    code = getattr(failed, "code", "internal")
+    if isinstance(failed, CONNECTION_ERRORS):
+        code, message = "database_unavailable", "The connection to the database was lost."
     return queue.build_error(
         "start",
         message,
         retryable=retryable,
-        code=getattr(failed, "code", "internal"),
+        code=code,
         provider=find_provider(failed),
         cause=find_cause(failed),
     )

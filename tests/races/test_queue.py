@@ -309,6 +309,25 @@ def test_error_of_an_attempt_names_provider_and_cause(lease: Lease, pool: Pool, 
     assert (error["code"], error["operation"], error["provider"], error["cause"]) == expected
 
 
+@pytest.mark.parametrize("step", ["sandbox ready", "created"])
+def test_lost_connection_before_the_command_is_tried_again(
+    step: str, lease: Lease, pool: Pool, memory: MemoryProvider, at_checkpoint: Callable[..., None]
+) -> None:
+    def lose_connection() -> None:
+        reached.append(step)
+        raise OperationalError("the connection was lost")
+
+    reached: list[str] = []
+    row = enqueue(pool, lease)
+    at_checkpoint(step, lose_connection)
+    work()
+    row = reload(row)
+    assert (reached, row.state, row.error["code"], row.error["retryable"]) == ([step], "queued", "database_unavailable", True)
+    sweeps.recover_stalled(now=LATER)
+    assert work(LATER) == 1
+    assert (reload(row).state, count_executions(memory)) == ("completed", 1)
+
+
 def test_permanent_error_ends_the_run(lease: Lease, pool: Pool) -> None:
     row = enqueue(pool, lease)
     leasing.release(lease.pk, now=NOW)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.mutation.__main__ import copy_tree, run_process
 
 WORKSPACE, LIFECYCLE, SWEEPS = "sandboxes/state/workspace.py", "sandboxes/lifecycle.py", "sandboxes/sweeps/passes.py"
-REGISTRY = "sandboxes/hosts/registry.py"
+REGISTRY, QUEUE = "sandboxes/hosts/registry.py", "leases/queue/queue.py"
 EVICTION, TASKS, EXECUTION = "sandboxes/eviction.py", "leases/tasks.py", "leases/execution.py"
 
 
@@ -69,6 +69,21 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
             "sandboxes/claims.py",
             "            if self.clock() + self.ttl >= self.deadline + RENEWAL_INTERVAL:\n                self.keep()\n",
             "",
+        ),
+    ],
+    # A runner renews all attempts that bear its name, also those that no thread executes any more.
+    "attempts-renewed-by-name": [
+        Replacement(
+            QUEUE, "    if not attempts:\n        return 0\n", "    attempts = attempts or [Attempt(uuid.UUID(int=0), 0)]\n"
+        ),
+        Replacement(QUEUE, "filter(executing, runner=runner,", "filter(runner=runner,"),
+    ],
+    # A command with an unknown outcome is executed again, whether or not the client has permitted that.
+    "unknown-outcome-repeated": [
+        Replacement(
+            "leases/queue/attempts.py",
+            "    is_repeated = row.repeatable and count_executions(row) < row.max_attempts\n",
+            "    is_repeated = True\n",
         ),
     ],
     # The fence and the budget are checked with the time at which the request began.

@@ -159,6 +159,8 @@ class QueuedRuns:
     def _find_problem(self, row: QueuedRun, expected: Expectation) -> str:
         if row.state in OPEN_STATES:
             return f"{row.state} for ever, attempt {row.attempt}, runner {row.runner!r}, error {row.error}"
+        if row.state == QueuedRunState.FAILED and row.error["code"] == "internal":
+            return f"failed by an unexpected exception in attempt {row.attempt}"
         executed = [
             number for number in range(1, row.attempt + 1) if self.world.promises.executions[str(derive_run_id(row.pk, number))]
         ]

@@ -33,7 +33,7 @@ OPEN_STATES = (QueuedRunState.QUEUED, QueuedRunState.STARTED)
 
 @dataclass(frozen=True)
 class Expectation:
-    """Queued run that a client was told of."""
+    """Queued run whose id a client has received."""
 
     operation: str  # name of the request, and of the executions of its command
     kind: str
@@ -92,7 +92,7 @@ class QueuedRuns:
         }  # fmt: skip
 
     def interrupt(self, name: str) -> None:
-        """A client interrupts a run, whatever its state is."""
+        """A client interrupts a run in any state."""
         if not self.expected:
             return
         pk = self.random.choice([*self.expected])

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 LOOK_INTERVAL_SECONDS = 10.0  # between two looks of a runner with attempts in progress; longer than POLL_SECONDS, to save CPU
 MAX_ATTEMPTS = 3
-MAX_RECOVERY_ROUNDS = 60  # of the runners after the last fault, a few virtual minutes each
+MAX_RECOVERY_ROUNDS = 40  # of the runners after the last fault, ten virtual minutes each
 OPEN_STATES = (QueuedRunState.QUEUED, QueuedRunState.STARTED)
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """Queued run that a client was told of."""
+    """Expected outcome of a queued run, as its client requested it."""
 
     operation: str  # name of the request, and of the executions of its command
     kind: str
@@ -68,7 +68,7 @@ class QueuedRuns:
             body = {
                 "agent_did": seat.agent, "argv": [PROGRAM, json.dumps(order)], "queued": True, "repeatable": repeatable,
                 "limits": {"timeout_seconds": int(order["timeout"])}, "priority": self.random.choice((0, 0, 5)),
-                "pending_timeout_seconds": self.random.choice((60, 900, 7200)), "max_attempts": expected.max_executions,
+                "pending_timeout_seconds": self.random.choice((60, 900, 3600)), "max_attempts": expected.max_executions,
             }  # fmt: skip
             body |= {"pool": self.workload.options.pool} if kind == "one_shot" else {"lease_id": str(seat.lease)}
             path = "/runs"
@@ -84,7 +84,7 @@ class QueuedRuns:
 
     def _build_order(self, seat: "Seat", expected: Expectation) -> dict[str, Any]:
         """Return an order that changes no files, and that may be executed at any later time, also during a restore."""
-        seconds = self.random.choice(self.workload.options.seconds)
+        seconds = self.random.choice((*self.workload.options.seconds, 20.0))
         lease = None if expected.kind == "one_shot" else str(seat.lease)
         return {
             "op": expected.operation, "lease": lease, "write": {}, "remove": [], "seconds": seconds, "early": False,
@@ -92,7 +92,7 @@ class QueuedRuns:
         }  # fmt: skip
 
     def interrupt(self, name: str) -> None:
-        """A client interrupts a run, whatever its state is."""
+        """A client interrupts a run in any state."""
         if not self.expected:
             return
         pk = self.random.choice([*self.expected])
@@ -106,6 +106,11 @@ class QueuedRuns:
         """Let a runner look at the queue."""
         if processes := [process for process in self.world.processes if ".runner" in process.name]:
             self._wake(self.random.choice(processes))
+
+    def kill_runner(self) -> None:
+        """Kill a process that executes an attempt."""
+        if busy := [process for process, runner in self.runners.items() if process.alive and not runner.is_idle]:
+            self.world.kill(self.random.choice(busy))
 
     def _wake(self, process: "Process") -> None:
         if process not in self.main_threads:

@@ -107,11 +107,6 @@ class QueuedRuns:
         if processes := [process for process in self.world.processes if ".runner" in process.name]:
             self._wake(self.random.choice(processes))
 
-    def kill_runner(self) -> None:
-        """Kill a process that executes an attempt."""
-        if busy := [process for process, runner in self.runners.items() if process.alive and not runner.is_idle]:
-            self.world.kill(self.random.choice(busy))
-
     def _wake(self, process: "Process") -> None:
         if process not in self.main_threads:
             self.main_threads[process] = self.world.spawn(process, "runner", lambda: self._look(process))
@@ -134,7 +129,17 @@ class QueuedRuns:
             del self.main_threads[process]
 
     def _start_thread(self, process: "Process") -> Callable[[str, Callable[[], object]], object]:
-        return lambda name, act: self.world.spawn(process, name, act)
+        def start(name: str, act: Callable[[], object]) -> None:
+            if self.world.occurs("runner kill"):
+                scheduler = self.world.scheduler
+                scheduler.call_at(scheduler.seconds + self.random.uniform(0, 30), lambda: self._kill(process))
+            self.world.spawn(process, name, act)
+
+        return start
+
+    def _kill(self, process: "Process") -> None:
+        if process.alive and self.world.faults.enabled:
+            self.world.kill(process)
 
     def is_background(self, actor: Actor) -> bool:
         """Return whether an actor is the main thread of a runner, which is no operation of the workload."""

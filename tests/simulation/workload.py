@@ -232,10 +232,6 @@ class Workload:
         self.count += 1
         self.queued_runs.wake()
 
-    def start_runner_kill(self) -> None:
-        self.count += 1
-        self.queued_runs.kill_runner()
-
     def start_release(self) -> None:
         if (seat := self._choose_seat(free=True)) and seat.lease:
             lease = seat.lease

@@ -30,7 +30,7 @@ from tests.support.suites import TEST_PROVIDER
 
 MAX_SECONDS_TO_FINISH = 6 * 3600.0  # virtual time for the operations in progress after the last fault
 SWEEP_ROUNDS = 14
-RECOVERY_INTERVAL_MINUTES = 4
+RECOVERY_INTERVAL_MINUTES = 10
 RECOVERY_SWEEPS = ("hosts", "expire", "stalled", "reclaim", "persist", "idle", "cold", "reconcile")
 
 

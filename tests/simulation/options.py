@@ -42,7 +42,7 @@ class Options:
             if random.random() < 0.5:
                 self.weights[name] = weight
         if "queued_run" in self.weights:
-            self.weights |= {"runner": 8, "interrupt": 2}
+            self.weights |= {"runner": 5, "interrupt": 2}
         self.runner_threads = random.choice((1, 2, 4))
         self.suspend_after = random.choice((None, timedelta(seconds=1), timedelta(seconds=30)))
         if self.suspend_after:

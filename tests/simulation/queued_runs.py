@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 LOOK_INTERVAL_SECONDS = 10.0  # between two looks of a runner with attempts in progress; longer than POLL_SECONDS, to save CPU
 MAX_ATTEMPTS = 3
-MAX_RECOVERY_ROUNDS = 60  # of the runners after the last fault, a few virtual minutes each
+MAX_RECOVERY_ROUNDS = 40  # of the runners after the last fault, ten virtual minutes each
 OPEN_STATES = (QueuedRunState.QUEUED, QueuedRunState.STARTED)
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """Queued run whose id a client has received."""
+    """Expected outcome of a queued run, as its client requested it."""
 
     operation: str  # name of the request, and of the executions of its command
     kind: str
@@ -68,7 +68,7 @@ class QueuedRuns:
             body = {
                 "agent_did": seat.agent, "argv": [PROGRAM, json.dumps(order)], "queued": True, "repeatable": repeatable,
                 "limits": {"timeout_seconds": int(order["timeout"])}, "priority": self.random.choice((0, 0, 5)),
-                "pending_timeout_seconds": self.random.choice((60, 900, 7200)), "max_attempts": expected.max_executions,
+                "pending_timeout_seconds": self.random.choice((60, 900, 3600)), "max_attempts": expected.max_executions,
             }  # fmt: skip
             body |= {"pool": self.workload.options.pool} if kind == "one_shot" else {"lease_id": str(seat.lease)}
             path = "/runs"
@@ -84,7 +84,7 @@ class QueuedRuns:
 
     def _build_order(self, seat: "Seat", expected: Expectation) -> dict[str, Any]:
         """Return an order that changes no files, and that may be executed at any later time, also during a restore."""
-        seconds = self.random.choice(self.workload.options.seconds)
+        seconds = self.random.choice((*self.workload.options.seconds, 20.0))
         lease = None if expected.kind == "one_shot" else str(seat.lease)
         return {
             "op": expected.operation, "lease": lease, "write": {}, "remove": [], "seconds": seconds, "early": False,
@@ -129,7 +129,17 @@ class QueuedRuns:
             del self.main_threads[process]
 
     def _start_thread(self, process: "Process") -> Callable[[str, Callable[[], object]], object]:
-        return lambda name, act: self.world.spawn(process, name, act)
+        def start(name: str, act: Callable[[], object]) -> None:
+            if self.world.occurs("runner kill"):
+                scheduler = self.world.scheduler
+                scheduler.call_at(scheduler.seconds + self.random.uniform(0, 30), lambda: self._kill(process))
+            self.world.spawn(process, name, act)
+
+        return start
+
+    def _kill(self, process: "Process") -> None:
+        if process.alive and self.world.faults.enabled:
+            self.world.kill(process)
 
     def is_background(self, actor: Actor) -> bool:
         """Return whether an actor is the main thread of a runner, which is no operation of the workload."""

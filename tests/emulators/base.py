@@ -98,6 +98,11 @@ class Emulator(FaultInjection, ABC):
             build = self.builds.pop(identifier)
         shutil.rmtree(build.disk, ignore_errors=True)
 
+    @property
+    def is_removing_images(self) -> bool:
+        """Return whether the vendor still removes an image whose removal it has accepted. Until then the name is taken."""
+        return False
+
     def find_disk(self, identifier: str) -> Path | None:
         """Return the disk of an image that was built, None for an image of a registry."""
         build = self.builds.get(identifier)

@@ -52,6 +52,11 @@ class DaytonaEmulator(VendorEmulator):
     def list_machines(self) -> list[Machine]:
         return [sandbox.machine for sandbox in self.sandboxes.values()]
 
+    @property
+    def is_removing_images(self) -> bool:
+        with self.lock:
+            return any(snapshot.is_removing for snapshot in self.snapshots.values())
+
     def find_machines(self, name: str) -> builtins.list[Machine]:
         return [sandbox.machine for sandbox in self._find_named(name)]
 

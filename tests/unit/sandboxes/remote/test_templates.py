@@ -20,6 +20,7 @@ from tests.emulators.base import CUT_AFTER, Emulator, Fault
 from tests.emulators.images import MISSING_REGISTRY
 from tests.support.leases import run, update_pool
 from tests.support.remote import GetEmulator
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 BUILDERS = ["daytona", "langsmith", "modal", "runloop"]
@@ -67,6 +68,10 @@ def remove_all() -> None:
 
 
 def assert_nothing_is_left(emulator: Emulator) -> None:
+    """Assert that no image and no running sandbox is left, once the removals that the vendor has accepted are done.
+
+    The next test may use the name of an image again: until the end of its removal the vendor answers that it exists."""
+    wait_until(lambda: not emulator.is_removing_images, "the vendor has removed its images")
     assert emulator.builds == {}
     assert [machine for machine in emulator.list_machines() if machine.is_running] == []
 
@@ -88,7 +93,7 @@ def test_file_of_a_build_is_in_the_sandboxes_although_the_answer_to_the_create_w
     update_pool(pool, image=template.image)
     assert read(grant, pool, "/opt/marker") == b"built\n"
     remove_all()
-    assert emulator.builds == {}
+    assert_nothing_is_left(emulator)
 
 
 def test_build_arguments_have_values_in_the_dockerfile_itself() -> None:

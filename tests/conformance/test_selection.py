@@ -14,8 +14,9 @@ from tests.conformance.conftest import BY_ENGINE, FULL_KINDS, SMOKE_KINDS
 MIN_CASES, MAX_CASES = 12, 30  # of the smoke cases of a provider
 DIRECTORY = Path(__file__).parent
 KINDS = dict.fromkeys((*FULL_KINDS, *SMOKE_KINDS))
-# Collects the suite with the expression of the fast lanes in a process of its own, because this session may have another
-# selection. Prints one JSON line for each case: kind of provider, whether it is selected, and the reasons of `matrix` marks.
+# Collects the suite with the expression of the fast lanes in a process of its own, because this run of pytest may have
+# another selection. Prints one JSON line for each case: kind of provider, whether it is selected, and the reasons of its marks
+# `matrix`.
 COLLECT = """
 import json, pytest, sys
 from tests.support.selection import find_kind

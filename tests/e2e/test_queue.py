@@ -92,7 +92,7 @@ def read_chat(fleet: Fleet, lease: str) -> list[str]:  # noqa: F811
     return [content["text"] for content in contents]
 
 
-@pytest.mark.matrix("more than a minute; the simulation kills runners of agent runs")
+@pytest.mark.matrix("more than a minute; the simulation kills the runners and recorders of agent runs")
 def test_queued_agent_run_survives_kills_of_gateway_and_runner_between_its_messages(fleet: Fleet) -> None:  # noqa: F811
     fleet.up()
     lease = fleet.join(0)

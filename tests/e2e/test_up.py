@@ -69,7 +69,7 @@ def test_up_refuses_a_second_up_and_finishes_requests_after_sigterm(home: Home) 
     assert home.query_value("SELECT state FROM sandboxes_sandbox") == "waiting"
 
 
-@pytest.mark.matrix("the drain of the next test, with a longer run")
+@pytest.mark.matrix("the drain of the first test of this file, with a longer run")
 def test_a_run_that_outlasts_the_drain_says_so_and_keeps_its_output(home: Home) -> None:
     home.env |= {"LEASEHOLD_DRAIN_TIMEOUT": "1s"}
     up, lease = home.up(), home.acquire_lease()

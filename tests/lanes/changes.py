@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tests.lanes.table import REPO, VENDORS
+from tests.lanes.table import MATRIX, REPO, VENDORS
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,38 @@ RULES = (
     Rule(("sandboxes/providers/docker",), ("by-engine", "docker-matrix")),
     Rule(("sandboxes/image/agent", "sandboxes/agent", "sandboxes/providers/agent"), ("kubernetes", "docker-matrix")),
     Rule(("tests/docker",), ("docker-matrix", "kubernetes")),
+    Rule(
+        (
+            "sandboxes/egress", "tests/egress", "sandboxes/suspension.py", "tests/races/test_docker_capacity.py",
+            "sandboxes/state/mounts.py", "sandboxes/state/mount_points.py", "sandboxes/state/s3fs.py",
+            "sandboxes/state/storage_mode.py", "tests/unit/sandboxes/state/test_mounts.py",
+            "tests/unit/sandboxes/state/test_data_trees.py",
+        ),
+        ("docker-matrix",),
+    ),
+    Rule(("leases/coding",), ("docker-matrix", "e2e-matrix")),
     Rule(("tests/conformance",), ("by-engine", "kubernetes", *VENDORS)),
-    Rule(("tests/e2e", "leases/packs", "leases/agent_runs/clis", "controlplane/supervisor.py"), ("e2e-matrix",)),
+    Rule(("tests/e2e", "leases/packs", "leases/agent_runs", "leases/queue", "controlplane/supervisor.py"), ("e2e-matrix",)),
     Rule(
         ("sandboxes/db", "tests/support/database.py"),
         ("domain-postgres", "layers-postgres", "database-sqlite", "remote-sqlite"),
     ),
     Rule(("leases/atproto", "tests/unit/leases/atproto"), ("database-matrix",)),
-    Rule(("sandboxes/egress/litellm_callback.py", ".ci/litellm.yaml"), ("domain-matrix", "docker-matrix")),
+    Rule(
+        (
+            "sandboxes/egress/litellm_callback.py", ".ci/litellm.yaml", "tests/unit/sandboxes/egress/test_litellm_callback.py",
+        ),
+        ("domain-matrix", "docker-matrix"),
+    ),
     Rule(("tests/unit", "tests/races", "tests/machines", "tests/simulation")),
-    Rule(("tests/admin",)), Rule(("tests/api",)), Rule(("tests/commands",)), Rule(("tests/egress",)),
+    Rule(("tests/admin",)), Rule(("tests/api",)), Rule(("tests/commands",)),
 )  # fmt: skip
 
 
 def select_parts(paths: Iterable[str]) -> list[str]:
     """Return the names of the parts that changes of these paths add, in the order of the table."""
     added = {part for path in paths if (rule := find_rule(path)) for part in rule.parts}
-    return sorted(added)
+    return [part.name for part in MATRIX if part.name in added]
 
 
 def find_rule(path: str) -> Rule | None:

@@ -109,6 +109,3 @@ def list_all_tests() -> set[str]:
     if done.returncode or not tests:
         raise SystemExit(f"the suite cannot be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return tests
-
-
-__all__ = ["main"]

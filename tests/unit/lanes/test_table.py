@@ -1,14 +1,18 @@
 """Tables of the suite: parts, rules of changed paths, and the reasons of marks."""
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.emulators.registry import EMULATORS
 from tests.lanes import changes
 from tests.lanes.changes import RULES, find_rule, select_parts
 from tests.lanes.table import FAST, MATRIX, PARTS, POSTGRES, REPO, SQLITE, VENDORS, Part
 
+REASON = re.compile(r"mark\.matrix\(\"([^\"]*)\"")
+NAMED_TEST = re.compile(r"\b(?:tests/[\w/]+|test_\w+)(?:\.py\b)?")
 MATRIX_NAMES = {part.name for part in MATRIX}
 
 
@@ -29,6 +33,30 @@ def test_rules_name_existing_paths_once_and_parts_of_the_matrix() -> None:
     assert len(paths) == len(set(paths))
     assert [path for path in paths if not (REPO / path).exists()] == []
     assert {part for rule in RULES for part in rule.parts} <= MATRIX_NAMES
+
+
+def test_a_change_of_a_file_with_matrix_tests_adds_a_part_that_runs_them() -> None:
+    files = [path for path in (REPO / "tests").rglob("test_*.py") if re.search(r"\bmark\.matrix\b", path.read_text())]
+    names = {str(path.relative_to(REPO)) for path in files} - {"tests/unit/lanes/test_table.py"}
+    assert len(names) > 20
+    unwatched = {
+        name for name in names
+        if not any(name.startswith(f"{path}/") or name == path for part in select_parts([name]) for path in PARTS[part].paths)
+    }  # fmt: skip
+    assert unwatched == set()
+
+
+def test_reasons_of_matrix_marks_name_tests_that_exist() -> None:
+    """A mark says which cheaper test has its outcome."""
+    paths = [*(REPO / "tests").rglob("*.py")]
+    modules = {str(path.relative_to(REPO)) for path in paths} | {path.name for path in paths}
+    named = {name for path in paths for reason in REASON.findall(path.read_text()) for name in NAMED_TEST.findall(reason)}
+    assert len(named) > 10
+    assert {name for name in named if name not in modules and not (REPO / name).is_dir()} == set()
+
+
+def test_vendors_are_those_with_an_emulator() -> None:
+    assert {*VENDORS} == {*EMULATORS}
 
 
 def test_every_directory_of_tests_is_in_a_fast_part() -> None:
@@ -55,7 +83,8 @@ def test_fast_parts_keep_a_budget_and_leave_the_matrix_out() -> None:
     ("path", "parts"),
     [
         ("sandboxes/providers/daytona/provider.py", ["daytona"]),
-        ("sandboxes/providers/remote/provider.py", sorted(VENDORS)),
+        ("sandboxes/providers/remote/provider.py", [*VENDORS]),
+        ("leases/coding/git.py", ["e2e-matrix", "docker-matrix"]),
         ("sandboxes/providers/kubernetes", ["kubernetes"]),
         ("sandboxes/providers/kubernetes_notes.py", []),
         ("leases/atproto/service.py", ["database-matrix"]),
@@ -70,7 +99,7 @@ def test_the_longest_path_decides(path: str, parts: list[str]) -> None:
 
 def test_changes_of_several_folders_add_each_part_once() -> None:
     added = select_parts(["sandboxes/providers/modal/a.py", "tests/emulators/modal.py", "sandboxes/providers/runloop/a.py"])
-    assert added == ["modal", "runloop"]
+    assert added == ["modal", "runloop"]  # in the order of the table
     assert find_rule("README.md") is None
 
 

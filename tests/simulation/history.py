@@ -75,6 +75,7 @@ def run_history(seed: int, *, length: int = 0, print_events: bool = False) -> Re
             if not world.promises.violations:
                 final_checks.check_all(world)
                 workload.queued_runs.check()
+                workload.agent_runs.check()
         except Exception as error:
             world.promises.violate(0, f"{type(error).__name__}: {error}")
             if print_events:
@@ -194,12 +195,21 @@ def quiesce(world: World, workload: Workload) -> None:
     sweep_until_unchanged(world)
 
 
+def is_busy(world: World) -> bool:
+    """Return whether an operation is in progress."""
+    return any(not actor.killed for actor in world.scheduler.actors)
+
+
 def finish_actors(world: World) -> None:
-    """Let the operations in progress end."""
+    """Let the operations in progress end. The sweep `stalled` goes on."""
     scheduler = world.scheduler
     limit = scheduler.seconds + MAX_SECONDS_TO_FINISH
-    while any(not actor.killed for actor in scheduler.actors) and scheduler.step(limit):
-        report_errors(world)
+    while is_busy(world) and scheduler.seconds < limit:
+        until = scheduler.seconds + RECOVERY_INTERVAL_MINUTES * 60
+        while is_busy(world) and scheduler.step(until):
+            report_errors(world)
+        if is_busy(world):  # some wait for what a sweep does, such as the recorder of a command whose end is not recorded
+            sweep_all(world, ("stalled",), minutes=1)
     for actor in scheduler.actors:
         if not actor.killed:
             world.promises.violate(11, f"{actor.name} does not end")

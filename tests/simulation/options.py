@@ -38,11 +38,17 @@ class Options:
         self.weights = {"exec": 30, "sweep": 25, "pass_time": 12, "task": 6}
         self.http_weights = {**HTTP_WEIGHTS}
         for name, weight in {"release": 2, "condition": 1, "snapshot": 3, "restore": 5, "fork": 2, "operator": 1,
-                             "vanish": 1, "outage": 1, "host_loss": 3, "http": 30, "queued_run": 12}.items():  # fmt: skip
+                             "vanish": 1, "outage": 1, "host_loss": 3, "http": 30, "queued_run": 12,
+                             "agent_run": 8}.items():  # fmt: skip
             if random.random() < 0.5:
                 self.weights[name] = weight
+        if TEST_PROVIDER != "memory":
+            self.weights.pop("agent_run", None)  # the emulators' sandboxes execute for real, and print in real time
+        self.has_agent_runs = "agent_run" in self.weights
         if "queued_run" in self.weights:
-            self.weights |= {"runner": 5, "interrupt": 2}
+            self.weights |= {"runner": 5}
+        if "queued_run" in self.weights or self.has_agent_runs:
+            self.weights |= {"interrupt": 2}
         self.runner_threads = random.choice((1, 2, 4))
         self.suspend_after = random.choice((None, timedelta(seconds=1), timedelta(seconds=30)))
         if self.suspend_after:
@@ -60,4 +66,4 @@ class Options:
             self.weights.pop(name, None)
         del self.http_weights["release"]
         self.weights |= {"exec": 20, "nap": 20, "pass_time": 5}
-        self.weights |= {name: 8 for name in ("http", "queued_run") if name in self.weights}
+        self.weights |= {name: 8 for name in ("http", "queued_run", "agent_run") if name in self.weights}

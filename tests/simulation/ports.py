@@ -11,6 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sandboxes.providers.base import DATA, WORKSPACE, SandboxSpec
+from sandboxes.providers.command_results import OutputPart, OutputReader
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import File, MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.storage.base import StoreError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "work"
 CHUNK_BYTES = 1 << 10  # of a slow transfer
+READ_INTERVAL_SECONDS = 5.0  # between two looks at the output of a program
 TimeRange = tuple[datetime, datetime]
 
 
@@ -39,12 +41,56 @@ class Work:
     in_time: bool = True  # it ends before its timeout
     finished: bool = False
     killed: bool = False
+    messages: Sequence[str] = ()  # lines that it prints, the last one at its end
+    printed: int = 0  # number of lines so far
 
     def apply(self) -> None:
         for path, text in self.writes.items():
             self.files[path] = File(text.encode(), mtime=0)
         for path in self.removes:
             self.files.pop(path, None)
+
+    def finish(self) -> None:
+        self.finished = True
+        if self.in_time:
+            self.printed = len(self.messages)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finished or self.killed
+
+    @property
+    def output(self) -> bytes:
+        return "".join(f"{line}\n" for line in self.messages[: self.printed]).encode()
+
+
+class SimulatedOutput(OutputReader):
+    """Reader of the messages of a program, in parts that may end anywhere."""
+
+    def __init__(self, provider: "SimulatedProvider", work: Work, offset: int) -> None:
+        self.provider, self.work, self.offset = provider, work, offset
+
+    def read(self, *, wait: float) -> OutputPart | None:
+        world = self.provider.world
+        scheduler, until = world.scheduler, world.scheduler.seconds + wait
+        while True:
+            world.point("provider read output")
+            sandbox = self.provider._sandboxes.get(self.work.ref)
+            if (self.provider.down and world.faults.enabled) or sandbox is None or sandbox.suspended:
+                return None
+            if content := self.work.output[self.offset :]:
+                size = world.random.randint(1, len(content))
+                self.offset += size
+                return OutputPart("stdout", content[:size])
+            if self.work.has_ended or scheduler.seconds >= until:
+                return OutputPart("", ended=self.work.has_ended)
+            scheduler.sleep(min(READ_INTERVAL_SECONDS, max(0.001, until - scheduler.seconds)))
+
+    def interrupt(self) -> None:
+        """Nothing interrupts a recorder in a history: its process is killed."""
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 @dataclass
@@ -94,6 +140,7 @@ class Works:
     def _reset_works(self) -> None:
         self.existence = Existence()
         self.works: list[Work] = []
+        self.outputs: dict[str, Work] = {}  # of programs that print messages, by their runs
         self.executions: Counter[str] = Counter()
         self.down = False
 
@@ -130,6 +177,8 @@ class Works:
         seconds = min(order["seconds"], call.timeout.total_seconds())
         work = Work(run_id, ref, call.files, scheduler.seconds + seconds, order["write"], order["remove"])
         work.actor = scheduler.current
+        if order.get("messages"):
+            self._schedule_messages(work, order)
         if order["early"]:
             work.apply()
         work.in_time = order["seconds"] < call.timeout.total_seconds()
@@ -141,14 +190,31 @@ class Works:
         elif not order["early"]:
             work.apply()
         if work.killed:
-            return ProgramResult(137)
-        return ProgramResult(stdout=json.dumps(seen).encode(), took=timedelta(seconds=order["seconds"]))
+            return ProgramResult(137, stdout=work.output)
+        work.finish()
+        stdout = work.output if work.messages else json.dumps(seen).encode()
+        return ProgramResult(stdout=stdout, took=timedelta(seconds=order["seconds"]))
+
+    def _schedule_messages(self, work: Work, order: dict[str, Any]) -> None:
+        """Print the messages one after the other during the virtual duration, the result at the end."""
+        work.messages = self.world.promises.messages[work.run_id] = build_messages(order["op"], order["messages"])
+        self.outputs[work.run_id] = work
+        scheduler = self.world.scheduler
+
+        def print_next() -> None:
+            if not work.has_ended:
+                work.printed += 1
+
+        for number in range(order["messages"]):
+            at = order["seconds"] * (number + 1) / (order["messages"] + 1)
+            if at < order["timeout"]:
+                scheduler.call_at(scheduler.seconds + at, print_next)
 
     def _finish(self, work: Work, order: dict[str, Any]) -> None:
         if work.killed:
             return
         self.works.remove(work)
-        work.finished = True
+        work.finish()
         if work.in_time and not order["early"]:
             work.apply()
         if work.actor is None or work.actor.killed:
@@ -211,6 +277,16 @@ class SimulatedProvider(Works, MemoryProvider):
         slow = self.world.occurs("provider transfer")
         super().put_files(ref, root, SlowStream(tar, self.world.pause_transfer) if slow else tar)  # type: ignore[arg-type]
 
+    def open_output(self, ref: str, mark: str, *, stdout: int, stderr: int) -> OutputReader | None:
+        with self.hooked_call("open_output", ref):
+            self._running(ref)
+            work = self.outputs.get(mark)
+            return SimulatedOutput(self, work, stdout) if work and work.ref == ref else None
+
+    def acknowledge_exec(self, ref: str, mark: str) -> None:
+        self.outputs.pop(mark, None)
+        super().acknowledge_exec(ref, mark)
+
     def kill(self, ref: str, mark: str) -> None:
         with self.hooked_call("kill", ref):
             self._get(ref)
@@ -243,6 +319,12 @@ class SimulatedStore(MemoryStore):
 
     def _refuse(self, message: str) -> Exception:
         return StoreError("memory", "call", message)
+
+
+def build_messages(operation: str, count: int) -> list[str]:
+    """Return the lines of an agent's program: answers of its model, and the result."""
+    answers = [{"type": "assistant", "text": f"{operation} {number}", "turn_id": str(number)} for number in range(count)]
+    return [json.dumps(message) for message in (*answers, {"type": "result", "text": operation})]
 
 
 def read_tree(files: dict[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from leases.api import command_threads
 from leases.atproto import accounts
 from sandboxes import sweep_log
 from sandboxes.streams import events
@@ -19,6 +20,7 @@ OWN_STATE: Sequence[tuple[ModuleType, str, Callable[[], object]]] = (
     (accounts, "_sessions", dict),
     (accounts, "_locks", dict),
     (events, "NEWEST_POSITION", events.NewestPosition),
+    (command_threads, "_threads", set),
 )
 
 

@@ -32,6 +32,7 @@ class Promises:
         self.users: dict[str, str] = {}  # ref -> lease that has executed something in the sandbox
         self.executions: Counter[str] = Counter()
         self.operation_of: dict[str, str] = {}  # by run id
+        self.messages: dict[str, list[str]] = {}  # that the program of an agent run prints, by run id
         self.interrupted = set[str]()  # operations whose commands a client may have interrupted
         self.budgets = False  # an exhausted budget kills commands
 

@@ -17,6 +17,7 @@ from leases.queue.models import QueuedRun, QueuedRunState, derive_run_id
 from leases.queue.runner import Runner
 from sandboxes.models import Event
 from sandboxes.models.webhooks import EventType
+from tests.simulation import agent_runs
 from tests.simulation.http_clients import ClientRequest, read_json
 from tests.simulation.ports import PROGRAM
 from tests.simulation.scheduler import Actor
@@ -53,24 +54,31 @@ class QueuedRuns:
 
     def start(self, seat: "Seat", name: str) -> None:
         """Queue a command for a lease or for a new sandbox, or a turn. The client does not wait for its end."""
-        kind = self.random.choice(("exec", "exec", "one_shot", "turn"))
+        kinds = ["exec", "exec", "one_shot", "turn"] + ["agent_run"] * self.workload.options.has_agent_runs
+        kind = self.random.choice(kinds)
         if seat.lease is None and kind != "one_shot":
             return
         repeatable = kind != "turn" and self.random.random() < 0.5
         expected = Expectation(name, kind, MAX_ATTEMPTS if repeatable else 1)
-        order = self._build_order(seat, expected)
+        order = self.build_order(seat, name, kind, expected.max_executions)
+        queued = {
+            "queued": True, "repeatable": repeatable, "priority": self.random.choice((0, 0, 5)),
+            "pending_timeout_seconds": self.random.choice((60, 900, 3600)), "max_attempts": expected.max_executions,
+        }  # fmt: skip
         if kind == "turn":
             body: dict[str, Any] = {
                 "type": "turn", "agent_did": seat.agent, "turn_number": self.workload.count, "state": order,
             }  # fmt: skip
             path = f"/environments/{seat.environment}/events"
+        elif kind == "agent_run":
+            body, path = agent_runs.build_body(order) | queued, f"/leases/{seat.lease}/agent-runs"
         else:
             body = {
-                "agent_did": seat.agent, "argv": [PROGRAM, json.dumps(order)], "queued": True, "repeatable": repeatable,
-                "limits": {"timeout_seconds": int(order["timeout"])}, "priority": self.random.choice((0, 0, 5)),
-                "pending_timeout_seconds": self.random.choice((60, 900, 3600)), "max_attempts": expected.max_executions,
+                "agent_did": seat.agent, "argv": [PROGRAM, json.dumps(order)],
+                "limits": {"timeout_seconds": int(order["timeout"])},
             }  # fmt: skip
-            body |= {"pool": self.workload.options.pool} if kind == "one_shot" else {"lease_id": str(seat.lease)}
+            target = {"pool": self.workload.options.pool} if kind == "one_shot" else {"lease_id": str(seat.lease)}
+            body |= queued | target
             path = "/runs"
 
         def answered(response: Any) -> None:
@@ -82,13 +90,14 @@ class QueuedRuns:
         request = ClientRequest(name, "POST", path, json.dumps(body).encode(), answered, lambda: None, missing)
         self.workload.http.send(request)
 
-    def _build_order(self, seat: "Seat", expected: Expectation) -> dict[str, Any]:
+    def build_order(self, seat: "Seat", name: str, kind: str, max_executions: int = 1) -> dict[str, Any]:
         """Return an order that changes no files, and that may be executed at any later time, also during a restore."""
         seconds = self.random.choice((*self.workload.options.seconds, 20.0))
-        lease = None if expected.kind == "one_shot" else str(seat.lease)
+        lease = None if kind == "one_shot" else str(seat.lease)
         return {
-            "op": expected.operation, "lease": lease, "write": {}, "remove": [], "seconds": seconds, "early": False,
-            "timeout": seconds + 60, "checks_files": False, "max_executions": expected.max_executions,
+            "op": name, "lease": lease, "write": {}, "remove": [], "seconds": seconds, "early": False,
+            "timeout": seconds + 60, "checks_files": False, "max_executions": max_executions,
+            "messages": self.random.randint(1, 8) if kind == "agent_run" else 0,
         }  # fmt: skip
 
     def interrupt(self, name: str) -> None:

@@ -25,6 +25,7 @@ from sandboxes.providers.errors import ProviderError
 from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.storage.base import StoreError
+from tests.simulation.agent_runs import AgentRuns
 from tests.simulation.expectations import LeaseExpectation, read_snapshot
 from tests.simulation.http_clients import HttpClients
 from tests.simulation.options import ENVIRONMENT_TYPE
@@ -86,7 +87,8 @@ class Workload:
         self.count = 0
         self.pending: dict[Actor, Callable[[], object]] = {}  # settlement of operations whose client got no answer
         self.unanswered: list[Callable[[], bool]] = []  # return whether a queued request has its outcome
-        self.http, self.outages, self.queued_runs = HttpClients(self), Outages(self), QueuedRuns(self)
+        self.http, self.outages = HttpClients(self), Outages(self)
+        self.queued_runs, self.agent_runs = QueuedRuns(self), AgentRuns(self)
         world.on_kill = self._settle_killed
         world.on_transfer_pause = self.start_stalled_sweep
 
@@ -225,8 +227,14 @@ class Workload:
     def start_queued_run(self) -> None:
         self.queued_runs.start(self.random.choice(self.seats), f"queued{self.count}")
 
+    def start_agent_run(self) -> None:
+        if (seat := self._choose_seat(free=False)) and seat.lease:
+            name = f"agent{self.count}"
+            self.agent_runs.start(seat, name, self.queued_runs.build_order(seat, name, "agent_run"))
+
     def start_interrupt(self) -> None:
-        self.queued_runs.interrupt(f"interrupt{self.count}")
+        runs = self.random.choice((self.queued_runs, self.agent_runs))
+        runs.interrupt(f"interrupt{self.count}")
 
     def start_runner(self) -> None:
         self.count += 1

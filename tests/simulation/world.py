@@ -24,7 +24,7 @@ from sandboxes.providers.memory import file_tree as memory_file_tree
 from sandboxes.providers.memory import provider as memory_provider
 from sandboxes.state import changes, pull, storage_mode
 from sandboxes.storage import memory as memory_store
-from tests.simulation import heartbeats
+from tests.simulation import heartbeats, threads
 from tests.simulation.database import Database, OperationalError
 from tests.simulation.faults import MAX_CHUNK_SECONDS, SLOW_SECONDS, Faults
 from tests.simulation.ports import SimulatedProvider, SimulatedStore
@@ -312,6 +312,7 @@ class World:
         for module in (changes, pull, storage_mode):
             patches.append((module, "run_parallel", lambda function, jobs: [function(job) for job in jobs]))
         patches += [(module, "get_store", lambda: self.store) for module in find_store_users()]
+        patches += threads.list_patches(self)
         patches += list_patches()  # see Process.enter
         saved = [(target, name, getattr(target, name)) for target, name, _ in patches]
         HISTORY_THREAD.is_current = True

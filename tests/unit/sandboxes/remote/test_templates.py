@@ -67,12 +67,17 @@ def remove_all() -> None:
         builds.remove(template, now=timezone.now())
 
 
-def assert_nothing_is_left(emulator: Emulator) -> None:
-    """Assert that no image and no running sandbox is left, once the removals that the vendor has accepted are done.
+def assert_no_image_is_left(emulator: Emulator) -> None:
+    """Wait until the removals that the vendor has accepted are done. Assert that no image is left.
 
     The next test may use the name of an image again: until the end of its removal the vendor answers that it exists."""
     wait_until(lambda: not emulator.is_removing_images, "the vendor has removed its images")
     assert emulator.builds == {}
+
+
+def assert_nothing_is_left(emulator: Emulator) -> None:
+    """Assert that no image and no running sandbox is left."""
+    assert_no_image_is_left(emulator)
     assert [machine for machine in emulator.list_machines() if machine.is_running] == []
 
 
@@ -93,7 +98,7 @@ def test_file_of_a_build_is_in_the_sandboxes_although_the_answer_to_the_create_w
     update_pool(pool, image=template.image)
     assert read(grant, pool, "/opt/marker") == b"built\n"
     remove_all()
-    assert_nothing_is_left(emulator)
+    assert_no_image_is_left(emulator)
 
 
 def test_build_arguments_have_values_in_the_dockerfile_itself() -> None:
@@ -177,7 +182,7 @@ def test_rebuild_replaces_the_image_behind_the_name_and_a_failed_one_does_not(
     assert (failed.failure, failed.image_id) == (TemplateFailure.BUILD_REFUSED, second.image_id)
     assert read(grant, pool, "/opt/marker", "did:plc:bob") != content
     remove_all()
-    assert emulator.builds == {}
+    assert_no_image_is_left(emulator)
 
 
 @pytest.mark.parametrize(

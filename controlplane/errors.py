@@ -43,6 +43,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.Conflict: 409,
     leases.TurnInProgress: 409,
     leases.AgentRunNotFound: 404,
+    leases.AgentRunClosed: 503,
     leases.CatalogAgentNotFound: 404,
     leases.InvalidPack: 400,
     leases.ArtifactNotFound: 404,

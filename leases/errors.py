@@ -75,6 +75,13 @@ class AgentRunNotFound(LeaseError):
     code = "agent_run_not_found"
 
 
+class AgentRunClosed(LeaseError):
+    """The command did not begin in time, so the agent run was closed as failed. Nothing was executed; start another one."""
+
+    code = "agent_run_closed"
+    retry_after = 5
+
+
 class CatalogAgentNotFound(LeaseError):
     """The catalog has no such agent."""
 

@@ -83,4 +83,29 @@ class OpenGuard:
         pass
 
 
+@dataclass(frozen=True)
+class WrappedGuard:
+    """Guard with the checks of another one. Subclasses add their own."""
+
+    inner: Guard
+
+    def fence(self) -> HolderTerms:
+        return self.inner.fence()
+
+    def build_condition(self) -> Statement:
+        return self.inner.build_condition()
+
+    def note_run_opened(self, *, now: datetime) -> None:
+        self.inner.note_run_opened(now=now)
+
+    def check_active(self) -> None:
+        self.inner.check_active()
+
+    def check_affordable(self, pool: Pool) -> None:
+        self.inner.check_affordable(pool)
+
+    def check_proceed(self) -> None:
+        self.inner.check_proceed()
+
+
 OPEN_GUARD = OpenGuard()

@@ -19,10 +19,11 @@ from leases.agent_runs.clis.registry import CLIS
 from leases.agent_runs.models import AgentRun, AgentRunState
 from leases.agent_runs.policy import AgentPolicy
 from leases.agent_runs.recorder import RECORDER_TTL, Recorder, RecorderReplaced, store_message
-from leases.errors import AgentRunNotFound
+from leases.errors import AgentRunClosed, AgentRunNotFound
 from leases.models import Lease
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.egress import gateway_tokens
+from sandboxes.guard import Guard, WrappedGuard
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import NEVER_STARTED, Policy, Run
 from sandboxes.runs.operations import Command
@@ -43,6 +44,22 @@ class AgentRequest:
     cwd: str
     timeout: timedelta
     attempt: int = 1  # of a queued run
+
+
+@dataclass(frozen=True)
+class AgentRunGuard(WrappedGuard):
+    """Guard of a lease and of the row of an agent run: the command begins only while the row is open.
+
+    A start that takes longer than the recorder's deadline lets a sweep close the row, and nothing would record the command."""
+
+    row: AgentRun
+
+    def note_run_opened(self, *, now: datetime) -> None:
+        super().note_run_opened(now=now)
+        self.row.recorder_deadline = now + RECORDER_TTL
+        own = AgentRun.objects.filter(pk=self.row.pk, ended_at__isnull=True)
+        if not own.update(recorder_deadline=self.row.recorder_deadline):
+            raise AgentRunClosed()
 
 
 def create(pk: uuid.UUID, request: AgentRequest, *, run_id: uuid.UUID, now: datetime, actor: str = "") -> AgentRun:
@@ -91,9 +108,13 @@ def execute(
     """Execute the CLI and record its messages. Blocks until the row is closed. `on_start` is called when the command begins,
     and `on_message` with each message, in another thread.
 
-    A CLI that fails is a result. An error before the command begins is raised, and deletes the row."""
+    A CLI that fails is a result. An error before the command begins is raised, and deletes the row. Raise AgentRunClosed if a
+    sweep has closed the row before; it stays."""
     clock = clock_from(now)
     cli, recording = CLIS[request.cli], RecordingThread(row, clock, on_message)
+
+    def wrap(guard: Guard) -> Guard:
+        return AgentRunGuard(wrap_guard(guard) if wrap_guard else guard, row)
 
     def start() -> None:
         recording.start()
@@ -112,7 +133,7 @@ def execute(
         attempt=request.attempt,
     )
     try:
-        execution.exec_command(row.lease_id, command, now=clock(), actor=actor, wrap_guard=wrap_guard)
+        execution.exec_command(row.lease_id, command, now=clock(), actor=actor, wrap_guard=wrap)
     except Exception:
         if not Run.objects.filter(pk=row.pk).exclude(NEVER_STARTED).exists():
             AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True).delete()

@@ -44,7 +44,7 @@ from leases.api.queue_fields import (
     serialize_queued_run,
 )
 from leases.api.runs import SHELL_NAME_DESCRIPTION, SHELL_NAME_PATTERN, CwdField
-from leases.errors import InvalidRequest
+from leases.errors import AgentRunClosed, InvalidRequest
 from leases.models import Lease
 from leases.queue import queue, runner
 from sandboxes.claims import KILL_GRACE
@@ -187,13 +187,16 @@ class AgentRunStarter(ApiView):
     def _begin(
         self, run_id: UUID, lease: Lease, data: Mapping[str, Any], timeout: timedelta, limits: AgentPolicy
     ) -> StatusAndBody:
+        clock, actor = database_time.now, self.actor  # not `self.now`: the lease may just have been granted, after a wait
         context = shells.build_context(lease.pk, data.get("shell"), cwd=data.get("cwd"), env=data["env"])
         request = AgentRequest(data["cli"], build_options(lease, data, limits), context.env, context.cwd, timeout)
-        created = lifecycle.create(lease.pk, request, run_id=run_id, now=self.now, actor=self.actor)
-        actor, now = self.actor, self.now
-        thread = CommandThread(lambda started: lifecycle.execute(created, request, on_start=started.set, now=now, actor=actor))
+        created = lifecycle.create(lease.pk, request, run_id=run_id, now=clock(), actor=actor)
+        thread = CommandThread(
+            lambda started: lifecycle.execute(created, request, on_start=started.set, now=clock(), actor=actor)
+        )
         thread.start_and_wait()
-        if thread.error is not None and not AgentRun.objects.filter(pk=run_id).exists():
+        is_closed = isinstance(thread.error, AgentRunClosed)
+        if thread.error is not None and (is_closed or not AgentRun.objects.filter(pk=run_id).exists()):
             raise thread.error  # nothing was executed
         return 201, serialize_agent_run(lifecycle.find(lease.pk, run_id))
 

@@ -30,6 +30,7 @@ from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, HotLeaseApiView, LeaseApiView
 from leases.api.turns import MAX_TURN_NUMBER
 from sandboxes.claims import KILL_GRACE
+from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import RUN_KINDS, Run, RunOutcome
@@ -150,7 +151,7 @@ class ExecView(HotLeaseApiView):
             command = Command(data["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id, **options)
             self.run_id = run_id
             try:
-                run, result = execution.exec_command(pk, command, now=self.now, actor=self.actor)
+                run, result = execution.exec_command(pk, command, now=database_time.now(), actor=self.actor)
             except ProviderCallFailed as failed:
                 failed.extra["run_id"] = str(run_id)  # run with the known part of the outcome
                 raise

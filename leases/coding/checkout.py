@@ -47,7 +47,7 @@ def check_out(pk: UUID, *, now: datetime, actor: str = "") -> tuple[CodingTask, 
     lease = leasing.require_active(pk, now=now)
     task = tasks.require_open(lease.environment_id)
     probe = Command(argv=["sh", "-c", PROBE], timeout=PROBE_TIMEOUT)
-    if execution.exec_command(pk, probe, now=now, actor=actor)[1].exit_code == PRESENT:
+    if execution.exec_command(pk, probe, now=clock(), actor=actor)[1].exit_code == PRESENT:
         return task, False
     name = f".checkout-{task.pk}"
     with tempfile.TemporaryFile() as tar:

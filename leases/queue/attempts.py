@@ -30,9 +30,9 @@ from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.db.sql import Statement
 from sandboxes.errors import SandboxError
 from sandboxes.failures import find_cause, find_provider
-from sandboxes.guard import Guard, HolderTerms
+from sandboxes.guard import Guard, WrappedGuard
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import NEVER_STARTED, Pool, Run, RunOutcome
+from sandboxes.models import NEVER_STARTED, Run, RunOutcome
 from sandboxes.providers.errors import Rejected
 from sandboxes.runs.operations import Command
 from sandboxes.storage.base import StoreError
@@ -44,17 +44,13 @@ LOST_RUNNER_NOTE = "The runner died during the run, and the exit code is unknown
 
 
 @dataclass(frozen=True)
-class AttemptGuard:
+class AttemptGuard(WrappedGuard):
     """Guard of a lease and of the attempt of a queued run together."""
 
-    inner: Guard
     row: QueuedRun
 
-    def fence(self) -> HolderTerms:
-        return self.inner.fence()
-
     def build_condition(self) -> Statement:
-        inner = self.inner.build_condition()
+        inner = super().build_condition()
         started = (
             "SELECT 1 FROM leases_queuedrun WHERE leases_queuedrun.id = %s AND state = %s AND attempt = %s AND runner = %s"
             " AND interrupted_at IS NULL"
@@ -63,19 +59,13 @@ class AttemptGuard:
         return Statement(f"{inner.text} AND EXISTS ({started})", (*inner.values, *values))
 
     def note_run_opened(self, *, now: datetime) -> None:
-        self.inner.note_run_opened(now=now)
+        super().note_run_opened(now=now)
         queue.announce_start(self.row, now=now)
 
     def check_active(self) -> None:
-        self.inner.check_active()
+        super().check_active()
         if not find_attempt(self.row).filter(runner=self.row.runner, interrupted_at__isnull=True).exists():
             raise QueuedRunInterrupted()
-
-    def check_affordable(self, pool: Pool) -> None:
-        self.inner.check_affordable(pool)
-
-    def check_proceed(self) -> None:
-        self.inner.check_proceed()
 
 
 def find_attempt(row: QueuedRun) -> QuerySet[QueuedRun]:

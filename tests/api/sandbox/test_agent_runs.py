@@ -14,14 +14,14 @@ from django.db import OperationalError, connections
 from django.utils import timezone
 
 from leases import leasing, sweeps
-from leases.agent_runs import recorder
+from leases.agent_runs import lifecycle, recorder
 from leases.agent_runs.models import AgentRun
 from leases.agent_runs.results import load_result
 from leases.api import command_threads
 from leases.models import EnvironmentType
-from sandboxes.db import connection_errors
+from sandboxes.db import connection_errors, database_time
 from sandboxes.models import Event as OutboxEvent
-from sandboxes.models import LlmCall, Policy, Run
+from sandboxes.models import LlmCall, Policy, Run, SandboxState, Transition
 from sandboxes.providers.errors import Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage.base import StoreError
@@ -338,6 +338,41 @@ def test_run_that_never_began_is_closed_as_failed(ada: ApiClient, url: str) -> N
     sweeps.recover_stalled(now=timezone.now() + timedelta(hours=2))
     row = AgentRun.objects.exclude(pk__in=Run.objects.values("pk")).get()
     assert (row.state, row.note) == ("failed", "The control plane was interrupted before the command began.")
+
+
+def test_run_that_was_closed_during_its_start_executes_nothing(ada: ApiClient, url: str, at_checkpoint: Any) -> None:
+    closed = []
+
+    def sweep() -> None:
+        closed.append(lifecycle.record_abandoned(now=timezone.now() + timedelta(hours=2)).counts)
+
+    at_checkpoint("sandbox ready", sweep)
+    body = {"cli": "program", "argv": ["cat"], "prompt": print_lines(*MESSAGES)}
+    response = ada.post(url, body)
+    assert closed == [{"agent runs recorded": 1}]
+    assert (response.status_code, response.json()["code"]) == (503, "agent_run_closed")
+    assert response.headers["Retry-After"] == "5"
+    assert not Run.objects.exists()
+    assert AgentRun.objects.get().state == "failed"
+    assert run_agent(ada, url, *MESSAGES)["state"] == "completed"
+
+
+def test_start_after_a_slow_store_has_its_own_time(
+    ada: ApiClient, url: str, at_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The metered time of a sandbox begins when it is ready, not when the request arrived."""
+    delay = timedelta(0)
+
+    def store_slowly() -> None:
+        nonlocal delay
+        delay = timedelta(seconds=40)
+
+    monkeypatch.setattr(database_time, "now", lambda: timezone.now() + delay)
+    at_checkpoint("agent run created", store_slowly)
+    run_agent(ada, url, *MESSAGES)
+    assert delay
+    began = Transition.objects.filter(to=SandboxState.WARM).get().at
+    assert began - AgentRun.objects.get().started_at >= delay
 
 
 def test_message_that_cannot_be_stored_is_counted_as_lost(ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

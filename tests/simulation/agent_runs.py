@@ -91,6 +91,8 @@ def find_problem_of_messages(world: "World", row: AgentRun, run: Run) -> str:
         return f"the messages {repeated} were stored with different contents"
     if row.lost_bytes:
         return ""
+    if row.message_count > len(printed):
+        return f"{row.message_count} messages were recorded, and {len(printed)} printed"
     for sequence in range(1, row.message_count + 1):
         if recorded.get(sequence) != {printed[sequence - 1]}:
             return f"message {sequence} is recorded as {recorded.get(sequence)}, and was printed as {printed[sequence - 1]}"

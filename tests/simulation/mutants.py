@@ -10,6 +10,7 @@ from tests.mutation.__main__ import copy_tree, run_process
 
 WORKSPACE, LIFECYCLE, SWEEPS = "sandboxes/state/workspace.py", "sandboxes/lifecycle.py", "sandboxes/sweeps/passes.py"
 REGISTRY, QUEUE = "sandboxes/hosts/registry.py", "leases/queue/queue.py"
+AGENT_RUNS, RECORDER = "leases/agent_runs/lifecycle.py", "leases/agent_runs/recorder.py"
 EVICTION, TASKS, EXECUTION = "sandboxes/eviction.py", "leases/tasks.py", "leases/execution.py"
 
 
@@ -85,6 +86,18 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
             "    is_repeated = row.repeatable and count_executions(row) < row.max_attempts\n",
             "    is_repeated = True\n",
         ),
+    ],
+    # The command of an agent run begins although a sweep has closed the run, and nothing records it.
+    "agent-run-after-its-close": [
+        Replacement(
+            AGENT_RUNS,
+            "        if not own.update(recorder_deadline=self.row.recorder_deadline):\n            raise AgentRunClosed()\n",
+            "        own.update(recorder_deadline=self.row.recorder_deadline)\n",
+        ),
+    ],
+    # A recorder that takes over begins with the first message again.
+    "recording-restarted": [
+        Replacement(RECORDER, "Position(row.stdout_offset, row.stderr_offset), slot)", "Position(0, row.stderr_offset), slot)"),
     ],
     # The fence and the budget are checked with the time at which the request began.
     "fence-at-start-of-request": [

@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sandboxes.providers.base import DATA, WORKSPACE, SandboxSpec
-from sandboxes.providers.command_results import OutputPart, OutputReader
+from sandboxes.providers.command_results import ExecResult, ExecState, OutputPart, OutputReader
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import File, MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.storage.base import StoreError
@@ -37,6 +37,7 @@ class Work:
     ends_at: float
     writes: dict[str, str]
     removes: Sequence[str]
+    report: bytes  # printed at the end, unless the program prints messages
     actor: Actor | None = None  # which waits for the result
     in_time: bool = True  # it ends before its timeout
     finished: bool = False
@@ -61,6 +62,9 @@ class Work:
 
     @property
     def output(self) -> bytes:
+        """Bytes that it has printed so far."""
+        if not self.messages:
+            return self.report if self.finished else b""
         return "".join(f"{line}\n" for line in self.messages[: self.printed]).encode()
 
 
@@ -175,7 +179,8 @@ class Works:
         self.executions[run_id] += 1
         self.world.promises.check_execution(ref, run_id, order, seen)
         seconds = min(order["seconds"], call.timeout.total_seconds())
-        work = Work(run_id, ref, call.files, scheduler.seconds + seconds, order["write"], order["remove"])
+        report = json.dumps(seen).encode()
+        work = Work(run_id, ref, call.files, scheduler.seconds + seconds, order["write"], order["remove"], report)
         work.actor = scheduler.current
         if order.get("messages"):
             self._schedule_messages(work, order)
@@ -192,8 +197,7 @@ class Works:
         if work.killed:
             return ProgramResult(137, stdout=work.output)
         work.finish()
-        stdout = work.output if work.messages else json.dumps(seen).encode()
-        return ProgramResult(stdout=stdout, took=timedelta(seconds=order["seconds"]))
+        return ProgramResult(stdout=work.output, took=timedelta(seconds=order["seconds"]))
 
     def _schedule_messages(self, work: Work, order: dict[str, Any]) -> None:
         """Print the messages one after the other during the virtual duration, the result at the end."""
@@ -230,6 +234,7 @@ class SimulatedProvider(Works, MemoryProvider):
     def __init__(self, world: "World", host: "Host") -> None:
         self.world, self.host = world, host
         self._reset_works()
+        self.retaining = set[str]()  # runs whose results stay in their sandboxes until they are acknowledged
         super().__init__()
         self.programs[PROGRAM] = self._work
 
@@ -261,6 +266,22 @@ class SimulatedProvider(Works, MemoryProvider):
             self._end_sandbox(ref)
             with self.world.uninterrupted():
                 super().destroy(ref)
+
+    def exec(self, ref: str, argv: Sequence[str], *, mark: str, retain: bool = False, **options: Any) -> ExecResult:
+        if retain:
+            self.retaining.add(mark)
+        return super().exec(ref, argv, mark=mark, retain=retain, **options)
+
+    def find_exec(self, ref: str, mark: str) -> ExecState | None:
+        state = super().find_exec(ref, mark)
+        is_running = mark in self.retaining and any(work.ref == ref and work.run_id == mark for work in self.works)
+        return ExecState(running=True) if state is None and is_running else state
+
+    def _end_abandoned(self, work: Work) -> None:
+        sandbox = self._sandboxes.get(work.ref)
+        if sandbox and work.run_id in self.retaining:
+            exit_code = 0 if work.in_time else 137
+            sandbox.retained[work.run_id] = ExecResult(exit_code, stdout=work.output, timed_out=not work.in_time)
 
     def vanish(self, ref: str) -> None:
         self.existence.vanished.add(ref)

@@ -44,6 +44,9 @@ class Promises:
         """Check a command at its start in the sandbox."""
         self._check_executions(run_id, order["op"], order.get("max_executions", 1))
         lease = order["lease"] or order["op"]  # a one-shot run
+        if order.get("is_event"):  # for the lease that the agent has in the environment when the event arrives
+            [(holder,)] = self.world.database.fetch("SELECT holder FROM sandboxes_run WHERE id = ?", UUID(run_id))
+            lease = str(UUID(holder))
         if self.users.setdefault(ref, lease) != lease:
             self.violate(3, f"{ref} is used by the leases {self.users[ref]} and {lease}")
         checks_files = order["lease"] and order.get("checks_files", True)

@@ -97,6 +97,7 @@ class QueuedRuns:
         return {
             "op": name, "lease": lease, "write": {}, "remove": [], "seconds": seconds, "early": False,
             "timeout": seconds + 60, "checks_files": False, "max_executions": max_executions,
+            "is_event": kind == "turn",
             "messages": self.random.randint(1, 8) if kind == "agent_run" else 0,
         }  # fmt: skip
 

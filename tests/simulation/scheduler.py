@@ -53,6 +53,7 @@ class Actor:
         self.done, self.error = False, None  # type: bool, BaseException | None
         self.polls = 0
         self.committed_at = scheduler.seconds  # time of the last commit
+        self.cut_off_until = 0.0  # no connection to the database before this virtual time
         self.slowed = False  # waited without progress at least once
         self.stalled = False  # made no progress for so long that others may take over its work
         self.baton = create_baton()

@@ -20,6 +20,7 @@ from django.utils import timezone
 from leases.admission import acquire_with_place
 from sandboxes import lifecycle, providers
 from sandboxes.db import database_time
+from sandboxes.db.connection_errors import FAILOVER_PERIOD
 from sandboxes.providers.memory import file_tree as memory_file_tree
 from sandboxes.providers.memory import provider as memory_provider
 from sandboxes.state import changes, pull, storage_mode
@@ -247,8 +248,10 @@ class World:
         self._require_connection()
 
     def _require_connection(self) -> None:
+        assert self.scheduler.current
+        if self.scheduler.seconds < self.scheduler.current.cut_off_until and self.faults.enabled:
+            raise OperationalError("The database does not respond.")
         if self.scheduler.seconds < self.host.parted_until and self.faults.enabled:
-            assert self.scheduler.current
             self.scheduler.current.stalled = True
             self.scheduler.sleep(1.0)
             raise OperationalError("The host is parted from the database.")
@@ -280,6 +283,9 @@ class World:
         if self.database.connection.in_atomic_block:
             return
         self.promises.check_checkpoint(name, subject)
+        actor = self.scheduler.current
+        if actor and name == "attempt executed" and self.occurs("end unrecorded"):
+            actor.cut_off_until = self.scheduler.seconds + 2 * FAILOVER_PERIOD.total_seconds()
         self.point(f"checkpoint {name}")
 
     # --- replacements of the product's clocks and ports -------------------------------------------------------------

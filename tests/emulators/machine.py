@@ -17,6 +17,7 @@ from uuid import uuid4
 USER = 1000  # uid and gid of the commands
 SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc")
 # Process 1 ignores SIGCHLD, so that the kernel reaps orphans. Not by `trap`: dash resets the signal when it executes a program.
+# It ends at the end of its stdin, which this process never writes: the death of this process ends the machine.
 SETUP = """set -e
 mount -t tmpfs -o mode=755 tmpfs "$ROOT"
 for path in $SHARED; do
@@ -27,7 +28,7 @@ mkdir -p "$ROOT/proc" "$ROOT/dev"
 mount -t proc proc "$ROOT/proc"
 mount --rbind /dev "$ROOT/dev"
 for name in $WRITABLE; do mkdir -p "$ROOT/$name"; mount --bind "$DISK/$name" "$ROOT/$name"; done
-exec chroot "$ROOT" sh -c 'echo ready; exec env --ignore-signal=CHLD sleep infinity'
+exec chroot "$ROOT" sh -c 'echo ready; exec env --ignore-signal=CHLD cat'
 """
 
 
@@ -67,7 +68,8 @@ class Machine:
             "WRITABLE": " ".join(self.writable), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
         }  # fmt: skip
         command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private", "sh", "-c", SETUP]
-        self._init = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._init = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         assert self._init.stdout is not None
         if self._init.stdout.readline() != b"ready\n":
             raise RuntimeError("the namespaces of an emulated sandbox could not be created; root is required")

@@ -61,6 +61,8 @@ FAST = (
         "engine", ("tests/conformance", "tests/egress", *DOMAIN_PATHS), "docker and not matrix", POSTGRES, 60,
         ignored=(REMOTE_PATH,), containing=r"\bmark\.docker\b|\bBY_ENGINE\b", waits=True,
     ),
+    # For processes in sandboxes and for emulated vendors. Behind the three above, so that it is not the last one alone.
+    Part("conformance", REMOTE_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 130, waits=True),
     # Then those that keep a core busy, the longest first, so that both cores have work until the end.
     Part(
         "database", (*LAYER_PATHS, "tests/unit"), f"{NO_SERVICE} and postgres and not matrix", POSTGRES, 200,
@@ -72,7 +74,6 @@ FAST = (
     ),
     Part("domain", DOMAIN_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 200, ignored=(REMOTE_PATH,)),
     Part("layers", LAYER_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 190),
-    Part("conformance", REMOTE_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 130),
 )  # fmt: skip
 
 MATRIX = (

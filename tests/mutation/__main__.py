@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("-k", metavar="SUBSTRING", default="", help="run only mutants with this in their names")
     parser.add_argument("--jobs", type=int, default=1, help="number of mutants tested in parallel (default: 1)")
     options = parser.parse_args()
+    exit_on_sigterm()
     mutants = [mutant for mutant in MUTANTS if options.k in mutant.name]
     if not mutants:
         parser.error(f"no mutant has {options.k!r} in its name")
@@ -121,6 +122,11 @@ def run_tests(
             except subprocess.TimeoutExpired:
                 return TIMED_OUT, ""
         return pytest.returncode, output
+
+
+def exit_on_sigterm() -> None:
+    """End this process by SystemExit when it is told to end, so that it ends its children."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager

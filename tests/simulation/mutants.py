@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutation.__main__ import copy_tree, run_process
+from tests.mutation.__main__ import copy_tree, exit_on_sigterm, run_process
 
 WORKSPACE, LIFECYCLE, SWEEPS = "sandboxes/state/workspace.py", "sandboxes/lifecycle.py", "sandboxes/sweeps/passes.py"
 REGISTRY, QUEUE = "sandboxes/hosts/registry.py", "leases/queue/queue.py"
@@ -127,6 +127,7 @@ def apply_replacements(name: str, changes: Sequence[Replacement], tree: Path) ->
 
 def run_mutant(name: str, *, seed: int, seeds: int, jobs: int, length: int = 0) -> int:
     """Search the seeds in a mutated copy of the tree. Return 0 if a seed fails, 1 if none does, 2 if the mutant is refused."""
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="lh-simulation-") as temporary:
         tree = Path(temporary)
         copy_tree(tree)

@@ -1,5 +1,7 @@
 """Fidelity of an emulator: the vendor's whole SDK runs on it, and its sandboxes reap their orphans."""
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from uuid import uuid4
@@ -10,6 +12,8 @@ from daytona import CreateSandboxFromSnapshotParams, Daytona, DaytonaConfig, Day
 from tests.emulators.machine import Machine
 from tests.support.remote import GetEmulator
 from tests.support.waiting import wait_until
+
+REPO = Path(__file__).resolve().parents[4]
 
 
 def test_sdk_of_daytona_runs_on_its_emulator(emulators: GetEmulator) -> None:
@@ -29,6 +33,30 @@ def test_sdk_of_daytona_runs_on_its_emulator(emulators: GetEmulator) -> None:
     client.delete(sandbox, timeout=30, wait=True)
     with pytest.raises(DaytonaNotFoundError):
         client.get(name)
+
+
+# Starts a machine with a process, prints the id of process 1 of the machine and waits.
+START = """
+import sys, time
+from pathlib import Path
+from tests.emulators.machine import Machine
+
+machine = Machine(Path(sys.argv[1]), writable=("/workspace",), home="/workspace")
+machine.start()
+machine.popen(["sleep", "600"])
+print(Path(f"/proc/{machine._init.pid}/task/{machine._init.pid}/children").read_text(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_sandboxes_end_with_the_process_of_their_emulator(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", START, str(tmp_path / "machine")]
+    with subprocess.Popen(argv, cwd=REPO, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout
+        first = Path("/proc", owner.stdout.readline().decode().strip())
+        assert first.exists()
+        owner.kill()
+    wait_until(lambda: not first.exists(), "the sandbox has ended")
 
 
 def test_orphans_of_a_sandbox_are_reaped(tmp_path: Path) -> None:

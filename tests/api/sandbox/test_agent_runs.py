@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -355,6 +356,23 @@ def test_run_that_was_closed_during_its_start_executes_nothing(ada: ApiClient, u
     assert not Run.objects.exists()
     assert AgentRun.objects.get().state == "failed"
     assert run_agent(ada, url, *MESSAGES)["state"] == "completed"
+
+
+def test_sweep_that_has_read_a_run_before_its_command_began_closes_nothing(
+    ada: ApiClient, url: str, at_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, closed = list[AgentRun](), list[int]()
+
+    def close() -> None:
+        with monkeypatch.context() as before:
+            before.setattr(lifecycle, "Run", SimpleNamespace(objects=Run.objects.none()))  # as the sweep has found it
+            closed.append(lifecycle._record_abandoned_run(read[0], timezone.now))
+
+    at_checkpoint("agent run created", lambda: read.append(AgentRun.objects.select_related("lease").get()))
+    at_checkpoint("run opened", close)
+    row = run_agent(ada, url, *MESSAGES)
+    assert closed == [0]
+    assert (row["state"], row["message_count"]) == ("completed", len(MESSAGES))
 
 
 def test_start_after_a_slow_store_has_its_own_time(

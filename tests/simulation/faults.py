@@ -25,6 +25,7 @@ MAX_RATES = {
     "statement": 0.002,
     "task repeated": 0.5,  # the worker does not acknowledge a task that it has executed
     "answer lost": 0.3,  # of the HTTP API
+    "late start": 0.3,  # of the command of an agent run, after its row was written
     "end unrecorded": 0.2,  # the database does not respond after an attempt of a queued run, for longer than a usual failover
     "runner kill": 0.4,  # of the process of an attempt, within half a minute of its start
     "pause": 0.002,  # of the whole actor, at any point

@@ -286,6 +286,8 @@ class World:
         actor = self.scheduler.current
         if actor and name == "attempt executed" and self.occurs("end unrecorded"):
             actor.cut_off_until = self.scheduler.seconds + 2 * FAILOVER_PERIOD.total_seconds()
+        if name == "agent run created" and self.occurs("late start"):
+            self.stall()
         self.point(f"checkpoint {name}")
 
     # --- replacements of the product's clocks and ports -------------------------------------------------------------

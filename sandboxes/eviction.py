@@ -211,6 +211,11 @@ def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime, guard: Q | None = 
     return bool(lost)
 
 
+def is_lost(sandbox: Sandbox) -> bool:
+    """Return whether a loss of this incarnation is recorded."""
+    return Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, lost_at__isnull=False).exists()
+
+
 # --- capacity ---------------------------------------------------------------------------------------------------------
 
 

@@ -66,7 +66,8 @@ def start_reserved(
     assert sandbox.deadline_at is not None
     assert sandbox.host is not None
     host = sandbox.host
-    rows = Sandbox.objects.filter(pk=sandbox.pk, claim=sandbox.claim, state=WARMING)
+    own = Q(claim=sandbox.claim)
+    rows = Sandbox.objects.filter(own, pk=sandbox.pk, state=WARMING)
     ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
     try:
         with hold_in_flight(Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)) as claim:
@@ -90,9 +91,13 @@ def start_reserved(
                 **limits.to_columns(),
             )  # fmt: skip
     except StateLost as lost:
-        destruction.schedule_destroy(
-            sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor
-        )
+        if not destruction.schedule_destroy(
+            sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor,
+            guard=own,
+        ):  # fmt: skip
+            # A later start has restored this copy meanwhile, and newer ones have replaced it.
+            _discard(provider, sandbox)
+            raise _build_overtaken_error(sandbox) from lost
         raise SandboxLost(f"The stored state of this sandbox is gone: {lost}") from lost
     except Pending as pending:
         start_breaker.note_success(host)
@@ -102,8 +107,9 @@ def start_reserved(
     except (ProviderError, StoreError, ClaimLost) as failed:
         _note_failed_start(host, failed, now=clock())
         if not destruction.schedule_destroy(
-            sandbox.pk, now=clock(), code=TransitionReason.START_FAILED, reason=f"start failed: {failed}", actor=actor
-        ):
+            sandbox.pk, now=clock(), code=TransitionReason.START_FAILED, reason=f"start failed: {failed}", actor=actor,
+            guard=own,
+        ):  # fmt: skip
             _discard(provider, sandbox)
             raise _build_overtaken_error(sandbox) from failed
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))

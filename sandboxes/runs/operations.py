@@ -244,6 +244,8 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
         opened.claim.store_output()
         close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
         eviction.mark_lost(opened.sandbox, str(failed), now=now)
+        if not eviction.is_lost(opened.sandbox):  # it was given up with this run, stored and stopped: nothing is lost
+            return OutcomeUnknown(run_id=str(opened.run.pk))
         return SandboxLost(note)
     if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull)):
         outcome = classify_outcome(opened.result) if opened.result else RunOutcome.FAILED

@@ -10,7 +10,7 @@ from leases.leasing import LeaseRequest
 from leases.models import Lease, LeaseEvent
 from leases.one_shot import OneShotRequest
 from sandboxes import claims, destruction, eviction, files
-from sandboxes.errors import SandboxNotReady
+from sandboxes.errors import OutcomeUnknown, SandboxNotReady
 from sandboxes.models import Pool, Run, Sandbox, Snapshot, Transition
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResult
@@ -108,6 +108,48 @@ def test_a_start_without_progress_is_given_up_and_says_so(
     with pytest.raises(SandboxNotReady, match="made no progress"):
         read(lease)
     store.clear_hooks()
+    assert read(lease, now=time.now) == "kept"
+
+
+def test_an_overtaken_start_whose_copy_was_replaced_meanwhile_loses_nothing(
+    grant: Callable[..., Lease], store: SlowStore, time: VirtualTime
+) -> None:
+    lease = grant()
+    write(lease, "old")
+    evict(lease)
+    workspace.forget_local(Snapshot.objects.get())
+    old = Snapshot.objects.get()
+
+    def overtake(key: str) -> None:
+        store.clear_hooks()
+        time.advance(HOUR / 4)
+        for content in ("newer", "newest"):
+            write(lease, content, now=time.now)
+            evict(lease, now=time.now)
+
+    store.before("download", overtake)
+    with pytest.raises(SandboxNotReady, match="made no progress"):
+        read(lease)
+    old.refresh_from_db()
+    assert old.forgotten_at and not store.has(f"{old.key}/workspace")
+    assert read(lease, now=time.now) == "newest"
+
+
+def test_a_command_whose_sandbox_was_put_to_sleep_after_its_run_was_given_up_loses_nothing(
+    grant: Callable[..., Lease], time: VirtualTime, memory: MemoryProvider
+) -> None:
+    lease = grant()
+    write(lease, "kept")
+
+    def stall(call: ProgramCall) -> ProgramResult:
+        time.advance(HOUR / 4)
+        evict(lease, now=time.now)
+        return ProgramResult()
+
+    memory.programs["work"] = stall
+    with pytest.raises(OutcomeUnknown):
+        run(lease, "work")
+    assert Run.objects.get(argv=["work"]).outcome == "lost"
     assert read(lease, now=time.now) == "kept"
 
 

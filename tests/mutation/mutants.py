@@ -51,6 +51,7 @@ TEST_ALLOW_LISTS, TEST_API_KEYS = "tests/unit/leases/test_allow_lists.py", "test
 TEST_IDEMPOTENCY, TEST_QUEUE = "tests/api/test_idempotency.py", "tests/unit/leases/test_admission.py"
 TEST_RUN_QUEUE, TEST_AGENT_RUNS = "tests/races/test_queue.py", "tests/api/sandbox/test_agent_runs.py"
 TEST_PLACEMENT, TEST_PENDING = "tests/unit/leases/test_placement.py", "tests/unit/sandboxes/test_pending_starts.py"
+TEST_LONG_WORK = "tests/races/test_long_work.py"
 TEST_ABANDONED = "tests/unit/sandboxes/test_abandoned_runs.py"
 TEST_TEMPLATE_BUILDS = "tests/unit/sandboxes/remote/test_templates.py"
 TEST_TEMPLATES, TEST_STOPS = "tests/unit/sandboxes/test_templates.py", "tests/unit/sandboxes/test_suspension_by_stop.py"
@@ -314,6 +315,35 @@ MUTANTS = (
         before="state = %s AND attempt = %s AND runner = %s",
         after="state = %s AND attempt = %s AND runner <> -%s",
         tests=[f"{TEST_RUN_QUEUE}::test_runner_whose_row_is_being_taken_over_executes_nothing"],
+    ),
+    # --- starts and runs that were given up ---
+    Mutant(
+        name="given-up-start-ends-its-lease",
+        path=STARTS,
+        before="            guard=own,\n        ):  # fmt: skip\n            # A later start",
+        after="        ) and False:  # fmt: skip\n            # A later start",
+        tests=[f"{TEST_LONG_WORK}::test_an_overtaken_start_whose_copy_was_replaced_meanwhile_loses_nothing"],
+    ),
+    Mutant(
+        name="given-up-run-ends-its-lease",
+        path=RUNS,
+        before="if not eviction.is_lost(opened.sandbox):",
+        after="if False:",
+        tests=[f"{TEST_LONG_WORK}::test_a_command_whose_sandbox_was_put_to_sleep_after_its_run_was_given_up_loses_nothing"],
+    ),
+    Mutant(
+        name="agent-run-begins-after-its-end",
+        path=AGENT_RUNS,
+        before="            raise AgentRunClosed()",
+        after="            pass",
+        tests=[f"{TEST_AGENT_RUNS}::test_run_that_was_closed_during_its_start_executes_nothing"],
+    ),
+    Mutant(
+        name="agent-run-begins-with-the-deadline-of-its-request",
+        path=AGENT_RUNS,
+        before="        self.row.recorder_deadline = now + RECORDER_TTL\n",
+        after="",
+        tests=[f"{TEST_AGENT_RUNS}::test_sweep_that_has_read_a_run_before_its_command_began_closes_nothing"],
     ),
     # --- sweeps ---
     Mutant(

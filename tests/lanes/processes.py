@@ -87,9 +87,13 @@ class Run:
         return self.results
 
     def _choose(self, pending: Sequence[Part]) -> Part | None:
-        """Return the first part with a free slot."""
+        """Return the first part with a free slot.
+
+        One more busy part runs when none that waits is left: parts on PostgreSQL do not keep a core busy by themselves."""
         taken = Counter(running.part.waits for running in self._running)
-        return next((part for part in pending if taken[part.waits] < (WAITING_SLOTS if part.waits else BUSY_SLOTS)), None)
+        is_last_phase = not taken[True] and not any(part.waits for part in pending)
+        slots = {True: WAITING_SLOTS, False: BUSY_SLOTS + is_last_phase}
+        return next((part for part in pending if taken[part.waits] < slots[part.waits]), None)
 
     def _start(self, part: Part) -> Running:
         log, accounting = self._directory / f"{part.name}.log", self._directory / f"{part.name}.jsonl"

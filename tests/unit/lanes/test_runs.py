@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,19 +73,27 @@ def test_a_part_has_the_outcome_and_cost_of_each_test(suite: Part, tmp_path: Pat
     assert "test_suite.py::test_fails_at_its_end" in result.output
 
 
-def test_parts_run_in_their_slots_and_end_in_any_order(suite: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "BUSY_SLOTS", 1)
-    most, choose = [0], Run._choose
-
-    def watch(run: Run, pending: list[Part]) -> Part | None:
-        most[0] = max(most[0], sum(not running.part.waits for running in run._running))
-        return choose(run, pending)
-
-    monkeypatch.setattr(Run, "_choose", watch)
+def test_parts_run_side_by_side_and_each_has_its_result(suite: Part, tmp_path: Path) -> None:
     parts = [replace(suite, name=name, marks="passes", waits=name == "waits") for name in ("first", "second", "waits")]
     results = run(tmp_path, *parts)
     assert {result.part.name: result.passed for result in results} == {"first": True, "second": True, "waits": True}
-    assert most == [1]
+
+
+def test_a_further_busy_part_runs_only_when_no_part_waits(suite: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "BUSY_SLOTS", 1)
+    busy, waits = suite, replace(suite, waits=True)
+
+    def choose(running: list[Part], pending: list[Part]) -> Part | None:
+        chooser = Run(tmp_path)
+        chooser._running = [SimpleNamespace(part=part) for part in running]  # type: ignore[misc]
+        return chooser._choose(pending)
+
+    assert choose([], [busy, waits]) is busy
+    assert choose([busy], [busy, waits]) is waits
+    assert choose([busy, waits, waits, waits], [busy, waits]) is None
+    assert choose([busy, waits], [busy]) is None
+    assert choose([busy], [busy]) is busy
+    assert choose([busy, busy], [busy]) is None
 
 
 def test_a_part_without_a_test_has_not_passed(suite: Part, tmp_path: Path) -> None:

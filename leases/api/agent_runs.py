@@ -44,13 +44,13 @@ from leases.api.queue_fields import (
     serialize_queued_run,
 )
 from leases.api.runs import SHELL_NAME_DESCRIPTION, SHELL_NAME_PATTERN, CwdField
-from leases.errors import AgentRunClosed, InvalidRequest
+from leases.errors import InvalidRequest
 from leases.models import Lease
 from leases.queue import queue, runner
 from sandboxes.claims import KILL_GRACE
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
-from sandboxes.models import Run
+from sandboxes.models import NEVER_STARTED, Run
 
 MAX_PROMPT_BYTES = 1 << 20
 SESSION_DESCRIPTION = "1 to 128 letters, digits, - and _"
@@ -195,8 +195,7 @@ class AgentRunStarter(ApiView):
             lambda started: lifecycle.execute(created, request, on_start=started.set, now=clock(), actor=actor)
         )
         thread.start_and_wait()
-        is_closed = isinstance(thread.error, AgentRunClosed)
-        if thread.error is not None and (is_closed or not AgentRun.objects.filter(pk=run_id).exists()):
+        if thread.error is not None and not Run.objects.filter(pk=run_id).exclude(NEVER_STARTED).exists():
             raise thread.error  # nothing was executed
         return 201, serialize_agent_run(lifecycle.find(lease.pk, run_id))
 

@@ -133,6 +133,8 @@ class FileOperation:
         timeout = FIRST_WAIT_SECONDS + FIRST_RESPONSE_SECONDS
         try:
             frame, state = self._connection.request(self._id, head, command + content, timeout=timeout)
+            if state.state == "busy":  # its helper may have been killed before it began, and another one is started now
+                frame, state = self._connection.request(self._id, head, command + content, timeout=timeout)
             if state.state == "busy":
                 raise NotStarted("The agent cannot start a process.", "busy")
         except NotStarted:

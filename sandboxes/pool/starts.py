@@ -69,6 +69,13 @@ def start_reserved(
     own = Q(claim=sandbox.claim)
     rows = Sandbox.objects.filter(own, pk=sandbox.pk, state=WARMING)
     ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
+
+    def give_up(failed: Exception, code: TransitionReason, reason: str) -> None:
+        """Schedule the destruction of the sandbox, unless another process has the row: then no state of it is lost."""
+        if not destruction.schedule_destroy(sandbox.pk, now=clock(), code=code, reason=reason, actor=actor, guard=own):
+            _discard(provider, sandbox)
+            raise _build_overtaken_error(sandbox) from failed
+
     try:
         with hold_in_flight(Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)) as claim:
             limits = _compute_limits(sandbox, provider, now=clock())  # from before the call: a lifetime never ends too late
@@ -91,13 +98,7 @@ def start_reserved(
                 **limits.to_columns(),
             )  # fmt: skip
     except StateLost as lost:
-        if not destruction.schedule_destroy(
-            sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor,
-            guard=own,
-        ):  # fmt: skip
-            # A later start has restored this copy meanwhile, and newer ones have replaced it.
-            _discard(provider, sandbox)
-            raise _build_overtaken_error(sandbox) from lost
+        give_up(lost, TransitionReason.STATE_LOST, f"stored state is lost: {lost}")
         raise SandboxLost(f"The stored state of this sandbox is gone: {lost}") from lost
     except Pending as pending:
         start_breaker.note_success(host)
@@ -106,12 +107,7 @@ def start_reserved(
         raise _build_overtaken_error(sandbox) from pending
     except (ProviderError, StoreError, ClaimLost) as failed:
         _note_failed_start(host, failed, now=clock())
-        if not destruction.schedule_destroy(
-            sandbox.pk, now=clock(), code=TransitionReason.START_FAILED, reason=f"start failed: {failed}", actor=actor,
-            guard=own,
-        ):  # fmt: skip
-            _discard(provider, sandbox)
-            raise _build_overtaken_error(sandbox) from failed
+        give_up(failed, TransitionReason.START_FAILED, f"start failed: {failed}")
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
         kind = CapacityExhausted if isinstance(failed, NoCapacity) else SandboxNotReady
         error = kind(f"The sandbox could not be started: {failed}")

@@ -15,6 +15,9 @@ from uuid import uuid4
 
 import pytest
 
+from sandboxes.agent import gateway as agent_gateways
+from sandboxes.agent import operations as agent_operations
+from sandboxes.agent import runs as agent_runs
 from sandboxes.providers import load_class
 from sandboxes.providers.base import DATA, WORKSPACE, FileStat, Provider, SandboxSpec
 from sandboxes.providers.command_results import ExecResult
@@ -33,6 +36,7 @@ from tests.support.storage.tars import TarMember, pack
 MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
 # In steps, at most 12 MiB a second: where the agent has to be faster than the kernel, a busy machine does not decide the test.
 SLOW_MEMORY_HOG_SCRIPT = "import time; x = [time.sleep(0.02) or b'x' * (i + (1 << 18)) for i in range(4000)]"
+AGENT_SECONDS = 60.0  # for an agent to connect
 REMOTE = tuple(EMULATORS)
 SHARED = {"docker", "kubernetes", *REMOTE}  # providers whose sandbox is shared by the tests of a module
 BY_ENGINE = "docker by engine"  # commands and file operations by the engine's exec instead of the agent in the container
@@ -183,7 +187,17 @@ def make_params(kinds):
 
 
 @pytest.fixture(scope="package")
-def gateway(agent_gateway):
+def patient_gateways():
+    """Let requests wait for an agent that connects late on a busy machine. After the usual time the engine would take over."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent_gateways, "MAX_WAIT_SECONDS", AGENT_SECONDS)
+        patch.setattr(agent_runs, "CONNECT_SECONDS", AGENT_SECONDS)
+        patch.setattr(agent_operations, "CONNECT_SECONDS", AGENT_SECONDS)
+        yield
+
+
+@pytest.fixture(scope="package")
+def gateway(agent_gateway, patient_gateways):
     """The gateway, to which the agents of all containers of this suite connect."""
     before = Counter(agent_exec.fallbacks)
     yield agent_gateway
@@ -191,7 +205,7 @@ def gateway(agent_gateway):
 
 
 @pytest.fixture(scope="package")
-def kubernetes(request, tmp_path_factory):
+def kubernetes(request, tmp_path_factory, patient_gateways):
     """A cluster on the Docker Engine, or that of KUBECONFIG, and the gateway that the agents of its Pods join."""
     if real_cluster.IS_SELECTED:
         directory = tmp_path_factory.mktemp("cluster")

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 from docker.utils import parse_host
 
-from tests.commands.manage import MANAGE, build_environment
+from sandboxes.agent.runs import AgentClient
+from sandboxes.providers.docker.engine import Engine
+from tests.commands.manage import MANAGE, build_environment, get_runtime_dir
 from tests.conftest import DOCKER_IMAGE
 from tests.e2e.test_kill import Fleet
 from tests.support.database import get_sqlite_template
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 USER = 61234  # no account has this id
@@ -66,6 +69,14 @@ class UserFleet(Fleet):
         done = subprocess.run([*self.launcher, "-c", script], cwd=MANAGE.parent, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"user {USER} cannot read the checkout or its packages:\n{done.stderr}"
 
+    def wait_for_agents(self) -> None:
+        """Wait until the agent of each container is connected. The engine executes a command that waits for it too long."""
+        for name in self.list_containers():
+            container = Engine().container_id(name)
+            assert container
+            agent = AgentClient(get_runtime_dir(self.path) / "gateway.sock", container)
+            wait_until(lambda agent=agent: agent.responds(timeout=20), f"the agent of {name} is connected", within=60)
+
     def manage(self, *argv: str) -> str:
         command = [*self.launcher, str(MANAGE), *argv]
         done = subprocess.run(
@@ -104,6 +115,7 @@ def test_execs_files_processes_and_snapshots_need_no_root(fleet: UserFleet) -> N
     fleet.key = json.loads(fleet.manage("create_key", "--operator", "--json"))["key"]
     assert {os.stat(f"/proc/{pid}").st_uid for pid in fleet.find_processes()} == {USER}
     lease = fleet.join(1)
+    fleet.wait_for_agents()
 
     def call(method: str, path: str, content: Any = None) -> Any:
         status, answer = fleet.request(method, f"/leases/{lease}{path}", content)

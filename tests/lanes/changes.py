@@ -21,7 +21,13 @@ RULES = (
         Rule((f"sandboxes/providers/{vendor}", f"tests/emulators/{vendor}.py"), (vendor,))
         for vendor in VENDORS
     ),
-    Rule(("sandboxes/providers/remote", "tests/unit/sandboxes/remote", "tests/support/remote.py"), VENDORS),
+    Rule(
+        (
+            "sandboxes/providers/remote", "tests/unit/sandboxes/remote", "tests/support/remote.py", "tests/emulators/base.py",
+            "tests/emulators/machine.py", "tests/emulators/http_handler.py", "tests/emulators/vendor.py",
+        ),
+        VENDORS,
+    ),
     Rule(("sandboxes/state/vendor_snapshots.py",), ("modal",)),
     Rule(("sandboxes/image/runner.py", "sandboxes/image/runner_channel.py"), VENDORS),
     Rule(("sandboxes/image/launch.py", "sandboxes/image/reap.py"), (*VENDORS, "by-engine")),

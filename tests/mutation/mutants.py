@@ -320,8 +320,8 @@ MUTANTS = (
     Mutant(
         name="given-up-start-ends-its-lease",
         path=STARTS,
-        before="            guard=own,\n        ):  # fmt: skip\n            # A later start",
-        after="        ) and False:  # fmt: skip\n            # A later start",
+        before="code=code, reason=reason, actor=actor, guard=own):",
+        after="code=code, reason=reason, actor=actor):",
         tests=[f"{TEST_LONG_WORK}::test_an_overtaken_start_whose_copy_was_replaced_meanwhile_loses_nothing"],
     ),
     Mutant(
@@ -332,7 +332,7 @@ MUTANTS = (
         tests=[f"{TEST_LONG_WORK}::test_a_command_whose_sandbox_was_put_to_sleep_after_its_run_was_given_up_loses_nothing"],
     ),
     Mutant(
-        name="agent-run-begins-after-its-end",
+        name="agent-run-after-its-close",
         path=AGENT_RUNS,
         before="            raise AgentRunClosed()",
         after="            pass",

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sandboxes.agent.client import AgentConnection, ConnectionLost
-from sandboxes.agent.operations import AgentProcesses, FileOperation, OperationFailed
-from sandboxes.agent.protocol import Frame, ProtocolError
+from sandboxes.agent.operations import AgentProcesses, FileOperation, OperationFailed, RepeatingConnection
+from sandboxes.agent.protocol import Frame, ProtocolError, RunState
 from sandboxes.agent.runs import NotStarted
 from tests.support.sandbox_agent import Gateway, start_agent
 from tests.support.waiting import wait_until
@@ -138,6 +138,31 @@ def test_killed_helper_is_replaced(gateway, agent, tmp_path):
         assert b"".join(operate(gateway, "read", str(tmp_path), "9", stdin=b"f")) == b"x"
         os.kill(find_helper(agent), signal.SIGKILL)
         wait_until(lambda: not find_helper(agent), "the helper has ended")
+
+
+def test_operation_whose_helper_is_killed_before_it_began_is_done_by_the_next_helper(gateway, agent, tmp_path, monkeypatch):
+    (tmp_path / "f").write_bytes(b"x")
+    list(operate(gateway, "size", str(tmp_path)))
+    helper, done, states, request = find_helper(agent), list[bytes](), list[str](), RepeatingConnection.request
+
+    def note_state(connection: RepeatingConnection, *words: Any, **fields: Any) -> tuple[Frame, RunState]:
+        frame, state = request(connection, *words, **fields)
+        states.append(state.state)
+        return frame, state
+
+    def count_descriptors() -> int:
+        return len(os.listdir(f"/proc/{agent.pid}/fd"))
+
+    monkeypatch.setattr(RepeatingConnection, "request", note_state)
+    os.kill(helper, signal.SIGSTOP)
+    before = count_descriptors()
+    caller = threading.Thread(target=lambda: done.extend(operate(gateway, "read", str(tmp_path), "9", stdin=b"f")))
+    caller.start()
+    wait_until(lambda: count_descriptors() >= before + 3, "the agent has sent the operation to its helper")
+    os.kill(helper, signal.SIGKILL)
+    caller.join(20)
+    assert (done, states) == ([b"x"], ["busy", "ended"])
+    assert find_helper(agent) not in (0, helper)
 
 
 def test_prepared_helper_executes_the_first_operation(gateway, agent, tmp_path):

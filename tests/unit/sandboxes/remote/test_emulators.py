@@ -10,10 +10,9 @@ import pytest
 from daytona import CreateSandboxFromSnapshotParams, Daytona, DaytonaConfig, DaytonaNotFoundError, ListSandboxesQuery
 
 from tests.emulators.machine import Machine
+from tests.lanes.table import REPO
 from tests.support.remote import GetEmulator
 from tests.support.waiting import wait_until
-
-REPO = Path(__file__).resolve().parents[4]
 
 
 def test_sdk_of_daytona_runs_on_its_emulator(emulators: GetEmulator) -> None:
@@ -40,6 +39,7 @@ START = """
 import sys, time
 from pathlib import Path
 from tests.emulators.machine import Machine
+from tests.lanes.table import REPO
 
 machine = Machine(Path(sys.argv[1]), writable=("/workspace",), home="/workspace")
 machine.start()

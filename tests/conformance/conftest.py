@@ -187,17 +187,7 @@ def make_params(kinds):
 
 
 @pytest.fixture(scope="package")
-def patient_gateways():
-    """Let requests wait for an agent that connects late on a busy machine. After the usual time the engine would take over."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent_gateways, "MAX_WAIT_SECONDS", AGENT_SECONDS)
-        patch.setattr(agent_runs, "CONNECT_SECONDS", AGENT_SECONDS)
-        patch.setattr(agent_operations, "CONNECT_SECONDS", AGENT_SECONDS)
-        yield
-
-
-@pytest.fixture(scope="package")
-def gateway(agent_gateway, patient_gateways):
+def gateway(agent_gateway):
     """The gateway, to which the agents of all containers of this suite connect."""
     before = Counter(agent_exec.fallbacks)
     yield agent_gateway
@@ -205,7 +195,7 @@ def gateway(agent_gateway, patient_gateways):
 
 
 @pytest.fixture(scope="package")
-def kubernetes(request, tmp_path_factory, patient_gateways):
+def kubernetes(request, tmp_path_factory):
     """A cluster on the Docker Engine, or that of KUBECONFIG, and the gateway that the agents of its Pods join."""
     if real_cluster.IS_SELECTED:
         directory = tmp_path_factory.mktemp("cluster")
@@ -221,12 +211,20 @@ def connect_cluster(cluster):
     return ProviderBench(cluster.connect(), admit=cluster.admit)
 
 
+def wait_for_late_agents(monkeypatch):
+    """Let requests wait for an agent that connects late on a busy machine. After the usual time the engine would take over."""
+    monkeypatch.setattr(agent_gateways, "MAX_WAIT_SECONDS", AGENT_SECONDS)
+    for module in (agent_runs, agent_operations):
+        monkeypatch.setattr(module, "CONNECT_SECONDS", AGENT_SECONDS)
+
+
 def make_bench(request, tmp_path):
     """Create the bench of a fixture's parameter. Without Docker it skips or fails, see tests/conftest.py."""
     kind = request.param.split()[0]
     if kind == "docker":
         gateway, settings = request.getfixturevalue("gateway"), request.getfixturevalue("settings")
         settings.AGENT_GATEWAY = tmp_path / "none" if request.param == BY_ENGINE else gateway.client_path
+        wait_for_late_agents(request.getfixturevalue("monkeypatch"))
         return ProviderBench(DockerProvider(), agent=gateway.mount)
     if kind == "kubernetes":
         return connect_cluster(request.getfixturevalue("kubernetes"))

@@ -23,7 +23,7 @@ from leases.errors import LeaseEnded, NotAllowed, QueuedRunInterrupted
 from leases.models import AgentKey, Lease, LeaseStatus, Turn
 from leases.one_shot import OneShotRequest
 from leases.queue import queue
-from leases.queue.models import QueuedRun, QueuedRunState, derive_run_id
+from leases.queue.models import QueuedRun, QueuedRunState
 from sandboxes.db import encryption, tracing
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
@@ -32,7 +32,7 @@ from sandboxes.errors import SandboxError
 from sandboxes.failures import find_cause, find_provider
 from sandboxes.guard import Guard, WrappedGuard
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import NEVER_STARTED, Run, RunOutcome
+from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.errors import Rejected
 from sandboxes.runs.operations import Command
 from sandboxes.storage.base import StoreError
@@ -173,16 +173,15 @@ def _settle_turn(row: QueuedRun, *, now: datetime) -> None:
     """End a queued turn by its stored answer, a skipped one too. Queue the run again while the turn has no answer.
 
     The turn of a runner that died in the middle is settled by a sweep or by the next attempt: from its Run, or as skipped. The
-    command is not executed again in either case, and the pending timeout does not run during the wait."""
+    command is not executed again in either case, and the pending timeout is over with the beginning of the turn."""
     turn = queue.find_turn(row)
     if turn is not None:
         exit_code = turn.run.exit_code if turn.run else None
         queue.finish(row, STATE.COMPLETED, exit_code=exit_code, now=now)
     elif row.turn_number is not None and Turn.objects.filter(lease=row.lease_id, number=row.turn_number).exists():
         delay = compute_backoff(row.attempt, maximum=timedelta(seconds=10))
-        expires_at = row.expires_at + delay + (now - (row.started_at or now))
         error = queue.build_error("exec", LOST_RUNNER_NOTE, retryable=True, code="outcome_unknown")
-        if not queue.requeue(row, delay=delay, error=error, now=now, expires_at=expires_at):
+        if not queue.requeue(row, delay=delay, error=error, now=now):
             queue.finish(row, STATE.FAILED, error=error, now=now)
     else:
         _retry_unstarted(row, "The runner died before the command began.", now=now)
@@ -237,19 +236,13 @@ def _retry_unstarted(row: QueuedRun, message: str, *, now: datetime, error: dict
 
 def _retry_or_fail(row: QueuedRun, message: str, *, now: datetime) -> None:
     """Repeat a command that may have been executed only if the client has declared that it may be repeated."""
-    is_repeated = row.repeatable and count_executions(row) < row.max_attempts
+    is_repeated = row.repeatable and queue.count_executions(row) < row.max_attempts
     error = queue.build_error("exec", message, retryable=is_repeated, code="outcome_unknown")
     delay = compute_backoff(row.attempt)
     # The pending timeout does not run during an attempt and the backoff after it.
     expires_at = row.expires_at + delay + (now - (row.started_at or now))
     if not (is_repeated and queue.requeue(row, delay=delay, error=error, now=now, expires_at=expires_at)):
         queue.finish(row, STATE.FAILED, error=error, now=now)
-
-
-def count_executions(row: QueuedRun) -> int:
-    """Return the number of attempts whose command may have been executed. An attempt that found no place is none."""
-    run_ids = [derive_run_id(row.pk, attempt) for attempt in range(1, row.attempt + 1)]
-    return Run.objects.filter(pk__in=run_ids).exclude(NEVER_STARTED).count()
 
 
 def recover(*, runner: str, now: datetime, limit: int = 100) -> int:

@@ -21,11 +21,11 @@ from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
 from leases.agent_runs import interruption
 from leases.errors import QueuedRunNotFound, TooManyQueuedRuns
 from leases.models import Lease, Turn
-from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState
+from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState, derive_run_id
 from sandboxes.db import encryption, sql, tracing
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import GONE_STATES, Pool, Run, Sandbox, SandboxState
+from sandboxes.models import GONE_STATES, NEVER_STARTED, Pool, Run, Sandbox, SandboxState
 from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import outbox
 
@@ -140,7 +140,8 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
         full_pools = (
             started.values("pool").annotate(running=Count("*")).filter(running__gte=settings.QUEUE_MAX_RUNNING_PER_POOL)
         )
-        ready = QueuedRun.objects.filter(state=STATE.QUEUED, available_at__lte=now, expires_at__gt=now)
+        ready = QueuedRun.objects.filter(state=STATE.QUEUED, available_at__lte=now)
+        ready = ready.filter(Q(expires_at__gt=now) | _is_begun_turn())
         ready = ready.exclude(pool__in=list(full_pools.values_list("pool", flat=True)))
         ready = ready.filter(Q(turn_number__isnull=True) | ~Exists(_find_preceding_turns()))
         ready = ready.filter(Q(available_at__lte=now - OTHER_HOST_DELAY) | ~Exists(_find_sandboxes_elsewhere(local_hosts)))
@@ -170,6 +171,11 @@ def _find_sandboxes_elsewhere(local_hosts: Collection[uuid.UUID]) -> QuerySet[Sa
     """Return the sandboxes that hold the leases of queued runs and are on other hosts than these."""
     held = Sandbox.objects.filter(holder=OuterRef("lease_id"), host__isnull=False)
     return held.exclude(state__in=(SandboxState.COLD, *GONE_STATES)).exclude(host__in=local_hosts)
+
+
+def _is_begun_turn() -> Exists:
+    """Return the condition that the turn of a run has begun: its next attempt executes nothing, and ends it."""
+    return Exists(Turn.objects.filter(lease=OuterRef("lease_id"), number=OuterRef("turn_number")))
 
 
 def _find_preceding_turns() -> QuerySet[QueuedRun]:
@@ -326,11 +332,25 @@ def has_open() -> bool:
 
 
 def expire(*, now: datetime) -> int:
-    """End the runs whose pending timeout is over. Return their number."""
-    error = build_error("queue", "The run did not start within its pending timeout.", retryable=True)
-    overdue = QueuedRun.objects.filter(state=STATE.QUEUED, expires_at__lte=now)
-    pks = overdue.values_list("pk", flat=True)
-    return sum(_end(overdue.filter(pk=pk), pk, STATE.EXPIRED, now=now, error=error) for pk in list(pks))
+    """End the runs whose pending timeout is over. Return their number.
+
+    A repeatable run with an attempt whose outcome is unknown was not repeated in time: it fails. A turn that has begun is left
+    to its next attempt."""
+    overdue = QueuedRun.objects.filter(~_is_begun_turn(), state=STATE.QUEUED, expires_at__lte=now)
+    count = 0
+    for row in overdue:
+        state, error = STATE.EXPIRED, build_error("queue", "The run did not start within its pending timeout.", retryable=True)
+        if count_executions(row):
+            message = "The outcome of an attempt is unknown, and it was not repeated within the pending timeout."
+            state, error = STATE.FAILED, build_error("exec", message, retryable=False, code="outcome_unknown")
+        count += _end(overdue.filter(pk=row.pk, attempt=row.attempt), row.pk, state, now=now, error=error)
+    return count
+
+
+def count_executions(row: QueuedRun) -> int:
+    """Return the number of attempts whose command may have been executed. An attempt that found no place is none."""
+    run_ids = [derive_run_id(row.pk, attempt) for attempt in range(1, row.attempt + 1)]
+    return Run.objects.filter(pk__in=run_ids).exclude(NEVER_STARTED).count()
 
 
 def find(pk: uuid.UUID) -> QueuedRun:

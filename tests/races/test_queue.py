@@ -407,6 +407,19 @@ def test_time_of_an_attempt_does_not_count_as_pending(
     assert (reload(row).state, reload(row).attempt) == ("completed", 2)
 
 
+def test_run_whose_outcome_is_unknown_fails_if_it_is_not_repeated_in_time(
+    lease: Lease, pool: Pool, crash_at: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    row = enqueue(pool, lease, repeatable=True, max_attempts=2, pending_timeout=10 * MINUTE)
+    with crash_at("run opened"):
+        work()
+    sweeps.recover_stalled(now=LATER)
+    assert (attempts.recover(runner="r2", now=LATER), reload(row).state) == (1, "queued")
+    assert work(LATER + 30 * MINUTE, "r2") == 0
+    ended = Event.objects.get(kind="queued_run.ended")
+    assert (reload(row).state, reload(row).error["code"], ended.payload["state"]) == ("failed", "outcome_unknown", "failed")
+
+
 # --- runners that die ---------------------------------------------------------------------------------------------
 
 

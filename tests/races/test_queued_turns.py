@@ -113,3 +113,19 @@ def test_runner_killed_at_any_step_plays_no_turn_twice(
     states = {row.pk: row.state for row in QueuedRun.objects.all()}
     assert states == {row.pk: "completed", following.pk: "completed"}
     assert (turn.skipped, count_executions(memory)) == (skipped, executions + 1)
+
+
+def test_turn_that_was_played_does_not_expire_while_no_runner_is_there(
+    lease: Lease, memory: MemoryProvider, crash_at: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    row, unplayed = enqueue(lease, 1), enqueue(lease, 2)
+    with crash_at("turn answered"):
+        work()
+    assert attempts.recover(runner="r2", now=LATER) == 1
+    QueuedRun.objects.update(expires_at=LATER)  # both, and no runner is there until minutes later
+    sweeps.recover_stalled(now=LATER + 10 * MINUTE)
+    assert work(LATER + 10 * MINUTE, "r2") == [1]
+    turn = Turn.objects.get()
+    assert (turn.number, turn.skipped, turn.action, count_executions(memory)) == (1, False, {"n": 1}, 1)
+    states = dict(QueuedRun.objects.values_list("pk", "state"))
+    assert states == {row.pk: "completed", unplayed.pk: "expired"}

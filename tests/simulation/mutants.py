@@ -83,7 +83,7 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
     "unknown-outcome-repeated": [
         Replacement(
             "leases/queue/attempts.py",
-            "    is_repeated = row.repeatable and count_executions(row) < row.max_attempts\n",
+            "    is_repeated = row.repeatable and queue.count_executions(row) < row.max_attempts\n",
             "    is_repeated = True\n",
         ),
     ],

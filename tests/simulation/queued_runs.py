@@ -188,7 +188,7 @@ class QueuedRuns:
             return f"executed by the attempts {executed}"
         if row.state == QueuedRunState.COMPLETED and expected.kind != "turn" and executed[-1:] != [row.attempt]:
             return f"completed by attempt {row.attempt}, and executed by {executed}"
-        if row.state == QueuedRunState.EXPIRED and executed and expected.max_executions == 1:
+        if row.state == QueuedRunState.EXPIRED and executed:
             return f"expired, and executed by {executed}"
         ends = [*Event.objects.filter(kind=EventType.QUEUED_RUN_ENDED, payload__queued_run_id=str(row.pk))]
         if [(event.payload["state"], event.payload["attempt"]) for event in ends] != [(row.state, row.attempt)]:

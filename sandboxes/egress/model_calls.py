@@ -15,7 +15,7 @@ from sandboxes.egress import authorization, offline_model
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.authorization import CallerIdentity, CallRefused, CallResult
 from sandboxes.egress.call_tracking import CallTracker
-from sandboxes.egress.redaction import SecretRedactor, is_secret
+from sandboxes.egress.redaction import SecretRedactor
 from sandboxes.egress.request_filter import InvalidRequest, filter_betas, sanitize_request
 from sandboxes.egress.responses import ClientDisconnected, await_write, build_error_response
 from sandboxes.egress.token_usage import UsageReader
@@ -246,11 +246,11 @@ async def _read_prefix(response: aiohttp.ClientResponse, size: int) -> bytes:
 
 
 def _has_secret(content: bytes) -> bool:
-    return is_secret(settings.LLM_API_KEY) and settings.LLM_API_KEY.encode() in content
+    return SecretRedactor(settings.LLM_API_KEY).redact(content) != content
 
 
 def _redact(content: bytes) -> str:
-    text = content.decode("utf-8", "replace")
+    text = SecretRedactor(settings.LLM_API_KEY).redact(content).decode("utf-8", "replace")
     return text.replace(settings.LLM_API_KEY, "********") if settings.LLM_API_KEY else text
 
 

@@ -1,8 +1,17 @@
-"""Redaction of the upstream's credential from its responses, because some upstreams quote request headers."""
+"""Redaction of credentials from the responses of upstreams, because some upstreams quote request headers."""
+
+import base64
+import contextlib
+import re
+from collections.abc import Iterator
+from urllib.parse import quote
 
 MIN_SECRET_LENGTH = 16  # characters
+MIN_BASE64_LENGTH = 12  # characters; a shorter part may be text
 KEY_PREFIX = "sk-"  # of the keys of OpenAI, Anthropic and LiteLLM
 MIN_PREFIXED_SECRET_LENGTH = 7  # characters of a key with KEY_PREFIX; a shorter one is part of words such as "task-1"
+ALPHANUMERIC = re.compile(r"[0-9A-Za-z]")
+BASE64_PARTS = ((0, 0), (1, 2), (2, 3))  # bytes before the secret, and the characters of base64 that depend on them, too
 
 
 def is_secret(key: str) -> bool:
@@ -10,20 +19,56 @@ def is_secret(key: str) -> bool:
     return len(key) >= (MIN_PREFIXED_SECRET_LENGTH if key.startswith(KEY_PREFIX) else MIN_SECRET_LENGTH)
 
 
-class SecretRedactor:
-    """Streaming filter that replaces a key by asterisks if the key is a secret, also where the key is split across chunks."""
+def list_secrets(authorization: str) -> list[str]:
+    """Return the secrets in the value of an Authorization header: its token, or the password of "Basic"."""
+    scheme, _, token = authorization.partition(" ")
+    secrets = [token]
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):  # otherwise it is sent as it is stored
+            secrets += [(decoded := base64.b64decode(token).decode()), decoded.partition(":")[2]]
+    return secrets
 
-    def __init__(self, key: str) -> None:
-        self._secret = key.encode() if is_secret(key) else b""
-        self._pending = b""  # trailing bytes that may be the beginning of the secret
+
+def list_forms(secret: str) -> Iterator[bytes]:
+    """Yield a secret as an upstream may quote it: as it is, escaped for JSON or a URL, and inside of base64.
+
+    An upstream that encodes it otherwise on purpose is not stopped."""
+    yield secret.encode()
+    for digits in ("04x", "04X"):
+        yield "".join(char if ALPHANUMERIC.fullmatch(char) else f"\\u{ord(char):{digits}}" for char in secret).encode()
+    yield quote(secret, safe="").encode()
+    for before, dependent in BASE64_PARTS:
+        content = bytes(before) + secret.encode()
+        whole = content[: len(content) - len(content) % 3]  # the last characters depend on the byte behind the secret
+        for encode in (base64.b64encode, base64.urlsafe_b64encode):
+            if len(form := encode(whole)[dependent:]) >= MIN_BASE64_LENGTH:
+                yield form
+
+
+class SecretRedactor:
+    """Streaming filter that replaces keys by asterisks if they are secrets, also where one is split across chunks."""
+
+    def __init__(self, *keys: str) -> None:
+        forms = {form for key in keys if is_secret(key) for form in list_forms(key)}
+        self._forms = sorted(forms, key=len, reverse=True)
+        self._first_bytes = {form[0] for form in forms}
+        self._pattern = re.compile(b"|".join(map(re.escape, self._forms))) if self._forms else None
+        self._pending = b""  # trailing bytes that may be the beginning of a secret
+
+    def redact(self, content: bytes) -> bytes:
+        """Return complete content without the secrets, and of the same length."""
+        return self._pattern.sub(lambda match: b"*" * len(match[0]), content) if self._pattern else content
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the bytes that can be passed on after this chunk."""
-        content = self._pending + chunk
-        if self._secret:
-            content = content.replace(self._secret, b"*" * len(self._secret))
-        longest = min(len(self._secret) - 1, len(content))
-        pending = next((length for length in range(longest, 0, -1) if content.endswith(self._secret[:length])), 0)
+        content = self.redact(self._pending + chunk)
+        longest = min(len(self._forms[0]) - 1, len(content)) if self._forms else 0
+        tail = content[len(content) - longest :]
+        starts = (
+            at for at in range(longest)
+            if tail[at] in self._first_bytes and any(form.startswith(tail[at:]) for form in self._forms)
+        )  # fmt: skip
+        pending = longest - next(starts, longest)
         self._pending = content[len(content) - pending :]
         return content[: len(content) - pending]
 

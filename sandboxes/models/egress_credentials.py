@@ -9,6 +9,7 @@ class EgressCredential(models.Model):
     policy = models.ForeignKey("sandboxes.Policy", on_delete=models.CASCADE, related_name="egress_credentials", db_index=False)
     domain = models.CharField(max_length=253)
     sealed_authorization = models.BinaryField(editable=False, help_text="Encrypted by sandboxes.db.encryption.")
+    writes = models.BooleanField(default=False, db_default=False, help_text="Sent with every method, not only with downloads.")
     changed_at = models.DateTimeField()
 
     class Meta:

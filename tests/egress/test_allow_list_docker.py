@@ -50,6 +50,19 @@ class Upstream:
                 paths.append(self.path)
                 authorizations.append(self.headers.get("Authorization"))
 
+            def answer_with_request(self) -> None:
+                """As a debug page, and as Apache httpd answers TRACE."""
+                body = f"{self.requestline}\n{self.headers}".encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_PUT = do_TRACE = answer_with_request
+
+            def do_GET(self) -> None:
+                self.answer_with_request() if self.path == "/debug" else super().do_GET()
+
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(directory)))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(files.certificate, files.key)
@@ -216,6 +229,28 @@ def test_credential_is_added_outside_and_sent_over_tls_only(
     assert (code, output, len(upstream.paths)) == (0, "502", 2)
     assert b"of-the-operator" not in box.run("sh", "-c", "env; cat /proc/[0-9]*/environ 2>/dev/null").stdout
     assert [row.outcome for row in closed_rows(3)] == ["ok", "ok", "failed"]
+
+
+def test_credential_is_sent_with_downloads_alone_and_removed_from_responses(
+    box: LeasedSandbox, policy: Policy, upstream: Upstream, certificates: TlsFiles, proxy: AllowListProxy
+) -> None:
+    def call(path: str, method: str) -> str:
+        return curl(box, certificates, f"http://{DOMAIN}:{upstream.port}{path}", "-X", method, "-w", "%{http_code}")[1]
+
+    secret = "token-of-the-operator"
+    proxy._tls = ssl.create_default_context(cafile=str(certificates.authority))
+    credentials.set_credential(policy, DOMAIN, f"Bearer {secret}", now=NOW)
+    page = call("/debug", "GET")
+    assert f"Authorization: Bearer {'*' * len(secret)}\n" in page
+    assert page.endswith("200")
+    assert [call("/debug", method)[-3:] for method in ("TRACE", "POST", "PUT")] == ["405", "403", "403"]
+    assert call("/a.git/git-upload-pack", "POST")[-3:] == "200"
+    assert upstream.authorizations == [f"Bearer {secret}"] * 2
+    credentials.set_credential(policy, DOMAIN, f"Bearer {secret}", writes=True, now=NOW)
+    answers = [call("/x", method) for method in ("POST", "PUT", "TRACE")]
+    assert [answer[-3:] for answer in answers] == ["200", "200", "405"]
+    assert not any(secret in answer for answer in answers)
+    assert [row.code for row in closed_rows(6)] == ["", "method_not_allowed", "method_not_allowed", "", "", ""]
 
 
 @pytest.mark.matrix("a whole program; curl has the same path through the proxy")

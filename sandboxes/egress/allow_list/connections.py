@@ -44,7 +44,7 @@ class Admission:
     caller: CallerIdentity
     policy: Policy
     remaining_lease_bytes: int
-    authorization: str = ""  # header that the proxy adds to a plain-http request, which it then sends over TLS
+    credential: credentials.Credential | None = None  # added to a plain-http request, which the proxy then sends over TLS
 
 
 def open_connection(
@@ -71,9 +71,9 @@ def open_connection(
             _record_refusal(row, error)
             refusal = error
         else:
-            authorization = credentials.find_authorization(policy, domain) if is_plain else ""
+            credential = credentials.find_credential(policy, domain) if is_plain else None
             row.save(force_insert=True)
-            return Admission(row, caller, policy, remaining, authorization)
+            return Admission(row, caller, policy, remaining, credential)
     raise refusal  # after the commit, because an exception inside would roll the refusal's row back
 
 

@@ -1,9 +1,10 @@
 """Credentials for domains of an allow list: stored encrypted, and added to requests outside of the sandbox.
 
 A program in the sandbox sends a plain-http request to the domain. The proxy sends it over TLS, to port 443 in place of port 80,
-with the credential in the Authorization header."""
+with the credential in the Authorization header. Only downloads have the credential, unless the operator says more."""
 
 import re
+from dataclasses import dataclass
 from datetime import datetime
 
 from sandboxes.db import encryption
@@ -14,11 +15,19 @@ HTTP_PORT, HTTPS_PORT = 80, 443
 AUTHORIZATION_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31} [\x21-\x7e](?:[\x20-\x7e]{0,4094}[\x21-\x7e])?")
 
 
+@dataclass(frozen=True)
+class Credential:
+    """Authorization header of a domain."""
+
+    authorization: str
+    writes: bool = False  # sent with every method, not only with downloads
+
+
 class InvalidCredential(ValueError):
     """The domain or the header value is not valid. The message never contains the value."""
 
 
-def set_credential(policy: Policy, domain: str, authorization: str, *, now: datetime) -> bool:
+def set_credential(policy: Policy, domain: str, authorization: str, *, writes: bool = False, now: datetime) -> bool:
     """Store or replace the Authorization header for a domain. Return whether it is new. Raise InvalidCredential."""
     if not is_domain(domain):
         raise InvalidCredential("The domain is not a lower-case domain name with at least two labels.")
@@ -27,7 +36,7 @@ def set_credential(policy: Policy, domain: str, authorization: str, *, now: date
     if not AUTHORIZATION_PATTERN.fullmatch(authorization):
         raise InvalidCredential('Not an Authorization header such as "Bearer TOKEN": a scheme, a space, ASCII text.')
     sealed = encryption.encrypt(authorization.encode(), row=_encryption_context(policy.pk, domain))
-    changes = {"sealed_authorization": sealed, "changed_at": now}
+    changes = {"sealed_authorization": sealed, "writes": writes, "changed_at": now}
     return EgressCredential.objects.update_or_create(policy=policy, domain=domain, defaults=changes)[1]
 
 
@@ -36,12 +45,13 @@ def remove_credential(policy: Policy, domain: str) -> bool:
     return bool(EgressCredential.objects.filter(policy=policy, domain=domain).delete()[0])
 
 
-def find_authorization(policy: Policy, domain: str) -> str:
-    """Return the Authorization header for a domain, or "". Raise DecryptionFailed."""
+def find_credential(policy: Policy, domain: str) -> Credential | None:
+    """Return the credential of a domain. Raise DecryptionFailed."""
     row = EgressCredential.objects.filter(policy=policy.pk, domain=domain).first() if policy.pk else None
     if row is None:
-        return ""
-    return encryption.decrypt(bytes(row.sealed_authorization), row=_encryption_context(row.policy_id, domain))[0].decode()
+        return None
+    secret = encryption.decrypt(bytes(row.sealed_authorization), row=_encryption_context(row.policy_id, domain))[0]
+    return Credential(secret.decode(), row.writes)
 
 
 def reencrypt() -> encryption.ReencryptionResult[EgressCredential]:

@@ -25,11 +25,12 @@ from sandboxes.agent.gateway import bind_listener
 from sandboxes.db.encryption import DecryptionFailed
 from sandboxes.egress.allow_list import connections, destinations
 from sandboxes.egress.allow_list.client_hello import InvalidHello, parse_client_hello
-from sandboxes.egress.allow_list.credentials import HTTP_PORT, HTTPS_PORT
+from sandboxes.egress.allow_list.credentials import HTTP_PORT, HTTPS_PORT, Credential
 from sandboxes.egress.allow_list.request_head import MAX_HEAD_BYTES, InvalidRequest, RequestHead, parse_request_head
 from sandboxes.egress.allow_list.tunnel import ConnectionCut, TlsServer, Traffic, Tunnel, flush
 from sandboxes.egress.authorization import CallRefused, filter_held
 from sandboxes.egress.call_tracking import DatabaseThreads
+from sandboxes.egress.redaction import SecretRedactor, list_secrets
 
 log = structlog.get_logger(__name__)
 HEAD_TIMEOUT_SECONDS = 10.0  # for the request head, and for the ClientHello
@@ -156,7 +157,7 @@ class AllowListProxy:
         opened = OpenConnection(admission, traffic, asyncio.current_task())
         self._open.add(opened)
         try:
-            await self._forward(tunnel, head, traffic, admission.authorization)
+            await self._forward(tunnel, head, traffic, admission.credential)
             result.outcome = Outcome.OK
         except CallRefused as refusal:
             result.outcome = Outcome.FAILED if refusal.status == 502 else Outcome.REFUSED
@@ -178,11 +179,15 @@ class AllowListProxy:
             except DatabaseError as error:  # the row stays open until a sweep closes it
                 log.error("end of a connection not recorded", connection=admission.row.connection_id, error=str(error))
 
-    async def _forward(self, tunnel: Tunnel, head: RequestHead, traffic: Traffic, authorization: str) -> None:
+    async def _forward(self, tunnel: Tunnel, head: RequestHead, traffic: Traffic, credential: Credential | None) -> None:
         """Connect and relay. With a credential the request is sent over TLS: the credential is never sent in clear text."""
+        if credential and not (credential.writes or head.only_reads):
+            message = f"The credential of {head.host} is for downloads: GET, HEAD and git's fetch."
+            raise CallRefused(403, "method_not_allowed", message)
         addresses = await destinations.resolve(head.host, self._resolver)
-        server, port = None, head.port
-        if authorization:
+        server, port, authorization = None, head.port, ""
+        if credential:
+            authorization, tunnel.redactor = credential.authorization, SecretRedactor(*list_secrets(credential.authorization))
             server = TlsServer(self._get_tls_context(), head.host)
             port = HTTPS_PORT if head.port == HTTP_PORT else head.port
         targets = [str(address) for address in addresses]

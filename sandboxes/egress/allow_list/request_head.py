@@ -1,16 +1,20 @@
 """Parser of the request heads that a forward proxy accepts (RFC 9112): CONNECT, and http URLs in absolute form.
 
-Strict, because the sandbox and the upstream must not read two different requests from the same bytes: a head has CRLF line
-ends, no folded lines, one Content-Length and no Transfer-Encoding."""
+The sandbox and the upstream must not read two different requests from the same bytes: h11 parses the head, and the upstream
+gets one that is built from the result. A head has CRLF line ends, no folded lines and no Transfer-Encoding."""
 
 import re
 from dataclasses import dataclass
 
+import h11
+
 MAX_HEAD_BYTES = 16 << 10
+FORWARDED_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "PROPFIND")  # TRACE answers with the request
+READING_METHODS = ("GET", "HEAD")
+GIT_DOWNLOAD_PATH = re.compile(r"[^?#]*/git-upload-pack")  # of the POST request by which git clones and fetches
 TARGET_PATTERN = re.compile(r"(?P<host>[A-Za-z0-9._-]{1,253}):(?P<port>[0-9]{1,5})")
 URL_PATTERN = re.compile(r"http://(?P<host>[A-Za-z0-9._-]{1,253})(?::(?P<port>[0-9]{1,5}))?(?P<path>/[\x21-\x7e]*)?", re.I)
-LINE_PATTERN = re.compile(r"(?P<method>[A-Z]{1,16}) (?P<target>[\x21-\x7e]+) HTTP/1\.[01]")
-HEADER_PATTERN = re.compile(r"(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(?P<value>[\x20-\x7e\x80-\xff\t]*)")
+NO_LINE_END = re.compile(rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]")  # a bare CR or LF, and a folded line
 # Headers of one connection (RFC 9110, section 7.6.1), and the host, which follows from the checked name.
 DROPPED_HEADERS = {
     "connection", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
@@ -38,10 +42,19 @@ class RequestHead:
     content_length: int = 0
     expects_continue: bool = False
 
+    @property
+    def only_reads(self) -> bool:
+        """Return whether the request is one by which programs download, git's included."""
+        is_git = self.method == "POST" and GIT_DOWNLOAD_PATH.fullmatch(self.path or "") is not None
+        return self.method in READING_METHODS or is_git
+
     def encode(self, authorization: str = "") -> bytes:
-        """Return the head for the upstream: one request, after which the upstream closes the connection."""
-        headers = [(name, value) for name, value in self.headers if not (authorization and name.lower() == "authorization")]
-        headers += [("Authorization", authorization)] if authorization else []
+        """Return the head for the upstream: one request, after which the upstream closes the connection.
+
+        With a credential, the upstream may not compress the response, from which the credential is removed."""
+        replaced = ("authorization", "accept-encoding") if authorization else ()
+        headers = [(name, value) for name, value in self.headers if name.lower() not in replaced]
+        headers += [("Authorization", authorization), ("Accept-Encoding", "identity")] if authorization else []
         host = self.host if self.port == 80 else f"{self.host}:{self.port}"
         lines = [f"{self.method} {self.path} HTTP/1.1", f"Host: {host}", *(f"{name}: {value}" for name, value in headers)]
         return "\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1")
@@ -49,19 +62,32 @@ class RequestHead:
 
 def parse_request_head(head: bytes) -> RequestHead:
     """Parse a head, which ends with an empty line. Raise InvalidRequest."""
-    first, *lines = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
-    line = LINE_PATTERN.fullmatch(first)
-    if line is None:
-        raise InvalidRequest(400, "Malformed request line.")
-    headers = [(match["name"], match["value"]) for each in lines if (match := HEADER_PATTERN.fullmatch(each))]
-    if len(headers) != len(lines):
-        raise InvalidRequest(400, "Malformed header.")
-    if line["method"] == "CONNECT":
-        target = TARGET_PATTERN.fullmatch(line["target"])
-        if target is None:
+    request = _read(head)
+    method, target = request.method.decode(), request.target.decode("latin-1")
+    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw_items()]
+    if method == "CONNECT":
+        names = TARGET_PATTERN.fullmatch(target)
+        if names is None:
             raise InvalidRequest(400, "CONNECT needs a target of the form HOST:PORT.")
-        return RequestHead("CONNECT", _normalize_host(target["host"]), _parse_port(target["port"]))
-    return _parse_absolute_form(line["method"], line["target"], headers)
+        return RequestHead("CONNECT", _normalize_host(names["host"]), _parse_port(names["port"]))
+    if method not in FORWARDED_METHODS:
+        raise InvalidRequest(405, f"The proxy forwards {', '.join(FORWARDED_METHODS)} only.")
+    return _parse_absolute_form(method, target, headers)
+
+
+def _read(head: bytes) -> h11.Request:
+    """Return the only request in these bytes. Raise InvalidRequest."""
+    parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+    try:
+        if NO_LINE_END.search(head):
+            raise InvalidRequest(400, "Malformed line end.")
+        parser.receive_data(head)
+        request = parser.next_event()
+    except h11.RemoteProtocolError as error:
+        raise InvalidRequest(400, f"Malformed request: {error}.") from error
+    if not isinstance(request, h11.Request) or request.http_version not in (b"1.0", b"1.1") or parser.trailing_data[0]:
+        raise InvalidRequest(400, "Malformed request.")
+    return request
 
 
 def _parse_absolute_form(method: str, target: str, headers: list[tuple[str, str]]) -> RequestHead:
@@ -79,7 +105,9 @@ def _parse_absolute_form(method: str, target: str, headers: list[tuple[str, str]
     forwarded = tuple(
         (name, value)
         for name, value in headers
-        if name.lower() not in DROPPED_HEADERS and (name.lower() not in connection_options or name.lower() == "content-length")
+        if name.lower() not in DROPPED_HEADERS
+        and "_" not in name  # some servers read Content_Length as Content-Length
+        and (name.lower() not in connection_options or name.lower() == "content-length")
     )
     return RequestHead(
         method, _normalize_host(url["host"]), _parse_port(url["port"] or "80"), url["path"] or "/", forwarded,

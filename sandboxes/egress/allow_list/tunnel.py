@@ -9,6 +9,7 @@ from typing import Protocol
 
 from sandboxes.egress.allow_list.connections import ConnectionResult
 from sandboxes.egress.authorization import CallRefused
+from sandboxes.egress.redaction import SecretRedactor
 
 CHUNK_BYTES = 64 << 10
 IDLE_SECONDS = 300.0  # without a byte in either direction
@@ -79,6 +80,7 @@ class Tunnel:
     client_writer: asyncio.StreamWriter
     upstream_reader: asyncio.StreamReader | None = None
     upstream_writer: asyncio.StreamWriter | None = None
+    redactor: SecretRedactor = field(default_factory=SecretRedactor)  # of the responses
 
     async def connect(
         self, addresses: list[str], port: int, traffic: Traffic, *, timeout: float, server: TlsServer | None = None
@@ -141,10 +143,13 @@ class Tunnel:
 
     async def _download(self, traffic: Traffic) -> None:
         assert self.upstream_reader
-        while chunk := await self.upstream_reader.read(CHUNK_BYTES):
+        is_ended = False
+        while not is_ended:
+            chunk = await self.upstream_reader.read(CHUNK_BYTES)
+            is_ended = not chunk
             traffic.count(received=len(chunk))
             try:
-                self.client_writer.write(chunk)
+                self.client_writer.write(self.redactor.end() if is_ended else self.redactor.feed(chunk))
                 await self.client_writer.drain()
             except ConnectionError:  # the sandbox's program has ended
                 return

@@ -24,11 +24,18 @@ class Command(BaseCommand):
             subparser = actions.add_parser(name, help=text)
             subparser.add_argument("policy", help="name of a policy")
             subparser.add_argument("domain", help="domain on the policy's allow list, such as git.example.org")
+            if name == "set":
+                subparser.add_argument(
+                    "--writes",
+                    action="store_true",
+                    help="use it for every method; otherwise for GET, HEAD and git's fetch alone",
+                )
 
-    def handle(self, *args: Any, action: str, policy: str = "", domain: str = "", **options: Any) -> None:
+    def handle(self, *args: Any, action: str, policy: str = "", domain: str = "", writes: bool = False, **options: Any) -> None:
         if action == "list":
             for row in EgressCredential.objects.select_related("policy"):
-                self.stdout.write(f"{row.policy}  {row.domain}  changed {row.changed_at:%Y-%m-%d %H:%M}")
+                use = "every method" if row.writes else "downloads"
+                self.stdout.write(f"{row.policy}  {row.domain}  {use}  changed {row.changed_at:%Y-%m-%d %H:%M}")
             return
         found = Policy.objects.filter(name=policy).first()
         if found is None:
@@ -39,7 +46,8 @@ class Command(BaseCommand):
             self.stdout.write(f"removed: {policy}  {domain}")
             return
         try:
-            is_new = credentials.set_credential(found, domain, sys.stdin.readline().strip(), now=timezone.now())
+            authorization = sys.stdin.readline().strip()
+            is_new = credentials.set_credential(found, domain, authorization, writes=writes, now=timezone.now())
         except credentials.InvalidCredential as error:
             raise CommandError(str(error)) from None
         self.stdout.write(f"{'added' if is_new else 'replaced'}: {policy}  {domain}")

@@ -1,10 +1,13 @@
 """Redaction of a credential that is split across chunks of a response."""
 
+import base64
+from urllib.parse import quote
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.egress.redaction import SecretRedactor
+from sandboxes.egress.redaction import SecretRedactor, list_secrets
 
 KEY = "sk-aabaabaaabaabaaab"
 PIECES = st.lists(
@@ -44,3 +47,29 @@ def test_placeholder_key_is_not_redacted(key: str) -> None:
 @pytest.mark.parametrize("key", ["sk-1234", "k" * 16])
 def test_shortest_secret_key_is_redacted(key: str) -> None:
     assert redact([f"Received key {key}.".encode()], key) == [b"Received key " + b"*" * len(key) + b".", b""]
+
+
+@given(
+    st.text(st.characters(codec="latin-1"), max_size=5), st.text(st.characters(codec="latin-1"), max_size=5), st.integers(1, 9)
+)
+def test_secret_in_base64_and_with_escapes_is_redacted_wherever_it_stands(before: str, behind: str, size: int) -> None:
+    secret = "sk-lh/7+Qz_04yB=end"
+    text = (before + secret + behind).encode()
+    quoted = {
+        "base64": base64.b64encode(text), "base64url": base64.urlsafe_b64encode(text),
+        "json": "".join(char if char.isalnum() else f"\\u{ord(char):04x}" for char in secret).encode(),
+        "url": quote(secret, safe="").encode(),
+    }  # fmt: skip
+    for form, content in quoted.items():
+        passed = b"".join(redact([content[at : at + size] for at in range(0, len(content), size)], secret))
+        assert len(passed) == len(content)
+        assert passed.count(b"*") >= 20, form
+
+
+def test_secrets_of_an_authorization_header_are_its_token_and_the_password() -> None:
+    header = "Basic " + base64.b64encode(b"robot:Pa55word-of-the-robot").decode()
+    content = f"{header} robot:Pa55word-of-the-robot Pa55word-of-the-robot".encode()
+    assert b"Pa55" not in SecretRedactor(*list_secrets(header)).redact(content)
+    assert header.split()[1].encode() not in SecretRedactor(*list_secrets(header)).redact(content)
+    assert list_secrets("Bearer token") == ["token"]
+    assert list_secrets("Basic no-base64!") == ["no-base64!"]

@@ -10,7 +10,7 @@ from django.core.management.base import CommandError
 
 from sandboxes.db import encryption
 from sandboxes.egress.allow_list import credentials
-from sandboxes.egress.allow_list.credentials import InvalidCredential
+from sandboxes.egress.allow_list.credentials import Credential, InvalidCredential
 from sandboxes.models import EgressCredential, Policy
 from tests.conftest import MINUTE, NOW
 
@@ -28,11 +28,11 @@ def test_credential_is_stored_encrypted_replaced_and_removed(policy: Policy) -> 
     assert not credentials.set_credential(policy, DOMAIN, "Basic YTpi", now=NOW + MINUTE)
     row = EgressCredential.objects.get()
     assert b"YTpi" not in bytes(row.sealed_authorization) and row.changed_at == NOW + MINUTE
-    assert credentials.find_authorization(policy, DOMAIN) == "Basic YTpi"
-    assert credentials.find_authorization(policy, "other.example.org") == ""
-    assert credentials.find_authorization(Policy(), DOMAIN) == ""  # a sandbox without a policy
+    assert credentials.find_credential(policy, DOMAIN) == Credential("Basic YTpi")
+    assert credentials.find_credential(policy, "other.example.org") is None
+    assert credentials.find_credential(Policy(), DOMAIN) is None  # a sandbox without a policy
     other = Policy.objects.create(name="other", allowed_domains=[DOMAIN])
-    assert credentials.find_authorization(other, DOMAIN) == ""
+    assert credentials.find_credential(other, DOMAIN) is None
     assert credentials.remove_credential(policy, DOMAIN)
     assert not credentials.remove_credential(policy, DOMAIN)
 
@@ -42,7 +42,7 @@ def test_credential_moved_to_another_row_is_not_decrypted(policy: Policy) -> Non
     credentials.set_credential(policy, DOMAIN, "Bearer secret", now=NOW)
     EgressCredential.objects.update(policy=other)
     with pytest.raises(encryption.DecryptionFailed):
-        credentials.find_authorization(other, DOMAIN)
+        credentials.find_credential(other, DOMAIN)
 
 
 @pytest.mark.parametrize("domain", ["a.example.com", "files.example.net"])
@@ -71,7 +71,7 @@ def test_credentials_are_encrypted_again_under_a_new_key(policy: Policy, setting
     settings.IDENTITY_KEYS = [b"n" * 32, *settings.IDENTITY_KEYS]
     result = credentials.reencrypt()
     assert (result.changed, result.current, result.undecryptable) == (1, 0, [])
-    assert (credentials.reencrypt().current, credentials.find_authorization(policy, DOMAIN)) == (1, "Bearer x")
+    assert (credentials.reencrypt().current, credentials.find_credential(policy, DOMAIN)) == (1, Credential("Bearer x"))
     settings.IDENTITY_KEYS, settings.SECRET_KEY = [b"o" * 32], "another"
     assert credentials.reencrypt().undecryptable == [EgressCredential.objects.get()]
 
@@ -85,8 +85,11 @@ def command(*args: str) -> str:
 def test_command_reads_the_value_from_stdin_and_never_prints_it(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Bearer secret\n"))
     assert command("set", "git", DOMAIN) == f"added: git  {DOMAIN}\n"
-    assert credentials.find_authorization(policy, DOMAIN) == "Bearer secret"
-    assert DOMAIN in command("list") and "secret" not in command("list")
+    assert credentials.find_credential(policy, DOMAIN) == Credential("Bearer secret")
+    assert f"{DOMAIN}  downloads" in command("list") and "secret" not in command("list")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Bearer secret\n"))
+    assert command("set", "git", DOMAIN, "--writes") == f"replaced: git  {DOMAIN}\n"
+    assert credentials.find_credential(policy, DOMAIN) == Credential("Bearer secret", writes=True)
     assert command("remove", "git", DOMAIN) == f"removed: git  {DOMAIN}\n"
     for args in (("remove", "git", DOMAIN), ("set", "nobody", DOMAIN), ("set", "git", "example.net")):
         monkeypatch.setattr(sys, "stdin", io.StringIO("Bearer secret\n"))

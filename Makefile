@@ -70,5 +70,5 @@ install: .venv/installed .env
 	@PYTHON=$(PYTHON) .ci/install
 
 .env:
-	@printf 'DEBUG=1\nSECRET_KEY=%s\n' "$$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" > .env
+	@umask 077; printf 'DEBUG=1\nSECRET_KEY=%s\n' "$$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" > .env
 	@echo "Wrote .env: DEBUG=1 and a new SECRET_KEY, for this machine only."

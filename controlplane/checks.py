@@ -13,6 +13,7 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.urls import get_resolver
 
+from controlplane import env
 from sandboxes import providers
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.providers import load_class
@@ -225,6 +226,14 @@ def check_data_mount(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> 
             id="leasehold.E005",
         )
     ]
+
+
+@register(CONFIGURATION, deploy=True)
+def check_env_file(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    if env.ENV_FILE is None or not env.ENV_FILE.exists() or not env.ENV_FILE.stat().st_mode & 0o077:
+        return []
+    message = f"Other users of this machine may read {env.ENV_FILE}: with SECRET_KEY they can sign URLs of terminals and files."
+    return [Warning(message, hint=f"Run: chmod 600 {env.ENV_FILE}", id="leasehold.W006")]
 
 
 @register(CONFIGURATION, deploy=True)

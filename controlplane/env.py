@@ -52,8 +52,9 @@ class EnvVariable:
 T = TypeVar("T")
 ENV_VARIABLES: dict[str, EnvVariable] = {}
 PROCESS_VARIABLE_NAMES = frozenset(os.environ)
-if os.environ.get("LEASEHOLD_ENV_FILE", ".env"):
-    Env.read_env(BASE_DIR / os.environ.get("LEASEHOLD_ENV_FILE", ".env"), overwrite=False)
+ENV_FILE = BASE_DIR / name if (name := os.environ.get("LEASEHOLD_ENV_FILE", ".env")) else None
+if ENV_FILE:
+    Env.read_env(ENV_FILE, overwrite=False)
 
 
 def text(

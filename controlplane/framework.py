@@ -33,6 +33,7 @@ MIDDLEWARE = [
     "controlplane.middleware.AdminCommonMiddleware",
     "controlplane.middleware.AdminCsrfMiddleware",
     "controlplane.middleware.AdminAuthenticationMiddleware",
+    "controlplane.middleware.AnonymousRequestLimitMiddleware",
     "controlplane.middleware.AdminMessageMiddleware",
     "controlplane.middleware.ContentSecurityPolicyMiddleware",
 ]

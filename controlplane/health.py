@@ -1,8 +1,9 @@
 """Health endpoints: /livez (process), /healthz (database, with a report), /readyz (able to serve leases).
 
 A missing requirement makes /readyz fail; a problem that does not affect leases is only a warning.
-The endpoints need no API key, so a report contains no error text and no agent name."""
+The endpoints need no API key, so a report contains no error text and no agent name, and requests share it."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,14 +51,14 @@ def livez(request: HttpRequest) -> JsonResponse:
 @require_safe
 @never_cache
 def healthz(request: HttpRequest) -> JsonResponse:
-    report = check_health(now=timezone.now())
+    report = shared_report.get()
     return JsonResponse(report, status=200 if report["database"] else 503)
 
 
 @require_safe
 @never_cache
 def readyz(request: HttpRequest) -> JsonResponse:
-    report = check_health(now=timezone.now())
+    report = shared_report.get()
     return JsonResponse(report, status=503 if report["missing"] else 200)
 
 
@@ -244,3 +245,21 @@ def query_provider() -> dict[str, Any]:
 
 
 provider_probe = ProviderProbe()
+
+
+@dataclass
+class SharedReport:
+    """Health report for all requests of HEALTH_REPORT_SECONDS. One thread builds it, and the others wait for it."""
+
+    lock: Lock = field(default_factory=Lock)
+    built_at: float = -math.inf
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def get(self) -> dict[str, Any]:
+        with self.lock:
+            if time.monotonic() - self.built_at >= settings.HEALTH_REPORT_SECONDS:
+                self.report, self.built_at = check_health(now=timezone.now()), time.monotonic()
+            return self.report
+
+
+shared_report = SharedReport()

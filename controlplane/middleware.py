@@ -1,6 +1,7 @@
 """HTTP middleware: sessions and CSRF for the admin only, problem documents, content security policy."""
 
 from collections.abc import Callable
+from threading import BoundedSemaphore
 from typing import Any
 
 from django.conf import settings
@@ -19,6 +20,7 @@ from sandboxes.db import tracing
 
 GetResponse = Callable[[HttpRequest], HttpResponseBase]
 API_PATH_PREFIXES = ("/api/", "/mcp")
+API_DOCUMENT_PATHS = ("/api/schema", "/api/docs")
 STATELESS_PATH_PREFIXES = (*API_PATH_PREFIXES, "/healthz", "/readyz", "/livez", "/metrics")
 
 ADMIN_POLICY = (
@@ -115,6 +117,36 @@ class TraceContextMiddleware:
             return self.get_response(request)
         finally:
             tracing.caller_trace.reset(token)
+
+
+class AnonymousRequestLimitMiddleware:
+    """Limit the requests in progress whose sender has proved no identity to a quarter of the threads of a process.
+
+    The operations of the API check a key or a signature first, and answer at once without one. /livez always answers."""
+
+    def __init__(self, get_response: GetResponse) -> None:
+        self.get_response = get_response
+        self.places = BoundedSemaphore(max(1, settings.WEB_THREADS // 4))
+
+    def __call__(self, request: HttpRequest) -> HttpResponseBase:
+        if is_identified(request):
+            return self.get_response(request)
+        if not self.places.acquire(blocking=False):
+            text = "Too many requests without a sign-in or a key are in progress. Try again in a moment.\n"
+            return HttpResponse(text, status=503, content_type="text/plain", headers={"Retry-After": "1"})
+        try:
+            return self.get_response(request)
+        finally:
+            self.places.release()
+
+
+def is_identified(request: HttpRequest) -> bool:
+    """Return whether a request is of a user who is signed in, or checks its sender's identity by itself."""
+    path = request.path_info
+    if path == "/livez" or (path.startswith(API_PATH_PREFIXES) and path not in API_DOCUMENT_PATHS):
+        return True
+    has_session = settings.SESSION_COOKIE_NAME in request.COOKIES and not path.startswith(STATELESS_PATH_PREFIXES)
+    return has_session and request.user.is_authenticated
 
 
 class ContentSecurityPolicyMiddleware:

@@ -511,6 +511,7 @@ WEB_THREADS = env.integer(
     "LEASEHOLD_WEB_THREADS", 16, minimum=2,
     help="threads per web process; an exec occupies one while it runs, and a quarter is kept for short requests",
 )  # fmt: skip
+HEALTH_REPORT_SECONDS = 1.0  # for which /healthz and /readyz, which need no key, answer with the same report
 DRAIN_DELAY_SECONDS = env.integer(
     "LEASEHOLD_DRAIN_DELAY_SECONDS", 0, minimum=0, help="seconds in which a stopping `up` accepts requests while /readyz fails"
 )

@@ -11,10 +11,10 @@ with without_packages("pygments", *(() if settings.ON_POSTGRES else ("psycopg",)
     import rest_framework.compat  # noqa: F401 - the browsable API and PostgreSQL's field types, 10 MiB
     import unfold.overrides  # noqa: F401
 
-from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
+from drf_spectacular.views import SpectacularSwaggerSplitView
 
 from billing.admin.spending import show_spending
-from controlplane import health, metrics
+from controlplane import api_document, health, metrics
 from controlplane.console import dashboard, inventory, terminals
 from leases.api.mcp.views import McpView
 
@@ -30,7 +30,7 @@ urlpatterns = [
     path("admin/", admin.site.urls),
     path("api/v1/", include("leases.api.urls")),
     path("api/v1/", include("billing.api.urls")),
-    path("api/schema", SpectacularAPIView.as_view(), name="schema"),
+    path("api/schema", api_document.show_document, name="schema"),
     path("api/docs", SpectacularSwaggerSplitView.as_view(url_name="schema")),
     path("mcp", McpView.as_view()),
     path("livez", health.livez),

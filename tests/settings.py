@@ -24,3 +24,4 @@ if not ON_POSTGRES:  # type: ignore[name-defined]  # noqa: F405
     DATABASES["default"]["TEST"] = {"NAME": os.path.join(HERE, "test.sqlite3")}  # a file: threads share it as processes do
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 WHITENOISE_AUTOREFRESH = True  # otherwise each test client stats all static files at its first request
+HEALTH_REPORT_SECONDS = 0.0  # tests change what is reported

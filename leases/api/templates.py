@@ -48,14 +48,16 @@ class NewTemplateSerializer(StrictSerializer):
 
 
 class TemplateSerializer(serializers.Serializer):
+    """Template. With the key of an agent it has its name, version, state and times, and the other fields are null."""
+
     id = serializers.UUIDField()
     name = serializers.CharField()
     version = serializers.CharField(help_text="SHA-256 of the specification: equal specifications have equal versions.")
-    host = serializers.CharField(help_text="Host whose engine, or vendor's account, has the image.")
-    provider = serializers.CharField(help_text="Provider of the host.")
+    host = serializers.CharField(allow_null=True, help_text="Host whose engine, or vendor's account, has the image.")
+    provider = serializers.CharField(allow_null=True, help_text="Provider of the host.")
     state = serializers.ChoiceField(TemplateState.values)
     failure = serializers.ChoiceField(TemplateFailure.values, allow_null=True, help_text="Reason of a failed build.")
-    error = serializers.CharField(help_text="Message of a failed build; empty otherwise.")
+    error = serializers.CharField(allow_null=True, help_text="Message of a failed build; empty otherwise.")
     image = serializers.CharField(allow_null=True, help_text="Image for a pool; null: never built.")
     size_bytes = serializers.IntegerField(
         allow_null=True, help_text="Size of the image with its base; null: never built, or not stated by the vendor."
@@ -66,12 +68,12 @@ class TemplateSerializer(serializers.Serializer):
 
 
 class TemplateDetailSerializer(TemplateSerializer):
-    """Template with its specification; with an operator's key also its build log."""
+    """Template with its specification and its build log, which are null with the key of an agent: commands may have tokens."""
 
-    base = serializers.CharField()
-    commands = serializers.ListField(child=serializers.CharField())
-    dockerfile = serializers.CharField()
-    log = serializers.CharField(allow_null=True, help_text="Redacted output of the last build; null with the key of an agent.")
+    base = serializers.CharField(allow_null=True)
+    commands = serializers.ListField(child=serializers.CharField(), allow_null=True)
+    dockerfile = serializers.CharField(allow_null=True)
+    log = serializers.CharField(allow_null=True, help_text="Redacted output of the last build.")
 
 
 NEW_TEMPLATE_SERIALIZER = NewTemplateSerializer()
@@ -90,7 +92,8 @@ class TemplateListView(ApiView):
     def get(self, request: ApiRequest) -> HttpResponse:
         """Return the versions of all templates, newest first."""
         page, next_url = paginate(ImageTemplate.objects.select_related("host").defer("log"), "created_at", request)
-        return Response({"results": [serialize_template(template) for template in page], "next": next_url})
+        complete = self.caller.key.operator
+        return Response({"results": [serialize_template(template, complete=complete) for template in page], "next": next_url})
 
     @extend_schema(
         operation_id="templates_create",
@@ -117,7 +120,7 @@ class TemplateListView(ApiView):
                 )
                 if is_waiting:
                     tasks.enqueue_template_build(template)
-            return 202 if template.state == TemplateState.BUILDING else 200, serialize_template_detail(template, with_log=True)
+            return 202 if template.state == TemplateState.BUILDING else 200, serialize_template_detail(template, complete=True)
 
         return self.execute_once(act)
 
@@ -132,7 +135,7 @@ class TemplateView(ApiView):
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Return one version of a template. The log grows while the image is built."""
-        return Response(serialize_template_detail(find_template(pk), with_log=self.caller.key.operator))
+        return Response(serialize_template_detail(find_template(pk), complete=self.caller.key.operator))
 
     @extend_schema(
         operation_id="templates_delete",
@@ -155,28 +158,28 @@ def find_template(pk: UUID) -> ImageTemplate:
     return template
 
 
-def serialize_template(template: ImageTemplate) -> dict[str, Any]:
-    return {
+def serialize_template(template: ImageTemplate, *, complete: bool) -> dict[str, Any]:
+    """Return the document of a template. `complete`: for an operator."""
+    document = {
         "id": str(template.pk),
         "name": template.name,
         "version": template.version,
-        "host": template.host.name,
-        "provider": template.host.provider,
         "state": template.state,
-        "failure": template.failure or None,
-        "error": template.error,
-        "image": template.image or None,
-        "size_bytes": template.size_bytes,
         "created_at": format_timestamp(template.created_at),
         "started_at": format_optional_timestamp(template.started_at),
         "finished_at": format_optional_timestamp(template.finished_at),
     }
-
-
-def serialize_template_detail(template: ImageTemplate, *, with_log: bool) -> dict[str, Any]:
-    return serialize_template(template) | {
-        "base": template.base,
-        "commands": template.commands,
-        "dockerfile": template.dockerfile,
-        "log": template.log if with_log else None,
+    private = {
+        "host": template.host.name,
+        "provider": template.host.provider,
+        "failure": template.failure or None,
+        "error": template.error,
+        "image": template.image or None,
+        "size_bytes": template.size_bytes,
     }
+    return document | (private if complete else dict.fromkeys(private))
+
+
+def serialize_template_detail(template: ImageTemplate, *, complete: bool) -> dict[str, Any]:
+    private = {"base": template.base, "commands": template.commands, "dockerfile": template.dockerfile, "log": template.log}
+    return serialize_template(template, complete=complete) | (private if complete else dict.fromkeys(private))

@@ -27,12 +27,30 @@ def test_template_is_queued_once_and_read_by_every_key(builder: ApiClient, ada: 
     assert OrmQ.objects.count() == 1
     ImageTemplate.objects.update(log="Step 1/3")
     url = f"templates/{created.json()['id']}"
-    assert [row["name"] for row in ada.get("templates").json()["results"]] == ["tools"]
-    assert (ada.get(url).json()["log"], builder.get(url).json()["log"]) == (None, "Step 1/3")
+    assert builder.get(url).json() == created.json() | {"log": "Step 1/3"}
     assert_refused(builder, "DELETE", url, None, 409)
     ImageTemplate.objects.update(state="ready", image="x", size_bytes=5, deadline_at=None)
     done = builder.post("templates", body)
     assert (done.status_code, done.json()["image"], done.json()["size_bytes"]) == (200, "x", 5)
+
+
+@pytest.mark.usefixtures("builds_images")
+def test_agents_see_the_name_and_state_of_a_template_and_nothing_of_its_build(builder: ApiClient, ada: ApiClient) -> None:
+    """Commands, logs and errors of builds may contain tokens of a package index."""
+    bodies = [
+        {"name": "one", "base": "private/base:1", "commands": ["pip install -i https://TOKEN@index.test/ x"]},
+        {"name": "two", "dockerfile": "FROM private/base:1"},
+    ]
+    created = [builder.post("templates", body).json() for body in bodies]
+    ImageTemplate.objects.update(log="TOKEN", error="TOKEN", image="private/image", size_bytes=5)
+    shown = {"id", "name", "version", "state", "created_at", "started_at", "finished_at"}
+    listed = ada.get("templates").json()["results"]
+    documents = [*listed, *(ada.get(f"templates/{document['id']}").json() for document in created)]
+    assert len(documents) == 4
+    for document in documents:
+        assert {name for name, value in document.items() if value is not None} <= shown
+    assert {document["name"] for document in documents} == {"one", "two"}
+    assert builder.get("templates").json()["results"][0]["error"] == "TOKEN"
 
 
 @pytest.mark.usefixtures("builds_images")

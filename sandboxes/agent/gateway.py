@@ -30,7 +30,9 @@ from sandboxes.agent.protocol import (
 
 log = structlog.get_logger(__name__)
 HELLO_TIMEOUT_SECONDS = 5.0
-REJECTION_PAUSE_SECONDS = 0.2  # for which a slot accepts nothing after a connection of another process than its agent
+REJECTION_PAUSE_SECONDS = 0.2  # for which a slot accepts nothing after connections of other processes than its agent
+REJECTION_LOG_SECONDS = 60.0  # between two lines about the rejections of a slot
+BACKLOG = 64  # connections of a slot that wait to be accepted, all of them at once
 MAX_UNSENT_BYTES = 2 * MAX_REQUEST_BODY_BYTES  # to one agent; beyond, it does not read, and the next request ends its session
 MAX_PENDING_REQUESTS = 1024  # to one agent, without a response
 MAX_WAIT_SECONDS = 0.5  # of a client for an agent to connect: the agent of a container that has just started
@@ -40,7 +42,7 @@ EXEC_HEAD_START = b'{"verb":"exec",'  # as encoded by the client
 # Why an operation was left to the engine: no agent was connected, its container did not run, it could not start a process or
 # retains too many results, or the command is too long for a request.
 FALLBACK_REASONS = ("not_connected", "not_running", "busy", "too_long")
-IdentifyPeer = Callable[[socket.socket], str]
+IdentifyPeer = Callable[[socket.socket, Path], str]  # (connection, directory of the socket) -> container
 
 
 def encode_control_frame(fields: Mapping[str, object]) -> bytes:
@@ -219,6 +221,7 @@ class AgentGateway:
         self._sessions: dict[str, AgentSession] = {}
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # of clients, by container
         self._tasks: set[asyncio.Task[object]] = set()
+        self._rejections: dict[Path, tuple[int, float]] = {}  # by socket: number since the last line in the log, and its time
         self._settled_at = 0.0
         self.connect_elsewhere: Callable[[str], Awaitable[Session | None]] | None = None  # to the gateway that has an agent
 
@@ -230,11 +233,11 @@ class AgentGateway:
         gives up the result of a run."""
         loop = asyncio.get_running_loop()
         self._settled_at = loop.time() + SETTLE_SECONDS
-        listeners = [bind_listener(path, mode=0o666) for path in slot_sockets]
+        listeners = {bind_listener(path, mode=0o666): path for path in slot_sockets}
         server = await loop.create_unix_server(lambda: ClientSession(self), sock=bind_listener(client_socket, mode=0o600))
         try:
-            for listener in listeners:
-                loop.add_reader(listener, self._accept, listener)
+            for listener, path in listeners.items():
+                loop.add_reader(listener, self._accept, listener, path)
             yield
         finally:
             for listener in listeners:
@@ -256,37 +259,58 @@ class AgentGateway:
         """Return the counts, and the number of agents that are connected now (`connected`)."""
         return {**self.counts, "connected": len(self._sessions)}
 
-    def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+    def _accept(self, listener: socket.socket, path: Path) -> None:
+        """Accept all connections that wait, so that those which are rejected do not delay the agent behind them."""
+        rejected = False
+        for _ in range(BACKLOG + 1):
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                break
+            except ConnectionAbortedError:  # the peer has gone
+                continue
+            except OSError as error:  # too many open files
+                log.error("gateway accepts no connection", error=str(error))
+                rejected = True
+                break
+            rejected = not self._begin_session(connection, path) or rejected
+        if rejected:
+            self._pause(listener, path)
+
+    def _begin_session(self, connection: socket.socket, path: Path) -> bool:
+        """Serve the agent of a container. Return False if the process that connected is none of this slot."""
         try:
-            connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # the peer has gone
-            return
-        except OSError as error:  # too many open files
-            log.error("gateway accepts no connection", error=str(error))
-            self._pause(listener)
-            return
-        try:
-            container = self._identify(connection)
+            container = self._identify(connection, path.parent)
         except UnknownPeer as refused:
-            self.counts["rejections"] += 1
-            log.info("connection to the gateway rejected", reason=str(refused))
+            self._note_rejection(path, str(refused))
             connection.close()
-            self._pause(listener)
-            return
+            return False
+        loop = asyncio.get_running_loop()
         connection.setblocking(False)
         task = loop.create_task(loop.connect_accepted_socket(lambda: AgentSession(self, container), connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return True
 
-    def _pause(self, listener: socket.socket) -> None:
+    def _note_rejection(self, path: Path, reason: str) -> None:
+        """Count a rejected connection. Log the first one of a slot, and a line with their number each minute."""
+        self.counts["rejections"] += 1
+        now = asyncio.get_running_loop().time()
+        count, logged_at = self._rejections.get(path, (0, -REJECTION_LOG_SECONDS))
+        if now < logged_at + REJECTION_LOG_SECONDS:
+            self._rejections[path] = count + 1, logged_at
+            return
+        log.info("connection to the gateway rejected", slot=path.parent.name, reason=reason, further=count)
+        self._rejections[path] = 0, now
+
+    def _pause(self, listener: socket.socket, path: Path) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(listener)
-        loop.call_later(REJECTION_PAUSE_SECONDS, self._resume, listener)
+        loop.call_later(REJECTION_PAUSE_SECONDS, self._resume, listener, path)
 
-    def _resume(self, listener: socket.socket) -> None:
+    def _resume(self, listener: socket.socket, path: Path) -> None:
         if listener.fileno() != -1:
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener, path)
 
     def add_session(self, session: AgentSession) -> None:
         previous, self._sessions[session.container] = self._sessions.get(session.container), session
@@ -335,5 +359,5 @@ def bind_listener(path: Path, *, mode: int) -> socket.socket:
     listener.setblocking(False)
     listener.bind(str(path))
     os.chmod(path, mode)
-    listener.listen(64)
+    listener.listen(BACKLOG)
     return listener

@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from sandboxes.agent import identity
 from sandboxes.agent.protocol import TerminalSize
 from sandboxes.providers.command_results import ExecResult, ExecState, OutputReader, OutputView, ProcessOutput, ProcessState
 from sandboxes.providers.engine_reports import EngineQuota, SealReport, SetupProblem
@@ -23,7 +24,7 @@ from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 
 WORKSPACE, DATA, SOCKETS_DIRECTORY = "/workspace", "/data", "/run/leasehold"
 USER_PROGRAMS_DIRECTORY = f"{WORKSPACE}/.home/.local/bin"  # last in PATH, after the system's programs
-AGENT_DIRECTORY = "/run/leasehold-agent"
+AGENT_DIRECTORY = identity.AGENT_DIRECTORY
 AGENT_SOCKET = f"{AGENT_DIRECTORY}/agent.sock"  # gateway, to which process 1 of a sandbox connects
 LLM_SOCKET = f"{SOCKETS_DIRECTORY}/llm.sock"  # egress proxy: model calls and the relay
 EGRESS_LOOPBACK_ADDRESS = "127.0.0.1:4010"  # the egress proxy over TCP, in sandboxes with their own network namespace

@@ -38,7 +38,7 @@ class Gateway:
         self.start()
 
     def start(self) -> None:
-        self.gateway = AgentGateway(lambda _: self.container) if self.container else AgentGateway()
+        self.gateway = AgentGateway(lambda *_: self.container) if self.container else AgentGateway()
         self.loop, started = asyncio.new_event_loop(), threading.Event()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=lambda: self.loop.run_until_complete(self._serve(started)), daemon=True)

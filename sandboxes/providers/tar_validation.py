@@ -15,6 +15,7 @@ MAX_MEMBERS = 100_000
 BLOCK_BYTES = tarfile.BLOCKSIZE
 MAX_HEADER_BYTES = 1 << 16  # size of an extended header (pax or GNU long name)
 HEADER_TYPES = {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
+MAX_MTIME = 1 << 33  # seconds since 1970, in the year 2242: what all file systems of sandboxes store
 MAX_CONSECUTIVE_HEADERS = 8  # consecutive extended headers: unpackers parse them recursively
 TYPES_WITH_CONTENT = {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}
 TYPES_WITHOUT_CONTENT = {tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE}
@@ -34,6 +35,8 @@ def validate_tar(tar: BinaryIO) -> None:
                 _check_name(member.name)
                 if member.islnk():
                     _check_name(member.linkname)
+                if not abs(member.mtime) <= MAX_MTIME:  # not a number is not, either
+                    raise Rejected(f"The time of {member.name!r} is not one of a file.")
                 members.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory
     except (tarfile.TarError, ValueError) as error:
         raise Rejected(f"This is not a valid tar: {error}.") from None

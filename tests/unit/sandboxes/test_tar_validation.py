@@ -8,6 +8,7 @@ import pytest
 
 from sandboxes.image import files
 from sandboxes.providers import tar_validation
+from sandboxes.providers.errors import Rejected
 
 
 def packed(tmp_path: Path) -> bytes:
@@ -69,3 +70,14 @@ NOT_PLAIN = {
 @pytest.mark.parametrize("kind", NOT_PLAIN)
 def test_other_tars_are_not_plain(kind: str) -> None:
     assert not tar_validation.is_plain_tar(io.BytesIO(NOT_PLAIN[kind]))
+
+
+@pytest.mark.parametrize("mtime", ["nan", "inf", "-inf", "1e300", "-99999999999"])
+def test_time_that_no_file_can_have_is_rejected(mtime: str) -> None:
+    with pytest.raises(Rejected, match="time of 'f'"):
+        tar_validation.validate_tar(io.BytesIO(made(headers={"mtime": mtime})))
+
+
+@pytest.mark.parametrize("mtime", ["0", "-1.5", "1764241200.25", "4294967296"])
+def test_times_of_files_are_accepted(mtime: str) -> None:
+    tar_validation.validate_tar(io.BytesIO(made(headers={"mtime": mtime})))

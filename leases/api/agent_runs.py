@@ -214,6 +214,7 @@ class AgentRunStarter(ApiView):
             "cwd": data.get("cwd"),
             "shell": data.get("shell"),
             "timeout_seconds": int(timeout.total_seconds()),
+            "key_id": self.key_id,
         }
         secrets = {"env": data["env"], "prompt": options.prompt}
         lease = leasing.require_active(lease.pk, now=self.now)

@@ -20,7 +20,7 @@ from leases.agent_runs.lifecycle import AgentRequest
 from leases.agent_runs.policy import AgentPolicy
 from leases.allow_lists import AllowLists
 from leases.errors import LeaseEnded, NotAllowed, QueuedRunInterrupted
-from leases.models import AgentKey, Lease, LeaseStatus, Turn
+from leases.models import AgentKey, KeyScope, Lease, LeaseStatus, Turn
 from leases.one_shot import OneShotRequest
 from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState
@@ -60,6 +60,7 @@ class AttemptGuard(WrappedGuard):
 
     def note_run_opened(self, *, now: datetime) -> None:
         super().note_run_opened(now=now)
+        find_issuer(self.row, now=now)  # again: the attempt may have waited for its sandbox
         queue.announce_start(self.row, now=now)
 
     def check_active(self) -> None:
@@ -94,6 +95,7 @@ def execute(row: QueuedRun, *, now: datetime) -> None:
 
 
 def _execute(row: QueuedRun, clock: Clock) -> None:
+    key = find_issuer(row, now=clock())
     request, secrets, run_id = row.request, queue.open_secrets(row), row.run_id
     timeout = timedelta(seconds=request["timeout_seconds"])
     stdin = base64.b64decode(secrets.get("stdin", ""))
@@ -102,7 +104,6 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
         return AttemptGuard(guard, row)
 
     if row.lease_id is None:
-        key = _find_key(request["key_id"], now=clock())
 
         def admit() -> None:
             if key is not None:
@@ -140,13 +141,18 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
     execution.exec_command(row.lease_id, command, now=clock(), actor=row.actor, wrap_guard=wrap)
 
 
-def _find_key(key_id: str, *, now: datetime) -> AgentKey | None:
-    """Return the API key that queued a run, None if it was queued without one. Raise NotAllowed if the key is not valid now."""
+def find_issuer(row: QueuedRun, *, now: datetime) -> AgentKey | None:
+    """Return the API key that queued a run, None if it was queued without one.
+
+    Raise NotAllowed if the key was revoked, has expired, or may not work for the agent any more."""
+    key_id = row.request.get("key_id")
     if not key_id:
         return None
     key = AgentKey.objects.filter(pk=key_id, revoked_at__isnull=True).first()
     if key is None or api_keys.is_expired(key, now):
         raise NotAllowed("The API key that queued the run was revoked or has expired.")
+    if KeyScope.LEASES not in key.scopes or not (key.operator or row.agent_did in key.dids):
+        raise NotAllowed("The API key that queued the run may not act for this agent any more.")
     return key
 
 

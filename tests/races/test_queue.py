@@ -134,6 +134,40 @@ def test_key_is_checked_again_when_the_run_starts(
     assert (Lease.objects.count(), count_executions(memory)) == (0, 0)
 
 
+WITHDRAWN: list[tuple[dict[str, Any], str]] = [
+    ({"revoked_at": NOW}, "The API key that queued the run was revoked or has expired."),
+    ({"expires_at": NOW}, "The API key that queued the run was revoked or has expired."),
+    ({"scopes": ["read"]}, "The API key that queued the run may not act for this agent any more."),
+    ({"dids": ["did:plc:bob"]}, "The API key that queued the run may not act for this agent any more."),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WITHDRAWN)
+@pytest.mark.parametrize("kind", ["exec", "agent_run"])
+def test_run_of_a_lease_does_not_start_after_its_key_was_withdrawn(
+    lease: Lease, pool: Pool, memory: MemoryProvider, key: AgentKey, kind: str, change: dict[str, Any], message: str
+) -> None:
+    row = enqueue(pool, lease, request=COMMAND | {"kind": kind, "key_id": str(key.pk)})
+    AgentKey.objects.filter(pk=key.pk).update(**change)
+    assert work() == 1
+    assert (reload(row).state, reload(row).error["message"]) == ("failed", message)
+    assert (Run.objects.count(), count_executions(memory)) == (0, 0)
+
+
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_run_whose_key_is_revoked_while_it_waits_for_its_sandbox_does_not_start(
+    lease: Lease, pool: Pool, memory: MemoryProvider, key: AgentKey, has_lease: bool,
+    at_checkpoint: Callable[[str, Callable[[], object]], None],
+) -> None:  # fmt: skip
+    request = (COMMAND if has_lease else ONE_SHOT | {"pool": pool.name}) | {"key_id": str(key.pk)}
+    row = enqueue(pool, lease if has_lease else None, request=request)
+    at_checkpoint("sandbox ready", lambda: AgentKey.objects.filter(pk=key.pk).update(revoked_at=NOW))
+    assert work() == 1
+    assert AgentKey.objects.get().revoked_at
+    assert (reload(row).state, reload(row).error["code"]) == ("failed", "forbidden")
+    assert (Run.objects.count(), count_executions(memory)) == (0, 0)
+
+
 def test_secrets_are_encrypted_and_deleted_at_the_end(lease: Lease, pool: Pool) -> None:
     row = enqueue(pool, lease, argv=["printenv", "TOKEN"], secrets={"env": {"TOKEN": "s3cret"}})
     assert b"s3cret" not in bytes(row.sealed)

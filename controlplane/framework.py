@@ -26,6 +26,7 @@ INSTALLED_APPS = [
 ]
 MIDDLEWARE = [
     "controlplane.middleware.ProblemDocumentMiddleware",  # outermost, so that every API error is a problem document
+    "controlplane.middleware.ApiHostMiddleware",
     "controlplane.middleware.TraceContextMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",

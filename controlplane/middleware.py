@@ -8,7 +8,7 @@ from django.conf import settings
 from django.contrib.auth.middleware import AuthenticationMiddleware
 from django.contrib.messages.middleware import MessageMiddleware
 from django.contrib.sessions.middleware import SessionMiddleware
-from django.core.exceptions import MiddlewareNotUsed
+from django.core.exceptions import DisallowedHost, MiddlewareNotUsed
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 from django.middleware.common import CommonMiddleware
@@ -16,6 +16,7 @@ from django.middleware.csrf import CsrfViewMiddleware
 
 from controlplane import errors
 from leases.api.base import schema
+from leases.errors import InvalidRequest
 from sandboxes.db import tracing
 
 GetResponse = Callable[[HttpRequest], HttpResponseBase]
@@ -90,6 +91,24 @@ class ProblemDocumentMiddleware:
         if not request.path_info.startswith(API_PATH_PREFIXES):
             return None
         return errors.build_error_response(exception, request.path_info, find_operation(request))
+
+
+class ApiHostMiddleware:
+    """Refuse API requests for a host name that is not this server's, as Django does for pages.
+
+    Links and signed URLs are built from the name, so that another one would send their credential elsewhere."""
+
+    def __init__(self, get_response: GetResponse) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponseBase:
+        if request.path_info.startswith("/api/"):
+            try:
+                request.get_host()
+            except DisallowedHost:
+                refused = InvalidRequest("Host", "This host name is not one of the server (ALLOWED_HOSTS).")
+                return errors.build_error_response(refused, request.path_info, request.method or "")
+        return self.get_response(request)
 
 
 def find_operation(request: HttpRequest) -> str:

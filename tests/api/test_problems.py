@@ -2,16 +2,19 @@
 
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
 from django.db import OperationalError
+from django.test import Client
 from requests.exceptions import ConnectionError, ReadTimeout
 
 from leases import leasing, renewal
 from leases.errors import InvalidRequest
-from leases.models import DID_DESCRIPTION
+from leases.models import DID_DESCRIPTION, Lease
 from sandboxes.agent.client import AgentConnection, NotConnected
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import OutcomeUnknown as AgentOutcomeUnknown
@@ -50,6 +53,26 @@ def test_unknown_urls_and_methods_are_problem_documents(ada: ApiClient, method: 
     assert (problem["status"], problem["type"]) == (status, f"urn:leasehold:problem:{problem['code']}")
     assert (problem["operation"], problem["provider"], problem["cause"]) == (method, None, None)
     assert ("Allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.usefixtures("debug")
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "testserver.evil.example", "a b", "testserver@evil.example"]
+)
+def test_unknown_host_is_refused_before_the_request_has_an_effect(
+    ada: ApiClient, lease: dict[str, Any], acquire_body: Callable[..., dict[str, Any]], host: str
+) -> None:
+    requests = [
+        ("POST", f"leases/{lease['id']}/file-urls", {"path": "/workspace/a", "method": "PUT"}), ("GET", "leases?limit=1", None),
+        ("POST", "leases", acquire_body(environment_id="another")),
+    ]  # fmt: skip
+    for method, path, body in requests:
+        response = ada(method, path, body, host=host)
+        assert (response.status_code, response.json()["field"], response["Content-Type"]) == (
+            400, "Host", "application/problem+json",
+        )  # fmt: skip
+    assert Client().get("/livez", headers={"Host": host}).status_code == 200
+    assert Lease.objects.count() == 1
 
 
 @pytest.mark.usefixtures("debug")

@@ -5,6 +5,7 @@ import ssl
 from collections.abc import Sequence
 from math import ceil
 from typing import Any
+from urllib.parse import urlsplit
 
 from django.apps import AppConfig
 from django.conf import settings
@@ -28,6 +29,7 @@ CONFIGURATION = "configuration"  # tag of the checks that long-running commands 
 ENGINE = "engine"  # tag of the check that asks the engine: check --deploy
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 LOOPBACK_HOSTS = ("127.", "localhost:", "[::1]")
+SECOND_LEVEL_LABELS = ("ac", "co", "com", "edu", "gov", "ne", "net", "or", "org")  # below which a country registers domains
 MAX_SOCKET_PATH_BYTES = 107  # limit of the kernel, without the terminating NUL
 MAX_SOCKET_NAME_BYTES = len("/egress/s/16383/llm.sock")  # longest socket path, relative to RUNTIME_DIR
 
@@ -226,6 +228,29 @@ def check_data_mount(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> 
             id="leasehold.E005",
         )
     ]
+
+
+@register(CONFIGURATION, deploy=True)
+def check_preview_domain(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Require a site of its own for previews: a page in a sandbox sets cookies for all hosts of its site."""
+    if not settings.PREVIEW_DOMAIN:
+        return []
+    stream_host = urlsplit(settings.STREAM_URL).hostname or ""
+    names = [name for name in (*settings.ALLOWED_HOSTS, stream_host) if find_site(name)]
+    shared = [name for name in names if find_site(name) == find_site(settings.PREVIEW_DOMAIN)]
+    if not shared:
+        return []
+    message = f"LEASEHOLD_PREVIEW_DOMAIN and {shared[0]} are of one site: a page in a sandbox can set cookies of the console."
+    return [Error(message, hint="Use a registered domain that no other service uses.", id="leasehold.E014")]
+
+
+def find_site(host: str) -> str:
+    """Return the last labels of a name that are its site: two, or three as in example.co.uk. "" for an address or one label."""
+    labels = host.lower().strip(".").split(".")
+    if len(labels) < 2 or labels[-1].isdigit() or ":" in host:
+        return ""
+    is_second_level = len(labels[-1]) == 2 and labels[-2] in SECOND_LEVEL_LABELS
+    return ".".join(labels[-3:] if is_second_level else labels[-2:])
 
 
 @register(CONFIGURATION, deploy=True)

@@ -5,8 +5,9 @@ response runs in an opaque origin (CSP sandbox) and cookies pass in neither dire
 an origin of its own."""
 
 import asyncio
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,6 +20,7 @@ from django.conf import settings
 from multidict import CIMultiDict
 from yarl import URL
 
+from leases.api_keys import KEY_PATTERN
 from leases.stream_server import access
 from leases.stream_server.connections import Connection, Connections
 from leases.stream_server.grants import PreviewGrant
@@ -32,18 +34,27 @@ MAX_CHECKS = 1024  # kept
 MAX_MESSAGE_BYTES = 4 << 20  # one WebSocket message, in either direction
 PING_INTERVAL_SECONDS = 30.0
 # RFC 9110, section 7.6.1, and headers that concern one connection only.
-HOP_HEADERS = {
+HOP_HEADERS = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "host",
+})  # fmt: skip
+FORWARDING_HEADERS = frozenset({
+    "forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-prefix", "x-real-ip",
+})  # fmt: skip
+# Of a response below a path, whose origin all previews and terminals share.
+PATH_RESPONSE_HEADERS = frozenset({
+    "accept-ranges", "age", "allow", "cache-control", "content-disposition", "content-encoding", "content-language",
+    "content-length", "content-location", "content-range", "content-security-policy", "content-type", "date", "etag", "expires",
+    "last-modified", "location", "pragma", "retry-after", "vary", "x-content-type-options",
+})  # fmt: skip
+# Of any other response: they act on more than it, such as on the whole origin, its site, or a proxy before this server.
+DROPPED_RESPONSE_HEADERS = HOP_HEADERS | {
+    "alt-svc", "clear-site-data", "expect-ct", "nel", "origin-agent-cluster", "public-key-pins", "report-to",
+    "reporting-endpoints", "service-worker-allowed", "strict-transport-security", "x-sendfile", "x-lighttpd-send-file",
 }  # fmt: skip
-FORWARDING_HEADERS = {
-    "forwarded",
-    "x-forwarded-for",
-    "x-forwarded-host",
-    "x-forwarded-proto",
-    "x-forwarded-prefix",
-    "x-real-ip",
-}
+DROPPED_RESPONSE_PREFIXES = ("access-control-", "x-accel-")
+DOMAIN_ATTRIBUTE = re.compile(r";\s*domain\s*(=|;|$)", re.I)  # of a cookie that other hosts get, too
+API_KEY = re.compile(rf"(?i:bearer\s+){KEY_PATTERN}")  # that a client sends to every URL of this installation
 SANDBOX_POLICY = "sandbox allow-downloads allow-forms allow-modals allow-popups allow-scripts"
 
 
@@ -127,6 +138,8 @@ def _is_websocket(request: web.Request) -> bool:
 def _build_request_headers(request: web.Request, *, prefix: str) -> "CIMultiDict[str]":
     """Build the headers for the program: without credentials of the control plane, and with the client's view of the URL."""
     headers = _filter_headers(request.headers.items(), HOP_HEADERS | FORWARDING_HEADERS | {"cookie"})
+    if prefix or API_KEY.match(headers.get("Authorization", "")):
+        headers.pop("Authorization", None)
     if not prefix and (cookies := _filter_cookies(request.headers.get("Cookie", ""))):
         headers["Cookie"] = cookies
     headers["X-Forwarded-Host"], headers["X-Forwarded-Proto"] = request.host, request.scheme
@@ -135,8 +148,27 @@ def _build_request_headers(request: web.Request, *, prefix: str) -> "CIMultiDict
     return headers
 
 
-def _filter_headers(items: Iterable[tuple[str, str]], dropped: set[str]) -> "CIMultiDict[str]":
+def _filter_headers(items: Iterable[tuple[str, str]], dropped: Container[str]) -> "CIMultiDict[str]":
     return CIMultiDict((name, value) for name, value in items if name.lower() not in dropped)
+
+
+def build_response_headers(items: Iterable[tuple[str, str]], *, has_own_host: bool) -> "CIMultiDict[str]":
+    """Build the headers for the visitor: none that acts on other previews, on the console, or on a proxy before this server."""
+    headers = CIMultiDict[str]()
+    for name, value in items:
+        lower = name.lower()
+        if has_own_host:
+            is_passed = lower not in DROPPED_RESPONSE_HEADERS and not lower.startswith(DROPPED_RESPONSE_PREFIXES)
+            is_passed = is_passed and not (lower == "set-cookie" and DOMAIN_ATTRIBUTE.search(value))
+        else:
+            is_passed = lower in PATH_RESPONSE_HEADERS
+        if is_passed:
+            headers.add(name, value)
+    headers["Referrer-Policy"] = "no-referrer"  # the URL is a credential
+    headers["X-Robots-Tag"] = "noindex"
+    if not has_own_host:
+        headers.add("Content-Security-Policy", SANDBOX_POLICY)
+    return headers
 
 
 def _filter_cookies(header: str) -> str:
@@ -159,14 +191,8 @@ async def _forward_http(
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
     )  # fmt: skip
     async with forwarding as upstream:
-        dropped = HOP_HEADERS if has_own_host else HOP_HEADERS | {"set-cookie"}
-        response = web.StreamResponse(
-            status=upstream.status, reason=upstream.reason, headers=_filter_headers(upstream.headers.items(), dropped)
-        )
-        response.headers["Referrer-Policy"] = "no-referrer"  # the URL is a credential
-        response.headers["X-Robots-Tag"] = "noindex"
-        if not has_own_host:
-            response.headers.add("Content-Security-Policy", SANDBOX_POLICY)
+        passed = build_response_headers(upstream.headers.items(), has_own_host=has_own_host)
+        response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=passed)
         connection.has_response = True
         await response.prepare(request)
         async for chunk in upstream.content.iter_any():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from anyio import to_thread
 
-from . import schemas
+from . import cleanup, schemas
 from .api import Command, LeaseApi, split_path
 from .archives import pack_directory, unpack_archive
 from .errors import LeaseholdError
@@ -126,7 +125,7 @@ class AsyncSandbox(SandboxBase):
     @staticmethod
     def _run_in_thread(function: Callable[..., object], *arguments: object) -> None:
         """Run a blocking function without the event loop, which may be about to end. cleanup.release_all repeats it at exit."""
-        threading.Thread(target=function, args=arguments, name="leasehold-release", daemon=True).start()
+        cleanup.ExitingThread("leasehold-release", lambda: function(*arguments)).start()
 
 
 class AsyncClosingStream(AsyncStream[Item, T]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -96,7 +95,7 @@ class HeldLease:
     def stop(self) -> None:
         """Stop the renewal."""
         if self._keeper is not None:
-            self._keeper.inbox.put("stop")
+            self._keeper.stop()
 
     def abandon(self) -> None:
         """Let the thread of the renewal release the lease. Takes no lock: a finalizer may run while any lock is held."""
@@ -131,31 +130,36 @@ class HeldLease:
         return self.document
 
 
-class LeaseKeeper(threading.Thread):
+class LeaseKeeper(cleanup.ExitingThread):
     """Thread that renews a lease. A thread also for AsyncSandbox: code that blocks the event loop does not lose the lease."""
 
     def __init__(self, held: HeldLease, lease: schemas.Lease) -> None:
-        super().__init__(name=f"leasehold-{lease['id']}", daemon=True)
+        super().__init__(name=f"leasehold-{lease['id']}")
         self.inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._held = held
         self._interval_seconds = lease["ttl_seconds"] / RENEWALS_PER_TTL
         retries = replace(held.settings.retries, period_seconds=self._interval_seconds)
         self._api = api.LeaseApi(lease["id"], retries)
 
+    def stop(self) -> None:
+        self.inbox.put("stop")
+
     def run(self) -> None:
-        transport = Transport(self._held.settings, response_seconds=FINAL_RESPONSE_SECONDS)
+        transport: Transport | None = None  # most scripts end before the first renewal
         try:
             while self._held.failure is None:
                 try:
                     message = self.inbox.get(timeout=self._interval_seconds)
                 except queue.Empty:
+                    transport = transport or Transport(self._held.settings, response_seconds=FINAL_RESPONSE_SECONDS)
                     self._renew(transport)
                     continue
                 if message == "release":
                     self._held.release_now()
                 return
         finally:
-            transport.close()
+            if transport is not None:
+                transport.close()
 
     def _renew(self, transport: Transport) -> None:
         """Renew the lease. Only a final refusal is a failure: an outage may end before the lease does."""

@@ -117,3 +117,21 @@ def test_end_of_a_script_releases_its_lease(script: Script, text: str, number: i
     code, printed = end(script(text), number)
     assert (code, output in printed) == (exit_code, True), printed
     assert (list_active(), Lease.objects.get().end_reason) == ([], "released")
+
+
+THREADS = "print([thread.name for thread in threading.enumerate() if thread is not threading.main_thread()])"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("options_", ["", ", release=False"])
+@pytest.mark.parametrize("block", ["box.open()", "with box: pass"])
+def test_no_thread_of_the_client_runs_when_the_interpreter_ends(script: Script, block: str, options_: str) -> None:
+    """OpenSSL frees its state at the end of a process, which crashed with a thread that was still about to use it."""
+    process = script(
+        "import atexit, threading, time\nimport leasehold.lease as lease\n"
+        "renew, lease.RENEWALS_PER_TTL, begun = lease.LeaseKeeper._renew, 10 ** 9, threading.Event()\n"
+        "def slow(*words):\n  begun.set(); renew(*words); time.sleep(0.3)\n"
+        f"lease.LeaseKeeper._renew = slow\nbox = Sandbox('catan', pool=os.environ['POOL']{options_})\n"
+        f"{block}\nbegun.wait(10); atexit._run_exitfuncs(); {THREADS}"
+    )
+    assert end(process) == (0, "[]\n")

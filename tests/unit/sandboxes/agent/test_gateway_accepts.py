@@ -35,8 +35,9 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
 
 
 def test_rejected_connections_do_not_delay_the_agent_behind_them(gateway: Gateway) -> None:
-    go_on = threading.Event()
-    gateway.loop.call_soon_threadsafe(go_on.wait, 30)
+    is_busy, go_on = threading.Event(), threading.Event()
+    gateway.loop.call_soon_threadsafe(lambda: (is_busy.set(), go_on.wait(30)))
+    assert is_busy.wait(30)
     commands = [socket.socket(socket.AF_UNIX) for _ in range(COMMANDS)]
     for command in commands:
         command.connect(gateway.path)

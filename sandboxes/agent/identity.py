@@ -44,15 +44,14 @@ def identify_container(connection: socket.socket, directory: Path) -> str:
         process = Path(f"/proc/{pid}")
         try:
             status, cgroup = (process / "status").read_text(), (process / "cgroup").read_text()
-            mounts = read_mounts(process)
+            levels = next((line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")), [])
+            containers = {*_CONTAINER_PATTERN.findall(cgroup)}
+            if len(levels) != 2 or levels[1] != "1" or len(containers) != 1:
+                raise UnknownPeer(f"Process {pid} is not process 1 of a container.")
+            sources = [(mount.device, mount.root) for mount in read_mounts(process) if mount.point == AGENT_DIRECTORY]
         except OSError as error:
             raise UnknownPeer(f"Process {pid} cannot be inspected: {error}") from error
-    levels = next((line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")), [])
-    containers = {*_CONTAINER_PATTERN.findall(cgroup)}
-    if len(levels) != 2 or levels[1] != "1" or len(containers) != 1:
-        raise UnknownPeer(f"Process {pid} is not process 1 of a container.")
-    found = [(mount.device, mount.root) for mount in mounts if mount.point == AGENT_DIRECTORY]
-    if found[-1:] != [find_source(directory)]:
+    if sources[-1:] != [find_source(directory)]:
         raise UnknownPeer(f"Process {pid} is process 1 of a container of another slot.")
     return containers.pop()
 

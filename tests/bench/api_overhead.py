@@ -33,7 +33,7 @@ def main() -> None:
     key = api_keys.issue_key([DID], now=now)[1]
     request = leasing.LeaseRequest(agent_did=DID, environment_id="bench", environment_type="catan")
     pk = leasing.acquire(request, now=now, actor="bench", admit=lambda: None)[0].pk
-    handler, factory = WSGIHandler(), RequestFactory(headers={"Authorization": f"Bearer {key}"})
+    handler, factory = WSGIHandler(), RequestFactory(headers={"Authorization": f"Bearer {key}", "Host": "localhost"})
     handler.load_middleware()
 
     def post(verb: str, body: str) -> Callable[[int], None]:

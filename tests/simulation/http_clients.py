@@ -57,7 +57,8 @@ class HttpClients:
         self.workload, self.world, self.random = workload, workload.world, workload.random
         self.expectations = self.world.promises.expectations
         self.unanswered: dict[str, ClientRequest] = {}
-        self.handler, self.factory = BaseHandler(), RequestFactory(headers={"Authorization": f"Bearer {SECRET}"})
+        self.factory = RequestFactory(headers={"Authorization": f"Bearer {SECRET}", "Host": "localhost"})
+        self.handler = BaseHandler()
         self.handler.load_middleware()
         digest = hash_key(SECRET)
         AgentKey.objects.create(prefix="0" * 8, digest=digest, first_digest=digest, operator=True, created_at=EPOCH)

@@ -27,7 +27,7 @@ class UnknownPeer(Exception):
 
 
 class Mount(NamedTuple):
-    """Line of mountinfo (proc_pid_mountinfo(5)): file system, path of the mount in it, and mount point."""
+    """Line of mountinfo (proc_pid_mountinfo(5)): file system, path within the file system, and mount point."""
 
     device: str
     root: str

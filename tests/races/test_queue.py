@@ -428,14 +428,22 @@ def test_attempts_are_limited(lease: Lease, pool: Pool, memory: MemoryProvider) 
     assert (reload(row).state, reload(row).attempt) == ("failed", 2)
 
 
-def test_time_of_an_attempt_does_not_count_as_pending(
-    lease: Lease, pool: Pool, crash_at: Callable[[str], AbstractContextManager[None]]
-) -> None:
+def enqueue_with_unknown_outcome(
+    pool: Pool, lease: Lease, crash_at: Callable[[str], AbstractContextManager[None]]
+) -> QueuedRun:
+    """Return a repeatable run, queued again at LATER because the outcome of its first attempt is unknown."""
     row = enqueue(pool, lease, repeatable=True, max_attempts=2, pending_timeout=10 * MINUTE)
     with crash_at("run opened"):
         work()
     sweeps.recover_stalled(now=LATER)
-    attempts.recover(runner="r2", now=LATER)
+    assert (attempts.recover(runner="r2", now=LATER), reload(row).state) == (1, "queued")
+    return row
+
+
+def test_time_of_an_attempt_does_not_count_as_pending(
+    lease: Lease, pool: Pool, crash_at: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    row = enqueue_with_unknown_outcome(pool, lease, crash_at)
     assert (queue.expire(now=LATER), reload(row).state) == (0, "queued")
     assert work(LATER + MINUTE, "r2") == 1
     assert (reload(row).state, reload(row).attempt) == ("completed", 2)
@@ -444,11 +452,7 @@ def test_time_of_an_attempt_does_not_count_as_pending(
 def test_run_whose_outcome_is_unknown_fails_if_it_is_not_repeated_in_time(
     lease: Lease, pool: Pool, crash_at: Callable[[str], AbstractContextManager[None]]
 ) -> None:
-    row = enqueue(pool, lease, repeatable=True, max_attempts=2, pending_timeout=10 * MINUTE)
-    with crash_at("run opened"):
-        work()
-    sweeps.recover_stalled(now=LATER)
-    assert (attempts.recover(runner="r2", now=LATER), reload(row).state) == (1, "queued")
+    row = enqueue_with_unknown_outcome(pool, lease, crash_at)
     assert work(LATER + 30 * MINUTE, "r2") == 0
     ended = Event.objects.get(kind="queued_run.ended")
     assert (reload(row).state, reload(row).error["code"], ended.payload["state"]) == ("failed", "outcome_unknown", "failed")

@@ -1,4 +1,4 @@
-"""Allow lists of API keys: environment types and pools that a key may use for new leases, and its limits of resources.
+"""Permissions of API keys for new leases: environment types and pools, limits of resources, and the project.
 
 An environment type determines the policy, spend limit and pool of a lease; a pool the provider, image and resources."""
 
@@ -8,6 +8,7 @@ from typing import Protocol
 
 from leases.errors import InvalidRequest
 from leases.models import AgentKey, EnvironmentType
+from leases.projects.models import DEFAULT_PROJECT_ID
 from sandboxes.models import Pool
 from sandboxes.models.resource_limits import ResourceLimits
 
@@ -28,10 +29,12 @@ class AllowLists:
     environment_types: Sequence[str] = ()
     pools: Sequence[str] = ()
     limits: ResourceLimits | None = field(default=None, compare=False)  # of the resources that a lease may request
+    project_id: int = DEFAULT_PROJECT_ID  # of an agent's key
+    is_operator: bool = False  # the key may act for every agent, and add it to an environment
 
     @classmethod
     def of_key(cls, key: AgentKey) -> "AllowLists":
-        return cls(key.allowed_environment_types, key.allowed_pools, key)
+        return cls(key.allowed_environment_types, key.allowed_pools, key, key.project_id, key.operator)
 
     def allows_environment_type(self, row: Restrictable) -> bool:
         return _is_allowed(row, self.environment_types)

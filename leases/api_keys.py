@@ -16,7 +16,8 @@ from django.db.models import F, Q
 
 from leases import allow_lists
 from leases.errors import Conflict, InvalidRequest, KeyExpired, RateLimited
-from leases.models import DID_DESCRIPTION, Agent, AgentKey, KeyScope, Lease, default_key_scopes, validate_did
+from leases.models import DID_DESCRIPTION, AgentKey, KeyScope, Lease, default_key_scopes, validate_did
+from leases.projects import registry
 from leases.resource_limits import check_limits
 from sandboxes.db import dialect, sql
 from sandboxes.db.clock import format_timestamp
@@ -40,13 +41,15 @@ def issue_key(
     pools: Sequence[str] = (),
     limits: Mapping[str, Any] | None = None,
     expires_at: datetime | None = None,
+    project: str = "",
     now: datetime,
 ) -> tuple[AgentKey, str]:
-    """Create a key and return its row and its plain text, which is not stored. Missing agents are created.
+    """Create a key and return its row and its plain text, which is not stored. Agents that are not known yet are created.
 
     `scopes` are of KeyScope, None for those that permit everything. `environment_types` and `pools` are the key's allow lists
     (leases.allow_lists), and `limits` columns of ResourceLimits. Raise InvalidRequest for a malformed DID, an unknown scope,
-    environment type or pool, an invalid limit, an expiry in the past, or if the key could act for no agent."""
+    environment type, pool or project, an agent of another project, an invalid limit, an expiry in the past, or if the key could
+    act for no agent."""
     if not dids and not operator:
         raise InvalidRequest("agent", "A key needs at least one agent, or must be an operator key.")
     if scopes is None:
@@ -65,7 +68,8 @@ def issue_key(
             raise InvalidRequest("agent", f"{did[:80]!r} is not {DID_DESCRIPTION}.") from None
         if len(did) > 255:
             raise InvalidRequest("agent", f"A DID is at most 255 characters: {did[:80]}…")
-        Agent.objects.get_or_create(did=did)
+    tenant = registry.find(project)
+    registry.register_agents(tenant.pk, dids, field="agent", now=now)
     prefix = secrets.token_hex(4)
     key = _generate_key(prefix)
     row = AgentKey.objects.create(
@@ -75,6 +79,7 @@ def issue_key(
         name=name,
         dids=list(dict.fromkeys(dids)),
         operator=operator,
+        project=tenant,
         scopes=list(dict.fromkeys(scopes)),
         allowed_environment_types=list(dict.fromkeys(environment_types)),
         allowed_pools=list(dict.fromkeys(pools)),

@@ -37,5 +37,5 @@ def post_condition(
             if condition in lease.expiry_conditions and leasing.end(lease.pk, reason=reason, now=now, actor=actor)
         ]
         if ended or agents is None:
-            lifecycle.close_if_empty(environment_id, reason, outcome=outcome, now=now)
+            lifecycle.close_if_empty(environment_id, reason, outcome=outcome, now=now, actor=actor)
         return ended

@@ -101,13 +101,13 @@ class QueuedRunNotFound(LeaseError):
 
 
 class EnvironmentNotFound(LeaseError):
-    """There is no such environment."""
+    """There is no such environment, or the agent may not enter it. An operator can add the agent to its participants."""
 
     code = "environment_not_found"
 
 
 class EnvironmentEnded(LeaseError):
-    """The environment has ended."""
+    """The environment has ended. An operator can open it again."""
 
     code = "environment_ended"
 

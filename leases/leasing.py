@@ -14,6 +14,9 @@ from django.db.models import Model
 from billing import budgets
 from billing.models import Tab
 from leases.allow_lists import AllowLists
+from leases.environments import entry
+from leases.environments.entry import Entry
+from leases.environments.models import Environment
 from leases.errors import Conflict, InvalidRequest, LeaseEnded, NotAllowed
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
 from leases.placement import TYPE_HAS_ALTERNATIVES_SQL, list_pools
@@ -32,21 +35,14 @@ MAX_ACQUIRE_ATTEMPTS = 5
 CONCURRENT_ACQUIRES = "The lease is repeatedly acquired and released by concurrent requests. Try again."
 # The status is a literal, not a parameter: PostgreSQL uses a partial index in a prepared statement only with the literal.
 ACTIVE_LEASE_SQL = "agent_did = %s AND environment_id = %s AND status = 'active'"
-AGENT_EXISTS_SQL = "SELECT EXISTS (SELECT 1 FROM leases_agent WHERE did = %s)"
-ENVIRONMENT_OPEN_SQL = "SELECT EXISTS (SELECT 1 FROM leases_environment WHERE id = %s AND ended_at IS NULL)"
-# An ended environment is opened again: agents may return to it, and its members are active then.
-OPEN_ENVIRONMENT_SQL = (
-    "INSERT INTO leases_environment (id, type_id, phase, created_at, started_at, end_reason, outcome_text) "
-    "VALUES (%s, %s, '', %s, %s, '', '') "
-    "ON CONFLICT (id) DO UPDATE SET ended_at = NULL, end_reason = '', outcome_text = '' "
-    "WHERE leases_environment.ended_at IS NOT NULL"
-)
-BASIS_FLAGS = [AGENT_EXISTS_SQL, ENVIRONMENT_OPEN_SQL, budgets.ANY_HARD_SQL, TYPE_HAS_ALTERNATIVES_SQL]
+BASIS_FLAGS = [entry.IS_PARTICIPANT_SQL, budgets.ANY_HARD_SQL, TYPE_HAS_ALTERNATIVES_SQL]
 BASIS_JOINS: list[tuple[type[Model], str]] = [
     (
         Lease,
         "leases_lease.agent_did = %s AND leases_lease.environment_id = %s AND leases_lease.status = 'active'",
     ),
+    (Environment, "leases_environment.id = %s"),
+    (Agent, "leases_agent.did = %s"),
     (Policy, "sandboxes_policy.id = leases_environmenttype.policy_id"),
 ]
 RENEW_SQL = (
@@ -71,7 +67,7 @@ class LeaseRequest:
     pool: str = ""
     resources: Resources | None = None  # of the sandboxes; None: those of the pool
     key_id: str = ""  # API key of the caller, "" without one; budgets may apply to the key
-    allowed: AllowLists | None = None  # of the caller's API key; None: no restriction
+    allowed: AllowLists | None = None  # of the caller's API key; None: an operator's command, without restriction
     id: UUID | None = None  # key of the new lease, which must be unused; None generates one
 
 
@@ -82,8 +78,7 @@ class GrantBasis:
     held: Lease | None  # the agent's active lease in the environment; a clock of it may have elapsed
     environment_type: EnvironmentType | None  # of the request, with its policy
     pool: Pool | None
-    knows_agent: bool = False
-    has_open_environment: bool = False
+    entry: Entry | None  # None only without an environment type
     has_budgets: bool = False  # a hard budget exists, and may apply to the lease
     has_alternatives: bool = False  # the environment type lists further pools
 
@@ -109,7 +104,8 @@ def acquire(request: LeaseRequest, *, now: datetime, actor: str = "", admit: Cal
 
     A lease that is already held is returned unchanged. `admit` is called last in the transaction that grants a new lease;
     an exception from it rolls the grant back.
-    Raise InvalidRequest or NotAllowed naming the field, Conflict if the held lease has another environment type,
+    Raise InvalidRequest or NotAllowed naming the field, Conflict if the held lease or the environment has another type,
+    EnvironmentNotFound if the agent may not enter the environment, EnvironmentEnded,
     BudgetExhausted if a budget leaves no room for a new lease."""
     for _ in range(MAX_ACQUIRE_ATTEMPTS):
         basis = read_basis(request)
@@ -129,14 +125,17 @@ def read_basis(request: LeaseRequest) -> GrantBasis:
     environment_type, joined, flags = sql.find_joined(
         EnvironmentType, [*BASIS_JOINS, (Pool, pool_condition)], BASIS_FLAGS,
         "leases_environmenttype.name = %s",
-        request.agent_did, request.environment_id, request.agent_did, request.environment_id, *values, request.environment_type,
+        request.environment_id, request.agent_did, request.agent_did, request.environment_id, request.environment_id,
+        request.agent_did, *values, request.environment_type,
     )  # fmt: skip
     if environment_type is None:  # an unknown type: the agent may hold a lease of another one
         held = sql.find_first(Lease, ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
-        return GrantBasis(held, None, None)
-    held, policy, pool = joined
+        return GrantBasis(held, None, None, None)
+    held, environment, agent, policy, pool = joined
     environment_type.policy = policy
-    return GrantBasis(held, environment_type, pool, *map(bool, flags))
+    is_participant, has_budgets, has_alternatives = map(bool, flags)
+    found = Entry(request.environment_id, request.agent_did, environment, agent, is_participant, request.allowed)
+    return GrantBasis(held, environment_type, pool, found, has_budgets, has_alternatives)
 
 
 def check_held(request: LeaseRequest, held: Lease, *, now: datetime) -> str:
@@ -162,14 +161,13 @@ def grant(
 ) -> Lease:
     """Grant a lease in the caller's transaction, and end the elapsed one that `basis` names, if there is one.
 
-    Raise IntegrityError if the agent holds a lease in the environment, and the errors of `acquire`."""
+    Raise IntegrityError if the agent holds a lease in the environment or a row of `basis` was changed, and the errors of
+    `acquire`."""
     lease = build_lease(request, basis, now=now)
-    if not basis.has_open_environment:  # before the leases, see leases.environments.lifecycle
-        sql.execute(OPEN_ENVIRONMENT_SQL, request.environment_id, request.environment_type, now, now)
+    assert basis.entry  # build_lease has checked it
+    basis.entry.enter(lease.environment_type, now=now, actor=actor)  # before the leases, see leases.environments.lifecycle
     if basis.held:
         end(basis.held.pk, reason=find_elapsed_clock(basis.held, now), now=now, actor="acquire")
-    if not basis.knows_agent:
-        Agent.objects.get_or_create(did=request.agent_did)
     tab = Tab(
         holder=lease.pk, agent_did=request.agent_did, environment_type=request.environment_type, key_id=request.key_id,
         opened_at=now,
@@ -187,8 +185,10 @@ def grant(
 
 
 def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> Lease:
-    """Build a new lease without saving it. Raise InvalidRequest or NotAllowed, naming the field."""
+    """Build a new lease without saving it. Raise InvalidRequest or NotAllowed, naming the field, and the errors of an entry."""
     environment_type, pool_row = require_placement(request, basis)
+    assert basis.entry  # read with the environment type
+    basis.entry.check(environment_type)
     resources = request.resources or Resources()
     max_ttl = request.max_ttl or environment_type.max_ttl
     if max_ttl > environment_type.max_ttl:

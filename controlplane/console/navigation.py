@@ -23,6 +23,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Agents", "smart_toy", "leases.agent"),
         ("Agent catalog", "storefront", "leases.catalogagent"),
         ("API keys", "key", "leases.agentkey"),
+        ("Projects", "group_work", "leases.project"),
         ("Environment types", "category", "leases.environmenttype"),
         ("Packs", "inventory_2", "sandboxes.packversion"),
     ],

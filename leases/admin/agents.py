@@ -26,16 +26,18 @@ from sandboxes.models import AgentData, Quota, Sandbox, SandboxState
 
 @admin.register(Agent)
 class AgentAdmin(ConsoleModelAdmin):
-    list_display = ["did", "name", "active", "created"]
+    list_display = ["did", "name", "project", "active", "created"]
+    list_filter = ["project"]
+    list_select_related = ["project"]
     search_fields = ["did__startswith", "name__startswith"]
     search_help_text = "DID or name (prefix)"
     ordering = ["did"]
     list_tabs = {"all": ListTab("All", "No agents yet. An agent appears with its first lease, or add one.")}
-    fields = ["did", "name"]
+    fields = ["did", "name", "project"]
     change_form_outer_after_template = "admin/leases/agent/keys.html"
 
     def get_readonly_fields(self, request: HttpRequest, obj: Agent | None = None) -> list[str]:
-        return ["did"] if obj else []
+        return ["did", "project"] if obj else []
 
     def annotate_rows(self, rows: list[Agent]) -> None:
         active = Lease.objects.filter(agent_did__in=[row.did for row in rows], status=LeaseStatus.ACTIVE)

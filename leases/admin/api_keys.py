@@ -12,11 +12,13 @@ from django.utils import timezone
 from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
-from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget
+from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget, UnfoldAdminSelectWidget
 
 from leases import allow_lists, api_keys
 from leases.errors import InvalidRequest
-from leases.models import AgentKey, KeyScope, default_key_scopes
+from leases.models import Agent, AgentKey, KeyScope, default_key_scopes
+from leases.projects import registry
+from leases.projects.models import Project
 from leases.resource_limits import LIMIT_FIELDS, describe_limits
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import ListTab
@@ -98,6 +100,14 @@ class AgentKeyForm(forms.ModelForm):
         help_text="Requests that the key permits. leases includes read.",
     )
 
+    project = forms.ModelChoiceField(
+        Project.objects.all(), required=False, widget=UnfoldAdminSelectWidget,
+        help_text="Project of the agents. Empty: the default project.",
+    )  # fmt: skip
+
+    def clean_project(self) -> Project:
+        return self.cleaned_data["project"] or registry.find("")
+
     def clean_dids(self) -> list[str]:
         dids: list[str] = self.cleaned_data["dids"]
         for did in dids:
@@ -127,6 +137,10 @@ class AgentKeyForm(forms.ModelForm):
         cleaned = super().clean() or {}
         if "dids" in self.fields and not self.errors and not cleaned.get("dids") and not cleaned.get("operator"):
             self.add_error("dids", "Enter at least one agent, or make this an operator key.")
+        if "project" in self.fields and not self.errors:
+            foreign = Agent.objects.filter(did__in=cleaned["dids"]).exclude(project=cleaned["project"])
+            if other := foreign.select_related("project").first():
+                self.add_error("dids", f"{other.did} belongs to the project {other.project}.")
         return cleaned
 
 
@@ -162,7 +176,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
         return super().has_change_permission(request, obj) and not (obj and obj.revoked_at)
 
     def get_fields(self, request: HttpRequest, obj: AgentKey | None = None) -> list[str]:
-        agents = ["agents"] if obj else ["dids", "operator"]
+        agents = ["agents"] if obj else ["dids", "operator", "project"]
         return ["name", *agents, "scopes", "allowed_environment_types", "allowed_pools", "expires_at", *LIMIT_LABELS]
 
     @display(description="Agents")
@@ -200,6 +214,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
                 SummaryField("Last used", self.last_used(row)),
                 SummaryField("Issued", self.created(row), note=render_timestamp(row.created_at)),
                 SummaryField("Rotated", render_time_ago(row.rotated_at), note=self._describe_overlap(row)),
+                SummaryField("Project", row.project.name, note="without effect: all projects" if row.operator else ""),
                 SummaryField("Scopes", ", ".join(row.scopes)),
                 SummaryField("Environment types", ", ".join(row.allowed_environment_types) or UNRESTRICTED_TEXT),
                 SummaryField("Pools", ", ".join(row.allowed_pools) or UNRESTRICTED_TEXT),
@@ -230,6 +245,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
             pools=obj.allowed_pools,
             limits={name: getattr(obj, name) for name in LIMIT_FIELDS},
             expires_at=obj.expires_at,
+            project=obj.project.name,
             now=timezone.now(),
         )
         obj.pk, obj.prefix = row.pk, row.prefix

@@ -57,7 +57,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
     ordering = ["name"]
     list_tabs = {"all": ListTab("All", "No environment types yet. Add one to let agents acquire leases of it.")}
     fieldsets = [
-        (None, {"fields": ["name", "pool", "cheapest_pool", "policy", "restricted"]}),
+        (None, {"fields": ["name", "pool", "cheapest_pool", "policy", "restricted", "open_to_project"]}),
         ("Lease lifetime", {"fields": ["ttl", "max_ttl", "expiry_conditions"]}),
         (
             "Turns, suspension and eviction",

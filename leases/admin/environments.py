@@ -7,7 +7,6 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import urlencode
 
-from django import forms
 from django.contrib import admin
 from django.contrib.admin.utils import quote, unquote
 from django.db.models import Count, Q
@@ -20,20 +19,27 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString, mark_safe
 from django.views.decorators.cache import never_cache
 from unfold.decorators import display
-from unfold.widgets import UnfoldAdminTextInputWidget
 
 from billing.admin.formatting import format_money, format_money_aligned
 from leases import leasing
 from leases.admin.coding_panel import build_coding_panel
+from leases.admin.environment_actions import (
+    ADD_PARTICIPANT_ACTION,
+    END_ACTION,
+    OPEN_ACTION,
+    PHASE_ACTION,
+    REMOVE_PARTICIPANT_ACTION,
+    RESTRICT_ACTION,
+    START_ACTION,
+    OutcomeForm,
+)
 from leases.admin.leases import render_lease_end
 from leases.admin.timeline import render_turn_status
 from leases.atproto.models import AtprotoRecord, RecordStatus
-from leases.environments import boards, lifecycle, play
+from leases.environments import boards, play
 from leases.environments.boards.base import Board, Player, UnreadableState
 from leases.environments.models import Environment
 from leases.models import Lease, LeaseStatus, Turn
-from leases.tasks import enqueue_reclaim
-from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -48,6 +54,7 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 
 MAX_MOVES = 60  # on one page of the play-by-play
+MAX_SHOWN_PARTICIPANTS = 5
 MAX_COLOURED_MEMBERS = 12  # whose player is read from the state of a turn
 STOP_POLLING = 286  # status on which htmx stops
 STATUS_BADGES = {"created": "cold", "open": "active", "ended": "expired"}
@@ -83,74 +90,11 @@ class MemberRow:
     cost: str
 
 
-class PhaseForm(ReasonForm):
-    """New phase of an environment."""
-
-    field_order = ["phase", "reason"]
-    phase = forms.CharField(required=False, max_length=64, widget=UnfoldAdminTextInputWidget({"autocomplete": "off"}))
-
-
-class OutcomeForm(ReasonForm):
-    """Outcome of an environment, as text."""
-
-    field_order = ["outcome", "reason"]
-    outcome = forms.CharField(required=False, max_length=500, widget=UnfoldAdminTextInputWidget({"autocomplete": "off"}))
-
-
-def _start(row: Environment, actor: str, reason: str, now: datetime) -> bool:
-    return lifecycle.start(row.pk, now=now, actor=actor)
-
-
-def _set_phase(row: Environment, actor: str, reason: str, now: datetime, phase: str) -> bool:
-    return lifecycle.set_phase(row.pk, phase, actor=actor)
-
-
-def _end(row: Environment, actor: str, reason: str, now: datetime, outcome: str = "") -> bool:
-    is_open = row.ended_at is None
-    ended = lifecycle.end(row.pk, outcome=outcome or lifecycle.NOTHING, now=now, actor=actor)
-    return is_open or bool(ended)
-
-
-START_ACTION = AdminAction(
-    title="Start",
-    warning="Records the start. Agents may hold leases before it.",
-    done="started",
-    refusal_reason="has started",
-    legal=lambda row: row.status == "created",
-    verb=_start,
-    permissions=("leases.manage_environment",),
-)
-PHASE_ACTION = AdminAction(
-    title="Set phase",
-    warning="The phase is shown to operators and through the API.",
-    done="updated with the new phase",
-    refusal_reason="has that phase",
-    legal=lambda row: row.ended_at is None,
-    verb=_set_phase,
-    icon="flag",
-    permissions=("leases.manage_environment",),
-    form=PhaseForm,
-)
-END_ACTION = AdminAction(
-    title="End environment",
-    warning="Every active lease in it ends: its agent loses access at once. The last state of each sandbox is stored and kept "
-    "for LEASEHOLD_KEEP_STATE, then the sandbox is destroyed.",
-    done="ended",
-    refusal_reason="has ended",
-    legal=lambda row: row.ended_at is None,
-    verb=_end,
-    icon="block",
-    permissions=("leases.manage_environment", "leases.end_lease"),
-    danger=True,
-    enqueue=enqueue_reclaim,
-)
-
-
 @admin.register(Environment)
 class EnvironmentAdmin(ReadOnlyModelAdmin):
     list_display = ["name", "status_badge", "agents", "lasted", "started"]
-    list_filter = ["type"]
-    list_select_related = ["type"]
+    list_filter = ["type", "project"]
+    list_select_related = ["type", "project"]
     search_fields = ["pk__startswith"]
     search_help_text = "Environment (prefix)"
     ordering = ["-created_at", "-pk"]
@@ -164,10 +108,14 @@ class EnvironmentAdmin(ReadOnlyModelAdmin):
         "all": ListTab("All", "No environments yet. The first lease of an agent in an environment opens it."),
     }
     fieldsets = build_all_fields_fieldset(
-        "id", "type", "phase", "created_at", "started_at", "ended_at", "end_reason", "outcome_text"
+        "id", "type", "phase", "created_at", "started_at", "ended_at", "end_reason", "project", "open_to_project"
     )
     change_form_outer_before_template = "admin/leases/environment/page.html"
-    row_actions = {"start": START_ACTION, "set_phase": PHASE_ACTION, "end": replace(END_ACTION, form=OutcomeForm)}
+    row_actions = {
+        "start": START_ACTION, "set_phase": PHASE_ACTION, "add_participant": ADD_PARTICIPANT_ACTION,
+        "remove_participant": REMOVE_PARTICIPANT_ACTION, "open_to_project": OPEN_ACTION, "restrict": RESTRICT_ACTION,
+        "end": replace(END_ACTION, form=OutcomeForm),
+    }  # fmt: skip
     bulk_actions = {"end_all": END_ACTION}
 
     @display(description="Environment")
@@ -258,6 +206,7 @@ def _build_facts(
     return [
         SummaryField("State", render_status(row), note=row.end_reason.replace("condition:", "condition ") or row.phase),
         SummaryField("Environment type", render_admin_link("leases_environmenttype", row.type.pk, row.type_id)),
+        _build_access_field(row),
         SummaryField("Duration", _format_lasted(row, now), note=render_timestamp(row.started_at or row.created_at)),
         SummaryField(
             "Members", len({lease.agent_did for lease in members}), note=f"{active} active",
@@ -272,8 +221,17 @@ def _build_facts(
         SummaryField("Model calls", f"{format_money(total.model_calls)} USD", note="up to now"),
         SummaryField("Total cost", f"{format_money(total.total)} USD", note="cost records, derived hourly"),
         *_build_record_fact(row),
-        *([SummaryField("Outcome", _format_outcome(row))] if row.outcome_text else []),
+        *([SummaryField("Outcome", _format_outcome(row))] if row.outcome is not None else []),
     ]  # fmt: skip
+
+
+def _build_access_field(row: Environment) -> SummaryField:
+    if row.open_to_project:
+        return SummaryField("Access", "every agent", note=f"of the project {row.project}")
+    agents = list(row.participants.values_list("agent_did", flat=True)[: MAX_SHOWN_PARTICIPANTS + 1])
+    more = " and more" if len(agents) > MAX_SHOWN_PARTICIPANTS else ""
+    listed = ", ".join(agents[:MAX_SHOWN_PARTICIPANTS])
+    return SummaryField("Access", "participants only", note=f"{listed}{more}" if agents else "none yet: add an agent")
 
 
 def _build_record_fact(row: Environment) -> list[SummaryField]:

@@ -10,7 +10,14 @@ from rest_framework import serializers
 from rest_framework.response import Response
 
 from leases.api.base import schema
-from leases.api.base.fields import PatternField, StrictCharField, StrictSerializer, validate_url_value
+from leases.api.base.fields import (
+    PatternField,
+    StrictBooleanField,
+    StrictCharField,
+    StrictSerializer,
+    build_agents_field,
+    validate_url_value,
+)
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.environment_rows import EnvironmentApiView
@@ -40,6 +47,10 @@ class NewCodingTaskSerializer(StrictSerializer):
         CompletesOn.choices, default=CompletesOn.PULL_REQUEST,
         help_text="Event with which the condition `task.complete` is posted: the pull request is opened, or merged.",
     )  # fmt: skip
+    agents = build_agents_field(default=list, help_text="Participants: agents that may enter the environment and see the task.")
+    open_to_project = StrictBooleanField(
+        required=False, help_text="Every agent of the repository's project may enter. Default: as the environment type says."
+    )
 
 
 class SubmissionSerializer(StrictSerializer):

@@ -14,6 +14,7 @@ from rest_framework.response import Response
 from leases import admission, api_keys, conditions, leasing, turns
 from leases.api.base import schema
 from leases.api.base.fields import (
+    MAX_NAMED_AGENTS,
     JsonField,
     PatternField,
     StrictIntegerField,
@@ -22,15 +23,16 @@ from leases.api.base.fields import (
     validate_url_value,
 )
 from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.permissions import HasKey
 from leases.api.base.views import ApiRequest, ApiView
+from leases.api.environment_rows import EndedLeasesSerializer, EnvironmentApiView
 from leases.api.leases import ACQUIRE_SERIALIZER, LeaseSerializer, NewLeaseSerializer, build_lease_request, serialize_lease
 from leases.environments import lifecycle
+from leases.errors import NotAllowed
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import begin_reclaim
 from sandboxes.claims import KILL_GRACE
 from sandboxes.db import database_time
-
-MAX_NAMED_AGENTS = 100  # in one posted condition
 
 
 @extend_schema_field({
@@ -62,7 +64,9 @@ class ConditionSerializer(StrictSerializer):
         help_text="Agent, or list of agents, whose leases end, as for `agent.death`. Default: every agent that the key may "
         "act for.",
     )
-    outcome = JsonField(required=False, help_text="Result, any JSON value: stored if this call ends the environment.")
+    outcome = JsonField(
+        required=False, help_text="Result, any JSON value: stored if this call ends the environment. Operator keys only."
+    )
 
 
 class JoinSerializer(NewLeaseSerializer):
@@ -89,10 +93,6 @@ class QueuePositionSerializer(serializers.Serializer):
     position = serializers.IntegerField(min_value=1, help_text="1: the next free place is for this request.")
     queue_length = serializers.IntegerField(min_value=1, help_text="Requests that wait for a place in this pool.")
     enqueued_at = serializers.DateTimeField()
-
-
-class EndedLeasesSerializer(serializers.Serializer):
-    ended = serializers.ListField(child=serializers.UUIDField(), help_text="Ids of the leases that this call ended.")
 
 
 DID_FIELD = build_did_field()
@@ -162,7 +162,9 @@ class EnvironmentJoinView(ApiView):
         })  # fmt: skip
 
 
-class EnvironmentConditionView(ApiView):
+class EnvironmentConditionView(EnvironmentApiView):
+    permission_classes = [HasKey]
+
     @extend_schema(
         operation_id="environments_post_condition",
         summary="Post a condition",
@@ -176,9 +178,15 @@ class EnvironmentConditionView(ApiView):
         If no lease is active afterwards, the environment ends too.
 
         An agent's key ends only leases of its own agents, an operator's key all. `agent_did` restricts this to the agents that
-        the condition concerns; a key that may not act for one of them is answered 403."""
+        the condition concerns; a key that may not act for one of them is answered 403. An agent's key gives no outcome, and
+        finds only environments that one of its agents may enter."""
         data = self.validate_body(CONDITION_SERIALIZER)
-        environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
+        if self.caller.key.operator:
+            environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
+        else:
+            environment_id = self.get_environment(environment_id).pk
+            if "outcome" in data:
+                raise NotAllowed("An outcome requires an operator's key.", field="outcome")
         agents = data.get("agent_did")
         for did in agents or ():
             self.caller.require(did)

@@ -107,6 +107,8 @@ urlpatterns = [
     path("environments/<str:environment_id>", environment_rows.EnvironmentView.as_view()),
     path("environments/<str:environment_id>/start", environment_rows.EnvironmentStartView.as_view()),
     path("environments/<str:environment_id>/end", environment_rows.EnvironmentEndView.as_view()),
+    path("environments/<str:environment_id>/participants", environment_rows.ParticipantListView.as_view()),
+    path("environments/<str:environment_id>/participants/<str:agent_did>", environment_rows.ParticipantView.as_view()),
     path("environments/<str:environment_id>/join", environments.EnvironmentJoinView.as_view()),
     path("environments/<str:environment_id>/conditions", environments.EnvironmentConditionView.as_view()),
     path("environments/<str:environment_id>/coding-task", coding.CodingTaskView.as_view()),

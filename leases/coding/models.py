@@ -9,6 +9,8 @@ from django.db import models
 from django.db.models import Q
 from django.utils import timezone
 
+from leases.projects.models import DEFAULT_PROJECT_ID, Project
+
 BRANCH_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*"
 BRANCH_DESCRIPTION = "a branch name of letters, digits and - _, with single . and / between them"
 # Files with which a forge or its runners execute code of the branch, often with the project's secrets.
@@ -64,7 +66,7 @@ class Repository(models.Model):
     )
     forge = models.CharField(max_length=16, choices=ForgeKind, default=ForgeKind.BARE)
     api_url = models.CharField(max_length=500, blank=True, help_text="Such as https://api.github.com.")
-    project = models.CharField(max_length=200, blank=True, help_text="owner/name at the forge.")
+    forge_project = models.CharField(max_length=200, blank=True, help_text="owner/name at the forge.")
     ssh_key_path = models.CharField(max_length=500, blank=True, help_text="Private key for ssh, on the control plane's host.")
     sealed_token = models.BinaryField(null=True, editable=False, help_text="Encrypted by sandboxes.db.encryption.")
     depth = models.PositiveIntegerField(
@@ -83,6 +85,10 @@ class Repository(models.Model):
         help_text='Patterns of paths that an agent may not change, such as ".github/*".',
     )  # fmt: skip
     enabled = models.BooleanField(default=True, help_text="New tasks may be created.")
+    project = models.ForeignKey(
+        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=DEFAULT_PROJECT_ID, related_name="+",
+        help_text="Project of the environments whose tasks use the repository.",
+    )  # fmt: skip
     created_at = models.DateTimeField(default=timezone.now, editable=False)
 
     class Meta:

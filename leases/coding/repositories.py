@@ -12,7 +12,8 @@ from django.core.exceptions import ValidationError
 from leases.coding.forges import Forge, forge_of
 from leases.coding.git import Git, InvalidCloneUrl, get_protocol, open_git
 from leases.coding.models import ForgeKind, Repository
-from leases.errors import InvalidRequest, RepositoryNotFound, RepositoryUnavailable
+from leases.errors import Conflict, InvalidRequest, RepositoryNotFound, RepositoryUnavailable
+from leases.projects import registry
 from leases.service_urls import InvalidServiceUrl, check_service_url
 from sandboxes.db import encryption
 
@@ -28,10 +29,12 @@ def find(name: str) -> Repository:
     return row
 
 
-def save(name: str, *, token: str | None = None, now: datetime, actor: str = "", **fields: Any) -> tuple[Repository, bool]:
+def save(
+    name: str, *, token: str | None = None, project: str | None = None, now: datetime, actor: str = "", **fields: Any
+) -> tuple[Repository, bool]:
     """Add or change a repository, and return whether it is new. Fields that are None keep their value.
 
-    Raise InvalidRequest that names the field."""
+    Raise InvalidRequest that names the field, and Conflict for another project than that of its tasks."""
     row = Repository.objects.filter(name=name).first()
     is_new = row is None
     if row is None:
@@ -39,12 +42,21 @@ def save(name: str, *, token: str | None = None, now: datetime, actor: str = "",
     for field, value in fields.items():
         if value is not None:
             setattr(row, field, value)
+    if project is not None:
+        _set_project(row, project)
     _validate(row)
     if token is not None:
         row.sealed_token = encryption.encrypt(token.encode(), row=_encryption_context(row))
     row.save(force_insert=is_new)
     log.info("repository saved", repository=name, is_new=is_new, actor=actor)
     return row, is_new
+
+
+def _set_project(row: Repository, name: str) -> None:
+    project = registry.find(name)
+    if row.pk and row.project_id != project.pk and row.tasks.exists():
+        raise Conflict("The repository has tasks in another project.", field="project")
+    row.project = project
 
 
 def _validate(row: Repository) -> None:
@@ -66,8 +78,8 @@ def _validate_forge(row: Repository) -> None:
         check_service_url(row.api_url, example="https://api.github.com")
     except InvalidServiceUrl as error:
         raise InvalidRequest("api_url", str(error)) from None
-    if not PROJECT_PATTERN.fullmatch(row.project):
-        raise InvalidRequest("project", "Must be owner/name.")
+    if not PROJECT_PATTERN.fullmatch(row.forge_project):
+        raise InvalidRequest("forge_project", "Must be owner/name.")
 
 
 def read_token(row: Repository) -> str:
@@ -90,7 +102,7 @@ def open_repository_git(row: Repository) -> Iterator[Git]:
 
 def open_forge(row: Repository, git: Git) -> Forge:
     return forge_of(
-        row.forge, repository=row.clone_url, api_url=row.api_url, project=row.project,
+        row.forge, repository=row.clone_url, api_url=row.api_url, project=row.forge_project,
         token=read_token(row), git=git.read,
     )  # fmt: skip
 

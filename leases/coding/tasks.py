@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -27,22 +28,28 @@ def create(
     test_command: str = "",
     base_branch: str = "",
     completes_on: str = CompletesOn.PULL_REQUEST,
+    agents: Sequence[str] = (),
+    open_to_project: bool | None = None,
     now: datetime,
     actor: str = "",
 ) -> tuple[CodingTask, bool]:
     """Create the task of an environment, and the environment unless it exists. Return whether this call created the task.
 
-    Idempotent. Raise InvalidRequest for an unknown or disabled repository and for an unknown environment type, and Conflict if
-    the environment has another task or type."""
-    row = Repository.objects.filter(name=repository, enabled=True).first()
+    The environment belongs to the project of the repository; `agents` and `open_to_project` say who may enter it, as in
+    lifecycle.create. Idempotent. Raise InvalidRequest for an unknown or disabled repository and the errors of
+    lifecycle.create, and Conflict if the environment has another task."""
+    row = Repository.objects.select_related("project").filter(name=repository, enabled=True).first()
     if row is None:
         raise InvalidRequest("repository", "There is no such repository, or it is disabled.")
     fields: dict[str, Any] = {
         "repository": row, "title": title, "description": description, "test_command": test_command,
         "base_branch": base_branch or row.base_branch, "completes_on": completes_on,
     }  # fmt: skip
+    environment = lifecycle.NewEnvironment(
+        environment_id, environment_type, project=row.project.name, agents=agents, open_to_project=open_to_project
+    )
     with transaction.atomic():
-        lifecycle.create(environment_id, environment_type, now=now, actor=actor)
+        lifecycle.create(environment, now=now, actor=actor)
         task, is_new = CodingTask.objects.get_or_create(
             environment_id=environment_id,
             defaults={**fields, "branch": _name_branch(environment_id), "created_at": now, "created_by": actor[:255]},

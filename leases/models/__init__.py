@@ -4,7 +4,7 @@ from leases.agent_runs.models import AgentRun
 from leases.atproto.models import AtprotoAccount, AtprotoRecord
 from leases.catalog.models import CatalogAgent
 from leases.coding.models import CodingTask, Repository
-from leases.environments.models import Environment, EnvironmentSecret
+from leases.environments.models import Environment, EnvironmentOutcome, EnvironmentSecret, Participant
 from leases.models.agents import (
     DID_DESCRIPTION,
     DID_PATTERN,
@@ -37,6 +37,7 @@ from leases.models.leases import (
     LeaseStatus,
 )
 from leases.models.turns import IdempotentRequest, Shell, Turn
+from leases.projects.models import Project
 from leases.queue.models import QueueAgent, QueuedRun
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "CatalogAgent",
     "CodingTask",
     "Environment",
+    "EnvironmentOutcome",
     "EnvironmentSecret",
     "EnvironmentType",
     "IdempotentRequest",
@@ -64,6 +66,8 @@ __all__ = [
     "Lease",
     "LeaseEvent",
     "LeaseStatus",
+    "Participant",
+    "Project",
     "QueueAgent",
     "QueuedRun",
     "Repository",

@@ -4,6 +4,7 @@ from django.core.validators import RegexValidator
 from django.db import models
 from django.utils import timezone
 
+from leases.projects.models import DEFAULT_PROJECT_ID, Project
 from sandboxes.models.resource_limits import ResourceLimits
 
 DID_PATTERN = r"did:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]"
@@ -18,6 +19,10 @@ class Agent(models.Model):
 
     did = models.CharField(max_length=255, unique=True, validators=[validate_did], verbose_name="DID")
     name = models.CharField(max_length=100, blank=True)
+    project = models.ForeignKey(
+        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=DEFAULT_PROJECT_ID, related_name="+",
+        help_text="The agent enters environments of this project only.",
+    )  # fmt: skip
     created_at = models.DateTimeField(default=timezone.now, editable=False)
 
     class Meta:
@@ -60,7 +65,11 @@ class AgentKey(ResourceLimits):
     rotated_at = models.DateTimeField(null=True, blank=True, editable=False)
     name = models.CharField(max_length=100, blank=True, help_text="Purpose of the key.")
     dids = models.JSONField(default=list, blank=True, help_text="Agents that the key may act for.", verbose_name="DIDs")
-    operator = models.BooleanField(default=False, help_text="The key may act for all agents.")
+    operator = models.BooleanField(default=False, help_text="The key may act for all agents, in every project.")
+    project = models.ForeignKey(
+        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=DEFAULT_PROJECT_ID, related_name="+",
+        help_text="Project of the key's agents. Without effect for an operator's key.",
+    )  # fmt: skip
     scopes = models.JSONField(default=default_key_scopes, help_text="Requests that the key permits.")
     allowed_environment_types = models.JSONField(
         default=list, blank=True,

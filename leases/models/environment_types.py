@@ -121,6 +121,11 @@ class EnvironmentType(ResourceLimits):
         max_digits=18, decimal_places=9, null=True, blank=True, validators=[MinValueValidator(0)],
         verbose_name="spend limit", help_text="Model-call budget of each new lease, USD. Empty: no limit.",
     )  # fmt: skip
+    open_to_project = models.BooleanField(
+        default=False, db_default=False,
+        help_text="Every agent of the project may enter a new environment of this type, as in a game. Otherwise only the "
+        "agents that are named, or the agent whose lease creates the environment.",
+    )  # fmt: skip
     restricted = models.BooleanField(
         default=False, help_text="Only API keys that list this environment type may acquire leases of it."
     )

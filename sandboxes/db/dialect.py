@@ -35,6 +35,13 @@ def row_lock() -> str:
     return "FOR NO KEY UPDATE" if is_postgres() else ""
 
 
+def share_lock() -> str:
+    """Return the clause that keeps the rows of a SELECT from being changed or deleted, and lets others lock them in this way.
+
+    "" on SQLite, as in row_lock."""
+    return "FOR SHARE" if is_postgres() else ""
+
+
 def row_lock_or_skip() -> str:
     """Like row_lock, for a SELECT that leaves out the rows that another transaction has locked."""
     return "FOR NO KEY UPDATE SKIP LOCKED" if is_postgres() else ""

@@ -49,7 +49,7 @@ VIEWS = {
     },
     "leases": {
         "agent", "agentkey", "agentrun", "atprotoaccount", "atprotorecord", "environment", "environmenttype", "lease",
-        "leaseevent", "queuedrun", "turn",
+        "leaseevent", "project", "queuedrun", "turn",
     },
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "egressconnection", "event", "host", "imagetemplate", "llmcall",
@@ -67,6 +67,7 @@ OPERATOR = VIEWER | {
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.change_agentkey", "leases.revoke_key",
+    "leases.add_project",
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
     "sandboxes.change_host",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
@@ -89,7 +90,8 @@ OPERATOR_ACTIONS = {
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "paused_host": {"resume_starts"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
-    "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "environment": {"start", "set_phase", "end"},
+    "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "environment": {"start", "set_phase", "restrict", "end"},
+    "task": {"add_participant", "remove_participant", "open_to_project"},
     "record": {"repeat"}, "template": {"rebuild", "remove"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
@@ -151,7 +153,9 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "statement": close_month(other, month, now=now), "membership": join_account(other, agent=BOB),
         "model_rate": ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=NOW),
         "policy": Policy.objects.create(name="relaying"), "sealed": Policy.objects.get(name=SEALED_POLICY_NAME),
-        "type": lease.environment_type, "environment": lifecycle.create("new-game", "catan", now=NOW)[0],
+        "type": lease.environment_type,
+        "environment": lifecycle.create(lifecycle.NewEnvironment("new-game", "catan"), now=NOW)[0],
+        "task": lifecycle.create(lifecycle.NewEnvironment("task-1", "coding"), now=NOW)[0],
         "agent_run": AgentRun.objects.create(lease=lease, cli="codex", started_at=NOW, recorder_deadline=NOW),
         "queued_run": QueuedRun.objects.create(
             agent_did=ADA, lease=lease, pool=lease.pool, request={"kind": "exec", "argv": ["true"]}, queued_at=NOW,
@@ -229,7 +233,7 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
 
 
 def test_an_action_on_a_missing_row_is_not_found(superuser: Client) -> None:
-    fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2", "overlap": "1h"}
+    fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2", "overlap": "1h", "agent": ADA}
     acts = [(page.model, name) for page in admin.site._registry.values() for name in getattr(page, "row_actions", {})]
     for (model, name), pk in product(acts, [str(UUID(int=0)), "no-id", "_5F", "999", "9" * 40, "-1", "%00"]):
         url = f"/admin/{model._meta.label_lower.replace('.', '/')}/{pk}/{name}/"

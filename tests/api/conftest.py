@@ -43,7 +43,7 @@ OPENAPI = Path(__file__).resolve().parents[2] / "controlplane" / "openapi.yaml"
 PATH_PARAMETERS = {
     "id": "{id}", "path": "a", "name": "a", "event_id": "x", "session_id": "s", "environment_id": "game-1",
     "run_id": str(uuid.UUID(int=1)), "process_id": str(uuid.UUID(int=1)), "did": ADA, "account": "house", "month": "2026-10",
-    "catalog_id": "sandbox:none", "provider": "memory",
+    "catalog_id": "sandbox:none", "agent_did": ADA, "provider": "memory",
 }  # fmt: skip
 ANY_BODY = {
     "argv": ["true"], "turn_number": 1, "state": {}, "snapshot_id": str(uuid.UUID(int=1)), "environment_id": "fork-1",
@@ -51,7 +51,7 @@ ANY_BODY = {
     "did": "did:plc:new", "phase": "combat", "condition": "x", "ids": [str(uuid.UUID(int=1))], "name": "n",
     "signal": "TERM", "offset": 0, "prompt": "x", "repository": "none", "title": "x",
     "port": 8080, "path": "a", "target": "b", "method": "GET", "pattern": "x",
-    "reason": "not needed",
+    "reason": "not needed", "agents": [ADA],
 }  # fmt: skip
 ALL_MODELS = (
     Agent, AgentKey, AgentRun, CatalogAgent, CodingTask, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken,

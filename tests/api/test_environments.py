@@ -30,7 +30,7 @@ def test_agent_key_sees_the_environments_of_its_agents_and_only_its_own_leases(
 ) -> None:
     lease = ada.post("leases", acquire_body()).json()
     bob.post("leases", acquire_body(agent_did=BOB))
-    bob.post("leases", acquire_body(agent_did=BOB, environment_id="game-2"))
+    bob.post("leases", acquire_body(agent_did=BOB, environment_id="game-2", environment_type="coding"))
     document = ada.get("environments/game-1").json()
     assert [(row["lease_id"], row["agent_did"]) for row in document["members"]] == [(lease["id"], ADA)]
     assert document["costs"] == {"usd": "0", "model_calls_usd": "0"}
@@ -68,7 +68,7 @@ def test_list_is_filtered_and_paged(operator: ApiClient) -> None:
 
 
 def test_condition_of_an_agent_key_ends_the_environment_of_its_only_agent(ada: ApiClient, lease) -> None:
-    body = {"condition": "game.finished", "outcome": "solved"}
+    body = {"condition": "game.finished"}
     assert ada.post("environments/game-1/conditions", body).json()["ended"] == [lease["id"]]
     document = ada.get("environments/game-1").json()
-    assert (document["end_reason"], document["outcome"]) == ("condition:game.finished", "solved")
+    assert (document["end_reason"], document["outcome"], document["outcomes"]) == ("condition:game.finished", None, [])

@@ -271,10 +271,11 @@ def test_leases_of_other_agents_do_not_exist(lease_id: str, bob: ApiClient, pool
         for tool in ("lease_status", "lease_release", "list_files", "snapshot_list"):
             assert stranger.fail(tool, lease_id=lease)["code"] == "not_found"
         assert stranger.fail("exec", lease_id=lease, command="true")["code"] == "not_found"
-    arguments = {"environment_id": "task-1", "environment_type": "coding", "pool": pool.name}
-    assert stranger.fail("lease_acquire", agent_did=ADA, **arguments)["code"] == "forbidden"
+    arguments = {"environment_type": "coding", "pool": pool.name}
+    assert stranger.fail("lease_acquire", agent_did=ADA, environment_id="task-1", **arguments)["code"] == "forbidden"
+    assert stranger.fail("lease_acquire", environment_id="task-1", **arguments)["code"] == "environment_not_found"
     assert stranger.succeed("lease_list")["results"] == []
-    assert stranger.succeed("lease_acquire", **arguments)["agent_did"] == BOB
+    assert stranger.succeed("lease_acquire", environment_id="task-2", **arguments)["agent_did"] == BOB
 
 
 def test_an_agent_is_required_for_a_key_of_several(issue: Callable[..., ApiClient], pool: Pool) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from leases.models import AgentKey, EnvironmentType, Lease, Turn
 from sandboxes.models import Pool
 
 pytestmark = pytest.mark.django_db
-ADA = "did:plc:ada"
+ADA, BOB = "did:plc:ada", "did:plc:bob"
 
 
 def manage(*args: str) -> str:
@@ -50,7 +51,29 @@ def test_game_is_played_by_commands() -> None:
 def test_environment_is_ended_with_its_leases(lease: Lease) -> None:
     assert manage("environment", "end", "game-1", "--outcome", "draw") == "game-1 ended: 1 lease\n"
     assert manage("environment", "end", "game-1") == "game-1 ended: 0 leases\n"
-    assert 'outcome: "draw"' in manage("environment", "show", "game-1")
+    shown = manage("environment", "show", "game-1")
+    assert re.search(r'outcome of \S+Z: "draw"', shown) and f"participant: {lease.agent_did}" in shown
+
+
+def test_environment_is_created_for_an_agent_opened_and_opened_again() -> None:
+    assert manage("environment", "create", "e-1", "--type", "coding", "--agent", ADA) == "e-1 created\n"
+    assert manage("environment", "add", "e-1", ADA, BOB) == "e-1: 1 participant added\n"
+    assert manage("environment", "remove", "e-1", BOB) == f"e-1: {BOB} removed, 0 leases ended\n"
+    assert manage("environment", "access", "e-1", "project") == "e-1 access set\n"
+    manage("environment", "end", "e-1")
+    assert manage("environment", "create", "e-1", "--type", "run", "--reopen") == "e-1 created\n"
+    assert list(Environment.objects.values_list("type_id", "open_to_project")) == [("run", False)]
+
+
+def test_project_is_created_and_agents_move_to_it() -> None:
+    assert manage("project", "create", "acme") == "acme created\n"
+    manage("create_key", "--agent", ADA)
+    assert manage("project", "move", "acme", ADA) == "1 agent moved to acme\n"
+    assert manage("project", "list") == "acme 1 agent\ndefault 0 agents\n"
+    with pytest.raises(CommandError, match="another project"):
+        manage("create_key", "--agent", ADA)
+    with pytest.raises(CommandError, match="letters"):
+        manage("project", "create", "a b")
 
 
 def test_skipped_turn_exits_with_1(grant: Callable[..., Lease]) -> None:

@@ -19,6 +19,7 @@ from leases.models import DID_DESCRIPTION, DID_PATTERN
 from sandboxes.db import durations
 
 MAX_TTL_SECONDS = int(durations.MAX_DURATION.total_seconds())
+MAX_NAMED_AGENTS = 100  # in one request
 MAX_COMMAND_BYTES = (
     128 << 10
 )  # of argv and of env each: limit of Linux for a single string; both together fit into its limit for execve
@@ -167,6 +168,11 @@ def _check_size(field: str, words: list[str]) -> None:
 
 def build_did_field() -> PatternField:
     return PatternField(DID_PATTERN, DID_DESCRIPTION, max_length=255)
+
+
+def build_agents_field(**options: Any) -> serializers.ListField:
+    """Build the field of a list of at most MAX_NAMED_AGENTS DIDs. A repeated one counts once."""
+    return serializers.ListField(child=build_did_field(), max_length=MAX_NAMED_AGENTS, **options)
 
 
 def build_seconds_field(*, min_value: int = 1, **options: Any) -> StrictIntegerField:

@@ -32,6 +32,7 @@ class Command(BaseCommand):
             "--scope", action="append", choices=KeyScope.values,
             help="requests that the key permits; may be repeated. Default: leases and costs, which permit everything",
         )  # fmt: skip
+        parser.add_argument("--project", default="", help="project of the agents; default: the default project")
         add_limit_options(parser)
         parser.add_argument("--expires-in", metavar="DURATION", help='time after which the key expires, such as "90d"')
         parser.add_argument("--json", action="store_true", help="one line of JSON: key, prefix")
@@ -49,6 +50,7 @@ class Command(BaseCommand):
                 pools=options["pool"],
                 limits=parse_limits(options),
                 expires_at=now + lifetime if lifetime else None,
+                project=options["project"],
                 now=now,
             )
             agents = "all agents" if operator else ", ".join(row.dids)

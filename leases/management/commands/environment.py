@@ -1,19 +1,20 @@
 """manage.py environment: list, show, create, start and end environments, as the HTTP API does."""
 
-import json
 from argparse import ArgumentParser, BooleanOptionalAction
 from typing import Any
 
 from django.core.management.base import BaseCommand
 
 from leases import placement
-from leases.environments import lifecycle, play
+from leases.environments import lifecycle, participants, play
 from leases.environments.models import Environment
-from leases.management.base import parse_environment_id, report_errors
+from leases.management.base import parse_did, parse_environment_id, report_errors
 from leases.models import Lease
 from leases.tasks import enqueue_reclaim
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
+
+ACTOR = "command line"
 
 
 class Command(BaseCommand):
@@ -28,12 +29,26 @@ class Command(BaseCommand):
         create = actions.add_parser("create", help="create an environment before its first lease")
         create.add_argument("--type", required=True, help="environment type, such as catan")
         create.add_argument("--phase", default="", help="phase, such as combat")
+        create.add_argument("--project", default="", help="project of its agents; default: the default project")
+        create.add_argument("--agent", action="append", default=[], metavar="DID", help="participant; may be repeated")
+        create.add_argument(
+            "--open-to-project",
+            action=BooleanOptionalAction,
+            help="every agent of the project may enter; default: as the type says",
+        )
+        create.add_argument("--reopen", action="store_true", help="open an environment again that has ended")
         start = actions.add_parser("start", help="record the start")
         phase = actions.add_parser("phase", help="set the phase")
+        add = actions.add_parser("add", help="let agents enter the environment")
+        remove = actions.add_parser("remove", help="remove a participant and end its lease")
+        access = actions.add_parser("access", help="set who may enter: every agent of the project, or participants only")
         end = actions.add_parser("end", help="end an environment and its active leases")
         end.add_argument("--outcome", help="text, stored with the end")
-        for parser_ in (show, create, start, phase, end):
+        for parser_ in (show, create, start, phase, end, add, remove, access):
             parser_.add_argument("environment", metavar="ENVIRONMENT_ID")
+        access.add_argument("access", choices=["project", "participants"])
+        add.add_argument("agents", nargs="+", metavar="DID")
+        remove.add_argument("agent", metavar="DID")
         phase.add_argument("phase", metavar="PHASE")
         pools = actions.add_parser("pools", help="print or set the pools of an environment type, the first one tried first")
         pools.add_argument("type", metavar="TYPE")
@@ -47,7 +62,9 @@ class Command(BaseCommand):
             getattr(self, f"_{action}")(options)
 
     def _list(self, options: dict[str, Any]) -> None:
-        rows = Environment.objects.filter(ended_at__isnull=True) if options["open"] else Environment.objects.all()
+        rows = Environment.objects.select_related("project")
+        if options["open"]:
+            rows = rows.filter(ended_at__isnull=True)
         for row in rows[: max(options["limit"], 0)]:
             self._print(row)
 
@@ -63,26 +80,48 @@ class Command(BaseCommand):
                 f"{turns.turns} turns, {turns.skipped} skipped, "
                 f"{costs[lease.pk].total.normalize():f} USD"
             )
-        if row.outcome_text:
-            self.stdout.write(f"  outcome: {json.dumps(row.outcome)}")
+        for did in row.participants.values_list("agent_did", flat=True):
+            self.stdout.write(f"  participant: {did}")
+        for outcome in row.outcomes.all():
+            self.stdout.write(f"  outcome of {outcome.ended_at:%Y-%m-%dT%H:%M:%SZ}: {outcome.text}")
 
     def _create(self, options: dict[str, Any]) -> None:
-        row, is_new = lifecycle.create(
-            options["environment"], options["type"], phase=options["phase"], now=database_time.now(), actor="command line"
-        )
+        request = lifecycle.NewEnvironment(
+            options["environment"], options["type"], phase=options["phase"], project=options["project"],
+            agents=[parse_did(did) for did in options["agent"]], open_to_project=options["open_to_project"],
+            reopen=options["reopen"],
+        )  # fmt: skip
+        row, is_new = lifecycle.create(request, now=database_time.now(), actor=ACTOR)
         self.stdout.write(f"{row.pk} {'created' if is_new else 'exists'}")
 
     def _start(self, options: dict[str, Any]) -> None:
-        started = lifecycle.start(options["environment"], now=database_time.now(), actor="command line")
+        started = lifecycle.start(options["environment"], now=database_time.now(), actor=ACTOR)
         self.stdout.write(f"{options['environment']} {'started' if started else 'had started'}")
 
     def _phase(self, options: dict[str, Any]) -> None:
-        changed = lifecycle.set_phase(options["environment"], options["phase"], actor="command line")
+        changed = lifecycle.set_phase(options["environment"], options["phase"], actor=ACTOR)
         self.stdout.write(f"{options['environment']} phase {'set' if changed else 'unchanged'}")
+
+    def _add(self, options: dict[str, Any]) -> None:
+        agents = [parse_did(did) for did in options["agents"]]
+        added = participants.add(options["environment"], agents, now=database_time.now(), actor=ACTOR)
+        self.stdout.write(f"{options['environment']}: {pluralize(added, 'participant', 'participants')} added")
+
+    def _remove(self, options: dict[str, Any]) -> None:
+        agent = parse_did(options["agent"])
+        ended = participants.remove(options["environment"], agent, now=database_time.now(), actor=ACTOR)
+        if ended:
+            enqueue_reclaim()
+        self.stdout.write(f"{options['environment']}: {agent} removed, {pluralize(len(ended), 'lease', 'leases')} ended")
+
+    def _access(self, options: dict[str, Any]) -> None:
+        is_open = options["access"] == "project"
+        changed = participants.set_access(options["environment"], is_open, now=database_time.now(), actor=ACTOR)
+        self.stdout.write(f"{options['environment']} access {'set' if changed else 'unchanged'}")
 
     def _end(self, options: dict[str, Any]) -> None:
         outcome = lifecycle.NOTHING if options["outcome"] is None else options["outcome"]
-        ended = lifecycle.end(options["environment"], outcome=outcome, now=database_time.now(), actor="command line")
+        ended = lifecycle.end(options["environment"], outcome=outcome, now=database_time.now(), actor=ACTOR)
         if ended:
             enqueue_reclaim()
         self.stdout.write(f"{options['environment']} ended: {pluralize(len(ended), 'lease', 'leases')}")
@@ -95,4 +134,6 @@ class Command(BaseCommand):
         self.stdout.write(f"{environment_type}: {names}{' (cheapest first)' if environment_type.cheapest_pool else ''}")
 
     def _print(self, row: Environment) -> None:
-        self.stdout.write(f"{row.pk} {row.type_id} {row.status} {row.phase or '-'} {row.created_at:%Y-%m-%dT%H:%M:%SZ}")
+        self.stdout.write(
+            f"{row.pk} {row.type_id} {row.status} {row.phase or '-'} {row.project} {row.created_at:%Y-%m-%dT%H:%M:%SZ}"
+        )

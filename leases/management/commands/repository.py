@@ -25,7 +25,8 @@ class Command(BaseCommand):
         add.add_argument("--base-branch", help="default: main")
         add.add_argument("--forge", choices=ForgeKind.values, help="default: bare")
         add.add_argument("--api-url", help="base URL of a GitHub-compatible REST API")
-        add.add_argument("--project", help="owner/name at the forge")
+        add.add_argument("--forge-project", help="owner/name at the forge")
+        add.add_argument("--project", help="project whose environments use it; default: the default project")
         add.add_argument("--ssh-key-path", help="private key for ssh, on this host")
         add.add_argument("--depth", type=int, help="commits in a sandbox's copy; default: 50")
         add.add_argument("--max-mib", type=int, help="limit of a copy's objects; default: 500")
@@ -43,8 +44,8 @@ class Command(BaseCommand):
     def _add(self, options: dict[str, Any]) -> None:
         token = read_secret() if options["token_stdin"] else None
         names = (
-            "clone_url", "base_branch", "forge", "api_url", "project", "ssh_key_path", "depth", "max_mib", "max_change_mib",
-            "protected_paths",
+            "clone_url", "base_branch", "forge", "api_url", "forge_project", "project", "ssh_key_path", "depth",
+            "max_mib", "max_change_mib", "protected_paths",
         )  # fmt: skip
         fields = {name: options[name] for name in names}
         row, is_new = repositories.save(options["name"], token=token, now=database_time.now(), actor=ACTOR, **fields)

@@ -96,13 +96,13 @@ def test_a_renewal_is_one_statement(ada: ApiClient, lease, django_assert_num_que
 
 @pytest.mark.django_db(transaction=True)
 def test_a_new_lease_takes_few_statements_and_one_commit(ada: ApiClient, acquire_body) -> None:
-    """The key, the rows that decide, the inserts and the key's token. SQLite inserts the three rows one after the other."""
+    """The key, the rows that decide, the inserts and the key's token. SQLite inserts the lease's rows one after the other."""
     ada.post("leases", acquire_body(environment_id="earlier"))
     with CaptureQueriesContext(connection) as statements:
         assert ada.post("leases", acquire_body()).status_code == 201
     verbs = Counter(statement["sql"].partition(" ")[0] for statement in statements)
     on_postgres = connection.vendor == "postgresql"
-    assert (len(statements), verbs["SELECT"], verbs["COMMIT"]) == (7 if on_postgres else 9, 2, 1)
+    assert (len(statements), verbs["SELECT"], verbs["COMMIT"]) == (8 if on_postgres else 10, 2, 1)
 
 
 def test_releasing_twice_returns_the_same_and_the_timeline_names_the_key(ada: ApiClient, lease) -> None:
@@ -248,7 +248,7 @@ def test_join_starts_the_sandbox_once(ada: ApiClient, join_body, memory: MemoryP
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(("prewarmed", "limits"), [(False, (15, 22)), (True, (12, 15))])
+@pytest.mark.parametrize(("prewarmed", "limits"), [(False, (16, 23)), (True, (13, 16))])
 def test_a_join_takes_few_statements(ada: ApiClient, join_body, pool: Pool, prewarmed: bool, limits) -> None:
     """On PostgreSQL one commit with the grant and the place. A pre-warmed sandbox gets its files with its first run."""
     ada.post("environments/earlier/join", join_body())  # inserts the agent's quota

@@ -128,7 +128,7 @@ def test_release_is_idempotent(lease) -> None:
 
 def test_a_condition_ends_every_lease_that_lists_it_and_belongs_to_one_of_the_agents(grant) -> None:
     listed, another = grant(agent="did:plc:a"), grant(agent="did:plc:b")
-    elsewhere, other = grant(agent="did:plc:c", environment="game-2"), grant(agent="did:plc:d", environment_type="coding")
+    elsewhere, other = grant(agent="did:plc:c", environment="game-2"), grant(agent="did:plc:d", expiry_conditions=[])
     elapsed = grant(agent="did:plc:e", ttl=MINUTE)
     for agents, ended in ((["did:plc:a"], [listed]), (None, [another]), (None, [])):
         assert conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=agents) == ended

@@ -31,7 +31,7 @@ def forge(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Forge]:
 
 
 def save(forge: Forge, **fields: str) -> Repository:
-    fields = {"clone_url": forge.clone_url, "forge": "github", "api_url": forge.api_url, "project": PROJECT} | fields
+    fields = {"clone_url": forge.clone_url, "forge": "github", "api_url": forge.api_url, "forge_project": PROJECT} | fields
     return repositories.save("calc", now=NOW, **fields)[0]
 
 
@@ -145,12 +145,13 @@ def push(own: Git, task: CodingTask, head: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"clone_url": "ext::sh"}, "clone_url"), ({"api_url": "http://example.org"}, "api_url"), ({"project": "x"}, "project"),
+        ({"clone_url": "ext::sh"}, "clone_url"), ({"api_url": "http://example.org"}, "api_url"),
+        ({"forge_project": "x"}, "forge_project"),
         ({"base_branch": "a b"}, "base_branch"), ({"forge": "svn"}, "forge"),
     ],
 )  # fmt: skip
 def test_settings_of_a_repository_are_checked(db: None, fields: dict[str, str], name: str) -> None:
-    valid = {"clone_url": "/srv/x.git", "forge": "github", "api_url": "https://api.github.com", "project": "a/b"}
+    valid = {"clone_url": "/srv/x.git", "forge": "github", "api_url": "https://api.github.com", "forge_project": "a/b"}
     with pytest.raises(InvalidRequest) as error:
         repositories.save("calc", now=NOW, **valid | fields)
     assert error.value.extra["field"] == name

@@ -1,4 +1,4 @@
-"""Environments: written with their first lease, ended with their last one, and opened again by a later lease."""
+"""Environments: written with their first lease, ended with their last one."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,8 +9,9 @@ from django.conf import settings
 
 from leases import conditions, leasing, sweeps, turns
 from leases.environments import lifecycle, play
+from leases.environments.lifecycle import NewEnvironment
 from leases.environments.models import Environment
-from leases.errors import Conflict, EnvironmentEnded, EnvironmentNotFound, InvalidRequest
+from leases.errors import EnvironmentEnded, EnvironmentNotFound, InvalidRequest
 from leases.models import EnvironmentType, Lease, Turn
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import create_llm_call
@@ -56,15 +57,6 @@ def test_lease_that_does_not_list_the_condition_keeps_the_environment_open(grant
     assert read().status == "open"
 
 
-def test_later_lease_opens_an_ended_environment_again(grant: Callable[..., Lease]) -> None:
-    grant()
-    lifecycle.end("game-1", outcome="draw", now=NOW + MINUTE)
-    assert read().status == "ended"
-    grant(now=NOW + HOUR)
-    row = read()
-    assert (row.status, row.outcome, row.created_at) == ("open", None, NOW)
-
-
 def test_end_ends_every_lease_and_the_first_outcome_stays(grant: Callable[..., Lease]) -> None:
     leases = [grant(), grant("did:plc:bob")]
     other = grant(environment="game-2")
@@ -78,13 +70,11 @@ def test_end_ends_every_lease_and_the_first_outcome_stays(grant: Callable[..., L
 
 
 def test_created_environment_starts_once_has_a_phase_and_ends(grant: Callable[..., Lease]) -> None:
-    row, is_new = lifecycle.create("game-1", "catan", phase="setup", now=NOW)
+    row, is_new = lifecycle.create(NewEnvironment("game-1", "catan", phase="setup"), now=NOW)
     assert (is_new, row.status) == (True, "created")
-    assert lifecycle.create("game-1", "catan", phase="other", now=NOW) == (row, False)
-    with pytest.raises(Conflict):
-        lifecycle.create("game-1", "rpg", now=NOW)
+    assert lifecycle.create(NewEnvironment("game-1", "catan", phase="other"), now=NOW) == (row, False)
     with pytest.raises(InvalidRequest):
-        lifecycle.create("game-2", "chess", now=NOW)
+        lifecycle.create(NewEnvironment("game-2", "chess"), now=NOW)
     grant()
     assert read().status == "created"  # a lease does not start what an operator is to start
     assert lifecycle.start("game-1", now=NOW + MINUTE) and not lifecycle.start("game-1", now=NOW + HOUR)

@@ -137,7 +137,7 @@ class AgentKeyForm(forms.ModelForm):
         cleaned = super().clean() or {}
         if "dids" in self.fields and not self.errors and not cleaned.get("dids") and not cleaned.get("operator"):
             self.add_error("dids", "Enter at least one agent, or make this an operator key.")
-        if "project" in self.fields and not self.errors:
+        if "dids" in self.fields and not self.errors:
             foreign = Agent.objects.filter(did__in=cleaned["dids"]).exclude(project=cleaned["project"])
             if other := foreign.select_related("project").first():
                 self.add_error("dids", f"{other.did} belongs to the project {other.project}.")

@@ -120,12 +120,6 @@ def _check_key(row: AgentKey | None, key: str, now: datetime) -> AgentKey | None
     return row
 
 
-def is_usable(pk: int, *, now: datetime) -> bool:
-    """Return whether a key is neither revoked nor expired."""
-    not_expired = Q(expires_at__isnull=True) | Q(expires_at__gt=now)
-    return AgentKey.objects.filter(not_expired, pk=pk, revoked_at__isnull=True).exists()
-
-
 def _matches_secret(row: AgentKey, digest: str, now: datetime) -> bool:
     """Return whether the digest is that of a secret of the key. Raise KeyExpired for the previous one after its overlap."""
     if hmac.compare_digest(digest, row.digest):

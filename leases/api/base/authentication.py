@@ -36,7 +36,7 @@ class Caller:
         self._lease = lease  # read with the key
         self.pk = key.pk
         self.allowed = AllowLists.of_key(key)
-        self.name = f"key {key.prefix}"
+        self.name = api_keys.format_actor(key)
 
     def require_scope(self, scope: str, *, reads: bool) -> None:
         """Raise InsufficientScope unless this key has the scope, or one that replaces it."""

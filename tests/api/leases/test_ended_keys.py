@@ -14,7 +14,7 @@ from django.utils import timezone
 from leases import api_keys
 from leases.api import command_threads, streams
 from leases.api.base import views
-from leases.grants import stream_watch
+from leases.grants import revocation, stream_watch
 from leases.grants.stream_watch import StreamWatch
 from leases.models import AgentKey
 from sandboxes.file_watch import FileWatch
@@ -281,3 +281,15 @@ def test_upload_by_a_signed_url_whose_key_ends_while_the_body_arrives_has_no_eff
 def upload(url: str, body: io.BytesIO) -> Any:
     environ = {"wsgi.input": body, "CONTENT_LENGTH": str(len(body.getvalue()))}
     return ApiClient().client.generic("PUT", url, b"", "application/octet-stream", **environ)
+
+
+# --- leases ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.django_db
+def test_leases_that_a_key_was_granted_in_any_way_are_found(ada: ApiClient, operator: ApiClient, lease, join_body) -> None:
+    key = AgentKey.objects.get(prefix=ada.key[3:11])
+    joined = ada.post("environments/game-2/join", join_body()).json()["id"]
+    forked = ada.post(f"leases/{joined}/fork", {"environment_id": "game-3"}).json()["id"]
+    operator.post("environments/game-4/join", join_body())
+    assert {str(found.pk) for found in revocation.find_leases(key)} == {lease["id"], joined, forked}

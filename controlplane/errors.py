@@ -33,6 +33,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.NotAllowed: 403,
     leases.KeyExpired: 401,
     leases.InvalidSignature: 401,
+    leases.GrantEnded: 401,
     leases.SignedUrlInvalid: 401,
     leases.SignedUrlExpired: 401,
     leases.InsufficientScope: 403,

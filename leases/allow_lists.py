@@ -29,7 +29,7 @@ class AllowLists:
     environment_types: Sequence[str] = ()
     pools: Sequence[str] = ()
     limits: ResourceLimits | None = field(default=None, compare=False)  # of the resources that a lease may request
-    project_id: int = DEFAULT_PROJECT_ID  # of an agent's key
+    project_id: int | None = DEFAULT_PROJECT_ID  # of an agent's key
     is_operator: bool = False  # the key may act for every agent, and add it to an environment
 
     @classmethod

@@ -115,6 +115,16 @@ def find_active_key_and_lease(key: str, lease_id: UUID, *, now: datetime) -> tup
     return _check_key(row, key, now), lease
 
 
+def find_by_prefix(text: str) -> AgentKey | None:
+    """Return the row of a key by its prefix, or by a text that begins with the prefix as the console shows it."""
+    return AgentKey.objects.filter(prefix=text.removeprefix("lh_").split("_")[0]).first()
+
+
+def format_actor(key: AgentKey) -> str:
+    """Return the name of a key as the actor of events."""
+    return f"key {key.prefix}"
+
+
 def _check_key(row: AgentKey | None, key: str, now: datetime) -> AgentKey | None:
     if row is None or not _matches_secret(row, hash_key(key), now):
         return None
@@ -123,12 +133,6 @@ def _check_key(row: AgentKey | None, key: str, now: datetime) -> AgentKey | None
     if row.last_used_at is None or row.last_used_at < now - LAST_USED_WRITE_INTERVAL:
         AgentKey.objects.filter(pk=row.pk).update(last_used_at=now)
     return row
-
-
-def is_usable(pk: int, *, now: datetime) -> bool:
-    """Return whether a key is neither revoked nor expired."""
-    not_expired = Q(expires_at__isnull=True) | Q(expires_at__gt=now)
-    return AgentKey.objects.filter(not_expired, pk=pk, revoked_at__isnull=True).exists()
 
 
 def _matches_secret(row: AgentKey, digest: str, now: datetime) -> bool:

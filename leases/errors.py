@@ -242,6 +242,12 @@ class KeyExpired(LeaseError):
     code = "key_expired"
 
 
+class GrantEnded(LeaseError):
+    """The API key or user that this was opened with was revoked, has expired, or may not do this any more."""
+
+    code = "grant_ended"
+
+
 class SignedUrlInvalid(LeaseError):
     """The signed URL is not valid, or is for another method."""
 

@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 from uuid import UUID
 
 from leases import execution, leasing
+from leases.grants.issuers import Issuer
 from leases.stream_server import access, address
 from leases.stream_server.grants import PreviewGrant, TerminalGrant
 from sandboxes import processes
@@ -37,7 +38,7 @@ def open_terminal(pk: UUID, spec: ProcessSpec, *, now: datetime, actor: str = ""
 
 
 def build_terminal_url(
-    pk: UUID, process_id: UUID, *, read_only: bool, lifetime: timedelta, actor: str, now: datetime
+    pk: UUID, process_id: UUID, *, read_only: bool, lifetime: timedelta, issuer: Issuer, actor: str, now: datetime
 ) -> tuple[str, TerminalGrant]:
     """Return a URL to connect to a terminal, and its grant.
 
@@ -46,21 +47,21 @@ def build_terminal_url(
     process = access.find_terminal(pk, process_id)
     if process.ended_at is not None:
         raise ProcessEnded()
-    return grant_access(pk, process_id, read_only=read_only, lifetime=lifetime, actor=actor, now=now)
+    return grant_access(pk, process_id, read_only=read_only, lifetime=lifetime, issuer=issuer, actor=actor, now=now)
 
 
 def grant_access(
-    pk: UUID, process_id: UUID, *, read_only: bool, lifetime: timedelta, actor: str, now: datetime
+    pk: UUID, process_id: UUID, *, read_only: bool, lifetime: timedelta, issuer: Issuer, actor: str, now: datetime
 ) -> tuple[str, TerminalGrant]:
     """Like `build_terminal_url`, for a terminal of this lease that is known to exist."""
-    grant = TerminalGrant(pk, process_id, address.compute_end(now, lifetime), read_only, actor)
+    grant = TerminalGrant(pk, process_id, address.compute_end(now, lifetime), read_only, actor, issuer)
     return address.build_terminal_url(grant), grant
 
 
-def build_preview_url(pk: UUID, port: int, *, lifetime: timedelta, now: datetime) -> tuple[str, PreviewGrant]:
-    """Return a URL that leads to a TCP port in the sandbox of a lease, and its grant.
+def build_preview_url(pk: UUID, port: int, *, lifetime: timedelta, key_id: int, now: datetime) -> tuple[str, PreviewGrant]:
+    """Return a URL that leads to a TCP port in the sandbox of a lease, and its grant, which is issued by an API key.
 
     Raise LeaseEnded, PreviewsForbidden, StreamServerUnavailable."""
     access.require_previews(leasing.require_active(pk, now=now))
-    grant = PreviewGrant(pk, port, address.compute_end(now, lifetime))
+    grant = PreviewGrant(pk, port, address.compute_end(now, lifetime), key_id)
     return address.build_preview_url(grant), grant

@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 from uuid import UUID
 
 from django.contrib import admin, messages
+from django.contrib.auth.models import User
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.shortcuts import get_object_or_404
@@ -14,27 +15,28 @@ from django.urls import reverse
 from controlplane.middleware import ADMIN_POLICY
 from leases import terminals
 from leases.admin.terminals import InvalidPageGrant, PageGrant
+from leases.grants.issuers import TERMINAL_PERMISSION, Issuer
 from sandboxes.admin.base.formatting import format_command, truncate_text
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.models import Process
 
-URL_LIFETIME = timedelta(hours=1)  # an open connection continues; a lost one is opened again until then
+URL_LIFETIME = timedelta(hours=8)  # a working day; the connection ends with it, and with the operator's permission
 
 
 def show_terminal(request: HttpRequest, process_id: UUID) -> HttpResponse:
     """Show a terminal to the operator for whom an action with a reason has just been recorded."""
     process = get_object_or_404(Process, pk=process_id)
     process_url = reverse("admin:sandboxes_process_change", args=[process.pk])
-    if not request.user.has_perm("sandboxes.open_terminal"):
+    if not (isinstance(request.user, User) and request.user.has_perm(TERMINAL_PERMISSION)):
         raise PermissionDenied
     try:
         grant = PageGrant.decode(request.GET.get("grant", ""))
         if (grant.process, grant.username) != (process.pk, request.user.get_username()):
             raise InvalidPageGrant("This address of a terminal is not valid. Open the terminal again.")
         url, _ = terminals.build_terminal_url(
-            process.holder, process.pk, read_only=grant.view_only, lifetime=URL_LIFETIME, actor=grant.username,
-            now=database_time.now(),
+            process.holder, process.pk, read_only=grant.view_only, lifetime=URL_LIFETIME,
+            issuer=Issuer.of_user(request.user), actor=grant.username, now=database_time.now(),
         )  # fmt: skip
     except (InvalidPageGrant, SandboxError) as refused:
         messages.error(request, str(refused))

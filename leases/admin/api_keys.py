@@ -12,14 +12,20 @@ from django.utils import timezone
 from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
-from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget, UnfoldAdminSelectWidget
+from unfold.widgets import (
+    UnfoldAdminCheckboxSelectMultipleWidget,
+    UnfoldAdminSelectWidget,
+    UnfoldBooleanSwitchWidget,
+)
 
 from leases import allow_lists, api_keys
 from leases.errors import InvalidRequest
+from leases.grants import revocation
 from leases.models import Agent, AgentKey, KeyScope, default_key_scopes
 from leases.projects import registry
 from leases.projects.models import Project
 from leases.resource_limits import LIMIT_FIELDS, describe_limits
+from leases.tasks import enqueue_reclaim
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.fields import DurationOrZeroField
@@ -36,13 +42,40 @@ from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import get_reference
 
 UNRESTRICTED_TEXT = "all that are not restricted"
+
+
+class RevokeKeyForm(ReasonForm):
+    """Choice of ending the leases of the key with it."""
+
+    field_order = ["end_leases", "reason"]
+    end_leases = forms.BooleanField(
+        required=False,
+        label="End its leases",
+        widget=UnfoldBooleanSwitchWidget,
+        help_text="Ends the active leases that were granted to this key. Otherwise they go on until their end.",
+    )
+
+    def clean_end_leases(self) -> bool:
+        end_leases: bool = self.cleaned_data["end_leases"]
+        if end_leases and not self.request.user.has_perm("leases.end_lease"):
+            raise forms.ValidationError("You may not end leases.")
+        return end_leases
+
+
+def _revoke_key(row: AgentKey, actor: str, reason: str, now: datetime, *, end_leases: bool = False) -> bool:
+    return revocation.revoke(row, end_leases=end_leases, now=now, actor=actor, reason=reason).revoked
+
+
 REVOKE_KEY_ACTION = AdminAction(
     title="Revoke key",
-    warning="Requests with this key are rejected from now on. A revoked key cannot be restored.",
+    warning="Requests with this key are rejected from now on. Its terminals, previews, file URLs and streams end within two "
+    "seconds. A revoked key cannot be restored.",
     done="revoked",
     refusal_reason="already revoked",
     legal=lambda key: key.revoked_at is None,
-    verb=lambda key, actor, reason, now: api_keys.revoke_key(key.pk, now=now),
+    verb=_revoke_key,
+    form=RevokeKeyForm,
+    enqueue=enqueue_reclaim,
     icon="key_off",
     permissions=("leases.revoke_key",),
     danger=True,

@@ -11,6 +11,7 @@ from django.urls import reverse
 from unfold.widgets import UnfoldBooleanSwitchWidget
 
 from leases import terminals
+from leases.grants.issuers import TERMINAL_PERMISSION
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.processes import ProcessAdmin
 from sandboxes.admin.sandboxes import SandboxAdmin
@@ -21,7 +22,6 @@ from sandboxes.providers.errors import ProviderError
 
 PAGE_SALT = "leasehold.terminal-page"
 PAGE_LIFETIME = timedelta(hours=1)
-PERMISSION = "sandboxes.open_terminal"
 
 
 class InvalidPageGrant(Exception):
@@ -102,7 +102,7 @@ SandboxAdmin.add_actions(
             legal=lambda sandbox: sandbox.state in ALIVE_STATES and sandbox.holder is not None and sandbox.lost_at is None,
             verb=_open,
             icon="terminal",
-            permissions=(PERMISSION,),
+            permissions=(TERMINAL_PERMISSION,),
             get_next_url=_get_opened_url,
         )
     }
@@ -117,7 +117,7 @@ ProcessAdmin.add_actions(
             legal=lambda process: process.is_terminal and process.ended_at is None,
             verb=lambda process, actor, reason, now, view_only: process.is_terminal and process.ended_at is None,
             icon="terminal",
-            permissions=(PERMISSION,),
+            permissions=(TERMINAL_PERMISSION,),
             form=ConnectForm,
             get_next_url=_get_connected_url,
         )

@@ -19,6 +19,7 @@ from leases.api.base import schema
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.streams import EVENT_STREAM, LAST_EVENT_PARAMETER, RECONNECT, EventStreamResponse, StreamEvents, find_run
 from leases.errors import InvalidRequest
+from leases.grants.issuers import Right
 from sandboxes.models import Run
 from sandboxes.streams import rows
 from sandboxes.streams.reader import Ended, Gap, KeepAlive, Output, Position, RunReader, StreamItem
@@ -48,18 +49,20 @@ class AgentRunStreamView(LeaseApiView):
             return HttpResponse(status=204)
         run = find_run(pk, run_id)
         slot = OPEN_STREAMS.open(pk)
-        return EventStreamResponse(AgentRunEvents(row, run, position, sequence, slot))
+        return EventStreamResponse(AgentRunEvents(row, run, position, sequence, slot, self.right))
 
 
 class AgentRunEvents(StreamEvents):
     """Events of an agent run."""
 
-    def __init__(self, row: AgentRun, run: Run, position: Position | None, sequence: int, slot: StreamSlot) -> None:
+    def __init__(
+        self, row: AgentRun, run: Run, position: Position | None, sequence: int, slot: StreamSlot, right: Right
+    ) -> None:
         self._row, self._sequence = row, sequence
         self._position = position or Position()  # of the client: after the last event
         self._parser = NdjsonParser(self._position.stdout)
         self._reader = RunReader(run, self._position, slot, whole_characters=True)
-        super().__init__(self._reader, slot, is_resumed=position is not None)
+        super().__init__(self._reader, slot, right, is_resumed=position is not None)
 
     def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
         start = {"run_id": str(self._row.pk), "cli": self._row.cli}

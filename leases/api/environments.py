@@ -8,10 +8,9 @@ from django.conf import settings
 from django.http import Http404, HttpResponse
 from drf_spectacular.utils import extend_schema, extend_schema_field
 from rest_framework import serializers
-from rest_framework.exceptions import AuthenticationFailed
 from rest_framework.response import Response
 
-from leases import admission, api_keys, conditions, leasing, turns
+from leases import admission, conditions, leasing, turns
 from leases.api.base import schema
 from leases.api.base.fields import (
     MAX_NAMED_AGENTS,
@@ -29,6 +28,7 @@ from leases.api.environment_rows import EndedLeasesSerializer, EnvironmentApiVie
 from leases.api.leases import ACQUIRE_SERIALIZER, LeaseSerializer, NewLeaseSerializer, build_lease_request, serialize_lease
 from leases.environments import lifecycle
 from leases.errors import NotAllowed
+from leases.grants import issuers
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import begin_reclaim
 from sandboxes.claims import KILL_GRACE
@@ -132,9 +132,8 @@ class EnvironmentJoinView(ApiView):
         return self.execute_once(act, max_duration=max_duration)
 
     def admit_after_wait(self) -> None:
-        """Count the new lease. Raise AuthenticationFailed if the key was revoked or has expired while the request waited."""
-        if not api_keys.is_usable(self.caller.pk, now=database_time.now()):
-            raise AuthenticationFailed("The API key was revoked or has expired.")
+        """Count the new lease. Raise GrantEnded if the key was revoked or has expired while the request waited."""
+        issuers.require_alive(self.right, now=database_time.now())
         self.consume_creation_token()
 
     @extend_schema(

@@ -9,12 +9,13 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, extend_schema
 
 from billing.budgets.disclosure import Disclosure, get_disclosure
-from leases import api_keys
 from leases.api.base import schema
 from leases.api.base.renderers import encode_json
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.streams import EVENT_STREAM, LAST_EVENT_PARAMETER, RECONNECT, EventStreamResponse, StreamEvents
 from leases.errors import EventNotFound, InvalidRequest
+from leases.grants import issuers
+from leases.grants.issuers import Right
 from leases.models import AgentKey, KeyScope
 from sandboxes.db import database_time
 from sandboxes.models.webhooks import SUBSCRIBABLE_EVENT_TYPES, Event, EventType
@@ -34,7 +35,7 @@ TYPE_PARAMETER = OpenApiParameter(
 DESCRIPTION = """Events of the agents of the key in an order that never changes; with an operator's key of all agents. The \
 first event is `start`. Each further one has the type of the event as its name, and the body that webhooks receive. Without \
 `Last-Event-ID` the stream begins with the next event; with `0` at the oldest event that is retained. An id that is not \
-retained any more is answered with 410. The stream ends when the key is revoked or expires."""
+retained any more is answered with 410. The stream ends when the key is revoked, expires or loses the scope."""
 
 
 class EventStreamView(ApiView):
@@ -51,16 +52,19 @@ class EventStreamView(ApiView):
         newest = outbox.assign_positions(now=self.now)
         position = find_position(last_id) if last_id else newest
         slot = OPEN_STREAMS.open(UUID(int=self.caller.key.pk), owner="This API key")
-        return EventStreamResponse(EventStream(self.caller.key, types, last_id, position, slot))
+        return EventStreamResponse(EventStream(self.caller.key, self.right, types, last_id, position, slot))
 
 
 class EventStream(StreamEvents):
     """Events that a key may read, after a position. The key is read again before each event and keep-alive."""
 
-    def __init__(self, key: AgentKey, types: Collection[str], last_id: str, position: int, slot: StreamSlot) -> None:
-        self._key, self._types, self._position, self._events_reader = key, types, position, EventReader(position, slot)
+    def __init__(
+        self, key: AgentKey, right: Right, types: Collection[str], last_id: str, position: int, slot: StreamSlot
+    ) -> None:
+        self._key, self._right, self._types = key, right, types
+        self._position, self._events_reader = position, EventReader(position, slot)
         self._id = last_id  # of the last event that was looked at, also if the key may not read it
-        super().__init__(self._events_reader, slot, is_resumed=bool(last_id))
+        super().__init__(self._events_reader, slot, right, is_resumed=bool(last_id))
 
     def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
         if is_resumed:
@@ -86,7 +90,7 @@ class EventStream(StreamEvents):
     def _load_key(self) -> AgentKey | None:
         """Return the present row of the key, None if it is not valid any more; the last known one without the database."""
         try:
-            key = rows.call(_find_key, self._key.pk)
+            key = rows.call(_find_key, self._right)
         except DatabaseError:
             return self._key
         self._key = key or self._key
@@ -133,6 +137,5 @@ def _find_id(position: int) -> str:
     return str(pk) if pk else FIRST_EVENT_ID
 
 
-def _find_key(pk: int) -> AgentKey | None:
-    key = AgentKey.objects.filter(pk=pk, revoked_at__isnull=True).first()
-    return None if key is None or api_keys.is_expired(key, database_time.now()) else key
+def _find_key(right: Right) -> AgentKey | None:
+    return issuers.find_key(right, now=database_time.now())

@@ -20,6 +20,8 @@ from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.command_threads import CommandThread
 from leases.api.runs import EXEC_SERIALIZER, ExecSerializer, ExecView
 from leases.errors import InvalidRequest, RunFailed
+from leases.grants.issuers import Right
+from leases.grants.stream_watch import STREAM_WATCH
 from sandboxes.models import Run
 from sandboxes.providers import get_provider
 from sandboxes.streams import rows
@@ -39,7 +41,8 @@ LAST_EVENT_PARAMETER = OpenApiParameter(
 DESCRIPTION = """Events: `start` (run_id, encoding, live), `stdout` and `stderr` (data, offset), `gap` (stream, lost_bytes: \
 output that is not available any more), and at the end `exit` (run_id, exit_code, timed_out, oom, truncated, duration_seconds, \
 outcome, note) once the result is recorded, or `error` (a problem document). A stream that ends without `exit` or `error` was \
-interrupted: continue it with GET /leases/{id}/runs/{run_id}/stream and `Last-Event-ID`."""
+interrupted: continue it with GET /leases/{id}/runs/{run_id}/stream and `Last-Event-ID`. A stream is also interrupted when its \
+API key is revoked, expires, or loses the scope or the agent."""
 
 
 class EventStreamResponse(StreamingHttpResponse):
@@ -56,10 +59,13 @@ class Closable(Protocol):
 
 
 class EventIterator:
-    """Iterator over the encoded events of a stream. `close` releases its slot, also if nothing was read."""
+    """Iterator over the encoded events of a stream, which ends with the right that the stream uses.
 
-    def __init__(self, slot: StreamSlot, events: Generator[bytes, None, None]) -> None:
+    `close` releases its slot, also if nothing was read."""
+
+    def __init__(self, slot: StreamSlot, right: Right, events: Generator[bytes, None, None]) -> None:
         self._slot, self._events = slot, events
+        STREAM_WATCH.add(slot, right)
 
     def __iter__(self) -> Self:
         return self
@@ -69,6 +75,7 @@ class EventIterator:
 
     def close(self) -> None:
         self._events.close()
+        STREAM_WATCH.remove(self._slot)
         self._slot.release()
         rows.close_if_idle()
 
@@ -76,9 +83,9 @@ class EventIterator:
 class StreamEvents(EventIterator, ABC):
     """Events from a reader, which is closed with them."""
 
-    def __init__(self, reader: Closable, slot: StreamSlot, *, is_resumed: bool) -> None:
+    def __init__(self, reader: Closable, slot: StreamSlot, right: Right, *, is_resumed: bool) -> None:
         self._closable = reader
-        super().__init__(slot, self._encode_all(is_resumed=is_resumed))
+        super().__init__(slot, right, self._encode_all(is_resumed=is_resumed))
 
     @abstractmethod
     def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
@@ -96,7 +103,7 @@ class RunEvents(StreamEvents):
     def __init__(self, view: LeaseApiView, run: Run, position: Position | None, slot: StreamSlot, encoding: str) -> None:
         self._view, self._run, self._encoding = view, run, encoding
         self._reader = RunReader(run, position or Position(), slot, whole_characters=encoding == "utf-8")
-        super().__init__(self._reader, slot, is_resumed=position is not None)
+        super().__init__(self._reader, slot, view.right, is_resumed=position is not None)
 
     def _encode_all(self, *, is_resumed: bool) -> Generator[bytes, None, None]:
         start = {

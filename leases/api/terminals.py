@@ -29,14 +29,14 @@ MAX_TERMINAL_SIZE = 1000  # rows or columns
 
 
 class LifetimeField(StrictIntegerField):
-    """Seconds until a URL expires. A connection that is open then continues."""
+    """Seconds until a URL expires, and each connection that it has opened ends."""
 
     def __init__(self) -> None:
         super().__init__(
             min_value=1,
             max_value=int(MAX_GRANT_LIFETIME.total_seconds()),
             default=int(DEFAULT_GRANT_LIFETIME.total_seconds()),
-            help_text="Seconds until the URL expires. Connections that are open then continue.",
+            help_text="Seconds until the URL expires and its connections end.",
         )
 
 
@@ -97,7 +97,7 @@ class TerminalListView(LeaseApiView):
 
         The terminal is a background process: `/processes` lists it, and DELETE there ends it. Several clients may be connected
         at once, and a client that reconnects continues where it was. Binary messages are input and output; the text message
-        `{"type": "resize", "rows": 24, "columns": 80}` changes the size."""
+        `{"type": "resize", "rows": 24, "columns": 80}` changes the size. The URL and its connections end with the API key."""
         data = self.validate_body(NEW_TERMINAL_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
@@ -117,8 +117,9 @@ class TerminalListView(LeaseApiView):
             return response
         process = json.loads(response.content)
         url, grant = terminals.grant_access(  # also if the program has ended already
-            pk, UUID(process["process_id"]), read_only=False, lifetime=lifetime, actor=self.actor, now=self.now
-        )
+            pk, UUID(process["process_id"]), read_only=False, lifetime=lifetime, issuer=self.caller.issuer, actor=self.actor,
+            now=self.now,
+        )  # fmt: skip
         response.content = encode_json(process | {"url": url, "expires_at": format_end(grant.expires_at)})
         return response
 
@@ -134,8 +135,8 @@ class TerminalUrlView(LeaseApiView):
         """Return a further URL of a terminal, for example one that only shows the output. The lease is not renewed."""
         data = self.validate_body(TERMINAL_URL_SERIALIZER)
         url, grant = terminals.build_terminal_url(
-            pk, process_id, read_only=data["view_only"], lifetime=timedelta(seconds=data["expires_seconds"]), actor=self.actor,
-            now=self.now,
+            pk, process_id, read_only=data["view_only"], lifetime=timedelta(seconds=data["expires_seconds"]),
+            issuer=self.caller.issuer, actor=self.actor, now=self.now,
         )  # fmt: skip
         return Response({"url": url, "expires_at": format_end(grant.expires_at), "view_only": grant.read_only})
 
@@ -151,10 +152,11 @@ class PreviewListView(LeaseApiView):
         """Return a URL that leads to a program that listens on a TCP port in the sandbox, by HTTP and WebSocket.
 
         The policy of the environment type must allow previews. The program need not listen yet. Requests neither renew the
-        lease nor wake a cold sandbox. The URL ends with the lease."""
+        lease nor wake a cold sandbox. The URL ends with the lease, and when the API key is revoked or expires, not when it is
+        rotated."""
         data = self.validate_body(NEW_PREVIEW_SERIALIZER)
         lifetime = timedelta(seconds=data["expires_seconds"])
-        url, grant = terminals.build_preview_url(pk, data["port"], lifetime=lifetime, now=self.now)
+        url, grant = terminals.build_preview_url(pk, data["port"], lifetime=lifetime, key_id=self.caller.pk, now=self.now)
         body: dict[str, Any] = {"url": url, "port": grant.port, "expires_at": format_end(grant.expires_at)}
         return Response(body, status=201)
 

@@ -6,7 +6,7 @@ from typing import Any
 from django.core.exceptions import ValidationError
 from django.core.validators import MaxValueValidator, MinValueValidator, RegexValidator
 from django.db import models
-from django.db.models import Q
+from django.db.models import Q, Value
 from django.utils import timezone
 
 from leases.projects.models import DEFAULT_PROJECT_ID, Project
@@ -86,7 +86,7 @@ class Repository(models.Model):
     )  # fmt: skip
     enabled = models.BooleanField(default=True, help_text="New tasks may be created.")
     project = models.ForeignKey(
-        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=DEFAULT_PROJECT_ID, related_name="+",
+        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=Value(DEFAULT_PROJECT_ID), related_name="+",
         help_text="Project of the environments whose tasks use the repository.",
     )  # fmt: skip
     created_at = models.DateTimeField(default=timezone.now, editable=False)

@@ -110,7 +110,7 @@ class Entry:
     def _may_admit(self) -> bool:
         return self.allowed is None or self.allowed.is_operator
 
-    def _get_project_id(self) -> int:
+    def _get_project_id(self) -> int | None:
         """Return the project of the agent, or the one that a new agent gets."""
         if self.agent:
             return self.agent.project_id

@@ -209,8 +209,10 @@ def _record_end(condition: Q, reason: str, *, now: datetime) -> int:
 
 def _record_outcome(environment_id: str, outcome: Any, *, now: datetime, actor: str) -> None:
     """Record the outcome of the last end, unless that end has one. The caller has locked the environment."""
+    ended_at = find(environment_id).ended_at
+    assert ended_at  # the caller has ended the environment, or found it ended
     EnvironmentOutcome.objects.get_or_create(
-        environment_id=environment_id, ended_at=find(environment_id).ended_at,
+        environment_id=environment_id, ended_at=ended_at,
         defaults={"recorded_at": now, "recorded_by": actor[:255], "text": json.dumps(outcome)},
     )  # fmt: skip
 

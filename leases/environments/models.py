@@ -33,7 +33,7 @@ class Environment(models.Model):
         "leases.EnvironmentType", to_field="name", on_delete=models.PROTECT, related_name="environments", db_index=False
     )
     project = models.ForeignKey(
-        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=DEFAULT_PROJECT_ID, related_name="+",
+        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=Value(DEFAULT_PROJECT_ID), related_name="+",
         help_text="Project of the agents that may enter.",
     )  # fmt: skip
     open_to_project = models.BooleanField(

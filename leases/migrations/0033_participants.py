@@ -18,12 +18,12 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name='agent',
             name='project',
-            field=models.ForeignKey(db_default=1, default=1, help_text='The agent enters environments of this project only.', on_delete=django.db.models.deletion.PROTECT, related_name='+', to='leases.project'),
+            field=models.ForeignKey(db_default=models.Value(1), default=1, help_text='The agent enters environments of this project only.', on_delete=django.db.models.deletion.PROTECT, related_name='+', to='leases.project'),
         ),
         migrations.AddField(
             model_name='agentkey',
             name='project',
-            field=models.ForeignKey(db_default=1, default=1, help_text="Project of the key's agents. Without effect for an operator's key.", on_delete=django.db.models.deletion.PROTECT, related_name='+', to='leases.project'),
+            field=models.ForeignKey(db_default=models.Value(1), default=1, help_text="Project of the key's agents. Without effect for an operator's key.", on_delete=django.db.models.deletion.PROTECT, related_name='+', to='leases.project'),
         ),
         migrations.AddField(
             model_name='environment',
@@ -38,7 +38,7 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name='environment',
             name='project',
-            field=models.ForeignKey(db_default=1, default=1, help_text='Project of the agents that may enter.', on_delete=django.db.models.deletion.PROTECT, related_name='+', to='leases.project'),
+            field=models.ForeignKey(db_default=models.Value(1), default=1, help_text='Project of the agents that may enter.', on_delete=django.db.models.deletion.PROTECT, related_name='+', to='leases.project'),
         ),
         migrations.AddField(
             model_name='environmenttype',
@@ -48,7 +48,7 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name='repository',
             name='project',
-            field=models.ForeignKey(db_default=1, default=1, help_text='Project of the environments whose tasks use the repository.', on_delete=django.db.models.deletion.PROTECT, related_name='+', to='leases.project'),
+            field=models.ForeignKey(db_default=models.Value(1), default=1, help_text='Project of the environments whose tasks use the repository.', on_delete=django.db.models.deletion.PROTECT, related_name='+', to='leases.project'),
         ),
         migrations.AlterField(
             model_name='agentkey',

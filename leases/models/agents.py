@@ -2,6 +2,7 @@
 
 from django.core.validators import RegexValidator
 from django.db import models
+from django.db.models import Value
 from django.utils import timezone
 
 from leases.projects.models import DEFAULT_PROJECT_ID, Project
@@ -20,7 +21,7 @@ class Agent(models.Model):
     did = models.CharField(max_length=255, unique=True, validators=[validate_did], verbose_name="DID")
     name = models.CharField(max_length=100, blank=True)
     project = models.ForeignKey(
-        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=DEFAULT_PROJECT_ID, related_name="+",
+        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=Value(DEFAULT_PROJECT_ID), related_name="+",
         help_text="The agent enters environments of this project only.",
     )  # fmt: skip
     created_at = models.DateTimeField(default=timezone.now, editable=False)
@@ -67,7 +68,7 @@ class AgentKey(ResourceLimits):
     dids = models.JSONField(default=list, blank=True, help_text="Agents that the key may act for.", verbose_name="DIDs")
     operator = models.BooleanField(default=False, help_text="The key may act for all agents, in every project.")
     project = models.ForeignKey(
-        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=DEFAULT_PROJECT_ID, related_name="+",
+        Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=Value(DEFAULT_PROJECT_ID), related_name="+",
         help_text="Project of the key's agents. Without effect for an operator's key.",
     )  # fmt: skip
     scopes = models.JSONField(default=default_key_scopes, help_text="Requests that the key permits.")

@@ -30,7 +30,7 @@ def find(name: str) -> Project:
     return row
 
 
-def register_agents(project_id: int, dids: Sequence[str], *, field: str, now: datetime) -> None:
+def register_agents(project_id: int | None, dids: Sequence[str], *, field: str, now: datetime) -> None:
     """Insert the agents that are not known yet into a project. Raise InvalidRequest if one belongs to another project."""
     for did in dids:
         agent, _ = Agent.objects.get_or_create(did=did, defaults={"project_id": project_id, "created_at": now})

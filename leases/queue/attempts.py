@@ -20,7 +20,9 @@ from leases.agent_runs.lifecycle import AgentRequest
 from leases.agent_runs.policy import AgentPolicy
 from leases.allow_lists import AllowLists
 from leases.errors import LeaseEnded, NotAllowed, QueuedRunInterrupted
-from leases.models import AgentKey, KeyScope, Lease, LeaseStatus, Turn
+from leases.grants import issuers
+from leases.grants.issuers import Issuer, Right
+from leases.models import AgentKey, Lease, LeaseStatus, Turn
 from leases.one_shot import OneShotRequest
 from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState
@@ -148,11 +150,10 @@ def find_issuer(row: QueuedRun, *, now: datetime) -> AgentKey | None:
     key_id = row.request.get("key_id")
     if not key_id:
         return None
-    key = AgentKey.objects.filter(pk=key_id, revoked_at__isnull=True).first()
-    if key is None or api_keys.is_expired(key, now):
-        raise NotAllowed("The API key that queued the run was revoked or has expired.")
-    if KeyScope.LEASES not in key.scopes or not (key.operator or row.agent_did in key.dids):
-        raise NotAllowed("The API key that queued the run may not act for this agent any more.")
+    key = AgentKey.objects.filter(pk=key_id).first()
+    right = Right(Issuer.of_key(int(key_id)), agent_did=row.agent_did)  # not of one secret: a rotated key keeps its queue
+    if reason := issuers.explain_end(right, key, now=now):
+        raise NotAllowed(f"The API key that queued the run {reason}.")
     return key
 
 

@@ -1,4 +1,4 @@
-"""Open connections of the stream server: limits, and their end with their lease."""
+"""Open connections of the stream server: limits, and their end with their grant: its lease, its issuer or its URL."""
 
 import asyncio
 from collections import Counter
@@ -11,10 +11,13 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 
+from leases.errors import GrantEnded
 from leases.stream_server import access
+from leases.stream_server.grants import EXPIRED, PreviewGrant, TerminalGrant, has_expired
 from sandboxes.egress.call_tracking import DatabaseThreads
+from sandboxes.errors import SandboxError
 
-CHECK_INTERVAL_SECONDS = 1.0  # upper bound on how long a connection outlives its lease
+CHECK_INTERVAL_SECONDS = 1.0  # upper bound on how long a connection outlives its grant
 MAX_CONNECTIONS = 512  # of a host
 MAX_CONNECTIONS_PER_LEASE = 64  # a page of a preview may load many files at once
 
@@ -27,11 +30,16 @@ class TooManyConnections(Exception):
 class Connection:
     """One connection and the task that serves it."""
 
-    lease: UUID
-    process: UUID | None  # of a terminal
+    grant: TerminalGrant | PreviewGrant
     task: asyncio.Task[Any] | None
-    was_revoked: bool = False  # the lease or the process has ended
+    ended: SandboxError | None = None  # reason for which the task was cancelled
     has_response: bool = False  # the client has begun to receive it
+
+    def end(self, reason: SandboxError) -> None:
+        """Cancel the task that serves the connection."""
+        if self.task:
+            self.ended = reason
+            self.task.cancel()
 
 
 class Connections:
@@ -43,13 +51,15 @@ class Connections:
         self._counts = Counter[UUID]()
 
     @contextmanager
-    def track(self, lease: UUID, process: UUID | None = None) -> Iterator[Connection]:
+    def track(self, grant: TerminalGrant | PreviewGrant) -> Iterator[Connection]:
         """Register the connection that this task serves. Raise TooManyConnections.
 
-        The task is cancelled when the lease or the process has ended."""
+        The task is cancelled when the grant has ended. A grant that ends meanwhile must not be missed: the caller checks the
+        grant after this call."""
+        lease = grant.lease
         if len(self._open) >= MAX_CONNECTIONS or self._counts[lease] >= MAX_CONNECTIONS_PER_LEASE:
             raise TooManyConnections()
-        connection = Connection(lease, process, asyncio.current_task())
+        connection = Connection(grant, asyncio.current_task())
         self._open.add(connection)
         self._counts[lease] += 1
         try:
@@ -60,23 +70,25 @@ class Connections:
             self._counts += Counter()  # drops leases without a connection
 
     async def watch(self) -> None:
-        """Cancel connections whose lease or process has ended, until cancelled. After a database error they continue."""
+        """Cancel connections whose grant has ended, until cancelled.
+
+        After a database error they continue, up to the expiry of their URL."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_SECONDS)
             with suppress(DatabaseError):
                 await self.check()
 
     async def check(self) -> None:
-        """Cancel connections whose lease or process has ended."""
-        connections = [*self._open]
+        """Cancel connections whose grant has ended."""
+        now, connections = self._now(), list[Connection]()
+        for connection in self._open:
+            if has_expired(connection.grant, now=now):
+                connection.end(GrantEnded(EXPIRED))
+            else:
+                connections.append(connection)
         if not connections:
             return
-        leases = {connection.lease for connection in connections}
-        active = await self._database.run(access.filter_active_leases, leases, now=self._now())
-        terminals = {connection.process for connection in connections if connection.process}
-        running = await self._database.run(access.filter_open_terminals, terminals) if terminals else set()
+        ended = await self._database.run(access.find_ended, {connection.grant for connection in connections}, now=now)
         for connection in connections:
-            has_ended = connection.process is not None and connection.process not in running
-            if (connection.lease not in active or has_ended) and connection.task:
-                connection.was_revoked = True
-                connection.task.cancel()
+            if connection.grant in ended and connection in self._open:
+                connection.end(ended[connection.grant])

@@ -95,7 +95,7 @@ class Previews:
             scheme="http", host="localhost", port=grant.port, path=path, query_string=request.rel_url.raw_query_string,
             encoded=True,
         )  # fmt: skip
-        with self.connections.track(grant.lease) as connection:
+        with self.connections.track(grant) as connection:
             container = await self._find_agent(grant)
             headers = _build_request_headers(request, prefix=prefix)
             async with self.ports.use(container, grant.port) as session:
@@ -122,11 +122,11 @@ class Previews:
 
 
 def _end_revoked(request: web.Request, connection: Connection) -> None:
-    """End the request of a revoked preview: with 410, or an incomplete response, which must not look complete."""
-    if not connection.was_revoked:
+    """End the request of a preview that has ended: with its error, or an incomplete response, which must not look complete."""
+    if connection.ended is None:
         return
     if not connection.has_response:
-        raise web.HTTPGone(text="The lease has ended.")
+        raise connection.ended
     if request.transport:
         request.transport.abort()
 

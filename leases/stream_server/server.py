@@ -12,7 +12,7 @@ from django.conf import settings
 from django.db import Error as DatabaseError
 
 from billing.errors import BudgetExhausted
-from leases.errors import LeaseEnded, PreviewsForbidden, TerminalNotFound
+from leases.errors import GrantEnded, LeaseEnded, PreviewsForbidden, TerminalNotFound
 from leases.models import Lease
 from leases.stream_server import address
 from leases.stream_server.connections import Connections, TooManyConnections
@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 BIND_RETRY_SECONDS = 5.0
 IDLE_CHECK_SECONDS = 10.0
 STATUS_BY_ERROR: dict[type[Exception], int] = {
-    InvalidGrant: 403, PreviewsForbidden: 403, TerminalNotFound: 404, Lease.DoesNotExist: 404, LeaseEnded: 410,
+    InvalidGrant: 403, GrantEnded: 403, PreviewsForbidden: 403, TerminalNotFound: 404, Lease.DoesNotExist: 404, LeaseEnded: 410,
     ProcessEnded: 410, SandboxNotHeld: 409, BudgetExhausted: 402, TooManyConnections: 429, SandboxError: 503,
     DatabaseError: 503,
 }  # fmt: skip

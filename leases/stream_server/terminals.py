@@ -19,6 +19,7 @@ import structlog
 from aiohttp import WSMsgType, web
 from django.db import Error as DatabaseError
 
+from leases.errors import GrantEnded
 from leases.stream_server import access
 from leases.stream_server.agent_link import WAIT_SECONDS, AgentLink
 from leases.stream_server.connections import Connections
@@ -37,8 +38,9 @@ USE_INTERVAL_SECONDS = 15.0  # between renewals of the lease because of input
 RECONNECT_SECONDS = 5.0  # for the agent to connect again
 RECONNECT_PAUSE_SECONDS = 0.1
 WRITE_WAIT_SECONDS = 5.0  # for room in the input of the program
+MAX_REASON_BYTES = 123  # of a close frame (RFC 6455, section 5.5)
 # Close codes of RFC 6455 for applications: 4000 plus a status of HTTP.
-CODE_ENDED, CODE_INVALID, CODE_UNAVAILABLE = 4410, 4400, 4503
+CODE_ENDED, CODE_FORBIDDEN, CODE_INVALID, CODE_UNAVAILABLE = 4410, 4403, 4400, 4503
 
 
 class TerminalClosed(Exception):
@@ -122,7 +124,7 @@ class Terminals:
         """Serve one connection until the terminal, the lease or the connection ends. Raise the errors of `open_terminal`."""
         grant = TerminalGrant.decode(request.match_info["grant"], now=self.now())
         offset = _parse_offset(request)
-        with self.connections.track(grant.lease, grant.process) as connection:
+        with self.connections.track(grant) as connection:
             container = await self.database.run(access.open_terminal, grant, now=self.now())
             socket = web.WebSocketResponse(max_msg_size=MAX_INPUT_BYTES, heartbeat=HEARTBEAT_SECONDS)
             await socket.prepare(request)
@@ -135,14 +137,14 @@ class Terminals:
             except TerminalClosed as closed:
                 code, reason = closed.code, str(closed)
             except asyncio.CancelledError:
-                if not connection.was_revoked:
+                if connection.ended is None:
                     raise
-                code, reason = CODE_ENDED, "The lease or the terminal has ended."
+                code, reason = _build_close(connection.ended)
             finally:
                 agent.close()
                 log.info("terminal disconnected", **names)
                 with suppress(ConnectionError, RuntimeError, TimeoutError):
-                    await socket.close(code=code, message=reason.encode())
+                    await socket.close(code=code, message=reason.encode()[:MAX_REASON_BYTES])
             return socket
 
     async def _serve(self, socket: web.WebSocketResponse, agent: TerminalAgent, grant: TerminalGrant, offset: int) -> None:
@@ -185,9 +187,14 @@ class Terminals:
         try:
             await self.database.run(access.use_terminal, grant, now=self.now())
         except SandboxError as refused:
-            raise TerminalClosed(CODE_ENDED, str(refused)[:100]) from refused
+            raise TerminalClosed(*_build_close(refused)) from refused
         except DatabaseError as error:  # input goes on, and the next one renews the lease
             log.warning("lease not renewed by a terminal", lease=str(grant.lease), error=str(error))
+
+
+def _build_close(refused: SandboxError) -> tuple[int, str]:
+    """Return the close code and the reason. After CODE_FORBIDDEN a client may continue with a new URL."""
+    return CODE_FORBIDDEN if isinstance(refused, GrantEnded) else CODE_ENDED, str(refused)
 
 
 async def _send_output(socket: web.WebSocketResponse, agent: TerminalAgent, offset: int) -> None:

@@ -7,12 +7,13 @@ from uuid import UUID
 
 import pytest
 from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission, User
 from django.db.models import Model, signals
 from django.test import Client
 from django.utils import timezone
 
 from leases import api_keys, execution, leasing, sweeps
-from leases.models import Agent, AgentKey, EnvironmentType, Lease
+from leases.models import Agent, AgentKey, EnvironmentType, Lease, LeaseEvent
 from sandboxes import destruction
 from sandboxes.errors import SandboxBusy
 from sandboxes.models import Policy, Pool, Sandbox, Transition, TransitionReason
@@ -236,6 +237,26 @@ def test_a_revoked_key_is_refused(administrator: Client) -> None:
     row, key = api_keys.issue_key([ADA], now=NOW)
     assert list_messages(administrator.post(row_url(row, "revoke"), WHY)) == ["1 API key revoked."]
     assert api_keys.find_active_key(key, now=NOW) is None
+
+
+def test_leases_of_a_revoked_key_end_if_the_operator_says_so(administrator: Client, grant: Callable[..., Lease]) -> None:
+    row, _ = api_keys.issue_key([ADA], now=NOW)
+    kept, ended = grant(), grant(environment="game-2")
+    LeaseEvent.objects.filter(lease=ended, kind="granted").update(actor=f"key {row.prefix}")
+    administrator.post(row_url(row, "revoke"), WHY | {"end_leases": "on"})
+    assert {*Lease.objects.values_list("pk", "status", "end_detail")} == {
+        (kept.pk, "active", ""), (ended.pk, "expired", f"API key {row.prefix} revoked: {WHY['reason']}"),
+    }  # fmt: skip
+
+
+def test_end_of_leases_needs_its_permission(as_role: Callable[..., Client], lease: Lease) -> None:
+    row, _ = api_keys.issue_key([ADA], now=NOW)
+    LeaseEvent.objects.filter(kind="granted").update(actor=f"key {row.prefix}")
+    client = as_role("Viewer")
+    User.objects.get().user_permissions.add(Permission.objects.get(codename="revoke_key"))
+    page = client.post(row_url(row, "revoke"), WHY | {"end_leases": "on"})
+    assert "may not end leases" in page.content.decode()
+    assert (AgentKey.objects.get().revoked_at, Lease.objects.get().status) == (None, "active")
 
 
 # --- editable fields ----------------------------------------------------------------------------------------------

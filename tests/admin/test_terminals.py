@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import User
 from django.test import Client
+from django.utils import timezone
 
+from leases.errors import GrantEnded
 from leases.models import Lease
-from leases.stream_server import address
+from leases.stream_server import access, address
 from leases.stream_server.grants import TerminalGrant
 from sandboxes.models import Process, Sandbox
 from sandboxes.providers.memory import MemoryProvider, ProgramResult
@@ -64,6 +67,29 @@ def test_operator_watches_the_terminal_of_an_agent(operator: Client, sandbox: Sa
         assert f'data-view-only="{"true" if view_only else "false"}"' in page
         assert read_grant(page).read_only is view_only
     assert LogEntry.objects.filter(object_id=str(process.pk)).count() == 2
+
+
+def deactivate(user: User) -> None:
+    User.objects.filter(pk=user.pk).update(is_active=False)
+
+
+def take_role(user: User) -> None:
+    user.groups.clear()
+
+
+@pytest.mark.parametrize("change", [deactivate, take_role])
+def test_terminal_of_an_operator_ends_with_the_account_or_the_role(
+    operator: Client, sandbox: Sandbox, change: Callable[[User], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryProvider, "find_agent_id", lambda self, ref: "agent", raising=False)
+    url = operator.post(row_url(sandbox, "open_terminal"), WHY).headers["HX-Redirect"]
+    grant = read_grant(fetch(operator, url))
+    assert access.open_terminal(grant, now=timezone.now()) == "agent"
+    assert access.find_ended([grant], now=timezone.now()) == {}
+    change(User.objects.get(username="operator"))
+    assert access.find_ended([grant], now=timezone.now())[grant].code == "grant_ended"
+    with pytest.raises(GrantEnded):
+        access.open_terminal(grant, now=timezone.now())
 
 
 def test_page_is_for_the_operator_of_the_action_only(

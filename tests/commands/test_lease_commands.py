@@ -13,7 +13,7 @@ from django.utils import timezone
 
 from controlplane import health, schedules
 from leases import api_keys, execution
-from leases.models import Agent, AgentKey, Lease
+from leases.models import Agent, AgentKey, Lease, LeaseEvent
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import ProgramResult
@@ -70,6 +70,22 @@ def test_a_rotated_key_is_printed_once_and_the_previous_secret_is_accepted() -> 
     for args in (["0badc0de"], [created["prefix"], "--overlap", "soon"]):
         with pytest.raises(CommandError):
             call("rotate_key", *args)
+
+
+def test_a_revoked_key_keeps_its_leases_unless_they_are_ended() -> None:
+    created = json.loads(call("create_key", "--agent", "did:plc:ada", "--json"))
+    key = AgentKey.objects.get()
+    call(*ACQUIRE)
+    LeaseEvent.objects.filter(kind="granted").update(actor=f"key {key.prefix}")
+    call("acquire", "--agent", "did:plc:ada", "--environment", "game-2", "--type", "catan")
+    assert call("revoke_key", key.prefix, "--end-leases", "--dry-run") == f"{key.prefix} has 1 active lease\n"
+    assert call("revoke_key", f"lh_{key.prefix}_…") == f"{key.prefix} revoked\n"
+    assert api_keys.find_active_key(created["key"], now=timezone.now()) is None
+    assert Lease.objects.filter(status="active").count() == 2
+    assert call("revoke_key", key.prefix, "--end-leases") == f"{key.prefix} was revoked before, 1 lease ended\n"
+    assert Lease.objects.get(status="active").environment_id == "game-2"
+    with pytest.raises(CommandError, match="no API key '0badc0de'"):
+        call("revoke_key", "0badc0de")
 
 
 def test_a_key_is_limited_to_types_and_pools() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.commands.manage import run_manage
 from tests.e2e.test_kill import Fleet, fleet  # noqa: F401 - fixture
+from tests.support.event_stream import open_stream, parse_events
 from tests.support.terminal import TerminalClient
 from tests.support.waiting import wait_until
 
@@ -133,6 +134,32 @@ def test_terminal_ends_with_its_lease(running: Fleet) -> None:
 
     assert asyncio.run(use()) == 4410
     assert asyncio.run(read_status_of_handshake(terminal["url"])) == 410
+
+
+@pytest.mark.matrix("tests/unit/leases/stream_server and tests/api/leases/test_ended_keys.py have each end by a key")
+def test_revoked_key_loses_what_it_has_opened(running: Fleet) -> None:
+    lease = running.join(0)
+    assert lease
+    terminal = open_terminal(running, lease)
+    body = {"argv": ["sh", "-c", "while sleep 0.2; do echo on; done"]}
+    stream = open_stream(running.port, running.key, "POST", f"/leases/{lease}/exec/stream", body)
+    events = parse_events(stream)
+    assert [next(events).name for _ in range(2)] == ["start", "stdout"]
+
+    async def use() -> int:
+        async with TerminalClient(terminal["url"]) as client:
+            await client.type("echo rea''dy\n")
+            await client.read_until("ready")
+            prefix = running.key.split("_")[1]
+            revoked = await asyncio.to_thread(run_manage, running.path, "revoke_key", prefix, **running.env)
+            assert revoked.stdout == f"{prefix} revoked\n"
+            return await client.read_to_end()
+
+    assert asyncio.run(use()) == 4403
+    assert asyncio.run(read_status_of_handshake(terminal["url"])) == 403
+    assert {event.name for event in events} <= {"stdout"}  # the command, and its stream until now, go on for minutes
+    revoked = run_manage(running.path, "revoke_key", running.key.split("_")[1], "--end-leases", **running.env)
+    assert revoked.stdout.endswith("was revoked before, 1 lease ended\n")
 
 
 def test_preview_forwards_http_and_websocket_without_credentials(running: Fleet) -> None:

@@ -11,6 +11,7 @@ from rest_framework.request import Request
 from leases import api_keys
 from leases.allow_lists import AllowLists
 from leases.errors import InsufficientScope
+from leases.grants.issuers import Issuer
 from leases.models import AgentKey, KeyScope, Lease
 from sandboxes.db import database_time, sql
 
@@ -30,16 +31,16 @@ class Caller:
 
     is_authenticated = True
 
-    def __init__(self, key: AgentKey, lease: Lease | None = None) -> None:
-        self.key = key
+    def __init__(self, key: AgentKey, issuer: Issuer, lease: Lease | None = None) -> None:
+        self.key, self.issuer = key, issuer
         self._lease = lease  # read with the key
         self.pk = key.pk
         self.allowed = AllowLists.of_key(key)
-        self.name = f"key {key.prefix}"
+        self.name = api_keys.format_actor(key)
 
     def require_scope(self, scope: str, *, reads: bool) -> None:
-        """Raise InsufficientScope unless this key has the scope. For a request that only reads, `read` replaces `leases`."""
-        accepted = [scope, KeyScope.READ] if reads and scope == KeyScope.LEASES else [scope]
+        """Raise InsufficientScope unless this key has the scope, or one that replaces it."""
+        accepted = list_accepted_scopes(scope, reads=reads)
         if not any(each in self.key.scopes for each in accepted):
             raise InsufficientScope(f"This request needs an API key with the scope {' or '.join(accepted)}.")
 
@@ -68,6 +69,13 @@ class Caller:
         return lease
 
 
+def list_accepted_scopes(scope: str, *, reads: bool) -> tuple[str, ...]:
+    """Return the scopes of which a key needs one; none without a scope. If a request only reads, `read` replaces `leases`."""
+    if not scope:
+        return ()
+    return (scope, KeyScope.READ) if reads and scope == KeyScope.LEASES else (scope,)
+
+
 class KeyAuthentication(BaseAuthentication):
     """Authenticate the holder of an API key. `request.user` is a Caller, `request.auth` the AgentKey row."""
 
@@ -83,7 +91,7 @@ class KeyAuthentication(BaseAuthentication):
             row = api_keys.find_active_key(key.strip(), now=now)
         if row is None:
             raise AuthenticationFailed("The API key is unknown or revoked.")
-        return Caller(row, lease), row
+        return Caller(row, Issuer.of_key(row.pk, key.strip()), lease), row
 
     def authenticate_header(self, request: Request) -> str:
         return 'Bearer realm="leasehold"'

@@ -37,13 +37,15 @@ class JsonParser(BaseParser):
 
 
 class StreamParser(BaseParser):
-    """Iterate over the body in chunks, of any media type, without holding it in memory."""
+    """Iterate over the body in chunks, of any media type, without holding it in memory, as long as the view permits that."""
 
     media_type = "*/*"
 
     def parse(self, stream: Any, media_type: str | None = None, parser_context: Mapping[str, Any] | None = None) -> Any:
         assert parser_context is not None
-        return iter_body(stream, parser_context["view"].max_body_bytes)
+        view = parser_context["view"]
+        chunks: Iterator[bytes] = view.iter_while_permitted(iter_body(stream, view.max_body_bytes))
+        return chunks
 
 
 def read_body(request: HttpRequest, limit: int) -> bytes:

@@ -3,16 +3,19 @@
 A handler validates the request, calls one domain function and renders the result. Errors are raised;
 `controlplane.errors.handle` turns them into problem documents."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, cast
 from uuid import UUID
 
 from django.conf import settings
+from django.db import Error as DatabaseError
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 from rest_framework.exceptions import MethodNotAllowed
 from rest_framework.parsers import BaseParser
+from rest_framework.permissions import SAFE_METHODS
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.serializers import Serializer
@@ -23,14 +26,18 @@ from billing.api.views import require_single_parameters
 from billing.errors import BudgetExhausted
 from leases import api_keys, leasing
 from leases.api.base import idempotency
-from leases.api.base.authentication import Caller, KeyAuthentication
+from leases.api.base.authentication import Caller, KeyAuthentication, list_accepted_scopes
 from leases.api.base.parsers import discard_body, parse_json_object
 from leases.api.base.permissions import CanAccessLease, HasKey
 from leases.api.base.renderers import Negotiation
-from leases.models import Lease
+from leases.errors import LeaseError
+from leases.grants import issuers
+from leases.grants.issuers import Right
+from leases.models import KeyScope, Lease
 from sandboxes.db import database_time
 
 MAX_SMALL_BODY_BYTES = 64 << 10  # default limit; views that accept documents or files set their own
+RECHECK_SECONDS = 1.0  # after which the key of a request is checked again: before its response, and while its body arrives
 
 
 class ApiRequest(Request):
@@ -66,14 +73,17 @@ class ApiView(APIView):
 
     http_method_names = ["get", "head", "post", "put", "patch", "delete"]
     max_body_bytes = MAX_SMALL_BODY_BYTES
+    key_scope: str = KeyScope.LEASES
     request: ApiRequest
     now: datetime
+    started_at: float  # monotonic
 
     @property
     def default_response_headers(self) -> dict[str, str]:
         return {}  # DRF would send Allow with every response; the exception handler sends it with a 405
 
     def initialize_request(self, request: HttpRequest, *args: Any, **kwargs: Any) -> ApiRequest:
+        self.started_at = time.monotonic()
         return ApiRequest(
             request,
             parsers=self.get_parsers(),
@@ -115,9 +125,57 @@ class ApiView(APIView):
     def key_id(self) -> str:
         return str(self.caller.pk)
 
+    @property
+    def right(self) -> Right:
+        """Right of the key that this request uses. A grant that the request issues, or a stream that it opens, ends with it."""
+        lease: Lease | None = getattr(self, "lease", None)
+        scopes = list_accepted_scopes(self.key_scope, reads=self.request.method in SAFE_METHODS)
+        return Right(self.caller.issuer, scopes, lease.agent_did if lease else "")
+
+    def require_key(self) -> None:
+        """Raise GrantEnded if the key was revoked, has expired or lost the right to this request since it arrived.
+
+        A sender that was authenticated otherwise has no key."""
+        if isinstance(self.request.user, Caller):
+            issuers.require_alive(self.right, now=database_time.now())
+
+    def iter_while_permitted(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the chunks of a body that may take long, in either direction. Raise the errors of `require_key`."""
+        checked_at = time.monotonic()
+        for chunk in chunks:
+            if time.monotonic() - checked_at >= RECHECK_SECONDS:
+                self.require_key()
+                checked_at = time.monotonic()
+            yield chunk
+        if time.monotonic() - checked_at >= RECHECK_SECONDS:
+            self.require_key()
+
+    def check_result(self, response: HttpResponseBase) -> HttpResponseBase:
+        """Return the response of a request; of a long one a problem document instead, if its key has ended meanwhile.
+
+        Changes that the request has made stay. A streaming response is closed."""
+        if response.status_code >= 400 or time.monotonic() - self.started_at < RECHECK_SECONDS:
+            return response
+        try:
+            self.require_key()
+        except (LeaseError, DatabaseError) as error:
+            if response.streaming:
+                response.close()
+            return self.handle_exception(error)
+        return response
+
+    def finalize_response(self, request: Request, response: Any, *args: Any, **kwargs: Any) -> Any:
+        checked: Any = self.check_result(response)
+        return super().finalize_response(request, checked, *args, **kwargs)
+
     def read_body(self) -> Any:
-        """Return the body as the view's parser reads it, and set `now` to the time after it. Not for StreamParser."""
+        """Return the body as the view's parser reads it, and set `now` to the time after it. Not for StreamParser.
+
+        Raise GrantEnded if the key has ended while the body arrived."""
+        started_at = time.monotonic()
         body = self.request.data
+        if time.monotonic() - started_at >= RECHECK_SECONDS:
+            self.require_key()
         self.now = database_time.now()
         return body
 
@@ -177,7 +235,7 @@ class HotLeaseApiView(LeaseApiView):
     _negotiator = Negotiation()
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-        self.args, self.kwargs, self.now = args, kwargs, database_time.now()
+        self.args, self.kwargs, self.now, self.started_at = args, kwargs, database_time.now(), time.monotonic()
         self.request = ApiRequest(request, self.get_parsers(), [self._authenticator], self._negotiator, {"view": self})
         try:
             self.require_method(self.request)
@@ -186,6 +244,7 @@ class HotLeaseApiView(LeaseApiView):
             if request.META.get("QUERY_STRING"):
                 require_single_parameters(self.request)
             response: HttpResponseBase = getattr(self, self.request.method.lower())(self.request, *args, **kwargs)
+            response = self.check_result(response)
         except Exception as error:
             response = self.handle_exception(error)
         return response

@@ -62,7 +62,7 @@ class ArchiveView(FileApiView):
             spool.close()
             raise
         name = (under or root).rpartition("/")[2]
-        chunks = _stream_and_close(spool)
+        chunks = self.iter_while_permitted(_stream_and_close(spool))
         response = StreamingHttpResponse(compress(chunks) if is_gzip else chunks, headers=headers)
         response["Content-Type"] = GZIP_MEDIA_TYPE if is_gzip else schema.TAR_MEDIA_TYPE
         response["Vary"] = "Accept"

@@ -15,7 +15,6 @@ from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from leases import signed_urls
 from leases.api.base import schema
 from leases.api.base.authentication import Caller
 from leases.api.base.fields import AnyStringField, StrictIntegerField, StrictSerializer
@@ -24,7 +23,8 @@ from leases.api.base.views import ApiRequest
 from leases.api.files.base import ROOTS, FileApiView
 from leases.api.files.content import MAX_FILE_BYTES, FileView
 from leases.api.files.operations import RootField, resolve_path
-from leases.signed_urls import MAX_LIFETIME, METHODS, FileGrant
+from leases.grants import file_urls
+from leases.grants.file_urls import MAX_LIFETIME, METHODS, FileGrant
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
 
@@ -70,8 +70,11 @@ class FileUrlListView(FileApiView):
         root = ROOTS[data["root"]]
         resolve_path("path", root, data["path"])
         expires_at = (self.now + timedelta(seconds=data["expires_seconds"])).replace(microsecond=0)
-        grant = FileGrant(pk, root, data["path"], data["method"], data["max_bytes"], self.caller.pk, expires_at)
-        query = urlencode({TOKEN_PARAMETER: signed_urls.sign_grant(grant, now=self.now)})
+        issuer = self.caller.issuer
+        grant = FileGrant(
+            pk, root, data["path"], data["method"], data["max_bytes"], issuer.pk, issuer.secret, expires_at
+        )  # fmt: skip
+        query = urlencode({TOKEN_PARAMETER: file_urls.sign_grant(grant, now=self.now)})
         url = request.build_absolute_uri(f"{SIGNED_FILES_PATH}?{query}")
         document = {"url": url, "method": grant.method, "expires_at": format_timestamp(expires_at)}
         return Response(document, status=201, headers={"Cache-Control": "no-store"})
@@ -84,8 +87,8 @@ class SignedUrlAuthentication(BaseAuthentication):
         token = request.GET.get(TOKEN_PARAMETER)
         if token is None:
             raise NotAuthenticated("Use the URL as it was created, with its token.")
-        grant, key = signed_urls.verify_token(token, request.method or "", now=database_time.now())
-        return Caller(key), grant
+        grant, key = file_urls.verify_token(token, request.method or "", now=database_time.now())
+        return Caller(key, grant.issuer), grant
 
     def authenticate_header(self, request: Request) -> str:
         return 'Bearer realm="leasehold"'
@@ -121,6 +124,11 @@ class SignedFileView(FileView):
     @property
     def grant(self) -> FileGrant:
         return self.request.auth  # type: ignore[return-value]
+
+    def require_key(self) -> None:
+        """Also raise SignedUrlExpired if the URL has expired since the request arrived."""
+        file_urls.require_current(self.grant, now=database_time.now())
+        super().require_key()
 
     @extend_schema(
         operation_id="signed_files_get",

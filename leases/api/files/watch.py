@@ -74,7 +74,7 @@ class FileWatchEvents(EventIterator):
 
     def __init__(self, view: FileWatchView, lease_id: UUID, watch: FileWatch, slot: StreamSlot) -> None:
         self._view, self._lease_id, self._watch = view, lease_id, watch
-        super().__init__(slot, self._encode_all())
+        super().__init__(slot, view.right, self._encode_all())
 
     def _encode_all(self) -> Generator[bytes, None, None]:
         root, under = self._watch.root.removeprefix("/"), self._watch.under

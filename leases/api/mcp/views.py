@@ -36,6 +36,7 @@ class McpView(ApiView):
 
     schema = None  # not in the OpenAPI document: the protocol has its own descriptions
     permission_classes = [HasAnyKey]
+    key_scope = ""
     http_method_names = ["post"]
     max_body_bytes = MAX_BODY_BYTES
 

@@ -9,7 +9,6 @@ from django.core.management.base import BaseCommand, CommandError
 
 from leases import api_keys
 from leases.management.base import parse_duration, report_errors
-from leases.models import AgentKey
 from sandboxes.db import database_time
 
 
@@ -30,7 +29,7 @@ class Command(BaseCommand):
         duration = timedelta(0) if overlap == "0" else parse_duration("--overlap", overlap)
         now = database_time.now()
         with report_errors(options["verbosity"]):
-            row = AgentKey.objects.filter(prefix=prefix.removeprefix("lh_").split("_")[0]).first()
+            row = api_keys.find_by_prefix(prefix)
             if row is None:
                 raise CommandError(f"There is no API key {prefix[:12]!r}.")
             key = api_keys.rotate_key(row.pk, overlap=duration, now=now, actor="rotate_key")

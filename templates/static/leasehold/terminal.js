@@ -49,7 +49,7 @@
     };
     socket.onclose = (event) => {
       if (hasEnded) return;
-      if (event.code === 4410 || event.code === 4400) {
+      if (event.code === 4410 || event.code === 4403 || event.code === 4400) {
         hasEnded = true;
         show(event.reason || "The terminal has ended.");
         return;

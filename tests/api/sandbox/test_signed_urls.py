@@ -10,7 +10,8 @@ import pytest
 from django.core import signing
 from django.utils import timezone
 
-from leases import api_keys, signed_urls
+from leases import api_keys
+from leases.grants import file_urls
 from leases.models import AgentKey, Lease
 from sandboxes.models import Run
 from sandboxes.providers.errors import ProviderError
@@ -81,12 +82,12 @@ def test_an_upload_has_at_most_its_limit(anyone: ApiClient, create_url, memory: 
 def test_a_changed_or_foreign_token_is_refused(anyone: ApiClient, ada: ApiClient, create_url) -> None:
     url = create_url("a")
     token = parse_qs(urlsplit(url).query)["token"][0]
-    fields = signing.Signer(salt=signed_urls.SALT).unsign_object(token)
+    fields = signing.Signer(salt=file_urls.SALT).unsign_object(token)
     forged = [
         token[:-1] + ("A" if token[-1] != "A" else "B"), "", "x", ":", "é", token * 200, token.upper(),
-        signing.dumps(fields, salt=signed_urls.SALT), signing.Signer().sign_object(fields),
+        signing.dumps(fields, salt=file_urls.SALT), signing.Signer().sign_object(fields),
         signing.Signer(salt="leasehold.other").sign_object(fields),
-        signing.Signer(salt=signed_urls.SALT, key="another key").sign_object(fields),
+        signing.Signer(salt=file_urls.SALT, key="another key").sign_object(fields),
     ]  # fmt: skip
     for each in forged:
         problem = assert_refused(anyone, "GET", f"/api/v1/signed-files?token={each}", None, 401)

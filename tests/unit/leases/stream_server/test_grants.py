@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from leases.grants.issuers import Issuer
 from leases.stream_server.grants import InvalidGrant, PreviewGrant, TerminalGrant
 from tests.conftest import NOW
 
 END = int((NOW + timedelta(hours=1)).timestamp())
-PREVIEW = PreviewGrant(uuid.UUID(int=7), 8080, END)
-TERMINAL = TerminalGrant(uuid.UUID(int=7), uuid.UUID(int=8), END, read_only=True, actor="did:plc:ada")
+PREVIEW = PreviewGrant(uuid.UUID(int=7), 8080, END, key_id=9)
+TERMINAL = TerminalGrant(
+    uuid.UUID(int=7), uuid.UUID(int=8), END, read_only=True, actor="key 01234567", issuer=Issuer.of_key(9, "lh_x")
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("grant", [PREVIEW, TERMINAL])
@@ -44,7 +47,9 @@ def test_grant_of_one_kind_is_invalid_for_the_other() -> None:
 
 def test_preview_grant_is_one_label_of_a_host_name_in_any_case() -> None:
     text = PREVIEW.encode()
-    assert re.fullmatch(r"[a-z2-7]{1,63}", text)
+    assert re.fullmatch(r"[a-z2-7]{63}", text)
+    last = PreviewGrant(uuid.UUID(int=(1 << 128) - 1), 65535, END, key_id=(1 << 32) - 1)
+    assert PreviewGrant.decode(last.encode(), now=NOW) == last
     assert PreviewGrant.decode(text.upper(), now=NOW) == PREVIEW
 
 

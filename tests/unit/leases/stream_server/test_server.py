@@ -7,12 +7,18 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 import aiohttp
 import pytest
+from aiohttp import web
+from django.db import OperationalError
 
+from leases.errors import GrantEnded, LeaseEnded
+from leases.grants.issuers import Issuer
 from leases.stream_server import access, address, agent_link, connections, server, terminals
 from leases.stream_server.grants import PreviewGrant, TerminalGrant
 from sandboxes.agent.gateway import ResponseReceiver
@@ -46,8 +52,7 @@ def uses(monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path_factory: pytes
     monkeypatch.setattr(access, "open_terminal", lambda grant, **options: SANDBOX)
     monkeypatch.setattr(access, "find_preview_agent", lambda grant, **options: SANDBOX)
     monkeypatch.setattr(access, "use_terminal", uses)
-    monkeypatch.setattr(access, "filter_active_leases", lambda leases, **options: {*leases})
-    monkeypatch.setattr(access, "filter_open_terminals", lambda pks: {*pks})
+    monkeypatch.setattr(access, "find_ended", lambda grants, **options: {})
     return uses
 
 
@@ -67,12 +72,27 @@ def agent(gateway: Gateway) -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
+@dataclass
+class Clock:
+    """Clock of the stream server."""
+
+    now: datetime = NOW
+
+    def __call__(self) -> datetime:
+        return self.now
+
+
 @pytest.fixture
-def run(gateway: Gateway) -> Callable[[Check], None]:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def run(gateway: Gateway, clock: Clock) -> Callable[[Check], None]:
     """Run a check in the gateway's event loop, beside the stream server."""
 
     async def serve_and_check(check: Check) -> None:
-        async with server.listening(gateway.gateway, lambda: NOW):
+        async with server.listening(gateway.gateway, clock):
             await _until_listening()
             await check()
 
@@ -99,7 +119,7 @@ async def _accepts(port: int) -> bool:
 
 @asynccontextmanager
 async def connect(*, read_only: bool = False, offset: int = 0) -> AsyncIterator[TerminalClient]:
-    grant = TerminalGrant(LEASE, PROCESS, END, read_only, "did:plc:ada")
+    grant = TerminalGrant(LEASE, PROCESS, END, read_only, "key 01234567", Issuer.of_key(1))
     async with TerminalClient(address.build_terminal_url(grant), offset) as client:
         yield client
 
@@ -200,8 +220,139 @@ def test_connection_ends_with_its_lease_and_beyond_a_limit_none_begins(
                 async with connect():
                     pass
             assert refused.value.status == 429
-            monkeypatch.setattr(access, "filter_open_terminals", lambda pks: set())
+            monkeypatch.setattr(access, "find_ended", lambda grants, **options: dict.fromkeys(grants, LeaseEnded()))
             assert await client.read_to_end() == terminals.CODE_ENDED
+
+    run(check)
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("read_only", [True, False])
+def test_open_terminal_ends_with_the_right_of_its_issuer(
+    gateway: Gateway, run: Callable[[Check], None], monkeypatch: pytest.MonkeyPatch, read_only: bool
+) -> None:
+    monkeypatch.setattr(connections, "CHECK_INTERVAL_SECONDS", 0.05)
+    start_terminal(gateway, "cat")
+
+    async def check() -> None:
+        async with connect(read_only=read_only) as client:
+            await client.wait_for("start")
+            monkeypatch.setattr(access, "find_ended", lambda grants, **options: dict.fromkeys(grants, GrantEnded()))
+            assert await client.read_to_end() == terminals.CODE_FORBIDDEN
+
+    run(check)
+
+
+def lose_database(*args: Any, **options: Any) -> None:
+    raise OperationalError("no connection")
+
+
+@pytest.mark.usefixtures("agent")
+def test_open_terminal_ends_with_its_url_also_without_the_database(
+    gateway: Gateway, run: Callable[[Check], None], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "CHECK_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(access, "find_ended", lose_database)
+    start_terminal(gateway, "sh", "-c", "stty raw -echo; echo ready; exec cat")
+
+    async def check() -> None:
+        async with connect() as client:
+            await client.read_until("ready\n")
+            clock.now = NOW + timedelta(seconds=3599)
+            await client.type("<input>")
+            await client.read_until("<input>")
+            clock.now = NOW + timedelta(seconds=3600)
+            assert await client.read_to_end() == terminals.CODE_FORBIDDEN
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            async with connect():
+                pass
+        assert refused.value.status == 403
+
+    run(check)
+
+
+@pytest.mark.usefixtures("agent")
+def test_input_that_the_issuer_may_not_send_any_more_closes_the_terminal(
+    gateway: Gateway, run: Callable[[Check], None], uses: Uses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminals, "USE_INTERVAL_SECONDS", -1.0)
+    start_terminal(gateway, "sh", "-c", "stty raw -echo; echo ready; exec cat")
+
+    def refuse() -> None:
+        raise GrantEnded
+
+    uses.effect = refuse
+
+    async def check() -> None:
+        async with connect() as client:
+            await client.read_until("ready\n")
+            await client.type("<input>")
+            assert await client.read_to_end() == terminals.CODE_FORBIDDEN
+            assert b"<input>" not in client.output
+
+    run(check)
+
+
+@asynccontextmanager
+async def serve_program() -> AsyncIterator[int]:
+    """Run a program that sends the beginning of a response at /, and a message over WebSocket at /ws. Yield its port."""
+
+    async def begin(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"beginning")
+        await asyncio.Event().wait()
+        return response
+
+    async def greet(request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.send_str("hello")
+        await socket.receive()
+        return socket
+
+    application = web.Application()
+    application.router.add_get("/", begin)
+    application.router.add_get("/ws", greet)
+    runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+def end_right(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "find_ended", lambda grants, **options: dict.fromkeys(grants, GrantEnded()))
+
+
+def expire_url(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "find_ended", lose_database)
+    clock.now = NOW + timedelta(seconds=3600)
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("end", [end_right, expire_url])
+def test_open_preview_ends_with_its_grant(
+    run: Callable[[Check], None], clock: Clock, monkeypatch: pytest.MonkeyPatch, end: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(connections, "CHECK_INTERVAL_SECONDS", 0.05)
+
+    async def check() -> None:
+        async with serve_program() as port, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+            url = address.build_preview_url(PreviewGrant(LEASE, port, END, key_id=1))
+            async with session.get(url) as response, session.ws_connect(f"{url}ws") as socket:
+                assert await response.content.readexactly(9) == b"beginning"
+                assert (await socket.receive()).data == "hello"
+                end(clock, monkeypatch)
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await response.content.read()
+                assert (await socket.receive()).type in (
+                    aiohttp.WSMsgType.CLOSE,
+                    aiohttp.WSMsgType.CLOSED,
+                    aiohttp.WSMsgType.ERROR,
+                )
 
     run(check)
 
@@ -226,7 +377,7 @@ def test_terminal_of_an_agent_that_has_gone_is_unavailable(
 
 @pytest.mark.usefixtures("uses")
 def test_problem_documents_of_refused_requests(run: Callable[[Check], None]) -> None:
-    expired = PreviewGrant(LEASE, 80, int(NOW.timestamp())).encode()
+    expired = PreviewGrant(LEASE, 80, int(NOW.timestamp()), key_id=1).encode()
 
     async def check() -> None:
         base = address.get_base_url()

@@ -1,9 +1,9 @@
-"""Entry of agents into environments: who may hold a lease there. `leasing.grant` calls this in its transaction.
+"""Entry of agents into environments: the permission to hold a lease there. `leasing.grant` calls this in its transaction.
 
 An agent may enter an open environment of its project, and one of which it is a participant. An operator's request adds the
 agent to the participants. The first lease of an agent creates the environment if there is none, with the agent as participant.
-An environment that nobody has used for a while (lifecycle.UNUSED_AFTER) is opened again by the next entry, one that was ended
-by an operator or a condition is not."""
+The next entry opens an environment again that the sweep has ended as unused (lifecycle.UNUSED_AFTER), but none that an operator
+or a condition has ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Who may hold a lease in an environment: participants, agents of its project, and nobody else."""
+"""Permission to hold a lease in an environment: that of its participants, or of the agents of its project."""
 
 from collections.abc import Callable
 from datetime import timedelta

@@ -83,7 +83,8 @@ def run_demo(
         name = environment.replace(".", "-")
         # The demo's host is an operator on the same machine: repositories are added by command only.
         call_command("repository", "add", name, "--clone-url", str(bare), stdout=StringIO())
-        task = {"repository": name, "title": TITLE, "test_command": TEST_COMMAND}
+        agents = [player.did for player in players]
+        task = {"repository": name, "title": TITLE, "test_command": TEST_COMMAND, "agents": agents}
         host.call("POST", f"/environments/{environment}/coding-task", task)
         print_line(f"task      {TITLE} ({bare})")
         done = play(players[0], environment, host, on_step=lambda step: print_line(format_step(step)))

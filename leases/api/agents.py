@@ -10,23 +10,27 @@ from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 
 from leases.api.base import schema
-from leases.api.base.fields import StrictCharField, StrictSerializer, build_did_field
+from leases.api.base.fields import StrictCharField, StrictSerializer, build_did_field, build_project_field
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.permissions import HasKey, OperatorWrites
 from leases.api.base.views import ApiRequest, ApiView
+from leases.errors import Conflict
 from leases.models import Agent
+from leases.projects import registry
 from sandboxes.db.clock import format_timestamp
 
 
 class NewAgentSerializer(StrictSerializer):
     did = build_did_field()
     name = StrictCharField(max_length=100, allow_blank=True, default="")
+    project = build_project_field()
 
 
 class AgentSerializer(serializers.Serializer):
     did = serializers.CharField()
     name = serializers.CharField()
+    project = serializers.CharField(help_text="The agent enters environments of this project only.")
     created_at = serializers.DateTimeField()
 
 
@@ -44,7 +48,9 @@ class AgentListView(ApiView):
     )
     def get(self, request: ApiRequest) -> HttpResponse:
         """Return the agents of this key, newest first; with an operator's key, all agents."""
-        agents = Agent.objects.all() if self.caller.key.operator else Agent.objects.filter(did__in=self.caller.key.dids)
+        agents = Agent.objects.select_related("project")
+        if not self.caller.key.operator:
+            agents = agents.filter(did__in=self.caller.key.dids)
         page, next_url = paginate(agents, "created_at", request)
         return Response({"results": [serialize_agent(agent) for agent in page], "next": next_url})
 
@@ -62,8 +68,11 @@ class AgentListView(ApiView):
         data = self.validate_body(NEW_AGENT_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
-            defaults = {"name": data["name"], "created_at": self.now}
-            agent, is_new = Agent.objects.get_or_create(did=data["did"], defaults=defaults)
+            project = registry.find(data.get("project") or "")
+            defaults = {"name": data["name"], "project": project, "created_at": self.now}
+            agent, is_new = Agent.objects.select_related("project").get_or_create(did=data["did"], defaults=defaults)
+            if "project" in data and agent.project_id != project.pk:
+                raise Conflict("The agent belongs to another project.", field="project")
             return 201 if is_new else 200, serialize_agent(agent)
 
         return self.execute_once(act)
@@ -73,11 +82,20 @@ class AgentView(ApiView):
     @extend_schema(operation_id="agents_get", summary="Get an agent", responses=schema.build_responses(AgentSerializer, 404))
     def get(self, request: ApiRequest, did: str) -> HttpResponse:
         """Return one agent."""
-        agent = Agent.objects.filter(did=did).first() if self.caller.may_act_for(did) and "\0" not in did else None
+        agent = (
+            Agent.objects.select_related("project").filter(did=did).first()
+            if self.caller.may_act_for(did) and "\0" not in did
+            else None
+        )
         if agent is None:
             raise NotFound("There is no such agent.")
         return Response(serialize_agent(agent))
 
 
 def serialize_agent(agent: Agent) -> dict[str, Any]:
-    return {"did": agent.did, "name": agent.name, "created_at": format_timestamp(agent.created_at)}
+    return {
+        "did": agent.did,
+        "name": agent.name,
+        "project": agent.project.name,
+        "created_at": format_timestamp(agent.created_at),
+    }

@@ -20,6 +20,7 @@ from leases.api.base.fields import (
     StrictCharField,
     StrictSerializer,
     build_agents_field,
+    build_project_field,
     validate_url_value,
 )
 from leases.api.base.idempotency import StatusAndBody
@@ -47,9 +48,7 @@ class NewEnvironmentSerializer(StrictSerializer):
     environment_id = PatternField(ENVIRONMENT_ID_PATTERN, ENVIRONMENT_ID_DESCRIPTION)
     type = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", help_text="Environment type.")
     phase = StrictCharField(max_length=64, allow_blank=True, default="")
-    project = PatternField(
-        r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, help_text="Default: the default project."
-    )
+    project = build_project_field()
     agents = build_agents_field(default=list, help_text="Participants: agents that may enter the environment.")
     open_to_project = StrictBooleanField(required=False, help_text=f"{ACCESS_HELP} Default: as the environment type says.")
     reopen = StrictBooleanField(default=False, help_text="Open an ended environment of this id again, with these values.")
@@ -176,8 +175,8 @@ class EnvironmentListView(EnvironmentApiView):
         """Create an environment that has not started (201), or return the existing one unchanged (200). Operator keys only.
 
         An environment is also created, and started, by the first lease of an agent, which alone may enter it then, unless the
-        type opens its environments to the project. Such an environment is answered 409 here, and so is one with other values.
-        Keys of agents do not open an ended environment again; `reopen` does (201)."""
+        type opens its environments to the project. Such an environment is answered 409 here unless its agents are
+        named, and so is one with other values. Keys of agents do not open an ended environment again; `reopen` does (201)."""
         data = self.validate_body(NEW_ENVIRONMENT_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:

@@ -106,7 +106,7 @@ class EnvironmentJoinView(ApiView):
         summary="Join an environment",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=JoinSerializer,
-        responses=schema.build_responses(LeaseSerializer, 402, 409, 410, 413, 415, 429, ok=(200, 201)),
+        responses=schema.build_responses(LeaseSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
         """Acquire a lease like `POST /leases`, and start its sandbox with /workspace/config.json.
@@ -169,7 +169,7 @@ class EnvironmentConditionView(EnvironmentApiView):
         summary="Post a condition",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=ConditionSerializer,
-        responses=schema.build_responses(EndedLeasesSerializer, 409, 413, 415),
+        responses=schema.build_responses(EndedLeasesSerializer, 404, 409, 413, 415),
     )
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
         """End the active leases in an environment that list the condition, in one transaction.

@@ -303,7 +303,7 @@ class LeaseListView(ApiView):
         summary="Acquire a lease",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=AcquireSerializer,
-        responses=schema.build_responses(LeaseSerializer, 402, 409, 413, 415, 429, ok=(200, 201)),
+        responses=schema.build_responses(LeaseSerializer, 402, 404, 409, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: ApiRequest) -> HttpResponse:
         """Grant the agent a lease in an environment (201), or return the active lease that it already holds there (200).

@@ -53,8 +53,8 @@ def create(request: NewEnvironment, *, now: datetime, actor: str = "") -> tuple[
     """Create an environment that has not started, and return whether this call created it or opened it again. Idempotent.
 
     Raise InvalidRequest for an unknown type, project or agent of another project. Raise Conflict if the environment exists
-    with other parameters, or was created by an agent for itself: a name that an agent has chosen gives it no access to what an
-    operator puts there."""
+    with other parameters, or was created by an agent that is not named here: a name that an agent has chosen gives it no access
+    to what an operator puts there."""
     environment_type = EnvironmentType.objects.filter(name=request.type).first()
     if environment_type is None:
         raise InvalidRequest("type", "There is no such environment type.")
@@ -103,11 +103,12 @@ def _require_same(environment: Environment, request: NewEnvironment, columns: di
         raise Conflict("This environment belongs to another project.", field="project")
     if environment.type_id != request.type:
         raise Conflict(f'This environment exists with the type "{environment.type_id}".{REOPEN_HINT}', field="type")
-    if environment.created_by_agent and not (environment.open_to_project and columns["open_to_project"]):
-        raise Conflict(f"An agent has created this environment for itself.{REOPEN_HINT}", field="environment_id")
     if request.open_to_project is not None and environment.open_to_project != request.open_to_project:
         raise Conflict("This environment exists with other access.", field="open_to_project")
     known = set(environment.participants.values_list("agent_did", flat=True))
+    is_open = environment.open_to_project and columns["open_to_project"]
+    if environment.created_by_agent and not is_open and known - {*request.agents}:
+        raise Conflict(f"An agent that is not named has created this environment.{REOPEN_HINT}", field="environment_id")
     if missing := [did for did in request.agents if did not in known]:
         raise Conflict(f"{missing[0]} is no participant of this environment, which exists.", field="agents")
 

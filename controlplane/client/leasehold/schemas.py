@@ -19,6 +19,7 @@ UnitEnum = Literal["usd", "hours"]
 class Agent(TypedDict):
     did: str
     name: str
+    project: str
     created_at: str
 
 

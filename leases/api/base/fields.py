@@ -170,6 +170,12 @@ def build_did_field() -> PatternField:
     return PatternField(DID_PATTERN, DID_DESCRIPTION, max_length=255)
 
 
+def build_project_field() -> PatternField:
+    return PatternField(
+        r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, help_text="Default: the default project."
+    )
+
+
 def build_agents_field(**options: Any) -> serializers.ListField:
     """Build the field of a list of at most MAX_NAMED_AGENTS DIDs. A repeated one counts once."""
     return serializers.ListField(child=build_did_field(), max_length=MAX_NAMED_AGENTS, **options)

@@ -141,9 +141,11 @@ def test_outcome_may_be_given_after_an_end_without_one(grant: Grant) -> None:
 
 def test_name_that_an_agent_has_taken_gives_it_nothing_that_an_operator_puts_there(grant: Grant) -> None:
     join(grant, BOB)
-    with pytest.raises(Conflict) as refused:
-        create(agents=[BOB])
-    assert refused.value.extra["field"] == "environment_id"
+    for agents in ([], [ADA]):
+        with pytest.raises(Conflict) as refused:
+            create(agents=agents)
+        assert refused.value.extra["field"] == "environment_id"
+    assert create(agents=[BOB]).created_by_agent
 
 
 def test_operator_finds_the_open_environment_of_a_game_that_its_players_have_created(grant: Grant) -> None:

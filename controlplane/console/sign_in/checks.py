@@ -12,7 +12,7 @@ CONFIGURATION = "configuration"  # tag of the checks that long-running commands 
 
 @register(CONFIGURATION)
 def check_trusted_proxies(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """Refuse a trust in everybody: each client would then choose its address, and with a user header its user."""
+    """Refuse a network of all addresses: each client would then choose its address, and with a user header its user."""
     if all(network.prefixlen for network in settings.SIGN_IN.trusted_proxies):
         return []
     message = "LEASEHOLD_TRUSTED_PROXIES contains every address: each client could state another address or user."

@@ -13,7 +13,7 @@ from controlplane.console.sign_in.audit import SampledLog, describe_name
 from controlplane.middleware import STATELESS_PATH_PREFIXES
 
 IGNORED_HEADER_LOG = SampledLog()
-USER_NAME = re.compile(r"[A-Za-z0-9@.+_-]{1,150}")  # no comma: a header that was sent twice names nobody
+USER_NAME = re.compile(r"[A-Za-z0-9@.+_-]{1,150}")  # no comma: a header that was sent twice names no user
 
 
 class ProxySignInMiddleware(RemoteUserMiddleware):

@@ -21,6 +21,7 @@ from controlplane.middleware import STATELESS_PATH_PREFIXES
 from sandboxes.db import database_time
 
 SECONDS_PER_MINUTE = 60
+MAX_FORM_BYTES = 64 << 10
 
 
 class SessionLimitMiddleware:
@@ -43,13 +44,18 @@ class SessionLimitMiddleware:
 
 
 class SignInMiddleware:
-    """Answer a throttled attempt with 429, throttle guesses of the current password, and mark browsers after a sign-in."""
+    """Answer a throttled attempt with 429, throttle guesses of the current password, and mark browsers after a sign-in.
+
+    A large form of a client that has not signed in is refused before a thread reads it."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponseBase]) -> None:
         self.get_response = get_response
         self.throttled_log = audit.SampledLog()
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
+        if is_too_large(request):
+            text = "A form without a sign-in is limited to 64 KiB.\n"
+            return HttpResponse(text, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, content_type="text/plain")
         response = self.get_response(request)
         if user := find_signed_in_user(request):
             mark_browser(response, user)
@@ -83,6 +89,14 @@ class SignInMiddleware:
         response = render(request, "admin/sign_in/throttled.html", context, status=HTTPStatus.TOO_MANY_REQUESTS)
         response["Retry-After"], response["Cache-Control"] = str(exception.seconds), "no-store"
         return response
+
+
+def is_too_large(request: HttpRequest) -> bool:
+    """Return whether a client that has not signed in sends more than a form of the sign-in has."""
+    length = request.META.get("CONTENT_LENGTH") or "0"
+    if request.path_info.startswith(STATELESS_PATH_PREFIXES) or not length.isdecimal() or int(length) <= MAX_FORM_BYTES:
+        return False
+    return not request.user.is_authenticated
 
 
 def describe_wait(seconds: int) -> str:

@@ -10,7 +10,7 @@ from django.contrib.auth.models import User
 from django.core.exceptions import ImproperlyConfigured
 from django.test import Client
 
-from tests.admin.sign_in.conftest import PASSWORD, is_signed_in, sign_in
+from tests.admin.sign_in.conftest import PASSWORD, Clock, is_signed_in, sign_in
 from tests.commands.manage import load_settings
 
 PROXY = "10.0.0.1"
@@ -84,6 +84,15 @@ def test_session_ends_without_the_header_and_elsewhere(proxied: None, ada: User)
         stolen.cookies["sessionid"] = browser.cookies["sessionid"].value
         assert not open_console(name, peer, stolen)
         assert not open_console(name, peer, browser)
+
+
+def test_an_operator_of_the_proxy_is_signed_in_again_after_the_idle_time(proxied: None, ada: User, clock: Clock) -> None:
+    browser = Client()
+    assert open_console("ada", browser=browser)
+    key = browser.session.session_key
+    clock.advance(hours=2)
+    assert open_console("ada", browser=browser)
+    assert browser.session.session_key != key
 
 
 def test_another_user_of_the_proxy_replaces_the_first(proxied: None, ada: User) -> None:

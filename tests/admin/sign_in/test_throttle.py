@@ -1,5 +1,6 @@
 """Guesses of passwords: how many are verified, from one address, from many, in parallel, and what the operator notices."""
 
+import io
 from datetime import timedelta
 from typing import Any
 
@@ -7,12 +8,13 @@ import pytest
 from django.contrib.auth import authenticate
 from django.contrib.auth.models import User
 from django.test import Client
+from django.test.client import FakePayload
 
 from controlplane.console.sign_in import throttle
 from controlplane.console.sign_in.browsers import COOKIE_NAME
 from controlplane.console.sign_in.models import SignInThrottle
 from controlplane.console.sign_in.throttle import FREE_ATTEMPTS, Kind, SignInThrottled
-from tests.admin.sign_in.conftest import PASSWORD, Clock, is_signed_in, sign_in
+from tests.admin.sign_in.conftest import LOGIN, PASSWORD, Clock, is_signed_in, sign_in
 from tests.commands.manage import call
 from tests.conftest import NOW, run_in_threads
 
@@ -122,6 +124,19 @@ def test_the_current_password_is_not_guessed_in_a_session(ada: User, clock: Cloc
     clock.advance(minutes=15)
     assert browser.post("/admin/password_change/", form | {"old_password": PASSWORD}).status_code == 302
     assert not SignInThrottle.objects.filter(kind=Kind.USER, failures__gt=0).exists()
+
+
+@pytest.mark.parametrize("path", [LOGIN, "/admin/", "/admin/password_change/", "/nothing"])
+def test_a_large_form_of_a_stranger_is_not_read(path: str, ada: User, hashes: list[str]) -> None:
+    class Unread(io.BytesIO):
+        def read(self, *args: Any) -> bytes:
+            raise AssertionError("The body was read.")
+
+    del hashes[:]
+    body = FakePayload(b"username=ada&password=" + b"x" * (64 << 10))
+    request = {"REQUEST_METHOD": "POST", "PATH_INFO": path, "CONTENT_TYPE": "application/x-www-form-urlencoded"}
+    response = Client().request(**request, CONTENT_LENGTH=str(len(body)), **{"wsgi.input": Unread()})
+    assert (response.status_code, hashes) == (413, [])
 
 
 @pytest.mark.django_db(transaction=True)

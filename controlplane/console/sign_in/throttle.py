@@ -127,6 +127,10 @@ def forget(keys: Sequence[ThrottleKey]) -> int:
 
 
 def _prune(now: datetime) -> None:
-    """Delete rows without a recent attempt."""
+    """Delete rows without a recent attempt, but those that an attempt has locked at this moment."""
     old = SignInThrottle.objects.filter(last_attempt_at__lt=now - FORGET_AFTER - MAX_DELAY)
-    SignInThrottle.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:MAX_PRUNED_ROWS])).delete()
+    if not old.exists():
+        return
+    with transaction.atomic():
+        keys = list(old.select_for_update(skip_locked=True).values_list("pk", flat=True)[:MAX_PRUNED_ROWS])
+        SignInThrottle.objects.filter(pk__in=keys).delete()

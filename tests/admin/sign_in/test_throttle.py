@@ -163,6 +163,19 @@ def test_parallel_guesses_for_crossing_names_and_addresses_do_not_deadlock(clock
     assert {response.status_code for response in responses} == {200}
 
 
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.postgres("race of guesses and deletion of old rows")
+def test_parallel_guesses_on_old_rows_are_counted_or_throttled(clock: Clock) -> None:
+    pairs = [(f"user{name}", f"198.51.100.{address}") for name in range(4) for address in range(4)]
+    for pair in pairs:
+        sign_in(pair[0], "guess", pair[1])
+    clock.advance(days=3)
+    with run_in_threads(16) as run:
+        responses = run(lambda index: sign_in(pairs[index][0], "guess", pairs[index][1]))
+    assert {response.status_code for response in responses} <= {200, 429}
+    assert not SignInThrottle.objects.filter(last_attempt_at__lt=clock.now - DAY).exists()
+
+
 # --- what the operator notices ------------------------------------------------------------------------------------
 
 

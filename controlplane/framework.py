@@ -8,6 +8,7 @@ from controlplane import env
 INSTALLED_APPS = [
     "unfold",
     "unfold.contrib.filters",
+    "controlplane.console.sign_in",  # its createsuperuser command has to precede the one of django.contrib.auth
     "django.contrib.admin.apps.SimpleAdminConfig",  # urls.py loads the admin pages: worker and egress server need none
     "django.contrib.auth",
     "django.contrib.contenttypes",
@@ -34,6 +35,9 @@ MIDDLEWARE = [
     "controlplane.middleware.AdminCommonMiddleware",
     "controlplane.middleware.AdminCsrfMiddleware",
     "controlplane.middleware.AdminAuthenticationMiddleware",
+    "controlplane.console.sign_in.middleware.SessionLimitMiddleware",
+    "controlplane.console.sign_in.proxy.ProxySignInMiddleware",
+    "controlplane.console.sign_in.middleware.SignInMiddleware",
     "controlplane.middleware.AnonymousRequestLimitMiddleware",
     "controlplane.middleware.AdminMessageMiddleware",
     "controlplane.middleware.ContentSecurityPolicyMiddleware",
@@ -63,7 +67,12 @@ WHITENOISE_USE_FINDERS = True  # serves the admin without collectstatic
 WHITENOISE_AUTOREFRESH = False
 SANDBOX_TOOLS = "controlplane.sandbox_tools"  # module: the egress server knows no leases
 LOGIN_REDIRECT_URL = "admin:index"
-AUTH_PASSWORD_VALIDATORS = [{"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator"}]
+AUTH_PASSWORD_VALIDATORS = [
+    {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},
+    {"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator", "OPTIONS": {"min_length": 12}},
+    {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
+    {"NAME": "django.contrib.auth.password_validation.NumericPasswordValidator"},
+]
 SESSION_COOKIE_HTTPONLY = CSRF_COOKIE_HTTPONLY = True
 X_FRAME_OPTIONS = "DENY"
 DATA_UPLOAD_MAX_MEMORY_SIZE = 80 << 20  # each view has a smaller limit of its own, reported with 413
@@ -112,6 +121,8 @@ SPECTACULAR_SETTINGS = {
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
     "SWAGGER_UI_SETTINGS": {"deepLinking": True, "validatorUrl": None},  # null: no request to validator.swagger.io
 }
+OTP_TOTP_ISSUER = "Leasehold"
+OTP_TOTP_THROTTLE_FACTOR = OTP_STATIC_THROTTLE_FACTOR = 0  # codes are throttled like passwords, before the device is read
 LOGIN_URL = reverse_lazy("admin:login")
 
 UNFOLD = {

@@ -8,6 +8,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 
 from controlplane import env, kubernetes_settings, logs, remote_settings
+from controlplane.console.sign_in import configuration as sign_in
 from controlplane.framework import *  # noqa: F403 - settings that do not depend on the environment
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 
@@ -472,6 +473,15 @@ IDENTITY_KEYS = env.keys(
     "LEASEHOLD_IDENTITY_KEYS",
     help="encrypt signing keys of agents and webhooks: the first encrypts, all decrypt; unset: derived from SECRET_KEY",
 )
+
+# --- sign-in to the console ---------------------------------------------------------------------------------------
+SIGN_IN = sign_in.read()
+AUTHENTICATION_BACKENDS = SIGN_IN.list_backends()
+SESSION_COOKIE_AGE = int(SIGN_IN.max_age.total_seconds())
+if SIGN_IN.second_factor != "off":
+    INSTALLED_APPS = [*INSTALLED_APPS, *sign_in.SECOND_FACTOR_APPS]  # noqa: F405
+    MIDDLEWARE = sign_in.insert_second_factor(MIDDLEWARE)  # noqa: F405
+    UNFOLD = UNFOLD | {"ACCOUNT": {"navigation": sign_in.SECOND_FACTOR_NAVIGATION}}  # noqa: F405
 
 # --- HTTP API -----------------------------------------------------------------------------------------------------
 CREATES_PER_MINUTE = env.integer(

@@ -1,5 +1,6 @@
 """URL configuration: /admin/ for operators, /api/v1/ and /mcp for agents, health and metrics for monitoring."""
 
+from django.apps import apps
 from django.conf import settings
 from django.contrib import admin
 from django.urls import include, path
@@ -16,6 +17,7 @@ from drf_spectacular.views import SpectacularSwaggerSplitView
 from billing.admin.spending import show_spending
 from controlplane import api_document, health, metrics
 from controlplane.console import dashboard, inventory, terminals
+from controlplane.console.sign_in.configuration import SECOND_FACTOR_APP
 from leases.api.mcp.views import McpView
 
 admin.autodiscover()
@@ -27,6 +29,7 @@ urlpatterns = [
     path("admin/inventory/adopt/", admin.site.admin_view(inventory.adopt), name="inventory_adopt"),
     path("admin/inventory/destroy/", admin.site.admin_view(inventory.destroy_sandbox), name="inventory_destroy"),
     path("admin/terminals/<uuid:process_id>/", admin.site.admin_view(terminals.show_terminal), name="terminal"),
+    *([path("admin/second-factor/", include(f"{SECOND_FACTOR_APP}.urls"))] if apps.is_installed(SECOND_FACTOR_APP) else []),
     path("admin/", admin.site.urls),
     path("api/v1/", include("leases.api.urls")),
     path("api/v1/", include("billing.api.urls")),

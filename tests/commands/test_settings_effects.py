@@ -236,6 +236,9 @@ def access_of_agent(world: World) -> str:
 
 
 TESTS = {  # abbreviations of files
+    "addresses": "tests/admin/sign_in/test_addresses.py", "proxy_sign_in": "tests/admin/sign_in/test_proxy.py",
+    "console_sessions": "tests/admin/sign_in/test_sessions.py",
+    "second_factor": "tests/admin/sign_in/test_second_factor.py",
     "config": "tests/commands/test_config.py", "store": "tests/commands/test_storage_config.py",
     "egress": "tests/unit/sandboxes/egress/test_egress_server.py", "snapshots": "tests/unit/sandboxes/test_snapshots.py",
     "mounts": "tests/unit/sandboxes/state/test_mounts.py", "relay": "tests/egress/test_relay.py",
@@ -435,6 +438,11 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
         "MTExMTExMTExMTExMTExMTExMTExMTExMTExMTExMTE=",
         "keys::test_encryption_keys_can_be_replaced_without_losing_a_signing_key",
     ),
+    "LEASEHOLD_TRUSTED_PROXIES": ("127.0.0.1", "addresses::test_address_is_the_last_one_of_no_trusted_proxy"),
+    "LEASEHOLD_USER_HEADER": ("RemoteUser", "proxy_sign_in::test_trusted_proxy_signs_a_user_in"),
+    "LEASEHOLD_SESSION_IDLE_TIMEOUT": ("5m", "console_sessions::test_limits_are_settings"),
+    "LEASEHOLD_SESSION_MAX_AGE": ("20m", "console_sessions::test_limits_are_settings"),
+    "LEASEHOLD_SECOND_FACTOR": ("all", "second_factor::test_setting_says_who_has_to_set_one_up"),
     "LEASEHOLD_CREATES_PER_MINUTE": ("2", "tests/api/leases/test_leases.py::test_only_new_leases_count_against_the_rate_limit"),
     "LEASEHOLD_MAX_JOIN_WAIT": ("30s", "tests/api/leases/test_join_queue.py::test_wait_seconds_outside_its_range_is_refused"),
     "LEASEHOLD_IDEMPOTENCY_TTL": ("1h", "tests/api/test_idempotency.py::test_a_stored_response_expires"),
@@ -490,6 +498,7 @@ REQUIRED = {  # by settings themselves
         "LEASEHOLD_S3_SECRET_ACCESS_KEY": "s",
     },
     "DEBUG": {"LEASEHOLD_ALLOW_UNISOLATED": "1"},
+    "LEASEHOLD_USER_HEADER": {"LEASEHOLD_TRUSTED_PROXIES": "127.0.0.1"},
 }  # fmt: skip
 
 

@@ -1,0 +1,28 @@
+"""manage.py sign_ins: end the waiting time of a user name or an address after failed attempts to sign in."""
+
+from typing import Any
+
+from django.contrib.auth.models import User
+from django.core.management.base import BaseCommand, CommandParser
+
+from controlplane.console.sign_in import throttle
+from controlplane.console.sign_in.throttle import Kind
+
+
+class Command(BaseCommand):
+    help = "Forget the failed attempts to sign in to the console as a user, or from an address."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        kinds = parser.add_mutually_exclusive_group(required=True)
+        kinds.add_argument("--user", metavar="NAME", help="user name, with the codes of the second factor")
+        kinds.add_argument("--address", help="client address, of IPv6 its network of 64 bits")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if name := options["user"]:
+            keys = [throttle.build_name_key(name)]
+            for user in User.objects.filter(username=name):
+                keys += [throttle.build_key(kind, str(user.pk)) for kind in (Kind.CODE, Kind.USER)]
+        else:
+            keys = [throttle.build_address_key(options["address"])]
+        count = throttle.forget(keys)
+        self.stdout.write("The failed attempts are forgotten." if count else "There were no failed attempts.")

@@ -1,0 +1,1 @@
+"""Sign-in to the console: throttle, sessions, proxies, second factor."""

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from django.core.exceptions import ImproperlyConfigured
 from environ import Env
@@ -138,6 +139,22 @@ def networks(name: str, *, help: str) -> list[IPv4Network | IPv6Network]:
         return [ip_network(part.strip()) for part in value.split(",") if part.strip()]
 
     return _read_variable(name, parse, "", "networks such as 10.20.0.0/16, separated by commas", help)
+
+
+def origin(name: str, *, help: str) -> str:
+    """Read scheme, host and port, in lower case, without the default port; "" if the variable is unset or empty."""
+
+    def cast(raw: str) -> str:
+        if not raw:
+            return ""
+        if not re.fullmatch(r"https?://([a-z0-9]([a-z0-9.-]*[a-z0-9])?|\[[0-9a-f:.]+\])(:[0-9]+)?/?", raw.lower()):
+            raise ValueError
+        parts = urlsplit(raw.lower())  # raises ValueError for an invalid IPv6 address, and `port` for one above 65535
+        port = parts.port if parts.port != {"http": 80, "https": 443}[parts.scheme] else None
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
+
+    return _read_variable(name, cast, "", "an http:// or https:// URL of a host, without user, path and query", help)
 
 
 def keys(name: str, *, help: str) -> list[bytes]:

@@ -45,7 +45,9 @@ BASE_CONFIG = {
     "safe.directory": "*",
 }
 TOO_LARGE = re.compile(r"File too large|exceeds maximum allowed size")
-SSH_URL = re.compile(r"(?:ssh://[^\s-][^\s]*|[A-Za-z0-9._-]+@[A-Za-z0-9.-]+:[^\s-][^\s]*)")
+NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"  # of a user or host: it never begins with "-", as an option does
+SSH_URL = re.compile(rf"ssh://(?:{NAME}@)?(?:{NAME}|\[[0-9A-Fa-f:.]+\])(?::[0-9]+)?/[!-~]*|{NAME}@{NAME}:[!-,.-~][!-~]*")
+UNSAFE_URL_CHARACTERS = re.compile(r"[\x00-\x20\x7f]")
 
 
 class GitError(Exception):
@@ -66,8 +68,10 @@ class InvalidCloneUrl(ValueError):
 
 def get_protocol(url: str) -> str:
     """Return the protocol of a clone URL: https, http (loopback only), ssh or file. Raise InvalidCloneUrl."""
-    if url.startswith("/") and "\0" not in url and "\n" not in url:
+    if url.startswith("/") and not re.search(r"[\x00-\x1f\x7f]", url):
         return "file"
+    if UNSAFE_URL_CHARACTERS.search(url):
+        raise InvalidCloneUrl("A clone URL has no spaces or control characters.")
     if SSH_URL.fullmatch(url):
         return "ssh"
     try:
@@ -76,7 +80,11 @@ def get_protocol(url: str) -> str:
         raise InvalidCloneUrl("Not a URL.") from None
     if parts.username or parts.password:
         raise InvalidCloneUrl("A clone URL has no credentials.")
-    if parts.hostname and (parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK_HOSTS)):
+    if (
+        parts.hostname
+        and parts.hostname[0] != "-"
+        and (parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK_HOSTS))
+    ):
         return parts.scheme
     raise InvalidCloneUrl("Must be an https or ssh URL, or an absolute path.")
 

@@ -184,6 +184,21 @@ def database(name: str, default: str, *, help: str) -> dict[str, Any]:
     return _read_variable(name, cast, default, accepts, help, secret=True)
 
 
+def list_secrets() -> list[str]:
+    """Return the values of all secret variables, for redaction: of a database its password, of keys each in base64."""
+    secrets: list[str] = []
+    for variable in ENV_VARIABLES.values():
+        if not variable.secret or not variable.value:
+            continue
+        if isinstance(variable.value, dict):
+            secrets.append(str(variable.value.get("PASSWORD") or ""))
+        elif isinstance(variable.value, list):
+            secrets += (base64.b64encode(key).decode() for key in variable.value)
+        else:
+            secrets.append(str(variable.value))
+    return secrets
+
+
 def find_unknown_variables() -> list[str]:
     """Return a warning for each unknown variable with one of VARIABLE_PREFIXES, usually a spelling mistake."""
     warnings = []

@@ -554,3 +554,4 @@ Q_CLUSTER = {
 }
 
 LOGGING = logs.build_logging(LOG_FORMAT, LOG_LEVEL)
+SECRETS = env.list_secrets()  # removed from messages and logs

@@ -22,6 +22,7 @@ from leases.api.runs import EXEC_SERIALIZER, ExecSerializer, ExecView
 from leases.errors import InvalidRequest, RunFailed
 from sandboxes.models import Run
 from sandboxes.providers import get_provider
+from sandboxes.redaction.texts import omit_answers
 from sandboxes.streams import rows
 from sandboxes.streams.reader import Ended, Gap, KeepAlive, Output, Position, RunReader, StreamItem
 from sandboxes.streams.registry import OPEN_STREAMS, StreamSlot
@@ -143,7 +144,7 @@ def serialize_exit(run: Run) -> dict[str, Any]:
         "truncated": run.truncated,
         "duration_seconds": run.duration.total_seconds() if run.duration is not None else None,
         "outcome": run.outcome,
-        "note": run.note,
+        "note": omit_answers(run.note),
     }
 
 

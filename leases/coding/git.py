@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from leases.service_urls import LOOPBACK_HOSTS
+from sandboxes.redaction.texts import quote_answer
 
 GIT_TIMEOUT = timedelta(seconds=120)  # of one process
 MAX_MEMORY_BYTES = 4 << 30  # address space of one process; git maps packs
@@ -150,8 +151,6 @@ class Git:
 
     def _build_error(self, command: str, status: int, errors: bytes) -> GitError:
         text = errors.decode(errors="replace")
-        for secret in self.secrets:
-            text = text.replace(secret, "[redacted]")
         if status in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ) or TOO_LARGE.search(text):
             return GitTooLarge(f"git {command} wrote a file above {self.max_file_bytes >> 20} MiB.")
         if "out of memory" in text.lower() or "mmap failed" in text:
@@ -161,7 +160,7 @@ class Git:
         if at > 0 and NO_REASON in lines[at]:
             at -= 1  # the line of ssh
         chosen = lines[at] if lines else ""
-        return GitError(f"git {command}: {chosen[:300] or f'exit {status}'}")
+        return GitError(f"git {command}: {quote_answer(chosen, *self.secrets) if chosen else f'exit {status}'}")
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:

@@ -34,7 +34,7 @@ from sandboxes.providers.cloudflare import provider as cloudflare
 from sandboxes.providers.daytona import provider as daytona
 from sandboxes.providers.docker import engine as docker
 from sandboxes.providers.errors import ProviderError, Unavailable
-from sandboxes.providers.kubernetes import api_client
+from sandboxes.providers.kubernetes import api_client, endings
 from sandboxes.providers.kubernetes import errors as kubernetes
 from sandboxes.providers.langsmith import provider as langsmith
 from sandboxes.providers.modal import provider as modal
@@ -147,6 +147,19 @@ def test_texts_of_lost_connections_are_redacted_for_operators_and_omitted_for_ag
     check_texts(str(raised.value))
     check_texts(str(api_client._build_transport_error("pods", OSError(ANSWER))))
     assert KEY not in str(StoreError("s3", "get", ANSWER)) and KEY not in str(Unavailable(ANSWER))
+
+
+@pytest.mark.parametrize("reason", ["Evicted", "DeadlineExceeded", "NodeShutdown", "", "Other"])
+def test_the_words_of_a_cluster_about_an_ended_pod_are_redacted_and_omitted_for_agents(reason: str) -> None:
+    ending = endings.describe_end({"status": {"phase": "Failed", "reason": reason, "message": ANSWER}})
+    assert ending
+    check_texts(ending.message)
+    for kind, state, describe in (
+        ("DisruptionTarget", "True", lambda pod: endings.describe_departure(pod).message),
+        ("PodScheduled", "False", endings.find_unschedulable),
+    ):
+        condition = {"type": kind, "status": state, "reason": "Unschedulable", "message": ANSWER}
+        check_texts(describe({"status": {"conditions": [condition]}}))
 
 
 def check_texts(message: str) -> None:

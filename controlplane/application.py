@@ -2,12 +2,16 @@
 
 import re
 from collections.abc import Callable, Iterable
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 from uuid import UUID
 
+from django.conf import settings
+from django.core.handlers.wsgi import WSGIRequest
 from django.db import Error as DatabaseError
 from django.db import close_old_connections
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpResponse
 from django.middleware.security import SecurityMiddleware
 
 from controlplane.middleware import ContentSecurityPolicyMiddleware
@@ -60,8 +64,8 @@ def _renew(environ: "WSGIEnvironment") -> bytes | None:
 
 def _build_headers(path: str) -> list[tuple[str, str]]:
     """Return the headers that the middleware gives every successful JSON response under a path."""
-    request = HttpRequest()
-    request.path_info = path
+    scheme = urlsplit(settings.PUBLIC_URL).scheme or "http"
+    request = WSGIRequest({"REQUEST_METHOD": "GET", "PATH_INFO": path, "wsgi.input": BytesIO(), "wsgi.url_scheme": scheme})
     respond = ContentSecurityPolicyMiddleware(lambda request: HttpResponse(content_type=JsonRenderer.media_type))
     response: Any = SecurityMiddleware(respond)(request)
     return list(response.items())

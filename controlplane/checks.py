@@ -15,6 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.urls import get_resolver
 
 from controlplane import env
+from controlplane.public_address import get_host
 from sandboxes import providers
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.providers import load_class
@@ -242,6 +243,30 @@ def check_preview_domain(app_configs: Sequence[AppConfig] | None, **kwargs: Any)
         return []
     message = f"LEASEHOLD_PREVIEW_DOMAIN and {shared[0]} are of one site: a page in a sandbox can set cookies of the console."
     return [Error(message, hint="Use a registered domain that no other service uses.", id="leasehold.E014")]
+
+
+@register(CONFIGURATION, deploy=True)
+def check_public_url(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Require a stated public address, and one scheme for all that belongs to it."""
+    if not settings.PUBLIC_URL:
+        if settings.DEBUG:
+            return []
+        message = (
+            "LEASEHOLD_PUBLIC_URL is unset: behind a TLS proxy signed URLs are http:// and the console's cookies not Secure."
+        )
+        hint = "Set it to the address of the console, such as https://leasehold.example.com. See docs/operations.md, TLS."
+        return [Error(message, hint=hint, id="leasehold.E015")]
+    if not settings.PUBLIC_URL.startswith("https://"):
+        if get_host(settings.PUBLIC_URL).startswith(("127.", "localhost", "[::1]")):
+            return []
+        message = f"LEASEHOLD_PUBLIC_URL={settings.PUBLIC_URL} is not encrypted: keys, cookies and signed URLs can be read."
+        return [Warning(message, hint="Put a TLS proxy in front. See docs/operations.md, TLS.", id="leasehold.W007")]
+    plain = [origin for origin in settings.CSRF_TRUSTED_ORIGINS if not origin.startswith("https://")]
+    plain += [settings.STREAM_URL] if settings.STREAM_URL.startswith("http://") else []
+    return [
+        Error(f"{url} is http:// and LEASEHOLD_PUBLIC_URL is https://.", hint="Use https://.", id="leasehold.E015")
+        for url in plain
+    ]
 
 
 def find_site(host: str) -> str:

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from django.core.exceptions import ImproperlyConfigured
 from environ import Env
@@ -140,6 +141,22 @@ def networks(name: str, *, help: str) -> list[IPv4Network | IPv6Network]:
     return _read_variable(name, parse, "", "networks such as 10.20.0.0/16, separated by commas", help)
 
 
+def origin(name: str, *, help: str) -> str:
+    """Read scheme, host and port, in lower case, without the default port; "" if the variable is unset or empty."""
+
+    def cast(raw: str) -> str:
+        if not raw:
+            return ""
+        if not re.fullmatch(r"https?://([a-z0-9]([a-z0-9.-]*[a-z0-9])?|\[[0-9a-f:.]+\])(:[0-9]+)?/?", raw.lower()):
+            raise ValueError
+        parts = urlsplit(raw.lower())  # raises ValueError for an invalid IPv6 address, and `port` for one above 65535
+        port = parts.port if parts.port != {"http": 80, "https": 443}[parts.scheme] else None
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
+
+    return _read_variable(name, cast, "", "an http:// or https:// URL of a host, without user, path and query", help)
+
+
 def keys(name: str, *, help: str) -> list[bytes]:
     """Read comma-separated keys of 32 bytes, each in standard or URL-safe base64."""
 
@@ -165,6 +182,21 @@ def database(name: str, default: str, *, help: str) -> dict[str, Any]:
 
     accepts = "sqlite:////absolute/path, or postgres://user:password@host:port/name"
     return _read_variable(name, cast, default, accepts, help, secret=True)
+
+
+def list_secrets() -> list[str]:
+    """Return the values of all secret variables, for redaction: of a database its password, of keys each in base64."""
+    secrets: list[str] = []
+    for variable in ENV_VARIABLES.values():
+        if not variable.secret or not variable.value:
+            continue
+        if isinstance(variable.value, dict):
+            secrets.append(str(variable.value.get("PASSWORD") or ""))
+        elif isinstance(variable.value, list):
+            secrets += (base64.b64encode(key).decode() for key in variable.value)
+        else:
+            secrets.append(str(variable.value))
+    return secrets
 
 
 def find_unknown_variables() -> list[str]:

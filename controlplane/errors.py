@@ -22,6 +22,7 @@ from sandboxes.db.clock import format_timestamp
 from sandboxes.failures import find_cause, find_provider
 from sandboxes.providers import errors as provider
 from sandboxes.providers import observed as provider_observed
+from sandboxes.redaction.texts import omit_answers, redact
 from sandboxes.storage import base as store
 from sandboxes.storage import observed as store_observed
 
@@ -210,7 +211,7 @@ def build_problem_response(
         "type": f"urn:leasehold:problem:{code}",
         "title": code.replace("_", " ").capitalize(),
         "status": status,
-        "detail": detail or f"{HTTPStatus(status).phrase}.",
+        "detail": redact(omit_answers(detail)) or f"{HTTPStatus(status).phrase}.",
         "code": code,
         "retryable": bool(retry_after) or status == HTTPStatus.SERVICE_UNAVAILABLE,
         "operation": operation,

@@ -27,7 +27,7 @@ INSTALLED_APPS = [
 ]
 MIDDLEWARE = [
     "controlplane.middleware.ProblemDocumentMiddleware",  # outermost, so that every API error is a problem document
-    "controlplane.middleware.ApiHostMiddleware",
+    "controlplane.middleware.PublicAddressMiddleware",
     "controlplane.middleware.TraceContextMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
@@ -73,6 +73,7 @@ AUTH_PASSWORD_VALIDATORS = [
     {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
     {"NAME": "django.contrib.auth.password_validation.NumericPasswordValidator"},
 ]
+MESSAGE_STORAGE = "django.contrib.messages.storage.session.SessionStorage"  # no cookie of its own
 SESSION_COOKIE_HTTPONLY = CSRF_COOKIE_HTTPONLY = True
 X_FRAME_OPTIONS = "DENY"
 DATA_UPLOAD_MAX_MEMORY_SIZE = 80 << 20  # each view has a smaller limit of its own, reported with 413

@@ -1,13 +1,20 @@
 """Structured logging to stderr, one line per record.
 
-Records carry no secrets: the values of environment variables, stdin and keys are never passed to a logger."""
+Records carry no secrets: the values of environment variables, stdin and keys are never passed to a logger, and the texts of
+services outside, which may repeat a secret, are redacted."""
 
 from typing import Any
 
 from controlplane.optional_imports import without_packages
+from sandboxes.redaction.texts import redact
 
 with without_packages("rich"):  # formats tracebacks of the development log, with 4 MiB
     import structlog
+
+
+def _redact_values(logger: Any, method: str, record: Any) -> Any:
+    """Remove the secrets of the settings from a record, tracebacks included."""
+    return {name: redact(value) if isinstance(value, str) else value for name, value in record.items()}
 
 
 def build_logging(format: str, level: str) -> dict[str, Any]:
@@ -37,6 +44,7 @@ def build_logging(format: str, level: str) -> dict[str, Any]:
                 "processors": [
                     structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                     structlog.processors.format_exc_info,
+                    _redact_values,
                     renderer,
                 ],
             }

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from threading import BoundedSemaphore
 from typing import Any
+from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.contrib.auth.middleware import AuthenticationMiddleware
@@ -93,21 +94,28 @@ class ProblemDocumentMiddleware:
         return errors.build_error_response(exception, request.path_info, find_operation(request))
 
 
-class ApiHostMiddleware:
-    """Refuse API requests for a host name that is not this server's, as Django does for pages.
+class PublicAddressMiddleware:
+    """Give every request the scheme and host of LEASEHOLD_PUBLIC_URL, in place of those of its headers.
 
-    Links and signed URLs are built from the name, so that another one would send their credential elsewhere."""
+    Signed URLs, redirects, Secure cookies, HSTS and the check of Origin and Referer then follow the setting. Before, a host
+    name that is not this server's is refused under /api/, as Django does for pages. /mcp and pages refuse it themselves."""
 
     def __init__(self, get_response: GetResponse) -> None:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
-        if request.path_info.startswith("/api/"):
-            try:
-                request.get_host()
-            except DisallowedHost:
+        public = urlsplit(settings.PUBLIC_URL)
+        if public.scheme:
+            request.META["wsgi.url_scheme"] = public.scheme
+        try:
+            request.get_host()
+        except DisallowedHost:
+            if request.path_info.startswith("/api/"):
                 refused = InvalidRequest("Host", "This host name is not one of the server (ALLOWED_HOSTS).")
                 return errors.build_error_response(refused, request.path_info, request.method or "")
+        else:
+            if public.netloc:
+                request.META["HTTP_HOST"] = public.netloc
         return self.get_response(request)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
-from controlplane import env, kubernetes_settings, logs, remote_settings
+from controlplane import env, kubernetes_settings, logs, public_address, remote_settings
 from controlplane.console.sign_in import configuration as sign_in
 from controlplane.framework import *  # noqa: F403 - settings that do not depend on the environment
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
@@ -26,10 +26,12 @@ if not SECRET_KEY:
             "the environment."
         )
     SECRET_KEY = "for-development-only-because-DEBUG-is-on"  # noqa: S105
-ALLOWED_HOSTS = env.string_list("ALLOWED_HOSTS", "127.0.0.1,localhost,[::1]", help="host names that the server accepts")
-CSRF_TRUSTED_ORIGINS = env.string_list(
-    "CSRF_TRUSTED_ORIGINS", "", help="origins, with scheme, from which the admin is used behind a proxy"
-)
+_public = public_address.read()
+PUBLIC_URL, ALLOWED_HOSTS, CSRF_TRUSTED_ORIGINS = _public.url, _public.allowed_hosts, _public.trusted_origins
+SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = _public.is_https
+COOKIE_PREFIX = _public.cookie_prefix
+SESSION_COOKIE_NAME, CSRF_COOKIE_NAME = f"{COOKIE_PREFIX}sessionid", f"{COOKIE_PREFIX}csrftoken"
+SECURE_HSTS_SECONDS = _public.hsts_seconds
 STATE_DIR = Path(
     env.text(
         "LEASEHOLD_STATE_DIR", str(BASE_DIR / "var"), help="directory of process sandboxes, stored state and run-time files"
@@ -563,3 +565,4 @@ Q_CLUSTER = {
 }
 
 LOGGING = logs.build_logging(LOG_FORMAT, LOG_LEVEL)
+SECRETS = env.list_secrets()  # removed from messages and logs

@@ -27,6 +27,7 @@ from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Policy, Pool
 from sandboxes.models.webhooks import EventType
 from sandboxes.pool import allocation
+from sandboxes.redaction.texts import omit_answers
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
@@ -312,7 +313,10 @@ def build_ended_error(lease: Lease, reason: str) -> LeaseEnded:
 def _describe_last_stop(pk: UUID) -> dict[str, str | None]:
     """Describe the newest stop of a sandbox of this lease for clients. The values are None if there was none."""
     stop = stop_reasons.find_last_stop(pk)
-    return {"sandbox_reason": stop.reason.value if stop else None, "sandbox_detail": stop.detail if stop else None}
+    return {
+        "sandbox_reason": stop.reason.value if stop else None,
+        "sandbox_detail": omit_answers(stop.detail) if stop else None,
+    }
 
 
 def apply_elapsed_clock(lease: Lease, now: datetime) -> Lease:

@@ -25,6 +25,7 @@ from sandboxes.guard import Guard
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, RunOutcome
+from sandboxes.redaction.texts import omit_answers
 from sandboxes.runs.operations import Command
 
 log = structlog.get_logger(__name__)
@@ -191,7 +192,7 @@ def find_overdue_turns(*, now: datetime) -> QuerySet[Turn]:
 
 
 def build_skip_action(reason: str) -> Action:
-    return {"action": "skip_turn", "reason": reason[:MAX_SKIP_REASON_CHARS]}
+    return {"action": "skip_turn", "reason": omit_answers(reason)[:MAX_SKIP_REASON_CHARS]}
 
 
 def parse_action(run: Run) -> Action:

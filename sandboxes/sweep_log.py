@@ -12,6 +12,7 @@ from django.db.models import Q
 from sandboxes.claims import RENEWAL_INTERVAL, Progress, hold
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.models import Host, Sweep
+from sandboxes.redaction.texts import redact
 
 log = structlog.get_logger(__name__)
 # Time after which a pass of a sweep that waits for providers or stores begins no further step.
@@ -108,10 +109,10 @@ def _run(row: Sweep, sweep: Callable[[], SweepResult], *, now: datetime, clock: 
     try:
         result = sweep()
     except Exception as failed:
-        Sweep.objects.filter(pk=row.pk).update(last_error=f"{type(failed).__name__}: {failed}"[:2000])
+        Sweep.objects.filter(pk=row.pk).update(last_error=redact(f"{type(failed).__name__}: {failed}")[:2000])
         raise
     Sweep.objects.filter(pk=row.pk).update(
-        succeeded_at=now, took=clock() - now, counts=result.counts, last_error="\n".join(result.failures)[:2000]
+        succeeded_at=now, took=clock() - now, counts=result.counts, last_error=redact("\n".join(result.failures))[:2000]
     )
     if result.counts or result.failures:
         log.info("sweep", sweep=row.name, **result.counts, failed=len(result.failures))

@@ -51,6 +51,7 @@ from sandboxes.claims import KILL_GRACE
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.models import NEVER_STARTED, Run
+from sandboxes.redaction.texts import omit_answers
 
 MAX_PROMPT_BYTES = 1 << 20
 SESSION_DESCRIPTION = "1 to 128 letters, digits, - and _"
@@ -338,7 +339,7 @@ def _serialize(row: AgentRun, result: AgentRunResult) -> dict[str, Any]:
         "cost_usd": f"{result.cost:f}",
         "reported_cost_usd": None if row.reported_cost is None else f"{row.reported_cost:f}",
         "exit_code": result.exit_code,
-        "note": row.note,
+        "note": omit_answers(row.note),
     }
 
 

@@ -27,6 +27,7 @@ from leases.coding.git import GIT_TIMEOUT
 from leases.coding.models import BRANCH_DESCRIPTION, BRANCH_PATTERN, CodingTask, CodingTaskStatus, CompletesOn
 from sandboxes.claims import KILL_GRACE
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
+from sandboxes.redaction.texts import omit_answers
 
 MAX_DESCRIPTION_LENGTH = 20_000  # characters
 MAX_CHECKOUT = checkout.PROBE_TIMEOUT + 2 * checkout.CHECKOUT_TIMEOUT + 2 * GIT_TIMEOUT + 4 * KILL_GRACE
@@ -184,7 +185,7 @@ def serialize_task(task: CodingTask) -> dict[str, Any]:
         "pull_request_number": task.pull_request_number,
         "pull_request_url": task.pull_request_url,
         "submissions": task.submissions,
-        "refusals": task.refusals,
+        "refusals": [omit_answers(refusal) for refusal in task.refusals],
         "created_at": format_timestamp(task.created_at),
         "submitted_at": format_optional_timestamp(task.submitted_at),
         "ended_at": format_optional_timestamp(task.ended_at),

@@ -53,6 +53,7 @@ from sandboxes.egress.totals import calculate_totals
 from sandboxes.models import LlmCall, Sandbox, SandboxState
 from sandboxes.models.resource_limits import GPU_TYPE_PATTERN
 from sandboxes.providers.base import Network
+from sandboxes.redaction.texts import omit_answers
 
 MAX_RENEWED_LEASES = 1000  # in one request
 HELD_SANDBOX_SQL = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
@@ -458,7 +459,7 @@ def render_last_stop(pk: UUID) -> dict[str, str] | None:
     if stop is None:
         return None
     return {
-        "state": stop.state, "reason": stop.reason.value, "at": format_timestamp(stop.at), "detail": stop.detail,
+        "state": stop.state, "reason": stop.reason.value, "at": format_timestamp(stop.at), "detail": omit_answers(stop.detail),
     }  # fmt: skip
 
 

@@ -50,6 +50,7 @@ from sandboxes.models import Pool
 from sandboxes.providers import tar_validation
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.errors import Rejected, TooLarge
+from sandboxes.redaction.texts import omit_answers
 
 MAX_NEW_RUN_BODY_BYTES = 32 << 20  # mostly the workspace
 MAX_RETURNED_WORKSPACE_BYTES = 16 << 20  # size of the tar in a response
@@ -273,7 +274,7 @@ def serialize_one_shot_run(result: OneShotResult, encoding: str) -> dict[str, An
         "stderr": encode_output(result.stderr, encoding),
         "truncated": result.truncated,
         "duration_seconds": result.duration.total_seconds() if result.duration is not None else None,
-        "note": result.note,
+        "note": omit_answers(result.note),
         "cleaned_up": result.cleaned_up,
     }
 

@@ -43,6 +43,7 @@ from sandboxes.models import Process, ProcessStatus, RestartPolicy
 from sandboxes.output_search import MAX_PATTERN_CHARS, BadPattern, PatternSearch
 from sandboxes.processes import START_TIMEOUT, OutputWait, ProcessSpec
 from sandboxes.providers.command_results import ProcessOutput
+from sandboxes.redaction.texts import omit_answers
 
 MAX_NEW_PROCESS_BODY_BYTES = 1 << 20
 MAX_STDIN_BODY_BYTES = 2 << 20
@@ -430,7 +431,7 @@ def serialize_process(process: Process) -> dict[str, Any]:
         "restarts": process.restarts,
         "restarted_at": format_timestamp(process.restarted_at) if process.restarted_at else None,
         "next_restart_at": format_timestamp(process.restart_at) if process.restart_at else None,
-        "note": process.note,
+        "note": omit_answers(process.note),
     }
 
 

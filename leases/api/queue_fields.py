@@ -9,7 +9,7 @@ from rest_framework import serializers
 from leases.api.base.fields import StrictBooleanField, StrictIntegerField, StrictSerializer, encode_output
 from leases.errors import InvalidRequest
 from leases.queue.models import QueuedRun, QueuedRunState
-from leases.queue.queue import QueueOptions, build_turn_result
+from leases.queue.queue import QueueOptions, build_turn_result, omit_error_answers
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.models import Run
 
@@ -108,7 +108,7 @@ def serialize_queued_run(row: QueuedRun) -> dict[str, Any]:
         "max_attempts": row.max_attempts,
         "run_id": str(row.run_id) if row.attempt else None,
         "exit_code": row.exit_code,
-        "error": row.error,
+        "error": omit_error_answers(row.error),
     } | {name: format_optional_timestamp(getattr(row, name)) for name in TIMESTAMPS}
 
 

@@ -13,6 +13,7 @@ from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.atproto.models import AtprotoRecord, RecordStatus
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
+from sandboxes.redaction.texts import omit_answers
 
 
 class RecordSerializer(serializers.Serializer):
@@ -63,5 +64,5 @@ def serialize_record(row: AtprotoRecord) -> dict[str, Any]:
         "created_at": format_timestamp(row.created_at),
         "ended_at": format_optional_timestamp(row.ended_at),
         "attempts": row.attempts,
-        "error": row.error,
+        "error": omit_answers(row.error),
     }

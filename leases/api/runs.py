@@ -36,6 +36,7 @@ from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import RUN_KINDS, Run, RunOutcome
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.command_results import ExecResult
+from sandboxes.redaction.texts import omit_answers
 from sandboxes.runs.operations import Command
 
 MAX_EXEC_BODY_BYTES = 16 << 20  # mostly stdin
@@ -204,7 +205,7 @@ def serialize_exec_result(run: Run, result: ExecResult, encoding: str) -> dict[s
         "oom": result.oom,
         "truncated": result.truncated,
         "duration_seconds": result.duration.total_seconds(),
-        "note": run.note,
+        "note": omit_answers(run.note),
     }
 
 
@@ -238,7 +239,7 @@ def serialize_run(run: Run) -> dict[str, Any]:
         "oom": run.oom,
         "truncated": run.truncated,
         "duration_seconds": run.duration.total_seconds() if run.duration is not None else None,
-        "note": run.note,
+        "note": omit_answers(run.note),
     }
 
 

@@ -24,6 +24,7 @@ from leases.grants.issuers import Right
 from leases.grants.stream_watch import STREAM_WATCH
 from sandboxes.models import Run
 from sandboxes.providers import get_provider
+from sandboxes.redaction.texts import omit_answers
 from sandboxes.streams import rows
 from sandboxes.streams.reader import Ended, Gap, KeepAlive, Output, Position, RunReader, StreamItem
 from sandboxes.streams.registry import OPEN_STREAMS, StreamSlot
@@ -150,7 +151,7 @@ def serialize_exit(run: Run) -> dict[str, Any]:
         "truncated": run.truncated,
         "duration_seconds": run.duration.total_seconds() if run.duration is not None else None,
         "outcome": run.outcome,
-        "note": run.note,
+        "note": omit_answers(run.note),
     }
 
 

@@ -14,6 +14,7 @@ from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.models import LeaseEvent
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import SkipReason
+from sandboxes.redaction.texts import omit_answers
 
 
 class LeaseEventSerializer(serializers.Serializer):
@@ -49,7 +50,7 @@ def serialize_event(row: LeaseEvent) -> dict[str, Any]:
     return {
         "at": format_timestamp(row.at),
         "kind": row.kind,
-        "detail": row.reason,
+        "detail": omit_answers(row.reason),
         "pool": row.pool.name if row.pool else None,
         "skip_reason": row.skip_reason or None,
     }

@@ -4,7 +4,7 @@ Any answer to `createRecord` but a success is followed by a look at the record: 
 answer was lost. https://atproto.com/specs/xrpc"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -13,10 +13,13 @@ from urllib.parse import urlsplit
 import requests
 
 from leases.service_urls import join_url
+from sandboxes.redaction.streams import list_secrets
+from sandboxes.redaction.texts import quote_answer, redact
 
 TIMEOUT_SECONDS = (5.0, 15.0)  # connect, read
 CREATE_RECORD, GET_RECORD = "com.atproto.repo.createRecord", "com.atproto.repo.getRecord"
 CREATE_SESSION, REFRESH_SESSION = "com.atproto.server.createSession", "com.atproto.server.refreshSession"
+ERROR_NAME = re.compile(r"[A-Za-z]{1,64}")  # of the lexicon
 RESET_PATTERN = re.compile(r"[0-9]{1,10}")
 RETRYABLE_STATUSES = (401, 403, 408, 429)  # an operator mends a password or publishes a key
 EXPIRED_CODES = ("ExpiredToken", "InvalidToken")  # answers to an access token, some with status 400
@@ -87,12 +90,18 @@ class RepositoryService:
             raise ServiceError(f"{operation}: {type(error).__name__}", retryable=True) from None
         if 200 <= response.status_code < 300 and isinstance(document, dict):
             return document
-        raise _build_error(operation, response, document if isinstance(document, dict) else {})
+        sent = [*list_secrets(authorization), *(str(value) for name, value in (json or {}).items() if name == "password")]
+        raise _build_error(operation, response, document if isinstance(document, dict) else {}, sent)
 
 
-def _build_error(operation: str, response: requests.Response, document: Mapping[str, Any]) -> ServiceError:
+def _build_error(
+    operation: str, response: requests.Response, document: Mapping[str, Any], secrets: Sequence[str]
+) -> ServiceError:
+    """Build the error of an answer to a request that was sent with `secrets`."""
     code, status = str(document.get("error", ""))[:64], response.status_code
-    message = " ".join(part for part in (str(status), code, str(document.get("message", ""))[:200]) if part)
+    name = redact(code, *secrets) if ERROR_NAME.fullmatch(code) else ""
+    text = quote_answer(document["message"], *secrets) if document.get("message") else ""
+    message = " ".join(part for part in (str(status), name, text) if part)
     expired = status == 401 or code in EXPIRED_CODES
     retryable = not 400 <= status < 500 or status in RETRYABLE_STATUSES or expired
     retry_at = _read_retry_at(response)

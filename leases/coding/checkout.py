@@ -73,10 +73,10 @@ def fetch_base(git: Git, repository: Repository, branch: str, *, commit: str = "
     """Fetch a branch, and a commit of it if one is given. Return the commit. Raise RepositoryUnavailable."""
     options = ["--quiet", "--no-tags", "--no-write-fetch-head", f"--depth={depth}"]
     try:
-        git.run("fetch", *options, repository.clone_url, f"+refs/heads/{branch}:refs/heads/{branch}")
+        git.run("fetch", *options, "--", repository.clone_url, f"+refs/heads/{branch}:refs/heads/{branch}")
         tip = git.read("rev-parse", "--verify", f"refs/heads/{branch}^{{commit}}")
         if commit and commit != tip:
-            git.run("fetch", *options, repository.clone_url, f"+{commit}:refs/heads/{branch}")
+            git.run("fetch", *options, "--", repository.clone_url, f"+{commit}:refs/heads/{branch}")
         return commit or tip
     except GitTooLarge:
         raise RepositoryUnavailable(f"{repository.name} is larger than its limit of {repository.max_mib} MiB.") from None

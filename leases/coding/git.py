@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from leases.service_urls import LOOPBACK_HOSTS
+from sandboxes.redaction.texts import quote_answer
 
 GIT_TIMEOUT = timedelta(seconds=120)  # of one process
 MAX_MEMORY_BYTES = 4 << 30  # address space of one process; git maps packs
@@ -45,7 +46,9 @@ BASE_CONFIG = {
     "safe.directory": "*",
 }
 TOO_LARGE = re.compile(r"File too large|exceeds maximum allowed size")
-SSH_URL = re.compile(r"(?:ssh://[^\s-][^\s]*|[A-Za-z0-9._-]+@[A-Za-z0-9.-]+:[^\s-][^\s]*)")
+NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"  # of a user or host: it never begins with "-", as an option does
+SSH_URL = re.compile(rf"ssh://(?:{NAME}@)?(?:{NAME}|\[[0-9A-Fa-f:.]+\])(?::[0-9]+)?/[!-~]*|{NAME}@{NAME}:[!-,.-~][!-~]*")
+UNSAFE_URL_CHARACTERS = re.compile(r"[\x00-\x20\x7f]")
 
 
 class GitError(Exception):
@@ -66,8 +69,10 @@ class InvalidCloneUrl(ValueError):
 
 def get_protocol(url: str) -> str:
     """Return the protocol of a clone URL: https, http (loopback only), ssh or file. Raise InvalidCloneUrl."""
-    if url.startswith("/") and "\0" not in url and "\n" not in url:
+    if url.startswith("/") and not re.search(r"[\x00-\x1f\x7f]", url):
         return "file"
+    if UNSAFE_URL_CHARACTERS.search(url):
+        raise InvalidCloneUrl("A clone URL has no spaces or control characters.")
     if SSH_URL.fullmatch(url):
         return "ssh"
     try:
@@ -76,7 +81,11 @@ def get_protocol(url: str) -> str:
         raise InvalidCloneUrl("Not a URL.") from None
     if parts.username or parts.password:
         raise InvalidCloneUrl("A clone URL has no credentials.")
-    if parts.hostname and (parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK_HOSTS)):
+    if (
+        parts.hostname
+        and parts.hostname[0] != "-"
+        and (parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK_HOSTS))
+    ):
         return parts.scheme
     raise InvalidCloneUrl("Must be an https or ssh URL, or an absolute path.")
 
@@ -142,8 +151,6 @@ class Git:
 
     def _build_error(self, command: str, status: int, errors: bytes) -> GitError:
         text = errors.decode(errors="replace")
-        for secret in self.secrets:
-            text = text.replace(secret, "[redacted]")
         if status in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ) or TOO_LARGE.search(text):
             return GitTooLarge(f"git {command} wrote a file above {self.max_file_bytes >> 20} MiB.")
         if "out of memory" in text.lower() or "mmap failed" in text:
@@ -153,7 +160,7 @@ class Git:
         if at > 0 and NO_REASON in lines[at]:
             at -= 1  # the line of ssh
         chosen = lines[at] if lines else ""
-        return GitError(f"git {command}: {chosen[:300] or f'exit {status}'}")
+        return GitError(f"git {command}: {quote_answer(chosen, *self.secrets) if chosen else f'exit {status}'}")
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:

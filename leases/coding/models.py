@@ -13,15 +13,12 @@ from leases.projects.models import DEFAULT_PROJECT_ID, Project
 
 BRANCH_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*"
 BRANCH_DESCRIPTION = "a branch name of letters, digits and - _, with single . and / between them"
-# Files with which a forge or its runners execute code of the branch, often with the project's secrets.
-DEFAULT_PROTECTED_PATHS = [
-    ".github/*", ".gitea/*", ".forgejo/*", ".gitlab/*", ".gitlab-ci.yml", ".circleci/*", ".woodpecker*", "Jenkinsfile",
-]  # fmt: skip
 MAX_PATTERNS = 64
 
 
 def list_default_protected_paths() -> list[str]:
-    return list(DEFAULT_PROTECTED_PATHS)
+    """Default of the migration that created the column."""
+    return []
 
 
 class ForgeKind(models.TextChoices):
@@ -81,8 +78,12 @@ class Repository(models.Model):
         help_text="Of all files of all commits that an agent submits, MiB.",
     )  # fmt: skip
     protected_paths = models.JSONField(
-        default=list_default_protected_paths, blank=True, validators=[check_path_patterns],
-        help_text='Patterns of paths that an agent may not change, such as ".github/*".',
+        default=list, blank=True, validators=[check_path_patterns],
+        help_text='Patterns of paths that an agent may not change, beside the built-in ones, such as "deploy/*".',
+    )  # fmt: skip
+    allowed_paths = models.JSONField(
+        default=list, blank=True, validators=[check_path_patterns],
+        help_text='Patterns of built-in protected paths that an agent may change, such as ".github/workflows/docs.yml".',
     )  # fmt: skip
     enabled = models.BooleanField(default=True, help_text="New tasks may be created.")
     project = models.ForeignKey(

@@ -4,14 +4,13 @@ The objects of a pack are untrusted. Git checks their form (fsck) when it reads 
 since a push transfers all of them, and rebuilt from its tree and its message: headers, names and dates are the control
 plane's own."""
 
-import fnmatch
-import posixpath
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from leases.coding.git import Git, GitError, GitTooLarge
+from leases.coding.protected_paths import ProtectedPaths, fold_name, resolve_link
 from leases.coding.secret_scan import find_secrets
 
 HEAD_REF = "refs/leasehold/head"
@@ -25,17 +24,15 @@ FILE, EXECUTABLE, SYMLINK, SUBMODULE, ABSENT = "100644", "100755", "120000", "16
 COMMIT_ID = re.compile(r"[0-9a-f]{40}")
 UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]")
 GIT_NAMES = re.compile(r"\.git(?:modules)?|git~\d+|gi7eba~\d+|gi7eb[0-9a-f]*~\d+", re.IGNORECASE)
-IGNORED_BY_FILE_SYSTEMS = dict.fromkeys(
-    [0x200C, 0x200D, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x206A, 0x2070), 0xFEFF]
-)  # HFS+ ignores these characters in names
+SHORT_NAME = re.compile(r"[^.~]{1,6}~[0-9]{1,6}(?:\.[^.]{0,3})?")  # of a file with a longer name, on NTFS and FAT
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a submission. `protected` are lower-case patterns of paths."""
+    """Limits of a submission."""
 
     max_bytes: int
-    protected: Sequence[str] = ()
+    protected: ProtectedPaths = field(default_factory=ProtectedPaths)
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,7 @@ def list_commits(git: Git, base: str, head: str) -> list[str]:
 def check_commits(git: Git, base: str, commits: Sequence[str], limits: Limits) -> None:
     """Raise SubmissionRefused with every reason that is found, at most MAX_REFUSALS."""
     refusals: list[str] = []
+    limits = replace(limits, protected=replace(limits.protected, links=_read_links(git, base)))
     size, files, parent = 0, 0, base
     for commit in commits:
         refusals += _check_message(git, commit)
@@ -190,14 +188,20 @@ def _check_change(git: Git, change: Change, limits: Limits) -> Iterator[str]:
     if reason := _find_path_problem(change.path):
         yield f"{path[:200]!r}: {reason}"
         return
-    if any(fnmatch.fnmatchcase(change.path.lower(), pattern.lower()) for pattern in limits.protected):
+    if limits.protected.contains(change.path):
         yield f"{path}: this path is protected and must not be changed"
+    if change.old_mode == ABSENT and (kind := next((kind for _, kind in find_secrets(change.path)), "")):
+        yield f"A path contains a secret: {kind}"
+        return
     if SUBMODULE in (change.mode, change.old_mode):
         yield f"{path}: submodules must not be changed"
     elif change.mode == SYMLINK:
         target = git.run("cat-file", "blob", change.blob).decode(errors="replace")
         if not _stays_inside(change.path, target):
             yield f"{path}: the symbolic link points outside of the repository"
+        elif limits.protected.contains(resolve_link(change.path, target)):
+            yield f"{path}: the symbolic link points to a protected path"
+        yield from (f"{path}: the target of the symbolic link contains a secret: {kind}" for _, kind in find_secrets(target))
     elif change.mode in (FILE, EXECUTABLE):
         yield from (f"{path}:{line}: contains a secret: {kind}" for line, kind in _find_new_secrets(git, change))
     elif change.mode != ABSENT:
@@ -214,9 +218,10 @@ def _find_path_problem(path: str) -> str:
     if UNSAFE_CHARACTERS.search(path):
         return "the path has a control character or a backslash"
     for part in path.split("/"):
-        shown = part.translate(IGNORED_BY_FILE_SYSTEMS).rstrip(" .").split(":")[0]
-        if part in ("", ".", "..") or GIT_NAMES.fullmatch(shown):
+        if part in ("", ".", "..") or GIT_NAMES.fullmatch(fold_name(part)):
             return "the path is reserved by Git"
+        if SHORT_NAME.fullmatch(fold_name(part)):
+            return "on Windows the path can mean a file with another name"
     return ""
 
 
@@ -228,16 +233,41 @@ def _stays_inside(path: str, target: str) -> bool:
     rest = parts
     while rest and rest[0] in ("..", "."):
         rest = rest[1:]
-    normal = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+    normal = resolve_link(path, target)
     inside = normal != ".." and not normal.startswith("../")
     return inside and ".." not in rest and not any(GIT_NAMES.fullmatch(part) for part in parts)
 
 
 def _find_new_secrets(git: Git, change: Change) -> list[tuple[int, str]]:
+    """Return the first lines with a secret that the file did not have, of a binary file as well."""
     content = git.run("cat-file", "blob", change.blob)
-    if b"\0" in content[:8000]:
-        return []  # binary
-    known = ""
-    if change.old_mode in (FILE, EXECUTABLE):
-        known = git.run("cat-file", "blob", change.old_blob).decode(errors="replace")
-    return list(find_secrets(content.decode(errors="replace"), known=known))[:5]
+    known = git.run("cat-file", "blob", change.old_blob) if change.old_mode in (FILE, EXECUTABLE) else b""
+    found = list(find_secrets(content.decode(errors="replace"), known=known.decode(errors="replace")))
+    if not found and b"\0" in content:  # UTF-16 has one in each character
+        content, known = content.replace(b"\0", b""), known.replace(b"\0", b"")
+        found = list(find_secrets(content.decode(errors="replace"), known=known.decode(errors="replace")))
+    return found[:5]
+
+
+def check_texts(**texts: str) -> None:
+    """Raise SubmissionRefused for a text of the pull request that has a secret."""
+    refusals = [f"The {name} contains a secret: {kind}." for name, text in texts.items() for _, kind in find_secrets(text)]
+    if refusals:
+        raise SubmissionRefused(*refusals)
+
+
+def _read_links(git: Git, base: str) -> dict[str, str]:
+    """Return the symbolic links of the base: path -> target."""
+    blobs: dict[str, str] = {}
+    for entry in git.run("ls-tree", "-r", "-z", base, timeout=CHECK_TIMEOUT).split(b"\0")[:-1]:
+        head, _, path = entry.partition(b"\t")
+        mode, _, blob = head.decode().split()
+        if mode == SYMLINK:
+            blobs[path.decode(errors="surrogateescape")] = blob
+    content = git.run("cat-file", "--batch", stdin="".join(f"{blob}\n" for blob in blobs.values()).encode())
+    links: dict[str, str] = {}
+    for link in blobs:
+        line, _, content = content.partition(b"\n")
+        size = int(line.split()[2])
+        links[link], content = content[:size].decode(errors="replace"), content[size + 1 :]
+    return links

@@ -28,7 +28,8 @@ from detect_secrets.plugins import (
     twilio,
 )  # fmt: skip
 
-MAX_LINE_LENGTH = 20_000  # characters; of a longer line only the beginning is searched
+PIECE_LENGTH = 20_000  # characters of a line that are searched at once
+OVERLAP_LENGTH = 1_000  # characters of the next piece that are searched again; a secret is shorter
 OWN_KEY = re.compile(r"\blh_[0-9a-f]{8}_[A-Za-z0-9_-]{43}|\bwhsec_[A-Za-z0-9+/=_-]{32}")
 ANTHROPIC_KEY = re.compile(r"\bsk-ant-[A-Za-z0-9_-]{20,}")
 
@@ -68,7 +69,10 @@ def find_secrets(text: str, *, known: str = "") -> Iterator[tuple[int, str]]:
     """Yield the line number and the type of each secret. Lines that `known` contains too are skipped."""
     known_lines = set(known.splitlines())
     for number, line in enumerate(text.splitlines(), 1):
-        if line not in known_lines and (kind := _identify_secret(line[:MAX_LINE_LENGTH])):
+        if line in known_lines:
+            continue
+        pieces = (line[start : start + PIECE_LENGTH] for start in range(0, len(line), PIECE_LENGTH - OVERLAP_LENGTH))
+        if kind := next(filter(None, map(_identify_secret, pieces)), ""):
             yield number, kind
 
 

@@ -16,8 +16,9 @@ from leases import execution, leasing
 from leases.coding import patches, pull_requests, repositories, tasks
 from leases.coding.checkout import REPOSITORY_PATH, fetch_base
 from leases.coding.git import Git, GitError
-from leases.coding.models import CodingTask, CodingTaskStatus
+from leases.coding.models import CodingTask, CodingTaskStatus, Repository
 from leases.coding.patches import SubmissionRefused
+from leases.coding.protected_paths import ProtectedPaths
 from leases.errors import CodingTaskBusy, Conflict, RepositoryUnavailable
 from leases.models import Lease
 from sandboxes.db.clock import Clock, clock_from
@@ -55,6 +56,7 @@ def submit(pk: UUID, *, title: str, summary: str = "", now: datetime, actor: str
         raise Conflict("The repository was not checked out.")
     with _claim(task, clock) as claim:
         try:
+            patches.check_texts(title=title, summary=summary)
             pack, agents_head = _take_pack(lease, task, clock, actor)
             with repositories.open_repository_git(task.repository) as git:
                 fetch_base(git, task.repository, task.base_branch, commit=task.base_commit, depth=1)
@@ -124,7 +126,7 @@ def _take_pack(lease: Lease, task: CodingTask, clock: Clock, actor: str) -> tupl
 
 
 def _check_and_rebuild(git: Git, task: CodingTask, pack: bytes, head: str, *, author: str) -> str:
-    limits = patches.Limits(task.repository.max_change_mib << 20, task.repository.protected_paths)
+    limits = _build_limits(task.repository)
     try:
         patches.read_pack(git, pack, head, task.base_commit, max_bytes=limits.max_bytes)
         commits = patches.list_commits(git, task.base_commit, head)
@@ -134,15 +136,20 @@ def _check_and_rebuild(git: Git, task: CodingTask, pack: bytes, head: str, *, au
         raise SubmissionRefused(f"The commits could not be checked: {error}") from None
 
 
+def _build_limits(repository: Repository) -> patches.Limits:
+    protected = ProtectedPaths(repository.protected_paths, repository.allowed_paths)
+    return patches.Limits(repository.max_change_mib << 20, protected)
+
+
 def _push(git: Git, task: CodingTask, head: str) -> None:
     """Push the branch, unless it is there. Raise RepositoryUnavailable, also if the branch has commits of another author."""
     ref, url = f"refs/heads/{task.branch}", task.repository.clone_url
     try:
-        current = git.read("ls-remote", url, ref).split("\t")[0]
+        current = git.read("ls-remote", "--", url, ref).split("\t")[0]
         if current == head:
             return
         if current and current not in (task.head_commit, task.pushing_commit):
             raise RepositoryUnavailable(f"The branch {task.branch} has commits of another author.")
-        git.run("push", "--quiet", "--no-verify", f"--force-with-lease={ref}:{current}", url, f"{head}:{ref}")
+        git.run("push", "--quiet", "--no-verify", f"--force-with-lease={ref}:{current}", "--", url, f"{head}:{ref}")
     except GitError as error:
         raise RepositoryUnavailable(f"{task.repository.name} cannot be pushed to: {error}") from None

@@ -27,6 +27,7 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import GONE_STATES, NEVER_STARTED, Pool, Run, Sandbox, SandboxState
 from sandboxes.models.webhooks import EventType
+from sandboxes.redaction.texts import omit_answers
 from sandboxes.webhooks import outbox
 
 RUNNER_TTL = timedelta(seconds=30)  # claim of a runner on an attempt, renewed by its main thread while a thread executes it
@@ -278,7 +279,7 @@ def _publish(kind: EventType, row: QueuedRun, *, now: datetime) -> None:
         "attempt": row.attempt,
         "run_id": str(row.run_id) if row.attempt else None,
         "exit_code": row.exit_code,
-        "error": row.error,
+        "error": omit_error_answers(row.error),
     } | (build_turn_result(row) if row.turn_number is not None else {})
     key = str(row.pk) if kind == EventType.QUEUED_RUN_ENDED else f"{row.pk} {row.attempt}"
     outbox.enqueue_event(kind, key=key, payload=payload, now=now)
@@ -387,6 +388,11 @@ def build_error(
         "message": message[:500],
         "retryable": retryable,
     }
+
+
+def omit_error_answers(error: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the error of an attempt as agents get it, without text of services outside."""
+    return error and {**error, "message": omit_answers(error["message"])}
 
 
 def filter_agents(rows: QuerySet[QueuedRun], agents: list[str] | None) -> QuerySet[QueuedRun]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from http.cookies import CookieError, SimpleCookie
+from urllib.parse import urlsplit
 
 import aiohttp
 import structlog
@@ -22,6 +23,7 @@ from yarl import URL
 
 from leases.api_keys import KEY_PATTERN
 from leases.stream_server import access
+from leases.stream_server.address import build_preview_url
 from leases.stream_server.connections import Connection, Connections
 from leases.stream_server.grants import PreviewGrant
 from leases.stream_server.port_connections import Ports
@@ -82,7 +84,8 @@ class Previews:
         prefix = f"/previews/{text}"
         path = request.rel_url.raw_path.removeprefix(prefix)
         if not path:
-            raise web.HTTPPermanentRedirect(str(request.rel_url.with_path(f"{prefix}/", encoded=True)))
+            query = f"?{request.rel_url.raw_query_string}" if request.rel_url.raw_query_string else ""
+            raise web.HTTPPermanentRedirect(f"./{text}/{query}")  # relative: a proxy may serve this path below another
         return await self._handle(request, text, path, prefix=prefix)
 
     async def handle_host(self, request: web.Request, text: str) -> web.StreamResponse:
@@ -97,7 +100,8 @@ class Previews:
         )  # fmt: skip
         with self.connections.track(grant) as connection:
             container = await self._find_agent(grant)
-            headers = _build_request_headers(request, prefix=prefix)
+            public_url = build_preview_url(grant) if settings.STREAM_URL else ""
+            headers = _build_request_headers(request, prefix=prefix, public_url=public_url)
             async with self.ports.use(container, grant.port) as session:
                 try:
                     if _is_websocket(request):
@@ -135,16 +139,19 @@ def _is_websocket(request: web.Request) -> bool:
     return request.headers.get("Upgrade", "").lower() == "websocket"
 
 
-def _build_request_headers(request: web.Request, *, prefix: str) -> "CIMultiDict[str]":
-    """Build the headers for the program: without credentials of the control plane, and with the client's view of the URL."""
+def _build_request_headers(request: web.Request, *, prefix: str, public_url: str = "") -> "CIMultiDict[str]":
+    """Build the headers for the program: without credentials of the control plane, and with the client's view of the URL.
+
+    `public_url` is that of the preview behind a proxy, which the headers of a request cannot replace."""
     headers = _filter_headers(request.headers.items(), HOP_HEADERS | FORWARDING_HEADERS | {"cookie"})
     if prefix or API_KEY.match(headers.get("Authorization", "")):
         headers.pop("Authorization", None)
     if not prefix and (cookies := _filter_cookies(request.headers.get("Cookie", ""))):
         headers["Cookie"] = cookies
-    headers["X-Forwarded-Host"], headers["X-Forwarded-Proto"] = request.host, request.scheme
+    public = urlsplit(public_url or f"{request.scheme}://{request.host}{prefix}/")
+    headers["X-Forwarded-Host"], headers["X-Forwarded-Proto"] = public.netloc, public.scheme
     if prefix:
-        headers["X-Forwarded-Prefix"] = prefix
+        headers["X-Forwarded-Prefix"] = public.path.rstrip("/")
     return headers
 
 
@@ -176,7 +183,7 @@ def _filter_cookies(header: str) -> str:
     cookies = SimpleCookie()
     with suppress(CookieError):
         cookies.load(header)
-    for name in (settings.SESSION_COOKIE_NAME, settings.CSRF_COOKIE_NAME, "messages"):
+    for name in (settings.SESSION_COOKIE_NAME, settings.CSRF_COOKIE_NAME):
         cookies.pop(name, None)
     return "; ".join(f"{morsel.key}={morsel.coded_value}" for morsel in cookies.values())
 

@@ -25,6 +25,7 @@ from sandboxes.db import database_time
 from sandboxes.db.clock import Clock
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.errors import ProcessEnded, SandboxError, SandboxNotHeld
+from sandboxes.redaction.texts import omit_answers
 
 log = structlog.get_logger(__name__)
 BIND_RETRY_SECONDS = 5.0
@@ -120,7 +121,7 @@ def build_application(terminals: Terminals, previews: Previews) -> web.Applicati
 def build_problem(status: int, detail: str, *, code: str = "") -> web.Response:
     """Build a problem document (RFC 9457)."""
     title = HTTPStatus(status).phrase
-    problem = {"type": "about:blank", "title": title, "status": status, "detail": detail}
+    problem = {"type": "about:blank", "title": title, "status": status, "detail": omit_answers(detail)}
     if isinstance(code, str) and code:
         problem["code"] = code
     return web.Response(status=status, text=json.dumps(problem), content_type="application/problem+json")

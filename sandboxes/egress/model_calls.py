@@ -15,11 +15,11 @@ from sandboxes.egress import authorization, offline_model
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.authorization import CallerIdentity, CallRefused, CallResult
 from sandboxes.egress.call_tracking import CallTracker
-from sandboxes.egress.redaction import SecretRedactor
 from sandboxes.egress.request_filter import InvalidRequest, filter_betas, sanitize_request
 from sandboxes.egress.responses import ClientDisconnected, await_write, build_error_response
 from sandboxes.egress.token_usage import UsageReader
 from sandboxes.models import LlmCall
+from sandboxes.redaction.streams import SecretRedactor
 
 log = structlog.get_logger(__name__)
 OUTCOME = LlmCall.Outcome

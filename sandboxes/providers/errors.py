@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+from sandboxes.redaction.texts import redact
+
 
 class FailureCause(StrEnum):
     """Cause of a provider error, for programs."""
@@ -31,12 +33,14 @@ class FailureCause(StrEnum):
 
 
 class ProviderError(Exception):
-    """The provider did not perform the operation. sandboxes.hosts.bound_provider sets `provider`, its name."""
+    """The provider did not perform the operation. sandboxes.hosts.bound_provider sets `provider`, its name.
+
+    Text of an engine or vendor in the message is quoted (sandboxes.redaction.texts), so that agents do not get it."""
 
     code = "provider_error"
 
     def __init__(self, *args: object, cause: FailureCause | None = None, provider: str = "") -> None:
-        super().__init__(*args)
+        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
         self.cause, self.provider = cause, provider
         self.retry_after: int | None = None  # seconds, as the engine stated them
 

@@ -16,6 +16,8 @@ from itertools import islice
 from threading import Lock
 from typing import BinaryIO, Generic, TypeVar
 
+from sandboxes.redaction.texts import redact
+
 CHUNK_BYTES = 1 << 20
 MAX_PAGE_SIZE = 1000  # keys per listing
 T = TypeVar("T")
@@ -28,7 +30,7 @@ class StoreError(Exception):
 
     def __init__(self, backend: str, method: str, reason: str, *, key: str = "") -> None:
         self.backend, self.method, self.reason, self.key = backend, method, reason, key
-        super().__init__(f"{backend}: {method}{f' of {key[:200]!r}' if key else ''}: {reason}")
+        super().__init__(f"{backend}: {method}{f' of {key[:200]!r}' if key else ''}: {redact(reason)}")
 
 
 class DiskFull(StoreError):

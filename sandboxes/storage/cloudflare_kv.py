@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import requests
 
+from sandboxes.redaction.texts import quote_answer
 from sandboxes.storage.base import (
     MAX_PAGE_SIZE,
     Entry,
@@ -166,7 +167,7 @@ class CloudflareKVStore(KeyValueStore):
             try:
                 response = self._session().request(verb, self._base + path, **options, **more)
             except requests.RequestException as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {quote_answer(error)}"
             else:
                 if response.status_code != 429 and response.status_code < 500:
                     return response

@@ -16,6 +16,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
+from sandboxes.redaction.texts import quote_answer
 from sandboxes.storage.base import (
     CHUNK_BYTES,
     MAX_PAGE_SIZE,
@@ -213,7 +214,7 @@ class S3Store(KeyValueStore):
         except ClientError as error:
             raise StoreError(self.name, method, self._describe_failure(error), key=key) from error
         except (BotoCoreError, Boto3Error, HTTPError, OSError) as error:
-            raise StoreError(self.name, method, f"{type(error).__name__}: {error}", key=key) from error
+            raise StoreError(self.name, method, f"{type(error).__name__}: {quote_answer(error)}", key=key) from error
 
     def _describe_failure(self, error: ClientError) -> str:
         code, status = _error_code(error), _http_status(error)
@@ -221,7 +222,7 @@ class S3Store(KeyValueStore):
             return f"bucket {self.bucket!r} does not exist at {self.endpoint or 'this region'}"
         if status in (401, 403) or code in AUTH_ERROR_CODES:
             return f"the server rejects these credentials or their permissions in bucket {self.bucket!r} ({code})"
-        return f"{code}, HTTP status {status}: {error.response.get('Error', {}).get('Message', '')}"
+        return f"{code}, HTTP status {status}: {quote_answer(error.response.get('Error', {}).get('Message', ''))}"
 
 
 def _error_code(error: ClientError) -> str:

@@ -14,17 +14,19 @@ from requests.exceptions import ConnectionError, ReadTimeout
 
 from leases import leasing, renewal
 from leases.errors import InvalidRequest
-from leases.models import DID_DESCRIPTION, Lease
+from leases.models import DID_DESCRIPTION, Lease, LeaseEvent
 from sandboxes.agent.client import AgentConnection, NotConnected
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import OutcomeUnknown as AgentOutcomeUnknown
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.failures import find_cause
-from sandboxes.models import Host, Run
+from sandboxes.models import Host, Run, Sandbox, Transition
 from sandboxes.providers.agent.processes import AgentProcessesProvider
 from sandboxes.providers.docker import engine
-from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.providers.remote.errors import raise_for_status
+from sandboxes.redaction.texts import OPENING
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
 from tests.api.conftest import ApiClient
@@ -127,6 +129,46 @@ def test_failure_of_a_provider_names_operation_provider_and_cause(
     problem = ada.post(f"leases/{lease['id']}/exec", {"argv": ["true"]}).json()
     assert (problem["code"], problem["operation"], problem["provider"]) == (code, "leases_exec", "memory")
     assert problem["cause"] == cause
+
+
+KEY = "vendor-key-0123456789"
+ANSWER = f"debug page of db-7.internal: {{'Authorization': 'Bearer {KEY}'}}"
+
+
+def build_vendor_error(status: int) -> Exception:
+    with pytest.raises(ProviderError) as raised:
+        raise_for_status(status, "box", ANSWER)
+    return raised.value
+
+
+@pytest.mark.parametrize("method", ["create", "wait_ready", "exec", "start", "write_file"])
+@pytest.mark.parametrize("status", [500, 429, 400, 404])
+def test_an_agent_gets_nothing_of_a_vendors_answer_and_an_operator_gets_it_without_the_key(
+    ada: ApiClient, lease, memory: MemoryProvider, settings, caplog: pytest.LogCaptureFixture, method: str, status: int
+) -> None:
+    settings.SECRETS = [KEY]
+    path = f"leases/{lease['id']}"
+    memory.fail(method, build_vendor_error(status), times=1)
+    answers = [
+        ada.put(f"{path}/files/b", b"x") if method == "write_file" else
+        ada.post(f"{path}/processes", {"argv": ["true"]}) if method == "start" else
+        ada.post(f"{path}/exec", {"argv": ["true"]}),
+    ]  # fmt: skip
+    assert answers[0].status_code >= 400
+    answers += [ada.get(each) for each in (path, f"{path}/runs", f"{path}/processes", f"{path}/timeline")]
+    for answer in answers:
+        text = answer.content.decode()
+        assert not any(word in text for word in (KEY, "debug page", "db-7.internal", "27ea", OPENING)), text
+    kept = [caplog.text]
+    for column in (
+        (Sandbox.objects, "last_error"),
+        (Run.objects, "note"),
+        (Transition.objects, "reason"),
+        (LeaseEvent.objects, "reason"),
+    ):
+        kept += column[0].values_list(column[1], flat=True)
+    assert KEY not in " ".join(kept)
+    assert "db-7.internal" in " ".join(kept) or method == "write_file"
 
 
 def test_failure_of_a_store_is_the_cause(ada: ApiClient, lease, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,10 @@ def status_of_origin(world: World) -> int:
     return client.post("/admin/login/", {"csrfmiddlewaretoken": token}, HTTP_ORIGIN="https://x.example").status_code
 
 
+def cookies_of_console(world: World) -> list[str]:
+    return sorted(Client().get("/admin/login/").cookies)
+
+
 def image_of_sandbox(world: World) -> str:
     return write(world.lease()).image
 
@@ -263,6 +267,7 @@ REMOTE_VARIABLES = "tests/unit/sandboxes/remote/test_lifecycle.py::test_variable
 EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "DEBUG": ("0", "config::test_a_provider_that_does_not_isolate_needs_debug"),
     "SECRET_KEY": ("another", "keys::test_encryption_keys_can_be_replaced_without_losing_a_signing_key"),
+    "LEASEHOLD_PUBLIC_URL": ("https://x.example", cookies_of_console),
     "ALLOWED_HOSTS": ("x.example", status_of_host),
     "CSRF_TRUSTED_ORIGINS": ("https://x.example", status_of_origin),
     "LEASEHOLD_STATE_DIR": (

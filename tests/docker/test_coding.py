@@ -22,6 +22,7 @@ from tests.support.repositories import create_project, git, merge
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 FIX = "cd repo && sed -i 's/a - b/a + b/' calc.py && git commit --quiet -am 'Fix add'"
 CrashAt = Callable[[str], AbstractContextManager[None]]
+KEY = "AKIA" + "IOSFODNN7EXAMPLE"
 
 
 @pytest.fixture
@@ -81,9 +82,12 @@ def test_a_task_is_done_over_a_sleep_and_ends_with_its_pull_request(docker_pool:
     assert refused.status == "open" and "protected" in refused.refusals[0]
     assert git(bare, "branch", "--list", refused.branch) == ""
     commit(lease, "cd repo && git reset --quiet --hard HEAD~1")
+    for texts in ({"title": f"Use {KEY}"}, {"title": "Fix add", "summary": f"It needs {KEY}."}):
+        revealing = submissions.submit(lease.pk, now=timezone.now(), **texts)
+        assert revealing.status == "open" and "contains a secret" in revealing.refusals[0]
 
     done = submit(lease)
-    assert (done.status, done.refusals, done.submissions) == ("proposed", [], 4)
+    assert (done.status, done.refusals, done.submissions) == ("proposed", [], 6)
     assert done.pull_request_url == f"{bare}#{done.branch}"
     assert read_branch(bare, done) == "did:plc:ada Fix add"
     lease.refresh_from_db()

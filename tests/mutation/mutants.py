@@ -31,7 +31,7 @@ BUDGET_ADMISSION, BUDGET_RESERVATION, BUDGET_UPDATES = (
     "billing/budgets/updates.py",
 )
 TEST_HOSTS = "tests/unit/sandboxes/test_hosts.py"
-AUTHORIZATION, REDACTION = "sandboxes/egress/authorization.py", "sandboxes/egress/redaction.py"
+AUTHORIZATION, REDACTION = "sandboxes/egress/authorization.py", "sandboxes/redaction/streams.py"
 REQUEST_FILTER = "sandboxes/egress/request_filter.py"
 
 # Tests.
@@ -58,7 +58,7 @@ TEST_TEMPLATES, TEST_STOPS = "tests/unit/sandboxes/test_templates.py", "tests/un
 TEST_RETAINED_RESULTS = "tests/unit/sandboxes/image/test_result_retention.py"
 TEST_EGRESS, TEST_REDACTION = (
     "tests/unit/sandboxes/egress/test_egress_server.py",
-    "tests/unit/sandboxes/egress/test_redaction.py",
+    "tests/unit/sandboxes/redaction/test_streams.py",
 )
 
 

@@ -14,8 +14,7 @@ from django.http import HttpRequest, HttpResponseBase
 from controlplane.console.sign_in.configuration import PASSWORD_BACKEND
 from controlplane.console.sign_in.throttle import Kind, ThrottleKey, build_key, build_name_key
 
-COOKIE_NAME = "leasehold_browser"
-COOKIE_PATH = "/admin/"
+COOKIE_NAME = f"{settings.COOKIE_PREFIX}leasehold_browser"
 SALT = "console browser"
 LIFETIME = timedelta(days=90)  # renewed by each sign-in
 SIGNED_IN_ATTRIBUTE = "leasehold_signed_in_user"  # of a request that has signed a user in with a password
@@ -47,6 +46,6 @@ def mark_browser(response: HttpResponseBase, user: AbstractBaseUser) -> None:
     """Set the cookie for the user who has just signed in with a password."""
     mark = {"id": secrets.token_urlsafe(16), "name": build_name_key(user.get_username()).digest}
     response.set_cookie(
-        COOKIE_NAME, signing.dumps(mark, salt=SALT), max_age=LIFETIME, path=COOKIE_PATH, httponly=True, samesite="Lax",
+        COOKIE_NAME, signing.dumps(mark, salt=SALT), max_age=LIFETIME, path="/", httponly=True, samesite="Lax",
         secure=settings.SESSION_COOKIE_SECURE,
     )  # fmt: skip

@@ -151,7 +151,7 @@ class Command(BaseCommand):
         settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # the server warns if it does not exist
         health.set_draining(False)
         self._register_host(with_queue=with_queue)
-        url = f"http://{bracket_ipv6(to_client_host(host))}:{port}"
+        url = settings.PUBLIC_URL or f"http://{bracket_ipv6(to_client_host(host))}:{port}"
         self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
         if not provider.isolated:
             self.print_line(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")

@@ -23,7 +23,7 @@ class BareForge:
         """Compare the branches. A merge that rewrites the commits (squash, rebase) is not recognised."""
         try:
             refs = [f"+refs/heads/{name}:{ref}" for name, ref in ((head, HEAD), (base, BASE))]
-            self.git("fetch", "--quiet", "--no-tags", "--no-write-fetch-head", self.repository, *refs)
+            self.git("fetch", "--quiet", "--no-tags", "--no-write-fetch-head", "--", self.repository, *refs)
             ahead = self.git("rev-list", "--count", f"{BASE}..{HEAD}")
             tip = self.git("rev-parse", BASE)
         except GitError as error:

@@ -12,6 +12,7 @@ import requests
 
 from leases.coding.forges.base import ForgeError, PullRequest, State
 from leases.service_urls import join_url
+from sandboxes.redaction.texts import quote_answer
 
 TIMEOUT_SECONDS = (5.0, 30.0)  # connect, read
 PAGE_SIZE = 50
@@ -82,9 +83,9 @@ class GitHubForge:
             raise ForgeError(f"{operation}: {type(error).__name__}", retryable=True) from None
         if 200 <= response.status_code < 300:
             return document
-        message = str(document.get("message", ""))[:200] if isinstance(document, dict) else ""
+        message = str(document.get("message", "")) if isinstance(document, dict) else ""
         retryable = response.status_code >= 500 or response.status_code in RATE_LIMITED
-        raise ForgeError(f"{operation}: {response.status_code} {message}", retryable=retryable)
+        raise ForgeError(f"{operation}: {response.status_code} {quote_answer(message, self.token)}", retryable=retryable)
 
 
 def _read_pull_request(row: dict[str, Any]) -> PullRequest:

@@ -32,6 +32,10 @@ class Command(BaseCommand):
         add.add_argument("--max-mib", type=int, help="limit of a copy's objects; default: 500")
         add.add_argument("--max-change-mib", type=int, help="limit of a submission; default: 10")
         add.add_argument("--protected-path", action="append", dest="protected_paths", metavar="PATTERN", help="repeatable")
+        add.add_argument(
+            "--allowed-path", action="append", dest="allowed_paths", metavar="PATTERN",
+            help="built-in protected path that an agent may change; repeatable",
+        )  # fmt: skip
         add.add_argument("--token-stdin", action="store_true", help="read the token for https and the API from stdin")
         actions.add_parser("list", help="list the repositories")
         for name, purpose in (("enable", "accept new tasks"), ("disable", "refuse new tasks"), ("remove", "remove it")):
@@ -45,7 +49,7 @@ class Command(BaseCommand):
         token = read_secret() if options["token_stdin"] else None
         names = (
             "clone_url", "base_branch", "forge", "api_url", "forge_project", "project", "ssh_key_path", "depth",
-            "max_mib", "max_change_mib", "protected_paths",
+            "max_mib", "max_change_mib", "protected_paths", "allowed_paths",
         )  # fmt: skip
         fields = {name: options[name] for name in names}
         row, is_new = repositories.save(options["name"], token=token, now=database_time.now(), actor=ACTOR, **fields)

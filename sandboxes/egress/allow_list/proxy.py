@@ -30,7 +30,7 @@ from sandboxes.egress.allow_list.request_head import MAX_HEAD_BYTES, InvalidRequ
 from sandboxes.egress.allow_list.tunnel import ConnectionCut, TlsServer, Traffic, Tunnel, flush
 from sandboxes.egress.authorization import CallRefused, filter_held
 from sandboxes.egress.call_tracking import DatabaseThreads
-from sandboxes.egress.redaction import SecretRedactor, list_secrets
+from sandboxes.redaction.streams import SecretRedactor, list_secrets
 
 log = structlog.get_logger(__name__)
 HEAD_TIMEOUT_SECONDS = 10.0  # for the request head, and for the ClientHello

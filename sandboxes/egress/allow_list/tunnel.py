@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sandboxes.egress.allow_list.connections import ConnectionResult
 from sandboxes.egress.authorization import CallRefused
-from sandboxes.egress.redaction import SecretRedactor
+from sandboxes.redaction.streams import SecretRedactor
 
 CHUNK_BYTES = 64 << 10
 IDLE_SECONDS = 300.0  # without a byte in either direction

@@ -28,6 +28,7 @@ from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
 from sandboxes.providers.remote.labels import require_owner
 from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause, RemoteProvider
+from sandboxes.redaction.texts import quote_answer
 
 CALL_TIMEOUT_SECONDS = 130.0  # a cold start may wait 30 s for an instance and 90 s for its port
 UPLOAD_TIMEOUT_SECONDS = 300.0
@@ -160,13 +161,13 @@ def _collect_output(ref: str, response: requests.Response) -> str:
         elif key == b"data" and event == "exit":
             return stdout.decode(errors="replace")
         elif key == b"data" and event == "error":
-            raise Unavailable(f"{ref}: {value[:300].decode(errors='replace')}", cause=FailureCause.ENGINE_ERROR)
+            raise Unavailable(f"{ref}: {quote_answer(value.decode(errors='replace'))}", cause=FailureCause.ENGINE_ERROR)
     raise Unavailable(f"{ref}: the stream ended without a result", cause=FailureCause.ENGINE_UNREACHABLE)
 
 
 def _check_status(response: requests.Response, subject: str) -> None:
     if response.status_code == 503:  # capacity_exceeded
-        raise Unavailable(f"{subject}: {response.text[:300]}", cause=FailureCause.RATE_LIMITED)
+        raise Unavailable(f"{subject}: {quote_answer(response.text)}", cause=FailureCause.RATE_LIMITED)
     if response.status_code >= 400:
         raise_for_status(response.status_code, subject, response.text)
 

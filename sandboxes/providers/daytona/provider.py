@@ -42,6 +42,7 @@ from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.labels import OWNER_LABEL, build_labels, require_owner
 from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause
+from sandboxes.redaction.texts import quote_answer
 
 Result = TypeVar("Result")
 Client = TypeVar("Client", ApiClient, ToolboxClient)
@@ -130,7 +131,7 @@ class DaytonaProvider(ImageBuildingProvider):
             if found.state in RUNNING:
                 return
             if found.state in FAILED:
-                raise Rejected(f"Daytona could not create {ref}: {found.error_reason or found.state}")
+                raise Rejected(f"Daytona could not create {ref}: {quote_answer(found.error_reason or found.state)}")
             if found.state in STARTABLE:
                 self._request_start(ref)
             pause.wait(f"{ref} is {found.state} and not ready in time")
@@ -275,7 +276,9 @@ def _translate_errors(subject: str) -> Iterator[None]:
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise_for_transport(subject, error, is_timeout=isinstance(error, urllib3.exceptions.TimeoutError))
     except ValidationError as error:
-        raise Unavailable(f"{subject}: unexpected response of the vendor: {error}", cause=FailureCause.ENGINE_ERROR) from error
+        raise Unavailable(
+            f"{subject}: unexpected response of the vendor: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR
+        ) from error
 
 
 def _to_sandbox(found: VendorSandbox | SandboxListItem) -> ProviderSandbox:

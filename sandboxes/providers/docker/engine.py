@@ -25,6 +25,7 @@ from requests.exceptions import RequestException, Timeout
 from sandboxes.providers.base import ResourceUsage
 from sandboxes.providers.docker.freezer import Freezer, find_freezer
 from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
+from sandboxes.redaction.texts import quote_answer
 
 CALL_TIMEOUT_SECONDS = 60  # of one API call
 EXEC_GIDS = range(1 << 20, (1 << 31) - 1)
@@ -40,14 +41,16 @@ class Conflict(Unavailable):
 def _to_provider_error(status: int, message: str) -> ProviderError:
     kinds: dict[int, type[ProviderError]] = {404: Missing, 409: Conflict}
     cause = FailureCause.ENGINE_ERROR if status >= 500 else None
-    return kinds.get(status, Rejected if 400 <= status < 500 else Unavailable)(message.strip(), cause=cause)
+    return kinds.get(status, Rejected if 400 <= status < 500 else Unavailable)(
+        f"Docker answered {status}: {quote_answer(message)}", cause=cause
+    )
 
 
 def build_unavailable(error: Exception) -> Unavailable:
     """Return the error of the provider port for a failed connection to the engine."""
     is_timeout = isinstance(error, TimeoutError | Timeout)
     cause = FailureCause.TIMEOUT if is_timeout else FailureCause.ENGINE_UNREACHABLE
-    return Unavailable(f"Docker is unavailable: {error}", cause=cause)
+    return Unavailable(f"Docker is unavailable: {quote_answer(error)}", cause=cause)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from sandboxes.providers.base import BuiltImage
 from sandboxes.providers.docker.commands import AGENT_UID, ContainerCommandProvider
 from sandboxes.providers.docker.engine import build_unavailable, translate_errors
 from sandboxes.providers.errors import BuildCommandFailed, FailureCause, ImageInUse, Rejected, Unavailable
+from sandboxes.redaction.texts import quote_answer
 
 BUILD_MEMORY_BYTES = 4 << 30  # of each build step
 CHECK_MEMORY_BYTES = 256 << 20
@@ -128,7 +129,7 @@ class ContainerImagesProvider(ContainerCommandProvider):
                 self._engine.client.remove_image(image)
             except APIError as error:
                 if error.status_code == 409:
-                    raise ImageInUse(str(error.explanation)) from error
+                    raise ImageInUse(f"A container uses the image: {quote_answer(error.explanation)}") from error
                 raise
 
     def _run_check(self, image: str) -> list[str]:
@@ -149,7 +150,7 @@ class ContainerImagesProvider(ContainerCommandProvider):
             except APIError as error:
                 if error.status_code is None or error.status_code >= 500:
                     raise
-                return [f"python3 does not start: {error.explanation}"]
+                return [f"python3 does not start: {quote_answer(error.explanation)}"]
             finally:
                 client.remove_container(container, force=True, v=True)
         return output.strip().splitlines()[:20] or ([f"python3 exits with {status}"] if status else [])

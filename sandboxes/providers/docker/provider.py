@@ -39,6 +39,7 @@ from sandboxes.providers.docker.processes import ContainerProcessesProvider
 from sandboxes.providers.docker.restart import ContainerRestartProvider
 from sandboxes.providers.docker.suspension import LIVE_STATES
 from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
+from sandboxes.redaction.texts import quote_answer
 
 OWNER_LABEL = "leasehold.owner"  # of containers and volumes
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
@@ -176,7 +177,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
             if error.status_code in (400, 404) and "runtime" in str(error.explanation).lower():
                 raise Rejected(
                     f"LEASEHOLD_DOCKER_RUNTIME={settings.DOCKER_RUNTIME}: the Docker daemon has no such runtime. "
-                    f"Add it to the daemon's configuration. ({error.explanation})"
+                    f"Add it to the daemon's configuration. {quote_answer(error.explanation)}"
                 ) from error
             raise
         return True

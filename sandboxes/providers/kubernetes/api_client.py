@@ -21,6 +21,7 @@ from kubernetes.config.config_exception import ConfigException
 from sandboxes.providers.errors import FailureCause, ProviderError, Unavailable
 from sandboxes.providers.kubernetes.configuration import SERVICE_HOST_VARIABLE
 from sandboxes.providers.kubernetes.errors import Expired, build_error
+from sandboxes.redaction.texts import quote_answer
 
 CALL_TIMEOUT_SECONDS = 30.0  # of one request
 CONNECT_TIMEOUT_SECONDS = 10.0  # of a watch, and allowance for its end
@@ -208,4 +209,4 @@ def build_path(namespace: str, kind: str, name: str = "", *, group: str = "api/v
 def _build_transport_error(subject: str, error: Exception) -> ProviderError:
     is_timeout = isinstance(error, urllib3.exceptions.TimeoutError | TimeoutError)
     cause = FailureCause.TIMEOUT if is_timeout else FailureCause.ENGINE_UNREACHABLE
-    return Unavailable(f"{subject}: no answer of the API server: {type(error).__name__}: {error}", cause=cause)
+    return Unavailable(f"{subject}: no answer of the API server: {type(error).__name__}: {quote_answer(error)}", cause=cause)

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from sandboxes.providers.errors import FailureCause
+from sandboxes.redaction.texts import quote_answer
 
 ENDED_PHASES = ("Failed", "Succeeded")
 UNUSABLE_REASONS = ("InvalidImageName",)  # of a waiting container: waiting does not help
@@ -42,17 +43,17 @@ def describe_end(pod: Mapping[str, Any]) -> Ending | None:
     if reason == "Evicted":
         volume = VOLUME_PATTERN.search(message)
         place = f" (volume {volume[1]})" if volume and volume[1] not in message.partition(":")[0] else ""
-        return Ending(FailureCause.EVICTED, f"evicted{place}: {message or 'no reason stated'}")
+        return Ending(FailureCause.EVICTED, f"evicted{place}: {_quote(message) or 'no reason stated'}")
     if reason == "DeadlineExceeded":
-        return Ending(FailureCause.LIFETIME_ENDED, message or "the Pod has reached its activeDeadlineSeconds")
+        return Ending(FailureCause.LIFETIME_ENDED, f"the Pod has reached its activeDeadlineSeconds {_quote(message)}".strip())
     if any(state.get("reason") == "OOMKilled" for state in _iter_terminated(status)):
         return Ending(FailureCause.OUT_OF_MEMORY, "the kernel killed the container for lack of memory")
     if reason in ("Terminated", "NodeShutdown", "Shutdown"):
-        return Ending(FailureCause.NODE_DRAINED, f"its node was shut down: {message or reason}")
+        return Ending(FailureCause.NODE_DRAINED, f"its node was shut down: {_quote(message) or reason}")
     if disruption:
         return disruption
     codes = ", ".join(f"exit code {state.get('exitCode')}" for state in _iter_terminated(status))
-    return Ending(FailureCause.AGENT_ENDED, f"process 1 ended: {message or reason or codes or status['phase']}")
+    return Ending(FailureCause.AGENT_ENDED, f"process 1 ended: {_quote(message) or reason or codes or status['phase']}")
 
 
 def describe_departure(pod: Mapping[str, Any]) -> Ending:
@@ -68,7 +69,7 @@ def find_disruption(pod: Mapping[str, Any]) -> Ending | None:
     reason = str(condition.get("reason") or "")
     cause, text = CAUSES_BY_DISRUPTION.get(reason, (FailureCause.REMOVED, f"disrupted: {reason}"))
     details = str(condition.get("message") or "")
-    return Ending(cause, f"{text}: {details}" if details else text)
+    return Ending(cause, f"{text}: {_quote(details)}" if details else text)
 
 
 def find_unschedulable(pod: Mapping[str, Any]) -> str:
@@ -76,7 +77,7 @@ def find_unschedulable(pod: Mapping[str, Any]) -> str:
     condition = find_condition(pod, "PodScheduled")
     if condition is None or condition.get("status") != "False" or condition.get("reason") != "Unschedulable":
         return ""
-    return str(condition.get("message") or "no node has room for the Pod")
+    return f"no node has room for the Pod {_quote(str(condition.get('message') or ''))}".strip()
 
 
 def find_unscheduled_seconds(pod: Mapping[str, Any], *, now: datetime) -> float:
@@ -91,8 +92,12 @@ def find_waiting(pod: Mapping[str, Any]) -> tuple[str, str]:
     for container in _get_container_statuses(pod.get("status") or {}):
         waiting = (container.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") in IMAGE_REASONS:
-            return str(waiting["reason"]), str(waiting.get("message") or "")
+            return str(waiting["reason"]), _quote(str(waiting.get("message") or ""))
     return "", ""
+
+
+def _quote(message: str) -> str:
+    return quote_answer(message) if message else ""
 
 
 def find_condition(pod: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 
 from sandboxes.providers.errors import FailureCause, Missing, NoCapacity, ProviderError, Rejected, Unavailable
+from sandboxes.redaction.texts import quote_answer
 
 
 class Conflict(Unavailable):
@@ -21,7 +22,7 @@ class Expired(Unavailable):
 def build_error(status: int, content: bytes, subject: str, headers: Mapping[str, str]) -> ProviderError:
     """Build the error of an answer with a status above 399 about `subject`."""
     message = _read_message(content)
-    text = f"{subject}: the API server answered {status}: {message}"
+    text = f"{subject}: the API server answered {status}: {quote_answer(message)}"
     if status == 404:
         return Missing(text)
     if status == 409:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from sandboxes.providers.errors import CapacityPending, FailureCause, NoCapacity, Rejected, Unavailable
 from sandboxes.providers.kubernetes import endings
 from sandboxes.providers.kubernetes.pods import PodClient
+from sandboxes.redaction.texts import quote_answer
 
 PENDING_SECONDS = 3.0  # for which a Pod is unschedulable before its caller is told: the scheduler may place it in a moment
 PENDING_RETRY_SECONDS = 15  # an autoscaler needs a minute or more
@@ -59,7 +60,9 @@ class Readiness:
     def _build_pending_error(self, uid: str, unschedulable: str) -> Unavailable:
         """Build the error of a Pod without a node, with the words of scheduler and autoscaler."""
         events = [event for event in self._pods.list_events(uid) if event.get("reason") in SCALE_EVENTS]
-        words = f"{unschedulable} ({events[-1].get('message') or events[-1]['reason']})" if events else unschedulable
+        words = (
+            f"{unschedulable} {quote_answer(events[-1].get('message') or events[-1]['reason'])}" if events else unschedulable
+        )
         if events and events[-1]["reason"] == REFUSED_EVENT:
             return NoCapacity(f"{self._ref} has no node: {words}", cause=FailureCause.NO_CAPACITY)
         error = CapacityPending(words, cause=FailureCause.NO_CAPACITY)

@@ -35,6 +35,7 @@ from sandboxes.providers.remote.errors import raise_for_transport
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.labels import OWNER_LABEL, build_labels, require_owner
 from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause
+from sandboxes.redaction.texts import quote_answer
 
 Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
@@ -106,7 +107,7 @@ class LangSmithProvider(ImageBuildingProvider):
                 self._sandboxes[ref] = found
                 return
             if found.status == FAILED:
-                raise Rejected(f"LangSmith could not create {ref}: {found.status_message or found.status}")
+                raise Rejected(f"LangSmith could not create {ref}: {quote_answer(found.status_message or found.status)}")
             if found.status == STOPPED:
                 with suppress(ResourceTimeoutError), _translate_errors(ref):
                     self._client.start_sandbox(ref, timeout=max(math.ceil(deadline - time.monotonic()), 1))
@@ -204,19 +205,19 @@ def _translate_errors(subject: str) -> Iterator[None]:
     try:
         yield
     except ResourceNotFoundError as error:
-        raise Missing(f"{subject}: {error}") from error
+        raise Missing(f"{subject}: {quote_answer(error)}") from error
     except SandboxAuthenticationError as error:
-        raise Unavailable(f"{subject}: {error}", cause=FailureCause.CREDENTIALS_REFUSED) from error
+        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.CREDENTIALS_REFUSED) from error
     except QuotaExceededError as error:
-        raise Unavailable(f"{subject}: {error}", cause=FailureCause.RATE_LIMITED) from error
+        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.RATE_LIMITED) from error
     except ValidationError as error:
-        raise Rejected(f"{subject}: {error}") from error
+        raise Rejected(f"{subject}: {quote_answer(error)}") from error
     except (CommandTimeoutError, ResourceTimeoutError) as error:
-        raise Unavailable(f"{subject}: {error}", cause=FailureCause.TIMEOUT) from error
+        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.TIMEOUT) from error
     except (SandboxConnectionError, httpx2.TransportError, OSError) as error:
         raise_for_transport(subject, error, is_timeout=isinstance(error, httpx2.TimeoutException))
     except (SandboxClientError, httpx2.HTTPError, ValueError) as error:
-        raise Unavailable(f"{subject}: {error}", cause=FailureCause.ENGINE_ERROR) from error
+        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error
 
 
 def _to_sandbox(found: VendorSandbox) -> ProviderSandbox:

@@ -36,6 +36,7 @@ from sandboxes.providers.remote.errors import Conflict, raise_for_transport
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
 from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause
+from sandboxes.redaction.texts import quote_answer
 
 Result = TypeVar("Result")
 APP_NAME = "leasehold"  # app of all sandboxes, in one environment
@@ -343,18 +344,20 @@ def _translate_errors(subject: str) -> Iterator[None]:
     try:
         yield
     except (exception.NotFoundError, exception.SandboxTerminatedError, exception.SandboxTimeoutError) as error:
-        raise Missing(f"{subject}: {error}") from error
+        raise Missing(f"{subject}: {quote_answer(error)}") from error
     except (exception.AlreadyExistsError, exception.ConflictError) as error:
-        raise Conflict(f"{subject}: {error}") from error
+        raise Conflict(f"{subject}: {quote_answer(error)}") from error
     except (exception.AuthError, exception.PermissionDeniedError) as error:
-        raise Unavailable(f"{subject}: {error}", cause=FailureCause.CREDENTIALS_REFUSED) from error
+        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.CREDENTIALS_REFUSED) from error
     except exception.ResourceExhaustedError as error:
-        raise Unavailable(f"{subject}: {error}", cause=FailureCause.RATE_LIMITED) from error
+        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.RATE_LIMITED) from error
     except (exception.InvalidError, exception.ImageBuildError) as error:
-        raise Rejected(f"{subject}: {error}") from error
+        raise Rejected(f"{subject}: {quote_answer(error)}") from error
     except (exception.TimeoutError, TimeoutError) as error:
-        raise Unavailable(f"{subject}: no response of the vendor in time: {error}", cause=FailureCause.TIMEOUT) from error
+        raise Unavailable(
+            f"{subject}: no response of the vendor in time: {quote_answer(error)}", cause=FailureCause.TIMEOUT
+        ) from error
     except (exception.ConnectionError, StreamTerminatedError, OSError) as error:
         raise_for_transport(subject, error)
     except exception.Error as error:
-        raise Unavailable(f"{subject}: {error}", cause=FailureCause.ENGINE_ERROR) from error
+        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error

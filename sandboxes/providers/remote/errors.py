@@ -3,6 +3,7 @@
 from typing import NoReturn
 
 from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
+from sandboxes.redaction.texts import quote_answer
 
 
 class Conflict(Unavailable):
@@ -13,7 +14,7 @@ class Conflict(Unavailable):
 
 def raise_for_status(status: int, subject: str, message: str) -> NoReturn:
     """Raise the error of an HTTP status above 399 that a vendor returned about `subject`."""
-    text = f"{subject}: the vendor answered {status}: {message[:300]}"
+    text = f"{subject}: the vendor answered {status}: {quote_answer(message)}"
     if status in (404, 410):
         raise Missing(text)
     if status == 409:
@@ -30,4 +31,6 @@ def raise_for_status(status: int, subject: str, message: str) -> NoReturn:
 def raise_for_transport(subject: str, error: Exception, *, is_timeout: bool = False) -> NoReturn:
     """Raise Unavailable for a connection that failed, was cut or timed out. The request may have been carried out."""
     cause = FailureCause.TIMEOUT if is_timeout else FailureCause.ENGINE_UNREACHABLE
-    raise Unavailable(f"{subject}: no response of the vendor: {type(error).__name__}: {error}", cause=cause) from error
+    raise Unavailable(
+        f"{subject}: no response of the vendor: {type(error).__name__}: {quote_answer(error)}", cause=cause
+    ) from error

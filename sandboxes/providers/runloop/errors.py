@@ -7,6 +7,7 @@ from runloop_api_client import APIConnectionError, APIStatusError, APITimeoutErr
 
 from sandboxes.providers.errors import FailureCause, Unavailable
 from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
+from sandboxes.redaction.texts import quote_answer
 
 
 @contextmanager
@@ -19,4 +20,4 @@ def translate_errors(subject: str) -> Iterator[None]:
     except APIConnectionError as error:
         raise_for_transport(subject, error, is_timeout=isinstance(error, APITimeoutError))
     except (RunloopError, ValueError) as error:
-        raise Unavailable(f"{subject}: {error}", cause=FailureCause.ENGINE_ERROR) from error
+        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error

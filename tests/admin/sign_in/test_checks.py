@@ -13,21 +13,21 @@ PROXY = (ip_network("127.0.0.1"),)
 
 def list_ids() -> set[str]:
     found = run_checks(tags=["configuration"], include_deployment_checks=True)
-    return {each.id or "" for each in found} & {"leasehold.E015", "leasehold.W007", "leasehold.W008"}
+    return {each.id or "" for each in found} & {"leasehold.E016", "leasehold.W008", "leasehold.W009"}
 
 
 @pytest.mark.parametrize(
     ("values", "origins", "expected"),
     [
-        ({}, [], {"leasehold.W008"}),
-        ({}, ORIGINS, {"leasehold.W007", "leasehold.W008"}),
-        ({"trusted_proxies": PROXY}, ORIGINS, {"leasehold.W008"}),
+        ({}, [], {"leasehold.W009"}),
+        ({}, ORIGINS, {"leasehold.W008", "leasehold.W009"}),
+        ({"trusted_proxies": PROXY}, ORIGINS, {"leasehold.W009"}),
         ({"trusted_proxies": PROXY, "user_header": "RemoteUser"}, ORIGINS, set()),
-        ({"trusted_proxies": PROXY, "second_factor": "enrolled"}, ORIGINS, {"leasehold.W008"}),
+        ({"trusted_proxies": PROXY, "second_factor": "enrolled"}, ORIGINS, {"leasehold.W009"}),
         ({"trusted_proxies": PROXY, "second_factor": "superusers"}, ORIGINS, set()),
         ({"trusted_proxies": PROXY, "second_factor": "all"}, ORIGINS, set()),
-        ({"trusted_proxies": (*PROXY, ip_network("0.0.0.0/0")), "second_factor": "all"}, ORIGINS, {"leasehold.E015"}),
-        ({"trusted_proxies": (*PROXY, ip_network("::/0")), "second_factor": "all"}, ORIGINS, {"leasehold.E015"}),
+        ({"trusted_proxies": (*PROXY, ip_network("0.0.0.0/0")), "second_factor": "all"}, ORIGINS, {"leasehold.E016"}),
+        ({"trusted_proxies": (*PROXY, ip_network("::/0")), "second_factor": "all"}, ORIGINS, {"leasehold.E016"}),
     ],
 )
 def test_checks_name_what_is_missing(

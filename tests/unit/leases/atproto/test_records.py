@@ -125,7 +125,7 @@ def test_a_record_that_the_server_refuses_fails_with_its_message_and_can_be_repe
     assert sweep() == {"refused": 1}
     row = get_record()
     assert row.status == "failed"
-    assert row.error == "com.atproto.repo.createRecord at localhost: 400 InvalidRequest Invalid record"
+    assert row.error == "com.atproto.repo.createRecord at localhost: 400 InvalidRequest ⟪Invalid record⟫"
     assert sweep(60) == {}
     AtprotoRecord.objects.update(value_text=f'{{"$type": "{COLLECTION}"}}')
     assert records.retry(row, now=NOW + 26 * HOUR) and not records.retry(row, now=NOW + 26 * HOUR)

@@ -1,6 +1,7 @@
 """Checks of an agent's commits, made with the system's git in a clone of a real repository."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,11 +11,10 @@ import pytest
 
 from leases.coding import patches
 from leases.coding.git import Git, GitTimeout, InvalidCloneUrl, get_protocol, open_git
-from leases.coding.models import DEFAULT_PROTECTED_PATHS
 from leases.coding.patches import Limits, SubmissionRefused
 from tests.support.repositories import create_project, git, run_git, write_files
 
-LIMITS = Limits(1 << 20, DEFAULT_PROTECTED_PATHS)
+LIMITS = Limits(1 << 20)
 KEY = "AKIA" + "IOSFODNN7EXAMPLE"
 
 
@@ -69,6 +69,10 @@ def write(path: str, text: str = "x\n") -> Callable[[Box], None]:
     return lambda box: write_files(box.work, {path: text})
 
 
+def write_bytes(path: str, content: bytes) -> Callable[[Box], None]:
+    return lambda box: (box.work / path).write_bytes(content) and None
+
+
 def write_random(box: Box) -> None:
     (box.work / "random.bin").write_bytes(os.urandom(3 << 20))
 
@@ -76,6 +80,14 @@ def write_random(box: Box) -> None:
 def link(path: str, target: str) -> Callable[[Box], None]:
     def act(box: Box) -> None:
         (box.work / path).parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(target, box.work / path)
+
+    return act
+
+
+def replace_directory(path: str, target: str) -> Callable[[Box], None]:
+    def act(box: Box) -> None:
+        shutil.rmtree(box.work / path)
         os.symlink(target, box.work / path)
 
     return act
@@ -119,6 +131,24 @@ def write_raw_tree(*entries: tuple[str, str]) -> Callable[[Box], None]:
     [
         (write(".github/workflows/x.yml"), "protected"),
         (write(".GitHub/workflows/x.yml"), "protected"),
+        (link(".gitea", "ci"), "protected"),
+        (replace_directory(".github", "ci"), "protected"),
+        (link(".circleci", "ci"), "protected"),
+        (link("sub/.devcontainer", "."), "protected"),
+        (link("own", ".github"), "points to a protected path"),
+        (link("docs/owners", "CODEOWNERS"), "points to a protected path"),
+        (write("GITLAB~1.YML"), "on Windows"),
+        (write("sub/JENKIN~1"), "on Windows"),
+        (write(f"{KEY}.txt"), "A path contains a secret: AWS"),
+        (write(f"docs/{KEY}/x.txt"), "A path contains a secret: AWS"),
+        (link("out", f"docs/{KEY}"), "target of the symbolic link contains a secret"),
+        (write_bytes("a.bin", b"\0\x01" + KEY.encode()), "contains a secret"),
+        (write_bytes("a.bin", b"x" * 9000 + b"\0" + f"\n{KEY}\n".encode()), "contains a secret"),
+        (write_bytes("a.txt", f"key = '{KEY}'\n".encode("utf-16")), "contains a secret"),
+        (write_bytes("a.txt", f"key = '{KEY}'\n".encode("utf-16-be")), "contains a secret"),
+        (write("a.min.js", "x " * 10_000 + KEY), "a.min.js:1: contains a secret"),
+        (write("a.min.js", "x" * 19_990 + f" {KEY} " + "x" * 50_000), "a.min.js:1: contains a secret"),
+        (write("a.min.js", "x " * 200_000 + KEY), "a.min.js:1: contains a secret"),
         (write(".gitmodules", '[submodule "x"]\n\tpath = x\n\turl = ./x\n'), "reserved by Git"),
         (write("a\nb"), "control character"),
         (write("big.bin", "x" * (1 << 20) + "y"), "exceed 1 MiB"),
@@ -144,6 +174,43 @@ def test_commits_are_refused(box: Box, change: Callable[[Box], None], reason: st
     box.commit()
     with pytest.raises(SubmissionRefused, match=reason):
         box.submit()
+
+
+def test_a_refusal_does_not_repeat_the_secret_of_a_path(box: Box) -> None:
+    write_files(box.work, {f"{KEY}.txt": "x"})
+    link("out", f"docs/{KEY}")(box)
+    box.commit()
+    with pytest.raises(SubmissionRefused) as refused:
+        box.submit()
+    assert KEY not in str(refused.value)
+
+
+def test_texts_of_the_pull_request_may_not_have_a_secret() -> None:
+    patches.check_texts(title="Fix add", summary="It subtracted.")
+    with pytest.raises(SubmissionRefused, match=r"The title .* The summary contains a secret: AWS Access Key"):
+        patches.check_texts(title=f"Use {KEY}", summary=f"x\n{KEY}")
+
+
+def test_a_file_to_which_a_protected_link_of_the_base_leads_is_protected(box: Box) -> None:
+    """A tool that follows links reads it as the protected file."""
+    link(".buildkite", "ci")(box)
+    link("ci/hooks", "../tools/hooks")(box)
+    link("docs/calc.py", "../calc.py")(box)
+    write_files(box.work, {"tools/hooks/post": "x\n", "ci/pipeline.yml": "x\n"})
+    box.commit("Base")
+    git(box.work, "push", "--quiet", "origin", "HEAD:main")
+    box.git.run("fetch", "--quiet", "--", git(box.work, "remote", "get-url", "origin"), "+refs/heads/main:refs/heads/main")
+    box.base = box.git.read("rev-parse", "refs/heads/main")
+    for path in ("ci/pipeline.yml", "ci/new/file", "CI/pipeline.yml", "tools/hooks/post"):
+        git(box.work, "reset", "--quiet", "--hard", box.base)
+        write_files(box.work, {path: "y\n"})
+        box.commit()
+        with pytest.raises(SubmissionRefused, match="protected"):
+            box.submit()
+    git(box.work, "reset", "--quiet", "--hard", box.base)
+    write_files(box.work, {"calc.py": "y\n", "tools/other": "y\n", "cinema": "y\n"})
+    box.commit()
+    assert box.submit()
 
 
 def test_a_secret_and_a_missing_text_in_messages_are_refused_together(box: Box) -> None:
@@ -191,8 +258,13 @@ def test_a_process_that_exceeds_its_time_is_killed(box: Box) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["file:///x", "http://example.org/x", "ext::sh -c id", "https://user:pass@example.org/x", "-x", "a@b:-x", "x/y", ""],
-)
+    [
+        "file:///x", "http://example.org/x", "ext::sh -c id", "https://user:pass@example.org/x", "-x", "a@b:-x", "x/y", "",
+        "-uid@h:x", "--upload-pack@h:x", "git@-oProxyCommand:x", "ssh://-oProxyCommand=x/y", "ssh://git@-oProxyCommand=x/y",
+        "ssh://-l@h/x", "https://h/\nx", "https://h/ x", "https://h/\x7f", "https://-h/x", "https://h\t/x", "/srv/a\nb",
+        "/srv/a\0", "git@h:x\ny", "git@h:x y", "ssh://git@h/x\n", "git@h\n:x",
+    ],
+)  # fmt: skip
 def test_clone_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidCloneUrl):
         get_protocol(url)
@@ -202,7 +274,8 @@ def test_clone_urls_are_refused(url: str) -> None:
     ("url", "protocol"),
     [
         ("https://example.org/a.git", "https"), ("http://127.0.0.1:3000/a", "http"), ("/srv/a.git", "file"),
-        ("git@example.org:a/b.git", "ssh"), ("ssh://git@example.org/a", "ssh"),
+        ("git@example.org:a/b.git", "ssh"), ("ssh://git@example.org/a", "ssh"), ("ssh://example.org:22/~a/b", "ssh"),
+        ("git@example.org:~ada/b", "ssh"), ("git@example.org:/srv/b", "ssh"), ("ssh://git@[::1]:22/a", "ssh"),
     ],
 )  # fmt: skip
 def test_clone_urls_are_accepted(url: str, protocol: str) -> None:

@@ -63,6 +63,31 @@ def test_program_gets_no_credential_of_the_visitor_for_another(prefix: str, auth
     assert (headers.get("Authorization"), headers.get("Cookie")) == (passed, None if prefix else "a=2")
 
 
+FORGED = {"Host": "evil.example", "X-Forwarded-Host": "evil.example", "X-Forwarded-Proto": "gopher", "X-Forwarded-Prefix": "/e"}
+
+
+@pytest.mark.parametrize(
+    ("public_url", "prefix", "seen"),
+    [
+        ("https://streams.example.org/x/previews/g/", "/previews/g", ("streams.example.org", "https", "/x/previews/g")),
+        ("https://g.previews.example.net:8443/", "", ("g.previews.example.net:8443", "https", None)),
+        ("", "/previews/g", ("evil.example", "http", "/previews/g")),
+    ],
+)
+def test_program_learns_the_stated_address_and_not_that_of_the_request(
+    public_url: str, prefix: str, seen: tuple[str, str, str | None]
+) -> None:
+    headers = _build_request_headers(make_mocked_request("GET", "/", headers=FORGED), prefix=prefix, public_url=public_url)
+    assert tuple(headers.get(f"X-Forwarded-{name}") for name in ("Host", "Proto", "Prefix")) == seen
+
+
+def test_cookies_of_the_console_are_known_by_their_present_names(settings) -> None:
+    settings.SESSION_COOKIE_NAME, settings.CSRF_COOKIE_NAME = "__Host-sessionid", "__Host-csrftoken"
+    cookies = {"Cookie": "__Host-sessionid=1; __Host-csrftoken=2; sessionid=3; messages=4"}
+    headers = _build_request_headers(make_mocked_request("GET", "/", headers=cookies), prefix="")
+    assert headers["Cookie"] == "sessionid=3; messages=4"
+
+
 @pytest.mark.parametrize(
     ("domain", "found"),
     [

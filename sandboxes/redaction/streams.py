@@ -2,6 +2,8 @@
 
 import base64
 import contextlib
+import html
+import json
 import re
 from collections.abc import Iterator
 from urllib.parse import quote
@@ -30,10 +32,13 @@ def list_secrets(authorization: str) -> list[str]:
 
 
 def list_forms(secret: str) -> Iterator[bytes]:
-    """Yield a secret as an upstream may quote it: as it is, escaped for JSON or a URL, and inside of base64.
+    """Yield a secret as an upstream may quote it: as it is, escaped for JSON, HTML or a URL, and inside of base64.
 
     An upstream that encodes it otherwise on purpose is not stopped."""
     yield secret.encode()
+    yield html.escape(secret).encode()
+    yield json.dumps(secret)[1:-1].encode()
+    yield secret.replace("/", "\\/").encode()  # JSON of some encoders
     for digits in ("04x", "04X"):
         yield "".join(char if ALPHANUMERIC.fullmatch(char) else f"\\u{ord(char):{digits}}" for char in secret).encode()
     yield quote(secret, safe="").encode()

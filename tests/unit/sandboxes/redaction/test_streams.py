@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.egress.redaction import SecretRedactor, list_secrets
+from sandboxes.redaction.streams import SecretRedactor, list_secrets
 
 KEY = "sk-aabaabaaabaabaaab"
 PIECES = st.lists(

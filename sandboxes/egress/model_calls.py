@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
@@ -16,7 +16,7 @@ from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.authorization import CallerIdentity, CallRefused, CallResult
 from sandboxes.egress.call_tracking import CallTracker
 from sandboxes.egress.redaction import SecretRedactor
-from sandboxes.egress.request_filter import InvalidRequest, filter_betas, sanitize_request
+from sandboxes.egress.request_filter import DroppedFields, InvalidRequest, SanitizedRequest, filter_betas, sanitize_request
 from sandboxes.egress.responses import ClientDisconnected, await_write, build_error_response
 from sandboxes.egress.token_usage import UsageReader
 from sandboxes.models import LlmCall
@@ -35,6 +35,7 @@ class ModelCallProxy:
 
     calls: CallTracker
     session: aiohttp.ClientSession
+    dropped: DroppedFields = field(default_factory=DroppedFields)
 
     async def handle(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
         """Answer one model call. Raise CallRefused.
@@ -45,7 +46,9 @@ class ModelCallProxy:
         4. Settle the row, also after an error or a disconnect."""
         path = request.path
         content = await self._read_body(request, slot)
-        body = _parse_body(path, content)
+        sanitized = _parse_body(path, content)
+        self.dropped.add(path, sanitized)
+        body = sanitized.body
         streamed = body.get("stream") is True
         hide_usage = streamed and path in STREAM_USAGE_PATHS and not _requests_usage(body)
         if hide_usage:
@@ -178,7 +181,7 @@ class ModelCallProxy:
         return response
 
 
-def _parse_body(path: str, content: bytes) -> dict[str, Any]:
+def _parse_body(path: str, content: bytes) -> SanitizedRequest:
     try:
         return sanitize_request(path, json.loads(content), default_model=settings.LLM_MODEL)
     except InvalidRequest as error:

@@ -24,6 +24,7 @@ from sandboxes.models import LlmCall
 log = structlog.get_logger(__name__)
 OUTCOME = LlmCall.Outcome
 UNCHECKED_BODY_BYTES = 4 << 20  # read before the policy's limit is known, which saves a query; the limit is checked afterwards
+LARGE_BODY_BYTES = 256 << 10  # larger bodies are checked in a thread: megabytes of small objects take a second
 MAX_ERROR_BYTES = 16 << 10  # of an upstream's error body that is passed on to the sandbox
 PASSED_ERROR_STATUSES = (400, 404, 413, 422, 429)  # the sandbox can act on them: change the request, or wait
 STREAM_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # their streams report usage only if the request asks for it
@@ -46,7 +47,10 @@ class ModelCallProxy:
         4. Settle the row, also after an error or a disconnect."""
         path = request.path
         content = await self._read_body(request, slot)
-        sanitized = _parse_body(path, content)
+        if len(content) > LARGE_BODY_BYTES:
+            sanitized = await asyncio.to_thread(_parse_body, path, content)
+        else:
+            sanitized = _parse_body(path, content)
         self.dropped.add(path, sanitized)
         body = sanitized.body
         streamed = body.get("stream") is True

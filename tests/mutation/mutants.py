@@ -950,7 +950,7 @@ MUTANTS = (
         path=REQUEST_VALUES,
         before="BASE64_PATTERN.fullmatch(text, prefix.end() if prefix else 0) is not None",
         after="prefix is not None or BASE64_PATTERN.fullmatch(text) is not None",
-        tests=[f"{TEST_REQUEST_SCHEMAS}::test_no_url_and_no_foreign_id_leaves_outside_of_texts"],
+        tests=[f"{TEST_REQUEST_REFUSALS}::test_content_with_a_url_or_a_file_id_is_refused"],
     ),
     Mutant(
         name="requests-file-id-forwarded",

@@ -24,9 +24,9 @@ MESSAGE_PARTS = {
     "refusal": record(refusal=Leaf.TEXT),
 }
 # Without its id an assistant's message has the form of an input message, which has no status.
-MESSAGE = record("role", "phase", content=text_or(Tagged(MESSAGE_PARTS)), id=Leaf.IGNORED, status=Leaf.IGNORED).requiring(
-    "role", "content"
-)
+MESSAGE = record(
+    "role", "phase", content=text_or(Tagged(MESSAGE_PARTS)), id=Leaf.IGNORED, status=Leaf.IGNORED,
+).requiring("role", "content")  # fmt: skip
 
 GRAMMAR = record("type", "syntax", definition=Leaf.TEXT)
 CALLERS = ListOf(Leaf.VALUE)

@@ -78,8 +78,8 @@ TOOL_CHANGES = {"tool_addition": TOOL_CHANGE, "tool_removal": TOOL_CHANGE}
 CONTENT_BLOCKS = {
     **RESULT_BLOCKS,
     **TOOL_CHANGES,
-    "thinking": record(thinking=Leaf.TEXT, signature=Leaf.DATA),
-    "redacted_thinking": record(data=Leaf.DATA),
+    "thinking": record("signature", thinking=Leaf.TEXT),
+    "redacted_thinking": record("data"),
     "tool_use": record(
         "id", "name", "toolset_name", input=Leaf.JSON, cache_control=CACHE_CONTROL, caller=Tagged({"direct": record()}),
     ),
@@ -87,7 +87,7 @@ CONTENT_BLOCKS = {
         "tool_use_id", "is_error", "toolset_name", content=text_or(Tagged(RESULT_BLOCKS)), cache_control=CACHE_CONTROL,
     ),
     "compaction": record(
-        content=Leaf.TEXT, encrypted_content=Leaf.DATA, signature=Leaf.DATA, cache_control=CACHE_CONTROL,
+        "encrypted_content", "signature", content=Leaf.TEXT, cache_control=CACHE_CONTROL,
         tool_changes=ListOf(Tagged(TOOL_CHANGES)),
     ),
 }  # fmt: skip

@@ -29,9 +29,7 @@ TOOL_CALL = Tagged({
 })  # fmt: skip
 # Reasoning of earlier answers, as LiteLLM and OpenRouter report it.
 THINKING_BLOCK = Tagged({kind: anthropic.CONTENT_BLOCKS[kind] for kind in ("thinking", "redacted_thinking")})
-REASONING_DETAIL = record(
-    "type", "format", "index", id=Leaf.IGNORED, text=Leaf.TEXT, summary=Leaf.TEXT, data=Leaf.DATA, signature=Leaf.DATA
-)
+REASONING_DETAIL = record("type", "format", "index", "data", "signature", id=Leaf.IGNORED, text=Leaf.TEXT, summary=Leaf.TEXT)
 MESSAGE = record(
     "role", "name", "tool_call_id", "prefix",
     content=text_or(Tagged(CONTENT_PARTS)),
@@ -45,10 +43,13 @@ MESSAGE = record(
     reasoning_content=Leaf.TEXT,
     reasoning_details=ListOf(REASONING_DETAIL),
     thinking_blocks=ListOf(THINKING_BLOCK),
+    images=ListOf(Tagged({"image_url": record("index", image_url=MEDIA_URL)})),  # of an earlier answer
     provider_specific_fields=Leaf.IGNORED,
 )  # fmt: skip
 
-FUNCTION = record("name", "strict", description=Leaf.TEXT, parameters=Leaf.JSON).requiring("name")
+FUNCTION = record(
+    "name", "strict", description=Leaf.TEXT, parameters=Leaf.JSON, cache_control=anthropic.CACHE_CONTROL
+).requiring("name")
 GRAMMAR = record("type", grammar=record("syntax", definition=Leaf.TEXT))
 CUSTOM = record("name", description=Leaf.TEXT, format=GRAMMAR).requiring("name")
 FUNCTION_TOOL = record(function=FUNCTION, cache_control=anthropic.CACHE_CONTROL).requiring("function")

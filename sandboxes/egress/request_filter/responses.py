@@ -74,11 +74,11 @@ ITEM = Tagged(
     {
         "message": MESSAGE,
         "reasoning": record(
-            "status", id=Leaf.IGNORED, encrypted_content=Leaf.DATA,
+            "status", "encrypted_content", id=Leaf.IGNORED,
             summary=ListOf(Tagged({"summary_text": record(text=Leaf.TEXT)})),
             content=ListOf(Tagged({"reasoning_text": record(text=Leaf.TEXT), "text": record(text=Leaf.TEXT)})),
         ),
-        "compaction": record(id=Leaf.IGNORED, encrypted_content=Leaf.DATA),
+        "compaction": record("encrypted_content", id=Leaf.IGNORED),
         "function_call": record("name", "namespace", arguments=Leaf.TEXT, **CALL),
         "function_call_output": record("name", "namespace", output=OUTPUT, **CALL),
         "custom_tool_call": record("name", "namespace", input=Leaf.TEXT, **CALL),

@@ -22,6 +22,10 @@ class ArgumentList(list[Any]):
     """Examples of arguments of a tool call."""
 
 
+class CallId(str):
+    """Id that pairs a call with its output within the request. The provider looks up nothing by it."""
+
+
 class NotForwarded(str):
     """Value of the published schema that the filter removes."""
 
@@ -53,7 +57,7 @@ def words(*choices: Any) -> Strategy:
 TEXT = words("Hello.", "see https://text.test/a?b=1", "https://text.test", "file-text123", "data:x", "").map(Text)
 ARGUMENTS = words({}, {"url": "https://text.test"}, {"type": "url", "a": [{"file_id": "file-text123"}]}).map(Arguments)
 NAME, NUMBER, FLAG = words("get_weather", "mcp__a__b", "Read"), st.integers(0, 100_000), st.booleans()
-CALL_ID = words("toolu_01AbCdEfGh23", "call_AbC123", "functions.get:0")
+CALL_ID = words("toolu_01AbCdEfGh23", "call_AbC123", "functions.get:0").map(CallId)
 BASE64, DATA_URL = words("iVBORw0KGgo=", "AA-_9/+=\n"), words("data:image/png;base64,iVBORw0KGgo=")
 ITEM_ID = words("msg_0123456789", "rs_0123456789").map(NotForwarded)
 
@@ -205,8 +209,8 @@ ITEM = st.one_of(
     part("function_call_output", {"call_id": CALL_ID, "output": OUTPUT}, **CALL),
     part("custom_tool_call", {"call_id": CALL_ID, "name": NAME, "input": TEXT}, id=ITEM_ID),
     part("custom_tool_call_output", {"call_id": CALL_ID, "output": OUTPUT}, id=ITEM_ID),
-    part("local_shell_call", {"id": "lsh_1", "call_id": CALL_ID, "action": ARGUMENTS, "status": "completed"}),
-    part("local_shell_call_output", {"id": "lsh_1", "output": TEXT}),
+    part("local_shell_call", {"id": CALL_ID, "call_id": CALL_ID, "action": ARGUMENTS, "status": "completed"}),
+    part("local_shell_call_output", {"id": CALL_ID, "output": TEXT}),
     part("apply_patch_call", {"call_id": CALL_ID, "operation": ARGUMENTS, "status": "completed"}, id=ITEM_ID),
     part("apply_patch_call_output", {"call_id": CALL_ID, "status": "failed"}, output=TEXT),
     part("computer_call", {"call_id": CALL_ID, "action": ARGUMENTS, "pending_safety_checks": CHECKS}, **CALL),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sandboxes.egress.request_filter import InvalidRequest, sanitize_request
 from tests.support.search import budget
-from tests.unit.sandboxes.egress.request_filter.schemas import BODIES, ArgumentList, Arguments, NotForwarded, Text
+from tests.unit.sandboxes.egress.request_filter.schemas import BODIES, ArgumentList, Arguments, CallId, NotForwarded, Text
 
 EXAMPLES = budget(fast=25, full=200)
 HOST, FOREIGN_ID, PROVIDER_TOOL = "planted.test", "file-PLANTED123", "planted_search_20260101"
@@ -44,6 +44,7 @@ ADDED: dict[str, tuple[tuple[str, ...], list[Any]]] = {
     "object key": (OBJECT_KEYS, [{}, [[]], {"a": {"b": 1}}, *OBJECTS, [TOOLS[0]], *TOOLS]),
 }
 TEXT_LIST_PATHS = ("/v1/completions", "/v1/embeddings")  # their lists have texts
+NEVER_REPLACED = (Text, Arguments, ArgumentList, CallId)
 SCALARS = (True, 7, 0.5, "high", "")
 
 
@@ -83,9 +84,7 @@ def plant(data: st.DataObject, path: str, body: dict[str, Any]) -> None:
     else:
         added_keys, planted = ADDED.get(way, ADDED["url key"])
         node = data.draw(st.sampled_from(objects))
-        key = data.draw(
-            st.sampled_from([each for each in added_keys if not isinstance(node.get(each), Text | Arguments | ArgumentList)])
-        )
+        key = data.draw(st.sampled_from([each for each in added_keys if not isinstance(node.get(each), NEVER_REPLACED)]))
         node[key] = copy.deepcopy(data.draw(st.sampled_from(planted)))
 
 

@@ -42,7 +42,6 @@ REQUEST_VALUES, ANTHROPIC_SHAPES, CHAT_SHAPES = (
     "sandboxes/egress/request_filter/anthropic.py",
     "sandboxes/egress/request_filter/chat.py",
 )
-TEST_REQUEST_SCHEMAS = "tests/unit/sandboxes/egress/request_filter/test_published_schemas.py"
 TEST_REQUEST_REFUSALS = "tests/unit/sandboxes/egress/request_filter/test_refusals.py"
 
 # Tests.
@@ -943,7 +942,7 @@ MUTANTS = (
         path=REQUEST_CLEANING,
         before="        case Leaf.VALUE if is_string and is_url(value):",
         after="        case Leaf.VALUE if False:",
-        tests=[f"{TEST_REQUEST_SCHEMAS}::test_no_url_and_no_foreign_id_leaves_outside_of_texts"],
+        tests=[f"{TEST_REQUEST_REFUSALS}::test_option_with_a_url_or_an_unknown_object_is_refused"],
     ),
     Mutant(
         name="requests-url-after-data-prefix-forwarded",

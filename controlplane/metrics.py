@@ -33,6 +33,7 @@ from sandboxes import pool_stats
 from sandboxes.agent.gateway import FALLBACK_REASONS
 from sandboxes.db import database_time, dialect
 from sandboxes.egress.allow_list.connections import PROXY_EVENTS
+from sandboxes.egress.request_filter import COUNT_NAME as DROPPED_FIELDS
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import EDGES, START_REASONS
 from sandboxes.models import Host, Sweep
@@ -303,7 +304,7 @@ class SnapshotCollector(Collector):
 
 
 def _build_gateway_families(gateways: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
-    """Build the families of the agents in the sandboxes. Counters begin again at 0 with the egress process of a host."""
+    """Build the families of the egress process of each host. Counters begin again at 0 with the egress process of a host."""
     yield _build_family(
         GaugeMetricFamily, "agents_connected", "Agents in sandboxes that are connected to the gateway of each host.",
         ["host"], {(host,): counts.get("connected", 0) for host, counts in gateways.items()},
@@ -322,6 +323,10 @@ def _build_gateway_families(gateways: Mapping[str, Mapping[str, int]]) -> Iterat
         CounterMetricFamily, "egress_connections", "Connections that the proxy of the allow lists admitted and refused.",
         ["host", "event"],
         {(host, event): counts.get(f"connections {event}", 0) for host, counts in gateways.items() for event in PROXY_EVENTS},
+    )  # fmt: skip
+    yield _build_family(
+        CounterMetricFamily, "model_request_fields_dropped", "Unknown fields of model requests that were not forwarded.",
+        ["host"], {(host,): counts.get(DROPPED_FIELDS, 0) for host, counts in gateways.items()},
     )  # fmt: skip
     yield _build_family(
         CounterMetricFamily, "agent_fallbacks", "Commands and file operations executed by the engine instead of an agent.",

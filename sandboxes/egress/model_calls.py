@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
@@ -15,7 +15,7 @@ from sandboxes.egress import authorization, offline_model
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.authorization import CallerIdentity, CallRefused, CallResult
 from sandboxes.egress.call_tracking import CallTracker
-from sandboxes.egress.request_filter import InvalidRequest, filter_betas, sanitize_request
+from sandboxes.egress.request_filter import DroppedFields, InvalidRequest, SanitizedRequest, filter_betas, sanitize_request
 from sandboxes.egress.responses import ClientDisconnected, await_write, build_error_response
 from sandboxes.egress.token_usage import UsageReader
 from sandboxes.models import LlmCall
@@ -24,6 +24,7 @@ from sandboxes.redaction.streams import SecretRedactor
 log = structlog.get_logger(__name__)
 OUTCOME = LlmCall.Outcome
 UNCHECKED_BODY_BYTES = 4 << 20  # read before the policy's limit is known, which saves a query; the limit is checked afterwards
+LARGE_BODY_BYTES = 256 << 10  # larger bodies are checked in a thread: megabytes of small objects take a second
 MAX_ERROR_BYTES = 16 << 10  # of an upstream's error body that is passed on to the sandbox
 PASSED_ERROR_STATUSES = (400, 404, 413, 422, 429)  # the sandbox can act on them: change the request, or wait
 STREAM_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # their streams report usage only if the request asks for it
@@ -35,6 +36,7 @@ class ModelCallProxy:
 
     calls: CallTracker
     session: aiohttp.ClientSession
+    dropped: DroppedFields = field(default_factory=DroppedFields)
 
     async def handle(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
         """Answer one model call. Raise CallRefused.
@@ -45,7 +47,12 @@ class ModelCallProxy:
         4. Settle the row, also after an error or a disconnect."""
         path = request.path
         content = await self._read_body(request, slot)
-        body = _parse_body(path, content)
+        if len(content) > LARGE_BODY_BYTES:
+            sanitized = await asyncio.to_thread(_parse_body, path, content)
+        else:
+            sanitized = _parse_body(path, content)
+        self.dropped.add(path, sanitized)
+        body = sanitized.body
         streamed = body.get("stream") is True
         hide_usage = streamed and path in STREAM_USAGE_PATHS and not _requests_usage(body)
         if hide_usage:
@@ -178,7 +185,7 @@ class ModelCallProxy:
         return response
 
 
-def _parse_body(path: str, content: bytes) -> dict[str, Any]:
+def _parse_body(path: str, content: bytes) -> SanitizedRequest:
     try:
         return sanitize_request(path, json.loads(content), default_model=settings.LLM_MODEL)
     except InvalidRequest as error:

@@ -32,7 +32,7 @@ from sandboxes.egress.mcp_tools import McpToolServer
 from sandboxes.egress.model_calls import ModelCallProxy
 from sandboxes.egress.public_listener import PublicListener
 from sandboxes.egress.relay import RelayProxy
-from sandboxes.egress.request_filter import FIELDS_BY_PATH, MCP_PATH, MODELS_PATH
+from sandboxes.egress.request_filter import FIELDS_BY_PATH, MCP_PATH, MODELS_PATH, DroppedFields
 from sandboxes.egress.responses import CALL_ID_HEADER, SLOT_HEADER, ClientDisconnected, build_error_response, read_bearer
 from sandboxes.egress.runner_channels import MAX_RESULT_BYTES, RunnerChannels
 from sandboxes.errors import SandboxError, SigningKeyRevoked
@@ -76,6 +76,7 @@ class EgressServer:
         self.tools = McpToolServer(self.now)
         self.runners = RunnerChannels(self.database, self.confirm)
         self.sessions = AgentSessionServer(self.agents, self.database, self.now, self.confirm)
+        self.dropped_fields = DroppedFields()
         self._public: PublicListener | None = None
 
     @asynccontextmanager
@@ -108,7 +109,7 @@ class EgressServer:
                 await self.database.close()
 
     def _build_handlers(self, session: aiohttp.ClientSession) -> list[web.RouteDef]:
-        models, relay = ModelCallProxy(self.calls, session), RelayProxy(self.calls, session)
+        models, relay = ModelCallProxy(self.calls, session, self.dropped_fields), RelayProxy(self.calls, session)
         return [
             web.get("/healthz", self._report_health),
             web.get(MODELS_PATH, self._with_errors(self._list_models)),

@@ -50,6 +50,7 @@ RULES = (
         ),
         ("docker-matrix",),
     ),
+    Rule(("sandboxes/egress/request_filter",), ("docker-matrix", "e2e-matrix")),  # LiteLLM and the agent CLIs
     Rule(("leases/coding",), ("docker-matrix", "e2e-matrix")),
     Rule(("tests/conformance",), ("by-engine", "kubernetes", *VENDORS)),
     Rule(("tests/e2e", "leases/packs", "leases/agent_runs", "leases/queue", "controlplane/supervisor.py"), ("e2e-matrix",)),

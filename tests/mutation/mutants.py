@@ -32,7 +32,17 @@ BUDGET_ADMISSION, BUDGET_RESERVATION, BUDGET_UPDATES = (
 )
 TEST_HOSTS = "tests/unit/sandboxes/test_hosts.py"
 AUTHORIZATION, REDACTION = "sandboxes/egress/authorization.py", "sandboxes/redaction/streams.py"
-REQUEST_FILTER = "sandboxes/egress/request_filter.py"
+REQUEST_FILTER, REQUEST_CLEANING, RESPONSES_SHAPES = (
+    "sandboxes/egress/request_filter/requests.py",
+    "sandboxes/egress/request_filter/cleaning.py",
+    "sandboxes/egress/request_filter/responses.py",
+)
+REQUEST_VALUES, ANTHROPIC_SHAPES, CHAT_SHAPES = (
+    "sandboxes/egress/request_filter/values.py",
+    "sandboxes/egress/request_filter/anthropic.py",
+    "sandboxes/egress/request_filter/chat.py",
+)
+TEST_REQUEST_REFUSALS = "tests/unit/sandboxes/egress/request_filter/test_refusals.py"
 
 # Tests.
 TEST_POOL, TEST_LIFECYCLE = "tests/unit/sandboxes/test_pool.py", "tests/unit/sandboxes/test_lifecycle.py"
@@ -915,24 +925,59 @@ MUTANTS = (
     ),
     Mutant(
         name="requests-unknown-fields-forwarded",
-        path=REQUEST_FILTER,
-        before="{name: body[name] for name in FIELDS_BY_PATH[path] if name in body}",
-        after="dict(body)",
+        path=REQUEST_CLEANING,
+        before="                self._drop((None, name))\n",
+        after="                result[name] = value\n",
         tests=[f"{TEST_EGRESS}::test_billing_identity_of_the_sandbox_is_overwritten"],
     ),
     Mutant(
+        name="requests-unknown-urls-dropped",
+        path=REQUEST_CLEANING,
+        before="        if has_reference(name, value):\n",
+        after="        if False:\n",
+        tests=[f"{TEST_REQUEST_REFUSALS}::test_unknown_field_of_a_tool_is_refused_and_named"],
+    ),
+    Mutant(
+        name="requests-url-in-a-value-forwarded",
+        path=REQUEST_CLEANING,
+        before="        case Leaf.VALUE if is_string and is_url(value):",
+        after="        case Leaf.VALUE if False:",
+        tests=[f"{TEST_REQUEST_REFUSALS}::test_option_with_a_url_or_an_unknown_object_is_refused"],
+    ),
+    Mutant(
+        name="requests-url-after-data-prefix-forwarded",
+        path=REQUEST_VALUES,
+        before="BASE64_PATTERN.fullmatch(text, prefix.end() if prefix else 0) is not None",
+        after="prefix is not None or BASE64_PATTERN.fullmatch(text) is not None",
+        tests=[f"{TEST_REQUEST_REFUSALS}::test_content_with_a_url_or_a_file_id_is_refused"],
+    ),
+    Mutant(
         name="requests-file-id-forwarded",
-        path=REQUEST_FILTER,
-        before='return kind == "url" or "file_id" in part or any(',
-        after='return kind == "url" or any(',
-        tests=[f"{TEST_EGRESS}::test_invalid_request_is_refused_with_its_reason_and_not_forwarded"],
+        path=CHAT_SHAPES,
+        before="file_id=Leaf.REFUSED",
+        after="file_id=Leaf.VALUE",
+        tests=[f"{TEST_REQUEST_REFUSALS}::test_content_with_a_url_or_an_id_has_its_own_code_and_names_the_field"],
+    ),
+    Mutant(
+        name="requests-item-id-forwarded",
+        path=RESPONSES_SHAPES,
+        before='"id": Leaf.IGNORED, "call_id"',
+        after='"id": Leaf.VALUE, "call_id"',
+        tests=[f"{TEST_REQUEST_REFUSALS}::test_ids_of_items_are_not_forwarded"],
+    ),
+    Mutant(
+        name="requests-item-without-content-forwarded",
+        path=RESPONSES_SHAPES,
+        before='.requiring("role", "content")',
+        after="",
+        tests=[f"{TEST_REQUEST_REFUSALS}::test_item_that_refers_to_a_stored_object_is_refused"],
     ),
     Mutant(
         name="requests-provider-tools-forwarded",
-        path=REQUEST_FILTER,
-        before='kind = tool.get("type") or "function"',
-        after='kind = "function"',
-        tests=[f"{TEST_EGRESS}::test_invalid_request_is_refused_with_its_reason_and_not_forwarded"],
+        path=ANTHROPIC_SHAPES,
+        before='"bash_20*": NAMED_TOOL',
+        after='"*": NAMED_TOOL',
+        tests=[f"{TEST_REQUEST_REFUSALS}::test_tool_executed_by_the_provider_is_refused"],
     ),
     Mutant(
         name="requests-responses-stored-upstream",

@@ -70,7 +70,11 @@ class Command(BaseCommand):
             ):
                 served = f"{len(sockets)} slots, without nginx" if sockets else f"gateway on {settings.GATEWAY_LISTEN}"
                 self.stdout.write(f"egress: {served}")
-                await self._supervise(None, stop, gateway.read_counts if listener else dict)
+                await self._supervise(
+                    None,
+                    stop,
+                    lambda: {**(gateway.read_counts() if listener else {}), **server.dropped_fields.read_counts()},
+                )
             return
         try:
             container = await asyncio.to_thread(lambda: NginxProxy(Engine()))
@@ -89,7 +93,15 @@ class Command(BaseCommand):
                 await asyncio.to_thread(container.start)
                 try:
                     self.stdout.write(f"egress: {settings.EGRESS_SLOTS} slots through {container.name}")
-                    await self._supervise(container, stop, lambda: {**gateway.read_counts(), **allow_list.read_counts()})
+                    await self._supervise(
+                        container,
+                        stop,
+                        lambda: {
+                            **gateway.read_counts(),
+                            **allow_list.read_counts(),
+                            **server.dropped_fields.read_counts(),
+                        },
+                    )
                 finally:
                     await asyncio.to_thread(container.stop)
         except ProviderError as error:
@@ -126,7 +138,8 @@ class Command(BaseCommand):
 def record_heartbeat(container: NginxProxy | None, counts: Mapping[str, int] = MappingProxyType({})) -> None:
     """Record a sweep row, which the health check reads, and rotate nginx's access log.
 
-    `counts` are those of the gateway and of the allow list's proxy, their read_counts. The row and the metrics show them."""
+    `counts` are the read_counts of the gateway, the allow list's proxy and the dropped fields. The row and the metrics show the
+    counts."""
     now = database_time.now()
 
     def rotate() -> SweepResult:

@@ -74,11 +74,13 @@ def test_metrics_are_prometheus_text_with_help_and_type(client, pool) -> None:
 def test_counts_of_a_gateway_are_reported_by_host(scrape) -> None:
     host = Host.objects.create(id=uuid4(), provider="docker", engine_id="e1", name="box-1", created_at=NOW)
     counts = {"agent connected": 3, "agent executions": 40, "agent fallbacks busy": 2, "logs rotated": 1}
+    counts["agent request fields dropped"] = 5
     Sweep.objects.create(name="egress", host=host, counts=counts)
     assert scrape("agents_connected", host="box-1") == 3
     assert scrape("agent_events_total", host="box-1", event="executions") == 40
     assert scrape("agent_events_total", host="box-1", event="violations") == 0
     assert scrape("agent_fallbacks_total", host="box-1", reason="busy") == 2
+    assert scrape("model_request_fields_dropped_total", host="box-1") == 5
 
 
 def test_free_space_is_a_gauge_by_directory(scrape) -> None:

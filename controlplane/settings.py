@@ -10,6 +10,7 @@ from django.core.exceptions import ImproperlyConfigured
 from controlplane import env, kubernetes_settings, logs, public_address, remote_settings
 from controlplane.console.sign_in import configuration as sign_in
 from controlplane.framework import *  # noqa: F403 - settings that do not depend on the environment
+from sandboxes.long_calls import compute_maximum
 from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
 
 BASE_DIR = env.BASE_DIR
@@ -309,9 +310,6 @@ RUN_MEMORY_MOST_MIB = env.integer(
 MAX_RUNS_PER_LEASE = env.integer(
     "LEASEHOLD_MAX_RUNS_PER_LEASE", 8, minimum=1, help="open runs of one lease: commands, turns, file transfers"
 )
-MAX_RUNS_PER_AGENT = env.integer(
-    "LEASEHOLD_MAX_RUNS_PER_AGENT", 16, minimum=1, help="open runs of one agent, over all its leases"
-)
 MAX_STREAMS = env.integer(
     "LEASEHOLD_MAX_STREAMS",
     500,
@@ -522,6 +520,11 @@ WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, mini
 WEB_THREADS = env.integer(
     "LEASEHOLD_WEB_THREADS", 16, minimum=2,
     help="threads per web process; an exec occupies one while it runs, and a quarter is kept for short requests",
+)  # fmt: skip
+# Two thirds of the commands that all web processes together execute at once: one agent leaves room for others.
+MAX_RUNS_PER_AGENT = env.integer(
+    "LEASEHOLD_MAX_RUNS_PER_AGENT", max(1, WEB_WORKERS * compute_maximum(WEB_THREADS) * 2 // 3), minimum=1,
+    help="open runs of one agent, over all its leases; unset: two thirds of the commands that the web processes execute at once",
 )  # fmt: skip
 HEALTH_REPORT_SECONDS = 1.0  # for which /healthz and /readyz, which need no key, answer with the same report
 DRAIN_DELAY_SECONDS = env.integer(

@@ -524,7 +524,7 @@ WEB_THREADS = env.integer(
 # Two thirds of the commands that all web processes together execute at once: one agent leaves room for others.
 MAX_RUNS_PER_AGENT = env.integer(
     "LEASEHOLD_MAX_RUNS_PER_AGENT", max(1, WEB_WORKERS * compute_maximum(WEB_THREADS) * 2 // 3), minimum=1,
-    help="open runs of one agent, over all its leases; unset: two thirds of the commands that the web processes execute at once",
+    help="open runs of one agent, over all its leases; unset: two thirds of the commands that all web processes run at once",
 )  # fmt: skip
 HEALTH_REPORT_SECONDS = 1.0  # for which /healthz and /readyz, which need no key, answer with the same report
 DRAIN_DELAY_SECONDS = env.integer(

@@ -1,14 +1,12 @@
 """Events of a game server: a turn notification becomes a queued turn of the agent's lease."""
 
 from typing import Any
-from uuid import NAMESPACE_OID, UUID, uuid5
+from uuid import UUID
 
 from django.conf import settings
 from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
-from rest_framework.authentication import BaseAuthentication
-from rest_framework.request import Request
 from rest_framework.response import Response
 
 from leases import leasing
@@ -22,9 +20,9 @@ from leases.api.base.fields import (
     validate_url_value,
 )
 from leases.api.base.idempotency import KeyReused, StatusAndBody
-from leases.api.base.parsers import read_body
 from leases.api.base.permissions import HasKey
-from leases.api.base.views import ApiRequest, ApiView
+from leases.api.base.signatures import GameServer, HasSignature, SignableView
+from leases.api.base.views import ApiRequest
 from leases.api.environment_rows import EnvironmentApiView
 from leases.api.leases import ACQUIRE_SERIALIZER
 from leases.api.queue_fields import QueuedRunSerializer, serialize_queued_run
@@ -35,45 +33,8 @@ from leases.models import Lease, LeaseStatus
 from leases.queue import queue, runner
 from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
-from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.webhooks.signatures import MESSAGE_ID_RE
-
-
-class GameServer:
-    """Sender of a signed event, in place of a Django user. May post events of one environment."""
-
-    is_authenticated = True
-    name = "game server"
-
-    def __init__(self, environment_id: str, message_id: str) -> None:
-        self.environment_id = environment_id
-        self.message_id = message_id
-
-    def derive_run_id(self) -> UUID:
-        """Return the id of the queued run of this message: a repeated message finds the first one's run."""
-        return uuid5(NAMESPACE_OID, f"event {self.environment_id} {self.message_id}")
-
-
-class SignatureAuthentication(BaseAuthentication):
-    """Authenticate a game server by its Standard Webhooks signature."""
-
-    def authenticate(self, request: Any) -> tuple[GameServer, None]:
-        """Raise InvalidSignature. The body is read once the headers are valid."""
-        meta, environment_id = request.META, request.parser_context["kwargs"]["environment_id"]
-        message_id, timestamp, signature = (meta.get(f"HTTP_WEBHOOK_{name}", "") for name in ("ID", "TIMESTAMP", "SIGNATURE"))
-        secrets = signing.check_request(environment_id, message_id, timestamp, signature, now=database_time.now())
-        body = read_body(request._request, MAX_TURN_BODY_BYTES)
-        signing.verify(secrets, message_id, timestamp, signature, body)
-        request.load_json(body)
-        return GameServer(environment_id, message_id), None
-
-
-class HasKeyOrSignature(HasKey):
-    """The request carries a valid API key, or a valid signature for the environment in the URL."""
-
-    def has_permission(self, request: Request, view: Any) -> bool:
-        return isinstance(request.user, GameServer) or super().has_permission(request, view)
 
 
 class EnvironmentEventSerializer(StrictSerializer):
@@ -86,14 +47,9 @@ class EnvironmentEventSerializer(StrictSerializer):
 EVENT_SERIALIZER = EnvironmentEventSerializer()
 
 
-class EnvironmentEventListView(ApiView):
-    permission_classes = [HasKeyOrSignature]
+class EnvironmentEventListView(SignableView):
+    permission_classes = [HasSignature | HasKey]
     max_body_bytes = MAX_TURN_BODY_BYTES
-
-    def get_authenticators(self) -> list[BaseAuthentication]:
-        meta = getattr(getattr(self, "request", None), "META", {})  # no request while the OpenAPI document is generated
-        is_signed = "HTTP_WEBHOOK_SIGNATURE" in meta and "HTTP_AUTHORIZATION" not in meta
-        return [SignatureAuthentication()] if is_signed else super().get_authenticators()
 
     @extend_schema(
         operation_id="environments_post_event",

@@ -26,6 +26,7 @@ from leases.api.base.fields import (
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.permissions import HasKey, OperatorWrites
+from leases.api.base.signatures import GameServer, HasSignature, SignableView
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.leases import ACQUIRE_SERIALIZER, EMPTY_SERIALIZER
 from leases.environments import lifecycle, participants, play
@@ -293,7 +294,9 @@ class EnvironmentStartView(EnvironmentApiView):
         return self.execute_once(act)
 
 
-class EnvironmentEndView(EnvironmentApiView):
+class EnvironmentEndView(SignableView, EnvironmentApiView):
+    permission_classes = [HasSignature | (HasKey & OperatorWrites)]
+
     @extend_schema(
         operation_id="environments_end",
         summary="End an environment",
@@ -302,21 +305,22 @@ class EnvironmentEndView(EnvironmentApiView):
         responses=schema.build_responses(EndedEnvironmentSerializer, 404, 409, 413, 415),
     )
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
-        """End an environment and its active leases. Operator keys only.
+        """End an environment and its active leases.
 
-        Repeated: the time of the end stays, and so does its outcome if it has one."""
+        With an operator's key, or signed by the game server with a secret of the environment, as events are. Repeated: the time
+        of the end stays, and so does its outcome if it has one."""
         data = self.validate_body(END_SERIALIZER)
+        if isinstance(request.user, GameServer):
+            return Response(self._end(request.user.environment_id, data, actor=request.user.name))
         environment_id = self.get_environment(environment_id).pk
+        return self.execute_once(lambda run_id: (200, self._end(environment_id, data, actor=self.actor)))
 
-        def act(run_id: UUID) -> StatusAndBody:
-            outcome = data.get("outcome", lifecycle.NOTHING)
-            ended = lifecycle.end(environment_id, outcome=outcome, now=self.now, actor=self.actor)
-            if ended:
-                begin_reclaim(ended)
-            row = serialize_environment(lifecycle.find(environment_id))
-            return 200, {**row, "ended": [str(lease.pk) for lease in ended]}
-
-        return self.execute_once(act)
+    def _end(self, environment_id: str, data: dict[str, Any], *, actor: str) -> dict[str, Any]:
+        outcome = data.get("outcome", lifecycle.NOTHING)
+        ended = lifecycle.end(environment_id, outcome=outcome, now=self.now, actor=actor)
+        if ended:
+            begin_reclaim(ended)
+        return {**serialize_environment(lifecycle.find(environment_id)), "ended": [str(lease.pk) for lease in ended]}
 
 
 def serialize_environment(row: Environment) -> dict[str, Any]:

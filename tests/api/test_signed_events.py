@@ -10,7 +10,7 @@ from django.test import Client
 from django.utils import timezone
 
 from leases.environments import signing
-from leases.environments.models import EnvironmentSecret
+from leases.environments.models import Environment, EnvironmentOutcome, EnvironmentSecret
 from leases.models import EnvironmentType, QueuedRun, Turn
 from leases.queue import attempts, queue
 from sandboxes.webhooks import signatures
@@ -36,7 +36,8 @@ def open_secret(text: str) -> bytes:
 
 def send(secret: str, message_id: str = "evt_1", *, number: int = 1, url: str = URL, age: int = 0, **changes: Any) -> Any:
     """Post a signed event. `changes` replace headers, or fields of the event after it was signed."""
-    content = {"type": "turn", "agent_did": ADA, "turn_number": number, "state": {"n": number}} | changes.pop("event", {})
+    event = {"type": "turn", "agent_did": ADA, "turn_number": number, "state": {"n": number}} | changes.pop("event", {})
+    content = changes.pop("event_body", event)
     body = json.dumps(content).encode()
     timestamp = str(int(timezone.now().timestamp()) - age)
     headers = {
@@ -130,3 +131,27 @@ def test_published_vector_verifies() -> None:
     signatures.verify([secret], "msg_p5jXN8AQM9LWM0D4loKWxJek", "1614265330", header, body)
     with pytest.raises(signatures.InvalidHeader):
         signatures.verify([secret], "msg_p5jXN8AQM9LWM0D4loKWxJek", "1614265331", header, body)
+
+
+def test_game_server_ends_its_environment_with_an_outcome(secret: str, lease: dict[str, Any]) -> None:
+    url = "/api/v1/environments/game-1/end"
+    content = {"outcome": {"winner": ADA}}
+    ended = send(secret, url=url, event_body=content)
+    assert (ended.status_code, ended.json()["ended"], ended.json()["outcome"]) == (200, [lease["id"]], {"winner": ADA})
+    again = send(secret, "evt_2", url=url, event_body={"outcome": "other"})
+    assert (again.json()["ended"], again.json()["outcome"]) == ([], {"winner": ADA})
+    [outcome] = EnvironmentOutcome.objects.all()
+    assert outcome.recorded_by == "game server"
+
+
+def test_secret_of_one_environment_ends_no_other(secret: str, operator: ApiClient) -> None:
+    operator.post("environments", {"environment_id": "game-2", "type": "catan"})
+    refused = send(secret, url="/api/v1/environments/game-2/end", event_body={})
+    assert (refused.status_code, refused.json()["code"]) == (401, "invalid_signature")
+    assert Environment.objects.get(pk="game-2").ended_at is None
+
+
+def test_signed_turn_is_no_end_and_a_signed_end_is_no_turn(secret: str) -> None:
+    assert send(secret, url="/api/v1/environments/game-1/end").status_code == 400
+    assert send(secret, event_body={"outcome": 1}).status_code == 400
+    assert Environment.objects.get(pk="game-1").ended_at is None

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from decimal import Decimal
 from uuid import UUID, uuid4
 
 import structlog
@@ -14,19 +13,18 @@ from django.db.models import Model
 from billing import budgets
 from billing.models import Tab
 from leases.allow_lists import AllowLists
-from leases.environments import entry
-from leases.environments.entry import Entry
+from leases.environments.entry import IS_PARTICIPANT_SQL, Entry
 from leases.environments.models import Environment
 from leases.errors import Conflict, InvalidRequest, LeaseEnded, NotAllowed
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
 from leases.placement import TYPE_HAS_ALTERNATIVES_SQL, list_pools
+from leases.projects.models import DEFAULT_PROJECT_ID, Project
 from leases.resources import Resources, require_allowed
 from sandboxes import destruction, stop_reasons
 from sandboxes.db import durations, sql
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Policy, Pool
 from sandboxes.models.webhooks import EventType
-from sandboxes.pool import allocation
 from sandboxes.redaction.texts import omit_answers
 from sandboxes.webhooks import outbox
 
@@ -36,14 +34,12 @@ MAX_ACQUIRE_ATTEMPTS = 5
 CONCURRENT_ACQUIRES = "The lease is repeatedly acquired and released by concurrent requests. Try again."
 # The status is a literal, not a parameter: PostgreSQL uses a partial index in a prepared statement only with the literal.
 ACTIVE_LEASE_SQL = "agent_did = %s AND environment_id = %s AND status = 'active'"
-BASIS_FLAGS = [entry.IS_PARTICIPANT_SQL, budgets.ANY_HARD_SQL, TYPE_HAS_ALTERNATIVES_SQL]
+BASIS_FLAGS = [IS_PARTICIPANT_SQL, budgets.ANY_HARD_SQL, TYPE_HAS_ALTERNATIVES_SQL]
 BASIS_JOINS: list[tuple[type[Model], str]] = [
-    (
-        Lease,
-        "leases_lease.agent_did = %s AND leases_lease.environment_id = %s AND leases_lease.status = 'active'",
-    ),
+    (Lease, "leases_lease.agent_did = %s AND leases_lease.environment_id = %s AND leases_lease.status = 'active'"),
     (Environment, "leases_environment.id = %s"),
     (Agent, "leases_agent.did = %s"),
+    (Project, "leases_project.id = COALESCE(leases_environment.project_id, leases_agent.project_id, %s)"),
     (Policy, "sandboxes_policy.id = leases_environmenttype.policy_id"),
 ]
 RENEW_SQL = (
@@ -80,6 +76,7 @@ class GrantBasis:
     environment_type: EnvironmentType | None  # of the request, with its policy
     pool: Pool | None
     entry: Entry | None  # None only without an environment type
+    project: str = ""  # name
     has_budgets: bool = False  # a hard budget exists, and may apply to the lease
     has_alternatives: bool = False  # the environment type lists further pools
 
@@ -127,16 +124,17 @@ def read_basis(request: LeaseRequest) -> GrantBasis:
         EnvironmentType, [*BASIS_JOINS, (Pool, pool_condition)], BASIS_FLAGS,
         "leases_environmenttype.name = %s",
         request.environment_id, request.agent_did, request.agent_did, request.environment_id, request.environment_id,
-        request.agent_did, *values, request.environment_type,
+        request.agent_did, request.allowed.project_id if request.allowed else DEFAULT_PROJECT_ID, *values,
+        request.environment_type,
     )  # fmt: skip
     if environment_type is None:  # an unknown type: the agent may hold a lease of another one
         held = sql.find_first(Lease, ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
         return GrantBasis(held, None, None, None)
-    held, environment, agent, policy, pool = joined
+    held, environment, agent, project, policy, pool = joined
     environment_type.policy = policy
     is_participant, has_budgets, has_alternatives = map(bool, flags)
     found = Entry(request.environment_id, request.agent_did, environment, agent, is_participant, request.allowed)
-    return GrantBasis(held, environment_type, pool, found, has_budgets, has_alternatives)
+    return GrantBasis(held, environment_type, pool, found, project.name, has_budgets, has_alternatives)
 
 
 def check_held(request: LeaseRequest, held: Lease, *, now: datetime) -> str:
@@ -171,7 +169,7 @@ def grant(
         end(basis.held.pk, reason=find_elapsed_clock(basis.held, now), now=now, actor="acquire")
     tab = Tab(
         holder=lease.pk, agent_did=request.agent_did, environment_type=request.environment_type, key_id=request.key_id,
-        opened_at=now,
+        project=basis.project, opened_at=now,
     )  # fmt: skip
     rows: list[Model] = [lease, LeaseEvent(lease=lease, at=now, kind="granted", actor=actor), tab]
     if basis.has_budgets:
@@ -399,26 +397,3 @@ def _publish_lease_ended(pk: UUID, now: datetime) -> None:
         **_describe_last_stop(pk),
     }
     outbox.enqueue_event(EventType.LEASE_ENDED, key=str(pk), payload=payload, now=now)
-
-
-def set_spend_limit(pk: UUID, limit: Decimal | None, *, now: datetime, actor: str = "", detail: str = "") -> bool:
-    """Set the limit in USD on the model calls of an active lease; None removes it. Return False if nothing changed.
-
-    Applies from the next model call. The lease's current sandbox is updated in the same transaction; a later sandbox reads
-    the limit from the lease. An ended lease is not changed."""
-    with transaction.atomic():
-        # A claim of a sandbox also locks this row and reads the limit afterwards, so it cannot miss the change.
-        lease = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk, status=LeaseStatus.ACTIVE).first()
-        if lease is None or lease.llm_limit == limit:
-            return False
-        Lease.objects.filter(pk=pk).update(llm_limit=limit)
-        change = f"{_format_usd(limit)} instead of {_format_usd(lease.llm_limit)}"
-        LeaseEvent.objects.create(
-            lease=lease, at=now, kind="spend_limit", actor=actor, reason=f"{change}: {detail}" if detail else change
-        )
-        allocation.set_llm_limit(pk, limit)
-    return True
-
-
-def _format_usd(limit: Decimal | None) -> str:
-    return "no limit" if limit is None else f"{limit.normalize():f} USD"

@@ -128,9 +128,7 @@ def _get_status(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> di
 
 def _get_budgets(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     tab = Tab.objects.get(holder=lease.pk)
-    applies = budgets.build_lease_filter(
-        agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now
-    )
+    applies = budgets.build_tab_filter(tab, now=now)
     basis = budgets.ReservationBasis.load()
     found = Budget.objects.filter(applies, active=True).order_by("pk")
     return {

@@ -56,7 +56,12 @@ from sandboxes.models import Event
 from sandboxes.models.webhooks import EventType
 
 MAX_PANEL_ROWS = 10
-REFERENCE_KINDS = {Scope.AGENT: "agent", Scope.KEY: "api_key", Scope.ENVIRONMENT_TYPE: "environment_type"}
+REFERENCE_KINDS = {
+    Scope.AGENT: "agent",
+    Scope.KEY: "api_key",
+    Scope.ENVIRONMENT_TYPE: "environment_type",
+    Scope.PROJECT: "project",
+}
 
 DEACTIVATE_ACTION = AdminAction(
     title="Deactivate budget",
@@ -133,7 +138,7 @@ class BudgetAdmin(ConsoleModelAdmin):
         ("scope", ChoicesRadioFilter), ("unit", ChoicesRadioFilter), ("period", ChoicesRadioFilter), "hard",
     ]  # fmt: skip
     search_fields = ["subject__startswith"]
-    search_help_text = "Agent, key, environment type or account (prefix)"
+    search_help_text = "Agent, key, environment type, account or project (prefix)"
     ordering = ["pk"]
     list_tabs = {
         "all": ListTab("All", "No budgets yet. Add one to limit spending."),

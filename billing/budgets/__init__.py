@@ -55,7 +55,7 @@ from billing.budgets.reservation import (
     is_exhausted,
     is_over,
 )
-from billing.budgets.scopes import build_lease_filter, find_open_tabs, find_visible_budgets
+from billing.budgets.scopes import build_lease_filter, build_tab_filter, find_open_tabs, find_visible_budgets
 from billing.budgets.spending import find_top_spenders, sum_spending_by_day
 from billing.budgets.updates import save_budget, set_active, update_spending
 
@@ -67,6 +67,7 @@ __all__ = [
     "ReservationBasis",
     "build_lease_filter",
     "build_marked_filter",
+    "build_tab_filter",
     "close_tab",
     "compute_reservation",
     "find_exhausted",

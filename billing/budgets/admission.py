@@ -9,7 +9,7 @@ from django.db.models import Q
 
 from billing.budgets.periods import get_grace_deadline, get_period_bounds, get_spent
 from billing.budgets.reservation import Applicant, compute_reservation, get_stop_delay, is_exhausted, is_over
-from billing.budgets.scopes import build_lease_filter, find_open_tabs
+from billing.budgets.scopes import build_tab_filter, find_open_tabs
 from billing.budgets.spending import to_hours
 from billing.dates import EPOCH
 from billing.errors import BudgetExhausted
@@ -22,7 +22,7 @@ from sandboxes.db import sql
 EXHAUSTED_SQL = "exhausted_at IS NOT NULL AND active AND hard"  # the condition of the partial index budget_exhausted
 ANY_EXHAUSTED_SQL = f"SELECT EXISTS (SELECT 1 FROM billing_budget WHERE {EXHAUSTED_SQL})"  # noqa: S608 - no user input
 ANY_HARD_SQL = "SELECT EXISTS (SELECT 1 FROM billing_budget WHERE active AND hard)"
-EXHAUSTED_FOR_LEASE_SQL = f"{EXHAUSTED_SQL} AND (scope IN ('all', 'account') OR subject IN (%s, %s, %s))"
+EXHAUSTED_FOR_LEASE_SQL = f"{EXHAUSTED_SQL} AND (scope IN ('all', 'account') OR subject IN (%s, %s, %s, %s))"
 
 
 def lock_for_grant(tab: Tab, *, now: datetime) -> None:
@@ -31,9 +31,7 @@ def lock_for_grant(tab: Tab, *, now: datetime) -> None:
 
     Raise BudgetExhausted if a hard budget has no room. The budgets stay locked until the transaction ends, so that concurrent
     grants count this lease. Needs no call while no hard budget exists (ANY_HARD_SQL)."""
-    lease_filter = build_lease_filter(
-        agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now
-    )
+    lease_filter = build_tab_filter(tab, now=now)
     hard = (
         Budget.objects.select_for_update(no_key=True, of=("self",)).filter(lease_filter, active=True, hard=True).order_by("pk")
     )
@@ -85,9 +83,7 @@ def require_room(holder: UUID, *, size: SandboxSize | None = None, now: datetime
     tab = sql.find_first(Tab, "holder = %s", holder) if Budget.objects.filter(active=True, hard=True).exists() else None
     if tab is None:
         return
-    lease_filter = build_lease_filter(
-        agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now
-    )
+    lease_filter = build_tab_filter(tab, now=now)
     applicant, reserved = Applicant(holder, size), {}
     for budget in Budget.objects.filter(lease_filter, active=True, hard=True).order_by("pk"):
         amount = compute_reservation(budget, now=now, applicant=applicant)
@@ -102,11 +98,12 @@ def find_exhausted_for_lease(holder: UUID, *, now: datetime) -> list[Budget]:
     if sql.find_first(Budget, EXHAUSTED_SQL) is None:
         return []
     tab = sql.find_first(Tab, "holder = %s", holder)
-    if tab is None or sql.find_first(Budget, EXHAUSTED_FOR_LEASE_SQL, tab.agent_did, tab.environment_type, tab.key_id) is None:
+    if tab is None:
         return []
-    lease_filter = build_lease_filter(
-        agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now
-    )
+    subjects = (tab.agent_did, tab.environment_type, tab.key_id, tab.project)
+    if sql.find_first(Budget, EXHAUSTED_FOR_LEASE_SQL, *subjects) is None:
+        return []
+    lease_filter = build_tab_filter(tab, now=now)
     return find_exhausted(now=now, condition=lease_filter, applicant=Applicant(holder))
 
 

@@ -11,7 +11,12 @@ from billing.models import HOUSE_ACCOUNT_NAME, Budget, Membership, Tab
 from billing.models.budgets import Scope
 from billing.totals import build_account_filters
 
-TAB_COLUMNS = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}
+TAB_COLUMNS = {
+    Scope.AGENT: "agent_did",
+    Scope.KEY: "key_id",
+    Scope.ENVIRONMENT_TYPE: "environment_type",
+    Scope.PROJECT: "project",
+}
 
 
 def find_open_tabs(budget: Budget, *, now: datetime) -> QuerySet[Tab]:
@@ -32,13 +37,21 @@ def _build_member_filter(account: str, now: datetime) -> Q:
     return Q(agent_did__in=current_memberships.filter(account__name=account).values("agent_did"))
 
 
-def build_lease_filter(*, agent_did: str, environment_type: str, key_id: str, now: datetime) -> Q:
+def build_tab_filter(tab: Tab, *, now: datetime) -> Q:
+    """Match the budgets that apply to the lease of a tab."""
+    return build_lease_filter(
+        agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, project=tab.project, now=now
+    )
+
+
+def build_lease_filter(*, agent_did: str, environment_type: str, key_id: str, project: str, now: datetime) -> Q:
     """Match the budgets that apply to a lease with these attributes."""
     account = Membership.objects.on(to_utc_date(now)).filter(agent_did=agent_did).values("account__name")
     condition = (
         Q(scope=Scope.ALL)
         | Q(scope=Scope.AGENT, subject=agent_did)
         | Q(scope=Scope.ENVIRONMENT_TYPE, subject=environment_type)
+        | Q(scope=Scope.PROJECT, subject=project)
         | Q(scope=Scope.ACCOUNT, subject=Coalesce(account, Value(HOUSE_ACCOUNT_NAME)))
     )
     return condition | Q(scope=Scope.KEY, subject=key_id) if key_id else condition
@@ -48,12 +61,13 @@ def find_visible_budgets(key_id: str, dids: Collection[str], *, now: datetime) -
     """Find the active budgets that apply to leases of these agents, or to leases acquired with this key."""
     current_memberships = Membership.objects.on(to_utc_date(now)).filter(agent_did__in=dids)
     accounts = dict(current_memberships.values_list("agent_did", "account__name"))
-    types = Tab.objects.filter(agent_did__in=dids).values("environment_type")
+    tabs = Tab.objects.filter(agent_did__in=dids)
     return Budget.objects.filter(
         Q(scope=Scope.ALL)
         | Q(scope=Scope.AGENT, subject__in=dids)
         | Q(scope=Scope.KEY, subject=key_id)
-        | Q(scope=Scope.ENVIRONMENT_TYPE, subject__in=types)
+        | Q(scope=Scope.ENVIRONMENT_TYPE, subject__in=tabs.values("environment_type"))
+        | Q(scope=Scope.PROJECT, subject__in=tabs.values("project"))
         | Q(scope=Scope.ACCOUNT, subject__in={accounts.get(did, HOUSE_ACCOUNT_NAME) for did in dids}),
         active=True,
     )
@@ -74,6 +88,6 @@ def build_cost_filter(budget: Budget) -> Q:
 
 
 def _build_holder_filter(budget: Budget) -> Q:
-    if budget.scope in (Scope.KEY, Scope.ENVIRONMENT_TYPE):
+    if budget.scope in (Scope.KEY, Scope.ENVIRONMENT_TYPE, Scope.PROJECT):
         return Q(holder__in=Tab.objects.filter(**{TAB_COLUMNS[Scope(budget.scope)]: budget.subject}).values("holder"))
     return Q(agent_did=budget.subject) if budget.scope == Scope.AGENT else Q()

@@ -9,6 +9,7 @@ from django.db import models
 from django.db.models import Q
 from django.utils import timezone
 
+DEFAULT_PROJECT = "default"  # of leases.projects, which billing does not import
 MIN_BUDGET_AMOUNT = Decimal("0.000001")
 
 
@@ -20,6 +21,7 @@ class Scope(models.TextChoices):
     KEY = "key", "API key"
     ENVIRONMENT_TYPE = "environment_type", "environment type"
     ACCOUNT = "account"
+    PROJECT = "project"
 
 
 class Unit(models.TextChoices):
@@ -45,7 +47,7 @@ class Budget(models.Model):
     scope = models.CharField(max_length=16, choices=Scope.choices)
     subject = models.CharField(
         max_length=255, blank=True,
-        help_text="DID, API key id, environment type or account name. Empty if the scope is everything.",
+        help_text="DID, API key id, environment type, account or project name. Empty if the scope is everything.",
     )  # fmt: skip
     unit = models.CharField(max_length=5, choices=Unit.choices)
     amount = models.DecimalField(max_digits=15, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)])
@@ -132,6 +134,9 @@ class Tab(models.Model):
         blank=True,
         help_text="Id of the API key that acquired the lease. Empty if it was acquired without a key.",
     )
+    project = models.CharField(
+        max_length=63, default=DEFAULT_PROJECT, db_default=DEFAULT_PROJECT, help_text="Name of the agent's project."
+    )
     opened_at = models.DateTimeField()
     closed_at = models.DateTimeField(null=True, blank=True)
 
@@ -141,8 +146,10 @@ class Tab(models.Model):
             models.Index(fields=["agent_did"], condition=Q(closed_at__isnull=True), name="tab_agent_open"),
             models.Index(fields=["key_id"], condition=Q(closed_at__isnull=True), name="tab_key_open"),
             models.Index(fields=["environment_type"], condition=Q(closed_at__isnull=True), name="tab_type_open"),
+            models.Index(fields=["project"], condition=Q(closed_at__isnull=True), name="tab_project_open"),
             models.Index(fields=["key_id"], name="tab_key"),
             models.Index(fields=["environment_type"], name="tab_type"),
+            models.Index(fields=["project"], name="tab_project"),
         ]
 
     def __str__(self) -> str:

@@ -23,9 +23,12 @@ def can_view_budgets(request: HttpRequest) -> bool:
 
 
 def _build_lease_filter(lease: Lease, at: datetime) -> Q:
-    by_key = Tab.objects.filter(holder=lease.pk).exclude(key_id="").values("key_id")
-    own = budgets.build_lease_filter(agent_did=lease.agent_did, environment_type=lease.environment_type_id, key_id="", now=at)
-    return own | Q(scope=Scope.KEY, subject__in=by_key)
+    tab = Tab.objects.filter(holder=lease.pk)
+    own = budgets.build_lease_filter(
+        agent_did=lease.agent_did, environment_type=lease.environment_type_id, key_id="", project="", now=at
+    )
+    by_key = Q(scope=Scope.KEY, subject__in=tab.exclude(key_id="").values("key_id"))
+    return own | by_key | Q(scope=Scope.PROJECT, subject__in=tab.values("project"))
 
 
 def summarize_lease_budgets(request: HttpRequest, lease: Lease, now: datetime) -> tuple[list[BudgetNotice], list[SummaryField]]:
@@ -67,7 +70,8 @@ def build_agent_notices(request: HttpRequest, did: str, now: datetime) -> list[B
         return []
     open_tabs = Tab.objects.filter(agent_did=did, closed_at__isnull=True)
     applicable = (
-        budgets.build_lease_filter(agent_did=did, environment_type="", key_id="", now=now)
+        budgets.build_lease_filter(agent_did=did, environment_type="", key_id="", project="", now=now)
+        | Q(scope=Scope.PROJECT, subject__in=open_tabs.values("project"))
         | Q(scope=Scope.ENVIRONMENT_TYPE, subject__in=open_tabs.values("environment_type"))
         | Q(scope=Scope.KEY, subject__in=open_tabs.exclude(key_id="").values("key_id"))
     )

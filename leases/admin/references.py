@@ -9,7 +9,7 @@ from django.db.models import Q
 from django.utils.html import format_html_join
 
 from leases.agents import describe_unknown_agent
-from leases.models import DID_DESCRIPTION, Agent, AgentKey, EnvironmentType, Lease, validate_did
+from leases.models import DID_DESCRIPTION, Agent, AgentKey, EnvironmentType, Lease, Project, validate_did
 from sandboxes.admin.base.formatting import SummaryField, render_admin_link, render_badge
 from sandboxes.admin.base.registry import Reference, register_fields, register_reference
 from sandboxes.formatting import suggest_match
@@ -102,6 +102,21 @@ class EnvironmentTypeReference(Reference):
         return name
 
 
+class ProjectReference(Reference):
+    """Project, by name."""
+
+    def render_links(self, values: Collection[str]) -> Mapping[str, Any]:
+        pks = dict(Project.objects.filter(name__in=values).values_list("name", "pk"))
+        return {name: render_admin_link("leases_project", pks[name], name) if name in pks else name for name in values}
+
+    def clean(self, value: str) -> str:
+        name = value.strip()
+        if not Project.objects.filter(name=name).exists():
+            names = Project.objects.values_list("name", flat=True)
+            raise ValidationError(f"There is no such project.{suggest_match(name, names)}")
+        return name
+
+
 def build_policy_types_fields(policy: Policy) -> list[SummaryField]:
     """Build the environment types that use a policy. The built-in one is also used by types that name none."""
     uses = Q(policy=policy) | Q(policy__isnull=True) if policy.built_in else Q(policy=policy)
@@ -116,4 +131,5 @@ register_reference("agent", AgentReference("Agent"))
 register_reference("holder", HolderReference("Lease"))
 register_reference("api_key", ApiKeyReference("API key"))
 register_reference("environment_type", EnvironmentTypeReference("Environment type"))
+register_reference("project", ProjectReference("Project"))
 register_fields(Policy, build_policy_types_fields)

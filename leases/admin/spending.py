@@ -11,7 +11,7 @@ from django.utils import timezone
 from django.utils.html import format_html
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from leases import leasing
+from leases import spend_limits
 from leases.models import Lease, LeaseStatus
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import parse_uuid
@@ -60,7 +60,7 @@ class SpendLimitForm(ReasonForm):
 
 
 def _set_spend_limit(lease: Lease, actor: str, reason: str, now: datetime, limit: Decimal | None) -> bool:
-    return leasing.set_spend_limit(lease.pk, limit, now=now, actor=actor, detail=reason)
+    return spend_limits.set_spend_limit(lease.pk, limit, now=now, actor=actor, detail=reason)
 
 
 SET_SPEND_LIMIT_ACTION = AdminAction(

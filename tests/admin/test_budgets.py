@@ -90,7 +90,11 @@ def test_a_key_budget_accepts_the_prefix_shown_in_lists(administrator: Client) -
 
 
 def test_an_unknown_subject_is_refused_with_the_nearest_name(administrator: Client) -> None:
-    for scope, subject, nearest in (("environment_type", "catann", "catan"), ("account", "huose", "house")):
+    for scope, subject, nearest in (
+        ("environment_type", "catann", "catan"),
+        ("account", "huose", "house"),
+        ("project", "defalt", "default"),
+    ):
         answer = administrator.post(f"{LIST}add/", {**BUDGET_FORM, "scope": scope, "subject": subject})
         assert f"Did you mean {nearest}?" in answer.content.decode() and not Budget.objects.exists()
 
@@ -147,11 +151,12 @@ def test_a_list_costs_as_many_queries_for_many_budgets_as_for_few(viewer: Client
             agent = Agent.objects.create(did=f"did:plc:a{number}").did
             account = Account.objects.create(name=f"team-{number}").name
             for scope, subject in (
-                ("key", str(key.pk)), ("agent", agent), ("environment_type", "catan"), ("account", account)
+                ("key", str(key.pk)), ("agent", agent), ("environment_type", "catan"), ("account", account),
+                ("project", "default"),
             ):  # fmt: skip
                 budget(scope=scope, subject=subject)
 
-    assert_constant_queries(viewer, ["billing/budget/"], 10, create)
+    assert_constant_queries(viewer, ["billing/budget/"], 11, create)
     assert "/admin/billing/account/" in fetch(viewer, LIST)
 
 

@@ -17,6 +17,7 @@ from billing.pricing import format_decimal
 from leases.agents import describe_unknown_agent
 from leases.management.base import parse_duration, report_errors
 from leases.models import DID_DESCRIPTION, AgentKey, EnvironmentType, validate_did
+from leases.projects.models import Project
 from sandboxes.formatting import suggest_match
 
 MAX_SUGGESTIONS = 1000  # newest keys compared with an unknown one
@@ -38,6 +39,7 @@ class Command(BaseCommand):
         scope.add_argument("--key", metavar="PREFIX", help="prefix of an existing API key, as shown in the console")
         scope.add_argument("--type", metavar="NAME", help="existing environment type, such as catan")
         scope.add_argument("--account", metavar="NAME", help="existing account")
+        scope.add_argument("--project", metavar="NAME", help="existing project")
         change = actions.add_parser("set", help="change a budget; raising it takes effect at once")
         change.add_argument("id", type=int)
         change.add_argument("--amount")
@@ -109,6 +111,11 @@ def _build_budget(*, unit: str, period: str, agent: str | None, key: str | None,
             accounts = Account.objects.values_list("name", flat=True)
             raise CommandError(f"--account: no such account: {account[:80]}.{suggest_match(account, accounts)}")
         budget.scope, budget.subject = Scope.ACCOUNT, account
+    elif (name := options["project"]) is not None:
+        if not Project.objects.filter(name=name).exists():
+            projects = Project.objects.values_list("name", flat=True)
+            raise CommandError(f"--project: no such project: {name[:80]}.{suggest_match(name, projects)}")
+        budget.scope, budget.subject = Scope.PROJECT, name
     return budget
 
 

@@ -40,7 +40,7 @@ class Reference:
 
 _references = {
     "agent": Reference("Agent"), "holder": Reference("Holder"), "api_key": Reference("API key"),
-    "environment_type": Reference("Environment type"),
+    "environment_type": Reference("Environment type"), "project": Reference("Project"),
 }  # fmt: skip
 _field_builders: dict[type[Model], list[Callable[[Any], list[SummaryField]]]] = {}
 

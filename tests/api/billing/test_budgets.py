@@ -92,16 +92,17 @@ def test_agents_see_the_budgets_of_their_leases_and_operators_see_all(
     own_key = AgentKey.objects.get(dids=[ADA])
     for scope, subject in [
         ("all", ""), ("agent", ADA), ("agent", BOB), ("key", str(own_key.pk)), ("key", "999999"), ("environment_type", "catan"),
-        ("environment_type", "rpg"), ("account", "house"), ("account", "crew"),
+        ("environment_type", "rpg"), ("account", "house"), ("account", "crew"), ("project", "default"), ("project", "acme"),
     ]:  # fmt: skip
         create_budget(9, scope=scope, subject=subject)
     create_budget(9, scope="agent", subject=ADA, active=False)
     assert ada.post("leases", acquire_body()).status_code == 201
     assert list_scopes(ada) == [
         ("account", "house"), ("agent", ADA), ("all", ""), ("environment_type", "catan"), ("key", str(own_key.pk)),
+        ("project", "default"),
     ]  # fmt: skip
     assert list_scopes(bob) == [("account", "crew"), ("agent", BOB), ("all", "")]
-    assert len(list_scopes(operator)) == 10
+    assert len(list_scopes(operator)) == 12
 
 
 def test_an_agents_key_reads_figures_only_of_budgets_of_its_own(ada: ApiClient, operator: ApiClient, acquire_body) -> None:

@@ -14,6 +14,7 @@ from billing import budgets, costs, derivation, metering
 from billing.models import Budget, Tab, UsageRecord
 from leases import execution, leasing, turns
 from leases.models import Lease
+from leases.projects import registry
 from sandboxes import eviction
 from sandboxes.models import Run, Sandbox
 from sandboxes.runs import operations
@@ -83,13 +84,25 @@ def test_refusal_names_only_the_strictest_budget(used_lease: AnyCallable, grant:
 
 def test_budget_out_of_scope_refuses_nothing(used_lease: AnyCallable, grant: AnyCallable) -> None:
     used_lease(BOB)
-    for scope, subject in [("agent", BOB), ("key", "3"), ("environment_type", "rpg"), ("account", "crew")]:
+    for scope, subject in [("agent", BOB), ("key", "3"), ("environment_type", "rpg"), ("account", "crew"), ("project", "acme")]:
         create_budget("0.001", scope=scope, subject=subject)
     run_billing_sweeps(NOW)
     grant(ADA, key_id="4")
     for field in ({"key_id": "3"}, {"environment_type": "rpg"}, {"agent": BOB}):
         with expect_refusal():
             grant(**{"agent": ADA, "environment": "e2"} | field)
+
+
+def test_budget_of_a_project_counts_the_leases_of_its_agents_only(used_lease: AnyCallable, grant: AnyCallable) -> None:
+    acme, _ = registry.create("acme", now=NOW)
+    registry.register_agents(acme.pk, [BOB, "did:plc:eve"], field="agents", now=NOW)
+    create_budget(1, scope="project", subject="acme"), create_budget(2, scope="project", subject="default")
+    used_lease(ADA, "e1"), used_lease(BOB, "e2")
+    run_billing_sweeps(NOW)
+    with expect_refusal():
+        grant("did:plc:eve", "e3")
+    assert Tab.objects.get(agent_did=BOB).project == "acme"
+    assert grant("did:plc:carol", "e4")
 
 
 def test_a_soft_budget_only_warns(used_lease: AnyCallable, grant: AnyCallable) -> None:

@@ -132,5 +132,5 @@ def test_everything_behind_the_documented_proxy_is_https(fleet: Fleet, proxy: Pr
     assert signed_in.status == 302
     assert urlsplit(signed_in.headers["Location"]).path == "/admin/"
     names = {cookie.partition("=")[0] for cookie in signed_in.headers.get_all("Set-Cookie") or []}
-    assert names == {"__Host-csrftoken", "__Host-sessionid"}
+    assert names == {"__Host-csrftoken", "__Host-sessionid", "__Host-leasehold_browser"}
     assert all("Secure" in cookie and "Domain" not in cookie for cookie in signed_in.headers.get_all("Set-Cookie") or [])

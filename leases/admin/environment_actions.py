@@ -1,6 +1,7 @@
 """Actions of operators on environments."""
 
 from datetime import datetime
+from typing import Any
 
 from django import forms
 from unfold.widgets import UnfoldAdminTextInputWidget
@@ -75,48 +76,48 @@ END_ACTION = AdminAction(
 )
 
 
-class ParticipantForm(ReasonForm):
-    """Agent that may enter an environment, or may not any more."""
+class ParticipantsForm(ReasonForm):
+    """Agents that may enter an environment, or may not any more."""
 
-    field_order = ["agent", "reason"]
-    agent = forms.CharField(
-        max_length=255, validators=[validate_did], label="Agent (DID)",
-        widget=UnfoldAdminTextInputWidget({"autofocus": True, "autocomplete": "off"}),
+    field_order = ["add", "remove", "reason"]
+    add = forms.CharField(
+        required=False, max_length=255, validators=[validate_did], label="Add agent (DID)",
+        widget=UnfoldAdminTextInputWidget({"autocomplete": "off"}),
+    )  # fmt: skip
+    remove = forms.CharField(
+        required=False, max_length=255, validators=[validate_did], label="Remove agent (DID)",
+        help_text="Its lease in the environment ends at once. The last state of its sandbox is stored.",
+        widget=UnfoldAdminTextInputWidget({"autocomplete": "off"}),
     )  # fmt: skip
 
+    def clean(self) -> dict[str, Any]:
+        cleaned: dict[str, Any] = super().clean() or {}
+        if not self.errors and not cleaned.get("add") and not cleaned.get("remove"):
+            self.add_error("add", "Enter an agent to add or to remove.")
+        if cleaned.get("remove") and not self.request.user.has_perm("leases.end_lease"):
+            self.add_error("remove", "You may not end leases.")
+        return cleaned
 
-def _add(row: Environment, actor: str, reason: str, now: datetime, agent: str) -> bool:
-    return bool(participants.add(row.pk, [agent], now=now, actor=actor))
+
+def _change_participants(row: Environment, actor: str, reason: str, now: datetime, add: str = "", remove: str = "") -> bool:
+    was_listed = row.participants.filter(agent_did=remove).exists()
+    added = bool(add) and participants.add(row.pk, [add], now=now, actor=actor) > 0
+    ended = participants.remove(row.pk, remove, now=now, actor=actor) if remove else []
+    return added or was_listed or bool(ended)
 
 
-def _remove(row: Environment, actor: str, reason: str, now: datetime, agent: str) -> bool:
-    was_listed = row.participants.filter(agent_did=agent).exists()
-    return bool(participants.remove(row.pk, agent, now=now, actor=actor)) or was_listed
-
-
-ADD_PARTICIPANT_ACTION = AdminAction(
-    title="Add participant",
-    warning="The agent may hold a lease in the environment, and reads its task.",
-    done="updated with the new participant",
-    refusal_reason="has this participant",
+PARTICIPANTS_ACTION = AdminAction(
+    title="Change participants",
+    warning="A participant may hold a lease in the environment, and reads its task.",
+    done="updated with the new participants",
+    refusal_reason="has these participants",
     legal=lambda row: row.ended_at is None and not row.open_to_project,
-    verb=_add,
-    icon="person_add",
+    verb=_change_participants,
+    icon="group",
     permissions=("leases.manage_environment",),
-    form=ParticipantForm,
-)
-REMOVE_PARTICIPANT_ACTION = AdminAction(
-    title="Remove participant",
-    warning="The agent's lease in the environment ends at once. The last state of its sandbox is stored.",
-    done="updated without the participant",
-    refusal_reason="has no such participant",
-    legal=lambda row: row.ended_at is None and not row.open_to_project,
-    verb=_remove,
-    icon="person_remove",
-    permissions=("leases.manage_environment", "leases.end_lease"),
-    danger=True,
-    form=ParticipantForm,
+    form=ParticipantsForm,
     enqueue=enqueue_reclaim,
+    button="Participants…",
 )
 OPEN_ACTION = AdminAction(
     title="Open to project",

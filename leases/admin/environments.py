@@ -24,11 +24,10 @@ from billing.admin.formatting import format_money, format_money_aligned
 from leases import leasing
 from leases.admin.coding_panel import build_coding_panel
 from leases.admin.environment_actions import (
-    ADD_PARTICIPANT_ACTION,
     END_ACTION,
     OPEN_ACTION,
+    PARTICIPANTS_ACTION,
     PHASE_ACTION,
-    REMOVE_PARTICIPANT_ACTION,
     RESTRICT_ACTION,
     START_ACTION,
     OutcomeForm,
@@ -40,6 +39,7 @@ from leases.environments import boards, play
 from leases.environments.boards.base import Board, Player, UnreadableState
 from leases.environments.models import Environment
 from leases.models import Lease, LeaseStatus, Turn
+from leases.projects.models import DEFAULT_PROJECT_ID
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -112,8 +112,8 @@ class EnvironmentAdmin(ReadOnlyModelAdmin):
     )
     change_form_outer_before_template = "admin/leases/environment/page.html"
     row_actions = {
-        "start": START_ACTION, "set_phase": PHASE_ACTION, "add_participant": ADD_PARTICIPANT_ACTION,
-        "remove_participant": REMOVE_PARTICIPANT_ACTION, "open_to_project": OPEN_ACTION, "restrict": RESTRICT_ACTION,
+        "start": START_ACTION, "set_phase": PHASE_ACTION, "participants": PARTICIPANTS_ACTION,
+        "open_to_project": OPEN_ACTION, "restrict": RESTRICT_ACTION,
         "end": replace(END_ACTION, form=OutcomeForm),
     }  # fmt: skip
     bulk_actions = {"end_all": END_ACTION}
@@ -205,7 +205,10 @@ def _build_facts(
     active = sum(lease.status == LeaseStatus.ACTIVE and lease.expires_at > now for lease in members)
     return [
         SummaryField("State", render_status(row), note=row.end_reason.replace("condition:", "condition ") or row.phase),
-        SummaryField("Environment type", render_admin_link("leases_environmenttype", row.type.pk, row.type_id)),
+        SummaryField(
+            "Environment type", render_admin_link("leases_environmenttype", row.type.pk, row.type_id),
+            note="" if row.project_id == DEFAULT_PROJECT_ID else f"project {row.project}",
+        ),
         _build_access_field(row),
         SummaryField("Duration", _format_lasted(row, now), note=render_timestamp(row.started_at or row.created_at)),
         SummaryField(

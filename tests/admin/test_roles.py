@@ -91,7 +91,7 @@ OPERATOR_ACTIONS = {
     "paused_host": {"resume_starts"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
     "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "environment": {"start", "set_phase", "restrict", "end"},
-    "task": {"add_participant", "remove_participant", "open_to_project"},
+    "task": {"participants", "open_to_project"},
     "record": {"repeat"}, "template": {"rebuild", "remove"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
@@ -233,7 +233,7 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
 
 
 def test_an_action_on_a_missing_row_is_not_found(superuser: Client) -> None:
-    fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2", "overlap": "1h", "agent": ADA}
+    fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2", "overlap": "1h", "add": ADA}
     acts = [(page.model, name) for page in admin.site._registry.values() for name in getattr(page, "row_actions", {})]
     for (model, name), pk in product(acts, [str(UUID(int=0)), "no-id", "_5F", "999", "9" * 40, "-1", "%00"]):
         url = f"/admin/{model._meta.label_lower.replace('.', '/')}/{pk}/{name}/"

@@ -15,7 +15,7 @@ from django.utils import timezone
 from leases import api_keys, leasing
 from leases.coding import repositories
 from leases.environments import lifecycle
-from leases.models import AgentKey, Environment, KeyScope, Lease
+from leases.models import AgentKey, CatalogAgent, Environment, EnvironmentType, KeyScope, Lease, Participant
 from leases.projects import registry
 from sandboxes.models import Pool
 from tests.api.conftest import ANY_BODY, PATH_PARAMETERS, ApiClient, close_response, load_openapi, select_fields
@@ -169,3 +169,28 @@ def test_key_without_the_scope_or_revoked_is_refused_by_every_operation(
         narrowed = leases if operation.path.split("/")[0] in COSTS_PATHS else costs
         for client, status in ((ApiClient(), 401), (revoked, 401), (narrowed, 403)):
             assert send(client, operation, victim, pool, ADA).status_code == status, operation
+
+
+@pytest.mark.parametrize(("did", "project"), [(BOB, "default"), (EVE, "acme")], ids=["not admitted", "other project"])
+@pytest.mark.parametrize("environment_type", ["coding", "run", "catan"])
+def test_every_way_into_an_environment_is_closed(
+    victim: Lease, issue: Callable[..., ApiClient], pool: Pool, did: str, project: str, environment_type: str
+) -> None:
+    client = join(issue, pool, did, project=project)
+    own = Lease.objects.get(agent_did=did)
+    assert client.post(f"leases/{own.pk}/exec", {"argv": ["true"]}).status_code == 200  # leaves a workspace to fork
+    CatalogAgent.objects.create(
+        name="fixer", cli="codex", model="m", environment_type=EnvironmentType.objects.get(name=environment_type)
+    )
+    body = {"agent_did": did, "environment_type": environment_type, "pool": pool.name}
+    ways = [
+        ("leases", body | {"environment_id": TASK}),
+        (f"environments/{TASK}/join", body),
+        (f"leases/{own.pk}/fork", {"environment_id": TASK}),
+        ("agent-catalog/sandbox:fixer/runs", {"agent_did": did, "environment_id": TASK, "prompt": "x"}),
+    ]
+    for path, content in ways:
+        response = client.post(path, content)
+        assert (response.status_code, response.json()["code"]) == (404, "environment_not_found"), path
+    assert not Lease.objects.filter(agent_did=did, environment_id=TASK).exists()
+    assert not Participant.objects.filter(agent_did=did, environment=TASK).exists()

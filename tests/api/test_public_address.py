@@ -29,7 +29,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Any) -> C
     def apply(**variables: str) -> None:
         module = load_settings(monkeypatch, tmp_path, **variables)
         for name in vars(module):
-            if name.startswith(("PUBLIC_", "ALLOWED_", "CSRF_", "SESSION_", "SECURE_")):
+            if name.startswith(("PUBLIC_", "ALLOWED_", "CSRF_", "SESSION_", "SECURE_", "COOKIE_")):
                 setattr(settings, name, getattr(module, name))
 
     return apply
@@ -91,7 +91,7 @@ def test_an_unknown_host_is_refused_and_decides_nothing(ada: ApiClient) -> None:
 def test_cookies_are_secure_and_of_this_host_alone(browser: Client) -> None:
     response = sign_in(browser, HTTP_ORIGIN=PUBLIC)
     assert (response.status_code, response["Location"]) == (302, "/admin/")
-    assert sorted(browser.cookies) == ["__Host-csrftoken", "__Host-sessionid"]
+    assert sorted(browser.cookies) == ["__Host-csrftoken", "__Host-leasehold_browser", "__Host-sessionid"]
     for cookie in browser.cookies.values():
         assert (cookie["secure"], cookie["httponly"], cookie["path"], cookie["domain"]) == (True, True, "/", "")
     assert browser.get("/admin/").status_code == 200
@@ -142,7 +142,7 @@ def test_a_newcomer_signs_in_over_plain_http_on_loopback(install: Callable[..., 
         browser.cookies.clear()
         response = sign_in(browser, HTTP_HOST="127.0.0.1:8000", HTTP_ORIGIN="http://127.0.0.1:8000")
         assert response.status_code == 302
-        assert sorted(browser.cookies) == ["csrftoken", "sessionid"]
+        assert sorted(browser.cookies) == ["csrftoken", "leasehold_browser", "sessionid"]
         assert not any(cookie["secure"] for cookie in browser.cookies.values())
         assert "Strict-Transport-Security" not in response
 

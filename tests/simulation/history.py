@@ -10,6 +10,7 @@ from datetime import timedelta
 from random import Random
 
 from django.conf import settings
+from django.utils.module_loading import import_string
 from django_q.models import OrmQ
 
 import controlplane.urls  # noqa: F401 - the first request would import it within a history, with identifiers of that history
@@ -27,6 +28,9 @@ from tests.simulation.scheduler import EPOCH
 from tests.simulation.workload import Workload
 from tests.simulation.world import Process, World
 from tests.support.suites import TEST_PROVIDER
+
+for _middleware in settings.MIDDLEWARE:
+    import_string(_middleware)  # as above: the first request would import it
 
 MAX_SECONDS_TO_FINISH = 6 * 3600.0  # virtual time for the operations in progress after the last fault
 SWEEP_ROUNDS = 14

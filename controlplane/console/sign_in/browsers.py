@@ -14,10 +14,13 @@ from django.http import HttpRequest, HttpResponseBase
 from controlplane.console.sign_in.configuration import PASSWORD_BACKEND
 from controlplane.console.sign_in.throttle import Kind, ThrottleKey, build_key, build_name_key
 
-COOKIE_NAME = f"{settings.COOKIE_PREFIX}leasehold_browser"
 SALT = "console browser"
 LIFETIME = timedelta(days=90)  # renewed by each sign-in
 SIGNED_IN_ATTRIBUTE = "leasehold_signed_in_user"  # of a request that has signed a user in with a password
+
+
+def get_cookie_name() -> str:
+    return f"{settings.COOKIE_PREFIX}leasehold_browser"
 
 
 @receiver(user_logged_in)
@@ -34,7 +37,7 @@ def find_signed_in_user(request: HttpRequest) -> AbstractBaseUser | None:
 def find_browser_key(request: HttpRequest, name: str) -> ThrottleKey | None:
     """Return the key of the browser that sends this request, if this user name has signed in there before."""
     try:
-        mark = signing.loads(request.COOKIES.get(COOKIE_NAME, ""), salt=SALT, max_age=LIFETIME)
+        mark = signing.loads(request.COOKIES.get(get_cookie_name(), ""), salt=SALT, max_age=LIFETIME)
     except signing.BadSignature:
         return None
     if mark["name"] != build_name_key(name).digest:
@@ -46,6 +49,6 @@ def mark_browser(response: HttpResponseBase, user: AbstractBaseUser) -> None:
     """Set the cookie for the user who has just signed in with a password."""
     mark = {"id": secrets.token_urlsafe(16), "name": build_name_key(user.get_username()).digest}
     response.set_cookie(
-        COOKIE_NAME, signing.dumps(mark, salt=SALT), max_age=LIFETIME, path="/", httponly=True, samesite="Lax",
+        get_cookie_name(), signing.dumps(mark, salt=SALT), max_age=LIFETIME, path="/", httponly=True, samesite="Lax",
         secure=settings.SESSION_COOKIE_SECURE,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from django.test import Client
 from django.test.client import FakePayload
 
 from controlplane.console.sign_in import throttle
-from controlplane.console.sign_in.browsers import COOKIE_NAME
+from controlplane.console.sign_in.browsers import get_cookie_name
 from controlplane.console.sign_in.models import SignInThrottle
 from controlplane.console.sign_in.throttle import FREE_ATTEMPTS, Kind, SignInThrottled
 from tests.admin.sign_in.conftest import LOGIN, PASSWORD, Clock, is_signed_in, sign_in
@@ -229,7 +229,7 @@ def test_a_forged_mark_of_a_browser_counts_for_the_name(cookie: str, ada: User, 
     statuses = []
     for number in range(8):
         browser = Client()
-        browser.cookies[COOKIE_NAME] = cookie
+        browser.cookies[get_cookie_name()] = cookie
         statuses.append(sign_in("ada", "guess", f"198.51.100.{number}", browser).status_code)
     assert statuses == [200] * 5 + [429] * 3
 

@@ -12,6 +12,7 @@ from uuid import UUID
 
 import structlog
 from django.core.exceptions import ValidationError
+from django.db import transaction
 from django.db.models import F, Q
 
 from leases import allow_lists
@@ -69,24 +70,25 @@ def issue_key(
         if len(did) > 255:
             raise InvalidRequest("agent", f"A DID is at most 255 characters: {did[:80]}…")
     tenant = registry.find(project)
-    registry.register_agents(tenant.pk, dids, field="agent", now=now)
-    prefix = secrets.token_hex(4)
-    key = _generate_key(prefix)
-    row = AgentKey.objects.create(
-        prefix=prefix,
-        digest=hash_key(key),
-        first_digest=hash_key(key),
-        name=name,
-        dids=list(dict.fromkeys(dids)),
-        operator=operator,
-        project=tenant,
-        scopes=list(dict.fromkeys(scopes)),
-        allowed_environment_types=list(dict.fromkeys(environment_types)),
-        allowed_pools=list(dict.fromkeys(pools)),
-        expires_at=expires_at,
-        created_at=now,
-        **(limits or {}),
-    )
+    with transaction.atomic():
+        registry.register_agents(tenant.pk, dids, field="agent", now=now)
+        prefix = secrets.token_hex(4)
+        key = _generate_key(prefix)
+        row = AgentKey.objects.create(
+            prefix=prefix,
+            digest=hash_key(key),
+            first_digest=hash_key(key),
+            name=name,
+            dids=list(dict.fromkeys(dids)),
+            operator=operator,
+            project=tenant,
+            scopes=list(dict.fromkeys(scopes)),
+            allowed_environment_types=list(dict.fromkeys(environment_types)),
+            allowed_pools=list(dict.fromkeys(pools)),
+            expires_at=expires_at,
+            created_at=now,
+            **(limits or {}),
+        )
     return row, key
 
 

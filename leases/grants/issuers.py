@@ -20,7 +20,7 @@ from leases.errors import GrantEnded
 from leases.models import AgentKey, KeyScope
 
 TERMINAL_PERMISSION = "sandboxes.open_terminal"
-SECRET_CHARS = 16  # 64 bits of a digest: identifies a secret among those of one issuer, and reveals nothing of it
+SECRET_CHARS = 16  # 64 bits of a digest, which identify a secret among those of one issuer and do not reveal the secret
 # Predicates of a refusal, after "The API key that created this URL" and the like.
 REVOKED, NOT_PERMITTED = "was revoked or has expired", "may not act for this agent any more"
 

@@ -5,7 +5,6 @@ from datetime import datetime
 
 import structlog
 from django.db import transaction
-from django.db.models import Q
 
 from leases.errors import Conflict, InvalidRequest
 from leases.models import Agent, AgentKey, Lease, LeaseStatus
@@ -31,18 +30,21 @@ def find(name: str) -> Project:
 
 
 def register_agents(project_id: int | None, dids: Sequence[str], *, field: str, now: datetime) -> None:
-    """Insert the agents that are not known yet into a project. Raise InvalidRequest if one belongs to another project."""
-    for did in dids:
-        agent, _ = Agent.objects.get_or_create(did=did, defaults={"project_id": project_id, "created_at": now})
-        if agent.project_id != project_id:
-            raise InvalidRequest(field, f"{did} belongs to another project.")
+    """Insert the agents that are not known yet into a project. Raise InvalidRequest if one belongs to another project.
+
+    The agents stay locked until the caller's transaction ends, so that none moves before that."""
+    for did in sorted({*dids}):
+        Agent.objects.get_or_create(did=did, defaults={"project_id": project_id, "created_at": now})
+    agents = Agent.objects.select_for_update(no_key=True).filter(did__in=dids).order_by("did")
+    if foreign := next((agent for agent in agents if agent.project_id != project_id), None):
+        raise InvalidRequest(field, f"{foreign.did} belongs to another project.")
 
 
-def move_agents(name: str, dids: Sequence[str], *, now: datetime, actor: str = "") -> int:
+def move_agents(name: str, dids: Sequence[str], *, actor: str = "") -> int:
     """Move agents, with the keys that list them, to a project. Return the number of agents that moved. Idempotent.
 
     Raise InvalidRequest for an unknown project or agent, and Conflict if one of the agents has an active lease, or shares a key
-    that is neither revoked nor expired with an agent that stays: a key and all its agents belong to one project."""
+    that is not revoked with an agent that stays: a key and all its agents belong to one project."""
     project = find(name)
     with transaction.atomic(durable=True):
         agents = {row.did: row for row in Agent.objects.select_for_update().filter(did__in=dids).order_by("did")}
@@ -52,20 +54,18 @@ def move_agents(name: str, dids: Sequence[str], *, now: datetime, actor: str = "
         held = Lease.objects.filter(agent_did__in=moving, status=LeaseStatus.ACTIVE).first()
         if held:
             raise Conflict(f"{held.agent_did} holds the lease {held.pk} in {held.environment_id}.", field="agent")
-        for key in AgentKey.objects.select_for_update().filter(operator=False).order_by("pk"):
-            _move_key(key, set(dids), project, now)
+        for key in AgentKey.objects.select_for_update().filter(operator=False, revoked_at__isnull=True).order_by("pk"):
+            _move_key(key, set(dids), project)
         moved = Agent.objects.filter(did__in=moving).update(project=project)
     if moved:
         log.info("agents moved", project=project.name, agents=moving, actor=actor)
     return moved
 
 
-def _move_key(key: AgentKey, dids: set[str], project: Project, now: datetime) -> None:
+def _move_key(key: AgentKey, dids: set[str], project: Project) -> None:
     listed = set(key.dids)
     if key.project_id == project.pk or not listed & dids:
         return
-    usable = Q(revoked_at__isnull=True) & (Q(expires_at__isnull=True) | Q(expires_at__gt=now))
-    staying = sorted(listed - dids)
-    if staying and AgentKey.objects.filter(usable, pk=key.pk).exists():
+    if staying := sorted(listed - dids):
         raise Conflict(f"The key {key} also lists {staying[0]}. Move both, or revoke the key.", field="agent")
     AgentKey.objects.filter(pk=key.pk).update(project=project)

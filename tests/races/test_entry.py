@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from django.db import connections
 
-from leases import leasing
+from leases import api_keys, leasing
 from leases.allow_lists import AllowLists
 from leases.environments import entry, lifecycle, participants
 from leases.environments.lifecycle import NewEnvironment
@@ -37,7 +37,7 @@ def restrict() -> Any:
 
 
 def move() -> Any:
-    return registry.move_agents("acme", [ADA], now=NOW)
+    return registry.move_agents("acme", [ADA])
 
 
 def reopen_for_another() -> Any:
@@ -145,6 +145,22 @@ def test_restricted_environment_is_compared_again(pool: Pool, monkeypatch: pytes
     with pytest.raises(EnvironmentNotFound):
         join(pool)
     assert changed == [True] and not Lease.objects.exists()
+
+
+def test_key_is_issued_in_the_project_of_an_agent_that_moves_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rival, generate = Rival(move), api_keys._generate_key
+
+    def start_rival(prefix: str) -> str:
+        rival.start()
+        wait_until_blocked(rival)
+        return generate(prefix)
+
+    monkeypatch.setattr(api_keys, "_generate_key", start_rival)
+    key, _ = api_keys.issue_key([ADA], now=NOW)
+    rival.join()
+    key.refresh_from_db()
+    assert rival.result == 1
+    assert key.project.name == Agent.objects.get(did=ADA).project.name == "acme"
 
 
 def test_agents_that_create_one_environment_at_once_do_not_share_it(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from sandboxes.egress.request_filter.values import has_reference, is_inline_data
 MAX_NESTING_DEPTH = 128  # of schemas and arguments; the tables limit everything else
 MAX_DROPPED_NAMES = 20  # of a request; further ones are only counted
 MAX_SHOWN_CHARACTERS = 100  # of a name or type in a message
-Place = tuple[Any, str | int] | None  # place of the parent, and name or index in it
+Place = tuple[Any, str | int] | None  # place of the parent, and name or index within the parent
 ABSENT_VALUES: tuple[Any, ...] = (None, [])
 NEVER_FORWARDED = (Leaf.IGNORED, Leaf.REFUSED, Leaf.PROVIDER_TOOL)
 DROPPED = object()

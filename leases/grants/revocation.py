@@ -1,8 +1,8 @@
 """Revocation of an API key together with its leases: those that were granted to requests of the key.
 
-A lease belongs to the key that acquired, joined or forked it, or executed a one-shot run in it, also if other keys have used
-the lease since then. A lease of the same agents that another key acquired goes on, and so do the processes that this key has started
-there."""
+A lease belongs to the key that acquired or forked the lease, joined with it or executed a one-shot run, also if other keys have
+used the lease since then. A lease of the same agents that another key acquired goes on, and so do the processes that this key
+has started there."""
 
 from dataclasses import dataclass
 from datetime import datetime

@@ -28,6 +28,7 @@ def run_suite(fleet: Fleet, directory: Path, suite: Path, python: str, *options:
     """Execute a suite by the Python of another environment against a running control plane. Return its output."""
     fleet.update("UPDATE sandboxes_pool SET memory_mib = 512")  # a quarter of it for /tmp, into which the suite writes 50 MB
     copy = shutil.copy(suite, directory / "test_suite.py")  # away from the conftest.py of this checkout
+    fleet.env |= {"LEASEHOLD_MAX_RUNS_PER_AGENT": "6"}  # all that its few threads execute at once: the suite has five at once
     fleet.up()
     created = run_manage(fleet.path, "create_key", "--agent", DID, "--json", **fleet.env)
     environment = {

@@ -9,11 +9,11 @@ from django.db import connections
 
 from leases import api_keys, leasing
 from leases.allow_lists import AllowLists
-from leases.environments import entry, lifecycle, participants
+from leases.environments import lifecycle, participants
 from leases.environments.lifecycle import NewEnvironment
 from leases.environments.models import Environment, Participant
 from leases.errors import Conflict, EnvironmentEnded, EnvironmentNotFound
-from leases.leasing import LeaseRequest
+from leases.leasing import GrantBasis, LeaseRequest
 from leases.models import Agent, EnvironmentType, Lease, LeaseStatus
 from leases.projects import registry
 from sandboxes.models import Pool
@@ -72,6 +72,23 @@ class Rival(threading.Thread):
             connections.close_all()
 
 
+def change_after_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -> list[Any]:
+    """Let another thread change the rows once a grant has read them, before its transaction. Return the verb's result."""
+    read, changed = leasing.read_basis, list[Any]()
+
+    def read_and_change(request: LeaseRequest) -> GrantBasis:
+        basis = read(request)
+        if not changed:
+            rival = Rival(act)
+            rival.start()
+            rival.join()
+            changed.append(rival.result)
+        return basis
+
+    monkeypatch.setattr(leasing, "read_basis", read_and_change)
+    return changed
+
+
 @pytest.mark.parametrize("act", [end, remove])
 def test_lease_that_is_being_granted_is_found_by_what_ends_it(act: Callable[[], Any], pool: Pool) -> None:
     rival = Rival(act)
@@ -111,17 +128,7 @@ def test_agent_that_is_being_granted_a_lease_does_not_move(pool: Pool) -> None:
 def test_entry_that_was_permitted_when_it_was_read_is_compared_again(
     act: Callable[[], Any], error: type[Exception], pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enter, changed = entry.Entry.enter, []
-
-    def change_first(self: entry.Entry, *args: Any, **options: Any) -> None:
-        if not changed:
-            rival = Rival(act)
-            rival.start()
-            rival.join()
-            changed.append(rival.result)
-        enter(self, *args, **options)
-
-    monkeypatch.setattr(entry.Entry, "enter", change_first)
+    changed = change_after_reading(monkeypatch, act)
     with pytest.raises(error):
         join(pool)
     assert changed and not isinstance(changed[0], Exception)
@@ -131,17 +138,7 @@ def test_entry_that_was_permitted_when_it_was_read_is_compared_again(
 def test_restricted_environment_is_compared_again(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     Participant.objects.all().delete()
     Environment.objects.update(open_to_project=True)
-    enter, changed = entry.Entry.enter, []
-
-    def change_first(self: entry.Entry, *args: Any, **options: Any) -> None:
-        if not changed:
-            rival = Rival(restrict)
-            rival.start()
-            rival.join()
-            changed.append(rival.result)
-        enter(self, *args, **options)
-
-    monkeypatch.setattr(entry.Entry, "enter", change_first)
+    changed = change_after_reading(monkeypatch, restrict)
     with pytest.raises(EnvironmentNotFound):
         join(pool)
     assert changed == [True] and not Lease.objects.exists()
@@ -165,13 +162,16 @@ def test_key_is_issued_in_the_project_of_an_agent_that_moves_at_the_same_time(mo
 
 def test_agents_that_create_one_environment_at_once_do_not_share_it(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not EnvironmentType.objects.get(name="coding").open_to_project
-    barrier, create = threading.Barrier(2), entry.Entry._create
+    barrier, read, met = threading.Barrier(2), leasing.read_basis, threading.local()
 
-    def meet(self: entry.Entry, *args: Any, **options: Any) -> None:
-        barrier.wait(timeout=30)
-        create(self, *args, **options)
+    def meet(request: LeaseRequest) -> GrantBasis:
+        basis = read(request)
+        if not hasattr(met, "once"):  # the one that comes second reads again
+            met.once = True
+            barrier.wait(timeout=30)
+        return basis
 
-    monkeypatch.setattr(entry.Entry, "_create", meet)
+    monkeypatch.setattr(leasing, "read_basis", meet)
 
     def acquire(did: str) -> Any:
         request = LeaseRequest(did, "task-2", "coding", pool=pool.name, allowed=AllowLists())

@@ -117,7 +117,7 @@ PARTICIPANTS_ACTION = AdminAction(
     permissions=("leases.manage_environment",),
     form=ParticipantsForm,
     enqueue=enqueue_reclaim,
-    button="Participants…",
+    button="Participants",
 )
 OPEN_ACTION = AdminAction(
     title="Open to project",

@@ -29,12 +29,13 @@ class AllowLists:
     environment_types: Sequence[str] = ()
     pools: Sequence[str] = ()
     limits: ResourceLimits | None = field(default=None, compare=False)  # of the resources that a lease may request
-    project_id: int | None = DEFAULT_PROJECT_ID  # of an agent's key
+    project_id: int | None = DEFAULT_PROJECT_ID  # of an agent's key; operators' keys act in every project
     is_operator: bool = False  # the key may act for every agent, and add it to an environment
 
     @classmethod
     def of_key(cls, key: AgentKey) -> "AllowLists":
-        return cls(key.allowed_environment_types, key.allowed_pools, key, key.project_id, key.operator)
+        project_id = DEFAULT_PROJECT_ID if key.operator else key.project_id
+        return cls(key.allowed_environment_types, key.allowed_pools, key, project_id, key.operator)
 
     def allows_environment_type(self, row: Restrictable) -> bool:
         return _is_allowed(row, self.environment_types)

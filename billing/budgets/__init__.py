@@ -55,7 +55,13 @@ from billing.budgets.reservation import (
     is_exhausted,
     is_over,
 )
-from billing.budgets.scopes import build_lease_filter, build_tab_filter, find_open_tabs, find_visible_budgets
+from billing.budgets.scopes import (
+    build_agent_filter,
+    build_tab_filter,
+    build_tabs_filter,
+    find_open_tabs,
+    find_visible_budgets,
+)
 from billing.budgets.spending import find_top_spenders, sum_spending_by_day
 from billing.budgets.updates import save_budget, set_active, update_spending
 
@@ -65,9 +71,10 @@ __all__ = [
     "SWEEP_INTERVAL",
     "Disclosure",
     "ReservationBasis",
-    "build_lease_filter",
+    "build_agent_filter",
     "build_marked_filter",
     "build_tab_filter",
+    "build_tabs_filter",
     "close_tab",
     "compute_reservation",
     "find_exhausted",

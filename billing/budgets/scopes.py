@@ -2,6 +2,8 @@
 
 from collections.abc import Collection
 from datetime import datetime
+from functools import reduce
+from operator import or_
 
 from django.db.models import Q, QuerySet, Value
 from django.db.models.functions import Coalesce
@@ -39,35 +41,34 @@ def _build_member_filter(account: str, now: datetime) -> Q:
 
 def build_tab_filter(tab: Tab, *, now: datetime) -> Q:
     """Match the budgets that apply to the lease of a tab."""
-    return build_lease_filter(
-        agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, project=tab.project, now=now
-    )
+    values = ((scope, getattr(tab, column)) for scope, column in TAB_COLUMNS.items() if scope != Scope.AGENT)
+    own = (Q(scope=scope, subject=value) for scope, value in values if value)
+    return reduce(or_, own, build_agent_filter(tab.agent_did, now=now))
 
 
-def build_lease_filter(*, agent_did: str, environment_type: str, key_id: str, project: str, now: datetime) -> Q:
-    """Match the budgets that apply to a lease with these attributes."""
+def build_agent_filter(agent_did: str, *, now: datetime) -> Q:
+    """Match the budgets that apply to every lease of an agent."""
     account = Membership.objects.on(to_utc_date(now)).filter(agent_did=agent_did).values("account__name")
-    condition = (
-        Q(scope=Scope.ALL)
-        | Q(scope=Scope.AGENT, subject=agent_did)
-        | Q(scope=Scope.ENVIRONMENT_TYPE, subject=environment_type)
-        | Q(scope=Scope.PROJECT, subject=project)
-        | Q(scope=Scope.ACCOUNT, subject=Coalesce(account, Value(HOUSE_ACCOUNT_NAME)))
-    )
-    return condition | Q(scope=Scope.KEY, subject=key_id) if key_id else condition
+    subject = Coalesce(account, Value(HOUSE_ACCOUNT_NAME))
+    return Q(scope=Scope.ALL) | Q(scope=Scope.AGENT, subject=agent_did) | Q(scope=Scope.ACCOUNT, subject=subject)
+
+
+def build_tabs_filter(tabs: QuerySet[Tab], scopes: Collection[Scope] = (Scope.KEY, Scope.ENVIRONMENT_TYPE, Scope.PROJECT)) -> Q:
+    """Match the budgets of these scopes that name an attribute of one of the tabs."""
+    columns = ((scope, TAB_COLUMNS[scope]) for scope in scopes)
+    return reduce(or_, (Q(scope=scope, subject__in=tabs.exclude(**{column: ""}).values(column)) for scope, column in columns))
 
 
 def find_visible_budgets(key_id: str, dids: Collection[str], *, now: datetime) -> QuerySet[Budget]:
     """Find the active budgets that apply to leases of these agents, or to leases acquired with this key."""
     current_memberships = Membership.objects.on(to_utc_date(now)).filter(agent_did__in=dids)
     accounts = dict(current_memberships.values_list("agent_did", "account__name"))
-    tabs = Tab.objects.filter(agent_did__in=dids)
+    by_tab = build_tabs_filter(Tab.objects.filter(agent_did__in=dids), (Scope.ENVIRONMENT_TYPE, Scope.PROJECT))
     return Budget.objects.filter(
         Q(scope=Scope.ALL)
         | Q(scope=Scope.AGENT, subject__in=dids)
         | Q(scope=Scope.KEY, subject=key_id)
-        | Q(scope=Scope.ENVIRONMENT_TYPE, subject__in=tabs.values("environment_type"))
-        | Q(scope=Scope.PROJECT, subject__in=tabs.values("project"))
+        | by_tab
         | Q(scope=Scope.ACCOUNT, subject__in={accounts.get(did, HOUSE_ACCOUNT_NAME) for did in dids}),
         active=True,
     )

@@ -9,7 +9,7 @@ from django.db import models
 from django.db.models import Q
 from django.utils import timezone
 
-DEFAULT_PROJECT = "default"  # of leases.projects, which billing does not import
+DEFAULT_PROJECT_NAME = "default"  # its row is of leases.projects, which billing does not import
 MIN_BUDGET_AMOUNT = Decimal("0.000001")
 
 
@@ -135,7 +135,7 @@ class Tab(models.Model):
         help_text="Id of the API key that acquired the lease. Empty if it was acquired without a key.",
     )
     project = models.CharField(
-        max_length=63, default=DEFAULT_PROJECT, db_default=DEFAULT_PROJECT, help_text="Name of the agent's project."
+        max_length=63, default=DEFAULT_PROJECT_NAME, db_default=DEFAULT_PROJECT_NAME, help_text="Name of the agent's project."
     )
     opened_at = models.DateTimeField()
     closed_at = models.DateTimeField(null=True, blank=True)

@@ -11,7 +11,6 @@ from billing import budgets
 from billing.admin.budget_notices import BudgetNotice, build_notices
 from billing.admin.budget_usage import format_amount, get_unit_label
 from billing.models import Budget, Tab
-from billing.models.budgets import Scope
 from leases.budget_enforcement import END_REASON
 from leases.models import Lease, LeaseStatus
 from sandboxes.admin.base.formatting import SummaryField, render_admin_link
@@ -23,12 +22,8 @@ def can_view_budgets(request: HttpRequest) -> bool:
 
 
 def _build_lease_filter(lease: Lease, at: datetime) -> Q:
-    tab = Tab.objects.filter(holder=lease.pk)
-    own = budgets.build_lease_filter(
-        agent_did=lease.agent_did, environment_type=lease.environment_type_id, key_id="", project="", now=at
-    )
-    by_key = Q(scope=Scope.KEY, subject__in=tab.exclude(key_id="").values("key_id"))
-    return own | by_key | Q(scope=Scope.PROJECT, subject__in=tab.values("project"))
+    by_tab = budgets.build_tabs_filter(Tab.objects.filter(holder=lease.pk))
+    return budgets.build_agent_filter(lease.agent_did, now=at) | by_tab
 
 
 def summarize_lease_budgets(request: HttpRequest, lease: Lease, now: datetime) -> tuple[list[BudgetNotice], list[SummaryField]]:
@@ -69,10 +64,5 @@ def build_agent_notices(request: HttpRequest, did: str, now: datetime) -> list[B
     if not can_view_budgets(request):
         return []
     open_tabs = Tab.objects.filter(agent_did=did, closed_at__isnull=True)
-    applicable = (
-        budgets.build_lease_filter(agent_did=did, environment_type="", key_id="", project="", now=now)
-        | Q(scope=Scope.PROJECT, subject__in=open_tabs.values("project"))
-        | Q(scope=Scope.ENVIRONMENT_TYPE, subject__in=open_tabs.values("environment_type"))
-        | Q(scope=Scope.KEY, subject__in=open_tabs.exclude(key_id="").values("key_id"))
-    )
+    applicable = budgets.build_agent_filter(did, now=now) | budgets.build_tabs_filter(open_tabs)
     return build_notices(Budget.objects.filter(applicable, budgets.build_marked_filter("warned_for", now)), now)

@@ -1,4 +1,4 @@
-"""Console pages of environments: members, board and play-by-play, which htmx updates while the environment is open."""
+"""Console pages of environments: agents, board and play-by-play, which htmx updates while the environment is open."""
 
 import json
 from dataclasses import dataclass, replace
@@ -79,8 +79,8 @@ class MoveRow:
 
 
 @dataclass(frozen=True)
-class MemberRow:
-    """Line of the members."""
+class AgentRow:
+    """Agent with a lease of the environment, past ones included."""
 
     agent: str
     did: str
@@ -126,9 +126,9 @@ class EnvironmentAdmin(ReadOnlyModelAdmin):
     def status_badge(self, row: Environment) -> SafeString:
         return render_two_lines(render_status(row), row.phase if row.status == "open" else row.end_reason)
 
-    @display(description="Members")
+    @display(description="Agents")
     def agents(self, row: Environment) -> str:
-        return ", ".join(getattr(row, "member_dids", [])) or "–"
+        return ", ".join(getattr(row, "agent_dids", [])) or "–"
 
     @display(description="Duration")
     def lasted(self, row: Environment) -> str:
@@ -139,12 +139,12 @@ class EnvironmentAdmin(ReadOnlyModelAdmin):
         return render_time_ago(row.created_at)
 
     def annotate_rows(self, rows: list[Environment]) -> None:
-        members: dict[str, list[str]] = {}
+        agents: dict[str, list[str]] = {}
         leases = Lease.objects.filter(environment_id__in=[row.pk for row in rows]).order_by("agent_did")
         for environment_id, did in leases.values_list("environment_id", "agent_did").distinct()[:1000]:
-            members.setdefault(environment_id, []).append(did)
+            agents.setdefault(environment_id, []).append(did)
         for row in rows:
-            row.member_dids = members.get(row.pk, [])  # type: ignore[attr-defined]
+            row.agent_dids = agents.get(row.pk, [])  # type: ignore[attr-defined]
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Environment | None:
         # PostgreSQL refuses NUL in a parameter.
@@ -172,7 +172,7 @@ class EnvironmentAdmin(ReadOnlyModelAdmin):
 
 
 def build_page(row: Environment, turn_id: int | None, until_id: int | None, *, now: datetime) -> dict[str, Any]:
-    """Build the context of an environment's page: totals, board, members, play-by-play."""
+    """Build the context of an environment's page: totals, board, agents, play-by-play."""
     members = play.list_members(Lease.objects.all(), row.pk)
     shown = play.find_shown_turn(members, turn_id)
     until = Turn.objects.filter(pk=until_id, lease__in=members).first() if until_id else None
@@ -190,7 +190,7 @@ def build_page(row: Environment, turn_id: int | None, until_id: int | None, *, n
         "moves": [_build_move_row(row, move, players, shown, url) for move in moves[:MAX_MOVES]],
         "older": f"{url}?until={moves[MAX_MOVES].turn.pk}" if len(moves) > MAX_MOVES else "",
         "is_past": bool(turn_id or until_id),
-        "members": [_build_member_row(lease, players, counts, costs, now=now) for lease in members],
+        "agents": [_build_agent_row(lease, players, counts, costs, now=now) for lease in members],
         "coding": build_coding_panel(row),
         **_build_board(row, shown, members, url),
     }
@@ -212,7 +212,7 @@ def _build_facts(
         _build_access_field(row),
         SummaryField("Duration", _format_lasted(row, now), note=render_timestamp(row.started_at or row.created_at)),
         SummaryField(
-            "Members", len({lease.agent_did for lease in members}), note=f"{active} active",
+            "Agents", len({lease.agent_did for lease in members}), note=f"{active} active",
             href=build_changelist_url("leases_lease", slice="history", q=row.pk),
         ),
         SummaryField(
@@ -312,12 +312,12 @@ def _build_move_row(row: Environment, move: play.Move, players: dict[Any, Player
     )
 
 
-def _build_member_row(
+def _build_agent_row(
     lease: Lease, players: dict[Any, Player], counts: dict[Any, play.TurnTotals], costs: dict[Any, play.Costs], *, now: datetime
-) -> MemberRow:
+) -> AgentRow:
     leasing.apply_elapsed_clock(lease, now)
     spent = costs[lease.pk]
-    return MemberRow(
+    return AgentRow(
         agent=format_agent(lease.agent_did),
         did=lease.agent_did,
         player=players.get(lease.pk),

@@ -84,36 +84,23 @@ def _is_key_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 19  # larger numbers overflow the column
 
 
-class EnvironmentTypeReference(Reference):
-    """Environment type, by name."""
+class NameReference(Reference):
+    """Row of a model with unique names, by its name."""
+
+    def __init__(self, label: str, model: type[EnvironmentType | Project]) -> None:
+        super().__init__(label)
+        self.model = model
 
     def render_links(self, values: Collection[str]) -> Mapping[str, Any]:
-        types = {each.name: each for each in EnvironmentType.objects.filter(name__in=values)}
-        return {
-            name: render_admin_link("leases_environmenttype", types[name].pk, name) if name in types else name
-            for name in values
-        }
+        pks = dict(self.model._default_manager.filter(name__in=values).values_list("name", "pk"))
+        page = self.model._meta.label_lower.replace(".", "_")
+        return {name: render_admin_link(page, pks[name], name) if name in pks else name for name in values}
 
     def clean(self, value: str) -> str:
         name = value.strip()
-        if not EnvironmentType.objects.filter(name=name).exists():
-            names = EnvironmentType.objects.values_list("name", flat=True)
-            raise ValidationError(f"There is no such environment type.{suggest_match(name, names)}")
-        return name
-
-
-class ProjectReference(Reference):
-    """Project, by name."""
-
-    def render_links(self, values: Collection[str]) -> Mapping[str, Any]:
-        pks = dict(Project.objects.filter(name__in=values).values_list("name", "pk"))
-        return {name: render_admin_link("leases_project", pks[name], name) if name in pks else name for name in values}
-
-    def clean(self, value: str) -> str:
-        name = value.strip()
-        if not Project.objects.filter(name=name).exists():
-            names = Project.objects.values_list("name", flat=True)
-            raise ValidationError(f"There is no such project.{suggest_match(name, names)}")
+        names = self.model._default_manager.values_list("name", flat=True)
+        if not names.filter(name=name).exists():
+            raise ValidationError(f"There is no such {self.model._meta.verbose_name}.{suggest_match(name, names)}")
         return name
 
 
@@ -130,6 +117,6 @@ def build_policy_types_fields(policy: Policy) -> list[SummaryField]:
 register_reference("agent", AgentReference("Agent"))
 register_reference("holder", HolderReference("Lease"))
 register_reference("api_key", ApiKeyReference("API key"))
-register_reference("environment_type", EnvironmentTypeReference("Environment type"))
-register_reference("project", ProjectReference("Project"))
+register_reference("environment_type", NameReference("Environment type", EnvironmentType))
+register_reference("project", NameReference("Project", Project))
 register_fields(Policy, build_policy_types_fields)

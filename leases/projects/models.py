@@ -4,7 +4,6 @@ from django.db import models
 from django.utils import timezone
 
 DEFAULT_PROJECT_ID = 1  # inserted by a migration
-DEFAULT_PROJECT_NAME = "default"
 
 
 class Project(models.Model):

@@ -74,14 +74,14 @@ def test_an_operator_allows_built_in_names_and_none_of_the_own_patterns() -> Non
 def test_links_of_the_base_are_followed_to_their_end() -> None:
     links = {
         ".circleci": "ci",
-        "ci/config.yml": "../shared/ci.yml",
+        "ci/config.yml": "../common/ci.yml",
         "shared": "lib/shared",
         "a": "b",
         "b": "a/c",
         "docs/x": "../ci2",
     }
     paths = ProtectedPaths(links=links)
-    for path in ("ci", "ci/x", "ci/config.yml", "shared/ci.yml", "lib/shared/ci.yml"):
+    for path in ("ci", "ci/x", "ci/config.yml", "common/ci.yml", "lib/common/ci.yml"):
         assert paths.contains(path), path
     for path in ("ci2", "lib/shared/other", "shared/other", "a", "b", "cinema"):
         assert not paths.contains(path), path

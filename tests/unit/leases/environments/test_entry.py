@@ -5,8 +5,10 @@ from datetime import timedelta
 
 import pytest
 
+from billing.models import Tab
 from leases import leasing
 from leases.allow_lists import AllowLists
+from leases.api_keys import issue_key
 from leases.environments import lifecycle, participants
 from leases.environments.lifecycle import NewEnvironment
 from leases.environments.models import Environment, Participant
@@ -213,6 +215,13 @@ def test_unknown_agent_of_an_operator_belongs_to_the_project_of_the_environment(
     create(project="acme")
     join(grant, "did:plc:new", allowed=None)
     assert Agent.objects.get(did="did:plc:new").project_id == acme
+
+
+def test_project_of_an_operators_key_decides_neither_for_the_agent_nor_for_its_budgets(grant: Grant) -> None:
+    key = issue_key([], operator=True, project="acme", now=NOW)[0]
+    lease = join(grant, "did:plc:new", allowed=AllowLists.of_key(key))
+    assert Agent.objects.get(did="did:plc:new").project.name == "default"
+    assert Tab.objects.get(holder=lease.pk).project == "default"
 
 
 def test_refused_entry_leaves_no_agent_and_no_lease(grant: Grant) -> None:

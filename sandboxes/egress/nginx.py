@@ -155,20 +155,15 @@ def get_installation_id() -> str:
 
 
 def find_orphans(client: APIClient, *, now: datetime, grace: timedelta) -> list[str]:
-    """Return the ids of proxy containers that are older than `grace` and have no egress server.
+    """Return the ids of this installation's proxy containers that are older than `grace`, unless its egress server listens.
 
-    A container is an orphan if it belongs to this installation and the egress server does not listen, or if the directory of
-    its installation no longer exists. A restarted egress server creates a new container."""
+    A restarted egress server creates a new container. Containers of other installations are none of this one's business,
+    even if their directories cannot be seen from here."""
+    if is_listening(get_server_socket_path()):
+        return []
     with translate_errors():
-        containers = client.containers(all=True, filters={"label": INSTALLATION_LABEL})
-    old = [container for container in containers if datetime.fromtimestamp(container["Created"], UTC) <= now - grace]
-    own_label = {INSTALLATION_LABEL: get_installation_id()}.items()
-    return [
-        container["Id"]
-        for container in old
-        if (own_label <= container["Labels"].items() and not is_listening(get_server_socket_path()))
-        or not Path(container["Labels"].get(DIRECTORY_LABEL, "/")).exists()
-    ]
+        containers = client.containers(all=True, filters={"label": f"{INSTALLATION_LABEL}={get_installation_id()}"})
+    return [container["Id"] for container in containers if datetime.fromtimestamp(container["Created"], UTC) <= now - grace]
 
 
 def remove_orphans(*, now: datetime, grace: timedelta) -> int:

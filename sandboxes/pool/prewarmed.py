@@ -3,12 +3,12 @@
 from datetime import datetime
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 
-from sandboxes import providers
+from sandboxes import destruction, providers
 from sandboxes.db import dialect, sql
 from sandboxes.hosts import registry
-from sandboxes.models import GONE_STATES, Pool, Sandbox
+from sandboxes.models import GONE_STATES, Pool, Sandbox, TransitionReason
 from sandboxes.providers.errors import ProviderError
 
 REQUESTS_WAIT_SQL = "SELECT EXISTS (SELECT 1 FROM sandboxes_admissionrequest WHERE pool_id = %s AND expires_at > %s)"
@@ -34,6 +34,17 @@ def find_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
 def find_local_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
     """Like find_unclaimed, but only on the hosts that this process reaches. The warm target applies to each host."""
     return find_unclaimed(pool).filter(registry.filter_local())
+
+
+def schedule_destroy_unclaimed(*, now: datetime, reason: str, actor: str = "") -> int:
+    """Move the pre-warmed sandboxes of this process's hosts to `destroying`, those that start included. Return how many."""
+    rows = Sandbox.objects.filter(registry.filter_local(), holder__isnull=True).exclude(state__in=GONE_STATES)
+    return sum(
+        destruction.schedule_destroy(
+            pk, now=now, code=TransitionReason.OPERATOR, reason=reason, actor=actor, guard=Q(holder__isnull=True)
+        )
+        for pk in rows.values_list("pk", flat=True)
+    )
 
 
 def lock_ready(pool: Pool, *, now: datetime) -> tuple[Sandbox | None, bool]:

@@ -87,9 +87,13 @@ class Home:
 
     def query_value(self, query: str) -> Any:
         """Return the first column of the first row, or None."""
+        row = next(iter(self.execute(query)), None)
+        return row[0] if row else None
+
+    def execute(self, statement: str) -> list[Any]:
+        """Execute a statement in a transaction of its own, and return its rows."""
         with closing(sqlite3.connect(self.path / "leasehold.sqlite3", timeout=20)) as database, database:
-            row = database.execute(query).fetchone()
-            return row[0] if row else None
+            return database.execute(statement).fetchall()
 
     def acquire_lease(self) -> str:
         argv = ("acquire", "--agent", "did:plc:ada", "--environment", "game-1", "--type", "catan", "--json")

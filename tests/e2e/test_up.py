@@ -110,15 +110,18 @@ def test_after_sigkill_no_process_survives_and_the_next_start_recovers_the_work(
     first_up.kill()
     first_up.wait()
     wait_until(lambda: home.find_processes() <= {leftover.pid}, "web server and queue have ended")
+    home.execute("UPDATE sandboxes_pool SET warm_target = 1")
     home.up("--leave-nothing")
     assert leftover.wait(timeout=HEALTHY) == -signal.SIGKILL
     assert "previous instance not stopped cleanly: 1 processes killed, 1 claims released" in home.read_log()
     wait_until(lambda: home.query_value("SELECT outcome FROM sandboxes_run") == "lost", "the run is closed")
-    assert home.query_value("SELECT state FROM sandboxes_sandbox") == "waiting"
+    assert home.query_value("SELECT state FROM sandboxes_sandbox WHERE holder IS NOT NULL") == "waiting"
     assert run_manage(home.path, "exec", lease, "--", "true").returncode == 0
-    assert len(list((home.path / "state/process").glob("*/leasehold-*"))) == 1
+    prewarmed = "SELECT count(*) FROM sandboxes_sandbox WHERE state = 'warm' AND holder IS NULL"
+    wait_until(lambda: home.query_value(prewarmed) == 1, "a sandbox is pre-warmed")
+    assert len(list((home.path / "state/process").glob("*/leasehold-*"))) == 2
     assert home.stop(signal.SIGINT) == 0
-    assert home.read_log().endswith("up: 1 leases ended, 1 sandboxes destroyed, 0 left\n")
+    assert home.read_log().endswith("up: 1 leases ended, 2 sandboxes destroyed, 0 left\n")
     assert not list((home.path / "state/process").glob("*/leasehold-*"))
     assert home.query_value("SELECT end_reason || status FROM leases_lease") == "operatordestroyed"
     assert home.find_processes() == set()

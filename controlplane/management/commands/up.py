@@ -28,6 +28,7 @@ from sandboxes.db import database_time
 from sandboxes.egress import nginx
 from sandboxes.hosts import capacity, registry
 from sandboxes.models import Sandbox, SandboxState
+from sandboxes.pool import prewarmed
 from sandboxes.providers.base import Provider
 from sandboxes.providers.errors import ProviderError
 from sandboxes.sweeps import heartbeat
@@ -187,7 +188,9 @@ class Command(BaseCommand):
         """End every lease, and destroy every sandbox and all resources for starts, except those of other hosts.
 
         Stops when CLEANUP_TIMEOUT_SECONDS pass or a signal arrives."""
-        ended = lease_sweeps.end_all_leases(now=database_time.now(), detail="the control plane was shut down", actor="up")
+        reason = "the control plane was shut down"
+        ended = lease_sweeps.end_all_leases(now=database_time.now(), detail=reason, actor="up")
+        prewarmed.schedule_destroy_unclaimed(now=database_time.now(), reason=reason, actor="up")
         sandboxes_left = Sandbox.objects.filter(registry.filter_local()).exclude(state=SandboxState.DESTROYED)
         count, deadline = sandboxes_left.count(), time.monotonic() + CLEANUP_TIMEOUT_SECONDS
         while True:
@@ -200,7 +203,7 @@ class Command(BaseCommand):
         remaining = sandboxes_left.count()
         self.print_line(f"{ended} leases ended, {count - remaining} sandboxes destroyed, {remaining} left")
         if remaining:
-            raise CommandError("Sandboxes remain. manage.py sweep --loop destroys them once the provider responds.")
+            raise CommandError("Sandboxes remain. manage.py up --leave-nothing destroys them once their provider responds.")
 
     def _discard_prepared(self) -> None:
         try:

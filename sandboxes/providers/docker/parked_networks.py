@@ -15,7 +15,6 @@ import json
 import re
 import threading
 import time
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -88,19 +87,17 @@ def remove(engine: Engine, container: str) -> None:
 
 
 def sweep(engine: Engine, *, keep: int) -> int:
-    """Remove containers that are used no longer, and all unused ones but `keep`. Return their number. Raise ProviderError.
+    """Remove this installation's containers that are used no longer, and all unused ones but `keep`. Return their number.
 
-    A claimed container is kept while a sandbox waits to be started in its namespace. A sandbox that is created just now may
-    lose its parked container in this way, and then starts in a namespace of its own."""
-    listed = engine.call("GET", f"/containers/json?all=true&filters={_quote_label(LABEL)}")
-    own = _get_directory()
+    Containers of other installations on the engine are kept: this process may be unable to see a directory that exists. A
+    claimed container is kept while a sandbox waits to be started in its namespace. A sandbox that is created just now may
+    lose its parked container in this way, and then starts in a namespace of its own. Raise ProviderError."""
+    listed = engine.call("GET", f"/containers/json?all=true&filters={_quote_label(f'{LABEL}={_get_directory()}')}")
     kept = {f"/{_get_name(number)}" for number in range(keep)}
     waited_for = _find_waited_for(engine) if listed else set()
     removed = 0
     for container in listed:
-        directory = container["Labels"][LABEL]
-        is_needed = bool(kept & {*container["Names"]}) or container["Id"] in waited_for
-        if not is_needed if directory == own else not Path(directory).exists():
+        if not kept & {*container["Names"]} and container["Id"] not in waited_for:
             removed += _retire(engine, container)
     return removed
 

@@ -26,11 +26,13 @@ from django_q.models import OrmQ
 
 from billing import budgets
 from controlplane import schedules
+from leases.api.pools import serialize_pool_stats
 from sandboxes import long_calls, pool_stats, providers
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.hosts import registry
 from sandboxes.models import Host, Sweep
+from sandboxes.pool import start_breaker
 from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.state import disk_space
 from sandboxes.sweeps import installation
@@ -72,14 +74,16 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         pools = pool_stats.collect_pool_stats(now=now)
         unsaved = pool_stats.find_unsaved_attachments().count()
         exhausted = len(budgets.find_exhausted(now=now))
-        hosts = registry.count_by_state(now=now)
-        paused = [*Host.objects.filter(starts_paused_until__gt=now)]
+        hosts = [*Host.objects.all()]
         mismatch = installation.has_recorded_mismatch()
     except DatabaseError:
         return _build_report(database=False, missing=["The database does not respond."])
     skew = database_time.get_skew()
     egress = _get_sweep_status(sweep_rows.pop(EGRESS_HEARTBEAT), now, EGRESS_HEARTBEAT_INTERVAL)
     sweeps = {name: _get_sweep_status(row, now, schedules.get_interval(name)) for name, row in sweep_rows.items()}
+    installed_at = min((host.created_at for host in hosts), default=None)
+    host_counts = registry.count_by_state(hosts, now=now)
+    overdue = [name for name, status in sweeps.items() if is_overdue(status, installed_at, now=now)]
     total = pool_stats.sum_stats(pools)
     drift = sweep_rows["recount"].counts.get(COUNTERS_CORRECTED, 0) if sweep_rows["recount"] else 0
     provider = provider_probe.get_status()
@@ -94,13 +98,14 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     warnings = [
         *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
         *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
-        *_iter_host_warnings(hosts), *_iter_start_warnings(paused),
+        *_iter_host_warnings(host_counts), *_iter_start_warnings(hosts, now=now), *_iter_sweep_warnings(overdue),
     ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
-        hosts=hosts, egress=egress, warnings=warnings, disk_free_bytes=disk,
+        hosts=host_counts, egress=egress, warnings=warnings, disk_free_bytes=disk,
         quarantined=total.quarantined, stalled=total.stalled, lost=total.lost, unsaved=unsaved, drift=drift,
         clock_skew_seconds=round(-skew.total_seconds(), 1),
+        pool=serialize_pool_stats(total),
         warming={pool.name: _get_warm_status(pool) for pool in pools if pool.warm_target},
     )  # fmt: skip
 
@@ -126,6 +131,17 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
         yield f"Pool or quota counters corrected by the last recount: {drift}."
 
 
+def _iter_sweep_warnings(overdue: Sequence[str]) -> Iterator[str]:
+    if overdue and schedules.HEARTBEAT not in overdue:  # otherwise all are, and the heartbeat says so
+        yield f"Sweeps without a recent success: {', '.join(overdue)}. The page Sweeps and the log have their errors."
+
+
+def is_overdue(status: Mapping[str, Any], installed_at: datetime | None, *, now: datetime) -> bool:
+    """Return whether a sweep is late, and the installation has existed for long enough for the sweep to have succeeded."""
+    is_new = installed_at is None or now - installed_at <= get_max_age(timedelta(seconds=status["every_seconds"]))
+    return bool(status["late"]) and not (is_new and status["age_seconds"] is None)
+
+
 def _iter_budget_warnings(exhausted: int) -> Iterator[str]:
     if exhausted:
         yield f"Exhausted hard budgets, whose leases are refused and ended: {exhausted}."
@@ -136,10 +152,11 @@ def _iter_host_warnings(hosts: Mapping[str, int]) -> Iterator[str]:
         yield f"Hosts without a recent heartbeat, whose sandboxes wait for them: {hosts['unreachable']}. See manage.py hosts."
 
 
-def _iter_start_warnings(paused: Sequence[Host]) -> Iterator[str]:
-    for host in paused:
-        until = f"{host.starts_paused_until:%H:%M:%S} UTC"
-        yield f'The provider {host.provider} starts no sandboxes on the host "{host}" until {until}, after failed starts.'
+def _iter_start_warnings(hosts: Sequence[Host], *, now: datetime) -> Iterator[str]:
+    for host in hosts:
+        if start_breaker.is_open(host, now=now):
+            until = f"{host.starts_paused_until:%H:%M:%S} UTC"
+            yield f'The provider {host.provider} starts no sandboxes on the host "{host}" until {until}, after failed starts.'
 
 
 def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:
@@ -208,8 +225,13 @@ def _get_sweep_status(row: Sweep | None, now: datetime, interval: timedelta) -> 
     return {
         "age_seconds": round(age.total_seconds(), 1) if age is not None else None,
         "every_seconds": interval.total_seconds(),
-        "late": age is None or age > 3 * interval + timedelta(minutes=1),
+        "late": age is None or age > get_max_age(interval),
     }
+
+
+def get_max_age(interval: timedelta) -> timedelta:
+    """Return the age of the last success from which on a sweep of this interval is late."""
+    return 3 * interval + timedelta(minutes=1)
 
 
 @dataclass

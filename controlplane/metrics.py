@@ -4,7 +4,7 @@ The endpoint needs no API key. It names pools, but no agents. A scrape needs LEA
 that setting only a direct scrape from this host is answered."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,6 +25,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from controlplane import schedules
 from leases.models import Lease, LeaseStatus
 from leases.queue import queue
 from leases.queue.models import QueuedRun
@@ -150,7 +151,7 @@ class MetricsSnapshot:
     pools: list[PoolStats]
     transitions: dict[tuple[str, str, str], int]  # (pool, target state, reason) -> number in the last ten minutes
     leases: dict[str, int]
-    sweeps: dict[tuple[str, ...], float]  # (name, host or "") -> seconds since the last success
+    sweeps: dict[tuple[str, ...], float]  # (name, host or "") -> seconds since the last success, or the registration
     gateways: dict[str, dict[str, int]]  # host -> counts of AgentGateway.read_counts
     hosts: dict[tuple[str, ...], float]  # (host, state) -> seconds since the last heartbeat
     paused_starts: dict[tuple[str, ...], bool]  # (host, provider) -> whether starts are paused
@@ -173,11 +174,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
                 status.value: Lease.objects.filter(status=status).count()
                 for status in (LeaseStatus.ACTIVE, LeaseStatus.EXPIRED)
             },
-            sweeps={
-                (sweep.name, _get_host_name(sweep)): max((now - sweep.succeeded_at).total_seconds(), 0.0)
-                for sweep in sweeps
-                if sweep.succeeded_at
-            },
+            sweeps=_measure_sweep_ages(sweeps, hosts, now=now),
             gateways={
                 _get_host_name(sweep): {name.removeprefix("agent "): count for name, count in sweep.counts.items()}
                 for sweep in sweeps
@@ -193,6 +190,18 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
             mismatch=installation.has_recorded_mismatch(),
             disk=disk_space.measure_free_space(),
         )
+
+
+def _measure_sweep_ages(rows: Sequence[Sweep], hosts: Sequence[Host], *, now: datetime) -> dict[tuple[str, ...], float]:
+    """Return the age of every scheduled sweep by name and host, and of the others that have succeeded.
+
+    A sweep that has not succeeded yet is as old as its host, or as the first host if it is the installation's."""
+    since = {(name, host.name): host.created_at for host in hosts if not host.lost_at for name in schedules.HOST_SWEEPS}
+    if hosts:
+        installed_at = min(host.created_at for host in hosts)
+        since |= {(name, ""): installed_at for name in schedules.SCHEDULE if name not in schedules.HOST_SWEEPS}
+    since |= {(row.name, _get_host_name(row)): row.succeeded_at for row in rows if row.succeeded_at}
+    return {key: max((now - at).total_seconds(), 0.0) for key, at in since.items()}
 
 
 def _get_host_name(sweep: Sweep) -> str:
@@ -263,7 +272,8 @@ class SnapshotCollector(Collector):
             {(status,): number for status, number in snapshot.leases.items()},
         )  # fmt: skip
         yield _build_family(
-            GaugeMetricFamily, "sweep_age_seconds", "Time since the last success of each sweep; absent before the first.",
+            GaugeMetricFamily, "sweep_age_seconds",
+            "Time since the last success of each sweep; before the first, since the registration of the host.",
             ["sweep", "host"], snapshot.sweeps,
         )  # fmt: skip
         yield _build_family(

@@ -22,7 +22,6 @@ from sandboxes import destruction
 from sandboxes.claims import KILL_GRACE, track, track_transfer
 from sandboxes.db.clock import clock_from
 from sandboxes.db.connection_errors import retry_connection_errors
-from sandboxes.egress.allow_list.environment import build_proxy_environment
 from sandboxes.errors import (
     ClaimLost,
     ProviderCallFailed,
@@ -40,6 +39,7 @@ from sandboxes.providers.base import WORKSPACE, Provider
 from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.errors import ProviderError, Rejected
 from sandboxes.runs import operations
+from sandboxes.runs.environment import build_environment
 from sandboxes.runs.operations import Command
 from sandboxes.state import directories
 from sandboxes.storage.base import DiskFull, StoreError
@@ -263,7 +263,7 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
             checkpoint("workspace in", lease)
             opened.claim.begin_command(total_timeout)
             opened.result = result = provider.exec(
-                sandbox.ref, argv, env={**build_proxy_environment(sandbox, provider), **request.env}, cwd=request.cwd,
+                sandbox.ref, argv, env={**build_environment(sandbox, provider), **request.env}, cwd=request.cwd,
                 stdin=request.stdin, timeout=request.timeout, cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id),
                 output=opened.claim.output,
             )  # fmt: skip

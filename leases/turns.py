@@ -100,8 +100,6 @@ def take_turn(
         argv=environment_type.turn_argv, timeout=timeout, stdin=sent.encode(), kind="turn", turn_number=number,
         run_id=run_id or uuid4(), attempt=attempt,
         env={
-            "AGENT_DID": lease.agent_did,
-            "ENVIRONMENT_ID": lease.environment_id,
             "ENVIRONMENT_TYPE": environment_type.name,
             "GAME_ID": lease.environment_id,
             "TURN_NUMBER": str(number),

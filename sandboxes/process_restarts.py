@@ -24,7 +24,6 @@ from django.db.models.functions import Coalesce
 from sandboxes.claims import KILL_GRACE
 from sandboxes.db import encryption
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
-from sandboxes.egress.allow_list.environment import build_proxy_environment
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox, SandboxState
@@ -33,6 +32,7 @@ from sandboxes.providers.base import Provider
 from sandboxes.providers.command_results import ProcessState
 from sandboxes.providers.errors import ProviderError, Rejected, StartKilled
 from sandboxes.providers.launcher import KILLED_EXIT_CODE, LAUNCH_TIMEOUT
+from sandboxes.runs.environment import build_environment
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
@@ -180,7 +180,7 @@ def restart(process: Process, *, now: datetime) -> bool:
     checkpoint("process restart claimed", process)
     sandbox, mark = process.sandbox, str(process.mark)
     provider = registry.get_sandbox_provider(sandbox)
-    env = {**build_proxy_environment(sandbox, provider), **env}
+    env = {**build_environment(sandbox, provider), **env}
     try:
         state = provider.start(
             sandbox.ref, list(process.argv), env=env, cwd=process.cwd, mark=mark, stdin=process.has_stdin

@@ -18,7 +18,6 @@ from django.db.models import Q, QuerySet
 from sandboxes import process_restarts, suspension
 from sandboxes.agent.protocol import TerminalSize
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.egress.allow_list.environment import build_proxy_environment
 from sandboxes.errors import (
     ProcessEnded,
     ProcessOutputGone,
@@ -39,6 +38,7 @@ from sandboxes.providers.base import WORKSPACE, Provider
 from sandboxes.providers.command_results import ProcessOutput, ProcessState
 from sandboxes.providers.errors import Missing, ProviderError, Rejected
 from sandboxes.runs import operations, workspace_limit
+from sandboxes.runs.environment import build_environment
 from sandboxes.runs.operations import Command, Operation
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
@@ -89,7 +89,7 @@ def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, 
 
 
 def _launch(process: Process, spec: ProcessSpec, opened: Operation, clock: Clock) -> None:
-    env = {**build_proxy_environment(opened.sandbox, opened.provider), **spec.env}
+    env = {**build_environment(opened.sandbox, opened.provider), **spec.env}
     try:
         state = opened.provider.start(
             opened.sandbox.ref, list(spec.argv), env=env, cwd=spec.cwd, mark=process.current_mark, stdin=spec.stdin,

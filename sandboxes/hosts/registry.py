@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -88,10 +88,10 @@ def get_state(host: Host, *, now: datetime) -> str:
     return "lost" if host.lost_at else "unreachable" if is_unreachable(host, now=now) else "live"
 
 
-def count_by_state(*, now: datetime) -> dict[str, int]:
+def count_by_state(hosts: Iterable[Host], *, now: datetime) -> dict[str, int]:
     """Return the number of hosts in each state of get_state."""
     counts = dict.fromkeys(("live", "unreachable", "lost"), 0)
-    for host in Host.objects.all():
+    for host in hosts:
         counts[get_state(host, now=now)] += 1
     return counts
 

@@ -19,7 +19,6 @@ from sandboxes.claims import KILL_GRACE, hold
 from sandboxes.db import sql, tracing
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
-from sandboxes.egress.allow_list.environment import build_proxy_environment
 from sandboxes.errors import (
     ClaimLost,
     DataFull,
@@ -42,6 +41,7 @@ from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.errors import Missing, NoSuchFile, ProviderError, Rejected
 from sandboxes.runs import retention, workspace_limit
 from sandboxes.runs.claims import RunClaim
+from sandboxes.runs.environment import build_environment
 from sandboxes.state import data_sync
 from sandboxes.storage.base import DiskFull, StoreError
 
@@ -98,7 +98,7 @@ def exec_in_sandbox(
         result = opened.provider.exec(
             opened.sandbox.ref,
             list(command.argv),
-            env={**build_proxy_environment(opened.sandbox, opened.provider), **command.env},
+            env={**build_environment(opened.sandbox, opened.provider), **command.env},
             cwd=command.cwd,
             stdin=command.stdin,
             timeout=command.timeout,

@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 
 @pytest.fixture(autouse=True)
 def healthy_system(monkeypatch: pytest.MonkeyPatch, db: None) -> None:
-    Sweep.objects.create(name="egress", every=MINUTE, succeeded_at=timezone.now())
+    names = [*schedules.SCHEDULE, health.EGRESS_HEARTBEAT]
+    Sweep.objects.bulk_create(Sweep(name=name, every=MINUTE, succeeded_at=timezone.now()) for name in names)
     monkeypatch.setattr(health.provider_probe, "get_status", lambda: {"name": "memory", "isolated": True, "answers": True})
 
 
@@ -42,6 +43,25 @@ def test_a_healthy_system_has_no_warnings(client, sandbox) -> None:
     report = client.get("/healthz").json()
     assert (report["warnings"], report["quarantined"], report["stalled"], report["lost"], report["drift"]) == ([], 0, 0, 0, 0)
     assert report["warming"] == {}
+
+
+def test_numbers_of_the_pools_are_reported(client, sandbox) -> None:
+    numbers = client.get("/healthz").json()["pool"]
+    assert (numbers["total"], numbers["waiting"], numbers["max_capacity"]) == (
+        1,
+        1,
+        sum(Pool.objects.values_list("capacity", flat=True)),
+    )
+    assert (numbers["resume_warm_hits"], numbers["resume_cold_hits"], numbers["evicted_cold"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("age", "is_named"), [(timedelta(minutes=15), False), (timedelta(minutes=17), True)])
+def test_sweeps_that_never_succeeded_are_warned_about_by_name(client, sandbox, age: timedelta, is_named: bool) -> None:
+    """`reconcile` is due every five minutes, and has three intervals and a minute for its first success."""
+    Sweep.objects.filter(name="reconcile").update(succeeded_at=None, last_error="secret")
+    Host.objects.update(created_at=timezone.now() - age)
+    named = ["Sweeps without a recent success: reconcile. The page Sweeps and the log have their errors."]
+    assert warnings(client) == named * is_named
 
 
 def test_low_disk_is_warned_about_without_its_path(client, settings, monkeypatch) -> None:
@@ -72,9 +92,9 @@ def test_failed_starts_are_warned_about_without_the_error(client, pool, memory) 
 
 def test_drift_is_warned_about_until_a_recount_finds_none(client, pool, sandbox) -> None:
     update_pool(pool, used=7)
-    schedules.run_sweep("recount", now=NOW)
+    schedules.run_sweep("recount", now=timezone.now())
     assert warnings(client) == ["Pool or quota counters corrected by the last recount: 1."]
-    schedules.run_sweep("recount", now=NOW)
+    schedules.run_sweep("recount", now=timezone.now())
     assert warnings(client) == []
 
 

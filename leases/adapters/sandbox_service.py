@@ -34,11 +34,15 @@ Observer = Callable[[Message], Message | None]  # may replace a message, or drop
 
 
 class SandboxServiceError(Exception):
-    """Failure of one operation. `retryable`: the same call may succeed later. `cause`: code of the problem document."""
+    """Failure of one operation. `retryable`: the same call may succeed later. `cause`: code of the problem document.
 
-    def __init__(self, operation: str, message: str, *, retryable: bool = False, cause: str = "") -> None:
+    `provider` is that of the sandbox whose operation failed, or else "leasehold": the control plane itself."""
+
+    def __init__(
+        self, operation: str, message: str, *, retryable: bool = False, cause: str = "", provider: str = "leasehold"
+    ) -> None:
         super().__init__(f"{operation}: {message}")
-        self.operation, self.provider, self.message = operation, "leasehold", message
+        self.operation, self.provider, self.message = operation, provider, message
         self.retryable, self.cause = retryable, cause
 
 
@@ -120,10 +124,24 @@ class ApiClient:
 class SandboxService:
     """Sandbox of one lease. The end of a `with` block destroys it."""
 
-    provider, isolated = "leasehold", True
-
     def __init__(self, client: ApiClient, lease_id: str) -> None:
         self.lease_id, self._client = lease_id, client
+
+    @property
+    def provider(self) -> str:
+        """Name of the sandbox's provider, such as "docker"."""
+        return str(self._read_sandbox("provider")["provider"])
+
+    @property
+    def isolated(self) -> bool:
+        """Whether commands can reach neither the host nor other sandboxes."""
+        return bool(self._read_sandbox("isolated")["isolated"])
+
+    def _read_sandbox(self, operation: str) -> dict[str, Any]:
+        sandbox: dict[str, Any] | None = self._call(operation, "GET", "").json()["sandbox"]
+        if sandbox is None:
+            raise SandboxServiceError(operation, "The lease has no sandbox.", retryable=True)
+        return sandbox
 
     @classmethod
     def join(cls, url: str, key: str, environment_id: str, **fields: Any) -> Self:
@@ -132,9 +150,10 @@ class SandboxService:
         lease = client.call("join", "POST", f"/environments/{quote(environment_id, safe='')}/join", json=fields).json()
         return cls(client, str(lease["id"]))
 
-    def exec(self, command: str, args: Sequence[str] = (), *, timeout: int = 60) -> ExecResult:
-        """Execute a program with arguments, without a shell. `timeout` in seconds."""
-        body = {"argv": [command, *args], "timeout_seconds": timeout}
+    def exec(self, command: str, args: Sequence[str] | None = None, *, timeout: int = 60) -> ExecResult:
+        """Execute a shell command, or with `args`, even an empty list, a program without a shell. `timeout` in seconds."""
+        argv = ["sh", "-c", command] if args is None else [command, *args]
+        body = {"argv": argv, "timeout_seconds": timeout}
         result = self._call("exec", "POST", "/exec", json=body, seconds=timeout).json()
         return ExecResult(result["stdout"], result["stderr"], result["exit_code"])
 
@@ -275,11 +294,11 @@ def _parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
 def _parse_problem(operation: str, response: requests.Response) -> SandboxServiceError:
     try:
         problem = response.json()
-        message, cause = str(problem["detail"]), str(problem["code"])
+        message, cause, provider = str(problem["detail"]), str(problem["code"]), str(problem.get("provider") or "leasehold")
     except (ValueError, KeyError, TypeError):
-        message, cause = f"The server answered with status {response.status_code}.", "unavailable"
+        message, cause, provider = f"The server answered with status {response.status_code}.", "unavailable", "leasehold"
     retryable = response.status_code in (429, 503) or "Retry-After" in response.headers
-    return SandboxServiceError(operation, message, retryable=retryable, cause=cause)
+    return SandboxServiceError(operation, message, retryable=retryable, cause=cause, provider=provider)
 
 
 def _parse_pause(response: requests.Response) -> float:

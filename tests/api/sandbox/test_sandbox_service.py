@@ -11,6 +11,8 @@ from django.db import connections
 from leases.adapters import sandbox_service
 from leases.adapters.sandbox_service import ApiClient, QueryHandle, SandboxService, SandboxServiceError
 from leases.api import command_threads
+from sandboxes.providers.errors import Unavailable
+from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ApiClient as KeyClient
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -31,13 +33,32 @@ def sandbox(ada: KeyClient, lease: dict[str, Any], live_server: Any) -> Iterator
 def test_files_and_commands(sandbox: SandboxService) -> None:
     sandbox.write_file("/workspace/a b.txt", "ü")
     assert sandbox.read_file("/workspace/a b.txt") == "ü".encode()
-    result = sandbox.exec("sh", ["-c", "echo out; echo err >&2; exit 3"])
-    assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 3)
+    for result in (
+        sandbox.exec("echo out; echo err >&2; exit 3"),
+        sandbox.exec("sh", ["-c", "echo out; echo err >&2; exit 3"]),
+    ):
+        assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 3)
+    assert sandbox.exec("echo out", []).exit_code == 127  # the name of a program
     sandbox.destroy()
     with pytest.raises(SandboxServiceError) as failed:
         sandbox.exec("true")
     error = failed.value
     assert (error.operation, error.provider, error.retryable, error.cause) == ("exec", "leasehold", False, "lease_ended")
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_provider_and_isolation_are_those_of_the_sandbox(
+    sandbox: SandboxService, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch, isolated: bool
+) -> None:
+    monkeypatch.setattr(MemoryProvider, "isolated", isolated)
+    with pytest.raises(SandboxServiceError, match="no sandbox") as failed:
+        str(sandbox.provider)
+    assert failed.value.retryable
+    monkeypatch.setattr(sandbox_service, "RETRY_PERIOD_SECONDS", 0.0)
+    with memory.fail("exec", Unavailable("timed out")), pytest.raises(SandboxServiceError) as failed:
+        sandbox.exec("true")
+    assert failed.value.provider == "memory"
+    assert (sandbox.provider, sandbox.isolated) == ("memory", isolated)
 
 
 def test_messages_are_streamed_to_any_number_of_readers(sandbox: SandboxService) -> None:

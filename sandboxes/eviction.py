@@ -250,6 +250,17 @@ def find_victim(pool: Pool, *, agent_did: str, now: datetime, spare_unused: bool
     return victims.first()
 
 
+def free_quota(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") -> bool:
+    """Release the place of this agent's least recently used cold sandbox in the pool, so that its quota has room.
+
+    Returns False if the agent has none. True means that one attempt was made: the sandbox may have woken meanwhile."""
+    victim = _order_victims(agent_did=agent_did, now=now).filter(pool=pool, agent_did=agent_did, state=COLD).first()
+    if victim is None:
+        return False
+    release_cold(victim.pk, now=now, reason=f"quota needed by {agent_did}", actor=actor, for_agent=agent_did, tier=COLD)
+    return True
+
+
 def free_slot(*, agent_did: str, now: datetime, actor: str = "") -> bool:
     """Free an egress slot for this agent: warm before waiting or suspended, the least recently used of each tier first.
 

@@ -134,7 +134,7 @@ class SandboxService:
 
     @property
     def isolated(self) -> bool:
-        """Whether commands can reach neither the host nor other sandboxes."""
+        """True if commands can reach neither the host nor other sandboxes."""
         return bool(self._read_sandbox("isolated")["isolated"])
 
     def _read_sandbox(self, operation: str) -> dict[str, Any]:

@@ -241,8 +241,8 @@ def _get_provider_name(pool: Pool) -> str:
 def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Give the holder a pre-warmed sandbox of its pool.
 
-    Returns None if no sandbox is ready, the holder has a sandbox already, or the holder needs stored state, a writable root
-    or other resources."""
+    Returns None if no sandbox is ready, the holder has a sandbox already, the agent's quota is reached, or the holder needs
+    stored state, a writable root or other resources."""
     if request.memory_mib not in (None, request.pool.memory_mib) or request.millicpus not in (None, request.pool.millicpus):
         return None  # pre-warmed sandboxes have the pool's resources
     if request.disk_mib or request.gpus:
@@ -292,6 +292,8 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
             prewarmed.count_claim(request.pool)
     except IntegrityError:
         return None  # sandbox_one_live_per_holder: another request was first
+    except QuotaExceeded:
+        return None  # reserve_place may release one of the agent's sandboxes
     log.info("wake", sandbox=str(sandbox.pk), source="prewarmed", agent=request.agent_did)
     for name, value in {**changes, "state_since": now, "pool": request.pool}.items():  # the row as it was just written
         setattr(sandbox, name, value)
@@ -301,11 +303,12 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
 def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Take a place in the pool: insert a row in `warming`. If no place or egress slot is free, evict another sandbox first.
 
-    A place that waiting requests are entitled to (sandboxes.pool.admission_queue) is not taken, and none is evicted for it.
+    If the agent's quota is reached, the place of one of its own cold sandboxes is released. A place that waiting requests are
+    entitled to (sandboxes.pool.admission_queue) is not taken, and none is evicted for it.
     Returns None if the holder has a sandbox already. Raises CapacityExhausted, QuotaExceeded, PoolDraining or DiskFull."""
     disk_space.require_free_space("start a sandbox")
     clock = clock_from(now)
-    exhausted = _build_pool_full_error(request.pool)
+    exhausted: CapacityExhausted | QuotaExceeded = _build_pool_full_error(request.pool)
     for _ in range(MAX_EVICTION_ATTEMPTS):
         try:
             return _insert_reservation(request, now=clock(), actor=actor)
@@ -321,6 +324,9 @@ def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") ->
         except _NoFreeSlot:
             exhausted = slots.build_exhausted_error()
             freed = eviction.free_slot(agent_did=request.agent_did, now=clock(), actor=actor)
+        except QuotaExceeded as reached:
+            exhausted = reached
+            freed = eviction.free_quota(request.pool, agent_did=request.agent_did, now=clock(), actor=actor)
         if not freed:
             break
     raise exhausted
@@ -496,7 +502,7 @@ def _take_quota(request: SandboxRequest) -> None:
     if not sql.execute(TAKE_QUOTA_SQL, request.pool.pk, request.agent_did):
         raise QuotaExceeded(
             f'{request.agent_did} has {quota.used} sandboxes in the pool "{request.pool}", and its quota is {quota.most}. '
-            "Releasing one of its leases frees a place.",
+            "None of them is cold. Releasing one of its leases frees a place.",
             limit=quota.most,
         )
 

@@ -279,6 +279,26 @@ def test_quota_limits_the_sandboxes_of_an_agent(grant, pool) -> None:
     assert Quota.objects.get().used == 2
 
 
+@pytest.mark.parametrize("warm_target", [0, 1])
+def test_reached_quota_releases_the_coldest_own_sandbox_and_no_other(grant, pool, warm_target: int) -> None:
+    Quota.objects.create(pool=pool, agent_did="did:plc:ada", most=2)
+    others, first, second, third = grant(agent="did:plc:other"), *(grant(environment=f"e{number}") for number in (1, 2, 3))
+    for minute, lease in enumerate((others, first, second)):
+        write(lease, str(minute), now=NOW + minute * MINUTE)
+        evict(lease, now=NOW + minute * MINUTE)
+    update_pool(pool, warm_target=warm_target)
+    passes.warm_pools(now=NOW)
+    run(third, now=NOW + 3 * MINUTE)
+    assert [bool(allocation.find_by_holder(lease.pk)) for lease in (others, first, second, third)] == [True, False, True, True]
+    assert Quota.objects.get(agent_did="did:plc:ada").used == 2
+    assert read(first, now=NOW + 4 * MINUTE) == "1"  # in place of the second, from its stored state
+    assert allocation.find_by_holder(second.pk) is None
+    with pytest.raises(QuotaExceeded, match="None of them is cold"):
+        run(second, now=NOW + 5 * MINUTE)
+    pool.refresh_from_db()
+    assert pool.evicted_cold == 2
+
+
 @pytest.mark.parametrize(("guaranteed", "evicted"), [(2, 0), (1, 1)])
 def test_guarantee_protects_against_other_agents(grant, pool, guaranteed: int, evicted: int) -> None:
     update_pool(pool, capacity=2)

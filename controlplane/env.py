@@ -7,7 +7,7 @@ Each function records the variable in ENV_VARIABLES, from which `manage.py confi
 import base64
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
@@ -33,7 +33,7 @@ class EnvVariable:
     name: str
     value: Any
     default: str
-    source: str  # "environment", ".env" or "default"
+    source: str  # "environment", ".env" or "default"; with the alias that was read, if any
     accepts: str
     help: str
     secret: bool = False
@@ -50,6 +50,25 @@ class EnvVariable:
         return "" if self.value is None else str(self.value)
 
 
+def convert_milliseconds(raw: str) -> str:
+    """Return a duration in whole seconds, rounded up."""
+    return f"{-(-int(raw) // 1000)}s"
+
+
+# Names under which other control planes and agent frameworks have the same settings, with the conversion of their values. A
+# variable's own name takes precedence.
+ALIASES: Mapping[str, tuple[str, Callable[[str], str]]] = {
+    "ASH_MAX_SANDBOXES": ("LEASEHOLD_MAX_SANDBOXES", str),
+    "ASH_IDLE_TIMEOUT_MS": ("LEASEHOLD_IDLE_TIMEOUT", convert_milliseconds),
+    "COLD_CLEANUP_TTL_MS": ("LEASEHOLD_COLD_TTL", convert_milliseconds),
+    **{
+        f"DEEPAGENTS_{name}": (f"LEASEHOLD_{name}", str)
+        for name in (
+            "SANDBOX_AUTO_STOP_MINUTES", "SANDBOX_AUTO_DELETE_MINUTES", "SANDBOX_IMAGE", "SANDBOX_TIMEOUT_SECONDS",
+            "FALLBACK_TRIGGER_TOKENS", "FALLBACK_KEEP_MESSAGES",
+        )
+    },
+}  # fmt: skip
 T = TypeVar("T")
 ENV_VARIABLES: dict[str, EnvVariable] = {}
 PROCESS_VARIABLE_NAMES = frozenset(os.environ)
@@ -214,12 +233,25 @@ UNLISTED_VARIABLES = {"LEASEHOLD_CACHE", "LEASEHOLD_ENV_FILE", "LEASEHOLD_REQUIR
 
 
 def _read_variable(name: str, cast: Callable[[str], T], default: str, accepts: str, help: str, secret: bool = False) -> T:
-    raw = os.environ.get(name)
-    source = "default" if raw is None else "environment" if name in PROCESS_VARIABLE_NAMES else ".env"
+    given, convert = _find_given_name(name)
+    raw = os.environ.get(given)
+    source = "default" if raw is None else "environment" if given in PROCESS_VARIABLE_NAMES else ".env"
     try:
-        value = cast(default if raw is None else raw)
+        value = cast(default if raw is None else convert(raw))
     except (ValueError, KeyError, AttributeError, TypeError):
         raw_text = "(hidden)" if secret else repr(str(raw)[:80])
-        raise ImproperlyConfigured(f"{name}={raw_text} is not accepted. It takes {accepts}. ({help})") from None
+        takes = "a whole number of milliseconds" if convert is convert_milliseconds else accepts
+        raise ImproperlyConfigured(f"{given}={raw_text} is not accepted. It takes {takes}. ({help})") from None
+    if given != name:
+        source = f"{source}: {given}"
     ENV_VARIABLES[name] = EnvVariable(name, value, default, source, accepts, help, secret)
     return value
+
+
+def _find_given_name(name: str) -> tuple[str, Callable[[str], str]]:
+    """Return the name under which a variable is set, its own if none is, and the conversion of its value."""
+    if name not in os.environ:
+        for alias, (target, convert) in ALIASES.items():
+            if target == name and alias in os.environ:
+                return alias, convert
+    return name, str

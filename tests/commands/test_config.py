@@ -1,6 +1,7 @@
 """manage.py config, validation of variables, and system checks."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,45 @@ def test_config_as_json_has_the_same_values_and_no_secret(tmp_path: Path, monkey
     assert set(rows) == names
     assert rows["LEASEHOLD_LLM_API_KEY"]["value"] == "********"
     assert (rows["LEASEHOLD_IDLE_TIMEOUT"]["value"], rows["LEASEHOLD_IDLE_TIMEOUT"]["source"]) == ("5m", "default")
+
+
+ALIASES = {
+    "ASH_MAX_SANDBOXES": ("77", "LEASEHOLD_MAX_SANDBOXES", 77),
+    "ASH_IDLE_TIMEOUT_MS": ("1800001", "LEASEHOLD_IDLE_TIMEOUT", timedelta(seconds=1801)),
+    "COLD_CLEANUP_TTL_MS": ("7200000", "LEASEHOLD_COLD_TTL", timedelta(hours=2)),
+    "DEEPAGENTS_SANDBOX_AUTO_STOP_MINUTES": ("60", "LEASEHOLD_SANDBOX_AUTO_STOP_MINUTES", 60),
+    "DEEPAGENTS_SANDBOX_AUTO_DELETE_MINUTES": ("120", "LEASEHOLD_SANDBOX_AUTO_DELETE_MINUTES", 120),
+    "DEEPAGENTS_SANDBOX_IMAGE": ("sandbox:0.5.1", "LEASEHOLD_SANDBOX_IMAGE", "sandbox:0.5.1"),
+    "DEEPAGENTS_SANDBOX_TIMEOUT_SECONDS": ("90", "LEASEHOLD_SANDBOX_TIMEOUT_SECONDS", timedelta(seconds=90)),
+    "DEEPAGENTS_FALLBACK_TRIGGER_TOKENS": ("9000", "LEASEHOLD_FALLBACK_TRIGGER_TOKENS", 9000),
+    "DEEPAGENTS_FALLBACK_KEEP_MESSAGES": ("4", "LEASEHOLD_FALLBACK_KEEP_MESSAGES", 4),
+}
+
+
+def test_aliases_set_their_variables_and_are_shown_as_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ALIASES.keys() == env.ALIASES.keys()
+    load_settings(monkeypatch, tmp_path, **{alias: given for alias, (given, _, _) in ALIASES.items()})
+    for alias, (_, name, value) in ALIASES.items():
+        assert (env.ENV_VARIABLES[name].value, env.ENV_VARIABLES[name].source) == (value, f"environment: {alias}")
+
+
+def test_own_name_takes_precedence_over_an_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_settings(monkeypatch, tmp_path, ASH_MAX_SANDBOXES="77", LEASEHOLD_MAX_SANDBOXES="5")
+    assert (loaded.MAX_SANDBOXES, env.ENV_VARIABLES["LEASEHOLD_MAX_SANDBOXES"].source) == (5, "environment")
+
+
+@pytest.mark.parametrize(
+    ("alias", "value", "accepted"),
+    [
+        ("ASH_MAX_SANDBOXES", "many", "a whole number from"), ("ASH_IDLE_TIMEOUT_MS", "30m", "a whole number of milliseconds"),
+        ("COLD_CLEANUP_TTL_MS", "0", "a whole number of milliseconds"),
+    ],
+)  # fmt: skip
+def test_wrong_value_of_an_alias_is_refused_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alias: str, value: str, accepted: str
+) -> None:
+    with pytest.raises(ImproperlyConfigured, match=f"^{alias}='{value}' is not accepted. It takes {accepted}"):
+        load_settings(monkeypatch, tmp_path, **{alias: value})
 
 
 @pytest.mark.parametrize("command", ["config", "help", "nonsense"])  # Django runs help without valid settings

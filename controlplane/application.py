@@ -16,6 +16,7 @@ from django.middleware.security import SecurityMiddleware
 
 from controlplane.middleware import ContentSecurityPolicyMiddleware
 from leases.api.base.renderers import JsonRenderer
+from leases.api.base.views import GIVEN_PATH
 from leases.api.leases import renew_plainly
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Application:
         if renewal := _renew(environ):
             start_response("200 OK", self._renewal_headers)
             return [renewal]
+        environ[GIVEN_PATH] = environ["PATH_INFO"]
         response = self._django_application(environ, start_response)
         if response.streaming:
             return response

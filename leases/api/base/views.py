@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, cast
+from urllib.parse import unquote_to_bytes
 from uuid import UUID
 
 from django.conf import settings
@@ -30,13 +31,15 @@ from leases.api.base.authentication import Caller, KeyAuthentication, list_accep
 from leases.api.base.parsers import discard_body, parse_json_object
 from leases.api.base.permissions import CanAccessLease, HasKey
 from leases.api.base.renderers import Negotiation
-from leases.errors import LeaseError
+from leases.errors import InvalidRequest, LeaseError
 from leases.grants import issuers
 from leases.grants.issuers import Right
 from leases.models import KeyScope, Lease
 from sandboxes.db import database_time
+from sandboxes.providers.errors import BadPath
 
 MAX_SMALL_BODY_BYTES = 64 << 10  # default limit; views that accept documents or files set their own
+GIVEN_PATH = "leasehold.path"  # WSGI variable with PATH_INFO as the web server gave it, which Django replaces
 RECHECK_SECONDS = 1.0  # after which the key of a request is checked again: before its response, and while its body arrives
 
 
@@ -63,6 +66,20 @@ class ApiRequest(Request):
             (parser,) = cast(Sequence[BaseParser], self.parsers)
             self._parsed = parser.parse(self._request, self.content_type, self.parser_context)  # type: ignore[arg-type]
         return self._parsed
+
+
+def _require_utf8_url(request: Request) -> None:
+    """Raise BadPath or InvalidRequest for a URL whose decoded path or query is not UTF-8.
+
+    Django percent-encodes such bytes of a path again, and replaces those of a query: the result names another file."""
+    try:
+        request.META.get(GIVEN_PATH, "").encode("latin-1").decode()
+    except UnicodeError:
+        raise BadPath("The path of the URL is not UTF-8.") from None
+    try:
+        unquote_to_bytes(request.META.get("QUERY_STRING", "").encode("latin-1")).decode()
+    except UnicodeError:
+        raise InvalidRequest("", "The query of the URL is not UTF-8.") from None
 
 
 class ApiView(APIView):
@@ -97,6 +114,7 @@ class ApiView(APIView):
         self.require_method(request)
         self.now = database_time.now()
         super().initial(request, *args, **kwargs)
+        _require_utf8_url(request)
         require_single_parameters(request)
 
     def require_method(self, request: Request) -> None:

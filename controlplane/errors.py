@@ -73,6 +73,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.RateLimited: 429,
     leases.RequestTooLarge: 413,
     leases.LengthRequired: 411,
+    leases.UnsupportedEncoding: 415,
     leases.RangeNotSatisfiable: 416,
     sandboxes.SandboxBusy: 409,
     sandboxes.SandboxNotHeld: 409,

@@ -278,6 +278,16 @@ class LengthRequired(LeaseError):
     code = "length_required"
 
 
+class UnsupportedEncoding(LeaseError):
+    """A body with this Content-Encoding is not decoded."""
+
+    code = "unsupported_media_type"
+
+    def __init__(self, accepted: str = "identity") -> None:
+        super().__init__(f"A body with this Content-Encoding is not decoded. Accepted: {accepted}.", field="Content-Encoding")
+        self.headers = {"Accept-Encoding": accepted}  # RFC 9110, 15.5.16
+
+
 class RangeNotSatisfiable(LeaseError):
     """The requested range is outside the file."""
 

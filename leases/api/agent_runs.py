@@ -293,7 +293,7 @@ class AgentRunInterruptView(LeaseApiView):
         summary="Interrupt an agent run",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=None,
-        responses=schema.build_responses(AgentRunSerializer, 404, 409, 413),
+        responses=schema.build_responses(AgentRunSerializer, 404, 409, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID, run_id: UUID) -> HttpResponse:
         """Kill the CLI with its descendants. Idempotent, and without effect once the run has ended."""

@@ -105,7 +105,7 @@ class QueuedRunInterruptView(QueueView):
         summary="Interrupt a queued run",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=None,
-        responses=schema.build_responses(QueuedRunSerializer, 404, 409, 413),
+        responses=schema.build_responses(QueuedRunSerializer, 404, 409, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """End a pending run at once, or kill the command of a started one. Idempotent; without effect on an ended run."""

@@ -70,8 +70,8 @@ def parse_yaml(text: str | bytes) -> dict[str, Any]:
     return document
 
 
-def list_operations(prefix: str = "", *, status: int = 401) -> list[tuple[str, str]]:
-    """Return method and path of each operation that documents this status and needs a key.
+def list_operations(prefix: str = "", *, status: int = 401, media_type: str = "") -> list[tuple[str, str]]:
+    """Return method and path of each operation that documents this status and needs a key, and takes bodies of the media type.
 
     Only the lease id is left to be filled in. Every operation documents 401."""
     return [
@@ -80,6 +80,7 @@ def list_operations(prefix: str = "", *, status: int = 401) -> list[tuple[str, s
         for method, operation in methods.items()
         if path.startswith(f"/api/v1/{prefix}") and str(status) in operation["responses"]
         if operation["security"] == [{"key": []}]
+        if not media_type or media_type in operation.get("requestBody", {}).get("content", {})
     ]
 
 

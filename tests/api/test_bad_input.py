@@ -1,5 +1,6 @@
 """Invalid input gets a 4xx that names the field, and changes nothing."""
 
+import gzip
 import io
 import uuid
 from itertools import product
@@ -230,7 +231,9 @@ def test_a_body_that_is_no_json_object_is_rejected(operator: ApiClient) -> None:
 
 
 def test_every_json_operation_rejects_other_bodies_and_content_types(builder: ApiClient, lease) -> None:
-    for method, url in [(method, path.format(**lease)) for method, path in list_operations(status=415)]:
+    for method, url in [
+        (method, path.format(**lease)) for method, path in list_operations(status=415, media_type="application/json")
+    ]:
         for body in (b"{", b"[]"):
             assert_refused(builder, method, url, body, 400)
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonx", ""):
@@ -242,7 +245,9 @@ OPEN_DOCUMENTS = ("chat", "audit", "sessions/s")  # further fields are stored
 
 def test_unknown_and_repeated_fields_are_named(builder: ApiClient, lease, acquire_body) -> None:
     """Renew and exec included, which do not take the steps of other views."""
-    for method, url in [(method, path.format(**lease)) for method, path in list_operations(status=415)]:
+    for method, url in [
+        (method, path.format(**lease)) for method, path in list_operations(status=415, media_type="application/json")
+    ]:
         body = select_fields(method, url, ANY_BODY | acquire_body())
         if not url.endswith(OPEN_DOCUMENTS):
             problem = assert_refused(builder, method, url, {**body, "ttl": 1, "a.b": {}}, 400)
@@ -343,6 +348,21 @@ def test_every_body_is_read_up_to_its_limit_only(builder: ApiClient, lease) -> N
             response = builder.client.generic(method, url, b"", "application/json", headers=headers, **environ)
             check_response(method, url, response)
             assert (response.status_code, stream.tell(), read_rows()) == (status, bytes_read, before), (method, path)
+
+
+def test_no_body_is_read_with_an_encoding_that_is_not_decoded(builder: ApiClient, lease) -> None:
+    before, body = read_rows(), gzip.compress(b"{}")
+    operations = [row for row in list_operations(status=413) if row[0] != "GET"]
+    assert operations == [row for row in list_operations(status=415) if row[0] != "GET"]
+    for method, path in operations:
+        url, encoding = path.format(**lease), "br" if path.endswith("/archive") else "gzip"
+        response = builder(method, url, body, content_encoding=encoding)
+        assert (response.status_code, response.json()["field"], read_rows()) == (415, "Content-Encoding", before), (
+            method,
+            path,
+        )
+        assert "identity" in response["Accept-Encoding"]
+    assert read_rows() == before
 
 
 def build_request(stream: io.BytesIO, **environ: Any) -> Any:

@@ -16,7 +16,7 @@ from django.http import HttpRequest
 from rest_framework.exceptions import UnsupportedMediaType
 from rest_framework.parsers import BaseParser
 
-from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
+from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge, UnsupportedEncoding
 
 CHUNK_BYTES = 1 << 16
 MAX_DISCARDED_BYTES = 128 << 20  # of a refused body: twice the largest file
@@ -44,7 +44,8 @@ class StreamParser(BaseParser):
     def parse(self, stream: Any, media_type: str | None = None, parser_context: Mapping[str, Any] | None = None) -> Any:
         assert parser_context is not None
         view = parser_context["view"]
-        chunks: Iterator[bytes] = view.iter_while_permitted(iter_body(stream, view.max_body_bytes))
+        body = iter_body(stream, view.max_body_bytes, decodes=view.decodes_bodies)
+        chunks: Iterator[bytes] = view.iter_while_permitted(body)
         return chunks
 
 
@@ -53,11 +54,14 @@ def read_body(request: HttpRequest, limit: int) -> bytes:
     return b"".join(iter_body(request, limit))
 
 
-def iter_body(request: HttpRequest, limit: int) -> Iterator[bytes]:
-    """Yield the body in chunks.
+def iter_body(request: HttpRequest, limit: int, *, decodes: bool = False) -> Iterator[bytes]:
+    """Yield the body in chunks. A body with a Content-Encoding is refused, unless the caller `decodes` it.
 
-    Raises RequestTooLarge past `limit` bytes, before reading if the Content-Length announces more. Raises LengthRequired for a
-    chunked body whose end the server does not mark, InvalidRequest for a body shorter than its Content-Length."""
+    Raises UnsupportedEncoding. Raises RequestTooLarge past `limit` bytes, before reading if the Content-Length announces more.
+    Raises LengthRequired for a chunked body whose end the server does not mark, InvalidRequest for a body shorter than its
+    Content-Length."""
+    if not decodes and request.META.get("HTTP_CONTENT_ENCODING", "").strip().lower() not in ("", "identity"):
+        raise UnsupportedEncoding()
     too_large = RequestTooLarge(f"The body is larger than {limit} bytes.")
     chunked = "HTTP_TRANSFER_ENCODING" in request.META
     announced = 0 if chunked else _parse_content_length(request)

@@ -90,6 +90,7 @@ class ApiView(APIView):
 
     http_method_names = ["get", "head", "post", "put", "patch", "delete"]
     max_body_bytes = MAX_SMALL_BODY_BYTES
+    decodes_bodies = False  # the view decodes a body with a Content-Encoding
     key_scope: str = KeyScope.LEASES
     request: ApiRequest
     now: datetime

@@ -36,6 +36,7 @@ CHUNK_BYTES = 1 << 18
 class ArchiveView(FileApiView):
     parser_classes = [StreamParser]
     max_body_bytes = MAX_ARCHIVE_BYTES
+    decodes_bodies = True
 
     @extend_schema(
         operation_id="leases_archive_get",
@@ -77,7 +78,7 @@ class ArchiveView(FileApiView):
         summary="Upload a directory as tar",
         parameters=[schema.ROOT_PARAMETER],
         request=schema.TAR_BODY | {GZIP_MEDIA_TYPE: OpenApiTypes.BINARY},
-        responses=schema.build_responses(None, 402, 404, 409, 410, 411, 413, 429, ok=(204,)),
+        responses=schema.build_responses(None, 402, 404, 409, 410, 411, 413, 415, 429, ok=(204,)),
     )
     def put(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Unpack a tar over /workspace or /data. Existing files under other names stay.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from rest_framework.request import Request
 
-from leases.errors import InvalidRequest
+from leases.errors import InvalidRequest, UnsupportedEncoding
 from leases.errors import RequestTooLarge as BodyTooLarge
 
 GZIP_MEDIA_TYPE = "application/gzip"
@@ -34,10 +34,10 @@ def _is_accepted_gzip(media_range: str) -> bool:
 
 
 def is_gzip_upload(request: Request) -> bool:
-    """Return whether a body is compressed, according to its Content-Encoding or Content-Type. Raise InvalidRequest."""
+    """Return whether a body is compressed, according to its Content-Encoding or Content-Type. Raise UnsupportedEncoding."""
     encoding = request.META.get("HTTP_CONTENT_ENCODING", "identity").strip().lower()
     if encoding not in ("identity", "", *GZIP_ENCODINGS):
-        raise InvalidRequest("Content-Encoding", "Must be gzip or identity.")
+        raise UnsupportedEncoding("gzip, identity")
     media_type = (request.content_type or "").partition(";")[0].strip().lower()
     return encoding in GZIP_ENCODINGS or media_type in GZIP_MEDIA_TYPES
 

@@ -90,7 +90,7 @@ class FileView(FileApiView):
         summary="Upload a file",
         parameters=[schema.ROOT_PARAMETER],
         request=schema.BINARY_BODY,
-        responses=schema.build_responses(None, 402, 404, 409, 410, 411, 413, 429, ok=(204,)),
+        responses=schema.build_responses(None, 402, 404, 409, 410, 411, 413, 415, 429, ok=(204,)),
     )
     def put(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponse:
         """Create or replace one file of at most 64 MiB. Missing parent directories are created."""

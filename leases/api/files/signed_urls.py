@@ -147,7 +147,7 @@ class SignedFileView(FileView):
         operation_id="signed_files_put",
         summary="Upload a file by a signed URL",
         request=schema.BINARY_BODY,
-        responses=schema.build_responses(None, 402, 404, 409, 410, 411, 413, 429, ok=(204,)),
+        responses=schema.build_responses(None, 402, 404, 409, 410, 411, 413, 415, 429, ok=(204,)),
     )
     def put(self, request: ApiRequest, pk: Any = None, path: str = "") -> HttpResponse:
         """Create or replace the file of the URL, with at most its `max_bytes`."""

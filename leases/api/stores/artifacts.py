@@ -74,7 +74,7 @@ class ArtifactView(StoreApiView):
         operation_id="leases_artifacts_put",
         summary="Upload an artifact",
         request={ANY_MEDIA_TYPE: OpenApiTypes.BINARY},
-        responses=schema.build_responses(ArtifactSerializer, 404, 410, 411, 413, ok=(200, 201)),
+        responses=schema.build_responses(ArtifactSerializer, 404, 410, 411, 413, 415, ok=(200, 201)),
     )
     def put(self, request: ApiRequest, pk: UUID, name: str) -> HttpResponse:
         """Create an artifact of at most 64 MiB (201), or replace the artifact with this name (200)."""

@@ -11,6 +11,7 @@ from daytona_api_client.exceptions import ApiException
 from django.conf import settings
 
 from sandboxes.providers.errors import Missing
+from sandboxes.providers.remote.errors import NotFound
 from sandboxes.providers.remote.images import BuildState, VendorBuild, VendorBuilds, cut_log
 
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
@@ -31,7 +32,7 @@ class SnapshotBuilds(VendorBuilds):
     def find(self, name: str) -> VendorBuild | None:
         try:
             found = self._get(name)
-        except Missing:
+        except NotFound:
             return None
         return _to_build(found) if found.state != SnapshotState.REMOVING else None
 

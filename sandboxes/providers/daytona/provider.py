@@ -95,7 +95,8 @@ class DaytonaProvider(ImageBuildingProvider):
     def create(self, spec: SandboxSpec) -> str:
         try:
             with _translate_errors(spec.name):
-                found = self._api.create_sandbox(self._build_request(spec), _request_timeout=CALL_TIMEOUT_SECONDS)
+                request = self._build_request(spec)
+                found = _require(self._api.create_sandbox(request, _request_timeout=CALL_TIMEOUT_SECONDS))
         except Unavailable as error:
             found = self._settle_create(spec.name, error)
         require_owner(spec, found.labels.get(OWNER_LABEL))
@@ -181,9 +182,10 @@ class DaytonaProvider(ImageBuildingProvider):
         cursor = None
         while True:
             with _translate_errors("the list of sandboxes"):
-                page = self._api.list_sandboxes(
+                listed = self._api.list_sandboxes(
                     labels=labels, cursor=cursor, limit=PAGE_SIZE, _request_timeout=CALL_TIMEOUT_SECONDS
                 )
+                page = _require(listed)
             yield from (found for found in page.items if found.state not in GONE)
             cursor = page.next_cursor
             if not cursor:
@@ -198,7 +200,7 @@ class DaytonaProvider(ImageBuildingProvider):
 
     def _look_up_remains(self, ref: str) -> VendorSandbox:
         with _translate_errors(ref):
-            found = self._api.get_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
+            found = _require(self._api.get_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS))
             if found.name != ref:
                 raise ValueError(f"The answer describes the sandbox {found.name}.")
         if found.state == SandboxState.DESTROYED:
@@ -279,6 +281,13 @@ def _translate_errors(subject: str) -> Iterator[None]:
         raise_for_answer(ERRORS, subject, error.status, str(error.body or error.reason), error.headers)
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise_for_transport(subject, error, is_timeout=isinstance(error, urllib3.exceptions.TimeoutError))
+
+
+def _require(answer: Result | None) -> Result:
+    """Return the object of an answer. Raise ValueError without one: the client returns None for other statuses of success."""
+    if answer is None:
+        raise ValueError("The answer contains no object.")
+    return answer
 
 
 def _build_gone(ref: str) -> NotFound:

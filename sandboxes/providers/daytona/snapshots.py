@@ -62,7 +62,10 @@ class SnapshotBuilds(VendorBuilds):
 
     def _get(self, reference: str) -> SnapshotDto:
         with self._translate_errors(reference):
-            return self._api.get_snapshot(reference, _request_timeout=CALL_TIMEOUT_SECONDS)
+            found = self._api.get_snapshot(reference, _request_timeout=CALL_TIMEOUT_SECONDS)
+            if found is None:  # the client's answer for other statuses of success
+                raise ValueError("The answer contains no snapshot.")
+            return found
 
     def _read_log(self, build_id: str) -> str:
         """Return the log so far. It is read in full: a stream that follows the log begins anew after each interruption."""

@@ -44,6 +44,7 @@ Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300
 READY, STOPPED, FAILED = "ready", "stopped", "failed"
+NO_SANDBOX = "leasehold-none"  # name of no sandbox, because it has no id
 NO_HOST = "none.invalid"  # never resolves (RFC 6761). The effect of an empty list is not documented
 
 
@@ -137,7 +138,14 @@ class LangSmithProvider(ImageBuildingProvider):
     def list_all(self) -> list[ProviderSandbox]:
         with _translate_errors("the list of sandboxes"):
             found = self._client.list_sandboxes()
+        if not found:
+            self._require_vendor()
         return [_to_sandbox(sandbox) for sandbox in found if OWNER_LABEL in (sandbox.labels or {})]
+
+    def _require_vendor(self) -> None:
+        """Raise Unavailable unless the vendor answers: the client takes an object of any form for an empty list."""
+        with suppress(NotFound):
+            self._look_up(NO_SANDBOX)
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         return [sandbox for sandbox in self.list_all() if sandbox.owner == owner]

@@ -32,7 +32,7 @@ from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.hosts import registry
 from sandboxes.models import Host, Sweep
 from sandboxes.pool_stats import PoolStats, Stats
-from sandboxes.state import disk_space
+from sandboxes.state import disk_space, missing_snapshots
 from sandboxes.sweeps import installation
 from sandboxes.sweeps.passes import COUNTERS_CORRECTED
 
@@ -71,6 +71,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         queued = OrmQ.objects.count()
         pools = pool_stats.collect_pool_stats(now=now)
         unsaved = pool_stats.find_unsaved_attachments().count()
+        missing_state = missing_snapshots.find_missing().count()
         exhausted = len(budgets.find_exhausted(now=now))
         hosts = registry.count_by_state(now=now)
         paused = [*Host.objects.filter(starts_paused_until__gt=now)]
@@ -94,7 +95,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     warnings = [
         *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
         *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
-        *_iter_host_warnings(hosts), *_iter_start_warnings(paused),
+        *_iter_host_warnings(hosts), *_iter_start_warnings(paused), *_iter_store_warnings(missing_state),
     ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
@@ -140,6 +141,11 @@ def _iter_start_warnings(paused: Sequence[Host]) -> Iterator[str]:
     for host in paused:
         until = f"{host.starts_paused_until:%H:%M:%S} UTC"
         yield f'The provider {host.provider} starts no sandboxes on the host "{host}" until {until}, after failed starts.'
+
+
+def _iter_store_warnings(missing: int) -> Iterator[str]:
+    if missing:
+        yield f"Snapshots whose objects the store does not find: {missing}. Leases that need one cannot start."
 
 
 def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:

@@ -34,7 +34,7 @@ from sandboxes.hosts import registry
 from sandboxes.models import Host, Sweep
 from sandboxes.pool import start_breaker
 from sandboxes.pool_stats import PoolStats, Stats
-from sandboxes.state import disk_space
+from sandboxes.state import disk_space, missing_snapshots
 from sandboxes.sweeps import installation
 from sandboxes.sweeps.passes import COUNTERS_CORRECTED
 
@@ -73,6 +73,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         queued = OrmQ.objects.count()
         pools = pool_stats.collect_pool_stats(now=now)
         unsaved = pool_stats.find_unsaved_attachments().count()
+        missing_state = missing_snapshots.find_missing().count()
         exhausted = len(budgets.find_exhausted(now=now))
         hosts = [*Host.objects.all()]
         mismatch = installation.has_recorded_mismatch()
@@ -99,6 +100,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
         *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
         *_iter_host_warnings(host_counts), *_iter_start_warnings(hosts, now=now), *_iter_sweep_warnings(overdue),
+        *_iter_store_warnings(missing_state),
     ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
@@ -157,6 +159,11 @@ def _iter_start_warnings(hosts: Sequence[Host], *, now: datetime) -> Iterator[st
         if start_breaker.is_open(host, now=now):
             until = f"{host.starts_paused_until:%H:%M:%S} UTC"
             yield f'The provider {host.provider} starts no sandboxes on the host "{host}" until {until}, after failed starts.'
+
+
+def _iter_store_warnings(missing: int) -> Iterator[str]:
+    if missing:
+        yield f"Snapshots whose objects the store does not find: {missing}. Leases that need one cannot start."
 
 
 def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:

@@ -54,6 +54,9 @@ class Snapshot(models.Model):
     )
     vendor_expires_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the vendor deletes its snapshot.")
     forgotten_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the objects were removed.")
+    missing_since = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Time since which the store does not find its objects. Empty: found."
+    )
     metered = models.BooleanField(default=False, editable=False, help_text="All its time is in usage records.")
 
     class Meta:
@@ -61,6 +64,7 @@ class Snapshot(models.Model):
         ordering = ["-at", "-pk"]
         indexes = [
             models.Index(fields=["holder", "-at"], name="snapshot_holder"),
+            models.Index(fields=["id"], condition=Q(missing_since__isnull=False), name="snapshot_missing"),
             models.Index(fields=["key"], name="snapshot_key"),
             models.Index(fields=["id"], condition=Q(metered=False), name="snapshot_unmetered"),
             models.Index(fields=["at"], condition=~Q(vendor_snapshot=""), name="snapshot_at_vendor"),
@@ -220,7 +224,7 @@ class DataEvent(models.Model):
         FULL = "full"  # data limit of the agent exceeded
         CORRUPT = "corrupt"  # checksum of a stored copy does not match
         OLDER = "older_copy"  # newest copy unreadable, previous copy used
-        DROPPED = "dropped"  # sandbox destroyed with changes that could not be stored
+        DROPPED = "dropped"  # lost for good: changes that could not be stored, or stored state that no longer exists
 
     holder = models.UUIDField(null=True, blank=True)
     agent_did = models.CharField(max_length=255, db_index=True)

@@ -56,8 +56,9 @@ def start_reserved(
 
     SANDBOX_START_TIMEOUT limits step 1. The claim is kept in step 2 while the snapshot is transferred, however long that takes.
 
-    Raises SandboxNotReady if a step failed or made no progress, and SandboxLost if the stored state is gone; in both cases the
-    sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the lease ended meanwhile.
+    Raises SandboxNotReady if a step failed or made no progress, and SandboxLost if the stored state counts as lost; in both
+    cases the sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the lease ended
+    meanwhile.
 
     Raises CapacityPending if the engine has no room yet: the row stays in `warming` with its place, and `continue_pending`
     continues. Raises CapacityExhausted if the engine does not get any room."""

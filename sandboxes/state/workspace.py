@@ -29,7 +29,7 @@ from sandboxes.models import Run, Sandbox, SandboxState
 from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind, format_key_timestamp
 from sandboxes.providers.base import DATA, WORKSPACE, Provider
 from sandboxes.providers.errors import TooLarge
-from sandboxes.state import disk_space
+from sandboxes.state import disk_space, missing_snapshots
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES, StoreError
 from sandboxes.storage.observed import DeleteRefused
@@ -38,13 +38,14 @@ log = structlog.get_logger(__name__)
 RESTORE_TIMEOUT = timedelta(minutes=10)  # a restore that takes longer, its eviction excluded, is treated as crashed
 TEMPORARY_PREFIX = ".new-"  # of incomplete local copies; the prune sweep removes those that a crash has left
 SYNC_INTERVAL_BYTES = 256 << 20  # a single sync of all of a large file may be silent for longer than its claim lasts
+MAX_DOWNLOADS = 2  # of an object with another digest: a cut or foreign answer is no damage
 MAX_FETCHES = 3  # of a local copy that a sweep removes meanwhile
 MIN_SNAPSHOT_INTERVAL = timedelta(microseconds=1)
 SNAPSHOT_ROOTS = {"workspace": WORKSPACE, "data": DATA}  # older snapshots may have both parts, new ones have `workspace`
 
 
 class StateLost(Exception):
-    """No copy of the state exists, neither locally nor in the store."""
+    """No copy of the state exists, neither locally nor in the store, as missing_snapshots.is_lost decides."""
 
 
 class CorruptSnapshot(Exception):
@@ -178,14 +179,17 @@ def hydrate(snapshot: Snapshot, ref: str, provider: Provider, *, now: datetime) 
     """Unpack a snapshot into a sandbox. Return the source, "local" or "cloud", and the snapshot that was used.
 
     A corrupt copy is reported as an event, and the next copy is tried: the local one, the store's, then the holder's older
-    snapshots. Raise StateLost if all copies are missing; StoreError if a copy exists but is corrupt, which an operator may
-    repair. Other errors of the store or the provider are raised as they are. After any error the content of the sandbox is
-    undefined."""
+    snapshots. A copy that is missing in the store is passed over only once it counts as lost: an older one in its place would
+    discard changes. Raise StateLost if all copies count as lost; StoreError if an operator may repair one, which is corrupt or
+    missing for a shorter time. Other errors of the store or the provider are raised as they are. After any error the content of
+    the sandbox is undefined."""
     corrupt: list[CorruptSnapshot] = []
     for candidate in [snapshot, *find_by_holder(snapshot.holder).exclude(pk=snapshot.pk).filter(at__lte=snapshot.at)]:
         try:
             source = _unpack(candidate, ref, provider, now=now)
         except CorruptSnapshot as error:
+            if error.absent and not missing_snapshots.is_lost(candidate, now=now):
+                raise StoreError(get_store().name, "hydrate", str(error)) from error
             corrupt.append(error)
             continue
         if candidate.pk != snapshot.pk:
@@ -193,8 +197,10 @@ def hydrate(snapshot: Snapshot, ref: str, provider: Provider, *, now: datetime) 
             _record_event(candidate, DataEvent.Kind.OLDER, detail, now=now)
         return source, candidate
     if all(error.absent for error in corrupt):
+        detail = f"The state of {snapshot.at:%Y-%m-%d %H:%M:%S} UTC ({snapshot.size_bytes} bytes) is lost: {corrupt[0]}"
+        _record_event(snapshot, DataEvent.Kind.DROPPED, detail, now=now)
         raise StateLost(str(corrupt[0]))
-    raise StoreError(get_store().name, "hydrate", str(next(error for error in corrupt if not error.absent)))
+    raise StoreError(get_store().name, "hydrate", str(min(corrupt, key=lambda error: error.absent)))
 
 
 def _unpack(snapshot: Snapshot, ref: str, provider: Provider, *, now: datetime) -> str:
@@ -306,21 +312,28 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY_PREFIX)
+        os.close(descriptor)
     except OSError as error:
         raise StoreError("local copy", "hydrate", str(error)) from error
     temporary = Path(name)
     try:
-        with open(descriptor, "wb") as target:
-            exists = get_store().download(f"{snapshot.key}/{part}", track_transfer(target))
-        if not exists or _digest_file(temporary) != digest:
+        for _ in range(MAX_DOWNLOADS):
+            with temporary.open("wb") as target:
+                exists = get_store().download(f"{snapshot.key}/{part}", track_transfer(target))
+            is_intact = exists and _digest_file(temporary) == digest
+            if is_intact or not exists:
+                break
+        if not is_intact:
             detail = f"{snapshot.key}/{part} " + ("does not match its digest" if exists else "is missing in the store")
-            _record_event(snapshot, DataEvent.Kind.CORRUPT, detail, now=now)
+            if exists or missing_snapshots.note_missing(snapshot, now=now):
+                _record_event(snapshot, DataEvent.Kind.CORRUPT, detail, now=now)
             raise CorruptSnapshot(detail, absent=not exists)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     worker_host = registry.find_worker_host(now=now)
-    Snapshot.objects.filter(key=snapshot.key).update(local=True, host=worker_host or snapshot.host)  # the copy exists again
+    found = {"local": True, "host": worker_host or snapshot.host, "missing_since": None}
+    Snapshot.objects.filter(key=snapshot.key).update(**found)  # the copy exists again
     return path, "cloud"
 
 

@@ -1,6 +1,7 @@
 """Every error under /api/ is a problem document, without HTML, stack traces and secrets."""
 
 import itertools
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ from sandboxes.providers.agent.processes import AgentProcessesProvider
 from sandboxes.providers.docker import engine
 from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.providers.remote.errors import raise_for_status
+from sandboxes.providers.remote.errors import raise_for_answer
+from sandboxes.providers.runloop.errors import ERRORS
 from sandboxes.redaction.texts import OPENING
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
@@ -137,7 +139,7 @@ ANSWER = f"debug page of db-7.internal: {{'Authorization': 'Bearer {KEY}'}}"
 
 def build_vendor_error(status: int) -> Exception:
     with pytest.raises(ProviderError) as raised:
-        raise_for_status(status, "box", ANSWER)
+        raise_for_answer(ERRORS, "box", status, json.dumps({"message": ANSWER}))
     return raised.value
 
 

@@ -15,6 +15,29 @@ from tests.emulators.machine import Machine
 CUT_BEFORE, CUT_AFTER = "cut before", "cut after"  # the connection, before or after the request is carried out
 
 
+@dataclass(frozen=True)
+class ForeignAnswer:
+    """Answer of another server than the vendor's, such as a proxy before it, which the vendor's API never gives."""
+
+    status: int
+    body: bytes = b""
+    content_type: str = "text/html"
+    location: str = ""  # path to which the client is redirected, where LOGIN_PAGE is
+
+
+LOGIN_PAGE = ForeignAnswer(200, b"<!DOCTYPE html><html><body><form>Sign in to continue</form></body></html>")
+NOT_FOUND_PAGE = ForeignAnswer(404, b"<html><head><title>404 Not Found</title></head><body><hr>nginx</body></html>")
+FOREIGN_ANSWERS = {
+    "not found page": NOT_FOUND_PAGE,
+    "gone": ForeignAnswer(410, b'{"message": "This version of the API has ended."}', "application/json"),
+    "unknown route": ForeignAnswer(404, b'{"message": "no Route matched with those values"}', "application/json"),
+    "redirect": ForeignAnswer(302, location="/login"),
+    "login page": LOGIN_PAGE,
+    "other service": ForeignAnswer(200, b"{}", "application/json"),
+    "nothing": ForeignAnswer(204),
+}
+
+
 @dataclass
 class Fault:
     """Fault of the next `times` requests whose "METHOD /path" or "RPC /Name" matches `pattern`.
@@ -56,6 +79,7 @@ class Emulator(FaultInjection, ABC):
     def __init__(self, directory: Path) -> None:
         FaultInjection.__init__(self)
         self.directory = directory
+        self.foreign_answer: ForeignAnswer | None = None  # to every request, in place of the vendor's
         self.is_listing_late = False  # new sandboxes are not listed
         self.builds: dict[str, ImageBuild] = {}  # of images, by id, until they are removed
         self.build_count = 0

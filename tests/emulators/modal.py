@@ -30,7 +30,7 @@ from modal_proto import task_command_router_pb2 as router_pb2
 from modal_proto.api_grpc import ModalClientBase
 from modal_proto.task_command_router_grpc import TaskCommandRouterBase
 
-from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Emulator
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Emulator, ForeignAnswer
 from tests.emulators.images import ImageBuild
 from tests.emulators.machine import Machine, NotRunning
 
@@ -190,6 +190,9 @@ class ModalEmulator(Emulator):
             if fault:
                 await asyncio.sleep(fault.seconds)
                 outcome = fault.outcome
+            if self.foreign_answer:
+                await _answer_in_http(stream, self.foreign_answer)
+                return
             if isinstance(outcome, int):
                 raise GRPCError(STATUSES.get(outcome, Status.UNKNOWN), "fault")
             if outcome != CUT_BEFORE:
@@ -312,6 +315,16 @@ class _WithoutAnswer:
 
     async def send_message(self, message: object) -> None:
         return
+
+
+async def _answer_in_http(stream: Any, answer: ForeignAnswer) -> None:
+    """Answer a call without gRPC, as a server that speaks HTTP/2 alone."""
+    headers = [(":status", str(answer.status)), ("content-type", answer.content_type)]
+    headers += [("location", answer.location)] if answer.location else []
+    await stream._stream.send_headers(headers, end_stream=not answer.body)
+    if answer.body:
+        await stream._stream.send_data(answer.body, end_stream=True)
+    stream._send_trailing_metadata_done = True
 
 
 def implement(base: type) -> Any:

@@ -18,7 +18,15 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from wsproto.connection import Connection, ConnectionType
 from wsproto.events import CloseConnection, Ping, TextMessage
 
-from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Emulator, Fault
+from tests.emulators.base import (
+    CUT_AFTER,
+    CUT_BEFORE,
+    LOGIN_PAGE,
+    NOT_FOUND_PAGE,
+    Emulator,
+    Fault,
+    ForeignAnswer,
+)
 from tests.emulators.http_handler import EmulatorHandler
 
 
@@ -87,6 +95,11 @@ def as_json(content: Any, status: int = 200) -> Response:
     return Response(status, json.dumps(content).encode())
 
 
+def _as_foreign(answer: ForeignAnswer) -> Response:
+    headers = {"Location": answer.location} if answer.location else {}
+    return Response(answer.status, answer.body, answer.content_type, headers=headers)
+
+
 class VendorEmulator(ThreadingHTTPServer, Emulator):
     """HTTP emulator of one vendor. A subclass declares routes and says how a key is stated."""
 
@@ -127,6 +140,8 @@ class VendorEmulator(ThreadingHTTPServer, Emulator):
     def handle(self, request: Request) -> tuple[Response, Fault | None]:
         line = f"{request.method} {request.path}"
         fault = self.take_fault(line)
+        if foreign := LOGIN_PAGE if request.path == "/login" else self.foreign_answer:
+            return _as_foreign(foreign), None
         if fault:
             time.sleep(fault.seconds)
             if isinstance(fault.outcome, int):
@@ -142,7 +157,7 @@ class VendorEmulator(ThreadingHTTPServer, Emulator):
                     return handler(request), fault if fault and fault.outcome == CUT_AFTER else None
                 except Rejected as rejected:
                     return as_json(rejected.body, rejected.status), None
-        return as_json(self.rejection(404, f"no route {line}"), 404), None
+        return _as_foreign(NOT_FOUND_PAGE), None
 
 
 class WebSocket:

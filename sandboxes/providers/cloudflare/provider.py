@@ -12,11 +12,13 @@ import base64
 import hashlib
 import json
 import math
+import re
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from urllib.parse import quote
 
 import requests
@@ -25,15 +27,23 @@ from django.conf import settings
 from sandboxes.providers.base import ProviderSandbox, SandboxSpec
 from sandboxes.providers.errors import FailureCause, Missing, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration
-from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
+from sandboxes.providers.remote.errors import (
+    ErrorForm,
+    NotFound,
+    raise_for_answer,
+    raise_for_transport,
+    translate_parser_errors,
+)
 from sandboxes.providers.remote.labels import require_owner
-from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause, RemoteProvider
+from sandboxes.providers.remote.lifecycle import Pause
+from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, RemoteProvider
 from sandboxes.redaction.texts import quote_answer
 
 CALL_TIMEOUT_SECONDS = 130.0  # a cold start may wait 30 s for an instance and 90 s for its port
 UPLOAD_TIMEOUT_SECONDS = 300.0
 CONNECT_TIMEOUT_SECONDS = 10.0
 OWNER_FILE = "owner.json"  # in the tool directory: name, owner and time of creation
+NO_OWNER = "leasehold: no owner"
 MAX_OUTPUT_BYTES = 8 << 20  # of one exec, of which a response of the runner is a part
 
 
@@ -57,27 +67,34 @@ class CloudflareProvider(RemoteProvider):
         deadline = time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds()
         self._wait_running(spec.name, deadline)
         try:
-            owner = self._read_owner(spec.name)
-        except Missing:
+            owner = self._look_up(spec.name)
+        except NotFound:
             self._set_up(spec.name, deadline)
             stated = {"name": spec.name, "owner": spec.owner, "created_at": datetime.now(UTC).isoformat()}
             path = f"{self.tool_directory}/{OWNER_FILE}"
             # Concurrent creates state the same, unless their owners differ: the first one wins.
             script = f"set -C; printf %s {shlex.quote(json.dumps(stated))} >{path}"
             self._execute(spec.name, f"({script}) 2>/dev/null; true", timeout=timedelta(seconds=30))
-            owner = self._read_owner(spec.name)
+            owner = self._look_up(spec.name)
         require_owner(spec, owner["owner"])
         return spec.name
 
-    def _read_owner(self, ref: str) -> dict[str, str]:
-        """Return the statement that was written at creation. Raise Missing if this is another container."""
+    def _look_up(self, ref: str) -> dict[str, str]:
+        """Return the statement that was written at creation. Another container has none, which the shell in it says."""
         path = f"{self.tool_directory}/{OWNER_FILE}"
-        output = self._execute(ref, f"cat {path} 2>/dev/null || echo none", timeout=timedelta(seconds=30))
-        try:
+        command = f"if [ -e {path} ]; then cat {path}; else echo {NO_OWNER}; fi"
+        output = self._execute(ref, command, timeout=timedelta(seconds=30))
+        if output.strip() == NO_OWNER:
+            text = f"The bridge has no sandbox {ref}, or an empty one in its place."
+            raise NotFound(text, cause=FailureCause.ENGINE_ERROR)
+        with translate_parser_errors(ref):
             stated = json.loads(output)
             return {key: str(stated[key]) for key in ("name", "owner", "created_at")}
-        except (ValueError, KeyError, TypeError):
-            raise Missing(f"The bridge has no sandbox {ref}, or an empty one in its place.") from None
+
+    def _is_listed(self, ref: str) -> bool:
+        """Return False, and raise Unavailable unless the bridge itself answers: it cannot list."""
+        self.ping()
+        return False
 
     def _wait_running(self, ref: str, deadline: float) -> None:
         """Wait until the container executes. A pool without a free place answers 502 or 503 for some time."""
@@ -92,16 +109,23 @@ class CloudflareProvider(RemoteProvider):
                 pause.wait(f"{ref} is not ready in time: {error}")
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
-        self._read_owner(ref)  # `create` has waited
+        self._get(ref)  # `create` has waited
+
+    def _delete(self, ref: str) -> None:
+        with _translate_errors(ref):
+            response = self._session.delete(
+                self._build_url(ref), timeout=(CONNECT_TIMEOUT_SECONDS, CALL_TIMEOUT_SECONDS), allow_redirects=False
+            )  # fmt: skip
+        _require_status(response, ref, 204)
 
     def destroy(self, ref: str) -> None:
-        with _translate_errors(ref):
-            response = self._session.delete(self._build_url(ref), timeout=(CONNECT_TIMEOUT_SECONDS, CALL_TIMEOUT_SECONDS))
-        _check_status(response, ref)
+        """Delete the container. A look at its files would start another one, so the proof is that the bridge answers."""
+        self._delete(ref)
+        self.ping()
 
     def inspect(self, ref: str) -> ProviderSandbox:
         try:
-            owner = self._read_owner(ref)
+            owner = self._get(ref)
         except Missing:
             self.destroy(ref)  # the question has started a container
             raise
@@ -112,8 +136,12 @@ class CloudflareProvider(RemoteProvider):
 
     def ping(self) -> None:
         with _translate_errors("the bridge"):
-            response = self._session.get(f"{self.configuration.api_url}/v1/pool/stats", timeout=CONNECT_TIMEOUT_SECONDS)
-        _check_status(response, "the bridge")
+            response = self._session.get(
+                f"{self.configuration.api_url}/v1/pool/stats", timeout=CONNECT_TIMEOUT_SECONDS, allow_redirects=False
+            )  # fmt: skip
+            _require_status(response, "the bridge", 200)
+            if not isinstance(response.json()["maxInstances"], int):
+                raise ValueError("The answer does not describe a pool.")
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         raise Unavailable("The bridge of Cloudflare cannot list sandboxes.", cause=FailureCause.NOT_SUPPORTED)
@@ -125,18 +153,22 @@ class CloudflareProvider(RemoteProvider):
         body = {"argv": ["sh", "-c", command], "timeout_ms": 1000 * seconds}
         with _translate_errors(ref):
             response = self._session.post(
-                f"{self._build_url(ref)}/exec", json=body, stream=True,
+                f"{self._build_url(ref)}/exec", json=body, stream=True, allow_redirects=False,
                 timeout=(CONNECT_TIMEOUT_SECONDS, max(seconds + 10.0, CALL_TIMEOUT_SECONDS)),
             )  # fmt: skip
             with response:
-                _check_status(response, ref)
+                _require_status(response, ref, 200)
                 return _collect_output(ref, response)
 
     def _upload(self, ref: str, path: str, content: bytes) -> None:
         url = f"{self._build_url(ref)}/file/{quote(path.lstrip('/'))}"
         with _translate_errors(ref):
-            response = self._session.put(url, data=content, timeout=(CONNECT_TIMEOUT_SECONDS, UPLOAD_TIMEOUT_SECONDS))
-        _check_status(response, ref)
+            response = self._session.put(
+                url, data=content, timeout=(CONNECT_TIMEOUT_SECONDS, UPLOAD_TIMEOUT_SECONDS), allow_redirects=False
+            )  # fmt: skip
+            _require_status(response, ref, 200)
+            if response.json()["ok"] is not True:
+                raise ValueError("The answer does not confirm the upload.")
 
     def _build_url(self, ref: str) -> str:
         return f"{self.configuration.api_url}/v1/sandbox/{derive_id(ref)}"
@@ -165,11 +197,20 @@ def _collect_output(ref: str, response: requests.Response) -> str:
     raise Unavailable(f"{ref}: the stream ended without a result", cause=FailureCause.ENGINE_UNREACHABLE)
 
 
-def _check_status(response: requests.Response, subject: str) -> None:
+def _require_status(response: requests.Response, subject: str, expected: int) -> None:
+    """Raise the error of an answer that has another status than a success has."""
     if response.status_code == 503:  # capacity_exceeded
         raise Unavailable(f"{subject}: {quote_answer(response.text)}", cause=FailureCause.RATE_LIMITED)
-    if response.status_code >= 400:
-        raise_for_status(response.status_code, subject, response.text)
+    if response.status_code != expected:
+        raise_for_answer(ERRORS, subject, response.status_code, response.text, response.headers)
+
+
+def _read_message(document: Mapping[str, Any]) -> str | None:
+    error, code = document.get("error"), document.get("code")
+    return f"{error} ({code})" if isinstance(error, str) and isinstance(code, str) else None
+
+
+ERRORS = ErrorForm(re.compile("(?!)"), _read_message)  # the bridge has no document of absence: it starts a container
 
 
 def _create_session(configuration: RemoteConfiguration) -> requests.Session:
@@ -181,6 +222,7 @@ def _create_session(configuration: RemoteConfiguration) -> requests.Session:
 @contextmanager
 def _translate_errors(subject: str) -> Iterator[None]:
     try:
-        yield
+        with translate_parser_errors(subject):
+            yield
     except requests.RequestException as error:
         raise_for_transport(subject, error, is_timeout=isinstance(error, requests.Timeout))

@@ -8,6 +8,7 @@ settled by a look-up of the name. All intervals of Daytona are minutes, and an `
 soon as it stops: off is -1."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,16 +33,22 @@ from daytona_toolbox_api_client import Configuration as ToolboxConfiguration
 from daytona_toolbox_api_client import ExecuteRequest, FileSystemApi, ProcessApi
 from daytona_toolbox_api_client.exceptions import ApiException as ToolboxException
 from django.conf import settings
-from pydantic import ValidationError
 
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec, VendorIntervals
 from sandboxes.providers.daytona.snapshots import SnapshotBuilds
-from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
-from sandboxes.providers.remote.errors import Conflict, raise_for_status, raise_for_transport
+from sandboxes.providers.remote.errors import (
+    Conflict,
+    ErrorForm,
+    NotFound,
+    raise_for_answer,
+    raise_for_transport,
+    translate_parser_errors,
+)
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
-from sandboxes.providers.remote.labels import OWNER_LABEL, build_labels, require_owner
-from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause
+from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
+from sandboxes.providers.remote.lifecycle import STOP_TIMEOUT_SECONDS, Pause
 from sandboxes.redaction.texts import quote_answer
 
 Result = TypeVar("Result")
@@ -49,11 +56,12 @@ Client = TypeVar("Client", ApiClient, ToolboxClient)
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300.0
 PAGE_SIZE = 200  # the maximum of the API
-REMOVAL_TIMEOUT_SECONDS = 60.0
 NO_AUTO_DELETE = -1
 RUNNING = {SandboxState.STARTED}
 GONE = {SandboxState.DESTROYED, SandboxState.DESTROYING}
 FAILED = {SandboxState.ERROR, SandboxState.BUILD_FAILED}
+# The API answers an unknown route with "Cannot GET /path", in the same form.
+ERRORS = ErrorForm(absence=re.compile(r"(?i)\b(?:sandbox|snapshot)\b.*\bnot found\b"))
 STARTABLE = {SandboxState.STOPPED, SandboxState.ARCHIVED}
 
 
@@ -87,12 +95,10 @@ class DaytonaProvider(ImageBuildingProvider):
     def create(self, spec: SandboxSpec) -> str:
         try:
             with _translate_errors(spec.name):
-                found = self._api.create_sandbox(self._build_request(spec), _request_timeout=CALL_TIMEOUT_SECONDS)
+                request = self._build_request(spec)
+                found = _require(self._api.create_sandbox(request, _request_timeout=CALL_TIMEOUT_SECONDS))
         except Unavailable as error:
-            try:
-                found = self._get(spec.name)  # it exists, or an unknown outcome was a success
-            except Missing:
-                raise error from None
+            found = self._settle_create(spec.name, error)
         require_owner(spec, found.labels.get(OWNER_LABEL))
         self._remember(found)
         return spec.name
@@ -120,7 +126,7 @@ class DaytonaProvider(ImageBuildingProvider):
 
     def set_intervals(self, ref: str, intervals: VendorIntervals) -> None:
         auto_stop, auto_delete = round_up_minutes(intervals.auto_stop), round_up_minutes(intervals.auto_delete)
-        with _translate_errors(ref):  # the longer life first: the two calls may be cut apart
+        with self._proving_absence(ref), _translate_errors(ref):  # the longer life first: the two calls may be cut apart
             self._api.set_auto_delete_interval(ref, auto_delete or NO_AUTO_DELETE, _request_timeout=CALL_TIMEOUT_SECONDS)
             self._api.set_autostop_interval(ref, auto_stop, _request_timeout=CALL_TIMEOUT_SECONDS)
 
@@ -140,8 +146,8 @@ class DaytonaProvider(ImageBuildingProvider):
         try:
             with _translate_errors(ref):
                 self._api.start_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
-        except Conflict:
-            return  # it is starting already
+        except (Conflict, NotFound):
+            return  # it is starting already, or the next look decides
 
     def restart(self, ref: str) -> None:
         """Stop and start: only that ends every process."""
@@ -152,26 +158,14 @@ class DaytonaProvider(ImageBuildingProvider):
         pause = Pause(deadline)
         while (state := self._get(ref).state) not in STARTABLE:
             if state in RUNNING:
-                with suppress(Conflict), _translate_errors(ref):  # it is stopping already
+                with suppress(Conflict, NotFound), _translate_errors(ref):  # it is stopping already
                     self._api.stop_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
             pause.wait(f"{ref} is {state} and not stopped in time")
 
-    def destroy(self, ref: str) -> None:
+    def _delete(self, ref: str) -> None:
         self._toolbox_urls.pop(ref, None)
-        pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)
-        while True:
-            try:
-                with _translate_errors(ref):
-                    self._api.delete_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
-            except Missing:
-                return
-            except Conflict:
-                pass  # in a state that ends by itself, such as starting
-            try:
-                self._get(ref, including_destroying=True)
-            except Missing:
-                return
-            pause.wait(f"{ref} is still being deleted")
+        with _translate_errors(ref):
+            self._api.delete_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
 
     def inspect(self, ref: str) -> ProviderSandbox:
         return _to_sandbox(self._get(ref))
@@ -188,22 +182,33 @@ class DaytonaProvider(ImageBuildingProvider):
         cursor = None
         while True:
             with _translate_errors("the list of sandboxes"):
-                page = self._api.list_sandboxes(
+                listed = self._api.list_sandboxes(
                     labels=labels, cursor=cursor, limit=PAGE_SIZE, _request_timeout=CALL_TIMEOUT_SECONDS
                 )
+                page = _require(listed)
             yield from (found for found in page.items if found.state not in GONE)
             cursor = page.next_cursor
             if not cursor:
                 return
 
-    def _get(self, ref: str, *, including_destroying: bool = False) -> VendorSandbox:
-        with _translate_errors(ref):
-            found = self._api.get_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
-        is_gone = found.state == SandboxState.DESTROYED or (found.state in GONE and not including_destroying)
-        if is_gone or found.name != ref:
-            raise Missing(f"Daytona has no sandbox {ref}.")
+    def _look_up(self, ref: str) -> VendorSandbox:
+        found = self._look_up_remains(ref)
+        if found.state in GONE:
+            raise _build_gone(ref)
         self._remember(found)
         return found
+
+    def _look_up_remains(self, ref: str) -> VendorSandbox:
+        with _translate_errors(ref):
+            found = _require(self._api.get_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS))
+            if found.name != ref:
+                raise ValueError(f"The answer describes the sandbox {found.name}.")
+        if found.state == SandboxState.DESTROYED:
+            raise _build_gone(ref)
+        return found
+
+    def _is_listed(self, ref: str) -> bool:
+        return any(found.name == ref for found in self._iter_listed(labels=json.dumps({NAME_LABEL: ref})))
 
     def _remember(self, found: VendorSandbox) -> None:
         self._toolbox_urls[found.name] = _build_toolbox_url(found)
@@ -268,17 +273,25 @@ def _build_network(network: Network) -> dict[str, Any]:
 @contextmanager
 def _translate_errors(subject: str) -> Iterator[None]:
     try:
-        yield
+        with translate_parser_errors(subject):
+            yield
     except (ApiException, ToolboxException) as error:
         if not error.status:
             raise_for_transport(subject, error)
-        raise_for_status(error.status, subject, str(error.body or error.reason))
+        raise_for_answer(ERRORS, subject, error.status, str(error.body or error.reason), error.headers)
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise_for_transport(subject, error, is_timeout=isinstance(error, urllib3.exceptions.TimeoutError))
-    except ValidationError as error:
-        raise Unavailable(
-            f"{subject}: unexpected response of the vendor: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR
-        ) from error
+
+
+def _require(answer: Result | None) -> Result:
+    """Return the object of an answer. Raise ValueError without one: the client returns None for other statuses of success."""
+    if answer is None:
+        raise ValueError("The answer contains no object.")
+    return answer
+
+
+def _build_gone(ref: str) -> NotFound:
+    return NotFound(f"Daytona has no sandbox {ref}.", cause=FailureCause.ENGINE_ERROR)
 
 
 def _to_sandbox(found: VendorSandbox | SandboxListItem) -> ProviderSandbox:

@@ -11,6 +11,7 @@ from daytona_api_client.exceptions import ApiException
 from django.conf import settings
 
 from sandboxes.providers.errors import Missing
+from sandboxes.providers.remote.errors import NotFound
 from sandboxes.providers.remote.images import BuildState, VendorBuild, VendorBuilds, cut_log
 
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
@@ -31,7 +32,7 @@ class SnapshotBuilds(VendorBuilds):
     def find(self, name: str) -> VendorBuild | None:
         try:
             found = self._get(name)
-        except Missing:
+        except NotFound:
             return None
         return _to_build(found) if found.state != SnapshotState.REMOVING else None
 
@@ -61,7 +62,10 @@ class SnapshotBuilds(VendorBuilds):
 
     def _get(self, reference: str) -> SnapshotDto:
         with self._translate_errors(reference):
-            return self._api.get_snapshot(reference, _request_timeout=CALL_TIMEOUT_SECONDS)
+            found = self._api.get_snapshot(reference, _request_timeout=CALL_TIMEOUT_SECONDS)
+            if found is None:  # the client's answer for other statuses of success
+                raise ValueError("The answer contains no snapshot.")
+            return found
 
     def _read_log(self, build_id: str) -> str:
         """Return the log so far. It is read in full: a stream that follows the log begins anew after each interruption."""

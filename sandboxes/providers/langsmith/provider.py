@@ -5,43 +5,46 @@ the name of a sandbox is also its name at LangSmith, which accepts a name once. 
 list of sandboxes has no filter, so the owner is a label that is compared here."""
 
 import math
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx2  # the HTTP client of LangSmith's client
 from django.conf import settings
 from langsmith.sandbox import (
     CommandTimeoutError,
-    QuotaExceededError,
-    ResourceNotFoundError,
     ResourceTimeoutError,
-    SandboxAuthenticationError,
     SandboxClient,
     SandboxClientError,
     SandboxConnectionError,
     SandboxProxyConfig,
-    ValidationError,
 )
 from langsmith.sandbox import Sandbox as VendorSandbox
 
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec, VendorIntervals
-from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, ProviderError, Rejected, Unavailable
 from sandboxes.providers.langsmith.snapshots import SnapshotBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination, round_up_minutes
-from sandboxes.providers.remote.errors import raise_for_transport
+from sandboxes.providers.remote.errors import (
+    ErrorForm,
+    NotFound,
+    raise_for_answer,
+    raise_for_transport,
+    translate_parser_errors,
+)
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.labels import OWNER_LABEL, build_labels, require_owner
-from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause
+from sandboxes.providers.remote.lifecycle import STOP_TIMEOUT_SECONDS, Pause
 from sandboxes.redaction.texts import quote_answer
 
 Result = TypeVar("Result")
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300
-REMOVAL_TIMEOUT_SECONDS = 60.0
 READY, STOPPED, FAILED = "ready", "stopped", "failed"
+NO_SANDBOX = "leasehold-none"  # name of no sandbox, because it has no id
 NO_HOST = "none.invalid"  # never resolves (RFC 6761). The effect of an empty list is not documented
 
 
@@ -84,15 +87,12 @@ class LangSmithProvider(ImageBuildingProvider):
                     fs_capacity_bytes=spec.disk_mib << 20 if spec.disk_mib else None,
                 )
         except ProviderError as error:
-            try:
-                found = self._get(spec.name)  # the name is taken, or an unknown outcome was a success
-            except Missing:
-                raise error from None
+            found = self._settle_create(spec.name, error)
         require_owner(spec, (found.labels or {}).get(OWNER_LABEL))
         return spec.name
 
     def set_intervals(self, ref: str, intervals: VendorIntervals) -> None:
-        with _translate_errors(ref):
+        with self._proving_absence(ref), _translate_errors(ref):
             self._client.update_sandbox(
                 ref,
                 idle_ttl_seconds=60 * round_up_minutes(intervals.auto_stop),
@@ -109,7 +109,7 @@ class LangSmithProvider(ImageBuildingProvider):
             if found.status == FAILED:
                 raise Rejected(f"LangSmith could not create {ref}: {quote_answer(found.status_message or found.status)}")
             if found.status == STOPPED:
-                with suppress(ResourceTimeoutError), _translate_errors(ref):
+                with suppress(NotFound), _translate_errors(ref), suppress(ResourceTimeoutError):
                     self._client.start_sandbox(ref, timeout=max(math.ceil(deadline - time.monotonic()), 1))
             pause.wait(f"{ref} is {found.status} and not ready in time")
 
@@ -123,21 +123,14 @@ class LangSmithProvider(ImageBuildingProvider):
         pause = Pause(deadline)
         while (status := self._get(ref).status) != STOPPED:
             if status == READY:
-                with _translate_errors(ref):
+                with suppress(NotFound), _translate_errors(ref):
                     self._client.stop_sandbox(ref)
             pause.wait(f"{ref} is {status} and not stopped in time")
 
-    def destroy(self, ref: str) -> None:
+    def _delete(self, ref: str) -> None:
         self._sandboxes.pop(ref, None)
-        pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)
-        while True:
-            try:
-                with _translate_errors(ref):
-                    self._client.delete_sandbox(ref)
-                self._get(ref)
-            except Missing:
-                return
-            pause.wait(f"{ref} is still being deleted")
+        with _translate_errors(ref):
+            self._client.delete_sandbox(ref)
 
     def inspect(self, ref: str) -> ProviderSandbox:
         return _to_sandbox(self._get(ref))
@@ -145,14 +138,24 @@ class LangSmithProvider(ImageBuildingProvider):
     def list_all(self) -> list[ProviderSandbox]:
         with _translate_errors("the list of sandboxes"):
             found = self._client.list_sandboxes()
+        if not found:
+            self._require_vendor()
         return [_to_sandbox(sandbox) for sandbox in found if OWNER_LABEL in (sandbox.labels or {})]
+
+    def _require_vendor(self) -> None:
+        """Raise Unavailable unless the vendor answers: the client takes an object of any form for an empty list."""
+        with suppress(NotFound):
+            self._look_up(NO_SANDBOX)
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         return [sandbox for sandbox in self.list_all() if sandbox.owner == owner]
 
-    def _get(self, ref: str) -> VendorSandbox:
+    def _look_up(self, ref: str) -> VendorSandbox:
         with _translate_errors(ref):
-            return self._client.get_sandbox(ref)
+            found = self._client.get_sandbox(ref)
+            if found.name != ref:
+                raise ValueError(f"The answer describes the sandbox {found.name}.")
+        return found
 
     # Commands and files
 
@@ -200,23 +203,31 @@ def _build_proxy_configuration(network: Network) -> SandboxProxyConfig | None:
     return {"rules": [], "access_control": {"allow_list": [cidr or domain or NO_HOST]}}
 
 
+def _read_message(document: Mapping[str, Any]) -> str | None:
+    """Return the message of an error document, whose `detail` is an object or, for an invalid field, a list."""
+    detail = document.get("detail")
+    if isinstance(detail, dict):
+        return str(detail.get("message", detail))
+    return str(detail) if isinstance(detail, list | str) else None
+
+
+# The API answers an unknown route with "Not Found", in the same form.
+ERRORS = ErrorForm(re.compile(r"(?i)\b(?:sandbox|snapshot)\b.*\bnot found\b"), _read_message)
+
+
 @contextmanager
 def _translate_errors(subject: str) -> Iterator[None]:
     try:
-        yield
-    except ResourceNotFoundError as error:
-        raise Missing(f"{subject}: {quote_answer(error)}") from error
-    except SandboxAuthenticationError as error:
-        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.CREDENTIALS_REFUSED) from error
-    except QuotaExceededError as error:
-        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.RATE_LIMITED) from error
-    except ValidationError as error:
-        raise Rejected(f"{subject}: {quote_answer(error)}") from error
+        with translate_parser_errors(subject):
+            yield
     except (CommandTimeoutError, ResourceTimeoutError) as error:
         raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.TIMEOUT) from error
     except (SandboxConnectionError, httpx2.TransportError, OSError) as error:
         raise_for_transport(subject, error, is_timeout=isinstance(error, httpx2.TimeoutException))
-    except (SandboxClientError, httpx2.HTTPError, ValueError) as error:
+    except (SandboxClientError, httpx2.HTTPError) as error:
+        answered = error if isinstance(error, httpx2.HTTPStatusError) else error.__cause__
+        if isinstance(answered, httpx2.HTTPStatusError):  # the client's own errors do not state the form of the answer
+            raise_for_answer(ERRORS, subject, answered.response.status_code, answered.response.text, answered.response.headers)
         raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error
 
 

@@ -4,7 +4,7 @@ The name of a sandbox is unique among the running sandboxes of an app. A create 
 taken, is therefore settled by a look-up of the name. Owner, name and time of creation are tags.
 
 Modal cannot stop a sandbox: one that was idle for its idle timeout, or has reached the end of its lifetime, is terminated and
-its files are gone. A finished sandbox is Missing.
+its files are gone. A finished sandbox does not exist any more.
 
 Most calls of the client have no time limit, so the coroutines of its API are awaited with one. Files are uploaded by stdin of a
 command: the file API of the client executes a program of Modal in the sandbox."""
@@ -29,13 +29,14 @@ from modal.stream_type import StreamType
 from modal_proto import api_pb2
 
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec
-from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, ProviderError, Rejected, Unavailable
 from sandboxes.providers.modal.images import ImageBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
-from sandboxes.providers.remote.errors import Conflict, raise_for_transport
+from sandboxes.providers.remote.errors import Conflict, NotFound, raise_for_transport, translate_parser_errors
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
-from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, Pause
+from sandboxes.providers.remote.lifecycle import Pause
+from sandboxes.providers.remote.provider import TRANSIENT_CAUSES
 from sandboxes.redaction.texts import quote_answer
 
 Result = TypeVar("Result")
@@ -48,7 +49,6 @@ CONNECT_TIMEOUT_SECONDS = 10.0  # of the first connection of a process, which th
 EXEC_GRACE_SECONDS = 30.0  # beyond the time limit of a command
 UPLOAD_TIMEOUT_SECONDS = 300
 UPLOAD_PART_BYTES = 1 << 20
-REMOVAL_TIMEOUT_SECONDS = 60.0
 SNAPSHOT_TIMEOUT_SECONDS = 120
 COPY_TIMEOUT = timedelta(minutes=2)  # of the files of a snapshot within a sandbox
 MAX_CONCURRENT_CALLS = 20  # of one listing
@@ -86,13 +86,7 @@ class ModalProvider(ImageBuildingProvider):
         try:
             self._call(spec.name, self._connection.create(spec), seconds=settings.SANDBOX_START_TIMEOUT.total_seconds())
         except ProviderError as error:
-            try:
-                tags = self._call(spec.name, self._connection.fetch_tags(spec.name))
-            except Missing:
-                if isinstance(error, Missing):  # the image, or the environment
-                    raise Rejected(str(error)) from error
-                raise error from None
-            require_owner(spec, tags.get(OWNER_LABEL))  # the name is taken, or an unknown outcome was a success
+            require_owner(spec, self._settle_create(spec.name, error).get(OWNER_LABEL))
         return spec.name
 
     def _wait_running(self, ref: str, deadline: float) -> None:
@@ -107,17 +101,18 @@ class ModalProvider(ImageBuildingProvider):
                     raise
                 pause.wait(f"{ref} is not ready in time: {error}")
 
-    def destroy(self, ref: str) -> None:
-        pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)
-        while True:
-            try:
-                self._call(ref, self._connection.terminate(ref))
-            except Missing:
-                return
-            pause.wait(f"{ref} is still being terminated")
+    def _delete(self, ref: str) -> None:
+        self._call(ref, self._connection.terminate(ref))
+
+    def _look_up(self, ref: str) -> dict[str, str]:
+        """Return the tags of a running sandbox."""
+        return self._call(ref, self._connection.fetch_tags(ref))
+
+    def _is_listed(self, ref: str) -> bool:
+        return bool(self._call("the list of sandboxes", self._connection.list_sandboxes({NAME_LABEL: ref})))
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        return _to_sandbox(self._call(ref, self._connection.fetch_tags(ref)))
+        return _to_sandbox(self._get(ref))
 
     def list_all(self) -> list[ProviderSandbox]:
         return self._call("the list of sandboxes", self._connection.list_sandboxes({}))
@@ -147,7 +142,7 @@ class ModalProvider(ImageBuildingProvider):
             raise Rejected(f"{ref}: the files of the snapshot {snapshot} could not be copied: {text}")
 
     def delete_directory_snapshot(self, snapshot: str) -> None:
-        with suppress(Missing):
+        with suppress(NotFound):
             self._call(snapshot, self._connection.delete_snapshot(snapshot))
 
     # Commands and files
@@ -342,9 +337,10 @@ def _to_sandbox(tags: dict[str, str]) -> ProviderSandbox:
 @contextmanager
 def _translate_errors(subject: str) -> Iterator[None]:
     try:
-        yield
+        with translate_parser_errors(subject):
+            yield
     except (exception.NotFoundError, exception.SandboxTerminatedError, exception.SandboxTimeoutError) as error:
-        raise Missing(f"{subject}: {quote_answer(error)}") from error
+        raise NotFound(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error
     except (exception.AlreadyExistsError, exception.ConflictError) as error:
         raise Conflict(f"{subject}: {quote_answer(error)}") from error
     except (exception.AuthError, exception.PermissionDeniedError) as error:

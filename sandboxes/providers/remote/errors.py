@@ -1,9 +1,26 @@
-"""Translation of the errors of vendors' APIs."""
+"""Translation of the error answers of vendors' APIs.
 
-from typing import NoReturn
+The sender of an answer is known by its form alone: a proxy, a load balancer without a route, a login page or an ended version
+of the API answers in place of the vendor, with any status. An answer is therefore the vendor's only if it is a document of the
+vendor's form; any other answer is Unavailable."""
 
-from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, NoReturn
+
+from sandboxes.providers.errors import FailureCause, NoCapacity, Rejected, Unavailable
 from sandboxes.redaction.texts import quote_answer
+
+MAX_RETRY_AFTER_SECONDS = 3600
+PARSER_ERRORS = (ValueError, AttributeError, TypeError, LookupError)  # of clients that read an answer of another form
+QUOTA_PATTERN = re.compile(
+    r"(?i)\bquota\b|\blimits? (?:was |were |is |are |has been )?(?:exceeded|reached)|\bexceed\w* .*\blimit"
+)
 
 
 class Conflict(Unavailable):
@@ -12,20 +29,82 @@ class Conflict(Unavailable):
     code = "provider_conflict"
 
 
-def raise_for_status(status: int, subject: str, message: str) -> NoReturn:
-    """Raise the error of an HTTP status above 399 that a vendor returned about `subject`."""
-    text = f"{subject}: the vendor answered {status}: {quote_answer(message)}"
-    if status in (404, 410):
-        raise Missing(text)
-    if status == 409:
-        raise Conflict(text)
+class NotFound(Unavailable):
+    """The vendor's own document says that the object does not exist. One such answer is no proof: see absence.py."""
+
+    code = "provider_not_found"
+
+
+def read_message_field(document: Mapping[str, Any]) -> str | None:
+    """Return the text in the field `message` of an error document."""
+    message = document.get("message")
+    return message if isinstance(message, str) else None
+
+
+@dataclass(frozen=True)
+class ErrorForm:
+    """Form of the error documents of one vendor.
+
+    `read_message` returns the message of a JSON object, or None if the object is not of the vendor's form. `absence` matches
+    the messages of a 404 by which the vendor says that an object does not exist, and not those about an unknown route."""
+
+    absence: re.Pattern[str]
+    read_message: Callable[[Mapping[str, Any]], str | None] = read_message_field
+    quota: re.Pattern[str] = QUOTA_PATTERN
+
+    def read(self, body: str | bytes) -> str | None:
+        """Return the message of an answer. None: not a document of the vendor."""
+        try:
+            document = json.loads(body)
+        except ValueError:
+            return None
+        return self.read_message(document) if isinstance(document, dict) else None
+
+
+def raise_for_answer(
+    form: ErrorForm, subject: str, status: int, body: str | bytes, headers: Mapping[str, str] | None = None
+) -> NoReturn:
+    """Raise the error of an answer to a call about `subject` that is no success."""
+    error = _build_error(form, subject, status, body)
+    error.retry_after = read_retry_after((headers or {}).get("Retry-After", ""))
+    raise error
+
+
+def _build_error(form: ErrorForm, subject: str, status: int, body: str | bytes) -> Unavailable | Rejected:
+    message = form.read(body)
+    shown = body.decode(errors="replace") if isinstance(body, bytes) else body
+    text = f"{subject}: the vendor answered {status}: {quote_answer(shown if message is None else message)}"
     if status == 429:
-        raise Unavailable(text, cause=FailureCause.RATE_LIMITED)
-    if status in (401, 403):
-        raise Unavailable(text, cause=FailureCause.CREDENTIALS_REFUSED)
-    if status >= 500 or status == 408:
-        raise Unavailable(text, cause=FailureCause.ENGINE_ERROR)
-    raise Rejected(text)
+        return Unavailable(text, cause=FailureCause.RATE_LIMITED)
+    if status == 401:
+        return Unavailable(text, cause=FailureCause.CREDENTIALS_REFUSED)
+    if message is None:
+        text = f"{subject}: status {status}, and no document of the vendor's API: {quote_answer(shown)}"
+        return Unavailable(text, cause=FailureCause.ENGINE_ERROR)
+    if status == 404 and form.absence.search(message):
+        return NotFound(text, cause=FailureCause.ENGINE_ERROR)
+    if status in (400, 402, 403) and form.quota.search(message):
+        return NoCapacity(text, cause=FailureCause.NO_CAPACITY)
+    if status == 409:
+        return Conflict(text)
+    if status == 403:
+        return Unavailable(text, cause=FailureCause.CREDENTIALS_REFUSED)
+    if status in (404, 408, 410) or not 400 <= status < 500:
+        return Unavailable(text, cause=FailureCause.ENGINE_ERROR)
+    return Rejected(text)
+
+
+def read_retry_after(value: str, *, now: datetime | None = None) -> int | None:
+    """Return the seconds of a Retry-After header, which is a number or a date, bounded by MAX_RETRY_AFTER_SECONDS."""
+    if value.isascii() and value.isdigit():
+        seconds = int(value[:9])
+    else:
+        try:
+            date = parsedate_to_datetime(value)
+        except ValueError:
+            return None
+        seconds = int((date - (now or datetime.now(UTC))).total_seconds()) if date.tzinfo else 0
+    return min(max(seconds, 1), MAX_RETRY_AFTER_SECONDS)
 
 
 def raise_for_transport(subject: str, error: Exception, *, is_timeout: bool = False) -> NoReturn:
@@ -34,3 +113,15 @@ def raise_for_transport(subject: str, error: Exception, *, is_timeout: bool = Fa
     raise Unavailable(
         f"{subject}: no response of the vendor: {type(error).__name__}: {quote_answer(error)}", cause=cause
     ) from error
+
+
+@contextmanager
+def translate_parser_errors(subject: str) -> Iterator[None]:
+    """Raise Unavailable for an error of the client, or of this module, that reads an answer of another form than the vendor's.
+
+    The request may have been carried out."""
+    try:
+        yield
+    except PARSER_ERRORS as error:
+        text = f"{subject}: unexpected answer in place of the vendor's: {type(error).__name__}: {quote_answer(error)}"
+        raise Unavailable(text, cause=FailureCause.ENGINE_ERROR) from error

@@ -20,12 +20,11 @@ from sandboxes.providers.errors import (
     BuildCommandFailed,
     FailureCause,
     ImageInUse,
-    Missing,
     ProviderError,
     Rejected,
     Unavailable,
 )
-from sandboxes.providers.remote.errors import Conflict
+from sandboxes.providers.remote.errors import Conflict, NotFound
 from sandboxes.providers.remote.provider import TRANSIENT_CAUSES, RemoteProvider
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 3.0  # between two looks at a build
@@ -71,13 +70,13 @@ class VendorBuilds(ABC):
 
     @abstractmethod
     def look(self, build: VendorBuild) -> str:
-        """Update the state of a build, and return the part of its log after `position`. Raise Missing.
+        """Update the state of a build, and return the part of its log after `position`. Raise Missing, NotFound.
 
         The log is complete when the state is final."""
 
     @abstractmethod
     def remove(self, build_id: str) -> None:
-        """Remove an image, or a build in any state. Raise Missing."""
+        """Remove an image, or a build in any state. Raise NotFound."""
 
 
 class ImageBuildingProvider(RemoteProvider):
@@ -153,8 +152,9 @@ class ImageBuildingProvider(RemoteProvider):
     def remove_image(self, image: str) -> None:
         try:
             self._builds.remove(image)
-        except Missing:
-            return
+        except NotFound:
+            with suppress(NotFound):  # the vendor's own document says so twice
+                self._builds.remove(image)
         except (Conflict, Rejected) as error:
             raise ImageInUse(str(error)) from error
 

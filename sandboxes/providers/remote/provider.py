@@ -23,16 +23,17 @@ from django.conf import settings
 
 from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE, ResourceUsage, VendorIntervals
-from sandboxes.providers.command_results import ExecResult, ExecState, OutputPart, OutputReader, OutputView
+from sandboxes.providers.command_results import ExecResult, ExecState, OutputReader, OutputView
 from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
 from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
 from sandboxes.providers.launcher import BackgroundProcessProvider
 from sandboxes.providers.remote import channel, tool
 from sandboxes.providers.remote.configuration import get_configuration
+from sandboxes.providers.remote.lifecycle import RemoteLifecycle
+from sandboxes.providers.remote.polling_reader import PollingReader
 from sandboxes.providers.remote.tool import InvalidResponse, RunRequest, RunState
 
 CALL_GRACE_SECONDS = 40.0  # beyond the time that a call waits in the sandbox, after which the vendor has not responded
-STOP_TIMEOUT_SECONDS = 55.0  # besides the last request; together below MAX_SUSPEND_TIME
 FILE_TIMEOUT = timedelta(hours=1)  # of one file operation; a transfer has a limit of its own
 FILE_IDLE_SECONDS = 60.0  # without progress of a file operation
 UNLIMITED_BYTES = 1 << 50
@@ -46,15 +47,13 @@ Result = TypeVar("Result")
 MAX_ACKNOWLEDGED = 50  # results whose release is sent with one call
 
 
-class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
+class RemoteProvider(RemoteLifecycle, FileVerbsProvider, BackgroundProcessProvider):
     """Provider whose sandboxes run at a vendor."""
 
     isolated = True
     enforces_limits = False
     measures_usage = False
     streams_output = True
-    can_suspend = False
-    suspend_keeps_processes = False
     needs_gateway = True
     tool_directory = tool.TOOL_DIRECTORY
     upload_directory = "/tmp"  # noqa: S108 - in the sandbox; each name is unique
@@ -102,21 +101,6 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     @abstractmethod
     def _upload(self, ref: str, path: str, content: bytes) -> None:
         """Write one file of at most `max_upload_bytes` by the vendor's file API. Raise Missing, Unavailable, Rejected."""
-
-    def _call_running(self, ref: str, call: Callable[[], Result]) -> Result:
-        """Make a call that needs a running sandbox. If it fails in a stopped one, start the sandbox and repeat the call.
-
-        A call that was refused is repeated in a running sandbox, too: a concurrent call may have started it since."""
-        try:
-            return call()
-        except ProviderError as error:
-            if self.inspect(ref).running:
-                if isinstance(error, Missing):
-                    raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
-                if not isinstance(error, Rejected):
-                    raise
-        self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
-        return call()
 
     # Commands
 
@@ -220,7 +204,17 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     def _call_runner(
         self, ref: str, fields: Mapping[str, Any], *, wait: float = 0.0, is_secret: bool = False
     ) -> dict[str, Any]:
-        """Execute one request of the runner. Raise Missing if the runner is gone from the sandbox, Unavailable.
+        """Execute one request of the runner. Raise Missing if two responses say that the runner is gone, Unavailable."""
+        response = self._ask_runner(ref, fields, wait=wait, is_secret=is_secret)
+        if response["state"] == tool.NO_TOOL:
+            response = self._ask_runner(ref, fields, wait=wait, is_secret=is_secret)  # the request has had no effect
+        if response["state"] == tool.NO_TOOL:
+            self._discard_empty(ref)
+            raise Missing(f"{ref}: the vendor has replaced this sandbox by an empty one.")
+        return response
+
+    def _ask_runner(self, ref: str, fields: Mapping[str, Any], *, wait: float = 0.0, is_secret: bool = False) -> dict[str, Any]:
+        """Execute one request of the runner, and return the response, which is NO_TOOL if the runner is not in the sandbox.
 
         A secret request is uploaded as a file, because vendors log command lines. Other requests go through the gateway if the
         sandbox is connected to it; without a response they are repeated by the vendor's exec, which the runner permits."""
@@ -239,9 +233,6 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
             response = tool.parse_response(output)
         except InvalidResponse as error:
             raise _build_invalid(ref, error) from error
-        if response["state"] == tool.NO_TOOL:
-            self._discard_empty(ref)
-            raise Missing(f"{ref}: the vendor has replaced this sandbox by an empty one.")
         return response
 
     def _call_by_gateway(self, ref: str, fields: Mapping[str, Any], wait: float) -> dict[str, Any] | None:
@@ -299,7 +290,11 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
             return self._acknowledged.pop(ref, [])[-MAX_ACKNOWLEDGED:]
 
     def open_output(self, ref: str, mark: str, *, stdout: int, stderr: int) -> OutputReader | None:
-        return _PollingReader(self, ref, mark, stdout, stderr)
+        def follow(offsets: Sequence[int], wait: float) -> RunState:
+            fields = {"verb": "follow", "mark": mark}
+            return self._follow(ref, fields, offsets, wait=min(wait, self.poll_seconds), live=True)
+
+        return PollingReader(follow, stdout=stdout, stderr=stderr)
 
     def kill(self, ref: str, mark: str) -> None:
         if self.inspect(ref).running:
@@ -348,17 +343,9 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         if not self._has_tool(ref):
             self._set_up(ref, deadline)
 
-    @abstractmethod
-    def _wait_running(self, ref: str, deadline: float) -> None:
-        """Return once the vendor's exec works. Raise Unavailable at the deadline (monotonic seconds), Missing."""
-
     def _has_tool(self, ref: str) -> bool:
-        try:
-            self._follow(ref, {"verb": "follow", "mark": ""}, (0, 0), wait=0.0, live=False)
-        except Missing:
-            self.inspect(ref)  # raises Missing if there is no sandbox
-            return False
-        return True
+        fields = {"verb": "follow", "mark": "", "offsets": [0, 0], "wait": 0.0, "live": False, "limit": 0, "live_after": 0.0}
+        return self._retry(lambda: self._ask_runner(ref, fields))["state"] != tool.NO_TOOL
 
     def _set_up(self, ref: str, deadline: float) -> None:
         """Upload the runner, and create the directories. Idempotent."""
@@ -377,21 +364,6 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
     def connect_gateway(self, ref: str, url: str, token: str) -> None:
         self._retry(lambda: self._call_runner(ref, {"verb": "connect", "url": url, "token": token}, is_secret=True))
 
-    def suspend(self, ref: str) -> None:
-        if not self.can_suspend:
-            raise Rejected(f"The {self.name} provider cannot stop a sandbox without the loss of its files.")
-        self._stop(ref, time.monotonic() + STOP_TIMEOUT_SECONDS)
-
-    def _stop(self, ref: str, deadline: float) -> None:
-        """Stop a sandbox, and return once it is stopped with its files. Idempotent.
-
-        Raise Missing, and Unavailable at the deadline (monotonic seconds) or if the outcome is not known."""
-        raise NotImplementedError
-
-    def resume(self, ref: str) -> None:
-        if self.can_suspend:
-            self._wait_running(ref, time.monotonic() + settings.SANDBOX_START_TIMEOUT.total_seconds())
-
     def find_unresponsive(self, refs: Collection[str], *, timeout: timedelta) -> set[str]:
         return set()
 
@@ -403,20 +375,6 @@ class RemoteProvider(FileVerbsProvider, BackgroundProcessProvider):
         return None
 
 
-class Pause:
-    """Increasing pauses between looks at a vendor's state, up to a second, until a deadline (monotonic seconds)."""
-
-    def __init__(self, deadline: float) -> None:
-        self._deadline, self._seconds = deadline, 0.05
-
-    def wait(self, problem: str) -> None:
-        """Wait for the next look. Raise Unavailable with this text at the deadline."""
-        if time.monotonic() >= self._deadline:
-            raise Unavailable(problem, cause=FailureCause.TIMEOUT)
-        time.sleep(self._seconds)
-        self._seconds = min(2 * self._seconds, 1.0)
-
-
 def _parse(ref: str, response: Mapping[str, Any]) -> RunState:
     try:
         return tool.parse_run_state(response)
@@ -426,39 +384,3 @@ def _parse(ref: str, response: Mapping[str, Any]) -> RunState:
 
 def _build_invalid(ref: str, error: InvalidResponse) -> Unavailable:
     return Unavailable(f"{ref}: invalid response of the runner: {error}", cause=FailureCause.AGENT_FAILED)
-
-
-class _PollingReader(OutputReader):
-    """Reader of the output of a command by repeated calls of the vendor's exec."""
-
-    def __init__(self, provider: RemoteProvider, ref: str, mark: str, stdout: int, stderr: int) -> None:
-        self._provider, self._ref, self._mark = provider, ref, mark
-        self._offsets = [stdout, stderr]
-        self._interrupted = threading.Event()
-        self._pending: list[OutputPart] = []
-
-    def read(self, *, wait: float) -> OutputPart | None:
-        if self._pending:
-            return self._pending.pop(0)
-        if self._interrupted.is_set():
-            return None
-        fields = {"verb": "follow", "mark": self._mark}
-        state = self._provider._follow(self._ref, fields, self._offsets, wait=min(wait, self._provider.poll_seconds), live=True)
-        if state.state in ("lost", "unknown"):
-            return None
-        for index, (stream, content) in enumerate((("stdout", state.stdout), ("stderr", state.stderr))):
-            if content:
-                self._offsets[index] += len(content)
-                self._pending.append(OutputPart(stream, content))
-        is_complete = self._offsets[0] >= state.sizes[0] and self._offsets[1] >= state.sizes[1]
-        if state.state == "ended" and is_complete:
-            self._pending.append(OutputPart("", ended=True))
-        elif not self._pending:
-            self._pending.append(OutputPart(""))
-        return self._pending.pop(0)
-
-    def interrupt(self) -> None:
-        self._interrupted.set()
-
-    def close(self) -> None:
-        self._interrupted.set()

@@ -5,11 +5,12 @@ restored if they were changed. A gateway with another address gets another polic
 
 from typing import Any
 
-from runloop_api_client import NotFoundError, Runloop
+from runloop_api_client import Runloop
 from runloop_api_client.types import NetworkPolicyView
 
 from sandboxes.providers.errors import ProviderError, Rejected
 from sandboxes.providers.remote.configuration import GatewayDestination
+from sandboxes.providers.remote.errors import NotFound
 from sandboxes.providers.runloop.errors import translate_errors
 
 PAGE_SIZE = 1000
@@ -83,8 +84,9 @@ def _create(client: Runloop, name: str, rules: dict[str, Any]) -> NetworkPolicyV
             created = client.network_policies.create(
                 name=name, description=DESCRIPTION, idempotency_key=f"{name}-{number}", **rules
             )
-            try:
+        try:
+            with translate_errors(name):
                 return client.network_policies.retrieve(created.id)
-            except NotFoundError:
-                continue  # a policy of this key was deleted before
+        except NotFound:
+            continue  # a policy of this key was deleted before
     raise Rejected(f"{MAX_CREATES} network policies {name} have been deleted.")

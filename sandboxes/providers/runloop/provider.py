@@ -16,12 +16,12 @@ from runloop_api_client import APIStatusError, Runloop, omit
 from runloop_api_client.types import DevboxView
 
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec
-from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
-from sandboxes.providers.remote.errors import Conflict
+from sandboxes.providers.remote.errors import Conflict, NotFound
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
-from sandboxes.providers.remote.provider import STOP_TIMEOUT_SECONDS, Pause
+from sandboxes.providers.remote.lifecycle import STOP_TIMEOUT_SECONDS, Pause
 from sandboxes.providers.runloop.blueprints import BlueprintBuilds
 from sandboxes.providers.runloop.errors import translate_errors
 from sandboxes.providers.runloop.network_policy import ensure_policy
@@ -33,7 +33,6 @@ MAX_WAIT_SECONDS = 25  # of one request for the end of a command
 PAGE_SIZE = 1000
 MIN_GIB_PER_CORE, MAX_GIB_PER_CORE = 2, 8
 MAX_CREATES = 5  # with keys whose devboxes have been shut down
-REMOVAL_TIMEOUT_SECONDS = 60.0
 # Without an idle time Runloop would shut a devbox down an hour after its creation, and delete its files.
 MAX_IDLE_TIME = timedelta(days=2)
 ENDED = {"failure", "shutdown"}  # such devboxes stay in the list
@@ -69,10 +68,7 @@ class RunloopProvider(ImageBuildingProvider):
             try:
                 found = self._create(spec, parameters, f"{spec.name}-{number}")
             except Unavailable as error:
-                try:
-                    found = self._find(spec.name)  # an unknown outcome was a success
-                except Missing:
-                    raise error from None
+                found = self._settle_create(spec.name, error)
             require_owner(spec, found.metadata.get(OWNER_LABEL))
             if found.status not in ENDED:  # else a sandbox of this name was destroyed before
                 self._ids[spec.name] = found.id
@@ -96,7 +92,7 @@ class RunloopProvider(ImageBuildingProvider):
     def _create(self, spec: SandboxSpec, parameters: dict[str, Any], key: str) -> DevboxView:
         blueprint = "" if spec.image_id else require_image(spec, self.configuration.image)
         with translate_errors(spec.name):
-            return self._client.devboxes.create(
+            created = self._client.devboxes.create(
                 name=spec.name,
                 metadata=build_labels(spec),
                 launch_parameters=parameters,  # type: ignore[arg-type]
@@ -104,6 +100,7 @@ class RunloopProvider(ImageBuildingProvider):
                 blueprint_name=blueprint or omit,
                 blueprint_id=spec.image_id or omit,
             )
+            return _require_devbox(created)
 
     def _wait_running(self, ref: str, deadline: float) -> None:
         pause = Pause(deadline)
@@ -136,48 +133,46 @@ class RunloopProvider(ImageBuildingProvider):
             if self._get(ref).status == found.status:
                 raise
 
-    def destroy(self, ref: str) -> None:
-        pause = Pause(time.monotonic() + REMOVAL_TIMEOUT_SECONDS)
-        while True:
-            try:
-                found = self._get(ref)
-            except Missing:
-                self._ids.pop(ref, None)
-                return
-            with translate_errors(ref):
-                self._client.devboxes.shutdown(found.id, force="true")  # also while a snapshot is made
-            pause.wait(f"{ref} is still being shut down")
+    def _delete(self, ref: str) -> None:
+        found = self._look_up(ref)
+        with translate_errors(ref):
+            self._client.devboxes.shutdown(found.id, force="true")  # also while a snapshot is made
 
     def inspect(self, ref: str) -> ProviderSandbox:
         return _to_sandbox(self._get(ref))
 
     def _fetch_devboxes(self) -> list[DevboxView]:
         """Return all devboxes of the account with a name of ours that have not ended."""
+        found: list[DevboxView] = []
         with translate_errors("the list of devboxes"):
-            found = [
-                devbox
-                for devbox in self._client.devboxes.list(limit=PAGE_SIZE)  # fetches all pages
-                if devbox.status not in ENDED and NAME_LABEL in devbox.metadata
-            ]
+            for page in self._client.devboxes.list(limit=PAGE_SIZE).iter_pages():
+                if not isinstance(page.devboxes, list):  # the client takes any answer for an empty page
+                    raise ValueError("The answer is no list of devboxes.")
+                devboxes = [_require_devbox(devbox) for devbox in page.devboxes]
+                found += [devbox for devbox in devboxes if devbox.status not in ENDED and NAME_LABEL in devbox.metadata]
         self._ids.update({devbox.metadata[NAME_LABEL]: devbox.id for devbox in found})
         return found
 
-    def _find(self, ref: str) -> DevboxView:
-        for devbox in self._fetch_devboxes():
-            if devbox.metadata[NAME_LABEL] == ref:
-                return devbox
-        raise Missing(f"Runloop has no devbox {ref}.")
+    def _find_listed(self, ref: str) -> DevboxView | None:
+        return next((devbox for devbox in self._fetch_devboxes() if devbox.metadata[NAME_LABEL] == ref), None)
 
-    def _get(self, ref: str) -> DevboxView:
-        devbox = self._ids.get(ref)
-        if devbox is None:
-            return self._find(ref)
-        with translate_errors(ref):
-            found = self._client.devboxes.retrieve(devbox)
-        if found.status in ENDED:
+    def _is_listed(self, ref: str) -> bool:
+        return self._find_listed(ref) is not None
+
+    def _look_up(self, ref: str) -> DevboxView:
+        """Return the devbox by its id or, if that is not known or has ended, from the list."""
+        if devbox := self._ids.get(ref):
+            with translate_errors(ref):
+                found = _require_devbox(self._client.devboxes.retrieve(devbox))
+                if found.metadata.get(NAME_LABEL) != ref:
+                    raise ValueError(f"The answer describes the devbox {found.id}.")
+            if found.status not in ENDED:
+                return found
             self._ids.pop(ref, None)  # a concurrent call may have removed the id
-            return self._find(ref)
-        return found
+        listed = self._find_listed(ref)
+        if listed is None:
+            raise NotFound(f"Runloop has no devbox {ref}.", cause=FailureCause.ENGINE_ERROR)
+        return listed
 
     # Commands and files
 
@@ -214,7 +209,7 @@ class RunloopProvider(ImageBuildingProvider):
         self._call_running(ref, lambda: self._call_devbox(ref, upload))
 
     def _call_devbox(self, ref: str, call: Callable[[str], Result]) -> Result:
-        devbox = self._ids.get(ref) or self._find(ref).id
+        devbox = self._ids.get(ref) or self._get(ref).id
         with translate_errors(ref):
             return call(devbox)
 
@@ -223,6 +218,15 @@ class RunloopProvider(ImageBuildingProvider):
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         return [_to_sandbox(found) for found in self._fetch_devboxes() if found.metadata.get(OWNER_LABEL) == owner]
+
+
+def _require_devbox(found: object) -> DevboxView:
+    """Return the description of a devbox. Raise ValueError for another answer: the client constructs it without a check."""
+    if not isinstance(found, DevboxView) or not isinstance(found.metadata, dict):
+        raise ValueError("The answer describes no devbox.")
+    if not isinstance(found.id, str) or not isinstance(found.status, str):
+        raise ValueError("The answer describes a devbox without an id or a status.")
+    return found
 
 
 def _build_custom_size(spec: SandboxSpec) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from sandboxes.providers.kubernetes import api_client, endings
 from sandboxes.providers.kubernetes import errors as kubernetes
 from sandboxes.providers.langsmith import provider as langsmith
 from sandboxes.providers.modal import provider as modal
-from sandboxes.providers.remote.errors import raise_for_status, raise_for_transport
+from sandboxes.providers.remote.errors import raise_for_answer, raise_for_transport
 from sandboxes.providers.runloop import errors as runloop
 from sandboxes.redaction.texts import CLOSING, MAX_QUOTED_CHARS, OPENING, omit_answers, quote_answer, redact
 from sandboxes.storage.base import StoreError
@@ -127,17 +127,18 @@ def test_a_vendors_text_is_redacted_for_operators_and_omitted_for_agents(name: s
     check_texts(str(raised.value))
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 409, 429, 500, 503])
-def test_an_answer_of_any_status_is_redacted_for_operators_and_omitted_for_agents(status: int) -> None:
+@pytest.mark.parametrize("body", [ANSWER, json.dumps({"message": ANSWER})], ids=["page", "document"])
+@pytest.mark.parametrize("status", [302, 400, 401, 403, 404, 408, 409, 429, 500, 503])
+def test_an_answer_of_any_status_is_redacted_for_operators_and_omitted_for_agents(status: int, body: str) -> None:
     with pytest.raises(ProviderError) as raised:
-        raise_for_status(status, "box", ANSWER)
+        raise_for_answer(daytona.ERRORS, "box", status, body)
     check_texts(str(raised.value))
     content = json.dumps({"kind": "Status", "message": ANSWER}).encode()
     check_texts(str(kubernetes.build_error(status, content, "pods/box", {})))
     response = requests.Response()
     response.status_code, response._content = status, ANSWER.encode()
     with pytest.raises(ProviderError) as raised:
-        cloudflare._check_status(response, "box")
+        cloudflare._require_status(response, "box", 200)
     check_texts(str(raised.value))
 
 

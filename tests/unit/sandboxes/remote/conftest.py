@@ -108,6 +108,7 @@ def move_pool(settings: Any, pool: Pool, emulators: GetEmulator) -> Iterator[Cal
     yield move
     for kind in moved:
         emulators(kind).faults.clear()
+        emulators(kind).foreign_answer = None
         provider = providers.get_provider(kind)
         for found in provider.list(str(pool.owner)) if provider.can_list else ():
             provider.destroy(found.ref)

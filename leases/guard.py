@@ -6,13 +6,15 @@ from uuid import UUID
 
 from billing import budgets
 from leases import leasing
-from leases.models import Lease, LeaseStatus
+from leases.models import Lease, LeaseEvent, LeaseStatus
 from leases.resources import get_sandbox_size
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock
 from sandboxes.db.sql import Statement
 from sandboxes.guard import HolderTerms
 from sandboxes.models import Pool
+
+RECOVERED_EVENT = "recovered"  # LeaseEvent.kind
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class LeaseGuard:
 
     def note_run_opened(self, *, now: datetime) -> None:
         pass
+
+    def note_recovery(self, note: str, *, now: datetime) -> None:
+        LeaseEvent.objects.create(lease_id=self.lease_id, at=now, kind=RECOVERED_EVENT, actor="provider", reason=note)
 
     def check_active(self) -> None:
         leasing.require_active(self.lease_id, now=self.clock())

@@ -46,6 +46,10 @@ class Guard(Protocol):
         """Record that a Run of this request was opened, in the transaction that opens the Run."""
         ...
 
+    def note_recovery(self, note: str, *, now: datetime) -> None:
+        """Record that the sandbox was found stopped, and was started with its files."""
+        ...
+
     def check_active(self) -> None:
         """Raise if the holder has ended."""
         ...
@@ -73,6 +77,9 @@ class OpenGuard:
     def note_run_opened(self, *, now: datetime) -> None:
         pass
 
+    def note_recovery(self, note: str, *, now: datetime) -> None:
+        pass
+
     def check_active(self) -> None:
         pass
 
@@ -97,6 +104,9 @@ class WrappedGuard:
 
     def note_run_opened(self, *, now: datetime) -> None:
         self.inner.note_run_opened(now=now)
+
+    def note_recovery(self, note: str, *, now: datetime) -> None:
+        self.inner.note_recovery(note, now=now)
 
     def check_active(self) -> None:
         self.inner.check_active()

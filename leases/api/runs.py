@@ -96,7 +96,9 @@ class ExecResultSerializer(serializers.Serializer):
     oom = serializers.BooleanField()
     truncated = serializers.BooleanField(help_text="The output exceeded the limit; the rest was dropped.")
     duration_seconds = serializers.FloatField()
-    note = serializers.CharField(help_text="Warning: /workspace is over its limit, or /data is not stored yet. Else empty.")
+    note = serializers.CharField(
+        help_text="Warning: the sandbox was restarted, /workspace is over its limit, or /data is not stored yet. Else empty."
+    )
 
 
 class RunSerializer(serializers.Serializer):

@@ -6,7 +6,9 @@ One conformance suite checks every provider.
   accepts. A crash between `create` and storing the ref therefore loses nothing.
 - Every sandbox has `/workspace` and `/data`, writable by the user that commands run as.
 - A verb fails with Unavailable (retry the same step later), Rejected (the request is wrong; do not retry) or Missing (no such
-  sandbox; success for `destroy`). A command that fails, is killed or times out is a result, not an error."""
+  sandbox; success for `destroy`). A command that fails, is killed or times out is a result, not an error.
+- A stop is not a loss. A verb during which the sandbox stops raises Stopped, which is Unavailable, as long as its files exist.
+  Missing states that the sandbox and its files are gone."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -115,7 +117,7 @@ class ProviderSandbox:
     suspended: bool = False  # frozen, or stopped with its files where `suspend` stops a sandbox
     ends_at: datetime | None = None  # the engine has begun to end the sandbox, which may run until then
     end_reason: str = ""  # with `ends_at`
-    is_remnant: bool = False  # only leftovers such as volumes exist: inspect raises Missing, destroy removes them
+    is_remnant: bool = False  # only volumes exist: destroy removes them; inspect raises Missing unless they are complete
     owner: str = ""  # label of the SandboxSpec. Stated by `list` and `list_all`
     memory_mib: int | None = None  # size as the engine states it; None: not listed
     millicpus: int | None = None
@@ -249,10 +251,10 @@ class Provider(ABC):
 
         `mark` is unique for this exec. On timeout every process descended from it is killed, including those that left its
         session, and no process of another exec. Each output stream is cut to its first `cap` bytes. A program that does not
-        exist is a result with exit code 127. `output` shows the streams while the command runs. Raise Missing if the sandbox
-        stopped, restarted or was removed while the command ran; a command that a signal ends in a running sandbox is a
-        result. With `retain` the sandbox keeps the result until `acknowledge_exec`, if the provider can. With `digest_data`
-        the result has a `data_digest`, if the provider can tell it at little cost."""
+        exist is a result with exit code 127. `output` shows the streams while the command runs. Raise Stopped if the sandbox
+        stopped or restarted while the command ran, and Missing if it was removed with its files; a command that a signal ends
+        in a running sandbox is a result. With `retain` the sandbox keeps the result until `acknowledge_exec`, if the provider
+        can. With `digest_data` the result has a `data_digest`, if the provider can tell it at little cost."""
 
     @abstractmethod
     def find_exec(self, ref: str, mark: str) -> ExecState | None:

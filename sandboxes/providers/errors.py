@@ -57,6 +57,15 @@ class StartKilled(Unavailable):
     code = "start_killed"
 
 
+class Stopped(Unavailable):
+    """The sandbox stopped or restarted during the operation. Its files are kept, and the next use starts it."""
+
+    code = "sandbox_stopped"
+
+    def __init__(self, *args: object, cause: FailureCause | None = FailureCause.NOT_RUNNING, provider: str = "") -> None:
+        super().__init__(*args, cause=cause, provider=provider)
+
+
 class NoCapacity(Unavailable):
     """The engine has no room for the sandbox and does not get any, or its quota is used up."""
 

@@ -23,11 +23,9 @@ from sandboxes.errors import (
     ClaimLost,
     DataFull,
     OutcomeUnknown,
-    ProviderCallFailed,
     SandboxError,
     SandboxLost,
     SandboxNotReady,
-    StoreUnavailable,
 )
 from sandboxes.guard import OPEN_GUARD, Guard, HolderRenewal
 from sandboxes.hosts import registry
@@ -36,10 +34,12 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Attachment, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.models.state import DataStorageMode
 from sandboxes.pool import allocation, starts
+from sandboxes.providers import recoveries
 from sandboxes.providers.base import WORKSPACE, Provider
 from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.errors import Missing, NoSuchFile, ProviderError, Rejected
-from sandboxes.runs import retention, workspace_limit
+from sandboxes.providers.recoveries import Recovery
+from sandboxes.runs import failures, retention, workspace_limit
 from sandboxes.runs.claims import RunClaim
 from sandboxes.runs.environment import build_environment
 from sandboxes.state import data_sync
@@ -79,6 +79,7 @@ class Operation:
     entered: bool = False  # the body of the `with` has begun
     executing: bool = False  # the provider was asked to execute the command, and has not answered
     note: str = ""  # warning for the Run, such as a workspace over its limit
+    recoveries: Sequence[Recovery] = ()  # by calls of the provider, so far
     digest_data: bool = False  # the digest of /data after the command saves a listing; never asked of a mounted /data
 
 
@@ -132,32 +133,33 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
     The Run's claim is kept while /data or files are transferred, however long that takes.
 
     A failure in step 2 or 3 closes the Run and is raised: SandboxLost if the provider has lost the sandbox,
-    ProviderCallFailed if the provider did not respond (the Run's outcome shows whether the command may have run),
-    StoreUnavailable if the store did not respond, ClaimLost if a transfer made no progress, any other error unchanged. Step 1
-    raises the errors of `allocation.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls before anything else.
+    ProviderCallFailed if the provider did not respond or the sandbox stopped (the Run's outcome shows whether the command may
+    have run), StoreUnavailable if the store did not respond, ClaimLost if a transfer made no progress, any other error
+    unchanged. Step 1 raises the errors of `allocation.ensure_running` and of the guard, TooManyRuns, and TooManyLongCalls
+    before anything else.
     Step 4 does not fail the operation: the Run's note records unstored changes."""
     clock = clock_from(now)
     with LONG_CALLS.admit():
         opened, attached = _open_operation(request, command, clock, actor=actor), None
-        with hold(opened.claim):
+        with hold(opened.claim), recoveries.observe() as opened.recoveries:
             try:
                 attached = _prepare_sandbox(opened, request, command, clock)
                 opened.digest_data = attached is not None and attached.data.keeping != DataStorageMode.MOUNT
                 opened.entered = True
                 yield opened
             except Exception as failed:
-                error = _record_failure(opened, failed, clock, actor=actor)
+                error = _record_failure(opened, failed, request.guard, clock, actor=actor)
                 if isinstance(error, SandboxError | ProviderError):
                     error.provider = opened.sandbox.provider
                 if error is failed:
                     raise
                 raise error from failed
             checkpoint("run answered", opened.run)
-            _record_success(opened, attached, request.renewal, clock, actor=actor)
+            _record_success(opened, attached, request, clock, actor=actor)
 
 
 def _record_success(
-    opened: Operation, attached: Attachment | None, renewal: HolderRenewal | None, clock: Clock, *, actor: str
+    opened: Operation, attached: Attachment | None, request: allocation.SandboxRequest, clock: Clock, *, actor: str
 ) -> None:
     """Persist /data and close the Run, with retries while the database does not respond.
 
@@ -168,11 +170,14 @@ def _record_success(
     def record() -> None:
         digest = opened.result.data_digest if opened.result else ""
         unsaved = _persist_data(attached, opened.sandbox, opened.provider, digest, now=clock()) if attached else ""
-        note = " ".join(filter(None, [opened.note, unsaved]))
+        recovered = failures.describe_recovery(opened.recoveries)
+        note = " ".join(filter(None, [recovered, opened.note, unsaved]))
         close_run(
-            opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, renewal=renewal, actor=actor,
+            opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, renewal=request.renewal, actor=actor,
             resumed=opened.sandbox.frozen,
         )  # fmt: skip
+        if recovered:
+            request.guard.note_recovery(recovered, now=clock())
 
     run_id = str(opened.run.pk)
     try:
@@ -182,18 +187,22 @@ def _record_success(
         raise OutcomeUnknown(run_id=run_id, exit_code=exit_code) from failed
 
 
-def _record_failure(opened: Operation, failed: Exception, clock: Clock, *, actor: str) -> Exception:
+def _record_failure(opened: Operation, failed: Exception, guard: Guard, clock: Clock, *, actor: str) -> Exception:
     """Like _fail_operation, with retries while the database does not respond.
 
     If the retries are exhausted the Run stays open until a sweep closes it after its deadline. Until then the client is told to
     wait."""
+
+    def record() -> Exception:
+        error = _fail_operation(opened, failed, now=clock(), actor=actor)
+        if recovered := failures.describe_recovery(opened.recoveries):
+            guard.note_recovery(recovered, now=clock())
+        return error
+
     try:
-        return retry_connection_errors(
-            lambda: _fail_operation(opened, failed, now=clock(), actor=actor), "run not closed", clock=clock,
-            run=str(opened.run.pk),
-        )  # fmt: skip
+        return retry_connection_errors(record, "run not closed", clock=clock, run=str(opened.run.pk))
     except RetriesExhausted:
-        return _translate_error(failed)
+        return failures.translate_error(failed)
 
 
 def _open_operation(request: allocation.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
@@ -253,39 +262,12 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
         return failed
     note = f"{type(failed).__name__}: {failed}"
     opened.claim.store_output()
-    if opened.executing and isinstance(failed, ProviderError) and not _kill_command(opened):
-        _abandon_run(opened.run, note)
+    if opened.executing and failures.may_run_on(opened.run, opened.provider, failed):
+        failures.abandon_run(opened.run, note)
     else:
         outcome = RunOutcome.ERROR if opened.entered else RunOutcome.FAILED
         close_run(opened.run, now=now, outcome=outcome, note=note, actor=actor)
-    return _translate_error(failed)
-
-
-def _translate_error(failed: Exception) -> Exception:
-    """Return the error to raise for a failed call of the provider or the store. Return any other error unchanged."""
-    if isinstance(failed, (NoSuchFile, Rejected)):
-        return failed
-    if isinstance(failed, ProviderError):
-        return ProviderCallFailed(f"The provider failed: {failed}")
-    if isinstance(failed, StoreError):
-        return StoreUnavailable(f"The store did not respond, so nothing was run: {failed}")
-    return failed
-
-
-def _kill_command(opened: Operation) -> bool:
-    """Kill the command after its provider stopped responding. Return False if the command may still be running."""
-    try:
-        opened.provider.kill(opened.sandbox.ref, str(opened.run.pk))
-    except Missing:
-        return True
-    except ProviderError:
-        return False
-    return True
-
-
-def _abandon_run(run: Run, note: str) -> None:
-    """Leave the Run open for `close_abandoned_run`, so that the sandbox stays `running` until its command is killed."""
-    Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True).update(released=True, note=note[:500])
+    return failures.translate_error(failed)
 
 
 def open_run(

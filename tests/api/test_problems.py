@@ -24,7 +24,7 @@ from sandboxes.failures import find_cause
 from sandboxes.models import Host, Run, Sandbox, Transition
 from sandboxes.providers.agent.processes import AgentProcessesProvider
 from sandboxes.providers.docker import engine
-from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Stopped, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.providers.remote.errors import raise_for_answer
 from sandboxes.providers.runloop.errors import ERRORS
@@ -120,6 +120,7 @@ def test_a_database_that_does_not_answer_is_unavailable(ada: ApiClient, lease, m
         ("create", Unavailable("no engine", cause=FailureCause.ENGINE_UNREACHABLE), "sandbox_not_ready", "engine_unreachable"),
         ("create", Unavailable("slow"), "sandbox_not_ready", "provider_unavailable"),
         ("exec", Unavailable("slow", cause=FailureCause.TIMEOUT), "provider_unavailable", "timeout"),
+        ("exec", Stopped("stopped while the command ran"), "provider_unavailable", "sandbox_not_running"),
         ("exec", Rejected("no such directory"), "provider_rejected", None),
         ("exec", Missing("gone"), "lease_ended", "sandbox_missing"),
     ],

@@ -28,7 +28,7 @@ from sandboxes.providers.docker import commands, engine
 from sandboxes.providers.docker.engine import Cgroup, Engine
 from sandboxes.providers.docker.exec_stream import EngineExec
 from sandboxes.providers.docker.provider import DockerProvider, is_daemon_available
-from sandboxes.providers.errors import Missing, Rejected, Unavailable
+from sandboxes.providers.errors import Missing, Rejected, Stopped, Unavailable
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import reconciliation
 from tests.conftest import DOCKER_IMAGE, MINUTE, NOW
@@ -194,7 +194,7 @@ def test_home_exists_and_tmpfs_is_empty_after_a_restart(box: Box) -> None:
 
 
 @pytest.mark.django_db
-def test_sandbox_is_lost_if_only_its_volumes_are_left(docker_pool: Pool) -> None:
+def test_sandbox_is_lost_if_only_one_of_its_volumes_is_left(docker_pool: Pool) -> None:
     leases = [
         leasing.acquire(leasing.LeaseRequest(f"did:plc:{n}", n, "catan", pool=docker_pool.name), now=NOW)[0] for n in "ab"
     ]
@@ -202,6 +202,7 @@ def test_sandbox_is_lost_if_only_its_volumes_are_left(docker_pool: Pool) -> None
         execution.exec_command(lease.pk, Command(argv=["touch", "f"], timeout=MINUTE), now=NOW)
     gone = Sandbox.objects.get(holder=leases[0].pk)
     docker("rm", "-f", gone.ref)
+    docker("volume", "rm", f"{gone.ref}-data")
     assert reconciliation.reconcile(now=NOW, grace=timedelta(days=1)).counts == {"lost": 1, "kept": 1}
 
 
@@ -410,13 +411,15 @@ def test_exec_over_a_connection_to_an_ended_container_starts_it(box: Box, monkey
 
 @pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("end", [["kill"], ["stop", "-t", "1"], ["restart", "-t", "0"], ["rm", "-f"]])
-def test_container_death_during_a_command_raises_missing(own_box: Box, end: list[str]) -> None:
+def test_container_death_during_a_command_is_a_stop_and_keeps_the_files(own_box: Box, end: list[str]) -> None:
+    own_box.run("sh", "-c", "echo kept > f; echo kept > /data/f")
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(own_box.run, "sleep", "300", seconds=250)
         wait_until(lambda: "sleep 300" in own_box.processes(), "it sleeps")
         docker(*end, own_box.ref)
-        with pytest.raises(Missing):
+        with pytest.raises(Stopped):
             running.result()
+    assert own_box.run("cat", "f", "/data/f").stdout == b"kept\nkept\n"
 
 
 def test_command_killed_in_a_running_container_is_a_result_without_delay(box: Box) -> None:

@@ -12,7 +12,7 @@ from sandboxes.providers.agent import runs
 from sandboxes.providers.agent.output_reader import AgentOutputReader
 from sandboxes.providers.base import DATA, MARK_VARIABLE, Provider
 from sandboxes.providers.command_results import ExecResult, ExecState, OutputReader, OutputView
-from sandboxes.providers.errors import Missing, ProviderError, Unavailable
+from sandboxes.providers.errors import ProviderError, Stopped, Unavailable
 
 
 class OomWatch:
@@ -34,8 +34,8 @@ class AgentCommandProvider(Provider):
 
     @abstractmethod
     def _require_running(self, ref: str, since: float) -> None:
-        """Raise NotStarted if the sandbox ended before `since` (seconds since 1970) and does not run, Missing if it stopped
-        since then. Resume it if it is frozen."""
+        """Raise NotStarted if the sandbox ended before `since` (seconds since 1970) and does not run, Stopped if it stopped
+        since then, Missing if it is gone. Resume it if it is frozen."""
 
     @abstractmethod
     def _has_stopped(self, ref: str, since: float) -> bool:
@@ -73,7 +73,7 @@ class AgentCommandProvider(Provider):
     def _exec_by_agent(self, ref: str, run: AgentRun, output: OutputView, *, retain: bool) -> ExecResult | None:
         """Run a command by the agent in the sandbox. Return None if the agent has not started it.
 
-        Raise Missing if the sandbox stopped meanwhile, and Unavailable if the outcome is unknown."""
+        Raise Stopped if the sandbox stopped meanwhile, Missing if it is gone, and Unavailable if the outcome is unknown."""
         started, since = time.monotonic(), time.time()
         agent = self._find_agent(ref)
         if agent is None:
@@ -88,7 +88,7 @@ class AgentCommandProvider(Provider):
             return None
         except OutcomeUnknown as error:
             if self._has_stopped(ref, since):
-                raise Missing(f"{ref} stopped while the command ran.") from error
+                raise Stopped(f"{ref} stopped while the command ran.") from error
             self._kill_from_outside(ref, run.env[MARK_VARIABLE])
             if time.monotonic() < started + run.timeout:
                 raise Unavailable(f"The outcome of a command in {ref} is unknown: {error}") from error

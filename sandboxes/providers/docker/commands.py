@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, BinaryIO
@@ -12,15 +13,17 @@ from docker.errors import APIError
 
 from sandboxes.agent.runs import AgentClient, NotStarted
 from sandboxes.image import reap
+from sandboxes.providers import recoveries
 from sandboxes.providers.agent import runs
 from sandboxes.providers.agent.commands import AgentCommandProvider, OomWatch
 from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE
 from sandboxes.providers.command_results import ExecResult, OutputView
-from sandboxes.providers.docker import agent_exec, parked_networks, replacement
+from sandboxes.providers.docker import agent_exec, parked_networks, replacement, volumes
 from sandboxes.providers.docker.engine import Conflict, Engine, translate_errors
 from sandboxes.providers.docker.exec_stream import EngineExec
-from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Stopped, Unavailable
+from sandboxes.providers.recoveries import Recovery
 from sandboxes.providers.streams import BoundedBuffer
 
 AGENT_UID = 10001  # user id of the agent's commands, as in image/Dockerfile
@@ -71,19 +74,44 @@ class ContainerCommandProvider(AgentCommandProvider):
         check_command(argv, env, cwd)
         output = output or OutputView()
         run = self._build_run(argv, env, cwd, stdin, timeout, cap, mark, retain=retain, digest_data=digest_data)
-        result = self._exec_by_agent(ref, run, output, retain=retain)
-        if result:
-            return result
-        for delay in START_RETRY_DELAYS_SECONDS:
-            try:
-                return self._exec(ref, argv, env, cwd, stdin, timeout, cap, mark, output)
-            except Conflict as error:  # the container stopped before the exec started: nothing has run yet
-                reason = error
-                time.sleep(delay)
+        with self._translating_removal(ref):
+            result = self._exec_by_agent(ref, run, output, retain=retain)
+            if result:
+                return result
+            for delay in START_RETRY_DELAYS_SECONDS:
+                try:
+                    return self._exec(ref, argv, env, cwd, stdin, timeout, cap, mark, output)
+                except Conflict as error:  # the container stopped before the exec started: nothing has run yet
+                    reason = error
+                    time.sleep(delay)
         raise Unavailable(f"No command can be started in {ref}: {reason}", cause=FailureCause.NOT_RUNNING)
 
+    @abstractmethod
+    def _recreate(self, ref: str) -> bool:
+        """Create the container of a sandbox again on its volumes. Return False unless all of them exist."""
+
+    def _has_volumes(self, ref: str) -> bool:
+        """Return whether the files of a sandbox exist, with which its container can be created again."""
+        return volumes.find_kept(self._engine, ref) is not None
+
+    @contextlib.contextmanager
+    def _translating_removal(self, ref: str) -> Iterator[None]:
+        """Raise Stopped in place of Missing while the files of the sandbox exist: only its container was removed."""
+        try:
+            yield
+        except Missing as missing:
+            if not self._has_volumes(ref):
+                raise
+            raise Stopped(f"The container of {ref} was removed during the operation.") from missing
+
     def _find_agent(self, ref: str) -> AgentClient | None:
-        return agent_exec.find_agent(self._engine, ref)
+        """See AgentCommandProvider. Also None for a removed container: the engine's exec creates it again on its volumes."""
+        try:
+            return agent_exec.find_agent(self._engine, ref)
+        except Missing:
+            if not self._has_volumes(ref):
+                raise
+            return None
 
     def _note_fallback(self, ref: str, error: NotStarted, mark: str = "") -> None:
         agent_exec.note_fallback(self._engine, ref, error, mark)
@@ -95,10 +123,11 @@ class ContainerCommandProvider(AgentCommandProvider):
         return self._engine.has_stopped(ref, since)
 
     def _require_running(self, ref: str, since: float) -> None:
-        if self._engine.ended_before(ref, since):
-            raise NotStarted("The container was not running.", "not_running")
-        if self._engine.has_stopped(ref, since):
-            raise Missing(f"{ref} stopped while the command ran.")
+        with self._translating_removal(ref):
+            if self._engine.ended_before(ref, since):
+                raise NotStarted("The container was not running.", "not_running")
+            if self._engine.has_stopped(ref, since):
+                raise Stopped(f"{ref} stopped during the operation.")
         self._ensure_running(ref)
 
     def _kill_from_outside(self, ref: str, mark: str) -> None:
@@ -137,7 +166,7 @@ class ContainerCommandProvider(AgentCommandProvider):
                     run.collect(out, err)
         oom = engine.was_oom_killed(ref, oom_kills_before, since, exit_code)
         if exit_code > 128 and not timed_out and engine.has_stopped(ref, began):
-            raise Missing(f"{ref} stopped while the command ran{', with an OOM kill' if oom else ''}.")
+            raise Stopped(f"{ref} stopped while the command ran{', with an OOM kill' if oom else ''}.")
         if not was_started:
             exit_code, out, err = _parse_start_failure(run.first_chunk, cap)
         return ExecResult(
@@ -188,7 +217,7 @@ class ContainerCommandProvider(AgentCommandProvider):
             except Conflict:
                 self._ensure_running(ref)
             except Missing:
-                if not replacement.complete_replacement(self._engine, ref):
+                if not replacement.complete_replacement(self._engine, ref) and not self._recreate(ref):
                     raise
         raise Unavailable(f"The container {ref} does not stay running", cause=FailureCause.NOT_RUNNING)
 
@@ -199,6 +228,7 @@ class ContainerCommandProvider(AgentCommandProvider):
                 self._unpause(ref)
             elif not inspected["State"]["Running"]:
                 self._start(ref, inspected["Id"])
+                recoveries.report(Recovery.STARTED)
             else:
                 self._wake(ref)
 
@@ -237,7 +267,7 @@ class ContainerCommandProvider(AgentCommandProvider):
 
         1. Signal the processes from the host, where permitted. No process in the sandbox is needed, so agents cannot interfere.
         2. Otherwise run reap.py in the container.
-        3. If both fail, kill the container. Other execs lose their processes and raise Missing."""
+        3. If both fail, kill the container. Other execs lose their processes and raise Stopped."""
         deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
         while self._kill_by_mark(run.ref, run.mark, run.gid):
             if not run.is_alive():
@@ -249,6 +279,13 @@ class ContainerCommandProvider(AgentCommandProvider):
             self._engine.client.kill(run.ref)
 
     def kill(self, ref: str, mark: str) -> None:
+        try:
+            self._kill_mark(ref, mark)
+        except Missing:
+            if not self._has_volumes(ref):
+                raise  # else only the container was removed, and with it all processes
+
+    def _kill_mark(self, ref: str, mark: str) -> None:
         self._wake(ref)  # a frozen process does not end before it is thawed
         agent = self._find_agent(ref)
         killed = agent is not None and runs.kill(agent, mark)  # also reaches daemons with an environment of their own

@@ -237,9 +237,12 @@ class Engine:
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)
 
     def ended_before(self, ref: str, since: float) -> bool:
-        """Return whether the container does not run, and stopped before `since` (seconds since 1970). Raise Missing."""
-        state = self.call("GET", f"/containers/{ref}/json")["State"]
-        return not state["Running"] and _parse_timestamp(state["FinishedAt"]) < since
+        """Return whether the container does not run, and stopped before `since` (seconds since 1970). Raise Missing.
+
+        A container that was created since has never run, but its predecessor of the same name may have until then."""
+        inspected = self.call("GET", f"/containers/{ref}/json")
+        state, is_new = inspected["State"], _parse_timestamp(inspected["Created"]) > since
+        return not state["Running"] and not is_new and _parse_timestamp(state["FinishedAt"]) < since
 
     def has_stopped(self, ref: str, since: float) -> bool:
         """Return whether the container has stopped or restarted after `since` (seconds since 1970). Raise Missing.

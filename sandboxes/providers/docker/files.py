@@ -13,6 +13,10 @@ from sandboxes.providers.streams import BoundedBuffer
 class ContainerFilesProvider(ContainerCommandProvider, AgentFilesProvider):
     """File verbs of DockerProvider."""
 
+    def _stream_output(self, ref: str, words: Sequence[str], stdin: BinaryIO | None = None) -> Iterator[bytes]:
+        with self._translating_removal(ref):
+            yield from super()._stream_output(ref, words, stdin)
+
     def _stream_output_by_engine(self, ref: str, words: Sequence[str], stdin: BinaryIO | None) -> Iterator[bytes]:
         err = BoundedBuffer(4096)
         argv = (*PYTHON_COMMAND, "/opt/leasehold/files.py", *words)

@@ -8,18 +8,18 @@ end, stop or trace it: the kernel keeps signals of its own namespace away from p
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
+import structlog
 from django.conf import settings
 from docker import APIClient
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.types import LogConfig, Mount, Ulimit
 from docker.utils import kwargs_from_env
 
-from sandboxes.providers import base
+from sandboxes.providers import base, recoveries
 from sandboxes.providers.base import (
     AGENT_DIRECTORY,
     DATA,
@@ -30,7 +30,7 @@ from sandboxes.providers.base import (
     ResourceUsage,
     SandboxSpec,
 )
-from sandboxes.providers.docker import parked_networks, replacement, seccomp
+from sandboxes.providers.docker import parked_networks, replacement, seccomp, volumes
 from sandboxes.providers.docker.commands import AGENT_UID
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, translate_errors
 from sandboxes.providers.docker.files import ContainerFilesProvider
@@ -38,12 +38,12 @@ from sandboxes.providers.docker.images import ContainerImagesProvider
 from sandboxes.providers.docker.processes import ContainerProcessesProvider
 from sandboxes.providers.docker.restart import ContainerRestartProvider
 from sandboxes.providers.docker.suspension import LIVE_STATES
+from sandboxes.providers.docker.volumes import NAME_LABEL, OWNER_LABEL
 from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
+from sandboxes.providers.recoveries import Recovery
 from sandboxes.redaction.texts import quote_answer
 
-OWNER_LABEL = "leasehold.owner"  # of containers and volumes
-# Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
-CREATED_AT_LABEL = "leasehold.made_at"
+log = structlog.get_logger(__name__)
 INIT_COMMAND = (
     "python3",
     "-I",
@@ -132,9 +132,8 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
             mounts.append(Mount(AGENT_DIRECTORY, str(spec.agent), type="bind", read_only=True))
         if spec.data:  # rslave: later mounts on the host appear in the container, not vice versa
             mounts.append(Mount(DATA, str(spec.data), type="bind", propagation="rslave"))
-        own_labels = {OWNER_LABEL: spec.owner, "leasehold.name": spec.name}
-        volume_labels = {**own_labels, CREATED_AT_LABEL: datetime.now(UTC).isoformat()}
-        for name, directory in _list_volumes(spec):  # created with the container, initialized from the image
+        own_labels, volume_labels = {OWNER_LABEL: spec.owner, NAME_LABEL: spec.name}, volumes.build_labels(spec)
+        for name, directory in volumes.list_volumes(spec):  # created with the container, initialized from the image
             mounts.append(Mount(directory, name, type="volume", labels=volume_labels))
         labels = base.truncate_labels((f"leasehold.{key}", value) for key, value in spec.labels.items())
         host_config = client.create_host_config(
@@ -182,6 +181,32 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
             raise
         return True
 
+    def _recreate(self, ref: str) -> bool:
+        """Create the container of a sandbox again on its volumes. Return False unless all of them exist.
+
+        1. Read the spec from the volumes.
+        2. Create the container, which is not started. Another process may be first.
+        3. Look at the volumes again: the engine creates the volumes that a concurrent destroy has removed anew, and empty."""
+        kept = volumes.find_kept(self._engine, ref)
+        if kept is None:
+            return False
+        try:
+            with translate_errors():
+                is_created = self._create_container(kept.spec)
+        except Rejected as error:  # by a state of the engine that an operator can repair: its files wait until then
+            raise Unavailable(f"{ref} cannot be created again: {error}", cause=FailureCause.IMAGE_UNUSABLE) from error
+        if volumes.find_kept(self._engine, ref) != kept:
+            if is_created:
+                self._remove_container(ref)
+                volumes.remove_newer(self._engine, kept)
+            return False
+        self._engine.cgroups.pop(ref, None)
+        self._engine.container_ids.pop(ref, None)
+        if is_created:
+            log.warning("container created again on its volumes", name=ref)
+            recoveries.report(Recovery.RECREATED)
+        return True
+
     def _is_own_container(self, spec: SandboxSpec) -> bool:
         """Return whether the container of this name exists. Raise Rejected if it has another owner.
 
@@ -197,9 +222,9 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
 
     def _check_volume_owner(self, spec: SandboxSpec) -> None:
         """Remove the container and raise Rejected if one of its volumes existed before and has another owner."""
-        for name, _ in _list_volumes(spec):
+        for name, _ in volumes.list_volumes(spec):
             labels = self._engine.call("GET", f"/volumes/{name}")["Labels"] or {}
-            if (labels.get(OWNER_LABEL), labels.get("leasehold.name")) != (spec.owner, spec.name):
+            if (labels.get(OWNER_LABEL), labels.get(NAME_LABEL)) != (spec.owner, spec.name):
                 self._engine.client.remove_container(spec.name, force=True)
                 raise Rejected(f"The name {name} is used by a volume of another owner.")
 
@@ -237,7 +262,7 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
             except Missing:  # repeated until confirmed: the engine may answer 204 during another removal
                 self._engine.cgroups.pop(ref, None)
                 self._engine.container_ids.pop(ref, None)
-                if self._remove_volumes(ref):
+                if volumes.remove_volumes(self._engine, ref):
                     return
             except Conflict:  # another removal is in progress
                 pass
@@ -255,24 +280,13 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
         if not inspected["State"]["Running"]:
             replacement.kill_leftover_processes(inspected["Id"])
 
-    def _remove_volumes(self, ref: str) -> bool:
-        """Remove the volumes of a removed container. Return False if one is still in use."""
-        for name, _ in _list_volumes(SandboxSpec(ref, owner="")):
-            try:
-                inspected = self._engine.call("GET", f"/volumes/{name}")
-                if (inspected["Labels"] or {}).get("leasehold.name") == ref:
-                    self._engine.call("DELETE", f"/volumes/{name}")
-            except Missing:
-                continue
-            except Conflict:
-                return False
-        return True
-
     def inspect(self, ref: str) -> ProviderSandbox:
         try:
             inspected = self._engine.call("GET", f"/containers/{ref}/json")
         except Missing:
             if not replacement.complete_replacement(self._engine, ref):
+                if kept := volumes.find_kept(self._engine, ref):
+                    return ProviderSandbox(ref, ref, running=False, created_at=min(kept.created_at.values()))
                 raise
             inspected = self._engine.call("GET", f"/containers/{ref}/json")
         suspended = self._is_suspended(ref, inspected["State"]["Status"])
@@ -285,7 +299,12 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
         )
 
     def stats(self, ref: str) -> ResourceUsage | None:
-        return self._engine.usage(ref)
+        try:
+            return self._engine.usage(ref)
+        except Missing:
+            if not self._has_volumes(ref):
+                raise
+            return None
 
     def list_all(self) -> list[ProviderSandbox]:
         return self._list(OWNER_LABEL)
@@ -295,26 +314,20 @@ class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, Container
         label = {"label": filter_label}
         with translate_errors():
             # Volumes are listed first, because a volume outlives its container.
-            volumes = self._engine.client.volumes(filters=label)["Volumes"] or []
+            listed = self._engine.client.volumes(filters=label)["Volumes"] or []
             containers = self._engine.client.containers(all=True, filters=label)
         sandboxes = []
         for container in containers:
-            if name := container["Labels"].get("leasehold.name"):  # set on all sandboxes
+            if name := container["Labels"].get(NAME_LABEL):  # set on all sandboxes
                 suspended = self._is_suspended(name, container["State"])
                 running = container["State"] in LIVE_STATES and not suspended
                 created_at = datetime.fromtimestamp(container["Created"], UTC)
                 owner = container["Labels"][OWNER_LABEL]
                 sandboxes.append(ProviderSandbox(name, name, running, created_at, suspended=suspended, owner=owner))
-        return sandboxes + _find_remnants(volumes, {sandbox.name for sandbox in sandboxes})
+        return sandboxes + volumes.find_remnants(listed, {sandbox.name for sandbox in sandboxes})
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         return self._list(f"{OWNER_LABEL}={owner}")
-
-
-def _list_volumes(spec: SandboxSpec) -> list[tuple[str, str]]:
-    """List the sandbox's volumes as (name, mount point)."""
-    workspace, data = (f"{spec.name}-workspace", WORKSPACE), (f"{spec.name}-data", DATA)
-    return [workspace] if spec.data else [workspace, data]
 
 
 def _tmpfs_options(path: str, size: int) -> str:
@@ -327,16 +340,3 @@ def _sysv_ipc_sysctls(memory: int) -> dict[str, str]:
     """Build limits on SysV IPC objects, which outlive processes and could otherwise take all of the sandbox's memory."""
     pages = int(memory * SHM_MEMORY_SHARE) // os.sysconf("SC_PAGE_SIZE")
     return {"kernel.shmall": str(pages), "kernel.msgmni": "16", "kernel.sem": "250 8000 32 32"}
-
-
-def _find_remnants(volumes: Sequence[Mapping[str, Any]], container_names: Collection[str]) -> list[ProviderSandbox]:
-    """List sandboxes of which only volumes are left."""
-    labels_by_name = {volume["Labels"]["leasehold.name"]: volume["Labels"] for volume in volumes}
-    return [
-        ProviderSandbox(
-            ref=name, name=name, running=False, created_at=datetime.fromisoformat(labels[CREATED_AT_LABEL]), is_remnant=True,
-            owner=labels[OWNER_LABEL],
-        )
-        for name, labels in labels_by_name.items()
-        if name not in container_names
-    ]  # fmt: skip

@@ -5,6 +5,7 @@ import contextlib
 from sandboxes.providers.agent.liveness import AgentLivenessProvider
 from sandboxes.providers.docker.engine import Conflict, translate_errors
 from sandboxes.providers.docker.suspension import ContainerSuspensionProvider
+from sandboxes.providers.errors import Missing
 
 
 class ContainerRestartProvider(ContainerSuspensionProvider, AgentLivenessProvider):
@@ -12,7 +13,12 @@ class ContainerRestartProvider(ContainerSuspensionProvider, AgentLivenessProvide
 
     def restart(self, ref: str) -> None:
         engine = self._engine
-        container = str(engine.call("GET", f"/containers/{ref}/json")["Id"])
+        try:
+            container = str(engine.call("GET", f"/containers/{ref}/json")["Id"])
+        except Missing:
+            if not self._recreate(ref):
+                raise
+            container = str(engine.call("GET", f"/containers/{ref}/json")["Id"])
         self._thaw_in_kernel(ref)  # version 1 of cgroups kills no frozen process
         with contextlib.suppress(Conflict):  # it does not run
             engine.call("POST", f"/containers/{container}/kill")

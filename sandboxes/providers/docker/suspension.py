@@ -18,6 +18,10 @@ class ContainerSuspensionProvider(ContainerCommandProvider):
     can_suspend = True
 
     def suspend(self, ref: str) -> None:
+        with self._translating_removal(ref):
+            self._suspend(ref)
+
+    def _suspend(self, ref: str) -> None:
         if self._freeze_in_kernel(ref):
             return
         try:
@@ -29,6 +33,13 @@ class ContainerSuspensionProvider(ContainerCommandProvider):
                 raise Unavailable(f"{ref} could not be paused: {failed}") from failed
 
     def resume(self, ref: str) -> None:
+        try:
+            self._resume(ref)
+        except Missing:
+            if not self._has_volumes(ref):
+                raise  # else the container was removed: the next call creates it again, and nothing is frozen
+
+    def _resume(self, ref: str) -> None:
         if self._engine.is_frozen(ref) is False or self._thaw_in_kernel(ref):
             return
         try:

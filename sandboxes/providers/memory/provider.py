@@ -31,6 +31,7 @@ from typing import BinaryIO
 from sandboxes.agent.protocol import TerminalSize
 from sandboxes.fault_injection import HookedCalls
 from sandboxes.image.files import build_exclude_filter, list_path_prefixes
+from sandboxes.providers import recoveries
 from sandboxes.providers.arguments import (
     check_directory_path,
     check_patterns,
@@ -55,7 +56,7 @@ from sandboxes.providers.base import (
     VendorIntervals,
 )
 from sandboxes.providers.command_results import ExecResult, ExecState, OutputView, ProcessOutput, ProcessState
-from sandboxes.providers.errors import BadPath, FailureCause, Missing, NoSuchFile, Rejected, TooLarge, Unavailable
+from sandboxes.providers.errors import BadPath, FailureCause, Missing, NoSuchFile, Rejected, Stopped, TooLarge, Unavailable
 from sandboxes.providers.memory.file_tree import (
     File,
     Files,
@@ -77,6 +78,7 @@ from sandboxes.providers.memory.programs import (
     run_program,
     run_shell,
 )
+from sandboxes.providers.recoveries import Recovery
 from sandboxes.providers.streams import limit_stream
 
 FATAL_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM)
@@ -198,8 +200,8 @@ class MemoryProvider(HookedCalls, Provider):
             sandbox.intervals = spec.intervals or sandbox.intervals
             if sandbox.spec.owner != spec.owner:
                 raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
-            if not sandbox.running:  # restart a stopped sandbox, without its processes
-                sandbox.running, sandbox.background, sandbox.used = True, {}, ResourceUsage(0, 0)
+            if not sandbox.running:
+                self._start(sandbox)
         return spec.name
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
@@ -227,8 +229,10 @@ class MemoryProvider(HookedCalls, Provider):
             timed_out = result.took >= timeout
             if output:
                 output.attach(result.stdout[:cap], result.stderr[:cap])
-            if not timed_out and (self._sandboxes.get(ref) is not sandbox or not sandbox.running):
-                raise Missing(f"{ref} was stopped or removed while the command ran.")
+            if not timed_out and self._sandboxes.get(ref) is not sandbox:
+                raise Missing(f"{ref} was removed while the command ran.")
+            if not timed_out and not sandbox.running:
+                raise Stopped(f"{ref} stopped while the command ran.")
             outcome = ExecResult(
                 exit_code=137 if timed_out or result.oom else result.exit_code,
                 stdout=result.stdout[:cap],
@@ -498,10 +502,16 @@ class MemoryProvider(HookedCalls, Provider):
         except KeyError:
             raise Missing(f"There is no sandbox {ref}.") from None
 
+    def _start(self, sandbox: MemorySandbox) -> None:
+        """Start a stopped sandbox, without the processes and results that it had."""
+        sandbox.running, sandbox.background, sandbox.retained, sandbox.used = True, {}, {}, ResourceUsage(0, 0)
+
     def _running(self, ref: str) -> MemorySandbox:
+        """Return the sandbox, which is started if it has stopped. Raise Missing, Unavailable."""
         sandbox = self._get(ref)
         if not sandbox.running:
-            raise Unavailable(f"{ref} does not run.", cause=FailureCause.NOT_RUNNING)
+            self._start(sandbox)
+            recoveries.report(Recovery.STARTED)
         if sandbox.suspended:  # stricter than Docker, which resumes the sandbox: a missing `resume` shows in tests
             raise Unavailable(f"{ref} is suspended.")
         return sandbox

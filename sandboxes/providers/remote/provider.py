@@ -24,7 +24,7 @@ from django.conf import settings
 from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE, ResourceUsage, VendorIntervals
 from sandboxes.providers.command_results import ExecResult, ExecState, OutputReader, OutputView
-from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Stopped, Unavailable
 from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
 from sandboxes.providers.launcher import BackgroundProcessProvider
 from sandboxes.providers.remote import channel, tool
@@ -143,7 +143,7 @@ class RemoteProvider(RemoteLifecycle, FileVerbsProvider, BackgroundProcessProvid
     def _run(self, ref: str, request: RunRequest, stdin: BinaryIO, *, live: bool) -> Generator[RunState, None, None]:
         """Start a command, and yield its states until it has ended and all of its output was yielded.
 
-        A command without a retained result is killed if the caller stops earlier. Raise Missing if the sandbox stopped, and
+        A command without a retained result is killed if the caller stops earlier. Raise Stopped if the sandbox stopped, and
         Unavailable if the outcome is not known. The runner starts a mark only once, so each call is repeated before that."""
         fields = self._prepare(ref, request, stdin)
         fields["release"] = self._take_acknowledged(ref)
@@ -155,7 +155,7 @@ class RemoteProvider(RemoteLifecycle, FileVerbsProvider, BackgroundProcessProvid
                 state = self._follow(ref, fields, offsets, wait=wait, live=live)
                 if state.state in ("lost", "unknown"):
                     has_ended = True
-                    raise Missing(f"{ref} stopped while the command ran.")
+                    raise Stopped(f"{ref} stopped while the command ran.")
                 offsets[0] += len(state.stdout)
                 offsets[1] += len(state.stderr)
                 has_ended = state.state == "ended"

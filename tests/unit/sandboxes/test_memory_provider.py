@@ -4,10 +4,12 @@ from datetime import timedelta
 
 import pytest
 
+from sandboxes.providers import recoveries
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.command_results import ExecResult
-from sandboxes.providers.errors import Missing, Unavailable
+from sandboxes.providers.errors import Missing, Stopped, Unavailable
 from sandboxes.providers.memory import File, Folder, Link, MemoryProvider, ProgramCall, ProgramResult
+from sandboxes.providers.recoveries import Recovery
 from tests.conftest import MINUTE, SimulatedCrash, die
 
 SPEC = SandboxSpec(name="lhc-one", owner="me")
@@ -70,14 +72,18 @@ def test_hook_on_an_unknown_method_is_refused(memory) -> None:
         memory.before("destory", die)
 
 
-def test_stopped_sandbox_is_listed_and_cannot_run_until_created_again_with_its_files(memory, ref) -> None:
+@pytest.mark.parametrize("how", ["create", "exec"])
+def test_stopped_sandbox_is_listed_and_started_with_its_files_but_without_processes(memory, ref, how: str) -> None:
     memory.write_file(ref, "/workspace/kept", b"kept")
+    memory.start(ref, ["sleep", "300"], env={}, mark="m")
     memory.stop(ref)
     assert [found.running for found in memory.list("me")] == [False]
-    with pytest.raises(Unavailable):
-        run(memory, ref)
-    memory.create(SPEC)
-    assert run(memory, ref, "cat", "kept").stdout == b"kept"
+    with recoveries.observe() as observed:
+        if how == "create":
+            memory.create(SPEC)
+        assert run(memory, ref, "cat", "kept").stdout == b"kept"
+    assert observed == ([Recovery.STARTED] if how == "exec" else [])
+    assert memory.processes(ref, ["m"]) == {}
     memory.stop(ref)
     memory.destroy(ref)
     assert memory.list("me") == []
@@ -103,14 +109,14 @@ def test_python_is_missing_unless_a_test_provides_it(memory, ref) -> None:
     assert memory.read_file(ref, "/workspace/seen", limit=10) == b"{}"
 
 
-@pytest.mark.parametrize("end", ["destroy", "vanish", "stop"])
-def test_command_whose_sandbox_is_gone_raises_missing(memory, ref, end: str) -> None:
+@pytest.mark.parametrize(("end", "error"), [("destroy", Missing), ("vanish", Missing), ("stop", Stopped)])
+def test_command_whose_sandbox_is_gone_raises_missing_and_not_if_it_has_stopped(memory, ref, end: str, error: type) -> None:
     def lose(call: ProgramCall) -> ProgramResult:
         getattr(memory, end)(ref)
         return ProgramResult(stdout=b"so far")
 
     memory.programs["work"] = lose
-    with pytest.raises(Missing):
+    with pytest.raises(error):
         run(memory, ref, "work")
 
 

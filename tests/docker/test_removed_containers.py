@@ -1,0 +1,138 @@
+"""Containers that someone else stops during a transfer, or removes. Their files are in volumes, and are not lost with them."""
+
+import io
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import BinaryIO, cast
+from uuid import uuid4
+
+import pytest
+from django.test import override_settings
+
+from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.docker.provider import DockerProvider
+from sandboxes.providers.errors import Missing, Stopped, Unavailable
+from tests.conftest import MINUTE
+from tests.docker.test_provider import Box, docker, executor, own_box, owner, volumes_of  # noqa: F401 - fixtures
+from tests.support.storage.tars import file, pack
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("docker_ready")]
+VERBS_AFTER_REMOVAL: dict[str, Callable[[DockerProvider, str], object]] = {
+    "exec": lambda provider, ref: provider.exec(ref, ["true"], env={}, timeout=MINUTE, mark=uuid4().hex),
+    "write_file": lambda provider, ref: provider.write_file(ref, "/workspace/f", b"x"),
+    "get_files": lambda provider, ref: b"".join(provider.get_files(ref, "/data")),
+    "kill": lambda provider, ref: provider.kill(ref, uuid4().hex),
+    "stats": lambda provider, ref: provider.stats(ref),
+    "resume": lambda provider, ref: provider.resume(ref),
+    "restart": lambda provider, ref: provider.restart(ref),
+}
+
+
+TRANSFERS: dict[str, Callable[[Box], object]] = {
+    "archive": lambda box: b"".join(read_slowly(box)),
+    "unpacking": lambda box: box.provider.put_files(box.ref, "/workspace", cast(BinaryIO, StoppingFile(box))),
+}
+
+
+def read_slowly(box: Box) -> Iterator[bytes]:
+    """Read an archive, and kill the container after the first part."""
+    chunks = box.provider.get_files(box.ref, "/workspace")
+    yield next(chunks)
+    docker("kill", box.ref)
+    yield from chunks
+
+
+class StoppingFile(io.BytesIO):
+    """Archive of 50 MB whose reader finds the container killed after the first part."""
+
+    def __init__(self, box: Box) -> None:
+        super().__init__(pack(file("big", bytes(50_000_000))).getvalue())
+        self._box = box
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.tell() > 0 and self._box.provider.inspect(self._box.ref).running:
+            docker("kill", self._box.ref)
+        return super().read(size)
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_container_death_during_a_transfer_is_no_loss(own_box: Box, transfer: str) -> None:  # noqa: F811
+    own_box.run("sh", "-c", "echo kept > f; head -c 100M /dev/zero > big")
+    with pytest.raises(Unavailable):
+        TRANSFERS[transfer](own_box)
+    # The engine notices the stop late while output of an exec is not read.
+    wait_until(lambda: not own_box.provider.inspect(own_box.ref).running, "the engine has noticed the stop")
+    assert own_box.run("cat", "f").stdout == b"kept\n"
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("verb", VERBS_AFTER_REMOVAL)
+def test_verb_after_the_removal_of_a_container_has_the_files_of_its_volumes(own_box: Box, verb: str) -> None:  # noqa: F811
+    own_box.run("sh", "-c", "echo kept > /data/file")
+    docker("rm", "-f", own_box.ref)
+    assert not own_box.provider.inspect(own_box.ref).running
+    VERBS_AFTER_REMOVAL[verb](own_box.provider, own_box.ref)
+    assert own_box.run("cat", "/data/file").stdout == b"kept\n"
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("verb", VERBS_AFTER_REMOVAL)
+def test_verb_after_the_removal_of_a_container_and_a_volume_raises_missing(own_box: Box, verb: str) -> None:  # noqa: F811
+    docker("rm", "-f", own_box.ref)
+    docker("volume", "rm", f"{own_box.ref}-data")
+    with pytest.raises(Missing):
+        VERBS_AFTER_REMOVAL[verb](own_box.provider, own_box.ref)
+
+
+def test_concurrent_commands_create_a_removed_container_once(own_box: Box) -> None:  # noqa: F811
+    docker("rm", "-f", own_box.ref)
+    with ThreadPoolExecutor(4) as threads:
+        results = [*threads.map(lambda _: replace(own_box, provider=DockerProvider()).run("true"), range(4))]
+    assert {result.exit_code for result in results} == {0}
+    assert [found.ref for found in own_box.provider.list(own_box.owner)] == [own_box.ref]
+
+
+@pytest.mark.parametrize("removed", [["data"], ["data", "workspace"]])
+def test_container_is_not_created_on_volumes_that_are_removed_meanwhile(
+    own_box: Box,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    removed: list[str],
+) -> None:
+    """Between the look at the volumes and the creation, as by a destroy. The engine would create them anew, and empty."""
+    create = DockerProvider._create_container
+
+    def create_late(provider: DockerProvider, spec: SandboxSpec, parked: str | None = None) -> bool:
+        docker("volume", "rm", *(f"{own_box.ref}-{name}" for name in removed))
+        return create(provider, spec, parked)
+
+    docker("rm", "-f", own_box.ref)
+    kept = {*volumes_of(own_box)} - {f"{own_box.ref}-{name}" for name in removed}
+    monkeypatch.setattr(DockerProvider, "_create_container", create_late)
+    with pytest.raises(Missing):
+        own_box.run("true")
+    assert docker("ps", "-aq", "--filter", f"name={own_box.ref}") == ""
+    assert {*volumes_of(own_box)} == kept
+
+
+def test_volumes_wait_for_an_image_that_was_removed(own_box: Box) -> None:  # noqa: F811
+    own_box.run("sh", "-c", "echo kept > f")
+    docker("rm", "-f", own_box.ref)
+    with override_settings(SANDBOX_IMAGE="leasehold-nowhere:latest"), pytest.raises(Unavailable, match="does not exist"):
+        own_box.run("true")
+    assert own_box.run("cat", "f").stdout == b"kept\n"
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("executor", ["agent"], indirect=True)
+def test_command_is_not_repeated_in_a_container_that_was_created_during_it(own_box: Box) -> None:  # noqa: F811
+    """A container that has never run does not show that the command had not begun in its predecessor."""
+    since = time.time()
+    docker("rm", "-f", own_box.ref)
+    assert own_box.provider._recreate(own_box.ref)
+    assert not own_box.provider._engine.ended_before(own_box.ref, since)
+    with pytest.raises(Stopped):
+        own_box.provider._require_running(own_box.ref, since)

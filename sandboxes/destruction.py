@@ -199,6 +199,8 @@ def _destroy_claimed(sandbox: Sandbox, claim: Claim, clock: Clock, *, actor: str
         )  # fmt: skip
         if destroyed:
             release_place(sandbox)
+    if destroyed:
+        log.info("sandbox destroyed", sandbox=str(sandbox.pk), agent=sandbox.agent_did, provider=sandbox.provider)
     return destroyed
 
 

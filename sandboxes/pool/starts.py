@@ -118,10 +118,13 @@ def start_reserved(
         # The row left `warming` meanwhile. A destroy may have been confirmed before the provider had created anything.
         _discard(provider, sandbox)
         raise _build_overtaken_error(sandbox)
-    if not has_stored_state(sandbox, source):
+    is_woken, seconds = has_stored_state(sandbox, source), round((clock() - now).total_seconds(), 3)
+    log.info(
+        "wake" if is_woken else "sandbox created",
+        sandbox=str(sandbox.pk), source=source, agent=sandbox.agent_did, provider=sandbox.provider, seconds=seconds,
+    )  # fmt: skip
+    if not is_woken:
         return sandbox  # with the values that were just written
-    seconds = round((clock() - now).total_seconds(), 3)
-    log.info("wake", sandbox=str(sandbox.pk), source=source, agent=sandbox.agent_did, seconds=seconds)
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
 
 

@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import pytest
+from structlog.testing import capture_logs
 
 from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType, Lease
@@ -250,6 +251,20 @@ def test_refusal_of_a_full_pool_states_a_remedy(grant, pool, memory) -> None:
     with memory.after("exec", use_other):
         run(lease)
     assert Sandbox.objects.count() == 1
+
+
+def test_a_first_start_a_wake_and_a_confirmed_destroy_are_logged(grant) -> None:
+    lease = grant()
+    with capture_logs() as lines:
+        write(lease)
+        evict(lease)
+        read(lease)
+        leasing.release(lease.pk, now=NOW)
+        sweeps.reclaim(now=NOW)
+    logged = [line for line in lines if line["event"] in ("sandbox created", "sleep", "wake", "sandbox destroyed")]
+    assert [line["event"] for line in logged] == ["sandbox created", "sleep", "wake", "sandbox destroyed"]
+    assert {line["sandbox"] for line in logged} == {str(Sandbox.objects.get().pk)}
+    assert {line.get("provider", "memory") for line in logged} == {"memory"}
 
 
 # --- quotas -----------------------------------------------------------------------------------------------------------

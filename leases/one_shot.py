@@ -22,6 +22,7 @@ from sandboxes import destruction
 from sandboxes.claims import KILL_GRACE, track, track_transfer
 from sandboxes.db.clock import clock_from
 from sandboxes.db.connection_errors import retry_connection_errors
+from sandboxes.egress.environment import build_environment
 from sandboxes.errors import (
     ClaimLost,
     ProviderCallFailed,
@@ -39,7 +40,6 @@ from sandboxes.providers.base import WORKSPACE, Provider
 from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.errors import ProviderError, Rejected
 from sandboxes.runs import operations
-from sandboxes.runs.environment import build_environment
 from sandboxes.runs.operations import Command
 from sandboxes.state import directories
 from sandboxes.storage.base import DiskFull, StoreError

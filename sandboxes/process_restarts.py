@@ -24,6 +24,7 @@ from django.db.models.functions import Coalesce
 from sandboxes.claims import KILL_GRACE
 from sandboxes.db import encryption
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
+from sandboxes.egress.environment import build_environment
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox, SandboxState
@@ -32,7 +33,6 @@ from sandboxes.providers.base import Provider
 from sandboxes.providers.command_results import ProcessState
 from sandboxes.providers.errors import ProviderError, Rejected, StartKilled
 from sandboxes.providers.launcher import KILLED_EXIT_CODE, LAUNCH_TIMEOUT
-from sandboxes.runs.environment import build_environment
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)

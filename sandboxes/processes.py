@@ -18,6 +18,7 @@ from django.db.models import Q, QuerySet
 from sandboxes import process_restarts, suspension
 from sandboxes.agent.protocol import TerminalSize
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.egress.environment import build_environment
 from sandboxes.errors import (
     ProcessEnded,
     ProcessOutputGone,
@@ -38,7 +39,6 @@ from sandboxes.providers.base import WORKSPACE, Provider
 from sandboxes.providers.command_results import ProcessOutput, ProcessState
 from sandboxes.providers.errors import Missing, ProviderError, Rejected
 from sandboxes.runs import operations, workspace_limit
-from sandboxes.runs.environment import build_environment
 from sandboxes.runs.operations import Command, Operation
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 

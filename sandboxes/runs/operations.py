@@ -19,6 +19,7 @@ from sandboxes.claims import KILL_GRACE, hold
 from sandboxes.db import sql, tracing
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
+from sandboxes.egress.environment import build_environment
 from sandboxes.errors import (
     ClaimLost,
     DataFull,
@@ -41,7 +42,6 @@ from sandboxes.providers.errors import Missing, NoSuchFile, ProviderError, Rejec
 from sandboxes.providers.recoveries import Recovery
 from sandboxes.runs import failures, retention, workspace_limit
 from sandboxes.runs.claims import RunClaim
-from sandboxes.runs.environment import build_environment
 from sandboxes.state import data_sync
 from sandboxes.storage.base import DiskFull, StoreError
 

@@ -148,6 +148,7 @@ class ProviderBench:
     agent: Path | None = None  # directory of the gateway's socket
     admit: Callable[[SandboxSpec], SandboxSpec] = lambda spec: spec  # adds the access to a gateway that the agent joins
     names: list[str] = field(default_factory=list)  # of all specs
+    stop: Callable[[str], object] | None = None  # stops a sandbox from outside, by its ref; its files stay
 
     def spec(self, **more):
         image = DOCKER_IMAGE if self.provider.name in ("docker", "kubernetes") else ""
@@ -225,12 +226,17 @@ def make_bench(request, tmp_path):
         gateway, settings = request.getfixturevalue("gateway"), request.getfixturevalue("settings")
         settings.AGENT_GATEWAY = tmp_path / "none" if request.param == BY_ENGINE else gateway.client_path
         wait_for_late_agents(request.getfixturevalue("monkeypatch"))
-        return ProviderBench(DockerProvider(), agent=gateway.mount)
+        provider = DockerProvider()
+        return ProviderBench(provider, agent=gateway.mount, stop=provider._engine.client.kill)
     if kind == "kubernetes":
         return connect_cluster(request.getfixturevalue("kubernetes"))
     if kind in REMOTE:
-        return ProviderBench(connect_provider(kind, request.getfixturevalue("emulators")(kind)))
-    return ProviderBench(ProcessProvider(tmp_path) if kind == "process" else load_class(kind)())
+        emulator = request.getfixturevalue("emulators")(kind)
+        return ProviderBench(connect_provider(kind, emulator), stop=emulator.stop_idle)
+    if kind == "process":
+        return ProviderBench(ProcessProvider(tmp_path))
+    provider = load_class(kind)()
+    return ProviderBench(provider, stop=provider.stop)
 
 
 def make_bench_fixture(*kinds):
@@ -288,6 +294,9 @@ def make_box_fixture(*kinds, root=WORKSPACE):
 bench = make_bench_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
 real_bench = make_bench_fixture("process", "docker", "kubernetes", *REMOTE)  # providers that execute real programs
 limiting_bench = make_bench_fixture("memory", "docker", "kubernetes")  # enforces_limits
+# Providers whose sandboxes keep their files when they stop; those of Kubernetes, Cloudflare and Modal do not. Stops of containers
+# with an agent, after which the engine executes the next command, are in tests/docker.
+stopping_bench = make_bench_fixture("memory", BY_ENGINE, "daytona", "langsmith", "runloop")
 suspending_bench = make_bench_fixture("memory", "docker")  # can_suspend
 box = make_box_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
 real_box = make_box_fixture("process", "docker", "kubernetes", *REMOTE)

@@ -70,6 +70,26 @@ def test_container_death_during_a_transfer_is_no_loss(own_box: Box, transfer: st
 
 
 @pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("executor", ["agent"], indirect=True)
+@pytest.mark.parametrize("end", ["kill", "rm -f"])
+def test_end_of_a_container_ends_the_stream_of_its_command(own_box: Box, end: str) -> None:  # noqa: F811
+    provider, ref, mark = own_box.provider, own_box.ref, uuid4().hex
+    own_box.run("sh", "-c", "echo kept > f")
+    with ThreadPoolExecutor(1) as thread:
+        command = ["sh", "-c", "echo begun; sleep 300"]
+        running = thread.submit(provider.exec, ref, command, env={}, timeout=5 * MINUTE, mark=mark, retain=True)
+        wait_until(lambda: "sleep 300" in own_box.processes(), "it sleeps")
+        reader = provider.open_output(ref, mark, stdout=0, stderr=0)
+        assert reader and (part := reader.read(wait=30)) and part.content == b"begun\n"
+        docker(*end.split(), ref)
+        assert reader.read(wait=30) is None
+        with pytest.raises(Stopped):
+            running.result()
+    assert provider.find_exec(ref, mark) is None
+    assert own_box.run("cat", "f").stdout == b"kept\n"
+
+
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("verb", VERBS_AFTER_REMOVAL)
 def test_verb_after_the_removal_of_a_container_has_the_files_of_its_volumes(own_box: Box, verb: str) -> None:  # noqa: F811
     own_box.run("sh", "-c", "echo kept > /data/file")

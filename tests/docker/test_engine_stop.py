@@ -1,0 +1,59 @@
+"""An engine that is stopped gracefully during a command, as by each upgrade of its package, and is started again."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from django.utils import timezone
+
+from leases import execution, sweeps
+from leases.models import Lease
+from sandboxes import providers
+from sandboxes.errors import ProviderCallFailed
+from sandboxes.models import Pool, Run
+from sandboxes.providers.docker.provider import DockerProvider
+from sandboxes.runs.operations import Command
+from tests.conftest import DOCKER_IMAGE, MINUTE
+from tests.support.leases import get_sandbox, read, write
+from tests.support.servers.engines import PrivateEngine, private_engine
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.docker, pytest.mark.django_db, pytest.mark.matrix("a private engine, which stops its containers")]
+
+
+@pytest.fixture
+def engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateEngine]:
+    """Engine with the default of Docker: no container survives a stop of its daemon."""
+    directory = tmp_path_factory.mktemp("engine")
+    with private_engine(directory / "data", images=(DOCKER_IMAGE,)) as engine:
+        monkeypatch.setenv("DOCKER_HOST", engine.url)
+        providers._create_provider.cache_clear()
+        yield engine
+    providers._create_provider.cache_clear()
+
+
+def test_command_during_a_graceful_stop_of_the_engine_is_unknown_and_its_lease_goes_on(
+    engine: PrivateEngine, docker_pool: Pool, grant: Callable[..., Lease]
+) -> None:
+    lease = grant(pool=docker_pool.name, now=timezone.now())
+    write(lease, "precious", now=timezone.now())
+    ref = get_sandbox(lease).ref
+
+    def stop_engine() -> None:
+        client = DockerProvider()._engine.client
+        wait_until(lambda: "sleep 300" in str(client.top(ref)), "the command runs")
+        engine.shut_down()
+
+    stop = threading.Thread(target=stop_engine)
+    stop.start()
+    with pytest.raises(ProviderCallFailed):
+        execution.exec_command(lease.pk, Command(["sleep", "300"], 5 * MINUTE), now=timezone.now())
+    stop.join()
+    engine.start()
+    sweeps.recover_stalled(now=timezone.now())
+    run = Run.objects.latest("started_at")
+    # The engine may respond no more when the end of the command is noticed: then the sweep closes the run.
+    assert run.outcome in ("error", "lost")
+    assert get_sandbox(lease).lost_at is None
+    assert read(lease, now=timezone.now()) == "precious"
+    assert "restarted" in Run.objects.latest("started_at").note

@@ -36,6 +36,8 @@ ARGUMENTS: dict[str, list[str]] = {
     "identity": ["list"],
     "installation": [],
     "join": ["game-1", "--agent", AGENT, "--type", "catan"],
+    "key": ["list"],
+    "lease": ["list"],
     "limits": ["pool", "default"],
     "meter": [],
     "pack": ["list"],

@@ -32,6 +32,8 @@ def add_column_options(parser: ArgumentParser, model: type[models.Model], names:
         if isinstance(field, models.BooleanField):
             parser.add_argument(build_option(name), action=BooleanOptionalAction, default=None, help=text)
             continue
+        if field.null:
+            text += f" {NONE!r} empties it."
         metavar = next((metavar for kind, metavar in METAVARS if isinstance(field, kind)), "TEXT")
         values: dict[str, Any] = {"nargs": "*", "action": "extend"} if isinstance(field, models.JSONField) else {}
         parser.add_argument(build_option(name), metavar=metavar, help=text, **values)

@@ -47,6 +47,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "project": ["list"],
     "qcluster": [],
     "quickstart": [],
+    "quota": ["list"],
     "rate": ["list"],
     "release": [LEASE],
     "repository": ["list"],

@@ -33,6 +33,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "environment_type": ["list"],
     "estimate": ["--agents", "1", "--hours-per-day", "1"],
     "exec": [LEASE, "--", "true"],
+    "files": ["ls", LEASE],
     "hosts": [],
     "identity": ["list"],
     "installation": [],

@@ -62,6 +62,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "sandboxes": ["list"],
     "second_factor": ["list"],
     "sign_ins": ["--user", "ada"],
+    "snapshot": ["take", LEASE],
     "state": ["ls", AGENT],
     "statements": ["list"],
     "sweep": [],

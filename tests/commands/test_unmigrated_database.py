@@ -19,6 +19,7 @@ LEASE = "00000000-0000-0000-0000-000000000000"
 AGENT = "did:plc:ada"
 # Arguments with which each command reads or writes the database, and the exit codes that are not 1.
 ARGUMENTS: dict[str, list[str]] = {
+    "account": ["list"],
     "acquire": ["--agent", AGENT, "--environment", "game-1", "--type", "catan"],
     "atproto": ["list"],
     "budget": ["list"],

@@ -22,6 +22,7 @@ def main() -> None:
         from django.conf import settings
         from django.core.exceptions import ImproperlyConfigured
         from django.core.management import execute_from_command_line
+        from django.db import DatabaseError, OperationalError
     except ImportError as error:
         sys.exit(f"Django is not installed here ({error}). Run `make install`, then use .venv/bin/python manage.py.")
     try:
@@ -29,6 +30,16 @@ def main() -> None:
         execute_from_command_line(sys.argv)
     except ImproperlyConfigured as error:
         sys.exit(str(error))
+    except DatabaseError as error:
+        from sandboxes.management.base import explain_database_error, lacks_migrations
+
+        if (
+            "--traceback" in sys.argv
+            or sys.argv[1] == "migrate"
+            or not (isinstance(error, OperationalError) or lacks_migrations())
+        ):
+            raise
+        sys.exit(explain_database_error(error))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from typing import Any
 import structlog
 from django.conf import settings
 from django.db import Error as DatabaseError
-from django.db import connection
-from django.db.migrations.executor import MigrationExecutor
 from django.db.models import F, Q
 from django.http import HttpRequest, JsonResponse
 from django.utils import timezone
@@ -30,6 +28,7 @@ from leases.api.pools import serialize_pool_stats
 from sandboxes import long_calls, pool_stats, providers
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp
+from sandboxes.db.migrations import MIGRATIONS_MISSING, find_unapplied_migrations
 from sandboxes.hosts import registry
 from sandboxes.models import Host, Sweep
 from sandboxes.pool import start_breaker
@@ -68,7 +67,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     """Build the health report. `missing` has the conditions that prevent leases, `warnings` those that need an operator."""
     try:
         if find_unapplied_migrations():
-            return _build_report(database=True, migrated=False, missing=["Migrations are not applied: run manage.py migrate."])
+            return _build_report(database=True, migrated=False, missing=[MIGRATIONS_MISSING])
         sweep_rows = _load_sweeps()
         queued = OrmQ.objects.count()
         pools = pool_stats.collect_pool_stats(now=now)
@@ -203,20 +202,6 @@ def _get_warm_status(pool: PoolStats) -> dict[str, Any]:
 
 def _build_report(*, missing: list[str], **report: Any) -> dict[str, Any]:
     return {"status": "not ready" if missing else "ok", "missing": missing, **report}
-
-
-def find_unapplied_migrations() -> list[str]:
-    """Return the names of unapplied migrations. Once all are applied, this process does not query again."""
-    if not _migrations_applied:
-        executor = MigrationExecutor(connection)
-        plan = executor.migration_plan(executor.loader.graph.leaf_nodes())
-        if plan:
-            return [str(migration) for migration, _ in plan]
-        _migrations_applied.append(True)
-    return []
-
-
-_migrations_applied: list[bool] = []
 
 
 def _load_sweeps() -> dict[str, Sweep | None]:

@@ -19,7 +19,7 @@ from leases.errors import LeaseEnded
 from leases.guard import LeaseGuard
 from leases.models import Lease
 from leases.placement import LEASE_HAS_ALTERNATIVES_SQL, LeasePlacement
-from sandboxes import restarts
+from sandboxes import files, restarts
 from sandboxes.claims import CLAIM_TTL, KILL_GRACE, Claim, hold
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
@@ -36,11 +36,13 @@ from sandboxes.pool.allocation import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, Provider
 from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.errors import ProviderError
-from sandboxes.runs import operations
+from sandboxes.runs import operations, workspace_limit
 from sandboxes.runs.operations import Command
+from sandboxes.state.file_tree import FileTree
 
 T = TypeVar("T")
 WrapGuard = Callable[[Guard], Guard]
+ADDING_VERBS = ("write", "unpack", "mkdir")  # first word of a file operation that adds files
 PING_TIMEOUT = timedelta(seconds=1)
 # The pool of a lease and its sandbox, of which there is at most one (sandbox_one_live_per_holder). Plan: primary keys of the
 # lease and the pool, and the index of that constraint.
@@ -111,6 +113,29 @@ def call_in_sandbox(
         result = operation(opened.provider, opened.sandbox)
         opened.result = result if isinstance(result, ExecResult) else None
     return opened.run, result
+
+
+def read_files(
+    pk: UUID, root: str, command: Command, act: Callable[[FileTree], T], *, now: datetime, actor: str = ""
+) -> tuple[T, str]:
+    """Call `act` with the files of a lease below `root`. Return its result and the source, as sandboxes.files.read_files."""
+    clock = clock_from(now)
+    with use_lease(pk, now=now) as request:
+        return files.read_files(request, root, command, act, now=clock(), actor=actor)
+
+
+def change_files(
+    pk: UUID, command: Command, act: Callable[[Provider, Sandbox], None], *, now: datetime, actor: str = ""
+) -> None:
+    """Call `act`, which changes files, in the sandbox of a lease. Raise WorkspaceFull if it adds to a full workspace."""
+    clock = clock_from(now)
+
+    def check_space_and_act(provider: Provider, sandbox: Sandbox) -> None:
+        if command.argv[0] in ADDING_VERBS:
+            workspace_limit.require_workspace_space(provider, sandbox, now=clock())
+        act(provider, sandbox)
+
+    call_in_sandbox(pk, command, check_space_and_act, now=now, actor=actor)
 
 
 def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:

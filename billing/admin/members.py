@@ -98,10 +98,8 @@ class MembershipForm(forms.ModelForm):
     def clean(self) -> dict[str, Any] | None:
         """Reject a new membership that changes nothing. An existing one may be changed so, which revokes the move."""
         cleaned = super().clean()
-        if cleaned and not self.errors and self.instance.pk is None:
-            present = Membership.objects.on(cleaned["since"] or get_today()).filter(agent_did=cleaned["agent_did"]).first()
-            if cleaned["account"].name == (present.account.name if present else HOUSE_ACCOUNT_NAME):
-                raise ValidationError({"account": f"The agent already belongs to {cleaned['account']} on that day."})
+        if cleaned and not self.errors and self.instance.pk is None and Membership(**cleaned).changes_nothing():
+            raise ValidationError({"account": f"The agent already belongs to {cleaned['account']} on that day."})
         return cleaned
 
 

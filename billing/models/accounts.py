@@ -80,6 +80,12 @@ class Membership(models.Model):
         """True if the membership affects a closed month and cannot change. Evaluated once per instance."""
         return bool(_explain_closed_months(self._find_account_changes(deleted=True)))
 
+    def changes_nothing(self) -> bool:
+        """Return whether the agent already belongs to the account on the first day, which is today if it is not stated."""
+        present = Membership.objects.on(self.since or to_utc_date(timezone.now())).filter(agent_did=self.agent_did)
+        account = present.values_list("account__name", flat=True).first() or HOUSE_ACCOUNT_NAME
+        return self.account.name == account
+
     def clean(self) -> None:
         if not self.agent_did or self.account_id is None:
             return  # reported by the fields' own validation

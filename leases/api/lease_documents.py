@@ -6,9 +6,10 @@ of the CPU time that 400 model instances take (tests/bench/lease_pages.py)."""
 import json
 from datetime import datetime
 
-from django.db.models import TextField
+from django.db.models import Q, TextField
 from django.db.models.expressions import RawSQL
 
+from leases.errors import InvalidRequest
 from leases.models import LeaseStatus
 from sandboxes.db import dialect
 from sandboxes.providers.base import Network
@@ -25,6 +26,18 @@ def build_lease_document(now: datetime) -> RawSQL:
     unique index sandbox_one_live_per_holder: one index lookup per row, for a table of any size."""
     document = dialect.build_object(_describe_lease())
     return RawSQL(dialect.json_as_text(document), [dialect.adapt_value(now)] * document.count("%s"), output_field=TextField())  # noqa: S611 - no user input
+
+
+def build_status_filter(status: str, *, now: datetime) -> Q:
+    """Build a filter of leases by status, as their documents state it. Raise InvalidRequest for an unknown status."""
+    elapsed = Q(expires_at__lte=now, status=LeaseStatus.ACTIVE)  # ended, not yet recorded by a sweep
+    if status == LeaseStatus.ACTIVE:
+        return Q(status=LeaseStatus.ACTIVE) & ~elapsed
+    if status == LeaseStatus.EXPIRED:
+        return Q(status=LeaseStatus.EXPIRED) | elapsed
+    if status == LeaseStatus.DESTROYED:
+        return Q(status=LeaseStatus.DESTROYED)
+    raise InvalidRequest("status", f"Must be one of {', '.join(LeaseStatus.values)}.")
 
 
 def find_document_position(text: str) -> tuple[datetime, str]:

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db.models import Q, QuerySet
+from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 from drf_spectacular.utils import extend_schema
@@ -33,9 +33,8 @@ from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.renderers import JsonRenderer
 from leases.api.base.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
-from leases.api.lease_documents import build_lease_document, find_document_position
+from leases.api.lease_documents import build_lease_document, build_status_filter, find_document_position
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
-from leases.errors import InvalidRequest
 from leases.models import (
     CONDITION_DESCRIPTION,
     CONDITION_PATTERN,
@@ -282,22 +281,12 @@ class LeaseListView(ApiView):
         if environment := request.GET.get("environment_id"):
             leases = leases.filter(environment_id=validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment))
         if status := request.GET.get("status"):
-            leases = leases.filter(self._build_status_filter(status))
+            leases = leases.filter(build_status_filter(status, now=self.now))
         documents: QuerySet[Any, Any] = leases.annotate(document=build_lease_document(self.now))
         texts: QuerySet[Any, str] = documents.values_list("document", flat=True)
         page, next_url = paginate(texts, "leased_at", request, find_position=find_document_position)
         body = f'{{"results": [{", ".join(page)}], "next": {json.dumps(next_url)}}}'
         return HttpResponse(body, content_type=JsonRenderer.media_type)
-
-    def _build_status_filter(self, status: str) -> Q:
-        elapsed = Q(expires_at__lte=self.now, status=LeaseStatus.ACTIVE)  # ended, not yet recorded by a sweep
-        if status == LeaseStatus.ACTIVE:
-            return Q(status=LeaseStatus.ACTIVE) & ~elapsed
-        if status == LeaseStatus.EXPIRED:
-            return Q(status=LeaseStatus.EXPIRED) | elapsed
-        if status == LeaseStatus.DESTROYED:
-            return Q(status=LeaseStatus.DESTROYED)
-        raise InvalidRequest("status", f"Must be one of {', '.join(LeaseStatus.values)}.")
 
     @extend_schema(
         operation_id="leases_acquire",
@@ -328,10 +317,7 @@ class LeaseView(LeaseApiView):
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Return a lease with its sandbox, awake time and LLM usage."""
-        alive = alive_time.get_alive_time(pk, now=self.now).total_seconds()
-        usage = serialize_lease_calls(self.lease, calculate_totals(LlmCall.objects.filter(holder=pk)))
-        detail = {"sandbox_ended": render_last_stop(pk), "seconds_alive": alive, "llm": usage}
-        return Response(render_lease(self.lease, now=self.now) | detail)
+        return Response(render_lease_detail(self.lease, now=self.now))
 
 
 class LeaseRenewView(HotLeaseApiView):
@@ -452,6 +438,14 @@ def render_lease(lease: Lease, *, now: datetime, is_new: bool = False) -> dict[s
     """Serialize a lease with its sandbox, as expired if a clock has elapsed. A new lease has no sandbox yet."""
     sandbox = None if is_new else sql.find_first(Sandbox, HELD_SANDBOX_SQL, lease.pk)
     return serialize_lease(leasing.apply_elapsed_clock(lease, now), sandbox, is_new=is_new)
+
+
+def render_lease_detail(lease: Lease, *, now: datetime) -> dict[str, Any]:
+    """Serialize a lease with its sandbox, awake time and LLM usage: the fields of LeaseDetailSerializer."""
+    alive = alive_time.get_alive_time(lease.pk, now=now).total_seconds()
+    usage = serialize_lease_calls(lease, calculate_totals(LlmCall.objects.filter(holder=lease.pk)))
+    detail = {"sandbox_ended": render_last_stop(lease.pk), "seconds_alive": alive, "llm": usage}
+    return render_lease(lease, now=now) | detail
 
 
 def render_last_stop(pk: UUID) -> dict[str, str] | None:

@@ -1,6 +1,5 @@
 """Error reporting and option parsing shared by the management commands."""
 
-import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -11,43 +10,23 @@ from uuid import UUID
 
 from django.core.exceptions import ValidationError
 from django.core.management.base import CommandError
-from django.db import Error as DatabaseError
 
 from leases.errors import InvalidRequest
 from leases.models import DID_DESCRIPTION, ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN, Lease, validate_did
 from sandboxes.db import durations
-from sandboxes.errors import SandboxError
-from sandboxes.providers.errors import ProviderError
+from sandboxes.management import base
 
-EXIT_INTERRUPTED = 130
 MAX_SECRET_CHARS = 4000
 
 
 @contextmanager
 def report_errors(verbosity: int) -> Iterator[None]:
-    """Turn known errors of the block into CommandError; an interrupt exits with code 130.
-
-    Below verbosity 2 only errors are logged, since stderr carries the output of the command or of its sandbox."""
-    root = logging.getLogger()
-    level = root.level
-    if verbosity < 2:
-        root.setLevel(max(level, logging.ERROR))
-    try:
-        yield
-    except (SandboxError, ProviderError) as error:
-        raise CommandError(str(error)) from error
-    except Lease.DoesNotExist:
-        raise CommandError("There is no such lease.") from None
-    except DatabaseError as error:
-        raise CommandError(f"The database does not respond: {first_line(error)}") from error
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    finally:
-        root.setLevel(level)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """Like sandboxes.management.base.report_errors, and also turn an unknown lease into CommandError."""
+    with base.report_errors(verbosity):
+        try:
+            yield
+        except Lease.DoesNotExist:
+            raise CommandError("There is no such lease.") from None
 
 
 def read_secret() -> str:

@@ -222,12 +222,13 @@ class PoolAdmin(ConsoleModelAdmin):
         return ({"capacity": derived.places} if derived else {}) | super().get_changeform_initial_data(request)
 
     def save_model(self, request: HttpRequest, obj: Pool, form: Any, change: bool) -> None:
-        edited = change and form.cleaned_data["capacity"] != form.initial["capacity"]
-        if edited and "automatic_capacity" not in form.changed_data:
-            obj.automatic_capacity = False
-            form.changed_data.append("automatic_capacity")
-        super().save_model(request, obj, form, change)
-        capacity.update_automatic_capacities(now=timezone.now())
+        automatic, changed = obj.automatic_capacity, [*form.changed_data]
+        if change and form.cleaned_data["capacity"] == form.initial["capacity"]:
+            # changed_data compares a field with a callable default to a hidden input, which a client may omit
+            changed = [name for name in changed if name != "capacity"]
+        capacity.save_pool(obj, changed, now=timezone.now())
+        if change and automatic and not obj.automatic_capacity:
+            form.changed_data.append("automatic_capacity")  # stated in the log entry
 
     def annotate_rows(self, rows: list[Pool]) -> None:
         by_pool = {each.pk: each for each in pool_stats.collect_pool_stats(now=timezone.now())}

@@ -1,5 +1,6 @@
 """Automatic capacity of pools: LEASEHOLD_MAX_SANDBOXES, else as many sandboxes as fit into the memory of the live hosts."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -70,6 +71,21 @@ def sum_capacity(provider_name: str, memory_mib: int, *, now: datetime) -> Deriv
     places = sum(compute_places(mib, memory_mib) if mib else UNMEASURED_CAPACITY for mib in memories)
     origin = f"{derived.origin}, and {places:,} on {pluralize(len(memories), 'other host', 'other hosts')}"
     return DerivedCapacity(derived.places + places, origin)
+
+
+def save_pool(pool: Pool, changed: Collection[str], *, now: datetime) -> None:
+    """Save a validated pool, of an existing one only the `changed` columns, and derive the automatic capacities again.
+
+    A changed capacity ends the automatic one, unless that is among the changes, too."""
+    if pool._state.adding:
+        pool.save()
+    else:
+        columns = {*changed}
+        if "capacity" in columns and "automatic_capacity" not in columns:
+            pool.automatic_capacity = False
+            columns.add("automatic_capacity")
+        pool.save(update_fields=columns)
+    update_automatic_capacities(now=now)
 
 
 def update_automatic_capacities(*, now: datetime) -> int:

@@ -11,9 +11,10 @@ from django.core.management import CommandError, call_command
 from django.db import OperationalError, connection
 from django.utils import timezone
 
-from controlplane import health, schedules
+from controlplane import schedules
 from leases import api_keys, execution
 from leases.models import Agent, AgentKey, Lease, LeaseEvent
+from sandboxes.db import migrations
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import ProgramResult
@@ -187,7 +188,7 @@ def test_without_a_database_each_command_reports_it_in_one_line(monkeypatch: pyt
         raise OperationalError("connection failed\nDETAIL: password=secret")
 
     monkeypatch.setattr(connection, "cursor", down)
-    monkeypatch.setattr(health, "_migrations_applied", [])
+    monkeypatch.setattr(migrations, "_migrations_applied", [])
     for argv in (["release", NO_LEASE], ["quickstart"]):
         with pytest.raises(CommandError, match=r"^The database does not respond: connection failed$"):
             call(*argv)

@@ -20,6 +20,7 @@ from controlplane.games import GAMES, DemoOptions
 from controlplane.games.client import ApiError, Client, Player, build_cost_rows, build_result_rows, post_condition
 from leases import api_keys
 from sandboxes.egress import nginx
+from sandboxes.management.base import require_migrated
 
 MANAGE_PY = Path(__file__).resolve().parents[3] / "manage.py"
 START_TIMEOUT_SECONDS = 60.0
@@ -59,6 +60,7 @@ class Command(BaseCommand):
             raise CommandError(f"--agents: {options['pack']} has {min(game.agents, 2)} to {game.max_agents} agents.")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.request_stop)
+        require_migrated()
         base = f"http://127.0.0.1:{options['port']}"
         up = subprocess.Popen(
             [sys.executable, str(MANAGE_PY), "up", "--port", str(options["port"]), "--leave-nothing"], start_new_session=True

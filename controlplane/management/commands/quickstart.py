@@ -7,10 +7,10 @@ from django.contrib.auth import get_user_model
 from django.core.management.base import BaseCommand, CommandError
 from django.db import IntegrityError, transaction
 
-from controlplane import health
 from leases.management.base import report_errors
 from sandboxes.db import database_time
 from sandboxes.hosts import capacity
+from sandboxes.management.base import require_migrated
 from sandboxes.models import Pool
 
 SUPERUSER_NAME = "operator"
@@ -21,8 +21,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         with report_errors(options["verbosity"]):
-            if health.find_unapplied_migrations():
-                raise CommandError("Migrations are not applied: run manage.py migrate first.")
+            require_migrated()
             self._create_superuser()
             self._set_capacity()
 

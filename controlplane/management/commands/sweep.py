@@ -9,8 +9,9 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import connections
 
 from controlplane import dry_run, schedules
-from leases.management.base import first_line, parse_duration, report_errors
+from leases.management.base import parse_duration, report_errors
 from sandboxes.db import database_time
+from sandboxes.management.base import first_line, refuse_unmigrated
 
 TICK_SECONDS = 0.2  # interval between checks for a signal
 
@@ -30,6 +31,7 @@ class Command(BaseCommand):
         pause = parse_duration("--every", every).total_seconds()
         selected = [name for name in schedules.SWEEP_NAMES if name in names or not names]
         with report_errors(options["verbosity"]):
+            refuse_unmigrated()  # each sweep would report the missing table otherwise
             if options["dry_run"]:
                 self._dry_run(selected)
             elif options["loop"]:

@@ -22,11 +22,12 @@ from controlplane import checks, health, schedules, stages, supervisor
 from controlplane.supervisor import Child, LockFile, Supervisor
 from controlplane.worker import heartbeat as queue_heartbeat
 from leases import sweeps as lease_sweeps
-from leases.management.base import first_line, parse_duration
+from leases.management.base import parse_duration
 from sandboxes import long_calls, providers
-from sandboxes.db import database_time
+from sandboxes.db import database_time, migrations
 from sandboxes.egress import nginx
 from sandboxes.hosts import capacity, registry
+from sandboxes.management.base import explain_database_error, first_line, require_migrated
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.pool import prewarmed
 from sandboxes.providers.base import Provider
@@ -78,14 +79,13 @@ class Command(BaseCommand):
         except supervisor.AlreadyRunning as error:
             raise CommandError(f"Another manage.py up is running on {settings.STATE_DIR} ({error}).") from None
         except DatabaseError as error:
-            raise CommandError(f"The database does not respond: {first_line(error)}") from None
+            raise CommandError(explain_database_error(error)) from None
         except PermissionError as error:
             raise CommandError(f"LEASEHOLD_STATE_DIR cannot be used: {error}") from None
 
     def _prepare(self, host: str, port: int, *, with_queue: bool, heartbeat_timeout: timedelta) -> None:
         """First stage: start the children, and continue in the stage `supervise`."""
-        if health.find_unapplied_migrations():
-            raise CommandError("Migrations are not applied: run manage.py migrate.")
+        require_migrated()
         provider = providers.get_provider(providers.get_default_provider_name())
         if provider.name == "memory" and settings.PROFILE != "small":
             raise CommandError("SANDBOX_PROVIDER=memory works in one process only: LEASEHOLD_PROFILE=small.")
@@ -222,7 +222,7 @@ def build_image_and_database() -> None:
     try:
         if providers.get_default_provider_name() == "docker":
             call_command("build_image")
-        if health.find_unapplied_migrations():
+        if migrations.find_unapplied_migrations():
             call_command("migrate", verbosity=0)
         call_command("quickstart")
     except CommandError as error:

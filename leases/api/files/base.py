@@ -16,13 +16,10 @@ from rest_framework.request import Request
 from leases import execution
 from leases.api.base.views import LeaseApiView
 from leases.errors import InvalidRequest
-from sandboxes import files
 from sandboxes.db import database_time
-from sandboxes.db.clock import clock_from
 from sandboxes.models import Sandbox
 from sandboxes.providers.arguments import check_directory_path
 from sandboxes.providers.base import DATA, WORKSPACE, Provider
-from sandboxes.runs import workspace_limit
 from sandboxes.runs.operations import Command
 from sandboxes.state.file_tree import FileTree
 from sandboxes.storage.base import StoreError
@@ -35,22 +32,13 @@ T = TypeVar("T")
 class FileApiView(LeaseApiView):
     def read_tree(self, pk: UUID, root: str, command: Command, act: Callable[[FileTree], T]) -> tuple[T, dict[str, str]]:
         """Return the result of `act` on the file tree, and the headers of the response."""
-        clock = clock_from(self.now)
-        with execution.use_lease(pk, now=self.now) as sandbox_request:
-            result, source = files.read_files(sandbox_request, root, command, act, now=clock(), actor=self.actor)
+        result, source = execution.read_files(pk, root, command, act, now=self.now, actor=self.actor)
         return result, {SOURCE_HEADER_NAME: source, "X-Content-Type-Options": "nosniff"}
 
     def change_tree(self, pk: UUID, root: str, command: Command, act: Callable[[Provider, Sandbox], None]) -> HttpResponse:
         """Call `act` in the sandbox, which is started or woken first. Called after the body was read."""
         self.now = database_time.now()
-        clock = clock_from(self.now)
-
-        def check_space_and_act(provider: Provider, sandbox: Sandbox) -> None:
-            if command.argv[0] in ("write", "unpack", "mkdir"):
-                workspace_limit.require_workspace_space(provider, sandbox, now=clock())
-            act(provider, sandbox)
-
-        execution.call_in_sandbox(pk, command, check_space_and_act, now=self.now, actor=self.actor)
+        execution.change_files(pk, command, act, now=self.now, actor=self.actor)
         return HttpResponse(status=204)
 
 

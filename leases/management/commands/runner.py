@@ -9,6 +9,7 @@ from django.conf import settings
 from django.core.management.base import BaseCommand
 
 from leases.queue.runner import Runner
+from sandboxes.management.base import refuse_unmigrated
 
 
 class Command(BaseCommand):
@@ -20,6 +21,7 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, threads: int, **options: Any) -> None:
+        refuse_unmigrated()
         runner, stopping = Runner(threads), threading.Event()
 
         def stop(number: int, frame: Any) -> None:

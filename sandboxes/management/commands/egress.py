@@ -25,6 +25,7 @@ from sandboxes.egress.logs import access_log, collection
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.egress.server import EgressServer, GatewayListener
 from sandboxes.hosts import registry
+from sandboxes.management.base import refuse_unmigrated
 from sandboxes.providers.docker.engine import Engine
 from sandboxes.providers.errors import ProviderError
 from sandboxes.sweep_log import SweepResult, run_recorded
@@ -44,6 +45,7 @@ class Command(BaseCommand):
         parser.add_argument("--proxy", choices=["nginx", "none", "gateway"], help="overrides LEASEHOLD_EGRESS_PROXY")
 
     def handle(self, *args: Any, proxy: str | None, **options: Any) -> None:
+        refuse_unmigrated()
         asyncio.run(self._serve_until_signal(proxy or nginx.get_proxy_kind()))
 
     async def _serve_until_signal(self, proxy: str) -> None:

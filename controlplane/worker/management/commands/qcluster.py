@@ -8,6 +8,7 @@ from controlplane import checks
 from controlplane.worker.cluster import Cluster
 from controlplane.worker.heartbeat import HeartbeatFile
 from sandboxes.hosts import registry
+from sandboxes.management.base import refuse_unmigrated
 from sandboxes.providers.errors import ProviderError
 
 
@@ -16,6 +17,7 @@ class Command(BaseCommand):
     help = "Run the queue worker of this host: its sweeps, and the tasks of its sandboxes."
 
     def handle(self, *args: Any, **options: Any) -> None:
+        refuse_unmigrated()
         try:
             queue = registry.get_queue_name()
         except ProviderError as error:

@@ -1,0 +1,84 @@
+"""manage.py lease: list, show and renew leases, as the HTTP API does."""
+
+import json
+from argparse import ArgumentParser
+from typing import Any
+
+from django.core.management.base import BaseCommand
+from django.db.models import QuerySet
+
+from leases import leasing
+from leases.api.lease_documents import build_lease_document, build_status_filter
+from leases.api.leases import render_lease_detail
+from leases.management.base import parse_did, parse_environment_id, parse_lease_id, report_errors
+from leases.models import Lease, LeaseStatus
+from leases.placement import find_type
+from sandboxes.db import database_time
+
+
+class Command(BaseCommand):
+    help = "List, show and renew leases. Further verbs are commands of their own: acquire, join, exec, restart, release."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        listing = actions.add_parser("list", help="list leases, newest first")
+        listing.add_argument("--agent", metavar="DID", help="leases of this agent")
+        listing.add_argument("--environment", metavar="ID", help="leases in this environment")
+        listing.add_argument("--type", metavar="NAME", help="leases of this environment type")
+        listing.add_argument("--status", choices=LeaseStatus.values, help="leases with this status")
+        listing.add_argument("--limit", type=int, default=50, help="maximum number of rows; default: %(default)s")
+        show = actions.add_parser("show", help="print a lease with its sandbox, awake time and model calls")
+        renew = actions.add_parser("renew", help="extend a lease to its ttl from now, at most to its hard limit")
+        for parser_ in (listing, show, renew):
+            parser_.add_argument("--json", action="store_true", help="one line of JSON, as the HTTP API answers")
+        for parser_ in (show, renew):
+            parser_.add_argument("lease", metavar="LEASE_ID")
+
+    def handle(self, *args: Any, action: str, verbosity: int, **options: Any) -> None:
+        with report_errors(verbosity):
+            getattr(self, f"_{action}")(options)
+
+    def _list(self, options: dict[str, Any]) -> None:
+        now, leases = database_time.now(), _select(options)
+        if options["status"]:
+            leases = leases.filter(build_status_filter(options["status"], now=now))
+        rows = leases.annotate(document=build_lease_document(now))[: max(options["limit"], 0)]
+        documents: list[dict[str, Any]] = [json.loads(text) for text in rows.values_list("document", flat=True)]
+        if options["json"]:
+            self.stdout.write(json.dumps({"results": documents}))
+            return
+        for document in documents:
+            self.stdout.write(_format_line(document))
+
+    def _show(self, options: dict[str, Any]) -> None:
+        lease = Lease.objects.get(pk=parse_lease_id(options["lease"]))
+        document = render_lease_detail(lease, now=database_time.now())
+        lines = [json.dumps(document)] if options["json"] else [f"{name}: {_format(each)}" for name, each in document.items()]
+        self.stdout.write("\n".join(lines))
+
+    def _renew(self, options: dict[str, Any]) -> None:
+        lease = Lease.objects.get(pk=parse_lease_id(options["lease"]))
+        until = leasing.renew(lease, now=database_time.now()).isoformat(timespec="seconds")
+        self.stdout.write(json.dumps({"expires_at": until}) if options["json"] else f"{lease.pk} renewed until {until}")
+
+
+def _select(options: dict[str, Any]) -> QuerySet[Lease]:
+    leases: QuerySet[Lease] = Lease.objects.all()
+    if options["agent"] is not None:
+        leases = leases.filter(agent_did=parse_did(options["agent"]))
+    if options["environment"] is not None:
+        leases = leases.filter(environment_id=parse_environment_id(options["environment"]))
+    if options["type"] is not None:
+        leases = leases.filter(environment_type=find_type(options["type"]))
+    return leases
+
+
+def _format_line(document: dict[str, Any]) -> str:
+    """Format a lease: id, name, type, status, end or its reason, and state of the sandbox."""
+    until = f"until {document['expires_at']}" if document["status"] == LeaseStatus.ACTIVE else document["end_reason"]
+    state = f"sandbox {document['sandbox']['state']}" if document["sandbox"] else "no sandbox"
+    return f"{document['id']} {document['sandbox_id']} {document['environment_type']} {document['status']} {until}, {state}"
+
+
+def _format(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,148 @@
+"""Commands and servers on a database without tables, or with an earlier version's: one line names `manage.py migrate`."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.apps import apps
+from django.core.management import get_commands
+
+from tests.commands.manage import MANAGE, build_environment, run_manage
+
+EXPECTED = "Migrations are not applied: run manage.py migrate."
+LEASE = "00000000-0000-0000-0000-000000000000"
+AGENT = "did:plc:ada"
+# Arguments with which each command reads or writes the database, and the exit codes that are not 1.
+ARGUMENTS: dict[str, list[str]] = {
+    "account": ["list"],
+    "acquire": ["--agent", AGENT, "--environment", "game-1", "--type", "catan"],
+    "atproto": ["list"],
+    "budget": ["list"],
+    "condition": ["game-1", "game.finished"],
+    "costs": [],
+    "create_key": ["--operator"],
+    "createsuperuser": ["--username", "ada", "--email", "ada@example.org", "--no-input"],
+    "demo": [],
+    "egress": ["--proxy", "none"],
+    "egress_credential": ["list"],
+    "environment": ["list"],
+    "environment_type": ["list"],
+    "estimate": ["--agents", "1", "--hours-per-day", "1"],
+    "exec": [LEASE, "--", "true"],
+    "files": ["ls", LEASE],
+    "hosts": [],
+    "identity": ["list"],
+    "installation": [],
+    "join": ["game-1", "--agent", AGENT, "--type", "catan"],
+    "key": ["list"],
+    "lease": ["list"],
+    "limits": ["pool", "default"],
+    "meter": [],
+    "pack": ["list"],
+    "policy": ["list"],
+    "pool": ["list"],
+    "project": ["list"],
+    "qcluster": [],
+    "quickstart": [],
+    "quota": ["list"],
+    "rate": ["list"],
+    "release": [LEASE],
+    "repository": ["list"],
+    "restart": [LEASE],
+    "revoke_key": ["0badc0de"],
+    "rotate_key": ["0badc0de"],
+    "run_agent": [LEASE],
+    "run_once": ["--agent", AGENT, "--", "true"],
+    "runner": [],
+    "runs": ["list"],
+    "sandboxes": ["list"],
+    "second_factor": ["list"],
+    "sign_ins": ["--user", "ada"],
+    "snapshot": ["take", LEASE],
+    "state": ["ls", AGENT],
+    "statements": ["list"],
+    "sweep": [],
+    "sync_schedules": [],
+    "template": ["list"],
+    "turn": [LEASE, "1"],
+    "up": [],
+    "webhooks": ["list"],
+}
+EXIT_CODES = {"run_once": 122}
+WITHOUT_DATABASE = {"build_image", "catan_benchmark", "config"}
+# Each command runs in a child of one process, which has loaded the settings and opened no connection.
+RUN_COMMANDS = """
+import json, os, sys, tempfile
+import manage
+import django
+os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.settings"
+django.setup()
+results = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    with tempfile.TemporaryFile("w+") as output:
+        if not (pid := os.fork()):
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+            sys.argv = ["manage.py", name, *arguments]
+            os.chdir(os.environ["HOME"])
+            manage.main()
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        output.seek(0)
+        results[name] = [status, output.read()]
+print(json.dumps(results))
+"""
+
+
+def run_commands(home: Path, commands: Mapping[str, list[str]], **variables: str) -> dict[str, Any]:
+    """Run commands on the SQLite database of `home`. Return exit code and output of each."""
+    environment = build_environment(home, PYTHONPATH=str(MANAGE.parent), HOME=str(home), **variables)
+    process = subprocess.run(
+        [sys.executable, "-c", RUN_COMMANDS, json.dumps(commands)], env=environment, capture_output=True, text=True,
+        timeout=300, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    results: dict[str, Any] = json.loads(process.stdout)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    home = tmp_path_factory.mktemp("empty")
+    up = run_manage(home, "up")  # executes itself again, which a child of the script would not survive
+    others = {name: arguments for name, arguments in ARGUMENTS.items() if name != "up"}
+    variables = {"LEASEHOLD_SECOND_FACTOR": "enrolled", "DJANGO_SUPERUSER_PASSWORD": "long-4-secret"}
+    return run_commands(home, others, **variables) | {"up": [up.returncode, up.stdout + up.stderr]}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_database_without_tables_is_explained_in_one_line(results: dict[str, Any], name: str) -> None:
+    status, output = results[name]
+    assert (status, output.count("\n")) == (EXIT_CODES.get(name, 1), 1), output
+    assert EXPECTED in output
+
+
+def test_every_command_of_the_project_is_listed() -> None:
+    own = {name for name, app in get_commands().items() if "site-packages" not in (find_app_path(app) or "site-packages")}
+    assert own - WITHOUT_DATABASE == set(ARGUMENTS)
+
+
+def find_app_path(app: Any) -> str:
+    return next((config.path for config in apps.get_app_configs() if config.name == app), "")
+
+
+def test_a_database_that_lacks_the_last_migrations_is_explained_in_one_line(tmp_path: Path) -> None:
+    run_manage(tmp_path, "migrate", "--verbosity", "0")
+    with sqlite3.connect(tmp_path / "leasehold.sqlite3") as database:
+        database.execute("ALTER TABLE sandboxes_pool DROP COLUMN max_starting")
+        last = "SELECT MAX(id) FROM django_migrations WHERE app = 'sandboxes'"
+        database.execute(f"DELETE FROM django_migrations WHERE id = ({last})")
+    ran = run_commands(tmp_path, {"limits": ["pool", "default"], "sweep": [], "runs": ["stats"]})
+    for name in ("limits", "sweep"):
+        assert ran[name][0] == 1 and ran[name][1].count("\n") == 1 and EXPECTED in ran[name][1], ran[name]
+    assert ran["runs"][0] == 0  # needs none of the missing tables and columns

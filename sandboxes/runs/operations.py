@@ -18,7 +18,7 @@ from sandboxes import eviction, lifecycle, process_restarts, suspension
 from sandboxes.claims import KILL_GRACE, hold
 from sandboxes.db import sql, tracing
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
+from sandboxes.db.connection_errors import CONNECTION_ERRORS, RetriesExhausted, retry_connection_errors
 from sandboxes.egress.allow_list.environment import build_proxy_environment
 from sandboxes.errors import (
     ClaimLost,
@@ -253,11 +253,14 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
         return failed
     note = f"{type(failed).__name__}: {failed}"
     opened.claim.store_output()
-    if opened.executing and isinstance(failed, ProviderError) and not _kill_command(opened):
+    # The command survives a lost connection to the database: a sweep closes the Run with the result that the sandbox retains.
+    if opened.executing and (isinstance(failed, CONNECTION_ERRORS) or not _kill_command(opened)):
         _abandon_run(opened.run, note)
     else:
         outcome = RunOutcome.ERROR if opened.entered else RunOutcome.FAILED
-        close_run(opened.run, now=now, outcome=outcome, note=note, actor=actor)
+        if opened.result:
+            outcome = classify_outcome(opened.result)
+        close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=note, actor=actor)
     return _translate_error(failed)
 
 

@@ -44,7 +44,8 @@ def close_abandoned_run(run: Run, *, now: datetime) -> str:
             note=note if run.released else "",
             actor="sweep",
         )
-        registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
+        if not run.has_recorder:  # a recorder may not have read all of it
+            registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
     else:
         if run.released and not run.note:
             note += " The command was killed, and its exit code is unknown. The output is that of the time until then."

@@ -23,7 +23,7 @@ from sandboxes.egress.logs import collection
 from sandboxes.hosts import registry
 from sandboxes.models import Host
 from sandboxes.pool import lifetimes
-from sandboxes.queue_threads import StillRunning, run_in_work_thread
+from sandboxes.queue_threads import MAX_THREADS_PER_NAME, StillRunning, run_in_work_thread
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.sweeps import agent_restarts, end_watch, installation, passes, seal_checks
@@ -159,9 +159,13 @@ SWEEP_NAMES = [name for name in SCHEDULE if name not in (HEARTBEAT, "watch")]
 def run(name: str) -> str:
     """Run one sweep now and return its summary. Every Schedule row names this function.
 
-    A pass that takes longer than a task goes on in a thread of the worker, and the next pass may begin meanwhile."""
+    A pass that takes longer than a task goes on in a thread of the worker. The next pass may begin meanwhile if the sweep is a
+    host's own."""
     try:
-        return run_in_work_thread(name, lambda: str(run_sweep(name, now=database_time.now())), wait=SCHEDULE[name].task_wait)
+        return run_in_work_thread(
+            name, lambda: str(run_sweep(name, now=database_time.now())), wait=SCHEDULE[name].task_wait,
+            max_threads=MAX_THREADS_PER_NAME if name in HOST_SWEEPS else 1,
+        )  # fmt: skip
     except StillRunning as running:
         return str(running)
 

@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import destruction, eviction, providers, suspension
+from sandboxes import destruction, eviction, providers, suspension, sweep_log
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.errors import CapacityPending, SandboxError, WorkspaceFull
@@ -391,4 +391,5 @@ def release_instance(instance: str, *, now: datetime) -> int:
     claimed = Q(claimed_by=instance) | Q(claimed_by__startswith=f"{instance}.")
     not_due = Q(deadline_at__gt=now)
     sandboxes = Sandbox.objects.filter(claimed, not_due, state__in=IN_FLIGHT_STATES).update(deadline_at=now)
-    return sandboxes + Run.objects.filter(claimed, ended_at__isnull=True, released=False).update(released=True)
+    runs = Run.objects.filter(claimed, ended_at__isnull=True, released=False).update(released=True)
+    return sandboxes + runs + sweep_log.release_instance(claimed, now=now)

@@ -26,9 +26,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from leases.models import Lease, LeaseStatus
-from leases.queue import queue
+from leases.queue import statistics
 from leases.queue.models import QueuedRun
-from leases.queue.queue import QueueStats
+from leases.queue.statistics import QueueStats
 from sandboxes import pool_stats
 from sandboxes.agent.gateway import FALLBACK_REASONS
 from sandboxes.db import database_time, dialect
@@ -189,7 +189,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
             },
             paused_starts={(host.name, host.provider): start_breaker.is_open(host, now=now) for host in hosts},
             queue=OrmQ.objects.count(),
-            queued_runs=queue.get_stats(QueuedRun.objects.filter(ended_at__isnull=True), now=now),
+            queued_runs=statistics.get_stats(QueuedRun.objects.filter(ended_at__isnull=True), now=now),
             mismatch=installation.has_recorded_mismatch(),
             disk=disk_space.measure_free_space(),
         )

@@ -26,7 +26,7 @@ from sandboxes.pool import lifetimes
 from sandboxes.queue_threads import MAX_THREADS_PER_NAME, StillRunning, run_in_work_thread
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
-from sandboxes.sweeps import agent_restarts, end_watch, installation, passes, seal_checks
+from sandboxes.sweeps import agent_restarts, end_watch, installation, measurements, passes, seal_checks
 from sandboxes.sweeps.heartbeat import record_heartbeats
 from sandboxes.webhooks import delivery
 
@@ -110,7 +110,7 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "recount":   ScheduledSweep(5,  "recompute pool and quota counters, report drift",      passes.recount),
     "measure":   ScheduledSweep(10, "measure workspaces, warn leases over their limit",     leases.measure_workspaces),
     "weigh":     ScheduledSweep(60, "measure the size of mounted /data",                    pruning.measure_mounted),
-    "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          passes.record_readings),
+    "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          measurements.record_readings),
     "prune":     ScheduledSweep(60, "delete unreferenced objects and expired records",      prune),
     "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                collection.collect_call_logs),
     "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),

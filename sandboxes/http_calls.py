@@ -32,7 +32,7 @@ def send(
     timeout: float,
     max_bytes: int = MAX_ANSWER_BYTES,
 ) -> HttpAnswer:
-    """Send a request and return its answer, whatever its status. Redirects are not followed. Raise CallFailed.
+    """Send a request and return its answer, of any status. Redirects are not followed. Raise CallFailed.
 
     `timeout` is that of the whole call, from the name resolution to the last byte of the answer, in seconds. The proxy settings
     of the environment apply."""

@@ -13,6 +13,7 @@ from django.db.models import Q, QuerySet
 
 from sandboxes.claims import RENEWAL_INTERVAL, Progress, hold
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.models import Host, Sweep
 from sandboxes.redaction.texts import redact
 
@@ -61,6 +62,19 @@ class SweepResult:
         for outcome, times in other.counts.items():
             self.note(outcome, times)
         self.failures += other.failures
+
+    @contextmanager
+    def catching(self, row: object) -> Iterator[None]:
+        """Record an error of one row, or of one step of the sweep, as a failure: it does not delay the others.
+
+        A lost connection to the database is raised, because the others would fail, too."""
+        try:
+            yield
+        except CONNECTION_ERRORS:
+            raise
+        except Exception as failed:
+            log.exception("sweep failed", row=str(row))
+            self.failures.append(f"{row}: {failed or type(failed).__name__}")
 
     def __str__(self) -> str:
         parts = [f"{times} {outcome}" for outcome, times in self.counts.items()]

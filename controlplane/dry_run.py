@@ -24,7 +24,7 @@ from sandboxes.providers.base import ProviderSandbox
 from sandboxes.runs import abandoned
 from sandboxes.state import data_sync, pruning, vendor_snapshots
 from sandboxes.sweep_log import SweepResult
-from sandboxes.sweeps import agent_restarts, passes, reconciliation, seal_checks
+from sandboxes.sweeps import agent_restarts, measurements, passes, reconciliation, seal_checks
 from sandboxes.templates import builds
 from sandboxes.webhooks import delivery, outbox
 
@@ -87,9 +87,9 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     },
     "reconcile": {"destroy orphan": _iter_orphans, "end lease as lost": lambda now: leases.find_lost_leases()},
     "recount": {"recount pool": lambda now: Pool.objects.order_by("pk")},
-    "measure": {"measure workspace of sandbox": lambda now: passes.find_unmeasured()[:MAX_LISTED]},
+    "measure": {"measure workspace of sandbox": lambda now: measurements.find_unmeasured().order_by("pk")[:MAX_LISTED]},
     "weigh": {"measure data": lambda now: pruning.find_mounted().order_by("pk")[:MAX_LISTED]},
-    "read": {"read sandbox": lambda now: passes.find_readable()[:MAX_LISTED]},
+    "read": {"read sandbox": lambda now: measurements.find_readable().order_by("pk")[:MAX_LISTED]},
     "prune": {
         "delete outdated object": lambda now: data_sync.find_outdated_objects()[:MAX_LISTED],
         "delete unreferenced object": _iter_unreferenced_keys,

@@ -25,7 +25,7 @@ from django_q.models import OrmQ
 from billing import budgets
 from controlplane import schedules
 from leases.api.pools import serialize_pool_stats
-from sandboxes import long_calls, pool_stats, providers
+from sandboxes import installation_marks, long_calls, pool_stats, providers
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.db.migrations import MIGRATIONS_MISSING, find_unapplied_migrations
@@ -34,7 +34,6 @@ from sandboxes.models import Host, Sweep
 from sandboxes.pool import start_breaker
 from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.state import disk_space, missing_snapshots
-from sandboxes.sweeps import installation
 from sandboxes.sweeps.passes import COUNTERS_CORRECTED
 
 log = structlog.get_logger(__name__)
@@ -75,7 +74,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         missing_state = missing_snapshots.find_missing().count()
         exhausted = len(budgets.find_exhausted(now=now))
         hosts = [*Host.objects.all()]
-        mismatch = installation.has_recorded_mismatch()
+        mismatch = installation_marks.has_recorded_mismatch()
     except DatabaseError:
         return _build_report(database=False, missing=["The database does not respond."])
     skew = database_time.get_skew()
@@ -180,9 +179,12 @@ def set_draining(draining: bool) -> None:
 
 def _iter_installation_warnings(mismatch: bool) -> Iterator[str]:
     if mismatch:
-        yield "Store or state directory do not match this database: destructive sweeps are refused. See manage.py installation."
+        yield (
+            "Store or state directory do not match this database: destructive sweeps are refused, no queued run or task "
+            "begins, and nothing is delivered. See manage.py installation."
+        )
     if settings.OBSERVE:
-        yield "Observe mode: nothing is destroyed, deleted or delivered."
+        yield "Observe mode: nothing is destroyed, deleted or delivered, and no queued run or task begins."
 
 
 def _iter_disk_warnings(free_bytes: Mapping[str, int]) -> Iterator[str]:

@@ -27,10 +27,10 @@ from prometheus_client.registry import Collector
 
 from controlplane import schedules
 from leases.models import Lease, LeaseStatus
-from leases.queue import queue
+from leases.queue import statistics
 from leases.queue.models import QueuedRun
-from leases.queue.queue import QueueStats
-from sandboxes import pool_stats
+from leases.queue.statistics import QueueStats
+from sandboxes import installation_marks, pool_stats
 from sandboxes.agent.gateway import FALLBACK_REASONS
 from sandboxes.db import database_time, dialect
 from sandboxes.egress.allow_list.connections import PROXY_EVENTS
@@ -43,7 +43,6 @@ from sandboxes.pool import start_breaker
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 from sandboxes.state import disk_space
 from sandboxes.streams.registry import OPEN_STREAMS
-from sandboxes.sweeps import installation
 
 LOOPBACK_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 PROXY_HEADERS = ("HTTP_FORWARDED", "HTTP_X_FORWARDED_", "HTTP_X_REAL_IP", "HTTP_VIA")  # prefixes of WSGI variables
@@ -186,8 +185,8 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
             },
             paused_starts={(host.name, host.provider): start_breaker.is_open(host, now=now) for host in hosts},
             queue=OrmQ.objects.count(),
-            queued_runs=queue.get_stats(QueuedRun.objects.filter(ended_at__isnull=True), now=now),
-            mismatch=installation.has_recorded_mismatch(),
+            queued_runs=statistics.get_stats(QueuedRun.objects.filter(ended_at__isnull=True), now=now),
+            mismatch=installation_marks.has_recorded_mismatch(),
             disk=disk_space.measure_free_space(),
         )
 

@@ -23,10 +23,10 @@ from sandboxes.egress.logs import collection
 from sandboxes.hosts import registry
 from sandboxes.models import Host
 from sandboxes.pool import lifetimes
-from sandboxes.queue_threads import StillRunning, run_in_work_thread
+from sandboxes.queue_threads import MAX_THREADS_PER_NAME, StillRunning, run_in_work_thread
 from sandboxes.state import pruning
 from sandboxes.sweep_log import SweepResult, run_recorded
-from sandboxes.sweeps import agent_restarts, end_watch, installation, passes, seal_checks
+from sandboxes.sweeps import agent_restarts, end_watch, installation, measurements, passes, seal_checks
 from sandboxes.sweeps.heartbeat import record_heartbeats
 from sandboxes.webhooks import delivery
 
@@ -110,7 +110,7 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "recount":   ScheduledSweep(5,  "recompute pool and quota counters, report drift",      passes.recount),
     "measure":   ScheduledSweep(10, "measure workspaces, warn leases over their limit",     leases.measure_workspaces),
     "weigh":     ScheduledSweep(60, "measure the size of mounted /data",                    pruning.measure_mounted),
-    "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          passes.record_readings),
+    "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          measurements.record_readings),
     "prune":     ScheduledSweep(60, "delete unreferenced objects and expired records",      prune),
     "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                collection.collect_call_logs),
     "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),
@@ -159,9 +159,13 @@ SWEEP_NAMES = [name for name in SCHEDULE if name not in (HEARTBEAT, "watch")]
 def run(name: str) -> str:
     """Run one sweep now and return its summary. Every Schedule row names this function.
 
-    A pass that takes longer than a task goes on in a thread of the worker, and the next pass may begin meanwhile."""
+    A pass that takes longer than a task goes on in a thread of the worker. The next pass may begin meanwhile if the sweep is a
+    host's own."""
     try:
-        return run_in_work_thread(name, lambda: str(run_sweep(name, now=database_time.now())), wait=SCHEDULE[name].task_wait)
+        return run_in_work_thread(
+            name, lambda: str(run_sweep(name, now=database_time.now())), wait=SCHEDULE[name].task_wait,
+            max_threads=MAX_THREADS_PER_NAME if name in HOST_SWEEPS else 1,
+        )  # fmt: skip
     except StillRunning as running:
         return str(running)
 

@@ -158,7 +158,7 @@ HOST_TIMEOUT = env.duration(
 OBSERVE = env.boolean(
     "LEASEHOLD_OBSERVE",
     False,
-    help="destroy and delete nothing, deliver no webhook: sweeps only count what they would do",
+    help="destroy and delete nothing, deliver no webhook, start no queued run: sweeps only count what they would do",
 )
 
 # --- stored state -------------------------------------------------------------------------------------------------

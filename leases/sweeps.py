@@ -1,6 +1,6 @@
 """Sweeps over leases: expire, reclaim, reconcile, recover, measure and prune. Each can run in several processes at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
 
@@ -15,7 +15,8 @@ from leases.environments import lifecycle as environments
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
 from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState
-from sandboxes import process_restarts, processes
+from sandboxes import process_ends, process_restarts
+from sandboxes.claims import note_progress
 from sandboxes.egress import authorization
 from sandboxes.egress.allow_list import connections
 from sandboxes.hosts import queues, registry
@@ -25,7 +26,7 @@ from sandboxes.pool import intervals
 from sandboxes.state import pruning, workspace
 from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import SweepResult
-from sandboxes.sweeps import lost_hosts, passes, reconciliation
+from sandboxes.sweeps import lost_hosts, measurements, passes, reconciliation
 from sandboxes.templates import builds
 from sandboxes.webhooks import outbox
 
@@ -37,9 +38,11 @@ def expire_due_leases(*, now: datetime, limit: int = 500) -> SweepResult:
     """End active leases whose TTL or max TTL has elapsed."""
     result = SweepResult()
     for lease in find_elapsed_leases(now=now)[:limit]:
-        reason = leasing.find_elapsed_clock(lease, now)
-        result.note("expired" if _end_if_elapsed(lease, reason, now) else "lost race")
-    result.note("unused environments ended", environments.end_unused(now=now))
+        with result.catching(f"lease {lease.pk}"):
+            reason = leasing.find_elapsed_clock(lease, now)
+            result.note("expired" if _end_if_elapsed(lease, reason, now) else "lost race")
+    with result.catching("unused environments"):
+        result.note("unused environments ended", environments.end_unused(now=now))
     return result
 
 
@@ -99,7 +102,8 @@ def reclaim(*, now: datetime, limit: int = 200) -> SweepResult:
     """Destroy sandboxes that are due, then mark ended leases without a sandbox as destroyed."""
     result = passes.destroy_due(now=now, limit=limit)
     for pk in find_leases_to_close().values_list("pk", flat=True)[: limit * 5]:
-        result.note("leases closed", mark_destroyed(pk, now=now, actor="sweep"))
+        with result.catching(f"lease {pk}"):
+            result.note("leases closed", mark_destroyed(pk, now=now, actor="sweep"))
     return result
 
 
@@ -122,8 +126,9 @@ def destroy_cold(*, now: datetime, limit: int = 500) -> SweepResult:
     """Destroy cold sandboxes past their TTL, and delete snapshots of leases that ended before the retention period."""
     result = passes.expire_cold(now=now, limit=limit)
     for snapshot in find_expired_snapshots(now=now)[:limit]:
-        workspace.forget(snapshot, now=now)
-        result.note("stored copies removed")
+        with result.catching(f"snapshot {snapshot.pk}"):
+            workspace.forget(snapshot, now=now)
+            result.note("stored copies removed")
     return result
 
 
@@ -156,20 +161,32 @@ def copy_lease_ends() -> int:
 def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     """Recover work whose process died: transitions, runs, turns, model calls and template builds past their deadline.
 
-    Also closes the rows of ended processes, and deletes expired idempotent responses and the shells of ended leases."""
-    result = passes.recover_stalled(now=now, limit=limit)
-    result.add(processes.close_ended(now=now))
-    result.add(process_restarts.restart_due(now=now))
-    result.note("restarts of ended leases given up", forget_restarts_of_ended_leases())
-    result.note("sandboxes of lost hosts released", release_lost_hosts(now=now))
-    result.note("turns skipped", turns.settle_overdue_turns(now=now, limit=limit))
-    result.add(lifecycle.record_abandoned(now=now, limit=limit))
-    result.note("model calls closed", authorization.close_abandoned(now=now, limit=limit))
-    result.note("connections closed", connections.close_abandoned(now=now, limit=limit))
-    result.note("rows of old connections deleted", connections.delete_expired(now=now))
-    result.add(requeue_template_builds(now=now))
-    result.note("shells of ended leases deleted", shells.delete_of_ended_leases())
-    result.note("idempotent responses deleted", find_expired_idempotent_requests(now=now).delete()[0])
+    Also closes the rows of ended processes, and deletes expired idempotent responses and the shells of ended leases. An error
+    in one step does not prevent the others."""
+    result = SweepResult()
+    steps: dict[str, Callable[[], SweepResult | int]] = {
+        "stalled work": lambda: passes.recover_stalled(now=now, limit=limit),
+        "ended processes": lambda: process_ends.close_ended(now=now),
+        "restarts": lambda: process_restarts.restart_due(now=now),
+        "restarts of ended leases given up": forget_restarts_of_ended_leases,
+        "sandboxes of lost hosts released": lambda: release_lost_hosts(now=now),
+        "turns": lambda: turns.settle_overdue_turns(now=now, limit=limit),
+        "agent runs": lambda: lifecycle.record_abandoned(now=now, limit=limit),
+        "model calls closed": lambda: authorization.close_abandoned(now=now, limit=limit),
+        "connections closed": lambda: connections.close_abandoned(now=now, limit=limit),
+        "rows of old connections deleted": lambda: connections.delete_expired(now=now),
+        "template builds": lambda: requeue_template_builds(now=now),
+        "shells of ended leases deleted": shells.delete_of_ended_leases,
+        "idempotent responses deleted": lambda: find_expired_idempotent_requests(now=now).delete()[0],
+    }
+    for name, act in steps.items():
+        note_progress()
+        with result.catching(name):
+            outcome = act()
+            if isinstance(outcome, SweepResult):
+                result.add(outcome)
+            else:
+                result.note(name, outcome)
     return result
 
 
@@ -192,7 +209,7 @@ def measure_workspaces(*, now: datetime) -> SweepResult:
 
     The next exec in such a sandbox is refused. The warning is repeated once a day. Cold sandboxes are included,
     since eviction also measures the workspace."""
-    result = passes.measure_workspaces(now=now)
+    result = measurements.measure_workspaces(now=now)
     for sandbox in find_oversized_sandboxes():
         assert sandbox.holder
         with transaction.atomic():

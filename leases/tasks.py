@@ -16,7 +16,7 @@ from django_q.tasks import schedule
 from leases import execution, reclaim_threads, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, LeaseStatus
-from sandboxes import eviction
+from sandboxes import eviction, installation_marks
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import queues, registry
@@ -32,7 +32,11 @@ MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next sched
 
 
 def begin_reclaim(leases: Iterable[Lease]) -> None:
-    """Destroy the sandboxes of ended leases at once, in threads of this web process or by a queued sweep. Best effort."""
+    """Destroy the sandboxes of ended leases at once, in threads of this web process or by a queued sweep. Best effort.
+
+    Left to the scheduled sweep while the installation is not recognised, which refuses it."""
+    if installation_marks.find_refusal():
+        return
     started = [reclaim_threads.THREADS.start(lease.pk, on_remaining=enqueue_reclaim) for lease in leases]
     if not all(started):
         enqueue_reclaim()
@@ -67,6 +71,8 @@ def reclaim() -> str:
 
 
 def _run_sweep(name: str, sweep: Callable[..., SweepResult]) -> str:
+    if refusal := installation_marks.find_refusal():  # the scheduled sweep does the work once it may
+        return f"Refused: {refusal}"
     try:
         return run_in_work_thread(name, lambda: str(sweep(now=database_time.now())))
     except StillRunning as running:
@@ -187,7 +193,12 @@ def restore_snapshot(lease_id: str, snapshot_id: str, actor: str, request_id: in
 
 
 def _run_requested(run: Callable[[], str], task: str, *arguments: Any) -> str:
-    """Run a task that an operator has requested. If it outlasts its delivery, `resume` checks whether its process has died."""
+    """Run a task that an operator has requested. If it outlasts its delivery, `resume` checks whether its process has died.
+
+    A restored or copied database has tasks in its queue that were executed since. While it is not recognised, tasks are
+    dropped."""
+    if refusal := installation_marks.find_refusal():
+        return f"Refused: {refusal}"
     try:
         return run_in_work_thread(task, run)
     except StillRunning as running:
@@ -244,6 +255,8 @@ def build_template(template_id: str) -> str:
     def build() -> str:
         return "built" if builds.build(UUID(template_id), now=database_time.now()) else "nothing to build"
 
+    if refusal := installation_marks.find_refusal():  # a sweep queues the build again
+        return f"Refused: {refusal}"
     try:
         return run_in_work_thread("build_template", build)
     except StillRunning as running:

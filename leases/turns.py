@@ -27,6 +27,7 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, RunOutcome
 from sandboxes.redaction.texts import omit_answers
 from sandboxes.runs.operations import Command
+from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
 MAX_SKIP_REASON_CHARS = 500
@@ -166,9 +167,13 @@ def _settle_overdue(turn: Turn, *, now: datetime) -> bool:
     return _settle_turn(turn, run, build_skip_action("The control plane was interrupted while this turn was played."), now=now)
 
 
-def settle_overdue_turns(*, now: datetime, limit: int = 200) -> int:
-    """Settle turns past their deadline. Return how many."""
-    return sum(_settle_overdue(turn, now=now) for turn in find_overdue_turns(now=now)[:limit])
+def settle_overdue_turns(*, now: datetime, limit: int = 200) -> SweepResult:
+    """Settle turns past their deadline."""
+    result = SweepResult()
+    for turn in find_overdue_turns(now=now)[:limit]:
+        with result.catching(f"turn {turn.pk}"):
+            result.note("turns skipped", _settle_overdue(turn, now=now))
+    return result
 
 
 def delete_old_states(*, now: datetime, limit: int = 5000) -> int:

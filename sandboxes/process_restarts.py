@@ -6,7 +6,7 @@ which an agent could restart. The price is latency: an exit is noticed by the ne
 after a minute. The sweep opens no run, so a process that crashes again and again does not delay an eviction.
 
 Each start has a mark of its own. A restart claims the row first, with a new mark, and then calls the provider. A crash in
-between leaves a row whose start is not confirmed, which `processes.close_ended` closes as failed after the deadline of the
+between leaves a row whose start is not confirmed, which `process_ends.close_ended` closes as failed after the deadline of the
 start."""
 
 import json

@@ -7,7 +7,7 @@ sandbox closes the rows of its processes."""
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -30,17 +30,17 @@ from sandboxes.errors import (
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import ALIVE_STATES, AWAKE_STATES, Run, RunOutcome, Sandbox, SandboxState
+from sandboxes.models import Sandbox, SandboxState
 from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
 from sandboxes.output_search import OutputMatch, OutputSearch, PatternSearch, TextSearch
 from sandboxes.pool.allocation import SandboxRequest
+from sandboxes.process_ends import close_ended_in_sandbox, is_sandbox_alive, may_still_start
 from sandboxes.process_restarts import MAX_PROCESSES, START_TIMEOUT, close_process
 from sandboxes.providers.base import WORKSPACE, Provider
-from sandboxes.providers.command_results import ProcessOutput, ProcessState
+from sandboxes.providers.command_results import ProcessOutput
 from sandboxes.providers.errors import Missing, ProviderError, Rejected
 from sandboxes.runs import operations, workspace_limit
 from sandboxes.runs.operations import Command, Operation
-from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 LOG_CHUNK_BYTES = 1 << 18  # read of a log at once
 MAX_CHUNKS_AFTER_DEADLINE = 8  # searched by wait_for_log once its time is over, so that a short wait covers existing output
@@ -147,7 +147,7 @@ def refresh_by_holder(holder: uuid.UUID, *, now: datetime) -> None:
 
     Raises ProviderCallFailed if the provider did not respond."""
     try:
-        _close_ended_in_sandbox(find_by_holder(holder).filter(ended_at__isnull=True).select_related("sandbox"), now=now)
+        close_ended_in_sandbox(find_by_holder(holder).filter(ended_at__isnull=True).select_related("sandbox"), now=now)
     except ProviderError as failed:
         raise ProviderCallFailed(f"The processes could not be listed: {failed}") from failed
 
@@ -159,7 +159,7 @@ def kill_process(process: Process, *, now: datetime) -> Process:
     if the kill failed, and SandboxBusy while the process is being started or its sandbox is being evicted. An eviction
     that succeeds ends the process. A killed process is not restarted, by its policy or after a wake."""
     process_restarts.forbid(process, now=now)
-    if _is_sandbox_alive(process):
+    if is_sandbox_alive(process):
         registry.require_local(process.sandbox)
         try:
             provider = registry.get_sandbox_provider(process.sandbox)
@@ -171,7 +171,7 @@ def kill_process(process: Process, *, now: datetime) -> Process:
         except ProviderError as failed:
             raise ProviderCallFailed(f"The process could not be killed: {failed}") from failed
         else:
-            if state is None and _may_still_start(process, now=now):
+            if state is None and may_still_start(process, now=now):
                 raise SandboxBusy("The process is still being started. Try again in a moment.")
             if state is None or state.running or state.exit_code == 137:
                 close_process(process, ProcessStatus.KILLED, now=now, exit_code=137)
@@ -227,7 +227,7 @@ def postpone_eviction(process_id: uuid.UUID, *, now: datetime) -> None:
 @contextmanager
 def _reaching(process: Process, *, now: datetime) -> Iterator[Provider]:
     """Yield the provider of a running process, whose sandbox is awake. Raises ProcessEnded and ProviderCallFailed."""
-    if process.ended_at is not None or not _is_sandbox_alive(process):
+    if process.ended_at is not None or not is_sandbox_alive(process):
         raise ProcessEnded()
     registry.require_local(process.sandbox)
     provider = registry.get_sandbox_provider(process.sandbox)
@@ -246,7 +246,7 @@ def read_log(process: Process, *, start: int, length: int, now: datetime) -> Pro
     """Read up to `length` bytes of a process's output from offset `start`. A suspended sandbox is resumed.
 
     Raises ProcessOutputGone once its sandbox is cold or gone, and ProviderCallFailed if the provider did not respond."""
-    if not _is_sandbox_alive(process):
+    if not is_sandbox_alive(process):
         raise ProcessOutputGone()
     registry.require_local(process.sandbox)
     provider = registry.get_sandbox_provider(process.sandbox)
@@ -341,102 +341,7 @@ def list_listening_ports(provider: Provider, ref: str) -> set[int]:
     return {int(port, 16) for port in listening if PORT_PATTERN.fullmatch(port)}
 
 
-def close_ended(*, now: datetime, limit: int = 500) -> SweepResult:
-    """Close the rows of processes that have ended, with one provider call per sandbox."""
-    result, clock = SweepResult(), clock_from(now)
-    running = (
-        Process.objects.filter(registry.filter_local("sandbox__"), ended_at__isnull=True)
-        .select_related("sandbox")
-        .order_by("sandbox", "started_at")
-    )
-    grouped: dict[uuid.UUID, list[Process]] = {}
-    for process in running[:limit]:
-        grouped.setdefault(process.sandbox_id, []).append(process)
-    for group in grouped.values():
-        if clock() > now + PASS_TIME_LIMIT:
-            break
-        try:
-            result.note("processes ended", _close_ended_in_sandbox(group, now=clock()))
-        except ProviderError as failed:
-            result.failures.append(f"processes in {group[0].sandbox_id}: {failed}")
-    return result
-
-
 def _refresh_process(process: Process, *, now: datetime) -> None:
     if process.ended_at is None:
         refresh_by_holder(process.holder, now=now)
         process.refresh_from_db()
-
-
-def _close_ended_in_sandbox(open_processes: Iterable[Process], *, now: datetime) -> int:
-    """Close the rows of ended processes among the open ones of one awake sandbox. Returns their number. Raises ProviderError.
-
-    A sandbox that the provider does not have closes all of them; `reconcile` records the missing sandbox."""
-    running = [process for process in open_processes if _is_sandbox_alive(process, AWAKE_STATES)]
-    if not running:
-        return 0
-    sandbox = running[0].sandbox
-    registry.require_local(sandbox)
-    provider = registry.get_sandbox_provider(sandbox)
-    confirmed = _find_confirmed(running)
-    try:
-        suspension.thaw(sandbox, provider)
-        states = provider.processes(sandbox.ref, [process.current_mark for process in running])
-    except Missing as missing:
-        note = f"The provider has no such sandbox: {missing}"[:500]
-        return sum(close_process(process, ProcessStatus.GONE, now=now, note=note, may_wake=True) for process in running)
-    return sum(
-        _close_if_ended(process, states.get(process.current_mark), provider, is_confirmed=process.pk in confirmed, now=now)
-        for process in running
-    )
-
-
-def _close_if_ended(
-    process: Process, state: ProcessState | None, provider: Provider, *, is_confirmed: bool, now: datetime
-) -> bool:
-    if state and not state.running:
-        return close_process(process, ProcessStatus.EXITED, now=now, exit_code=state.exit_code)
-    if state is None and process.mark and not process.start_confirmed:
-        return _close_lost_restart(process, provider, now=now)
-    if state is None and (is_confirmed or not _may_still_start(process, now=now)):
-        provider.kill(process.sandbox.ref, process.current_mark)
-        if Run.objects.filter(pk=process.pk, outcome=RunOutcome.OK).exists():
-            return close_process(process, ProcessStatus.GONE, now=now, note="The sandbox was restarted.", has_vanished=True)
-        return close_process(
-            process,
-            ProcessStatus.FAILED,
-            now=now,
-            note="The control-plane process that started this process died, or the provider did not respond.",
-        )
-    return False
-
-
-def _close_lost_restart(process: Process, provider: Provider, *, now: datetime) -> bool:
-    """Close a row whose restart was claimed and is not confirmed, once its start cannot take effect any more."""
-    if _may_still_start(process, now=now):
-        return False
-    provider.kill(process.sandbox.ref, process.current_mark)
-    note = "The restart was interrupted, or the provider did not respond."
-    return close_process(process, ProcessStatus.FAILED, now=now, note=note)
-
-
-def _may_still_start(process: Process, *, now: datetime) -> bool:
-    """Return whether a process that the provider does not list may still begin. A call that timed out may still take effect."""
-    if process.mark:
-        return not process.start_confirmed and now <= process.starts_by
-    return now <= process.starts_by or Run.objects.filter(pk=process.pk, ended_at__isnull=True).exists()
-
-
-def _find_confirmed(open_processes: Sequence[Process]) -> set[uuid.UUID]:
-    """Return the ids of processes whose start is confirmed. A confirmed process that the provider does not list is gone.
-
-    Call this function before the provider lists processes: a start may be confirmed during the listing."""
-    restarted = {process.pk for process in open_processes if process.mark and process.start_confirmed}
-    confirmed = Run.objects.filter(pk__in=[process.pk for process in open_processes if not process.mark], outcome=RunOutcome.OK)
-    return restarted | set(confirmed.values_list("pk", flat=True))
-
-
-def _is_sandbox_alive(process: Process, states: Sequence[SandboxState] = ALIVE_STATES) -> bool:
-    """Return whether the sandbox is in one of these states in the incarnation in which the process was started."""
-    same_incarnation = Sandbox.objects.filter(pk=process.sandbox_id, incarnation=process.incarnation, state__in=states)
-    return same_incarnation.filter(lost_at__isnull=True).exists()

@@ -5,8 +5,8 @@ stores a large workspace takes longer than both. Such work runs in a thread of i
 ends: the worker is free for other tasks, and the thread continues under the claims of the work. If the process dies, a sweep
 takes over at the deadlines of these claims.
 
-The number of threads is limited per name, such as the name of a sweep. A hung thread counts until the process ends. Once all
-threads of a name hang, the process ends, and its supervisor starts another one."""
+The number of threads is limited per name, such as the name of a sweep. A hung thread counts until the process ends. Once the
+limit is reached and all threads of a name hang, the process ends, and its supervisor starts another one."""
 
 import os
 import threading
@@ -77,27 +77,30 @@ class WorkThreads:
         self._reusable = ReusableThreads()
         self._lock = threading.Lock()  # several tasks call `run` at the same time, each in a thread of the queue
 
-    def run(self, name: str, work: Callable[[], T], *, wait: timedelta | None = None) -> T:
+    def run(
+        self, name: str, work: Callable[[], T], *, wait: timedelta | None = None, max_threads: int = MAX_THREADS_PER_NAME
+    ) -> T:
         """Call `work` in a thread and return its result, or raise its exception.
 
         Raises StillRunning if the call has not ended after `wait`, by default TASK_WAIT. Also raises StillRunning, without
-        calling `work`, if MAX_THREADS_PER_NAME calls of this name are running already."""
+        calling `work`, if `max_threads` calls of this name are running already: 1 for work of which a second call would wait
+        for the first one, so that a single hung call ends the process."""
         with self._lock:
-            thread = self._start(name, work)
+            thread = self._start(name, work, max_threads)
         if not thread.ended.wait((self.wait if wait is None else wait).total_seconds()):
             raise StillRunning("still running in the background")
         return thread.get_result()
 
-    def _start(self, name: str, work: Callable[[], T]) -> WorkThread[T]:
+    def _start(self, name: str, work: Callable[[], T], max_threads: int) -> WorkThread[T]:
         """Start a thread, or raise StillRunning at the limit. The caller holds the lock."""
         self._threads = [thread for thread in self._threads if not thread.ended.is_set()]
         running = [thread for thread in self._threads if thread.name == name]
-        if len(running) >= MAX_THREADS_PER_NAME:
+        if len(running) >= max_threads:
             hung = [thread for thread in running if thread.is_hung()]
             if hung == running:
                 log.critical("worker hangs", work=name, threads=len(running))
                 self.end_process()
-            raise StillRunning(f"{len(running)} earlier passes are still running")
+            raise StillRunning(f"earlier passes that still run: {len(running)}")
         thread = WorkThread(name, work, self._reusable, clock=self._clock)
         self._threads.append(thread)
         return thread
@@ -124,6 +127,8 @@ def is_worker_thread() -> bool:
     return getattr(_current_thread, "is_worker", False)
 
 
-def run_in_work_thread(name: str, work: Callable[[], T], *, wait: timedelta | None = None) -> T:
+def run_in_work_thread(
+    name: str, work: Callable[[], T], *, wait: timedelta | None = None, max_threads: int = MAX_THREADS_PER_NAME
+) -> T:
     """Call `work` through WorkThreads.run if the calling thread executes tasks of the queue, else directly."""
-    return THREADS.run(name, work, wait=wait) if is_worker_thread() else work()
+    return THREADS.run(name, work, wait=wait, max_threads=max_threads) if is_worker_thread() else work()

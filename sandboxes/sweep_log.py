@@ -1,16 +1,19 @@
 """Results of sweeps, and the record of the last pass of each sweep."""
 
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 import structlog
-from django.db.models import Q
+from django.conf import settings
+from django.db.models import Q, QuerySet
 
 from sandboxes.claims import RENEWAL_INTERVAL, Progress, hold
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.models import Host, Sweep
 from sandboxes.redaction.texts import redact
 
@@ -60,6 +63,19 @@ class SweepResult:
             self.note(outcome, times)
         self.failures += other.failures
 
+    @contextmanager
+    def catching(self, row: object) -> Iterator[None]:
+        """Record an error of one row, or of one step of the sweep, as a failure: it does not delay the others.
+
+        A lost connection to the database is raised, because the others would fail, too."""
+        try:
+            yield
+        except CONNECTION_ERRORS:
+            raise
+        except Exception as failed:
+            log.exception("sweep failed", row=str(row))
+            self.failures.append(f"{row}: {failed or type(failed).__name__}")
+
     def __str__(self) -> str:
         parts = [f"{times} {outcome}" for outcome, times in self.counts.items()]
         if self.failures:
@@ -80,8 +96,8 @@ def run_recorded(
 
     `every` is the scheduled interval, `host` the host whose work the sweep does (None: the installation's), and `started_by`
     the host of this process. An installation's sweep is skipped if another host has started it within the interval, or if it
-    still runs: a second pass would wait for the locks of the first one, and repeat its work. An exception is recorded and
-    raised again."""
+    still runs anywhere: a second pass would wait for the locks of the first one, and repeat its work. An exception is recorded
+    and raised again."""
     row, created = Sweep.objects.get_or_create(name=name, host=host, defaults={"every": every})
     if created and host:  # of a version without hosts, or from before the engine first responded
         Sweep.objects.filter(name=name, host__isnull=True).delete()
@@ -92,9 +108,10 @@ def run_recorded(
     with IN_PROGRESS.entering(name) as is_first:
         if not is_first:
             return SweepResult({"still running": 1})
-        if not _claim_pass(row, now=now, every=every, started_by=started_by):
-            return SweepResult({"left to another host": 1})
-        running = RunningPass(row, clock, until=now + RUN_TTL)
+        token = uuid.uuid4()
+        if not _claim_pass(row, token, now=now, every=every, started_by=started_by):
+            return SweepResult({"left to another process": 1})
+        running = RunningPass(Sweep.objects.filter(pk=row.pk, claim=token), clock, until=now + RUN_TTL)
         try:
             with hold(running):
                 result = _run(row, sweep, now=now, clock=clock)
@@ -119,37 +136,44 @@ def _run(row: Sweep, sweep: Callable[[], SweepResult], *, now: datetime, clock: 
     return result
 
 
-def _claim_pass(row: Sweep, *, now: datetime, every: timedelta, started_by: Host | None) -> bool:
-    """Record the start of a pass of the installation.
+def _claim_pass(row: Sweep, token: uuid.UUID, *, now: datetime, every: timedelta, started_by: Host | None) -> bool:
+    """Record the start of a pass of the installation, under the claim `token`.
 
-    Return False if another host has started one within MIN_INTERVAL_SHARE of the interval, or runs one. A pass of this host is
-    either in this process, or its process has died."""
+    Return False if another host has started one within MIN_INTERVAL_SHARE of the interval, or if any process runs one: a host
+    may have several workers. The claim of a dead process passes, or its successor releases it (passes.release_instance)."""
     is_due = Q(started_at__isnull=True) | Q(started_at__lte=now - every * MIN_INTERVAL_SHARE) | Q(started_at__gt=now + every)
     is_over = Q(running_until__isnull=True) | Q(running_until__lte=now) | Q(running_until__gt=now + RUN_TTL)
     by_this_host = Q(started_by__isnull=True) | Q(started_by=started_by)
-    claimed = Sweep.objects.filter((is_due & is_over) | by_this_host, pk=row.pk)
-    return bool(claimed.update(started_at=now, running_until=now + RUN_TTL, every=every, started_by=started_by))
+    claimed = Sweep.objects.filter(is_due | by_this_host, is_over, pk=row.pk)
+    return bool(
+        claimed.update(
+            started_at=now, running_until=now + RUN_TTL, claim=token, claimed_by=settings.INSTANCE, every=every,
+            started_by=started_by,
+        )
+    )  # fmt: skip
+
+
+def release_instance(claimed: Q, *, now: datetime) -> int:
+    """End the claims of passes of a dead instance, which `claimed` selects. Return their number."""
+    return Sweep.objects.filter(claimed, running_until__gt=now).update(running_until=None, claim=None)
 
 
 class RunningPass(Progress):
-    """Deadline of a pass of the installation, which the heartbeat extends while the pass makes progress."""
+    """Deadline of a pass of the installation, which the heartbeat extends while the pass makes progress.
 
-    def __init__(self, row: Sweep, clock: Clock, *, until: datetime) -> None:
+    `own` selects the row of the sweep while it has the claim of this pass: a pass that began after it has another token."""
+
+    def __init__(self, own: QuerySet[Sweep], clock: Clock, *, until: datetime) -> None:
         super().__init__()
-        self._row, self._clock, self._until, self._seen_steps = row, clock, until, 0
+        self._own, self._clock, self._until, self._seen_steps = own, clock, until, 0
 
     def beat(self) -> None:
         with self.lock:
             steps, until = self.steps, self._clock() + RUN_TTL
             if steps != self._seen_steps and until >= self._until + RENEWAL_INTERVAL:
-                self._replace(until)
+                self._own.update(running_until=until)
                 self._seen_steps, self._until = steps, until
 
     def end(self) -> None:
-        """End the claim of this pass. Does nothing if another host has begun a pass after it."""
-        with self.lock:
-            self._replace(None)
-
-    def _replace(self, until: datetime | None) -> None:
-        """Change the deadline, unless another host has begun a pass after it."""
-        Sweep.objects.filter(pk=self._row.pk, running_until=self._until).update(running_until=until)
+        """End the claim of this pass. A beat that comes later changes nothing."""
+        self._own.update(running_until=None, claim=None)

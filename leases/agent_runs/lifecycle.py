@@ -24,8 +24,10 @@ from leases.models import Lease
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.egress import gateway_tokens
 from sandboxes.guard import Guard, WrappedGuard
+from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import NEVER_STARTED, Policy, Run
+from sandboxes.runs import retention
 from sandboxes.runs.operations import Command
 from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
@@ -127,7 +129,7 @@ def execute(
         request.cwd,
         request.options.prompt.encode(),
         run_id=row.pk,
-        streamed=True,
+        has_recorder=True,
         max_output_bytes=MAX_OUTPUT_BYTES,
         on_start=start,
         attempt=request.attempt,
@@ -204,9 +206,10 @@ def record_abandoned(*, now: datetime, limit: int = 200) -> SweepResult:
 
 
 def _record_abandoned_run(row: AgentRun, clock: Clock) -> int:
-    """Return the number of closed rows: 0 while the command runs, or if another process was first."""
-    run = Run.objects.filter(pk=row.pk).defer("stdout", "stderr").first()
-    if run is not None and run.ended_at is None:
+    """Return the number of closed rows: 0 while the command runs, if its output is on another host, or if another process was
+    first."""
+    run = Run.objects.select_related("sandbox__host").filter(pk=row.pk).defer("stdout", "stderr").first()
+    if run is not None and (run.ended_at is None or (retention.has_sandbox(run) and not registry.is_local(run.sandbox))):
         return 0
     previous, row.recorder_deadline = row.recorder_deadline, clock() + RECORDER_TTL
     own = AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)

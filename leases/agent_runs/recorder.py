@@ -25,6 +25,7 @@ from sandboxes.db.clock import Clock
 from sandboxes.db.connection_errors import retry_connection_errors
 from sandboxes.models import Run, RunOutcome
 from sandboxes.models.webhooks import EventType
+from sandboxes.runs import retention
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
 from sandboxes.stores.limits import DEFAULT_LIMITS
@@ -35,7 +36,7 @@ from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
 RECORDER_TTL = timedelta(minutes=1)  # the reader returns at least every 15 seconds
-STORE_RETRY_PAUSES_SECONDS = (0.2, 1.0, 5.0)
+STORE_RETRY_PAUSES_SECONDS = (0.2, 1.0, 5.0, *[15.0] * 40)  # ten minutes, after which a message counts as lost
 MAX_RESULT_CHARS = 64 << 10
 MAX_INLINE_BYTES = DEFAULT_LIMITS.max_event_bytes - (4 << 10)  # a longer message becomes an artifact
 
@@ -52,10 +53,9 @@ class Recorder:
         agent_run: AgentRun,
         *,
         clock: Clock,
-        pause: Callable[[float], object] = time.sleep,
         on_message: Callable[[dict[str, Any]], object] = bool,
     ) -> None:
-        self._agent_run, self._clock, self._pause, self._on_message = agent_run, clock, pause, on_message
+        self._agent_run, self._clock, self._on_message = agent_run, clock, on_message
         self._cli = CLIS[agent_run.cli]
         self._policy = AgentPolicy.from_document(agent_run.policy)
         self._parser = NdjsonParser(agent_run.stdout_offset)
@@ -63,12 +63,14 @@ class Recorder:
         self._turn_ids = set[str]()  # counted by this recorder
 
     def record(self) -> None:
-        """Record the output up to its end, and close the agent run. Raise RecorderReplaced."""
+        """Record the output up to its end, close the agent run, and let the sandbox drop the output.
+
+        Raise RecorderReplaced, and OutputUnreachable if the rest of the output of an ended command cannot be read now."""
         row = self._agent_run
         try:
             run = rows.fetch_run(row.pk, with_output=True)
             slot = StreamSlot(OPEN_STREAMS, row.lease_id, follows_command=True)
-            reader = RunReader(run, Position(row.stdout_offset, row.stderr_offset), slot)
+            reader = RunReader(run, Position(row.stdout_offset, row.stderr_offset), slot, is_recorder=True)
             try:
                 for item in reader.read():
                     self._take(item)
@@ -94,6 +96,7 @@ class Recorder:
                 for line in self._parser.end():
                     self._record_line(line, position)
                 self._close(run)
+                retention.acknowledge(run)
 
     def _keep_alive(self) -> None:
         self._save()
@@ -157,7 +160,8 @@ class Recorder:
                     self._agent_run.lost_bytes += len(json.dumps(content))
                     self._save("lost_bytes")
                 else:
-                    self._pause(pause)
+                    self._keep_alive()
+                    time.sleep(pause)
 
     def _close(self, run: Run) -> None:
         row = self._agent_run

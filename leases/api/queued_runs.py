@@ -23,7 +23,7 @@ from leases.api.queue_fields import (
     serialize_queued_run_output,
 )
 from leases.errors import InvalidRequest, QueuedRunNotFound
-from leases.queue import queue
+from leases.queue import queue, statistics
 from leases.queue.models import QueuedRun, QueuedRunState
 
 STATE_PARAMETER = OpenApiParameter("state", str, OpenApiParameter.QUERY, enum=QueuedRunState.values)
@@ -149,7 +149,7 @@ class QueueStatsView(QueueView):
     )
     def get(self, request: ApiRequest) -> HttpResponse:
         """Return the number of queued runs of the key's agents by state, the age of the oldest pending one, and the limits."""
-        stats = queue.get_stats(self.get_visible(), now=self.now)
+        stats = statistics.get_stats(self.get_visible(), now=self.now)
         limits = {
             "running": settings.QUEUE_MAX_RUNNING,
             "running_per_agent": settings.QUEUE_MAX_RUNNING_PER_AGENT,

@@ -20,6 +20,7 @@ from leases.atproto.service import RecordReference, RepositoryService, ServiceEr
 from leases.errors import InvalidRequest
 from leases.models import Lease, Turn
 from leases.patterns import require_match
+from sandboxes.claims import note_progress
 from sandboxes.db.clock import clock_from, format_timestamp
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import checkpoint
@@ -118,7 +119,12 @@ def create_due_records(*, now: datetime, limit: int = 500) -> SweepResult:
     for pk in list(find_due(now=now).values_list("pk", flat=True)[:limit]):
         if clock() - now >= PASS_TIME_LIMIT:
             break
-        result.note(attempt(pk, now=clock(), actor="sweep"))
+        note_progress()
+        try:
+            result.note(attempt(pk, now=clock(), actor="sweep"))
+        except Exception as failed:  # its claim passes, and the others are requested meanwhile
+            log.exception("record not requested", record=str(pk))
+            result.failures.append(f"record {pk}: {failed}")
     return result
 
 

@@ -3,6 +3,7 @@
 Any answer to `createRecord` but a success is followed by a look at the record: it may exist from an earlier attempt whose
 answer was lost. https://atproto.com/specs/xrpc"""
 
+import json as json_format
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,13 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests
-
 from leases.service_urls import join_url
+from sandboxes import http_calls
+from sandboxes.http_calls import CallFailed, HttpAnswer
 from sandboxes.redaction.streams import list_secrets
 from sandboxes.redaction.texts import quote_answer, redact
 
-TIMEOUT_SECONDS = (5.0, 15.0)  # connect, read
+TIMEOUT_SECONDS = 20.0  # of one request and its answer
 CREATE_RECORD, GET_RECORD = "com.atproto.repo.createRecord", "com.atproto.repo.getRecord"
 CREATE_SESSION, REFRESH_SESSION = "com.atproto.server.createSession", "com.atproto.server.refreshSession"
 ERROR_NAME = re.compile(r"[A-Za-z]{1,64}")  # of the lexicon
@@ -79,39 +80,38 @@ class RepositoryService:
         operation = f"{method} at {urlsplit(self.url).hostname}"
         headers = {"Authorization": authorization} if authorization else {}
         try:
-            response = requests.request(
+            answer = http_calls.send(
                 "GET" if params else "POST", join_url(self.url, f"xrpc/{method}"), json=json, params=params, headers=headers,
-                timeout=TIMEOUT_SECONDS, allow_redirects=False,
+                timeout=TIMEOUT_SECONDS,
             )  # fmt: skip
-            document = response.json()
-        except requests.JSONDecodeError:
+        except CallFailed as error:
+            raise ServiceError(f"{operation}: {error}", retryable=True) from None
+        try:
+            document = json_format.loads(answer.content)
+        except (ValueError, RecursionError):
             document = None
-        except requests.RequestException as error:
-            raise ServiceError(f"{operation}: {type(error).__name__}", retryable=True) from None
-        if 200 <= response.status_code < 300 and isinstance(document, dict):
+        if 200 <= answer.status < 300 and isinstance(document, dict):
             return document
         sent = [*list_secrets(authorization), *(str(value) for name, value in (json or {}).items() if name == "password")]
-        raise _build_error(operation, response, document if isinstance(document, dict) else {}, sent)
+        raise _build_error(operation, answer, document if isinstance(document, dict) else {}, sent)
 
 
-def _build_error(
-    operation: str, response: requests.Response, document: Mapping[str, Any], secrets: Sequence[str]
-) -> ServiceError:
+def _build_error(operation: str, answer: HttpAnswer, document: Mapping[str, Any], secrets: Sequence[str]) -> ServiceError:
     """Build the error of an answer to a request that was sent with `secrets`."""
-    code, status = str(document.get("error", ""))[:64], response.status_code
+    code, status = str(document.get("error", ""))[:64], answer.status
     name = redact(code, *secrets) if ERROR_NAME.fullmatch(code) else ""
     text = quote_answer(document["message"], *secrets) if document.get("message") else ""
     message = " ".join(part for part in (str(status), name, text) if part)
     expired = status == 401 or code in EXPIRED_CODES
     retryable = not 400 <= status < 500 or status in RETRYABLE_STATUSES or expired
-    retry_at = _read_retry_at(response)
+    retry_at = _read_retry_at(answer)
     return ServiceError(f"{operation}: {message}", retryable=retryable, retry_at=retry_at, expired=expired)
 
 
-def _read_retry_at(response: requests.Response) -> datetime | None:
+def _read_retry_at(answer: HttpAnswer) -> datetime | None:
     """Read `RateLimit-Reset` of a 429: here the end of the window in seconds since 1970, as Bluesky's servers send it."""
-    reset = response.headers.get("RateLimit-Reset", "")
-    return datetime.fromtimestamp(int(reset), UTC) if response.status_code == 429 and RESET_PATTERN.fullmatch(reset) else None
+    reset = answer.headers.get("RateLimit-Reset", "")
+    return datetime.fromtimestamp(int(reset), UTC) if answer.status == 429 and RESET_PATTERN.fullmatch(reset) else None
 
 
 def _read_reference(document: Mapping[str, Any]) -> RecordReference:

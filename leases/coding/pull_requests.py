@@ -18,9 +18,10 @@ from leases.coding.models import CodingTask, CodingTaskStatus, CompletesOn
 from leases.errors import RepositoryUnavailable
 from leases.models import Lease
 from leases.tasks import enqueue_reclaim
+from sandboxes.claims import note_progress
 from sandboxes.db.clock import clock_from
 from sandboxes.lifecycle import checkpoint
-from sandboxes.sweep_log import SweepResult
+from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 TASK_COMPLETE, MERGED, CLOSED = "task.complete", "pr.merged", "pr.closed"  # conditions
@@ -33,7 +34,14 @@ def poll_pull_requests(*, now: datetime, limit: int = 100) -> SweepResult:
     result = SweepResult()
     clock = clock_from(now)
     for pk in list(find_due(now=now).values_list("pk", flat=True)[:limit]):
-        result.note(propose_or_poll(pk, now=clock(), actor="sweep"))
+        if clock() - now >= PASS_TIME_LIMIT:
+            break
+        note_progress()
+        try:
+            result.note(propose_or_poll(pk, now=clock(), actor="sweep"))
+        except Exception as failed:  # its claim passes, and the others are polled meanwhile
+            log.exception("pull request not polled", task=str(pk))
+            result.failures.append(f"task {pk}: {failed}")
     result.note("abandoned", tasks.abandon_unsubmitted(now=now))
     return result
 

@@ -24,7 +24,7 @@ from leases.grants import issuers
 from leases.grants.issuers import Issuer, Right
 from leases.models import AgentKey, Lease, LeaseStatus, Turn
 from leases.one_shot import OneShotRequest
-from leases.queue import queue
+from leases.queue import queue, sealing
 from leases.queue.models import QueuedRun, QueuedRunState
 from sandboxes.db import encryption, tracing
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
@@ -98,7 +98,7 @@ def execute(row: QueuedRun, *, now: datetime) -> None:
 
 def _execute(row: QueuedRun, clock: Clock) -> None:
     key = find_issuer(row, now=clock())
-    request, secrets, run_id = row.request, queue.open_secrets(row), row.run_id
+    request, secrets, run_id = row.request, sealing.open_secrets(row), row.run_id
     timeout = timedelta(seconds=request["timeout_seconds"])
     stdin = base64.b64decode(secrets.get("stdin", ""))
 

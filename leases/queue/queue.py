@@ -5,7 +5,6 @@ that was served longest ago: an agent with thousands of queued runs delays the o
 environment start one after another, in the order of their numbers."""
 
 import base64
-import json
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,15 +13,18 @@ from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
+import structlog
 from django.conf import settings
-from django.db import transaction
+from django.db import DataError, IntegrityError, transaction
 from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
 
 from leases.agent_runs import interruption
 from leases.errors import QueuedRunNotFound, TooManyQueuedRuns
 from leases.models import Lease, Turn
+from leases.queue import sealing
 from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState, derive_run_id
-from sandboxes.db import encryption, sql, tracing
+from sandboxes.db import sql, tracing
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import GONE_STATES, NEVER_STARTED, Pool, Run, Sandbox, SandboxState
@@ -30,7 +32,9 @@ from sandboxes.models.webhooks import EventType
 from sandboxes.redaction.texts import omit_answers
 from sandboxes.webhooks import outbox
 
+log = structlog.get_logger(__name__)
 RUNNER_TTL = timedelta(seconds=30)  # claim of a runner on an attempt, renewed by its main thread while a thread executes it
+UNCLAIMABLE_DELAY = timedelta(minutes=10)  # of a run whose row the database does not let a runner claim
 OTHER_HOST_DELAY = timedelta(seconds=30)  # time in which a runner of the sandbox's host claims a run first
 STATE = QueuedRunState
 
@@ -52,14 +56,6 @@ class QueueOptions:
     pending_timeout: timedelta = timedelta(hours=1)
 
 
-@dataclass(frozen=True)
-class QueueStats:
-    """Totals of queued runs: of all agents, or of some."""
-
-    counts: Mapping[str, int]  # by state; ended runs as long as their rows are kept
-    oldest_pending_seconds: float
-
-
 def enqueue(
     pk: uuid.UUID,
     *,
@@ -75,7 +71,7 @@ def enqueue(
     """Add a run to the queue. Idempotent by `pk`. Raise TooManyQueuedRuns.
 
     `secrets` are encrypted: JSON values that must not be stored in clear text."""
-    sealed = encryption.encrypt(json.dumps(secrets).encode(), row=_encryption_context(pk))
+    sealed = sealing.seal(pk, secrets)
     request = dict(request) | ({"traceparent": trace} if (trace := tracing.caller_trace.get()) else {})
     with transaction.atomic():
         sql.lock_key("queued runs")  # serializes the counts
@@ -97,30 +93,6 @@ def enqueue(
 def _require_below(pending: QuerySet[QueuedRun], limit: int, owner: str) -> None:
     if pending[:limit].count() >= limit:
         raise TooManyQueuedRuns(f"{owner} has {limit} pending runs, which is the limit. Try again later.", limit=limit)
-
-
-def open_secrets(row: QueuedRun) -> dict[str, Any]:
-    """Decrypt what `enqueue` encrypted. Raise encryption.DecryptionFailed."""
-    content, _ = encryption.decrypt(bytes(row.sealed), row=_encryption_context(row.pk))
-    secrets: dict[str, Any] = json.loads(content)
-    return secrets
-
-
-def reencrypt() -> encryption.ReencryptionResult[QueuedRun]:
-    """Encrypt the secrets of every run that has not ended under the first encryption key. Idempotent."""
-    result: encryption.ReencryptionResult[QueuedRun] = encryption.ReencryptionResult()
-    for row in QueuedRun.objects.filter(ended_at__isnull=True).order_by("pk"):
-        try:
-            content, is_current = encryption.decrypt(bytes(row.sealed), row=_encryption_context(row.pk))
-        except encryption.DecryptionFailed:
-            result.undecryptable.append(row)
-            continue
-        if is_current:
-            result.current += 1
-            continue
-        sealed = encryption.encrypt(content, row=_encryption_context(row.pk))
-        result.changed += QueuedRun.objects.filter(pk=row.pk, ended_at__isnull=True).update(sealed=sealed)
-    return result
 
 
 def encode_bytes(content: bytes) -> str:
@@ -151,16 +123,28 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
             return None
         row = ready.filter(agent_did=agent).order_by("-priority", "queued_at", "pk").first()
         assert row is not None  # in the same transaction
-        row.state, row.attempt, row.started_at = STATE.STARTED, row.attempt + 1, now
-        row.runner, row.runner_deadline = runner, now + RUNNER_TTL
-        claimed = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED).update(
-            state=row.state, attempt=row.attempt, started_at=now, runner=runner, runner_deadline=row.runner_deadline
-        )
         QueueAgent.objects.update_or_create(agent_did=agent, defaults={"served_at": now})
+        try:
+            claimed = _claim_row(row, runner, now=now)
+        except (DataError, IntegrityError):  # else it would be chosen again by each look, and no other run would start
+            log.exception("queued run cannot be claimed", queued_run=str(row.pk), attempt=row.attempt)
+            QueuedRun.objects.filter(pk=row.pk).update(available_at=now + UNCLAIMABLE_DELAY)
+            return None
     if not claimed:  # interrupted or expired since it was read
         return None
     checkpoint("queued run claimed", row)
     return row
+
+
+def _claim_row(row: QueuedRun, runner: str, *, now: datetime) -> bool:
+    """Start an attempt of a queued run for a runner. Return False if the run is not queued any more."""
+    row.state, row.attempt, row.started_at = STATE.STARTED, row.attempt + 1, now
+    row.runner, row.runner_deadline = runner, now + RUNNER_TTL
+    with transaction.atomic():
+        claimed = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED).update(
+            state=row.state, attempt=row.attempt, started_at=now, runner=runner, runner_deadline=row.runner_deadline
+        )
+    return bool(claimed)
 
 
 def announce_start(row: QueuedRun, *, now: datetime) -> None:
@@ -341,10 +325,15 @@ def expire(*, now: datetime) -> int:
     count = 0
     for row in overdue:
         state, error = STATE.EXPIRED, build_error("queue", "The run did not start within its pending timeout.", retryable=True)
-        if count_executions(row):
-            message = "The outcome of an attempt is unknown, and it was not repeated within the pending timeout."
-            state, error = STATE.FAILED, build_error("exec", message, retryable=False, code="outcome_unknown")
-        count += _end(overdue.filter(pk=row.pk, attempt=row.attempt), row.pk, state, now=now, error=error)
+        try:
+            if count_executions(row):
+                message = "The outcome of an attempt is unknown, and it was not repeated within the pending timeout."
+                state, error = STATE.FAILED, build_error("exec", message, retryable=False, code="outcome_unknown")
+            count += _end(overdue.filter(pk=row.pk, attempt=row.attempt), row.pk, state, now=now, error=error)
+        except CONNECTION_ERRORS:
+            raise
+        except Exception:  # one run must neither keep the others nor the claims that follow
+            log.exception("queued run not expired", queued_run=str(row.pk))
     return count
 
 
@@ -359,14 +348,6 @@ def find(pk: uuid.UUID) -> QueuedRun:
     if row is None:
         raise QueuedRunNotFound()
     return row
-
-
-def get_stats(rows: QuerySet[QueuedRun], *, now: datetime) -> QueueStats:
-    """Return the totals of some queued runs."""
-    counts = dict(rows.order_by().values_list("state").annotate(number=Count("*")))
-    oldest = rows.filter(state=STATE.QUEUED).aggregate(oldest=Min("queued_at"))["oldest"]
-    age = max((now - oldest).total_seconds(), 0.0) if oldest else 0.0
-    return QueueStats({state.value: counts.get(state.value, 0) for state in STATE}, age)
 
 
 def delete_old(*, now: datetime) -> int:
@@ -398,7 +379,3 @@ def omit_error_answers(error: dict[str, Any] | None) -> dict[str, Any] | None:
 def filter_agents(rows: QuerySet[QueuedRun], agents: list[str] | None) -> QuerySet[QueuedRun]:
     """Restrict rows to those of some agents. None: all agents."""
     return rows if agents is None else rows.filter(Q(agent_did__in=agents))
-
-
-def _encryption_context(pk: uuid.UUID) -> str:
-    return f"queued run {pk}"

@@ -15,7 +15,7 @@ from django.db import close_old_connections, connections
 from leases.queue import attempts, queue
 from leases.queue.models import QueuedRun
 from leases.queue.queue import Attempt
-from sandboxes import long_calls
+from sandboxes import installation_marks, long_calls
 from sandboxes.db import database_time
 
 log = structlog.get_logger(__name__)
@@ -47,6 +47,7 @@ class Runner:
         self._count, self._now, self._start_thread = thread_count, now, start_thread
         self._wakeup, self._stopping, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._main: threading.Thread | None = None
+        self._refusal = ""  # that was logged
         self._executing = set[Attempt]()  # each by a thread, which removes the attempt at its end
 
     def start(self) -> None:
@@ -77,9 +78,13 @@ class Runner:
         return not self._executing
 
     def run_pending(self) -> int:
-        """Recover, expire, and start as many runs as this runner has free threads. Return the number of started runs."""
+        """Recover, expire, and start as many runs as this runner has free threads. Return the number of started runs.
+
+        While the installation is not recognised, only the claims of the attempts in progress are renewed."""
         now = self._now()
         queue.renew(self.name, self._list_executing(), now=now)
+        if self._is_refused():
+            return 0
         attempts.recover(runner=self.name, now=now)
         queue.expire(now=now)
         started = 0
@@ -90,6 +95,14 @@ class Runner:
             self._start(row)
             started += 1
         return started
+
+    def _is_refused(self) -> bool:
+        """Return whether no run may begin here: a restored or copied database has runs as queued that were executed since."""
+        refusal = installation_marks.find_refusal()
+        if refusal and refusal != self._refusal:
+            log.warning("runner: no queued runs are executed", reason=refusal)
+        self._refusal = refusal
+        return bool(refusal)
 
     def _list_executing(self) -> list[Attempt]:
         with self._lock:

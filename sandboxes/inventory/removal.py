@@ -5,9 +5,9 @@ from datetime import datetime, timedelta
 import structlog
 
 from sandboxes.errors import InstallationMismatch, SandboxNotListed
+from sandboxes.installation_marks import has_recorded_mismatch
 from sandboxes.inventory.ownership import find_ownerless, require_without_row
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import Installation
 from sandboxes.providers.errors import Missing
 
 log = structlog.get_logger(__name__)
@@ -24,7 +24,7 @@ def destroy_ownerless(
 
     Refused while the database does not match its store: an unknown sandbox may then belong to a later state of this
     installation. Raise the errors of find_ownerless, InstallationMismatch, and ProviderError if the outcome is unknown."""
-    if Installation.objects.filter(pk=1).exclude(mismatch="").exists():
+    if has_recorded_mismatch():
         raise InstallationMismatch()
     try:
         found = find_ownerless(provider_name, name, now=now, grace=grace)

@@ -45,6 +45,7 @@ class Process(models.Model):
     is_terminal = models.BooleanField(default=False, help_text="The program has a terminal, to which clients connect.")
     started_at = models.DateTimeField()
     starts_by = models.DateTimeField(help_text="Deadline of the start. A process not listed by then counts as never started.")
+    checked_at = models.DateTimeField(null=True, editable=False, help_text="Time of the last listing by a sweep.")
     state = models.CharField(max_length=16, choices=ProcessStatus.choices, default=ProcessStatus.RUNNING)
     ended_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the end was detected.")
     exit_code = models.IntegerField(null=True, blank=True)

@@ -42,6 +42,12 @@ class Run(models.Model):
     claimed_by = models.CharField(max_length=64, blank=True, help_text="Control-plane instance that waits for the result.")
     claim = models.UUIDField(null=True, editable=False, help_text="Token of the process that waits for the result.")
     released = models.BooleanField(default=False, editable=False, help_text="The process that waited for the result is dead.")
+    has_recorder = models.BooleanField(
+        default=False, db_default=False, editable=False, help_text="A recorder reads the output and acknowledges the result."
+    )
+    retry_at = models.DateTimeField(
+        null=True, editable=False, help_text="No sweep closes the run before: backoff of failed tries."
+    )
     env_names = models.JSONField(default=list, help_text="Names only; values may be secret.")
     stdin_bytes = models.PositiveIntegerField(default=0)
     started_at = models.DateTimeField()

@@ -24,6 +24,8 @@ class Sweep(models.Model):
     running_until = models.DateTimeField(
         null=True, blank=True, help_text="Deadline of an execution in progress for the whole installation."
     )
+    claim = models.UUIDField(null=True, editable=False, help_text="Token of the execution in progress.")
+    claimed_by = models.CharField(max_length=64, blank=True, editable=False, db_default="", default="")
     succeeded_at = models.DateTimeField(null=True, blank=True)
     took = models.DurationField(null=True, blank=True)
     counts = models.JSONField(default=dict)

@@ -2,9 +2,9 @@
 
 import uuid
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 
-from django.db.models import Q, QuerySet
+from django.db.models import F, Q, QuerySet
 
 from sandboxes import suspension
 from sandboxes.hosts import registry
@@ -12,6 +12,8 @@ from sandboxes.models import GONE_STATES, Run, RunOutcome
 from sandboxes.providers.command_results import ExecState
 from sandboxes.providers.errors import Missing
 from sandboxes.runs.operations import classify_outcome, close_run
+
+MIN_BACKOFF, MAX_BACKOFF = timedelta(seconds=30), timedelta(hours=1)  # between two tries to close a Run past its deadline
 
 
 def close_abandoned_run(run: Run, *, now: datetime) -> str:
@@ -44,7 +46,8 @@ def close_abandoned_run(run: Run, *, now: datetime) -> str:
             note=note if run.released else "",
             actor="sweep",
         )
-        registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
+        if not run.has_recorder:  # a recorder may not have read all of it
+            registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
     else:
         if run.released and not run.note:
             note += " The command was killed, and its exit code is unknown. The output is that of the time until then."
@@ -85,5 +88,18 @@ def find_overdue(*, now: datetime) -> QuerySet[Run]:
 
 
 def find_abandoned(*, now: datetime) -> QuerySet[Run]:
-    """Select the overdue Runs whose commands this process can kill: those on hosts that the process reaches."""
-    return find_overdue(now=now).filter(registry.filter_local("sandbox__"))
+    """Select the overdue Runs whose commands this process can kill: those on hosts that the process reaches.
+
+    Runs that no sweep has tried to close come first, then the one whose last try was the longest ago."""
+    due = Q(retry_at__isnull=True) | Q(retry_at__lte=now)
+    rows = find_overdue(now=now).filter(due, registry.filter_local("sandbox__"))
+    return rows.order_by(F("retry_at").asc(nulls_first=True), "deadline_at")
+
+
+def postpone(run: Run, *, now: datetime) -> None:
+    """Postpone the next try to close an open Run: by a quarter of the time since its deadline, from MIN_BACKOFF to MAX_BACKOFF.
+
+    Called before a try, which may end with the process. A Run before its deadline, whose command may go on, is looked at by the
+    next pass, after the others."""
+    backoff = min(max((now - run.deadline_at) / 4, MIN_BACKOFF), MAX_BACKOFF) if now >= run.deadline_at else timedelta(0)
+    Run.objects.filter(pk=run.pk, ended_at__isnull=True).update(retry_at=now + backoff)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.errors import ProviderCallFailed, StoreUnavailable
 from sandboxes.models import Run
 from sandboxes.providers.base import Provider
@@ -35,10 +36,13 @@ def describe_recovery(recoveries: Sequence[Recovery]) -> str:
 
 
 def may_run_on(run: Run, provider: Provider, failed: Exception) -> bool:
-    """Kill the command of a Run after a failed call of its provider. Return whether the command may still be running.
+    """Kill the command of a Run whose execution failed. Return whether the command may still be running.
 
-    A sandbox that has stopped has no processes any more."""
-    if not isinstance(failed, ProviderError) or isinstance(failed, Stopped):
+    A sandbox that has stopped has no processes any more. A lost connection to the database does not end the command: a sweep
+    closes the Run with the result that the sandbox retains."""
+    if isinstance(failed, CONNECTION_ERRORS):
+        return True
+    if isinstance(failed, Stopped):
         return False
     try:
         provider.kill(run.sandbox.ref, str(run.pk))

@@ -62,6 +62,7 @@ class Command:
     needs_data: bool = True  # attach /data before the command and persist it afterwards
     run_id: uuid.UUID = field(default_factory=uuid.uuid4)
     streamed: bool = False  # the sandbox retains the output after the end, for readers of its stream (runs.retention)
+    has_recorder: bool = False  # a recorder reads the output to its end, and acknowledges the result
     max_output_bytes: int | None = None  # of each stream. None: LEASEHOLD_EXEC_OUTPUT_CAP_BYTES
     on_start: Callable[[], object] = bool  # called when the provider is about to be asked to execute the command
     attempt: int = 1  # of a queued run
@@ -116,7 +117,7 @@ def exec_in_sandbox(
     if command.streamed:
         size = len(result.stdout) + len(result.stderr)
         retention.acknowledge_later(opened.provider, opened.sandbox.ref, str(command.run_id), size=size)
-    else:
+    elif not command.has_recorder:
         opened.provider.acknowledge_exec(opened.sandbox.ref, str(command.run_id))  # the result is recorded
     return opened.run, result
 
@@ -266,7 +267,9 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
         failures.abandon_run(opened.run, note)
     else:
         outcome = RunOutcome.ERROR if opened.entered else RunOutcome.FAILED
-        close_run(opened.run, now=now, outcome=outcome, note=note, actor=actor)
+        if opened.result:
+            outcome = classify_outcome(opened.result)
+        close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=note, actor=actor)
     return failures.translate_error(failed)
 
 
@@ -293,6 +296,7 @@ def open_run(
         kind=command.kind,
         turn_number=command.turn_number,
         attempt=command.attempt,
+        has_recorder=command.has_recorder,
         argv=list(command.argv),
         cwd=command.cwd,
         claim=uuid.uuid4(),

@@ -1,7 +1,8 @@
-"""Results of streamed commands that stay in their sandboxes for a while after the end of the Run.
+"""Acknowledgement of recorded results, which lets their sandboxes drop them.
 
-The Run's row has the beginning of the output only. A reader that is behind, or comes back, finds the rest with the agent until
-the result is acknowledged. If this process dies before, the agent drops the result itself when it needs the room."""
+The Run's row has the beginning of the output only. A client that reads a stream and is behind, or comes back, finds the rest
+with the agent for REPLAY_SECONDS. The output of a Run with a recorder stays until the recorder has acknowledged the result. If
+a process dies before, the agent drops the result itself when it needs the room."""
 
 import threading
 import time
@@ -9,6 +10,11 @@ from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
+from django.core.exceptions import ImproperlyConfigured
+
+from sandboxes.errors import SandboxError
+from sandboxes.hosts import registry
+from sandboxes.models import GONE_STATES, Run
 from sandboxes.providers.base import Provider
 from sandboxes.providers.errors import ProviderError
 
@@ -85,6 +91,18 @@ class Acknowledger:
 
 
 ACKNOWLEDGER = Acknowledger()
+
+
+def has_sandbox(run: Run) -> bool:
+    """Return whether the sandbox of a Run still exists as it was when the command began."""
+    return run.sandbox.state not in GONE_STATES and run.sandbox.incarnation == run.incarnation
+
+
+def acknowledge(run: Run) -> None:
+    """Let the sandbox drop the result of a Run whose recorder has recorded it. Idempotent."""
+    if has_sandbox(run):
+        with suppress(ProviderError, SandboxError, ImproperlyConfigured):
+            registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
 
 
 def acknowledge_later(provider: Provider, ref: str, mark: str, *, size: int) -> None:

@@ -5,6 +5,7 @@ from datetime import datetime
 
 import structlog
 
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.errors import WorkspaceFull
 from sandboxes.models import Sandbox
 from sandboxes.providers.base import WORKSPACE, Provider
@@ -40,7 +41,7 @@ def warn_if_workspace_full(provider: Provider, sandbox: Sandbox, *, now: datetim
         return ""
     try:
         size = measure_workspace(provider, sandbox, now=now)
-    except ProviderError as failed:
+    except (ProviderError, *CONNECTION_ERRORS) as failed:  # the result of the command is in hand, and must be recorded
         log.warning("workspace not measured", sandbox=str(sandbox.pk), error=str(failed))
         return ""
     if size <= limit:

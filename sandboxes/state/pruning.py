@@ -13,6 +13,7 @@ import structlog
 from django.conf import settings
 from django.db.models import QuerySet
 
+from sandboxes.claims import note_progress
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import DataFull
 from sandboxes.hosts import registry
@@ -58,6 +59,7 @@ def measure_mounted(*, now: datetime) -> SweepResult:
     for data in find_mounted().order_by("?"):
         if clock() > now + PASS_TIME_LIMIT:
             break
+        note_progress()
         try:
             result.note("measured", storage_mode.measure_mounted_data(data, now=clock()))
         except StoreError as error:

@@ -8,17 +8,19 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error as DatabaseError
 
+from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import registry
-from sandboxes.models import GONE_STATES, Run
+from sandboxes.models import Run
 from sandboxes.providers.command_results import OutputReader
-from sandboxes.providers.errors import ProviderError
-from sandboxes.runs.retention import REPLAY_SECONDS
+from sandboxes.providers.errors import Missing, ProviderError
+from sandboxes.runs.retention import REPLAY_SECONDS, has_sandbox
 from sandboxes.streams import rows
 from sandboxes.streams.registry import StreamSlot
 
@@ -28,6 +30,8 @@ KEEP_ALIVE_SECONDS = 15.0  # without output; a client that has gone is noticed t
 MIN_PAUSE_SECONDS, ROW_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.001, 0.02, 1.0
 REFRESH_SECONDS = 60.0  # between two looks at the row of a silent command: a sweep may have closed its Run
 STREAMS = ("stdout", "stderr")
+REPLAY_PERIOD = timedelta(seconds=2 * REPLAY_SECONDS)  # after the end of a Run, in which its sandbox is asked for the output
+MAX_INTERRUPTIONS = 3  # of the output of an ended command, until a recorder gives up for now
 LIVE_KINDS = ("exec", "turn")  # kinds of Runs whose output the sandbox retains from its first byte
 
 
@@ -75,14 +79,22 @@ class Ended:
 StreamItem = Output | Gap | KeepAlive | Ended
 
 
+class OutputUnreachable(Exception):
+    """The sandbox retains output that cannot be read now."""
+
+
 class RunReader:
     """Iterator over the output of a Run. The last item is Ended, unless the stream had to end before (`slot`).
 
-    With `whole_characters`, a character in UTF-8 is not divided between two items of a stream."""
+    With `whole_characters`, a character in UTF-8 is not divided between two items of a stream. A recorder (`is_recorder`) gets
+    the output of an ended command as long as the sandbox retains it, and OutputUnreachable in place of a Gap if the sandbox
+    does not answer."""
 
-    def __init__(self, run: Run, position: Position, slot: StreamSlot, *, whole_characters: bool = False) -> None:
+    def __init__(
+        self, run: Run, position: Position, slot: StreamSlot, *, whole_characters: bool = False, is_recorder: bool = False
+    ) -> None:
         self._run, self.position, self._slot = run, position, slot
-        self._whole_characters = whole_characters
+        self._whole_characters, self._is_recorder, self._interruptions = whole_characters, is_recorder, 0
         self._incomplete = dict.fromkeys(STREAMS, b"")  # received bytes after `position`: the beginning of a character
         self._source: OutputReader | None = None
         self._pause_seconds, self._sent_at, self._refreshed_at = MIN_PAUSE_SECONDS, time.monotonic(), time.monotonic()
@@ -93,6 +105,9 @@ class RunReader:
             is_retained = self._may_be_retained() and self._open_source()
             if is_retained:
                 yield from self._read_source()
+            if self._run.ended_at and self._is_recorder and self._is_retained():
+                yield from self._wait()
+                continue
             if self._run.ended_at:
                 yield from self._read_row(is_last=True)
                 yield Ended(self._run, self.position)
@@ -111,12 +126,32 @@ class RunReader:
 
     def _may_be_retained(self) -> bool:
         run = self._run
-        if run.kind not in LIVE_KINDS or run.sandbox.state in GONE_STATES or run.sandbox.incarnation != run.incarnation:
+        if run.kind not in LIVE_KINDS or not has_sandbox(run):
             return False
         if run.ended_at is None:
             return True
-        is_stored = not self._is_behind(run) or (len(run.stdout), len(run.stderr)) == (run.stdout_bytes, run.stderr_bytes)
-        return not is_stored and time.time() - run.ended_at.timestamp() < 2 * REPLAY_SECONDS
+        return not self._is_stored() and (self._is_recorder or database_time.now_without_query() - run.ended_at < REPLAY_PERIOD)
+
+    def _is_stored(self) -> bool:
+        """Return whether the row of the ended Run has all output after the position."""
+        run = self._run
+        return not self._is_behind(run) or (len(run.stdout), len(run.stderr)) == (run.stdout_bytes, run.stderr_bytes)
+
+    def _is_retained(self) -> bool:
+        """Return whether the sandbox has output of the ended Run that was not read. Raise OutputUnreachable."""
+        if not self._may_be_retained():
+            return False
+        self._interruptions += 1
+        sandbox = self._run.sandbox
+        try:
+            is_retained = registry.get_sandbox_provider(sandbox).find_exec(sandbox.ref, str(self._run.pk)) is not None
+        except Missing:
+            return False
+        except (ProviderError, SandboxError, ImproperlyConfigured) as error:
+            raise OutputUnreachable(str(error)) from error
+        if is_retained and self._interruptions > MAX_INTERRUPTIONS:
+            raise OutputUnreachable("The output was interrupted repeatedly.")
+        return is_retained
 
     def _is_behind(self, run: Run) -> bool:
         return run.stdout_bytes > self.position.stdout or run.stderr_bytes > self.position.stderr

@@ -13,9 +13,10 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import destruction, eviction, providers, suspension
+from sandboxes import destruction, eviction, providers, suspension, sweep_log
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import clock_from, compute_backoff
+from sandboxes.engine_turns import Engine, EngineTurns, alternate, list_by_engine
 from sandboxes.errors import CapacityPending, SandboxError, WorkspaceFull
 from sandboxes.hosts import capacity, registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, SUSPENDED, WAITING, WARM, WARMING, advance_many
@@ -24,11 +25,10 @@ from sandboxes.pool import admission_queue, starts
 from sandboxes.pool.allocation import start_warm
 from sandboxes.pool.prewarmed import find_local_unclaimed
 from sandboxes.providers.errors import Missing, ProviderError
-from sandboxes.runs import abandoned, workspace_limit
+from sandboxes.runs import abandoned
 from sandboxes.state import workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
-from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
 COUNTERS_CORRECTED = "counters corrected"  # outcome of recount; the health check reads it
@@ -38,19 +38,19 @@ MAX_WARM_FAILURES = 3  # in a row, before the circuit breaker of a pool opens
 def destroy_due(*, now: datetime, limit: int = 200) -> SweepResult:
     """Destroy the sandboxes in `destroying` that are due. A failed row is retried with backoff and blocks no other."""
     result, clock = SweepResult(), clock_from(now)
-    for pk in find_due_for_destroy(now=now).values_list("pk", flat=True)[:limit]:
-        if clock() > now + PASS_TIME_LIMIT:
-            break
+    due = list_by_engine(find_due_for_destroy(now=now), limit=limit)
+    for sandbox in (turns := EngineTurns(due, clock=clock, until=now + PASS_TIME_LIMIT)):
         try:
-            if destruction.destroy(pk, now=clock(), actor="sweep"):
+            if destruction.destroy(sandbox.pk, now=clock(), actor="sweep"):
                 result.note("destroyed")
-            elif Sandbox.objects.filter(pk=pk, state=DESTROYING).exclude(last_error="").exists():
-                result.failures.append(str(pk))
+            elif Sandbox.objects.filter(pk=sandbox.pk, state=DESTROYING).exclude(last_error="").exists():
+                turns.note_failure()
+                result.failures.append(str(sandbox.pk))
             else:
                 result.note("lost race")
         except Exception as failed:  # a bug in one provider must not block the others
-            log.exception("destroy sweep failed", sandbox=str(pk))
-            result.failures.append(f"{pk}: {failed}")
+            log.exception("destroy sweep failed", sandbox=str(sandbox.pk))
+            result.failures.append(f"{sandbox.pk}: {failed}")
     return result
 
 
@@ -98,16 +98,19 @@ def _evict_one(pk: uuid.UUID, token: uuid.UUID, result: SweepResult, *, now: dat
 
 
 def suspend_waiting(*, now: datetime, limit: int = 500) -> SweepResult:
-    """Suspend the sandboxes that have waited for the time that their environment type sets."""
+    """Suspend the sandboxes that have waited for the time that their environment type sets, in random order."""
     result, clock = SweepResult(), clock_from(now)
-    for sandbox in suspension.find_due(now=now)[:limit]:
-        if clock() > now + PASS_TIME_LIMIT:
-            break
+    due = list_by_engine(suspension.find_due(now=now).order_by("?"), limit=limit)
+    for sandbox in (turns := EngineTurns(due, clock=clock, until=now + PASS_TIME_LIMIT)):
         try:
             result.note("suspended" if suspension.suspend(sandbox, now=clock(), actor="sweep") else "lost race")
         except Missing:
             result.note("gone")  # reconcile handles missing sandboxes
         except (ProviderError, StoreError, WorkspaceFull) as failed:
+            turns.note_failure()
+            result.failures.append(f"{sandbox.pk}: {failed}")
+        except Exception as failed:  # one row must not delay the others
+            log.exception("suspension failed", sandbox=str(sandbox.pk))
             result.failures.append(f"{sandbox.pk}: {failed}")
     return result
 
@@ -124,14 +127,14 @@ def expire_cold(*, now: datetime, limit: int = 500) -> SweepResult:
     The copy in the store remains. The next use by the same holder starts a new sandbox from that copy."""
     result = SweepResult()
     for sandbox in find_expired_cold(now=now)[:limit]:
-        unchanged = Q(state_since=sandbox.state_since)
-        if eviction.release_cold(sandbox.pk, now=now, actor="sweep", guard=unchanged):
-            result.note("cold dropped")
-        else:
-            result.note("lost race")
+        with result.catching(sandbox.pk):
+            unchanged = Q(state_since=sandbox.state_since)
+            released = eviction.release_cold(sandbox.pk, now=now, actor="sweep", guard=unchanged)
+            result.note("cold dropped" if released else "lost race")
     for snapshot in find_leftover_local_copies()[:limit]:
-        workspace.forget_local(snapshot)
-        result.note("local copies removed")
+        with result.catching(f"snapshot {snapshot.pk}"):
+            workspace.forget_local(snapshot)
+            result.note("local copies removed")
     return result
 
 
@@ -180,7 +183,8 @@ def warm_pools(*, now: datetime) -> SweepResult:
 def _continue_pending(result: SweepResult, *, now: datetime, limit: int = 50) -> None:
     """Wait again for pre-warmed sandboxes for which their engine had no room. No request asks for them."""
     clock, rows = clock_from(now), Sandbox.objects.filter(registry.filter_local(), state=WARMING, holder__isnull=True)
-    for sandbox in rows.filter(pending_since__isnull=False, claim__isnull=True, deadline_at__gt=now)[:limit]:
+    pending = rows.filter(pending_since__isnull=False, claim__isnull=True, deadline_at__gt=now)
+    for sandbox in pending.order_by("?")[:limit]:  # each has its turn, although some may wait for long
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
@@ -243,46 +247,60 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
 
     1. Close a Run with the result that its sandbox retained. Otherwise kill its command, and close the Run as lost.
     2. Schedule the destruction of a sandbox that did not become ready.
-    3. Continue an eviction or a suspension at the step where it stopped."""
-    result = SweepResult()
-    for run in abandoned.find_abandoned(now=now)[:limit]:
-        try:
-            result.note(abandoned.close_abandoned_run(run, now=now))
-        except ProviderError as failed:
-            result.failures.append(f"run {run.pk}: {failed}")
-    for sandbox in find_overdue_starts(now=now)[:limit]:
+    3. Continue an eviction or a suspension at the step where it stopped.
+
+    Engines take turns, and so do the steps of an engine, for PASS_TIME_LIMIT. `limit` is the number of rows of each kind and
+    engine. A Run that could not be closed is tried again with a backoff, and other rows after their claim has passed."""
+    result, clock = SweepResult(), clock_from(now)
+    for sandbox in find_overdue_starts(now=now)[:limit]:  # without a call of the engine
         unchanged = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
         destroyed = destruction.schedule_destroy(
             sandbox.pk, now=now, code=TransitionReason.START_STALLED, actor="sweep", guard=unchanged
         )
         result.note("stalled starts destroyed" if destroyed else "lost race")
-    for sandbox in find_overdue_evictions(now=now)[:limit]:
-        _resume_eviction(sandbox, result, now=now)
-    for sandbox in find_overdue_suspensions(now=now)[:limit]:
+    rows: list[tuple[Engine, Run | Sandbox]] = alternate(
+        list_by_engine(abandoned.find_abandoned(now=now), limit=limit, prefix="sandbox__"),
+        list_by_engine(find_overdue_evictions(now=now), limit=limit),
+        list_by_engine(find_overdue_suspensions(now=now), limit=limit),
+    )
+    for row in (turns := EngineTurns(rows, clock=clock, until=now + PASS_TIME_LIMIT)):
+        name = f"run {row.pk}" if isinstance(row, Run) else str(row.pk)
         try:
-            suspended = suspension.continue_suspension(sandbox, now=now, actor="sweep")
-            result.note("suspensions finished" if suspended else "lost race")
+            result.note(_recover_row(row, now=clock()))
         except (ProviderError, StoreError, WorkspaceFull) as failed:
-            result.failures.append(f"{sandbox.pk}: {failed}")
+            turns.note_failure()
+            result.failures.append(f"{name}: {failed}")
+        except Exception as failed:  # one row must not delay the others
+            log.exception("stalled work not recovered", row=name)
+            result.failures.append(f"{name}: {failed}")
     result.note("abandoned requests for a place deleted", admission_queue.purge_abandoned(now=now))
     return result
 
 
-def _resume_eviction(sandbox: Sandbox, result: SweepResult, *, now: datetime) -> None:
+def _recover_row(row: Run | Sandbox, *, now: datetime) -> str:
+    """Take the next step for a Run or a sandbox, and return the outcome. Raises the errors of its engine or store."""
+    if isinstance(row, Run):
+        abandoned.postpone(row, now=now)
+        return abandoned.close_abandoned_run(row, now=now)
+    if row.state == EVICTING:
+        return _resume_eviction(row, now=now)
+    return "suspensions finished" if suspension.continue_suspension(row, now=now, actor="sweep") else "lost race"
+
+
+def _resume_eviction(sandbox: Sandbox, *, now: datetime) -> str:
     unchanged = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
     if sandbox.tries >= settings.DESTROY_TRIES and not workspace.has_unsaved_state(sandbox):
         destroyed = destruction.schedule_destroy(  # destroy_due retries the destroy, then quarantines the sandbox
             sandbox.pk, now=now, code=TransitionReason.EVICTION_STALLED, actor="sweep", guard=unchanged,
             reason=f"process could not be destroyed: {sandbox.last_error}",
         )  # fmt: skip
-        result.note("stalled evictions destroyed" if destroyed else "lost race")
-        return
+        return "stalled evictions destroyed" if destroyed else "lost race"
     token = uuid.uuid4()
     claimed = Sandbox.objects.filter(unchanged, pk=sandbox.pk, state=EVICTING).update(
         claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=F("tries") + 1
     )
     finished = claimed and eviction.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
-    result.note("evictions finished" if finished else "evictions postponed" if claimed else "lost race")
+    return "evictions finished" if finished else "evictions postponed" if claimed else "lost race"
 
 
 def find_overdue_starts(*, now: datetime) -> QuerySet[Sandbox]:
@@ -332,54 +350,6 @@ def recount(*, now: datetime) -> SweepResult:
     return result
 
 
-def measure_workspaces(*, now: datetime, limit: int = 50) -> SweepResult:
-    """Measure workspaces that were used since their last measurement, the oldest measurement first."""
-    result, clock = SweepResult(), clock_from(now)
-    for sandbox in find_unmeasured()[:limit]:
-        if clock() > now + PASS_TIME_LIMIT:
-            break
-        try:
-            provider = registry.get_sandbox_provider(sandbox)
-            suspension.thaw(sandbox, provider)
-            size = workspace_limit.measure_workspace(provider, sandbox, now=clock())
-        except Missing:
-            result.note("gone")  # reconcile handles missing sandboxes
-        except ProviderError as failed:
-            result.failures.append(f"{sandbox.pk}: {failed}")
-        else:
-            result.note("over the limit" if size > sandbox.pool.workspace_limit_mib << 20 else "measured")
-    return result
-
-
-def record_readings(*, now: datetime) -> SweepResult:
-    """Record the CPU and memory use of sandboxes."""
-    result, clock = SweepResult(), clock_from(now)
-    for sandbox in find_readable():
-        if clock() > now + PASS_TIME_LIMIT:
-            break
-        try:
-            result.note(
-                "read", readings.record_reading(sandbox, registry.get_sandbox_provider(sandbox), now=clock()) is not None
-            )
-        except Missing:
-            result.note("gone")  # reconcile handles missing sandboxes
-        except ProviderError as failed:
-            result.failures.append(f"{sandbox.pk}: {failed}")
-    return result
-
-
-def find_readable() -> QuerySet[Sandbox]:
-    """Select the sandboxes with readable usage on the hosts that this process reaches, most recently used first."""
-    return readings.find_readable().filter(registry.filter_local())
-
-
-def find_unmeasured() -> QuerySet[Sandbox]:
-    """Select waiting sandboxes whose workspace was not measured since their last use."""
-    stale = Q(measured_at__isnull=True) | Q(measured_at__lt=F("last_used_at"))
-    waiting = Sandbox.objects.filter(registry.filter_local(), tier=2, state=WAITING, lost_at__isnull=True)
-    return waiting.filter(stale).select_related("pool").order_by(F("measured_at").asc(nulls_first=True))
-
-
 def release_instance(instance: str, *, now: datetime) -> int:
     """Make the work of a dead instance of the control plane due now, so that the next sweep takes over.
 
@@ -391,4 +361,5 @@ def release_instance(instance: str, *, now: datetime) -> int:
     claimed = Q(claimed_by=instance) | Q(claimed_by__startswith=f"{instance}.")
     not_due = Q(deadline_at__gt=now)
     sandboxes = Sandbox.objects.filter(claimed, not_due, state__in=IN_FLIGHT_STATES).update(deadline_at=now)
-    return sandboxes + Run.objects.filter(claimed, ended_at__isnull=True, released=False).update(released=True)
+    runs = Run.objects.filter(claimed, ended_at__isnull=True, released=False).update(released=True)
+    return sandboxes + runs + sweep_log.release_instance(claimed, now=now)

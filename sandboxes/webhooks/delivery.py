@@ -13,6 +13,7 @@ import structlog
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
+from sandboxes import installation_marks
 from sandboxes.db import database_time, encryption
 from sandboxes.db.clock import clock_from, compute_backoff, format_timestamp
 from sandboxes.errors import WebhookTestFailed
@@ -67,6 +68,8 @@ def deliver_due(*, now: datetime) -> SweepResult:
 
 def run_delivery_task() -> str:
     """Deliver due events. Queue task that enqueue_event schedules."""
+    if refusal := installation_marks.find_refusal():  # a copy of the database has the same events
+        return f"Refused: {refusal}"
     return str(deliver_due(now=database_time.now()))
 
 

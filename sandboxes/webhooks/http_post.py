@@ -7,12 +7,10 @@ are read."""
 import asyncio
 import os
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import cache
 from http import HTTPStatus
 from ipaddress import ip_address
 from queue import Empty, SimpleQueue
@@ -22,6 +20,8 @@ import aiohttp
 import yarl
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from sandboxes import http_transport
+from sandboxes.http_calls import HttpAnswer
 from sandboxes.webhooks.addresses import Address, get_refusal_reason
 from sandboxes.webhooks.post_result import PostResult
 
@@ -102,38 +102,19 @@ class _PinnedResolver(AbstractResolver):
 async def _post(
     destination: yarl.URL, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float
 ) -> PostResult:
-    ssl_context = (
-        _load_ssl_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
-        if destination.scheme == "https"
-        else False
-    )
-    connector = aiohttp.TCPConnector(resolver=_PinnedResolver(addresses), ssl=ssl_context, force_close=True)
-    async with (
-        asyncio.timeout(timeout),
-        aiohttp.ClientSession(
-            connector=connector, trust_env=False, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),
-        ) as session,
-        session.post(destination, data=body, headers=headers, allow_redirects=False) as response,
-    ):  # fmt: skip
-        return _parse_response(response)
+    answer = await http_transport.fetch(
+        "POST", destination, resolver=_PinnedResolver(addresses), timeout=timeout, max_bytes=0, data=body, headers=headers,
+        ssl_context=http_transport.load_ssl_context() if destination.scheme == "https" else False,
+    )  # fmt: skip
+    return _parse_answer(answer)
 
 
-@cache
-def _load_ssl_context(*locations: str | None) -> ssl.SSLContext:
-    """Return a context with OpenSSL's trust store, which SSL_CERT_FILE and SSL_CERT_DIR may replace.
-
-    OpenSSL reads both variables itself. `locations` are their values, as the cache key: loading the trust store takes longer
-    than a request."""
-    return ssl.create_default_context()
-
-
-def _parse_response(response: aiohttp.ClientResponse) -> PostResult:
-    status = response.status
+def _parse_answer(answer: HttpAnswer) -> PostResult:
+    status = answer.status
     if 200 <= status < 300:
         return PostResult(status)
     phrase = HTTPStatus(status).phrase if status in {*HTTPStatus} else ""
-    retry_after = response.headers.get("Retry-After", "")
+    retry_after = answer.headers.get("Retry-After", "")
     return PostResult(
         status,
         f"Status {status} {phrase}".strip() + ".",

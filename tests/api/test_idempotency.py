@@ -2,18 +2,21 @@
 
 import uuid
 from datetime import timedelta
+from typing import Any
 
 import pytest
+from django.db import OperationalError
 from django.db.models import F
 from django.utils import timezone
 
 from leases import api_keys, sweeps
 from leases.api.base import idempotency
 from leases.models import AgentKey, IdempotentRequest, Lease
-from sandboxes.models import Run, RunOutcome
+from sandboxes import processes
+from sandboxes.models import Run, RunOutcome, Sandbox
 from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.runs import operations
+from sandboxes.runs import operations, workspace_limit
 from sandboxes.state import data_sync
 from sandboxes.storage.base import StoreError
 from sandboxes.sweeps import passes
@@ -25,7 +28,7 @@ pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 def advance_time(time: timedelta) -> None:
     """Move the times of all stored requests and runs back."""
     for model, columns in {
-        IdempotentRequest: ("started_at", "deadline_at", "expires_at"), Run: ("started_at", "deadline_at")
+        IdempotentRequest: ("started_at", "deadline_at", "expires_at"), Run: ("started_at", "deadline_at", "ended_at")
     }.items():  # fmt: skip
         model.objects.update(**{name: F(name) - time for name in columns})
 
@@ -191,7 +194,7 @@ def test_exec_with_output_that_is_not_stored_is_answered_with_its_exit_code(ada,
         ada.post(run_path, {"argv": ["sh", "-c", "echo x; exit 1"]}, idempotency_key="k1")
     again = ada.post(run_path, {"argv": ["sh", "-c", "echo x; exit 1"]}, idempotency_key="k1")
     assert again.json()["code"] == "idempotency_in_progress"
-    Run.objects.update(started_at=F("started_at") - timedelta(minutes=2), ended_at=F("ended_at") - timedelta(minutes=2))
+    advance_time(timedelta(hours=1))
     problem = ada.post(run_path, {"argv": ["sh", "-c", "echo x; exit 1"]}, idempotency_key="k1").json()
     assert (problem["code"], problem["outcome"], problem["exit_code"]) == ("outcome_unknown", "failed", 1)
 
@@ -226,6 +229,34 @@ def test_key_of_a_failed_exec_is_freed_after_a_failover(ada: ApiClient, run_path
     assert [ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code for _ in range(2)] == [503, 200]
 
 
+@pytest.mark.django_db(transaction=True)
+def test_exec_whose_connection_is_lost_while_the_command_runs_is_answered_with_its_result(
+    ada: ApiClient, run_path: str, memory
+) -> None:
+    def lose_connection(ref: str) -> None:
+        raise OperationalError("terminating connection due to administrator command")
+
+    with memory.after("exec", lose_connection):
+        response = ada.post(run_path, {"argv": ["echo", "hello"]}, idempotency_key="k1")
+    assert (response.status_code, response.json()["retryable"]) == (503, True)
+    assert ada.post(run_path, {"argv": ["echo", "hello"]}, idempotency_key="k1").json()["code"] == "idempotency_in_progress"
+    passes.recover_stalled(now=timezone.now())
+    response = ada.post(run_path, {"argv": ["echo", "hello"]}, idempotency_key="k1")
+    assert (response.status_code, response.json()["stdout"]) == (200, "hello\n")
+    assert len([verb for verb, _ in memory.calls if verb == "exec"]) == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_exec_whose_workspace_cannot_be_measured_for_a_lost_connection_is_answered(
+    ada: ApiClient, run_path: str, memory, failover
+) -> None:
+    ada.post(run_path, {"argv": ["true"]})
+    Sandbox.objects.update(created_at=F("created_at") - timedelta(minutes=1), measured_at=None)
+    calls = failover(workspace_limit, "measure_workspace")
+    response = ada.post(run_path, {"argv": ["echo", "hello"]}, idempotency_key="k1")
+    assert (len(calls), response.status_code, response.json()["stdout"]) == (1, 200, "hello\n")
+
+
 def test_exec_that_never_started_can_be_sent_again(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:
     memory.fail("create", Unavailable("no engine"), times=1)
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
@@ -252,3 +283,19 @@ def test_a_late_process_does_not_overwrite_the_response_of_its_successor(ada: Ap
     at_checkpoint("acted", take_over)
     assert ada.post("leases", acquire_body(), idempotency_key="k1").status_code == 201
     assert IdempotentRequest.objects.get().status_code == 200
+
+
+def test_start_that_waits_for_output_is_in_progress_until_its_deadline(ada: ApiClient, lease, monkeypatch) -> None:
+    """The run of a process start ends with the start, and the request may wait for the output for minutes after that."""
+    path, body = f"leases/{lease['id']}/processes", {"argv": ["sleep", "300"], "wait_for": "ready", "wait_seconds": 300}
+    answers: list[Any] = []
+
+    def repeat(*args: Any, **options: Any) -> bool:
+        for minutes in (0, 2, 2):
+            advance_time(timedelta(minutes=minutes))
+            answers.append(ada.post(path, body, idempotency_key="k1").json()["code"])
+        return True
+
+    monkeypatch.setattr(processes, "wait_for_log", repeat)
+    response = ada.post(path, body, idempotency_key="k1")
+    assert (answers, response.status_code) == (["idempotency_in_progress"] * 3, 201)

@@ -8,7 +8,7 @@ from django.conf import LazySettings
 from django.utils import timezone
 
 from leases.models import QueuedRun
-from leases.queue import attempts, queue
+from leases.queue import attempts, queue, sealing
 from sandboxes.models import Pool
 from tests.api.conftest import ApiClient, assert_refused
 from tests.support.billing import ADA, BOB
@@ -71,7 +71,7 @@ def test_agent_run_is_queued(ada: ApiClient, lease) -> None:
     row = QueuedRun.objects.get()
     assert row.request["policy"]["max_turns"] == 3
     assert "s3cret" not in str(row.request)
-    assert queue.open_secrets(row) == {"env": {"A": "b"}, "prompt": "s3cret"}
+    assert sealing.open_secrets(row) == {"env": {"A": "b"}, "prompt": "s3cret"}
     assert_refused(ada, "POST", url, body | {"model": "m"}, 400, "model")
 
 

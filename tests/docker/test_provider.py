@@ -262,6 +262,11 @@ def test_oom_kill_is_distinguished_from_sigkill_by_the_engines_events(box: Box, 
     assert (killed.exit_code, killed.oom) == (137, False)
 
 
+def test_command_that_ends_well_beside_an_oom_kill_is_not_out_of_memory(box: Box) -> None:
+    done = box.run("sh", "-c", f'python3 -c "{HOG}"; echo $?')
+    assert (done.exit_code, done.stdout, done.oom) == (0, b"137\n", False)
+
+
 def test_oom_counter_is_read_after_a_restart(box: Box) -> None:
     assert box.run("python3", "-c", HOG).oom
     docker("restart", "-t", "0", box.ref)

@@ -25,7 +25,7 @@ from sandboxes.models import Pool, Sandbox, Transition
 from sandboxes.pool import allocation
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory.provider import DEFAULT_ENGINE_ID
-from sandboxes.sweeps import passes
+from sandboxes.sweeps import measurements
 from sandboxes.usage import readings
 from tests.conftest import SimulatedCrash
 from tests.machines.test_pool_machine import ROW_INDEX, PoolMachine
@@ -119,7 +119,7 @@ class MeteredMachine(PoolMachine):
 
     @rule()
     def read(self) -> None:
-        self.attempt(lambda: passes.record_readings(now=self.now))
+        self.attempt(lambda: measurements.record_readings(now=self.now))
 
     @rule()
     def fail_stats(self) -> None:

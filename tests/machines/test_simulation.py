@@ -62,7 +62,7 @@ with world.installed(), override_settings(SANDBOX_PROVIDER="memory", EGRESS_SLOT
     print("killed inside the sweep:", not dying.alive and not results)
     world.spawn(other, "sweep", meter)
     world.scheduler.run_until(1200)
-    print("not run because of:", *[set(counts) & {"still running", "left to another host"} for counts in results])
+    print("not run because of:", *[set(counts) & {"still running", "left to another process"} for counts in results])
 """
 
 

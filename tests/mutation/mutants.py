@@ -359,15 +359,15 @@ MUTANTS = (
     Mutant(
         name="sweeps-pass-changes-another-hosts-claim",
         path=SWEEP_LOG,
-        before="filter(pk=self._row.pk, running_until=self._until)",
-        after="filter(pk=self._row.pk)",
+        before="Sweep.objects.filter(pk=row.pk, claim=token)",
+        after="Sweep.objects.filter(pk=row.pk)",
         tests=[f"{TEST_HOSTS}::test_a_pass_that_outlasted_its_claim_neither_extends_nor_ends_the_claim_of_another_host"],
     ),
     Mutant(
         name="sweeps-failed-pass-ends-another-hosts-claim",
         path=SWEEP_LOG,
-        before='update(last_error=f"{type(failed).__name__}: {failed}"[:2000])',
-        after='update(last_error=f"{type(failed).__name__}: {failed}"[:2000], running_until=None)',
+        before='update(last_error=redact(f"{type(failed).__name__}: {failed}")[:2000])',
+        after='update(last_error=redact(f"{type(failed).__name__}: {failed}")[:2000], running_until=None)',
         tests=[f"{TEST_HOSTS}::test_a_pass_that_outlasted_its_claim_neither_extends_nor_ends_the_claim_of_another_host"],
     ),
     Mutant(
@@ -378,10 +378,10 @@ MUTANTS = (
         tests=[f"{TEST_HOSTS}::test_a_failed_pass_records_its_error_and_ends_its_claim"],
     ),
     Mutant(
-        name="sweeps-pass-ends-without-the-lock",
+        name="sweeps-pass-ends-without-its-token",
         path=SWEEP_LOG,
-        before="        with self.lock:\n            self._replace(None)",
-        after="        self._replace(None)",
+        before="self._own.update(running_until=None, claim=None)",
+        after="self._own.update(running_until=None)",
         tests=[f"{TEST_HOSTS}::test_a_pass_that_ends_while_the_heartbeat_extends_its_claim_leaves_none"],
     ),
     Mutant(

@@ -132,7 +132,7 @@ def test_command_of_an_abandoned_run_is_killed_before_its_sandbox_is_waiting(gra
     with memory.fail("kill", Unavailable("engine away")):
         assert sweeps.recover_stalled(now=LATER).failures
     assert Sandbox.objects.get().state == "running"
-    assert sweeps.recover_stalled(now=LATER).counts == {"runs closed": 1}
+    assert sweeps.recover_stalled(now=LATER + timedelta(hours=1)).counts == {"runs closed": 1}
     closed, sandbox = Run.objects.get(), Sandbox.objects.get()
     assert (closed.outcome, sandbox.state, memory.calls[-1]) == ("lost", "waiting", ("kill", sandbox.ref))
 

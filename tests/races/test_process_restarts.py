@@ -4,7 +4,7 @@ import pytest
 
 from leases import execution
 from leases.models import Lease
-from sandboxes import eviction, process_restarts, processes
+from sandboxes import eviction, process_ends, process_restarts, processes
 from sandboxes.errors import SandboxBusy
 from sandboxes.models import Process, ProcessStatus, RestartPolicy
 from sandboxes.process_restarts import close_process
@@ -25,7 +25,7 @@ def due(lease: Lease, memory: MemoryProvider) -> Process:
         spec = ProcessSpec(["sleep", "300000"], {"A": "1"}, restart=RestartPolicy.ALWAYS, restart_after_wake=True)
         process = processes.start_process(request, spec, now=NOW)
     memory.kill(process.sandbox.ref, process.current_mark)
-    processes.close_ended(now=NOW)
+    process_ends.close_ended(now=NOW)
     return reload(process)
 
 

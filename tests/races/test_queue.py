@@ -15,7 +15,7 @@ from leases import api_keys, execution, leasing, sweeps
 from leases.agent_runs.models import AgentRun
 from leases.errors import TooManyQueuedRuns
 from leases.models import AgentKey, Lease
-from leases.queue import attempts, queue
+from leases.queue import attempts, queue, sealing, statistics
 from leases.queue.models import MAX_RUN_ATTEMPT, QueuedRun
 from leases.queue.queue import Attempt, QueueOptions
 from leases.queue.runner import Runner
@@ -180,12 +180,12 @@ def test_secrets_survive_a_change_of_keys(lease: Lease, pool: Pool, settings: An
     settings.IDENTITY_KEYS = [b"1" * 32]
     row = enqueue(pool, lease, secrets={"env": {"A": "b"}})
     settings.IDENTITY_KEYS = [b"2" * 32, b"1" * 32]
-    assert queue.reencrypt().changed == 1
+    assert sealing.reencrypt().changed == 1
     settings.IDENTITY_KEYS = [b"2" * 32]
-    assert queue.open_secrets(reload(row)) == {"env": {"A": "b"}}
-    assert queue.reencrypt().current == 1
+    assert sealing.open_secrets(reload(row)) == {"env": {"A": "b"}}
+    assert sealing.reencrypt().current == 1
     settings.IDENTITY_KEYS = [b"3" * 32]
-    assert [each.pk for each in queue.reencrypt().undecryptable] == [row.pk]
+    assert [each.pk for each in sealing.reencrypt().undecryptable] == [row.pk]
     work()
     assert (reload(row).state, reload(row).error["retryable"]) == ("failed", False)
     assert reload(row).error["message"].startswith("No configured key decrypts")
@@ -331,6 +331,14 @@ def test_many_attempts_do_not_stop_the_queue(pool: Pool, lease: Lease) -> None:
     assert work() == 2
     assert (reload(row).state, reload(row).attempt, reload(other).state) == ("completed", MAX_RUN_ATTEMPT + 1, "completed")
     assert Run.objects.get(pk=reload(row).run_id).attempt == MAX_RUN_ATTEMPT
+
+
+def test_run_whose_row_cannot_be_claimed_does_not_stop_the_queue(pool: Pool, lease: Lease) -> None:
+    """PostgreSQL refuses a number of attempts beyond the range of the column; SQLite does not."""
+    row, other = enqueue(pool, lease), enqueue(pool, agent="did:plc:bob")
+    QueuedRun.objects.filter(pk=row.pk).update(attempt=(1 << 31) - 1)
+    assert queue.claim("r1", now=NOW) == (None if connection.vendor == "postgresql" else row)
+    assert queue.claim("r1", now=NOW) == other
 
 
 def test_error_of_an_attempt_names_provider_and_cause(lease: Lease, pool: Pool, memory: MemoryProvider) -> None:
@@ -765,10 +773,10 @@ def test_totals_and_the_age_of_the_oldest_pending_run(pool: Pool, lease: Lease) 
     work()
     enqueue(pool, agent="did:plc:bob")
     rows = QueuedRun.objects.all()
-    stats = queue.get_stats(rows, now=NOW + MINUTE)
+    stats = statistics.get_stats(rows, now=NOW + MINUTE)
     assert (stats.counts["completed"], stats.counts["queued"], stats.counts["failed"]) == (1, 1, 0)
     assert stats.oldest_pending_seconds == 60.0
-    assert queue.get_stats(queue.filter_agents(rows, ["did:plc:ada"]), now=NOW).oldest_pending_seconds == 0.0
+    assert statistics.get_stats(queue.filter_agents(rows, ["did:plc:ada"]), now=NOW).oldest_pending_seconds == 0.0
 
 
 def test_rows_are_deleted_after_their_retention(pool: Pool, lease: Lease, settings: Any) -> None:

@@ -1,6 +1,7 @@
 """manage.py installation: show whether database, store and state directory belong together, and confirm that they do."""
 
 from argparse import ArgumentParser
+from datetime import datetime
 from typing import Any
 
 from django.conf import settings
@@ -8,10 +9,13 @@ from django.core.management.base import BaseCommand, CommandError
 
 from controlplane import dry_run
 from leases.management.base import report_errors
+from sandboxes import installation_marks
 from sandboxes.db import database_time
+from sandboxes.state.pruning import ORPHAN_GRACE
 from sandboxes.sweeps import installation
 
-DELETING_SWEEPS = ("reconcile", "prune")  # delete containers and objects that have no row in this database
+# Sweeps that delete containers and objects without a row in this database, and the age from which they do.
+DELETING_GRACES = {"reconcile": settings.ORPHAN_GRACE, "prune": ORPHAN_GRACE}
 
 
 class Command(BaseCommand):
@@ -23,7 +27,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, action: str, yes: bool, **options: Any) -> None:
         with report_errors(options["verbosity"]):
-            mismatch = installation.find_mismatch()
+            mismatch = installation_marks.find_mismatch()
             self._show()
             if action == "confirm":
                 self._confirm(mismatch, yes)
@@ -31,9 +35,12 @@ class Command(BaseCommand):
                 raise CommandError(f"Destructive sweeps are refused. {mismatch}")
 
     def _show(self) -> None:
-        row = installation.get_installation()
+        row = installation_marks.get_installation()
         self.stdout.write(f"database: {row.identity}, generation {row.generation}")
-        for place, mark in (("store", installation.read_store_mark()), ("state directory", installation.read_directory_mark())):
+        for place, mark in (
+            ("store", installation_marks.read_store_mark()),
+            ("state directory", installation_marks.read_directory_mark()),
+        ):
             self.stdout.write(f"{place}: {mark.identity}, generation {mark.generation}" if mark else f"{place}: no mark")
         if settings.OBSERVE:
             self.stdout.write("observe mode: nothing is destroyed or deleted; sweeps only count what they would do")
@@ -44,13 +51,21 @@ class Command(BaseCommand):
             return
         self.stdout.write(mismatch)
         now = database_time.now()
-        deletions = [
-            f"would {action} {getattr(item, 'pk', None) or item.name}"
-            for name in DELETING_SWEEPS
-            for action, item in dry_run.iter_actions(name, now=now)
+        due = [line for name in DELETING_GRACES for line in _list_deletions(name, now=now)]
+        later = [
+            f"{line} in up to {grace.total_seconds():.0f} s, once its grace period is over"
+            for name, grace in DELETING_GRACES.items()
+            for line in _list_deletions(name, now=now + grace)
+            if line not in due
         ]
-        self.stdout.write("\n".join(deletions) or "The next sweeps would delete nothing.")
+        self.stdout.write("\n".join([*due, *later]) or "The next sweeps would delete nothing.")
         if not yes:
             raise CommandError("Nothing was changed. Repeat the command with --yes to accept this.")
         row = installation.confirm(now=now, actor="command line")
         self.stdout.write(f"confirmed: generation {row.generation}")
+
+
+def _list_deletions(name: str, *, now: datetime) -> list[str]:
+    """Return a line for each deletion by a sweep at a time."""
+    actions = dry_run.iter_actions(name, now=now)
+    return [f"would {action} {getattr(item, 'pk', None) or item.name}" for action, item in actions]

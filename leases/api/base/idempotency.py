@@ -31,8 +31,6 @@ from sandboxes.models import NEVER_STARTED, Run, RunOutcome
 
 HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
-# Between the end of a run and the storage of its response: time to renew the lease, or to destroy a one-shot sandbox.
-RESPONSE_GRACE_PERIOD = timedelta(minutes=1)
 RUN_CLOSE_GRACE_PERIOD = timedelta(minutes=5)  # between the deadline of an open run and its end by a sweep
 REPLAY_HEADERS = {"Idempotent-Replayed": "true"}
 INTERRUPTED = "The first request with this Idempotency-Key was interrupted and may have had an effect. It is not repeated."
@@ -67,10 +65,11 @@ def execute_once(
     """Call `act` and build the response; with an Idempotency-Key, once per key holder.
 
     After `max_duration`, without a transfer of state in between, an unfinished `act` counts as abandoned, and a repeated
-    request is executed if the operation is `repeatable`. Otherwise its run ends the wait earlier: with the answer that
-    `rebuild` makes of the ended run, at once if the run is lost, else RESPONSE_GRACE_PERIOD after the run's end. With
-    `rebuild` the answer is InProgress while the run is open, until RUN_CLOSE_GRACE_PERIOD after its deadline. Raises
-    KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
+    request is executed if the operation is `repeatable`. Otherwise its run may end the wait earlier: with the answer that
+    `rebuild` makes of the ended run, or at once if the run shows that its process is dead. An ended run alone does not: the
+    process may wait for the output of a background process, or destroy a sandbox. With `rebuild` the answer is InProgress
+    while the run is open, until RUN_CLOSE_GRACE_PERIOD after its deadline. Raises KeyReused, InProgress, and OutcomeUnknown
+    for an interrupted operation that is not repeatable."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
         return _build_response(*act(uuid.uuid4()))
@@ -156,7 +155,7 @@ def _replay_response(
     if run is not None and run.ended_at is not None and rebuild is not None and (answer := rebuild(run)):
         return _build_response(*answer, headers=REPLAY_HEADERS)
     is_awaited = rebuild is not None and run is not None and _is_close_awaited(run, now=now)
-    if run_id is None or is_awaited or (row.deadline_at > now and not _is_run_settled(run, now=now)):
+    if run_id is None or is_awaited or (row.deadline_at > now and not _is_process_dead(run)):
         raise InProgress()
     if run is None:
         raise OutcomeUnknown(INTERRUPTED)
@@ -168,11 +167,9 @@ def _is_close_awaited(run: Run, *, now: datetime) -> bool:
     return run.ended_at is None and now < run.deadline_at + RUN_CLOSE_GRACE_PERIOD
 
 
-def _is_run_settled(run: Run | None, *, now: datetime) -> bool:
-    """Return whether the run of an unfinished request shows that its process will not respond."""
-    if run is None or run.ended_at is None:
-        return False
-    return run.outcome == RunOutcome.LOST or run.released or run.ended_at + RESPONSE_GRACE_PERIOD <= now
+def _is_process_dead(run: Run | None) -> bool:
+    """Return whether the ended run of an unfinished request shows that its process will not respond."""
+    return run is not None and run.ended_at is not None and (run.outcome == RunOutcome.LOST or run.released)
 
 
 def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:

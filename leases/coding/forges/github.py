@@ -3,18 +3,21 @@
 Gitea's list of pull requests ignores the parameter `head`, and answers 409 in place of GitHub's 422 for a pull request that
 exists. Lists are therefore filtered here, and any refusal is followed by a second look."""
 
+import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests
-
 from leases.coding.forges.base import ForgeError, PullRequest, State
 from leases.service_urls import join_url
+from sandboxes import http_calls
+from sandboxes.http_calls import CallFailed
 from sandboxes.redaction.texts import quote_answer
 
-TIMEOUT_SECONDS = (5.0, 30.0)  # connect, read
+TIMEOUT_SECONDS = 30.0  # of one request and its answer
+LIST_SECONDS = 100.0  # of all pages of a list: two lists and two requests are within pull_requests.POLL_CLAIM
 PAGE_SIZE = 50
 MAX_PAGES = 20  # newest pull requests first
 RATE_LIMITED = (403, 429)  # GitHub's secondary limit answers 403
@@ -56,10 +59,10 @@ class GitHubForge:
         return None
 
     def _list(self, head: str, base: str, state: str) -> Iterator[dict[str, Any]]:
-        owner = self.project.partition("/")[0]
+        owner, ends_at = self.project.partition("/")[0], time.monotonic() + LIST_SECONDS
         for page in range(1, MAX_PAGES + 1):
             rows = self._request(
-                "GET", "pulls",
+                "GET", "pulls", timeout=min(TIMEOUT_SECONDS, ends_at - time.monotonic()),
                 params={
                     "state": state, "head": f"{owner}:{head}", "base": base, "sort": "created", "direction": "desc",
                     "per_page": PAGE_SIZE, "limit": PAGE_SIZE, "page": page,
@@ -69,23 +72,27 @@ class GitHubForge:
             if len(rows) < PAGE_SIZE:
                 return
 
-    def _request(self, method: str, path: str, **options: Any) -> Any:
+    def _request(self, method: str, path: str, *, timeout: float = TIMEOUT_SECONDS, **options: Any) -> Any:
         """Return the document of a 2xx answer. Redirects are not followed: the token belongs to one host."""
         operation = f"{method} {path.split('/')[0]} of {self.project} at {urlsplit(self.api_url).hostname}"
         headers = {"Accept": "application/vnd.github+json", "Authorization": f"Bearer {self.token}"}
         try:
-            response = requests.request(
+            answer = http_calls.send(
                 method, join_url(self.api_url, f"repos/{self.project}/{path}"), headers=headers if self.token else {},
-                timeout=TIMEOUT_SECONDS, allow_redirects=False, **options,
+                timeout=timeout, **options,
             )  # fmt: skip
-            document = response.json()
-        except requests.RequestException as error:
-            raise ForgeError(f"{operation}: {type(error).__name__}", retryable=True) from None
-        if 200 <= response.status_code < 300:
+            document = json.loads(answer.content)
+        except (CallFailed, ValueError, RecursionError) as error:
+            raise ForgeError(f"{operation}: {_describe(error)}", retryable=True) from None
+        if 200 <= answer.status < 300:
             return document
         message = str(document.get("message", "")) if isinstance(document, dict) else ""
-        retryable = response.status_code >= 500 or response.status_code in RATE_LIMITED
-        raise ForgeError(f"{operation}: {response.status_code} {quote_answer(message, self.token)}", retryable=retryable)
+        retryable = answer.status >= 500 or answer.status in RATE_LIMITED
+        raise ForgeError(f"{operation}: {answer.status} {quote_answer(message, self.token)}", retryable=retryable)
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, CallFailed) else "The answer is not JSON."
 
 
 def _read_pull_request(row: dict[str, Any]) -> PullRequest:

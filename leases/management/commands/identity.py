@@ -17,7 +17,7 @@ from leases.coding import repositories
 from leases.environments import signing as environment_signing
 from leases.management.base import parse_did, report_errors
 from leases.models import Agent
-from leases.queue import queue
+from leases.queue import sealing
 from sandboxes import process_restarts
 from sandboxes.db.encryption import ReencryptionResult
 from sandboxes.egress.allow_list import credentials as egress_credentials
@@ -135,7 +135,7 @@ STORED_SECRETS = (
         lambda row: f"{row.name} of lease {row.lease_id}",
     ),
     StoredSecret(
-        queue.reencrypt, "queued run's secrets", "queued runs' secrets", "secrets of the queued runs", lambda row: str(row.pk)
+        sealing.reencrypt, "queued run's secrets", "queued runs' secrets", "secrets of the queued runs", lambda row: str(row.pk)
     ),
     StoredSecret(
         environment_signing.reencrypt, "game server's secret", "game servers' secrets", "secrets of the environments",

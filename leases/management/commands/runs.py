@@ -9,7 +9,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db.models import QuerySet
 
 from leases.management.base import report_errors
-from leases.queue import queue
+from leases.queue import queue, statistics
 from leases.queue.models import QueuedRun, QueuedRunState
 from sandboxes.db import database_time
 
@@ -36,7 +36,7 @@ class Command(BaseCommand):
             getattr(self, f"_{action}")(options)
 
     def _stats(self, options: dict[str, Any]) -> None:
-        stats = queue.get_stats(QueuedRun.objects.all(), now=database_time.now())
+        stats = statistics.get_stats(QueuedRun.objects.all(), now=database_time.now())
         document = {**stats.counts, "oldest_pending_seconds": stats.oldest_pending_seconds}
         if options["json"]:
             self.stdout.write(json.dumps(document))

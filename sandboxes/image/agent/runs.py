@@ -248,7 +248,8 @@ class Run:
         self.outputs[1 if self.keep == TAIL else 2].content += message
         self.loop.retained_bytes += len(message) if self.keep == HEAD else 0
         self.exit_code = KILLED_EXIT_CODE if self.timed_out or self.out_of_memory else code
-        self.out_of_memory |= self.loop.count_oom_kills() > self._oom_kills_before
+        if code == KILLED_EXIT_CODE and not self.timed_out:  # else the kernel has killed a process of another run
+            self.out_of_memory |= self.loop.count_oom_kills() > self._oom_kills_before
         self.ended_at = time.monotonic()
         self.loop.answer_waits(time.monotonic())
         if self.is_abandoned:

@@ -25,6 +25,7 @@ from requests.exceptions import RequestException, Timeout
 from sandboxes.providers.base import ResourceUsage
 from sandboxes.providers.docker.freezer import Freezer, find_freezer
 from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
+from sandboxes.providers.launcher import KILLED_EXIT_CODE
 from sandboxes.redaction.texts import quote_answer
 
 CALL_TIMEOUT_SECONDS = 60  # of one API call
@@ -261,11 +262,16 @@ class Engine:
             time.sleep(0.02)
 
     def was_oom_killed(self, ref: str, before: int | None, since: float, exit_code: int) -> bool:
-        """Return whether an OOM kill occurred, by the kernel's counter or else the engine's `oom` events since `since`."""
+        """Return whether a command that ended with `exit_code` was killed for lack of memory.
+
+        By the kernel's counter, or else the engine's `oom` events since `since`. Both count the kills of the whole container: a
+        command that was not killed has ended beside one that was."""
+        if exit_code != KILLED_EXIT_CODE:
+            return False
         after = self.oom_kills(ref)
         if before is not None and after is not None:
             return after > before
-        until = time.time() + (0.5 if exit_code == 137 else 0)  # the event may arrive after the exit it caused
+        until = time.time() + 0.5  # the event may arrive after the exit it caused
         # Formatted here, because the SDK's conversion truncates to seconds.
         period: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{until:.6f}"}
         with translate_errors():

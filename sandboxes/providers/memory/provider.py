@@ -55,7 +55,14 @@ from sandboxes.providers.base import (
     SandboxSpec,
     VendorIntervals,
 )
-from sandboxes.providers.command_results import ExecResult, ExecState, OutputView, ProcessOutput, ProcessState
+from sandboxes.providers.command_results import (
+    ExecResult,
+    ExecState,
+    OutputReader,
+    OutputView,
+    ProcessOutput,
+    ProcessState,
+)
 from sandboxes.providers.errors import BadPath, FailureCause, Missing, NoSuchFile, Rejected, Stopped, TooLarge, Unavailable
 from sandboxes.providers.memory.file_tree import (
     File,
@@ -78,6 +85,7 @@ from sandboxes.providers.memory.programs import (
     run_program,
     run_shell,
 )
+from sandboxes.providers.memory.retained_output import RetainedOutput
 from sandboxes.providers.recoveries import Recovery
 from sandboxes.providers.streams import limit_stream
 
@@ -250,6 +258,16 @@ class MemoryProvider(HookedCalls, Provider):
         with self.hooked_call("find_exec", ref), self._lock:
             result = self._running(ref).retained.get(mark)
             return ExecState(running=False, result=result) if result else None
+
+    def open_output(self, ref: str, mark: str, *, stdout: int, stderr: int) -> OutputReader | None:
+        with self.hooked_call("open_output", ref), self._lock:
+            sandbox = self._running(ref)
+            return RetainedOutput(sandbox.retained, mark, stdout, stderr) if mark in sandbox.retained else None
+
+    def drop_results(self, ref: str) -> None:
+        """Drop the retained results of a sandbox, as an agent does that needs the room."""
+        with self._lock:
+            self._get(ref).retained.clear()
 
     def acknowledge_exec(self, ref: str, mark: str) -> None:
         with self._lock, suppress(Missing, Unavailable):

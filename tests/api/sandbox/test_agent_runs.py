@@ -14,7 +14,7 @@ from django.conf import settings
 from django.db import OperationalError, connections
 from django.utils import timezone
 
-from leases import leasing, sweeps
+from leases import execution, leasing, sweeps
 from leases.agent_runs import lifecycle, recorder
 from leases.agent_runs.models import AgentRun
 from leases.agent_runs.results import load_result
@@ -23,10 +23,12 @@ from leases.models import EnvironmentType
 from sandboxes.db import connection_errors, database_time
 from sandboxes.models import Event as OutboxEvent
 from sandboxes.models import LlmCall, Policy, Run, SandboxState, Transition
-from sandboxes.providers.errors import Rejected
+from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs import retention
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
+from sandboxes.streams import reader
 from sandboxes.streams.registry import OPEN_STREAMS
 from sandboxes.webhooks import outbox
 from tests.api.conftest import ApiClient, assert_refused
@@ -125,14 +127,90 @@ def test_failed_agent_is_a_result(ada: ApiClient, url: str) -> None:
     assert [(event.name, event.data.get("data")) for event in events[1:-1]] == [("stderr", "missing-program: not found\n")]
 
 
-def test_output_that_is_not_available_is_counted_as_lost(ada: ApiClient, url: str) -> None:
-    """The memory provider does not stream, and the row has the beginning of the output only."""
+def test_output_that_is_not_available_is_counted_as_lost(ada: ApiClient, url: str, memory: MemoryProvider) -> None:
+    """The agent in the sandbox has dropped the result, and the row has the beginning of the output only."""
+    memory.after("exec", memory.drop_results)
     row = run_agent(ada, url, MESSAGES[0], {"output": "x" * settings.RUN_OUTPUT_KEPT}, MESSAGES[1])
     assert (row["state"], row["message_count"], row["malformed_count"]) == ("completed", 1, 0)
     lost = row["lost_bytes"]
     assert lost == Run.objects.get(kind="exec").stdout_bytes - settings.RUN_OUTPUT_KEPT
     events = read_events(ada, f"{url}/{row['run_id']}")
     assert [(event.name, event.data.get("lost_bytes")) for event in events[1:-1]] == [("message", None), ("gap", lost)]
+
+
+LONG_MESSAGES = (MESSAGES[0], {"type": "tool", "output": "x" * 200_000}, *MESSAGES[1:])
+
+
+def find_retained(memory: MemoryProvider) -> bool:
+    """Return whether the sandbox still has the result of the agent run."""
+    run = Run.objects.select_related("sandbox").get(kind="exec")
+    return memory.find_exec(run.sandbox.ref, str(run.pk)) is not None
+
+
+def test_recorder_acknowledges_the_output_however_long_it_takes(
+    ada: ApiClient, url: str, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time after which the output of a stream is dropped has passed when the recorder begins to read."""
+    monkeypatch.setattr(retention, "acknowledge_later", lambda provider, ref, mark, **_: provider.acknowledge_exec(ref, mark))
+    monkeypatch.setattr(reader, "REPLAY_PERIOD", timedelta(0))
+    store, execute, has_ended = lease_stores.EventStore.append, execution.exec_command, threading.Event()
+
+    def execute_command(*args: Any, **options: Any) -> Any:
+        result = execute(*args, **options)
+        has_ended.set()
+        return result
+
+    def store_after_the_end(self: Any, document: Any, **options: Any) -> Any:
+        if document.get("sequence") == 1:
+            assert has_ended.wait(WAIT_SECONDS)
+        return store(self, document, **options)
+
+    monkeypatch.setattr(execution, "exec_command", execute_command)
+    monkeypatch.setattr(lease_stores.EventStore, "append", store_after_the_end)
+    row = run_agent(ada, url, *LONG_MESSAGES)
+    assert (row["message_count"], row["lost_bytes"], row["result"]) == (6, 0, "There is a.txt.")
+    command_threads.join_all()
+    assert not find_retained(memory)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_output_of_a_dead_recorder_is_recorded_by_a_sweep(
+    ada: ApiClient, url: str, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Neither the process that waited for the command nor a sweep that closes its Run drops the output."""
+
+    def fail(*args: Any) -> None:
+        raise OperationalError("the connection is closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.Recorder, "record", fail)
+        if is_lost:
+            memory.after("exec", fail)
+        ada.post(url, {"cli": "program", "argv": ["cat"], "prompt": print_lines(*LONG_MESSAGES)})
+        command_threads.join_all()
+    later = timezone.now() + timedelta(hours=2)
+    with memory.fail("open_output", Unavailable("no answer")), memory.fail("find_exec", Unavailable("no answer")):
+        failed = sweeps.recover_stalled(now=later)
+    assert len(failed.failures) == 1 and AgentRun.objects.get().ended_at is None
+    sweeps.recover_stalled(now=later + timedelta(hours=1))
+    sweeps.recover_stalled(now=later + timedelta(hours=2))
+    row = AgentRun.objects.get()
+    assert (row.state, row.message_count, row.lost_bytes, row.result) == ("completed", 6, 0, "There is a.txt.")
+    assert not find_retained(memory)
+
+
+def test_outage_of_the_store_delays_the_record(ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, failures = lease_stores.EventStore.append, iter(range(30))
+
+    def fail(self: Any, document: Any, **options: Any) -> Any:
+        if document.get("sequence") == 3 and next(failures, None) is not None:
+            raise StoreError("stores", "append", "no")
+        return store(self, document, **options)
+
+    monkeypatch.setattr(lease_stores.EventStore, "append", fail)
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(sleep=lambda seconds: None))
+    row = run_agent(ada, url, *MESSAGES)
+    assert (row["state"], row["message_count"], row["lost_bytes"]) == ("completed", 5, 0)
 
 
 def test_large_message_becomes_an_artifact(ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from sandboxes import eviction
 from sandboxes.models import Pool, Quota
 from sandboxes.pool import allocation
 from sandboxes.providers.errors import Rejected
-from sandboxes.sweeps import passes
+from sandboxes.sweeps import measurements, passes
 from tests.api.conftest import ADA, BOB, ApiClient
 from tests.support.leases import update_pool
 
@@ -125,7 +125,7 @@ def test_a_workspace_over_its_limit_refuses_exec_with_its_size(ada: ApiClient, u
     url = f"leases/{used_lease['id']}"
     update_pool(pool, workspace_limit_mib=1)
     assert ada.post(f"{url}/exec", {"argv": ["sh", "-c", "head -c 3000000 /dev/zero >big"]}).status_code == 200
-    passes.measure_workspaces(now=timezone.now())  # unless the command was slow enough for a measurement of its own
+    measurements.measure_workspaces(now=timezone.now())  # unless the command was slow enough for a measurement of its own
     response = ada.post(f"{url}/exec", TRUE)
     problem = response.json()
     assert (response.status_code, problem["code"], problem["limit_bytes"]) == (409, "workspace_full", 1 << 20)

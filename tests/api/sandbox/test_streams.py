@@ -4,14 +4,17 @@ import base64
 import json
 import threading
 import uuid
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.conf import LazySettings
 from django.db import connections
+from django.db.models import F
 from django.utils import timezone
 
 from leases import leasing
+from sandboxes.db import database_time
 from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.errors import Rejected
 from sandboxes.providers.memory import MemoryProvider
@@ -68,6 +71,20 @@ def test_stream_is_continued_after_any_event_and_is_complete_after_the_last(ada:
     ]  # fmt: skip
     response = ada.get(f"{run_url}/stream", last_event_id=events[-1].id)
     assert (response.status_code, response.content) == (204, b"")
+
+
+def test_output_of_a_host_whose_clock_is_ahead_is_replayed(
+    ada: ApiClient, lease_url: str, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a run is a time of the database's clock."""
+    memory.before("exec", lambda ref: monkeypatch.setattr(memory, "acknowledge_exec", lambda ref, mark: None))
+    result = ada.post(f"{lease_url}/exec", {"argv": ["cat"], "stdin": "y" * 100_000}).json()
+    ahead = timedelta(minutes=10)
+    Run.objects.update(started_at=F("started_at") - ahead, ended_at=F("ended_at") - ahead)
+    monkeypatch.setattr(database_time.meter, "skew", -ahead)
+    events = stream(ada, f"{lease_url}/runs/{result['run_id']}")
+    assert join_output(events, "stdout") == "y" * 100_000
+    assert {event.name for event in events} == {"start", "stdout", "exit"}
 
 
 def test_output_that_is_not_stored_is_a_gap(ada: ApiClient, lease_url: str) -> None:

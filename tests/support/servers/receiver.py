@@ -50,7 +50,7 @@ class _WebhookHandler(BaseHTTPRequestHandler):
     server: WebhookReceiver
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.server.received.append(ReceivedRequest(self.path, headers, body))
         if self.server.answer:
@@ -93,6 +93,13 @@ def trickle_headers(request: BaseHTTPRequestHandler) -> None:
     request.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
     while not request.server.stopping.wait(0.02):  # type: ignore[attr-defined]
         request.wfile.write(b"a")
+
+
+def trickle_body(request: BaseHTTPRequestHandler) -> None:
+    """Send a response body that does not end, one byte at a time."""
+    request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+    while not request.server.stopping.wait(0.02):  # type: ignore[attr-defined]
+        request.wfile.write(b" ")
 
 
 def stream_endlessly(request: BaseHTTPRequestHandler) -> None:

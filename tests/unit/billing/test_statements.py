@@ -16,7 +16,7 @@ from billing.statements import MonthNotClosable
 from leases import execution, snapshots
 from sandboxes.models import DataSize, LlmCall
 from sandboxes.runs.operations import Command
-from sandboxes.sweeps import passes
+from sandboxes.sweeps import measurements
 from tests.conftest import run_in_threads
 from tests.support.billing import (
     ADA,
@@ -168,7 +168,7 @@ def test_month_with_unmetered_facts_does_not_close(grant: Callable[..., Any]) ->
     create_rate("time", "1", provider="memory", since="2026-01-01")
     lease = grant(now=now)
     execution.exec_command(lease.pk, Command(["true"], timedelta(seconds=5)), now=now)
-    passes.record_readings(now=now + timedelta(minutes=5))
+    measurements.record_readings(now=now + timedelta(minutes=5))
     snapshots.take_snapshot(lease.pk, name="", now=now, actor="eve")
     DataSize.objects.create(agent_did=lease.agent_did, size_bytes=10**9, at=now)
     LlmCall.objects.create(

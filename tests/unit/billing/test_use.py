@@ -23,6 +23,7 @@ from leases.models import EnvironmentType, Lease
 from sandboxes.models import Reading, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
+from sandboxes.sweeps import measurements
 from sandboxes.sweeps import passes as sweeps
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import (
@@ -172,7 +173,7 @@ def test_costs_by_use_are_rebuilt_from_readings(grant: Callable[..., Lease], mem
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     sandbox = Sandbox.objects.get(holder=lease.pk)
     memory.use(sandbox.ref, cpu_micros=10**6)
-    sweeps.record_readings(now=NOW + 5 * MINUTE)
+    measurements.record_readings(now=NOW + 5 * MINUTE)
     memory.use(sandbox.ref, cpu_micros=2 * 10**6)
     price("2026-11-21T13:00")
     assert list_cost_values("usd", item="cpu") == [(1,)], "costs of the readings so far"
@@ -275,10 +276,10 @@ def test_suspended_time_is_charged_by_its_own_item_alone(grant: Callable[..., Le
     sandbox = get_sandbox(lease)
     memory.use(sandbox.ref, cpu_micros=10**6, memory_bytes=1 << 30)
     assert sweeps.suspend_waiting(now=NOW + 10 * MINUTE).counts == {"suspended": 1}
-    assert sweeps.record_readings(now=NOW + 40 * MINUTE).counts == {}
+    assert measurements.record_readings(now=NOW + 40 * MINUTE).counts == {}
     run(lease, now=NOW + 70 * MINUTE)
     memory.use(sandbox.ref, cpu_micros=10**6)
-    assert sweeps.record_readings(now=NOW + 80 * MINUTE).counts == {"read": 1}
+    assert measurements.record_readings(now=NOW + 80 * MINUTE).counts == {"read": 1}
     meter_usage(now=NOW + 80 * MINUTE)
     costs.price_usage(now=NOW + 80 * MINUTE)
     third = costs.pricing.round_half_up(Fraction(1, 3))

@@ -9,8 +9,14 @@ from django.core.management import CommandError, call_command
 from django.utils import timezone
 
 from controlplane import health, schedules
-from leases import leasing
+from leases import leasing, tasks
+from leases.models import Lease
 from leases.one_shot import OneShotRequest, run_once
+from leases.queue import queue
+from leases.queue.models import QueuedRun
+from leases.queue.queue import QueueOptions
+from leases.queue.runner import Runner
+from sandboxes import installation_marks
 from sandboxes.models import Installation, Pool, Sandbox, Sweep
 from sandboxes.models.state import format_key_timestamp
 from sandboxes.providers import get_provider
@@ -19,6 +25,7 @@ from sandboxes.providers.observed import DestroyRefused
 from sandboxes.storage import get_store
 from sandboxes.storage.observed import DeleteRefused
 from sandboxes.sweeps import installation
+from sandboxes.webhooks import delivery, subscriptions
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
 from tests.support.leases import run, write
 
@@ -71,13 +78,13 @@ def test_destructive_sweeps_are_refused_and_say_so(
 
 def test_store_without_its_mark_is_not_the_one_of_this_database(newer_object) -> None:
     mark_as()
-    get_store().remove(installation.MARK_NAME)
+    get_store().remove(installation_marks.MARK_NAME)
     assert "has no mark" in sweep("prune")
 
 
 def test_new_host_without_a_mark_in_its_state_directory_is_accepted() -> None:
     mark_as()
-    (Path(settings.STATE_DIR) / installation.MARK_NAME).unlink()
+    (Path(settings.STATE_DIR) / installation_marks.MARK_NAME).unlink()
     assert sweep("prune") == ""
 
 
@@ -112,7 +119,7 @@ def test_crash_before_any_mark_is_written_is_no_mismatch(monkeypatch: pytest.Mon
     monkeypatch.setattr(store, "set", write_or_die)
     with pytest.raises(SimulatedCrash):
         _ = [installation.mark_places(now=NOW) for _ in range(2)]
-    assert installation.find_mismatch() == ""
+    assert installation_marks.find_mismatch() == ""
 
 
 @pytest.mark.parametrize("is_first", [False, True])
@@ -120,22 +127,22 @@ def test_crash_before_any_mark_is_written_is_no_mismatch(monkeypatch: pytest.Mon
 def test_mark_that_another_host_writes_during_the_check_is_no_mismatch(
     monkeypatch: pytest.MonkeyPatch, is_first: bool, reader: str
 ) -> None:
-    installation.get_installation()
+    installation_marks.get_installation()
     if not is_first:
         mark_as()
-    read = getattr(installation, reader)
+    read = getattr(installation_marks, reader)
 
-    def mark_elsewhere_and_read() -> installation.Mark | None:
-        installation._write_marks(now=NOW)
+    def mark_elsewhere_and_read() -> installation_marks.Mark | None:
+        installation_marks.write_marks(now=NOW)
         return read()
 
-    monkeypatch.setattr(installation, reader, mark_elsewhere_and_read)
-    assert installation.find_mismatch() == ""
+    monkeypatch.setattr(installation_marks, reader, mark_elsewhere_and_read)
+    assert installation_marks.find_mismatch() == ""
 
 
 def test_unreadable_mark_refuses(newer_object) -> None:
     mark_as()
-    get_store().set(installation.MARK_NAME, b"not json")
+    get_store().set(installation_marks.MARK_NAME, b"not json")
     assert "cannot be read" in sweep("prune")
 
 
@@ -172,3 +179,81 @@ def test_observe_mode_refuses_each_destroy_and_delete_and_does_not_wait_for_them
         with pytest.raises(DeleteRefused):
             delete()
     assert memory.list(str(pool.owner)) and get_store().has(newer_object)
+
+
+def test_confirmation_lists_what_is_deleted_after_its_grace_period(capsys, pool, memory, orphan) -> None:
+    """A container that was started just before the restore is destroyed two minutes after its start."""
+    mark_as(generation=0)
+    memory._sandboxes[orphan].created_at = timezone.now()
+    with pytest.raises(CommandError, match="Nothing was changed"):
+        call_command("installation", "confirm")
+    assert f"would destroy orphan {orphan} in up to 120 s, once its grace period is over\n" in capsys.readouterr().out
+
+
+@pytest.fixture
+def restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has just started."""
+    monkeypatch.setattr(installation_marks, "FIRST_CHECK", installation_marks.FirstCheck())
+
+
+def enqueue_run(lease: Lease, pool: Pool) -> QueuedRun:
+    request = {"kind": "exec", "argv": ["true"], "cwd": "/workspace", "shell": None, "timeout_seconds": 60}
+    return queue.enqueue(
+        uuid.uuid4(), agent_did=lease.agent_did, lease=lease, pool=pool, request=request, secrets={"env": {}},
+        options=QueueOptions(), now=NOW,
+    )  # fmt: skip
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("fields", [{"generation": 0}, {"identity": uuid.uuid4()}], ids=["restored", "another installation"])
+def test_runner_executes_nothing_until_the_installation_is_confirmed(
+    fields: dict[str, object], pool, memory, grant, restarted
+) -> None:
+    """The mismatch is found by the runner's first look: the sweep `mark` may not have run since the restore."""
+    row = enqueue_run(grant(), pool)
+    mark_as(**fields)
+    runner = Runner(1, now=lambda: NOW, start_thread=lambda name, act: act())
+    assert [runner.run_pending(), runner.run_pending()] == [0, 0]
+    assert (QueuedRun.objects.get().state, QueuedRun.objects.get().attempt) == ("queued", 0)
+    assert any("no queued run" in warning for warning in health.check_health(now=NOW)["warnings"])
+    installation.confirm(now=NOW, actor="test")
+    assert runner.run_pending() == 1
+    row.refresh_from_db()
+    assert row.state == "completed"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_runner_of_observe_mode_and_of_a_store_that_cannot_be_read_executes_nothing(
+    settings, pool, memory, grant, restarted
+) -> None:
+    enqueue_run(grant(), pool)
+    mark_as()
+    runner = Runner(1, now=lambda: NOW, start_thread=lambda name, act: act())
+    settings.OBSERVE = True
+    assert runner.run_pending() == 0
+    settings.OBSERVE = False
+    mark = get_store().get(installation_marks.MARK_NAME)
+    get_store().set(installation_marks.MARK_NAME, b"not json")
+    assert runner.run_pending() == 0
+    get_store().set(installation_marks.MARK_NAME, mark)
+    assert runner.run_pending() == 1
+
+
+def test_tasks_of_a_restored_queue_do_nothing(pool, memory, grant, receiver, restarted) -> None:
+    """The copied database has the tasks, events and ended leases of the original."""
+    lease = grant()
+    run(lease)
+    subscriptions.add_webhook(receiver.url, now=NOW, internal=True)
+    mark_as(generation=0)
+    leasing.release(lease.pk, now=NOW)
+    tasks.begin_reclaim([Lease.objects.get(pk=lease.pk)])
+    acts = [
+        tasks.reclaim, tasks.sweep_idle, delivery.run_delivery_task, lambda: tasks.build_template(str(uuid.uuid4())),
+        lambda: tasks.wake_sandbox(str(lease.pk), "ada"), lambda: tasks.restart_sandbox(str(lease.pk), "", "ada", 1),
+        lambda: tasks.take_snapshot(str(lease.pk), "one", "ada", 1),
+        lambda: tasks.restore_snapshot(str(lease.pk), str(uuid.uuid4()), "ada", 1),
+    ]  # fmt: skip
+    assert all(act().startswith("Refused: ") for act in acts)
+    assert (len(memory.list(str(pool.owner))), receiver.received) == (1, [])
+    installation.confirm(now=NOW, actor="test")
+    assert tasks.reclaim() == "1 destroyed, 1 leases closed"

@@ -90,11 +90,35 @@ def test_the_process_ends_once_all_threads_of_a_name_hang_and_not_while_one_make
     for seconds in (0.0, HANG_TIMEOUT.total_seconds() + 1):
         assert not ended
         now.seconds = seconds
-        with pytest.raises(StillRunning, match="4 earlier passes"):
+        with pytest.raises(StillRunning, match="earlier passes that still run: 4"):
             threads.run("idle", work)
     assert ended == [now.seconds]
     assert progress.empty()
     released.set()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_hung_pass_of_the_installation_ends_the_process(monkeypatch: pytest.MonkeyPatch, memory: MemoryProvider) -> None:
+    now, released, ended = SimpleNamespace(seconds=0.0), Event(), []
+    threads = WorkThreads(wait=timedelta(0), clock=lambda: now.seconds)
+    threads.end_process = lambda: ended.append(now.seconds)  # type: ignore[method-assign]
+
+    def hang(*, now: object) -> SweepResult:
+        released.wait(30)
+        return SweepResult()
+
+    monkeypatch.setitem(schedules.SCHEDULE, "meter", schedules.ScheduledSweep(1, "test", hang))
+    monkeypatch.setattr(queue_threads, "is_worker_thread", lambda: True)
+    monkeypatch.setattr(queue_threads, "THREADS", threads)
+    assert schedules.run("meter") == "still running in the background"
+    for seconds in (60.0, HANG_TIMEOUT.total_seconds(), HANG_TIMEOUT.total_seconds() + 60.0):
+        assert not ended
+        now.seconds = seconds
+        assert schedules.run("meter") == "earlier passes that still run: 1"
+    assert ended == [now.seconds]
+    released.set()
+    wait_until(lambda: all(thread.ended.is_set() for thread in threads._threads), "the pass has ended")
+    threads.close_idle()
 
 
 def test_simultaneous_tasks_start_no_more_threads_of_a_name_than_the_limit() -> None:
@@ -134,4 +158,4 @@ def test_simultaneous_tasks_start_no_more_threads_of_a_name_than_the_limit() -> 
     second.join(30)
     released.set()
     started = "still running in the background"
-    assert sorted(answers) == ["4 earlier passes are still running", *[started] * MAX_THREADS_PER_NAME]
+    assert sorted(answers) == ["earlier passes that still run: 4", *[started] * MAX_THREADS_PER_NAME]

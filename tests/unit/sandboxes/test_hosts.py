@@ -3,19 +3,19 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import datetime, timedelta
-from threading import Event, Lock, Thread, current_thread
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
-from django.db import connection, connections
+from django.db import OperationalError, connection
 from django_q.models import OrmQ
 
 from leases import leasing, tasks
 from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseStatus
-from sandboxes import claims, eviction, stop_reasons
+from sandboxes import claims, eviction, stop_reasons, sweep_log
 from sandboxes.db import clock
 from sandboxes.egress import authorization
 from sandboxes.errors import CapacityExhausted, HostLost, ProviderCallFailed, WrongHost
@@ -24,7 +24,7 @@ from sandboxes.models import Host, Pool, Sandbox, SandboxState, Sweep
 from sandboxes.providers.base import ProviderSandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
-from sandboxes.sweep_log import RUN_TTL, RunningPass, SweepResult, run_recorded
+from sandboxes.sweep_log import RUN_TTL, RunningPass, SweepResult, SweepsInProgress, run_recorded
 from sandboxes.sweeps import end_watch, heartbeat, lost_hosts
 from sandboxes.sweeps import passes as sweeps
 from tests.conftest import MINUTE, NOW, SimulatedCrash
@@ -209,7 +209,7 @@ def test_the_egress_proxy_of_another_host_does_not_take_a_slot_for_the_sandboxs(
 
 
 def test_a_sweep_of_the_installation_runs_on_one_host_and_a_hosts_own_on_each(memory: MemoryProvider) -> None:
-    for engine, passes in ((A, {"pass": 1}), (B, {"left to another host": 1})):
+    for engine, passes in ((A, {"pass": 1}), (B, {"left to another process": 1})):
         with memory.on_engine(engine):
             host = registry.get_local_host("memory", now=NOW)
             for name, own, counts in (("meter", None, passes), ("idle", host, {"pass": 1})):
@@ -241,7 +241,7 @@ def test_a_sweep_of_the_installation_is_not_begun_by_another_host_while_it_makes
         run(A, work_and_die, NOW)
     last_progress = NOW + timedelta(seconds=180)
     elapsed[0] = 0.0
-    assert run(B, SweepResult, last_progress + RUN_TTL - timedelta(seconds=1)) == {"left to another host": 1}
+    assert run(B, SweepResult, last_progress + RUN_TTL - timedelta(seconds=1)) == {"left to another process": 1}
     assert run(B, lambda: SweepResult({"pass": 1}), last_progress + RUN_TTL) == {"pass": 1}
     assert run(A, lambda: SweepResult({"pass": 1}), last_progress + RUN_TTL + MINUTE) == {"pass": 1}  # the pass of B is over
 
@@ -253,7 +253,7 @@ def test_a_pass_that_outlasted_its_claim_neither_extends_nor_ends_the_claim_of_a
     with memory.on_engine(B):
         other = registry.get_local_host("memory", now=NOW)
     begun = NOW + RUN_TTL
-    claim = {"started_at": begun, "started_by": other.pk, "running_until": begun + RUN_TTL}
+    claim = {"started_at": begun, "started_by": other.pk, "running_until": begun + RUN_TTL, "claim": uuid4()}
 
     def be_taken_over() -> SweepResult:
         Sweep.objects.filter(name="meter").update(**claim)
@@ -285,42 +285,50 @@ def test_a_failed_pass_records_its_error_and_ends_its_claim(memory: MemoryProvid
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_pass_that_ends_while_the_heartbeat_extends_its_claim_leaves_none() -> None:
-    """Exists because of a lock, that of RunningPass: the pass ends after the UPDATE of the heartbeat, which has not noted
-    the new deadline yet. Real transactions, because the end of the pass has a connection of its own."""
-    row = Sweep.objects.create(name="meter", every=MINUTE, running_until=NOW + RUN_TTL)
-    running, arrived = RunningPass(row, lambda: NOW + MINUTE, until=NOW + RUN_TTL), Event()
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_pass_that_ends_while_the_heartbeat_extends_its_claim_leaves_none(is_answered: bool) -> None:
+    """The heartbeat has not noted the new deadline yet, or never does because the answer to its UPDATE is lost."""
+    token = uuid4()
+    row = Sweep.objects.create(name="meter", every=MINUTE, running_until=NOW + RUN_TTL, claim=token)
+    running = RunningPass(Sweep.objects.filter(pk=row.pk, claim=token), lambda: NOW + MINUTE, until=NOW + RUN_TTL)
 
-    class ObservedLock:
-        lock = Lock()
-
-        def __enter__(self) -> None:
-            if current_thread() is ending:
-                arrived.set()
-            self.lock.acquire()
-
-        def __exit__(self, *error: object) -> None:
-            self.lock.release()
-
-    def end() -> None:
-        running.end()
-        arrived.set()
-        connections.close_all()
-
-    def end_after_update(execute: Any, *statement: Any) -> Any:
+    def interrupt(execute: Any, *statement: Any) -> Any:
         result = execute(*statement)
-        ending.start()
-        assert arrived.wait(30)
+        if not is_answered:
+            raise OperationalError("the connection is closed")
+        if not interruptions:
+            interruptions.append(statement)
+            running.end()
         return result
 
-    ending = Thread(target=end)
-    running.lock = ObservedLock()  # type: ignore[assignment]
+    interruptions = list[Any]()
     running.note_progress()
-    with connection.execute_wrapper(end_after_update):
+    with connection.execute_wrapper(interrupt), nullcontext() if is_answered else pytest.raises(OperationalError):
         running.beat()
-    ending.join(30)
+    running.end()
+    running.beat()
     row.refresh_from_db()
     assert row.running_until is None
+
+
+def test_a_pass_of_another_worker_of_the_host_is_followed_once_its_instance_is_released(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.INSTANCE = "up-a.worker"
+
+    def run() -> dict[str, int]:
+        return run_recorded("meter", lambda: SweepResult({"pass": 1}), now=NOW, every=MINUTE).counts
+
+    def work_and_die() -> SweepResult:
+        monkeypatch.setattr(sweep_log, "IN_PROGRESS", SweepsInProgress())  # of another process
+        assert run() == {"left to another process": 1}
+        raise SimulatedCrash
+
+    with pytest.raises(SimulatedCrash):
+        run_recorded("meter", work_and_die, now=NOW, every=MINUTE)
+    assert run() == {"left to another process": 1}
+    assert sweeps.release_instance("up-a", now=NOW) == 1
+    assert run() == {"pass": 1}
 
 
 @pytest.fixture

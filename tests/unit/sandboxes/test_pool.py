@@ -17,7 +17,7 @@ from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
-from sandboxes.sweeps import passes
+from sandboxes.sweeps import measurements, passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
 
@@ -461,7 +461,7 @@ def test_drifted_counters_are_corrected_and_reported(lease, pool) -> None:
 def test_workspace_over_its_limit_refuses_execs_until_files_are_deleted(lease, pool) -> None:
     update_pool(pool, workspace_limit_mib=1)
     run(lease, "sh", "-c", "head -c 3000000 /dev/zero >big")
-    assert passes.measure_workspaces(now=NOW + MINUTE).counts == {"over the limit": 1}
+    assert measurements.measure_workspaces(now=NOW + MINUTE).counts == {"over the limit": 1}
     with pytest.raises(WorkspaceFull):
         run(lease, now=NOW + MINUTE)
     remove = Command(argv=["delete", "big"], timeout=MINUTE, kind="file")

@@ -7,7 +7,7 @@ import pytest
 
 from leases import execution, leasing, sweeps
 from leases.models import Lease
-from sandboxes import eviction, process_restarts, processes, restarts
+from sandboxes import eviction, process_ends, process_restarts, processes, restarts
 from sandboxes.db import encryption
 from sandboxes.errors import SandboxBusy, TooManyProcesses
 from sandboxes.models import Process, ProcessStatus, RestartPolicy, Run, Sandbox, TransitionReason
@@ -37,7 +37,7 @@ def end(memory: MemoryProvider, process: Process, *, now: datetime, exit_code: i
     """End the program of a process, and let the sweep notice."""
     program = memory._sandboxes[process.sandbox.ref].background[process.current_mark]
     program.outcome = ProgramResult(exit_code)
-    processes.close_ended(now=now)
+    process_ends.close_ended(now=now)
     return reload(process)
 
 
@@ -237,7 +237,7 @@ def test_a_process_that_vanished_with_a_restart_of_the_engine_is_restarted(lease
         end(memory, process, now=NOW)
         process_restarts.restart_due(now=NOW + MINUTE)
     memory._sandboxes[process.sandbox.ref].background.clear()
-    processes.close_ended(now=NOW + HOUR)
+    process_ends.close_ended(now=NOW + HOUR)
     process = reload(process)
     assert (process.state, process.note) == ("gone", "The sandbox was restarted.")
     assert process.restart_at == NOW + HOUR + 5 * SECOND
@@ -275,7 +275,7 @@ def test_the_end_of_the_lease_deletes_the_variables(lease, memory) -> None:
 def test_a_lost_sandbox_with_nothing_unsaved_restarts_its_processes_on_the_next_use(lease, memory) -> None:
     process = start(lease, restart_after_wake=True)
     memory.vanish(process.sandbox.ref)
-    processes.close_ended(now=NOW)
+    process_ends.close_ended(now=NOW)
     assert (reload(process).state, reload(process).wake_pending) == ("gone", True)
 
 
@@ -383,10 +383,10 @@ def test_a_crash_after_the_claim_counts_as_a_failed_restart(lease, memory, crash
     with crash_at("process restart claimed"):
         process_restarts.restart_due(now=NOW + MINUTE)
     assert (reload(process).state, count_running(memory, process)) == ("running", 0)
-    processes.close_ended(now=NOW + MINUTE)
+    process_ends.close_ended(now=NOW + MINUTE)
     assert reload(process).state == "running"  # a slow start may still be in progress
     later = NOW + MINUTE + START_TIMEOUT + SECOND
-    processes.close_ended(now=later)
+    process_ends.close_ended(now=later)
     closed = reload(process)
     assert (closed.state, closed.restart_at) == ("failed", later + 10 * SECOND)
     assert process_restarts.restart_due(now=later + MINUTE).counts == {"processes restarted": 1}
@@ -398,7 +398,7 @@ def test_a_crash_after_the_start_leaves_a_running_process(lease, memory, crash_a
     process = end(memory, start(lease), now=NOW)
     with crash_at(step):
         process_restarts.restart_due(now=NOW + MINUTE)
-    processes.close_ended(now=NOW + HOUR)
+    process_ends.close_ended(now=NOW + HOUR)
     assert (reload(process).state, count_running(memory, process)) == ("running", 1)
     process = end(memory, reload(process), now=NOW + HOUR)
     assert process.restart_at is not None  # and is restarted again
@@ -415,7 +415,7 @@ def test_an_unanswered_restart_is_settled_by_the_provider(lease, memory, when: s
 
     with getattr(memory, when)("start", no_answer):
         assert len(process_restarts.restart_due(now=NOW + MINUTE).failures) == 1
-    processes.close_ended(now=NOW + HOUR)
+    process_ends.close_ended(now=NOW + HOUR)
     assert reload(process).state == ("failed" if when == "before" else "running")
     process_restarts.restart_due(now=NOW + 2 * HOUR)
     assert (reload(process).state, count_running(memory, process)) == ("running", 1)

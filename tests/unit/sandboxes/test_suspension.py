@@ -13,7 +13,7 @@ from sandboxes.models import Attachment, Run, Sandbox, Transition
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.sweeps import passes
+from sandboxes.sweeps import measurements, passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import get_sandbox, read, run, write
 
@@ -98,8 +98,8 @@ def test_sweeps_leave_a_suspended_sandbox_frozen(lease, memory) -> None:
     before = len(memory.calls)
     processes.refresh_by_holder(lease.pk, now=DUE)
     assert sweeps.recover_stalled(now=LATER).failures == []
-    assert passes.measure_workspaces(now=LATER).failures == []
-    assert passes.record_readings(now=LATER).counts == {}
+    assert measurements.measure_workspaces(now=LATER).failures == []
+    assert measurements.record_readings(now=LATER).counts == {}
     assert sweeps.reconcile(now=LATER, grace=timedelta(0)).failures == []
     assert {method for method, _ in memory.calls[before:]} == {"list"}
     assert memory.inspect(sandbox.ref).suspended

@@ -16,7 +16,7 @@ from sandboxes.pool import starts
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
-from sandboxes.sweeps import passes
+from sandboxes.sweeps import measurements, passes
 from sandboxes.usage import readings
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import get_sandbox, run, update_pool
@@ -174,11 +174,11 @@ def test_the_sweep_reads_live_sandboxes_and_continues_after_a_failure(grant, box
     other = grant(environment="other", ttl=timedelta(hours=9))
     run(other, now=NOW + MINUTE)
     with memory.fail("stats", Unavailable("no answer"), times=1):  # the most recently used sandbox is read first
-        result = passes.record_readings(now=NOW + 5 * MINUTE)
+        result = measurements.record_readings(now=NOW + 5 * MINUTE)
     assert (result.counts, len(result.failures)) == ({"read": 1}, 1)
-    assert passes.record_readings(now=NOW + 10 * MINUTE).counts == {"read": 1}
+    assert measurements.record_readings(now=NOW + 10 * MINUTE).counts == {"read": 1}
     memory.vanish(box.ref)
-    assert passes.record_readings(now=NOW + 15 * MINUTE).counts == {"gone": 1}
+    assert measurements.record_readings(now=NOW + 15 * MINUTE).counts == {"gone": 1}
 
 
 # --- with Docker ------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_the_cpu_of_a_container_is_read_over_its_whole_life(docker_pool: Pool) -
         assert execution.exec_command(lease.pk, Command(argv=argv, timeout=MINUTE), now=timezone.now())[1].exit_code == 0
 
     use(0.7)
-    assert passes.record_readings(now=timezone.now()).counts["read"] >= 1
+    assert measurements.record_readings(now=timezone.now()).counts["read"] >= 1
     use(1.3)
     box = Sandbox.objects.get(holder=lease.pk)
     assert eviction.evict(box.pk, now=timezone.now(), reason="test")

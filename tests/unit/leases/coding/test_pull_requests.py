@@ -84,7 +84,7 @@ def test_pull_request_that_is_closed_ends_the_task(forge: Forge, lease: Lease) -
 
 def test_lost_answer_of_the_creation_leaves_one_pull_request(forge: Forge, lease: Lease) -> None:
     task = create_task(forge, lease)
-    forge.faults = [0]
+    forge.faults = [0, 0]  # the HTTP client repeats a GET once
     assert poll() == {"failed": 1}
     task.refresh_from_db()
     assert task.status == "pushed" and task.poll_error.startswith(f"GET pulls of {PROJECT} at 127.0.0.1")

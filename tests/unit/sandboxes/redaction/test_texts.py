@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -30,6 +29,8 @@ from controlplane.env import ENV_VARIABLES
 from leases.atproto import service as atproto
 from leases.coding.forges.github import GitHubForge
 from leases.coding.git import Git
+from sandboxes import http_calls
+from sandboxes.http_calls import HttpAnswer
 from sandboxes.providers.cloudflare import provider as cloudflare
 from sandboxes.providers.daytona import provider as daytona
 from sandboxes.providers.docker import engine as docker
@@ -175,8 +176,8 @@ def test_texts_of_forges_git_and_repository_servers_have_no_credential_that_was_
 ) -> None:
     token = "token-that-no-setting-has"
     document = {"message": f"bad {token}", "error": f"E {token}"}
-    answer = SimpleNamespace(status_code=500, json=lambda: document, headers={})
-    monkeypatch.setattr(requests, "request", lambda *args, **options: answer)
+    answer = HttpAnswer(500, {}, json.dumps(document).encode())
+    monkeypatch.setattr(http_calls, "send", lambda *args, **options: answer)
     with pytest.raises(Exception, match="500") as raised:
         GitHubForge("https://forge.example", "a/b", token).pull_request(head="h", base="b", number=1)
     messages = [str(raised.value)]

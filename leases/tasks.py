@@ -33,7 +33,7 @@ MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next sched
 
 def begin_reclaim(leases: Iterable[Lease]) -> None:
     """Destroy the sandboxes of ended leases at once, in threads of this web process or by a queued sweep. Best effort."""
-    started = [reclaim_threads.THREADS.start(lease.pk, on_remaining=enqueue_reclaim) for lease in leases]
+    started = [reclaim_threads.THREADS.start(lease, on_remaining=enqueue_reclaim) for lease in leases]
     if not all(started):
         enqueue_reclaim()
 

@@ -11,12 +11,15 @@ from typing import Any
 
 from leases.api import command_threads
 from leases.atproto import accounts
-from sandboxes import sweep_log
+from sandboxes import agent_shares, sweep_log
+from sandboxes.agent_shares import MAX_PASSES_PER_AGENT, AgentShares
 from sandboxes.streams import events
 
 # Module, name, and function that creates the value of a process that has just started.
 OWN_STATE: Sequence[tuple[ModuleType, str, Callable[[], object]]] = (
     (sweep_log, "IN_PROGRESS", sweep_log.SweepsInProgress),
+    (agent_shares, "DESTROYS", lambda: AgentShares(MAX_PASSES_PER_AGENT)),
+    (agent_shares, "EVICTIONS", lambda: AgentShares(MAX_PASSES_PER_AGENT)),
     (accounts, "_sessions", dict),
     (accounts, "_locks", dict),
     (events, "NEWEST_POSITION", events.NewestPosition),

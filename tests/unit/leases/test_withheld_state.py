@@ -12,15 +12,18 @@ from leases import execution, leasing, sweeps
 from leases.errors import LeaseEnded
 from leases.models import EnvironmentType, Lease
 from sandboxes import destruction, process_restarts, processes
-from sandboxes.models import Pool, RestartPolicy, Sandbox, Snapshot
+from sandboxes.models import Attachment, Pool, RestartPolicy, Sandbox, Snapshot
 from sandboxes.models.state import DataEvent, DataFile
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.base import DATA
 from sandboxes.providers.errors import Missing, ProviderError, Rejected, SandboxUnreadable, Unavailable
 from sandboxes.providers.memory import File, MemoryProvider
+from sandboxes.state import pruning
+from sandboxes.storage.base import StoreError
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, get_sandbox, update_pool, write
+from tests.support.storage.slow_work import VirtualTime
 from tests.support.storage.state import sh
 
 pytestmark = pytest.mark.django_db
@@ -193,3 +196,25 @@ def test_state_that_was_given_up_is_not_read_again_if_the_destroy_fails(used: Le
     assert destruction.retry_destroy(sandbox.pk, now=NOW + 5 * HOUR)
     assert sweeps.reclaim(now=NOW + 5 * HOUR).counts == {"destroyed": 1, "leases closed": 1}
     assert (count_calls(memory, "manifest"), DataEvent.objects.count()) == (scans, 1)
+
+
+def test_a_sandbox_that_withholds_its_files_does_not_keep_those_of_others_from_being_stored(
+    grant: Callable[..., Lease], memory: MemoryProvider, memory_store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass has time for one sandbox that stalls. The chance that all passes begin with the same one is a millionth."""
+    slow, other = grant("did:plc:slow"), grant("did:plc:other")
+    with memory_store.fail("upload", StoreError("memory", "upload", "store down")):
+        for lease in (slow, other):
+            sh(lease, f"echo late >{LATE_FILE}")
+    Attachment.objects.filter(holder=slow.pk).update(unsaved_since=NOW - MINUTE)
+    time, slow_ref = VirtualTime(monkeypatch), get_sandbox(slow).ref
+
+    def stall(ref: str) -> None:
+        if ref == slow_ref:
+            time.elapsed += 2 * MINUTE
+            raise WITHHELD
+
+    with memory.before("manifest", stall):
+        for n in range(20):
+            pruning.persist_unsaved(now=NOW + (n + 1) * MINUTE)
+    assert [*DataFile.objects.filter(path="late").values_list("data__agent_did", flat=True)] == ["did:plc:other"]

@@ -1,4 +1,6 @@
-"""Threads of the web process that destroy the sandboxes of leases ended by the API, without waiting for the queue."""
+"""Threads of the web process that destroy the sandboxes of leases ended by the API, without waiting for the queue.
+
+One agent gets half of them, so that a sandbox that takes long to destroy delays those of its own agent alone."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +10,9 @@ import structlog
 from django.db import connections
 
 from leases import sweeps
+from leases.models import Lease
 from sandboxes import destruction
+from sandboxes.agent_shares import AgentShares
 from sandboxes.db import database_time
 from sandboxes.long_calls import is_shutting_down
 from sandboxes.models import Sandbox, SandboxState
@@ -28,26 +32,33 @@ class ReclaimThreads:
     def set_maximum(self, maximum: int) -> None:
         """Set the maximum number of threads. Call this method before the process serves requests."""
         self._permits = threading.BoundedSemaphore(maximum) if maximum else None
+        self._shares = AgentShares(max(1, maximum // 2))
 
-    def start(self, lease_id: UUID, *, on_remaining: Callable[[], object]) -> bool:
-        """Reclaim an ended lease in a thread. Return False, without a thread, at the maximum and while the process shuts down.
+    def start(self, lease: Lease, *, on_remaining: Callable[[], object]) -> bool:
+        """Reclaim an ended lease in a thread.
+
+        Return False, without a thread, at the maximum, at the agent's share of it, and while the process shuts down.
 
         The thread calls `on_remaining` if a sandbox of the lease is still due afterwards."""
-        permits = self._permits
-        if permits is None or is_shutting_down() or not permits.acquire(blocking=False):
+        permits, shares = self._permits, self._shares
+        if permits is None or is_shutting_down() or not shares.take(lease.agent_did):
+            return False
+        if not permits.acquire(blocking=False):
+            shares.give_back(lease.agent_did)
             return False
 
         def run() -> None:
             try:
-                if not reclaim(lease_id):
+                if not reclaim(lease.pk):
                     on_remaining()
             except Exception:  # the next `reclaim` sweep tries again
-                log.exception("reclaim failed", lease=str(lease_id))
+                log.exception("reclaim failed", lease=str(lease.pk))
             finally:
                 connections.close_all()
                 permits.release()
+                shares.give_back(lease.agent_did)
 
-        threading.Thread(target=run, name=f"reclaim-{lease_id}", daemon=True).start()
+        threading.Thread(target=run, name=f"reclaim-{lease.pk}", daemon=True).start()
         return True
 
 

@@ -37,7 +37,7 @@ def begin_reclaim(leases: Iterable[Lease]) -> None:
     Left to the scheduled sweep while the installation is not recognised, which refuses it."""
     if installation_marks.find_refusal():
         return
-    started = [reclaim_threads.THREADS.start(lease.pk, on_remaining=enqueue_reclaim) for lease in leases]
+    started = [reclaim_threads.THREADS.start(lease, on_remaining=enqueue_reclaim) for lease in leases]
     if not all(started):
         enqueue_reclaim()
 

@@ -4,8 +4,9 @@ A row becomes `destroyed`, and its place free, only after the provider has confi
 unknown outcomes are retried with backoff, and end in quarantine."""
 
 import uuid
-from contextlib import suppress
-from datetime import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
 
 import structlog
 from django.conf import settings
@@ -13,7 +14,7 @@ from django.db import transaction
 from django.db.models import F, Q
 from django.db.models.functions import Greatest
 
-from sandboxes import suspension
+from sandboxes import quiescence, suspension
 from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
 from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
 from sandboxes.errors import ClaimLost, WorkspaceFull
@@ -21,7 +22,6 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import DESTROYED, DESTROYING, EDGES, SUSPENDED, advance, checkpoint
 from sandboxes.models import (
     GONE_STATES,
-    Attachment,
     FinalPersist,
     Pool,
     Quota,
@@ -32,11 +32,11 @@ from sandboxes.models import (
     Transition,
     TransitionReason,
 )
-from sandboxes.models.state import DataEvent
+from sandboxes.models.state import AgentData
 from sandboxes.models.webhooks import EventType
-from sandboxes.providers.base import Provider
-from sandboxes.providers.errors import Missing, ProviderError
-from sandboxes.state import data_sync, merge, mounts, workspace
+from sandboxes.providers.base import DATA, WORKSPACE, Provider
+from sandboxes.providers.errors import Missing, ProviderError, Unavailable
+from sandboxes.state import data_sync, mounts, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings
 from sandboxes.webhooks import outbox
@@ -117,10 +117,9 @@ def discard_by_holder(holder: uuid.UUID, *, now: datetime, reason: str, actor: s
 def _record_discard(pk: uuid.UUID, *, now: datetime) -> None:
     """Record an event if the discarded sandbox has unsaved state."""
     sandbox = Sandbox.objects.get(pk=pk)
-    unsaved = Attachment.objects.filter(pk=pk, incarnation=sandbox.incarnation, unsaved_since__isnull=False)
-    if sandbox.holder and (workspace.has_unsaved_state(sandbox) or unsaved.exists()):
+    if sandbox.holder and (workspace.has_unsaved_state(sandbox) or data_sync.has_unsaved_changes(sandbox)):
         detail = "An operator destroyed the sandbox without storing its last state."
-        merge.record_event(sandbox.agent_did, sandbox.holder, DataEvent.Kind.DROPPED, detail=detail, now=now)
+        data_sync.record_dropped(sandbox, detail, now=now)
 
 
 def schedule_destroy_by_holder(
@@ -145,15 +144,16 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     """Destroy one sandbox in `destroying` at its provider, and release its place. Returns whether it is destroyed now.
 
     1. Claim the row, if it is due, not in quarantine, and on a host that this process reaches.
-    2. Persist /data and, as a snapshot, the workspace of an incarnation with unsaved state, as `final_persist` says. Resume a
-       suspended sandbox before.
+    2. End the commands of an incarnation with state to store, and resume a suspended sandbox before. Persist /data and, as a
+       snapshot, the workspace, as `final_persist` says.
     3. Take the last reading.
     4. Destroy at the provider. "Missing" counts as destroyed.
     5. Move the row to `destroyed`, and release its place.
 
     If step 2 or 4 fails or its outcome is unknown, the sandbox keeps its place and the next try waits longer each time. After
     LEASEHOLD_DESTROY_TRIES tries the row goes to quarantine for an operator. A try is counted when it is claimed, so that a try
-    whose process died counts. The claim is kept while the state is being stored. Idempotent."""
+    whose process died counts. The claim is kept while the state is being stored. State that the sandbox itself withholds, in
+    several tries and after a restart, is given up in the last try and recorded as an event. Idempotent."""
     is_due = Q(deadline_at__lte=now, quarantined_at__isnull=True) & registry.filter_local()
     clock, token = clock_from(now), uuid.uuid4()
     deadline = now + CLAIM_TTL
@@ -177,25 +177,25 @@ def _destroy_claimed(sandbox: Sandbox, claim: Claim, clock: Clock, *, actor: str
     if sandbox.tries > settings.DESTROY_TRIES:  # no try has reached its end
         _postpone_destroy(sandbox, "The process that tried to destroy the sandbox died in every try.", clock)
         return False
-    provider = registry.get_sandbox_provider(sandbox)
+    provider, reason = registry.get_sandbox_provider(sandbox), ""
     try:
         if not _persist_last_state(sandbox, provider, claim, clock):
             return False
         checkpoint("state stored", sandbox)
-        readings.record_final_reading(sandbox, provider, now=clock())
+        reason = readings.record_final_reading(sandbox, provider, now=clock())
         provider.destroy(sandbox.ref)
     except Missing:
         pass  # already gone
     except (ProviderError, StoreError, WorkspaceFull) as failed:
-        _postpone_destroy(sandbox, str(failed), clock)
+        _postpone_destroy(sandbox, str(failed), clock, **quiescence.count_unreadable(failed))
         return False
     mounts.detach(sandbox.pk)
     checkpoint("destroy answered", sandbox)
     confirmed_at = clock()
     with transaction.atomic():
         destroyed = advance(
-            sandbox.pk, DESTROYING, DESTROYED, now=confirmed_at, code=TransitionReason.CONFIRMED_GONE, actor=actor,
-            destroyed_at=confirmed_at, deadline_at=None, claim=None, tries=sandbox.tries - 1, last_error="",
+            sandbox.pk, DESTROYING, DESTROYED, now=confirmed_at, code=TransitionReason.CONFIRMED_GONE, reason=reason,
+            actor=actor, destroyed_at=confirmed_at, deadline_at=None, claim=None, tries=sandbox.tries - 1, last_error="",
         )  # fmt: skip
         if destroyed:
             release_place(sandbox)
@@ -207,20 +207,75 @@ def _destroy_claimed(sandbox: Sandbox, claim: Claim, clock: Clock, *, actor: str
 def _persist_last_state(sandbox: Sandbox, provider: Provider, claim: Claim, clock: Clock) -> bool:
     """Store the state that a sandbox about to be destroyed has not stored yet. Returns False if the claim was lost.
 
-    A missing process leaves nothing to store, but its volumes may still exist."""
-    if _was_stored_and_stopped(sandbox, provider):
+    A missing process leaves nothing to store, but its volumes may still exist. Raises the errors of the steps. In the last try,
+    state that the sandbox withholds is recorded as dropped instead."""
+    if attachment := data_sync.find_current(sandbox):
+        data_sync.release_mount(attachment, sandbox, now=clock())
+    if sandbox.final_persist == FinalPersist.NONE or _was_stored_and_stopped(sandbox, provider):
         return True
-    unsaved = sandbox.holder and sandbox.final_persist == FinalPersist.ALL and workspace.has_unsaved_state(sandbox)
-    with suppress(Missing):
-        if sandbox.final_persist != FinalPersist.NONE:
-            suspension.thaw(sandbox, provider)
-        data_sync.persist_final(sandbox, provider, now=clock(), discard=sandbox.final_persist == FinalPersist.NONE)
-    if unsaved:
-        try:
-            return workspace.persist_claimed(sandbox, provider, claim, clock=clock)
-        except Missing as missing:
-            _record_lost_state(sandbox, missing, now=clock())
-    return True
+    has_workspace = sandbox.holder and sandbox.final_persist == FinalPersist.ALL and workspace.has_unsaved_state(sandbox)
+    if attachment is None and not has_workspace:
+        return True
+    given_up: list[str] = []
+    try:
+        suspension.thaw(sandbox, provider)
+        quiescence.quiesce(sandbox, provider, now=clock())
+        if attachment:
+            with _giving_up(sandbox, DATA, claim, given_up):
+                data_sync.persist_final(attachment, sandbox, provider, now=clock())
+        if has_workspace:
+            with _giving_up(sandbox, WORKSPACE, claim, given_up):
+                if not workspace.persist_claimed(sandbox, provider, claim, clock=clock):
+                    return False
+    except Missing as missing:
+        _require_missing(sandbox, provider, missing)
+        if has_workspace or data_sync.has_unsaved_changes(sandbox):
+            detail = f"The sandbox was lost before its last state was stored: {missing}"
+            data_sync.record_dropped(sandbox, detail, now=clock())
+    return not given_up or claim.update(final_persist=FinalPersist.NONE)
+
+
+@contextmanager
+def _giving_up(sandbox: Sandbox, root: str, claim: Claim, given_up: list[str]) -> Iterator[None]:
+    """In the last try, record the state below a root as dropped instead of a failure for which the sandbox is the cause.
+
+    Adds the root to `given_up` then. Raises ClaimLost."""
+    try:
+        yield
+    except quiescence.SANDBOX_FAULTS as failed:
+        if not quiescence.is_last_try(sandbox):
+            raise
+        claim.keep()
+        now, stored_at = claim.clock(), _find_stored_time(sandbox, root)
+        last_copy = (
+            f"Last copy: {stored_at:%Y-%m-%d %H:%M:%S} UTC, {_format_age(now - stored_at)} old" if stored_at else "No copy"
+        )
+        detail = f"{root} could not be read in {sandbox.unreadable_tries + 1} tries. {last_copy}. {failed}"
+        data_sync.record_dropped(sandbox, detail, now=now)
+        given_up.append(root)
+
+
+def _find_stored_time(sandbox: Sandbox, root: str) -> datetime | None:
+    """Return the time of the newest stored copy of a root, or None."""
+    if root == DATA:
+        stored = AgentData.objects.filter(agent_did=sandbox.agent_did, revision__gt=0)
+        return stored.values_list("changed_at", flat=True).first()
+    assert sandbox.holder
+    newest = workspace.find_latest(sandbox.holder)
+    return newest.at if newest else None
+
+
+def _format_age(age: timedelta) -> str:
+    return str(timedelta(seconds=max(int(age.total_seconds()), 0)))
+
+
+def _require_missing(sandbox: Sandbox, provider: Provider, missing: Missing) -> None:
+    """Raise Unavailable if the provider has the sandbox: it has only stopped, and keeps its files."""
+    try:
+        provider.inspect(sandbox.ref)
+    except Missing:
+        return
+    raise Unavailable(f"The sandbox stopped while its state was being stored: {missing}") from missing
 
 
 def _was_stored_and_stopped(sandbox: Sandbox, provider: Provider) -> bool:
@@ -229,13 +284,6 @@ def _was_stored_and_stopped(sandbox: Sandbox, provider: Provider) -> bool:
         return False
     last = Transition.objects.filter(sandbox=sandbox, to=DESTROYING).order_by("pk").values_list("was", flat=True).first()
     return last == SUSPENDED
-
-
-def _record_lost_state(sandbox: Sandbox, missing: Missing, *, now: datetime) -> None:
-    """Record an event if the provider lost unsaved state. A lease that ended before the loss does not end as lost."""
-    assert sandbox.holder
-    detail = f"The sandbox was lost before its last state was stored: {missing}"
-    merge.record_event(sandbox.agent_did, sandbox.holder, DataEvent.Kind.DROPPED, detail=detail[:500], now=now)
 
 
 def retry_destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
@@ -250,7 +298,7 @@ def retry_destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     return bool(resumed)
 
 
-def _postpone_destroy(sandbox: Sandbox, error: str, clock: Clock) -> None:
+def _postpone_destroy(sandbox: Sandbox, error: str, clock: Clock, **columns: object) -> None:
     """Record a failed try and the time of the next one, or put the sandbox into quarantine after the last one."""
     now, tries, quarantined = clock(), sandbox.tries, sandbox.tries >= settings.DESTROY_TRIES
     with transaction.atomic():
@@ -259,6 +307,7 @@ def _postpone_destroy(sandbox: Sandbox, error: str, clock: Clock) -> None:
             deadline_at=now + compute_backoff(tries),
             last_error=error[:2000],
             quarantined_at=now if quarantined else None,
+            **columns,
         )
         if recorded and quarantined:
             _enqueue_quarantine_event(sandbox, tries, now)

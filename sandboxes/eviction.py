@@ -11,7 +11,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
-from sandboxes import destruction, suspension
+from sandboxes import destruction, quiescence, suspension
 from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.errors import ClaimLost, WorkspaceFull
@@ -88,7 +88,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     """Finish the eviction of a claimed sandbox. Returns whether it is cold now. Safe to repeat after a crash at any step.
 
     1. Store the state, unless it is stored since the last run or the incarnation has had no run. Resume a suspended sandbox
-       before. Afterwards have the vendor take its own snapshot, where that is configured.
+       before, and end its commands. Afterwards have the vendor take its own snapshot, where that is configured.
     2. Destroy the process.
     3. Move the row to `cold`.
 
@@ -122,15 +122,20 @@ def _finish_claimed_eviction(sandbox: Sandbox, claim: Claim, clock: Clock, *, ac
     except (ProviderError, StoreError, WorkspaceFull) as failed:
         failures = sandbox.persist_failures + 1
         log.error("state not stored", sandbox=str(pk), tries=failures, error=str(failed))
-        advance(
-            pk, EVICTING, WAITING, now=clock(), actor=actor, guard=own_claim,
-            code=TransitionReason.PERSIST_FAILED, reason=f"state could not be stored: {failed}",
-            claim=None, deadline_at=None, tries=0, persist_failures=failures,
-            last_error=f"State could not be stored: {failed}"[:2000],
-            idle_at=clock() + compute_backoff(failures, initial=timedelta(minutes=1)),
-        )  # fmt: skip
+        with transaction.atomic():
+            is_waiting = advance(
+                pk, EVICTING, WAITING, now=clock(), actor=actor, guard=own_claim,
+                code=TransitionReason.PERSIST_FAILED, reason=f"state could not be stored: {failed}",
+                claim=None, deadline_at=None, tries=0, persist_failures=failures,
+                last_error=f"State could not be stored: {failed}"[:2000],
+                idle_at=clock() + compute_backoff(failures, initial=timedelta(minutes=1)),
+                **quiescence.count_unreadable(failed),
+            )  # fmt: skip
+            if is_waiting and workspace.has_unsaved_state(sandbox):
+                note = "Ended for an eviction: the state could not be stored, and the sandbox goes on"
+                processes.close_all_processes(pk, now=clock(), note=note, may_wake=False, resumes=True)
         return False
-    readings.record_final_reading(sandbox, provider, now=clock())
+    reason = readings.record_final_reading(sandbox, provider, now=clock())
     try:
         provider.destroy(sandbox.ref)
     except ProviderError as failed:  # the state is stored; the sweep repeats this step
@@ -141,7 +146,7 @@ def _finish_claimed_eviction(sandbox: Sandbox, claim: Claim, clock: Clock, *, ac
     mounts.detach(pk)
     checkpoint("process gone", sandbox)
     slept = advance(
-        pk, EVICTING, COLD, now=clock(), code=TransitionReason.PERSISTED, actor=actor, guard=own_claim,
+        pk, EVICTING, COLD, now=clock(), code=TransitionReason.PERSISTED, reason=reason, actor=actor, guard=own_claim,
         claim=None, deadline_at=None, tries=0, persist_failures=0, last_error="", slept=F("slept") + 1,
     )  # fmt: skip
     if slept:
@@ -153,8 +158,13 @@ def _persist_state(sandbox: Sandbox, provider: Provider, claim: Claim, clock: Cl
     """Store the state of this incarnation, unless nothing in it is unsaved. Returns False if the claim was lost."""
     if not workspace.has_unsaved_state(sandbox):
         return True
+    attachment = data_sync.find_current(sandbox)
+    if attachment:
+        data_sync.release_mount(attachment, sandbox, now=clock())
     suspension.thaw(sandbox, provider)
-    data_sync.persist_final(sandbox, provider, now=clock())
+    quiescence.quiesce(sandbox, provider, now=clock())
+    if attachment:
+        data_sync.persist_final(attachment, sandbox, provider, now=clock())
     return workspace.persist_claimed(sandbox, provider, claim, clock=clock)
 
 

@@ -321,13 +321,15 @@ def advance_many(
     actor: str = "",
     **changes: Any,
 ) -> int:
-    """Move all rows of a query along one edge, each with its Transition, in two statements. Returns the number moved.
+    """Move all rows of a query along one edge, each with its Transition, in few statements. Returns the number moved.
 
     The filter of `rows` is the guard. `rows` may be sliced. Rows that another transaction has locked are skipped. `claim`
     identifies the moved rows, so it must be a new UUID in each call."""
     _require_edge(was, to, code)
     with transaction.atomic():
-        unlocked = rows.select_for_update(skip_locked=True).values("pk")
+        unlocked: Any = rows.select_for_update(skip_locked=True).values_list("pk", flat=True)
+        if dialect.is_postgres():  # which may execute a subquery again for each row, and then skips the rows moved so far
+            unlocked = list(unlocked)
         moved = Sandbox.objects.filter(pk__in=unlocked, state=was).update(state=to, state_since=now, claim=claim, **changes)
         if moved:
             _insert_transitions("WHERE claim = %s", claim, was=was, code=code, actor=actor)

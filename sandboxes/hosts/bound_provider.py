@@ -16,7 +16,12 @@ from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Una
 HOST_NAMESPACE = uuid.UUID("6b9e7f6c-6f0c-4c39-9d3e-0f1f2a7f4c51")
 CONFIRMED_METHODS = frozenset({"create", "destroy"})  # another engine performs them without an error
 UNBOUND_METHODS = frozenset({"engine_id", "list"})
-BOUND_METHODS = Provider.__abstractmethods__ - UNBOUND_METHODS | {"set_intervals", "snapshot_directory", "restore_directory"}
+BOUND_METHODS = Provider.__abstractmethods__ - UNBOUND_METHODS | {
+    "kill_all",
+    "set_intervals",
+    "snapshot_directory",
+    "restore_directory",
+}
 
 
 def compute_host_id(provider_name: str, engine_id: str) -> uuid.UUID:

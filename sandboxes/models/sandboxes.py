@@ -33,7 +33,7 @@ class FinalPersist(models.TextChoices):
 
     ALL = "all"
     DATA = "data", "/data only"  # one-shot runs return their workspace to the caller
-    NONE = "none"  # an operator has discarded it
+    NONE = "none"  # an operator has discarded it, or the sandbox has withheld it in too many tries
 
 
 AWAKE_STATES = (SandboxState.WARM, SandboxState.RUNNING, SandboxState.WAITING)
@@ -163,6 +163,9 @@ class Sandbox(models.Model):
     )
     persist_failures = models.PositiveIntegerField(
         default=0, help_text="Failed attempts in a row to store the state. A run resets the count."
+    )
+    unreadable_tries = models.PositiveIntegerField(
+        default=0, editable=False, help_text="Failed attempts in a row to read the state, with the sandbox as the cause."
     )
     final_persist = models.CharField(
         max_length=8, choices=FinalPersist.choices, default=FinalPersist.ALL, editable=False,

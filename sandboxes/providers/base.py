@@ -423,6 +423,12 @@ class Provider(ABC):
         """Give a sandbox the gateway's address and its token, which replaces an earlier one. Raise Missing, Unavailable."""
         raise Rejected("The sandboxes of this provider need no gateway.")
 
+    def kill_all(self, ref: str) -> None:  # noqa: B027 - see below
+        """Kill all processes of the sandbox but process 1 from outside, and return once they are gone. Idempotent.
+
+        What process 1 needs, it starts again. A sandbox that has no other processes, does not run or does not exist is success.
+        Raise Unavailable. Without effect where only `restart`, which takes longer, can do that."""
+
     @abstractmethod
     def restart(self, ref: str) -> None:
         """Kill all processes of the sandbox, and start it with the same /workspace and /data. Raise Missing."""

@@ -51,6 +51,14 @@ class Unavailable(ProviderError):
     code = "provider_unavailable"
 
 
+class SandboxUnreadable(Unavailable):
+    """The sandbox does not deliver its files, or delivers an invalid answer, although its engine responds.
+
+    Only the sandbox can be the cause, or a machine that is too slow for it: neither the engine nor the store has failed."""
+
+    code = "sandbox_unreadable"
+
+
 class StartKilled(Unavailable):
     """The start of a background process was killed. The program may have started, and was then killed, too."""
 

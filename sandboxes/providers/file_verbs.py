@@ -5,8 +5,9 @@ The sandbox's own memory and CPU are used. The output is untrusted: it is size-l
 import io
 import os
 import re
+import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import BinaryIO
 
@@ -22,8 +23,20 @@ from sandboxes.providers.arguments import (
     split_sandbox_path,
 )
 from sandboxes.providers.base import DATA, GET_FILES_TIMEOUT, WORKSPACE, FileStat, Provider
-from sandboxes.providers.errors import BadPath, FileExists, NoSuchFile, ProviderError, TooLarge, Unavailable
-from sandboxes.providers.streams import BoundedBuffer, limit_stream
+from sandboxes.providers.errors import (
+    BadPath,
+    FailureCause,
+    FileExists,
+    NoSuchFile,
+    ProviderError,
+    SandboxUnreadable,
+    TooLarge,
+    Unavailable,
+)
+from sandboxes.providers.streams import BoundedBuffer, Pace
+
+# Of each verb but `get_files`, beyond the time that the minimum rate grants. Shorter than a claim without progress.
+VERB_TIMEOUT = timedelta(minutes=3)
 
 _ERRORS_BY_EXIT_CODE: dict[int, type[ProviderError]] = {
     files.NO_FILE: NoSuchFile,
@@ -31,6 +44,7 @@ _ERRORS_BY_EXIT_CODE: dict[int, type[ProviderError]] = {
     files.TOO_LARGE: TooLarge,
     files.EXISTS: FileExists,
 }
+SIGNAL_EXIT_CODE = 128  # plus the number of the signal that has ended the operation, as for lack of memory
 _NUMBER_PATTERN, _MODE_PATTERN, _STAMP_PATTERN = (
     re.compile(rb"[0-9]{1,18}"),
     re.compile(rb"[0-7]{1,3}"),
@@ -40,7 +54,9 @@ _KINDS = {b"file", b"directory", b"link", b"other"}
 
 
 class FileVerbsProvider(Provider):
-    """File verbs on top of `_stream_output`."""
+    """File verbs on top of `_stream_output`. Each has a total time, which grows with the bytes that it transfers."""
+
+    clock: Callable[[], float] = time.monotonic
 
     @abstractmethod
     def _stream_output(self, ref: str, words: Sequence[str], stdin: BinaryIO | None = None) -> Iterator[bytes]:
@@ -58,7 +74,7 @@ class FileVerbsProvider(Provider):
         words, stdin = ("read_range", root, str(start), str(length)), _encode_stdin("/".join(parts))
         size, _, content = self._run_in_sandbox(ref, *words, stdin=stdin, cap=length + 20).partition(b"\n")
         if not _NUMBER_PATTERN.fullmatch(size):
-            raise Unavailable(f"{ref}: invalid size of {path}")
+            raise SandboxUnreadable(f"{ref}: invalid size of {path}", cause=FailureCause.AGENT_FAILED)
         return content[:length], int(size)
 
     def write_file(self, ref: str, path: str, content: bytes) -> None:
@@ -90,11 +106,11 @@ class FileVerbsProvider(Provider):
     ) -> dict[str, FileStat]:
         """Execute an operation that prints a listing below `under`."""
         output = BoundedBuffer(420 * max_entries + (4 << 20))
-        for chunk in self._stream_output(ref, words, stdin):
+        for chunk in self._pace_output(ref, words, stdin):
             output.add(chunk)
         listing = None if output.truncated else parse_listing(bytes(output), under, max_entries)
         if listing is None:
-            raise Unavailable(f"{ref}: invalid listing of {words[1]}")
+            raise SandboxUnreadable(f"{ref}: invalid listing of {words[1]}", cause=FailureCause.AGENT_FAILED)
         return listing
 
     def get_files(
@@ -111,7 +127,7 @@ class FileVerbsProvider(Provider):
         selected = [] if only is None else [check_relative_path(root, path) for path in only]
         words = ("pack", check_root(root), "all" if only is None else "only", str(len(patterns)))
         chunks = self._stream_output(ref, words, _encode_stdin(*patterns, *selected))
-        return limit_stream(chunks, max_bytes=max_bytes, timeout=timeout)
+        return Pace(timeout, clock=self.clock).limit(chunks, max_bytes=max_bytes)
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
         self._run_in_sandbox(ref, "unpack", check_root(root), stdin=tar)
@@ -130,7 +146,7 @@ class FileVerbsProvider(Provider):
     def size(self, ref: str, root: str) -> int:
         size = self._run_in_sandbox(ref, "size", check_root(root), cap=20).strip()
         if not _NUMBER_PATTERN.fullmatch(size):
-            raise Unavailable(f"{ref}: invalid size of {root}")
+            raise SandboxUnreadable(f"{ref}: invalid size of {root}", cause=FailureCause.AGENT_FAILED)
         return int(size)
 
     def seed(self, ref: str, kind: str, tar: BinaryIO) -> None:
@@ -139,13 +155,22 @@ class FileVerbsProvider(Provider):
     def _run_in_sandbox(self, ref: str, *words: str, stdin: BinaryIO | None = None, cap: int = 0) -> bytes:
         """Execute image/files.py in the container. Return at most `cap` bytes of its output."""
         out = BoundedBuffer(cap)
-        for chunk in self._stream_output(ref, words, stdin):
+        for chunk in self._pace_output(ref, words, stdin):
             out.add(chunk)
         return bytes(out)
+
+    def _pace_output(self, ref: str, words: Sequence[str], stdin: BinaryIO | None) -> Iterator[bytes]:
+        """Like `_stream_output`. Raise SandboxUnreadable once it takes longer than VERB_TIMEOUT and its bytes permit."""
+        pace = Pace(VERB_TIMEOUT, clock=self.clock)
+        return pace.limit(self._stream_output(ref, words, stdin and pace.track_input(stdin)))
 
 
 def raise_for_exit_code(exit_code: int, message: str) -> None:
     """Raise the error of an exit code of image/files.py. Return for 0."""
+    if exit_code > SIGNAL_EXIT_CODE:
+        raise SandboxUnreadable(
+            message.strip() or f"killed by signal {exit_code - SIGNAL_EXIT_CODE}", cause=FailureCause.AGENT_FAILED
+        )
     if exit_code:
         raise _ERRORS_BY_EXIT_CODE.get(exit_code, Unavailable)(message.strip() or f"exit code {exit_code}")
 

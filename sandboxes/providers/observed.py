@@ -13,7 +13,8 @@ class DestroyRefused(Unavailable):
 
 
 class ObservedProvider:
-    """Proxy of a provider without `destroy`. get_provider returns this proxy, so the refusal holds for every caller."""
+    """Proxy of a provider without `destroy`, and without `kill_all`, which precedes it. get_provider returns this proxy, so the
+    refusal holds for every caller."""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
@@ -23,6 +24,9 @@ class ObservedProvider:
 
     def destroy(self, ref: str) -> None:
         raise DestroyRefused(f"Observe mode (LEASEHOLD_OBSERVE): the sandbox {ref} is not destroyed.")
+
+    def kill_all(self, ref: str) -> None:
+        raise DestroyRefused(f"Observe mode (LEASEHOLD_OBSERVE): the commands of the sandbox {ref} go on.")
 
     def delete_directory_snapshot(self, snapshot: str) -> None:
         raise DestroyRefused(f"Observe mode (LEASEHOLD_OBSERVE): the vendor's snapshot {snapshot} is not deleted.")

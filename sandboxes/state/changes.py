@@ -18,7 +18,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject, format_key_timestamp
 from sandboxes.providers.base import DATA, FileStat, Provider
-from sandboxes.providers.errors import Rejected, TooLarge
+from sandboxes.providers.errors import FailureCause, SandboxUnreadable, TooLarge
 from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state import disk_space
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel
@@ -172,7 +172,7 @@ def _is_same_except_stamp(before: FileStat, after: FileStat) -> bool:
 def _index_tar(tar: BinaryIO, wanted: set[str]) -> dict[str, ChangedFile]:
     tar.seek(0)
     if not is_plain_tar(tar):
-        raise Rejected("The sandbox sent a tar with unsupported members or headers.")
+        raise SandboxUnreadable("The sandbox sent a tar with unsupported members or headers.", cause=FailureCause.AGENT_FAILED)
     changed_files = {}
     with tarfile.open(fileobj=tar, mode="r|", bufsize=CHUNK_BYTES) as members:
         for member in members:

@@ -22,10 +22,10 @@ from sandboxes.claims import hold, note_progress
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import DataFull, SandboxBusy
-from sandboxes.models import AWAKE_STATES, Sandbox, SandboxState
+from sandboxes.models import AWAKE_STATES, Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataObject, DataStorageMode
 from sandboxes.providers.base import DATA, Provider
-from sandboxes.providers.errors import Missing, ProviderError, Rejected, TooLarge
+from sandboxes.providers.errors import Missing, ProviderError, TooLarge
 from sandboxes.state import changes, mounts, pull, skills
 from sandboxes.state.changes import REPACK_SLACK_BYTES
 from sandboxes.state.merge import ConcurrentChange, record_changes, record_event
@@ -229,40 +229,51 @@ def mark_unsaved(attachment: Attachment, error: Exception, *, now: datetime) -> 
     log.error("data not stored", sandbox=str(attachment.pk), agent=attachment.data.agent_did, error=str(error))
 
 
-def persist_final(sandbox: Sandbox, provider: Provider, *, now: datetime, discard: bool = False) -> None:
+def persist_final(attachment: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
     """Store the remaining changes of a sandbox that is about to be evicted or destroyed.
 
-    Raise StoreError, which prevents the destruction; Missing if the sandbox is gone; another ProviderError if the sandbox is
-    only evicted or has known unsaved changes. Data above the limits is dropped and recorded as an event: DataFull was reported
-    when the data was written. With `discard` nothing is stored."""
-    attachment = Attachment.objects.select_related("data").filter(pk=sandbox.pk, incarnation=sandbox.incarnation).first()
-    if attachment is None:
-        return
-    if attachment.data.keeping == DataStorageMode.MOUNT:
-        mounts.release_unresponsive_mount(sandbox)
-        return
-    if discard:
-        return
+    Raise StoreError and ProviderError, which prevent that, with the changes recorded as unsaved; Missing if the sandbox is
+    gone. Data above the limits is dropped and recorded as an event: DataFull was reported when the data was written."""
     try:
         persist(attachment, sandbox, provider, now=now, last=True)
     except Missing:
         raise
-    except (DataFull, Rejected) as error:
-        record_event(attachment.data.agent_did, attachment.holder, DataEvent.Kind.DROPPED, detail=str(error)[:500], now=now)
+    except DataFull as error:
+        record_dropped(sandbox, str(error), now=now)
     except (StoreError, ProviderError) as error:
-        if isinstance(error, StoreError) or attachment.unsaved_since:
-            mark_unsaved(attachment, error, now=now)
-            raise
-        if sandbox.state == SandboxState.EVICTING:
-            raise
-        log.warning("final data scan failed", sandbox=str(sandbox.pk), error=str(error))
+        mark_unsaved(attachment, error, now=now)
+        raise
+
+
+def find_current(sandbox: Sandbox) -> Attachment | None:
+    """Return the attachment of this incarnation of the sandbox, with the agent's data."""
+    return Attachment.objects.select_related("data").filter(pk=sandbox.pk, incarnation=sandbox.incarnation).first()
+
+
+def has_unsaved_changes(sandbox: Sandbox) -> bool:
+    """Return whether changes in /data of this incarnation of the sandbox are known that could not be stored."""
+    attachments = Attachment.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, unsaved_since__isnull=False)
+    return attachments.exists()
+
+
+def release_mount(attachment: Attachment, sandbox: Sandbox, *, now: datetime) -> None:
+    """End a mount of the agent's data whose bucket does not answer, and record that as an event.
+
+    Called before the processes of the sandbox are ended: a process that is blocked on the mount cannot be."""
+    if attachment.data.keeping == DataStorageMode.MOUNT and mounts.release_unresponsive_mount(sandbox):
+        record_dropped(sandbox, "The bucket of /data did not answer. Writes that were not uploaded yet are lost.", now=now)
+
+
+def record_dropped(sandbox: Sandbox, detail: str, *, now: datetime) -> None:
+    """Record that state of a sandbox which is about to be destroyed is not stored."""
+    record_event(sandbox.agent_did, sandbox.holder, DataEvent.Kind.DROPPED, detail=detail[:500], now=now)
 
 
 def persist_waiting(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
     """Store the changes in /data of an idle sandbox that goes on later. Data above the limits stays in the sandbox alone.
 
     Raise StoreError and ProviderError."""
-    attachment = Attachment.objects.select_related("data").filter(pk=sandbox.pk, incarnation=sandbox.incarnation).first()
+    attachment = find_current(sandbox)
     if attachment is None:
         return
     try:

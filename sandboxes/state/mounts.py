@@ -105,14 +105,15 @@ def attach(sandbox: Sandbox, provider: Provider) -> None:
     log.info("data mounted", sandbox=str(sandbox.pk), agent=sandbox.agent_did, remounted=device is not None)
 
 
-def release_unresponsive_mount(sandbox: Sandbox) -> None:
-    """Kill s3fs if the bucket does not answer.
+def release_unresponsive_mount(sandbox: Sandbox) -> bool:
+    """Kill s3fs if the bucket does not answer, and return whether it was killed. Writes that it had not uploaded are lost then.
 
     Called before a sandbox is stopped, because processes blocked on the mount cannot be killed."""
     mount = SandboxMount.of(sandbox.pk)
-    if mount.device() and mount.probe() == UNRESPONSIVE:
-        log.warning("unresponsive mount ended", sandbox=str(sandbox.pk), agent=sandbox.agent_did)
-        mount.end(grace_seconds=0)
+    if not mount.device() or mount.probe() != UNRESPONSIVE:
+        return False
+    mount.end(grace_seconds=0)
+    return True
 
 
 def detach(pk: uuid.UUID) -> None:

@@ -129,12 +129,14 @@ def persist_claimed(sandbox: Sandbox, provider: Provider, claim: Claim, *, clock
 
     The Snapshot row becomes the pointer to the state in the transaction that marks the incarnation as persisted, so an
     incarnation's state is recorded once. Raise the errors of `persist`, and ClaimLost."""
+    note_progress()
     size = provider.size(sandbox.ref, WORKSPACE)
+    note_progress()
     snapshot = persist(sandbox, provider, measured_bytes=size, now=clock())
     checkpoint("objects stored", sandbox)
     sandbox.workspace_bytes = size
     with claim.lock, transaction.atomic():
-        claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True)
+        claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True, unreadable_tries=0)
         if claimed:
             snapshot.save(force_insert=True)
     if claimed:

@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import destruction, eviction, providers, suspension, sweep_log
+from sandboxes import agent_shares, destruction, eviction, providers, suspension, sweep_log
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.engine_turns import Engine, EngineTurns, alternate, list_by_engine
@@ -36,12 +36,18 @@ MAX_WARM_FAILURES = 3  # in a row, before the circuit breaker of a pool opens
 
 
 def destroy_due(*, now: datetime, limit: int = 200) -> SweepResult:
-    """Destroy the sandboxes in `destroying` that are due. A failed row is retried with backoff and blocks no other."""
+    """Destroy the sandboxes in `destroying` that are due. A failed row is retried with backoff and blocks no other.
+
+    Those of an agent whose share of the threads is in use are left to the passes that use it, and to later ones."""
     result, clock = SweepResult(), clock_from(now)
     due = list_by_engine(find_due_for_destroy(now=now), limit=limit)
     for sandbox in (turns := EngineTurns(due, clock=clock, until=now + PASS_TIME_LIMIT)):
         try:
-            if destruction.destroy(sandbox.pk, now=clock(), actor="sweep"):
+            with agent_shares.DESTROYS.entering(sandbox.agent_did) as admitted:
+                destroyed = admitted and destruction.destroy(sandbox.pk, now=clock(), actor="sweep")
+            if not admitted:
+                result.note("left for others of the agent")
+            elif destroyed:
                 result.note("destroyed")
             elif Sandbox.objects.filter(pk=sandbox.pk, state=DESTROYING).exclude(last_error="").exists():
                 turns.note_failure()
@@ -63,22 +69,24 @@ def find_due_for_destroy(*, now: datetime) -> QuerySet[Sandbox]:
 def evict_idle(*, now: datetime, limit: int = 500, batch_size: int = 4) -> SweepResult:
     """Evict sandboxes that were not used for their idle time.
 
-    Only `batch_size` sandboxes are claimed at a time, because a request for a claimed sandbox waits until its eviction ends."""
+    Only `batch_size` sandboxes are claimed at a time, because a request for a claimed sandbox waits until its eviction ends.
+    Those of an agent whose share of the threads is in use are left to later passes."""
     result, clock = SweepResult(), clock_from(now)
     for was in (WAITING, SUSPENDED, WARM):
         while sum(result.counts.values()) + len(result.failures) < limit and clock() <= now + PASS_TIME_LIMIT:
             token = uuid.uuid4()
             if not claim_idle(was, token, now=now, limit=batch_size):
                 break
-            for pk in Sandbox.objects.filter(claim=token, state=EVICTING).values_list("pk", flat=True):
-                _evict_one(pk, token, result, now=clock())
+            for pk, agent_did in Sandbox.objects.filter(claim=token, state=EVICTING).values_list("pk", "agent_did"):
+                with agent_shares.EVICTIONS.entering(agent_did):  # a claimed sandbox is evicted in any case
+                    _evict_one(pk, token, result, now=clock())
     return result
 
 
 def claim_idle(was: SandboxState, token: uuid.UUID, *, now: datetime, limit: int) -> int:
     """Move up to `limit` idle sandboxes to `evicting` under the claim `token`. Returns the number moved."""
     return advance_many(
-        find_idle(now=now).filter(state=was).order_by("idle_at")[:limit],
+        find_idle(now=now).exclude(agent_did__in=agent_shares.EVICTIONS.list_exhausted()).filter(state=was).order_by("idle_at")[:limit],
         was, EVICTING, now=now, code=TransitionReason.IDLE, actor="sweep", claim=token,
         claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=1, idle_at=None,
     )  # fmt: skip

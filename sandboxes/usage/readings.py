@@ -19,6 +19,7 @@ log = structlog.get_logger(__name__)
 MIN_CPU_MICROSECONDS = 100_000  # CPU use below which no reading is stored for a live sandbox
 MICROSECOND = timedelta(microseconds=1)
 MIB_BYTES = 1 << 20
+UNKNOWN_USE = "gone; its use since the last reading is unknown, because the provider did not state it"
 MAX_INSERT_ATTEMPTS = 5  # against concurrent readings of one sandbox
 
 
@@ -109,14 +110,18 @@ def _find_last_resume(sandbox: Sandbox) -> datetime | None:
     return resumed.values_list("at", flat=True).first()
 
 
-def record_final_reading(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
-    """Store a reading of any size before the sandbox is destroyed. A failure is logged and does not stop the destroy."""
+def record_final_reading(sandbox: Sandbox, provider: Provider, *, now: datetime) -> str:
+    """Store a reading of any size before the sandbox is destroyed. A failure does not stop the destroy.
+
+    Return the reason to record with the transition that ends the sandbox: UNKNOWN_USE after a failure, else empty."""
     try:
         record_reading(sandbox, provider, now=now, min_cpu_micros=1)
     except Missing:
-        pass  # the use since the last reading is unknown
+        pass  # the use since the last reading is unknown, as of each sandbox that was lost
     except ProviderError as failed:
         log.warning("final usage reading failed", sandbox=str(sandbox.pk), error=str(failed))
+        return UNKNOWN_USE
+    return ""
 
 
 def find_readable() -> QuerySet[Sandbox]:

@@ -487,8 +487,8 @@ MUTANTS = (
     Mutant(
         name="eviction-pointer-moved-without-the-claim",
         path=WORKSPACE,
-        before="claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True)",
-        after="claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True) or True",
+        before="claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True, unreadable_tries=0)",
+        after="claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True, unreadable_tries=0) or True",
         tests=[f"{TEST_STATE_LOSS}::test_overtaken_worker_does_not_store_over_its_successor"],
     ),
     Mutant(

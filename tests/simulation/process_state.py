@@ -11,13 +11,16 @@ from typing import Any
 
 from leases.api import command_threads
 from leases.atproto import accounts
-from sandboxes import installation_marks, sweep_log
+from sandboxes import agent_shares, installation_marks, sweep_log
+from sandboxes.agent_shares import MAX_PASSES_PER_AGENT, AgentShares
 from sandboxes.streams import events
 
 # Module, name, and function that creates the value of a process that has just started.
 OWN_STATE: Sequence[tuple[ModuleType, str, Callable[[], object]]] = (
     (sweep_log, "IN_PROGRESS", sweep_log.SweepsInProgress),
     (installation_marks, "FIRST_CHECK", installation_marks.FirstCheck),
+    (agent_shares, "DESTROYS", lambda: AgentShares(MAX_PASSES_PER_AGENT)),
+    (agent_shares, "EVICTIONS", lambda: AgentShares(MAX_PASSES_PER_AGENT)),
     (accounts, "_sessions", dict),
     (accounts, "_locks", dict),
     (events, "NEWEST_POSITION", events.NewestPosition),

@@ -10,7 +10,7 @@ from sandboxes.agent.operations import FileOperation, OperationFailed
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import NotStarted
 from sandboxes.providers.agent.commands import AgentCommandProvider
-from sandboxes.providers.errors import FailureCause, Unavailable
+from sandboxes.providers.errors import FailureCause, SandboxUnreadable, Unavailable
 from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
 
 IDLE_TIMEOUT_SECONDS = 60.0  # without progress of a file transfer
@@ -44,10 +44,13 @@ def _translate_operation_errors(chunks: Iterator[bytes], ref: str, words: Sequen
         raise_for_exit_code(error.exit_code, str(error))
     except TimeoutError as error:
         raise build_stalled_error(ref, words) from error
-    except (ConnectionLost, ProtocolError) as error:
+    except ProtocolError as error:
+        message = f"{ref}: {words[0]} in {words[1]} has an invalid answer: {error}"
+        raise SandboxUnreadable(message, cause=FailureCause.AGENT_FAILED) from error
+    except ConnectionLost as error:
         raise Unavailable(f"{ref}: {words[0]} in {words[1]} was interrupted: {error}") from error
 
 
-def build_stalled_error(ref: str, words: Sequence[str]) -> Unavailable:
+def build_stalled_error(ref: str, words: Sequence[str]) -> SandboxUnreadable:
     message = f"{ref}: no progress of {words[0]} in {words[1]} for {IDLE_TIMEOUT_SECONDS:.0f} s"
-    return Unavailable(message, cause=FailureCause.TIMEOUT)
+    return SandboxUnreadable(message, cause=FailureCause.TIMEOUT)

@@ -31,12 +31,12 @@ from sandboxes.providers.base import (
     SandboxSpec,
 )
 from sandboxes.providers.docker import parked_networks, replacement, seccomp, volumes
+from sandboxes.providers.docker.command_end import ContainerCommandEndProvider
 from sandboxes.providers.docker.commands import AGENT_UID
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, translate_errors
 from sandboxes.providers.docker.files import ContainerFilesProvider
 from sandboxes.providers.docker.images import ContainerImagesProvider
 from sandboxes.providers.docker.processes import ContainerProcessesProvider
-from sandboxes.providers.docker.restart import ContainerRestartProvider
 from sandboxes.providers.docker.suspension import LIVE_STATES
 from sandboxes.providers.docker.volumes import NAME_LABEL, OWNER_LABEL
 from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
@@ -73,7 +73,7 @@ def is_daemon_available() -> bool:
     return True
 
 
-class DockerProvider(ContainerFilesProvider, ContainerRestartProvider, ContainerProcessesProvider, ContainerImagesProvider):
+class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, ContainerProcessesProvider, ContainerImagesProvider):
     """Provider for one Docker daemon: DOCKER_HOST, over a unix socket or plain TCP."""
 
     name = "docker"

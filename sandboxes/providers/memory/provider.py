@@ -357,6 +357,11 @@ class MemoryProvider(HookedCalls, Provider):
         with self.hooked_call("responds", ref), self._lock:
             return ref in self._sandboxes and self._sandboxes[ref].running and ref not in self.silent
 
+    def kill_all(self, ref: str) -> None:
+        with self.hooked_call("kill_all", ref), self._lock, suppress(Missing):
+            for program in self._get(ref).background.values():
+                program.killed |= program.state().running
+
     def restart(self, ref: str) -> None:
         with self.hooked_call("restart", ref), self._lock:
             sandbox = self._get(ref)

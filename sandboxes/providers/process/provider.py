@@ -213,9 +213,12 @@ class ProcessProvider(BackgroundProcessProvider):
     def responds(self, ref: str, *, timeout: timedelta) -> bool:
         return self._find(ref) is not None
 
+    def kill_all(self, ref: str) -> None:
+        _kill_by_environment(f"{SANDBOX_VARIABLE}={ref}")
+
     def restart(self, ref: str) -> None:
         self.inspect(ref)
-        _kill_by_environment(f"{SANDBOX_VARIABLE}={ref}")
+        self.kill_all(ref)
 
     def destroy(self, ref: str) -> None:
         with translate_disk_errors():

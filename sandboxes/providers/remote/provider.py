@@ -24,7 +24,7 @@ from django.conf import settings
 from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import MARK_VARIABLE, WORKSPACE, ResourceUsage, VendorIntervals
 from sandboxes.providers.command_results import ExecResult, ExecState, OutputReader, OutputView
-from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Stopped, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, SandboxUnreadable, Stopped, Unavailable
 from sandboxes.providers.file_verbs import FileVerbsProvider, raise_for_exit_code
 from sandboxes.providers.launcher import BackgroundProcessProvider
 from sandboxes.providers.remote import channel, tool
@@ -326,13 +326,13 @@ class RemoteProvider(RemoteLifecycle, FileVerbsProvider, BackgroundProcessProvid
                     progressed_at = time.monotonic()
                 elif time.monotonic() > progressed_at + FILE_IDLE_SECONDS:
                     text = f"{ref}: no progress of {words[0]} in {words[1]} for {FILE_IDLE_SECONDS:.0f} s"
-                    raise Unavailable(text, cause=FailureCause.TIMEOUT)
+                    raise SandboxUnreadable(text, cause=FailureCause.TIMEOUT)
         finally:
             states.close()
             if sum(state.sizes) > self.max_response_bytes:
                 self.acknowledge_exec(ref, mark)
         if state.dropped:
-            raise Unavailable(f"{ref}: the disk of the sandbox is full: {words[0]} in {words[1]} was not completed.")
+            raise SandboxUnreadable(f"{ref}: the disk of the sandbox is full: {words[0]} in {words[1]} was not completed.")
         raise_for_exit_code(state.exit_code, message.decode(errors="replace"))
 
     # Lifecycle

@@ -168,6 +168,7 @@ def test_observe_mode_refuses_each_destroy_and_delete_and_does_not_wait_for_them
     assert (result.outcome, result.cleaned_up) == ("ok", False)
     sandbox = Sandbox.objects.get()
     assert (sandbox.state, sandbox.tries) == ("destroying", 1)  # refused at once, and tried again by the sweep
+    assert ("kill_all", sandbox.ref) not in memory.calls
     with pytest.raises(DestroyRefused):
         get_provider("memory").destroy(sandbox.ref)
     for delete in (

@@ -18,19 +18,20 @@ from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 WAIT_SECONDS = 30.0
 
 
 @pytest.fixture
-def ended(grant: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Lease]:
+def ended(grant: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lease]:
     """Return a function that ends a lease whose sandbox has unsaved state. One thread of the process may reclaim leases."""
     monkeypatch.setattr(reclaim_threads, "THREADS", reclaim_threads.ReclaimThreads(1))
 
-    def end() -> Lease:
+    def end(agent: str = "did:plc:ada", environment: str = "game-1") -> Lease:
         now = timezone.now()
-        lease = grant(now=now)
+        lease = grant(agent, environment, now=now)
         execution.exec_command(lease.pk, Command(argv=["sh", "-c", "echo 1 >f"], timeout=MINUTE), now=now)
         return leasing.release(lease.pk, now=timezone.now())
 
@@ -82,6 +83,34 @@ def test_more_leases_than_threads_are_left_to_the_queue(ended, finish, memory: M
         go_on.set()
         finish()
     assert (read_state(first)[0], read_state(second)[0]) == ("destroyed", "destroying")
+
+
+def test_a_destroy_that_takes_long_delays_those_of_its_agent_alone(
+    ended, finish, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim_threads, "THREADS", reclaim_threads.ReclaimThreads(2))
+    begun, go_on = threading.Event(), threading.Event()
+    slow, second, other = ended(), ended(environment="game-2"), ended(agent="did:plc:bob")
+    ref = Sandbox.objects.get(holder=slow.pk).ref
+
+    def block(destroyed: str) -> None:
+        if destroyed == ref:
+            begun.set()
+            assert go_on.wait(WAIT_SECONDS)
+
+    with memory.before("destroy", block):
+        tasks.begin_reclaim([slow])
+        assert begun.wait(WAIT_SECONDS)
+        tasks.begin_reclaim([second])
+        assert OrmQ.objects.get().group() == "reclaim"
+        tasks.begin_reclaim([other])
+        wait_until(lambda: read_state(other) == ("destroyed", "destroyed"), "the other agent's sandbox is destroyed")
+        assert (read_state(slow)[0], read_state(second)[0]) == ("destroying", "destroying")
+        go_on.set()
+        finish()
+    tasks.begin_reclaim([second])
+    finish()
+    assert read_state(slow)[0] == read_state(second)[0] == "destroyed"
 
 
 def test_a_failed_destroy_is_left_to_the_sweep_at_its_next_try(ended, finish, memory: MemoryProvider) -> None:

@@ -62,6 +62,19 @@ def test_advance_with_a_failing_guard_moves_nothing(sandbox: Sandbox) -> None:
     assert sandbox.state == "warming"
 
 
+def test_no_more_rows_are_moved_than_a_slice_has(pool: Pool) -> None:
+    for _ in range(7):
+        created = build_sandbox(pool, uuid.uuid4())
+        lifecycle.insert_warming(created, now=NOW, code=TransitionReason.REQUESTED)
+        assert become_warm(created, idle_at=NOW)
+    idle = Sandbox.objects.filter(state=SandboxState.WARM, idle_at__lte=NOW).order_by("idle_at")
+    moved = lifecycle.advance_many(
+        idle[:2], SandboxState.WARM, SandboxState.EVICTING, now=NOW, code=TransitionReason.IDLE, claim=uuid.uuid4(),
+        deadline_at=NOW + MINUTE,
+    )  # fmt: skip
+    assert moved == Sandbox.objects.filter(state=SandboxState.EVICTING).count() == 2
+
+
 @pytest.mark.parametrize(
     ("was", "to"),
     [(a, b) for a in SandboxState for b in SandboxState if (a, b) not in lifecycle.EDGES],

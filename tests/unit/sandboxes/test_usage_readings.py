@@ -76,6 +76,19 @@ def test_a_final_reading_is_stored_before_the_process_ends(ends: str, box: Sandb
     assert cpu(box) == [0, 7]
 
 
+@pytest.mark.parametrize("ends", ["sleeps", "is given up"])
+def test_a_failed_final_reading_is_stated_by_the_transition_and_prevents_nothing(
+    ends: str, box: Sandbox, memory: MemoryProvider
+) -> None:
+    memory.fail("stats", Unavailable("no answer"))
+    if ends == "sleeps":
+        assert eviction.evict(box.pk, now=NOW + 2 * MINUTE, reason="test")
+    else:
+        leasing.release(box.holder, now=NOW + 2 * MINUTE)
+        assert destruction.destroy(box.pk, now=NOW + 2 * MINUTE)
+    assert "last reading is unknown" in box.transitions.latest("pk").reason
+
+
 def test_the_next_incarnation_starts_from_zero(box: Sandbox, memory: MemoryProvider) -> None:
     memory.use(box.ref, cpu_micros=5)
     eviction.evict(box.pk, now=NOW + MINUTE, reason="test")

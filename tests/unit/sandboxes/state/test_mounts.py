@@ -20,7 +20,7 @@ from leases.models import Lease
 from sandboxes import destruction, eviction, providers
 from sandboxes.errors import SandboxBusy, StoreUnavailable
 from sandboxes.models import Pool, Sandbox, TransitionReason
-from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
+from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject, DataSize, DataStorageMode
 from sandboxes.pool import allocation
 from sandboxes.providers.base import DATA
 from sandboxes.providers.errors import Rejected
@@ -295,6 +295,7 @@ def test_sandbox_with_a_command_waiting_for_a_dead_server_is_destroyed(one: Leas
     s3_proxy.flowing.clear()
     assert measure_seconds(lambda: destroy(one, discard=True)) < 40
     assert is_removed(mount)
+    assert DataEvent.objects.filter(holder=one.pk, kind="dropped", detail__contains="not uploaded yet").exists()
     assert ref not in docker("ps", "-a", "--format", "{{.Names}}")
 
 

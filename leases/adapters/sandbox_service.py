@@ -275,10 +275,10 @@ def _parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
 def _parse_problem(operation: str, response: requests.Response) -> SandboxServiceError:
     try:
         problem = response.json()
-        message, cause = str(problem["detail"]), str(problem["code"])
+        message, cause, retryable = str(problem["detail"]), str(problem["code"]), bool(problem["retryable"])
     except (ValueError, KeyError, TypeError):
         message, cause = f"The server answered with status {response.status_code}.", "unavailable"
-    retryable = response.status_code in (429, 503) or "Retry-After" in response.headers
+        retryable = response.status_code in (429, 503) or "Retry-After" in response.headers
     return SandboxServiceError(operation, message, retryable=retryable, cause=cause)
 
 

@@ -224,7 +224,7 @@ class S3Store(KeyValueStore):
         if code in CLOCK_ERROR_CODES:
             return f"the clock of this host differs too much from the server's: synchronize it ({code})"
         if code == "403":  # of HEAD, whose answers have no body
-            return f"the server rejects these credentials, their permissions in bucket {self.bucket!r} or the clock of this host"
+            return f"the server rejects these credentials, their permissions in {self.bucket!r}, or this host's clock (403)"
         if status in (401, 403) or code in AUTH_ERROR_CODES:
             return f"the server rejects these credentials or their permissions in bucket {self.bucket!r} ({code})"
         return f"{code}, HTTP status {status}: {quote_answer(error.response.get('Error', {}).get('Message', ''))}"

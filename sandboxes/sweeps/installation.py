@@ -18,12 +18,12 @@ from django.conf import settings
 from django.db.models import F
 
 from sandboxes.models import Installation
+from sandboxes.models.installation import MARK_NAME
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
-MARK_NAME = "installation.json"  # key in the store, and file name in the state directory
 MARK_INTERVAL = timedelta(minutes=1)
 
 

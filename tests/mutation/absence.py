@@ -59,15 +59,15 @@ ABSENCE_MUTANTS = (
     Mutant(
         name="absence-snapshot-lost-in-another-store",
         path=MISSING_SNAPSHOTS,
-        before='if not is_due or Installation.objects.exclude(mismatch="").exists():',
-        after="if not is_due:",
+        before="return is_due and _is_own_store() and",
+        after="return is_due and",
         tests=[f"{TEST_SNAPSHOTS}::test_missing_state_that_the_store_does_not_confirm_is_never_lost"],
     ),
     Mutant(
         name="absence-snapshot-lost-although-listed",
         path=MISSING_SNAPSHOTS,
-        before='return get_store().is_empty(f"{snapshot.key}/")',
-        after="return True",
+        before=' and get_store().is_empty(f"{snapshot.key}/")',
+        after="",
         tests=[f"{TEST_SNAPSHOTS}::test_missing_state_that_the_store_does_not_confirm_is_never_lost"],
     ),
     Mutant(

@@ -77,7 +77,7 @@ def _build_error(form: ErrorForm, subject: str, status: int, body: str | bytes) 
     message = form.read(body)
     shown = body.decode(errors="replace") if isinstance(body, bytes) else body
     text = f"{subject}: the vendor answered {status}: {quote_answer(shown if message is None else message)}"
-    if message is not None and status in (400, 402, 403, 429) and _states_quota(message):
+    if message is not None and status in (400, 402, 403, 429) and states_quota(message):
         return NoCapacity(text, cause=FailureCause.NO_CAPACITY)
     if status == 429:
         return Unavailable(text, cause=FailureCause.RATE_LIMITED)
@@ -97,7 +97,7 @@ def _build_error(form: ErrorForm, subject: str, status: int, body: str | bytes) 
     return Rejected(text)
 
 
-def _states_quota(message: str) -> bool:
+def states_quota(message: str) -> bool:
     """Return whether a message refuses a sandbox for the account's limits, and not a request for its rate."""
     return bool(QUOTA_PATTERN.search(message)) and not RATE_PATTERN.search(message)
 

@@ -118,7 +118,8 @@ class ModalProvider(ImageBuildingProvider):
         return bool(self._call("the list of sandboxes", self._connection.list_sandboxes({NAME_LABEL: ref})))
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        return _to_sandbox(self._get(ref))
+        with translate_parser_errors(ref):
+            return _to_sandbox(self._get(ref))
 
     def list_all(self) -> list[ProviderSandbox]:
         return self._call("the list of sandboxes", self._connection.list_sandboxes({}))

@@ -5,10 +5,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from modal.exception import ResourceExhaustedError
 
 from sandboxes.providers.daytona import provider as daytona
 from sandboxes.providers.errors import FailureCause, NoCapacity, ProviderError, Rejected, Unavailable
 from sandboxes.providers.langsmith import provider as langsmith
+from sandboxes.providers.modal import provider as modal
 from sandboxes.providers.remote.errors import (
     MAX_RETRY_AFTER_SECONDS,
     Conflict,
@@ -91,3 +93,13 @@ def test_answer_without_a_document_is_unavailable_whatever_its_status(status: in
 )  # fmt: skip
 def test_time_to_retry_after_is_a_number_or_a_date_within_bounds(value: str, seconds: int | None) -> None:
     assert read_retry_after(value, now=datetime(2026, 11, 21, 12, tzinfo=UTC)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [("Sandbox limit reached", FailureCause.NO_CAPACITY), ("API rate limit exceeded", FailureCause.RATE_LIMITED)],
+)
+def test_exhausted_resource_of_modal_is_a_quota_or_a_rate(message: str, cause: FailureCause) -> None:
+    with pytest.raises(Unavailable) as raised, modal._translate_errors("box"):
+        raise ResourceExhaustedError(message)
+    assert (raised.value.cause, isinstance(raised.value, NoCapacity)) == (cause, cause == FailureCause.NO_CAPACITY)

@@ -19,7 +19,7 @@ from leases import errors as leases
 from leases.api.base import schema
 from sandboxes import errors as sandboxes
 from sandboxes.db.clock import format_timestamp
-from sandboxes.failures import find_cause, find_provider
+from sandboxes.failures import find_cause, find_provider, find_retry_after, needs_operator
 from sandboxes.providers import errors as provider
 from sandboxes.providers import observed as provider_observed
 from sandboxes.redaction.texts import omit_answers, redact
@@ -185,7 +185,8 @@ def build_error_response(exception: Exception, path: str, operation: str) -> Htt
         operation,
         detail=PUBLIC_MESSAGES.get(error_class) or str(exception),
         code=getattr(exception, "code", ""),
-        retry_after=getattr(exception, "retry_after", None),
+        retry_after=find_retry_after(exception),
+        retryable=False if needs_operator(exception) else None,
         provider=find_provider(exception),
         cause=find_cause(exception),
         **extra,
@@ -202,11 +203,16 @@ def build_problem_response(
     detail: str = "",
     code: str = "",
     retry_after: int | None = None,
+    retryable: bool | None = None,
     provider: str = "",
     cause: str = "",
     **extra: Any,
 ) -> HttpResponse:
-    """Return a problem document with the headers of its status. Fields of `extra` without a value are left out."""
+    """Return a problem document with the headers of its status. Fields of `extra` without a value are left out.
+
+    `retryable` None: with a time to retry after, or 503."""
+    if retryable is None:
+        retryable = bool(retry_after) or status == HTTPStatus.SERVICE_UNAVAILABLE
     code = code if isinstance(code, str) and code else CODE_BY_STATUS.get(status, "error")
     body = {
         "type": f"urn:leasehold:problem:{code}",
@@ -214,7 +220,7 @@ def build_problem_response(
         "status": status,
         "detail": redact(omit_answers(detail)) or f"{HTTPStatus(status).phrase}.",
         "code": code,
-        "retryable": bool(retry_after) or status == HTTPStatus.SERVICE_UNAVAILABLE,
+        "retryable": retryable,
         "operation": operation,
         "provider": provider or None,
         "cause": cause or None,
@@ -223,7 +229,7 @@ def build_problem_response(
     response = HttpResponse(json.dumps(body, default=format_timestamp), status=status, content_type=CONTENT_TYPE)
     if status == HTTPStatus.UNAUTHORIZED:
         response["WWW-Authenticate"] = 'Bearer realm="leasehold"'
-    if retry_after or status == HTTPStatus.SERVICE_UNAVAILABLE:
+    if retryable:
         response["Retry-After"] = str(retry_after or DEFAULT_RETRY_AFTER_SECONDS)
     return response
 

@@ -29,6 +29,7 @@ from sandboxes import installation_marks, long_calls, pool_stats, providers
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.db.migrations import MIGRATIONS_MISSING, find_unapplied_migrations
+from sandboxes.failures import needs_operator
 from sandboxes.hosts import registry
 from sandboxes.models import Host, Sweep
 from sandboxes.pool import start_breaker
@@ -89,7 +90,9 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     missing = []
     if long_calls.is_shutting_down():
         missing.append("This server is shutting down.")
-    if not provider["answers"]:
+    if provider.get("key_refused"):
+        missing.append(f"The provider {provider['name']} refuses the API key.")
+    elif not provider["answers"]:
         missing.append(f"The provider {provider['name']} does not respond.")
     if sweeps["heartbeat"]["late"]:
         missing.append("The queue has no recent heartbeat, so no sweeps run.")
@@ -98,7 +101,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
         *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
         *_iter_host_warnings(host_counts), *_iter_start_warnings(hosts, now=now), *_iter_sweep_warnings(overdue),
-        *_iter_store_warnings(missing_state),
+        *_iter_store_warnings(missing_state, is_unmarked=_is_unmarked(sweep_rows["mark"], sweeps)),
     ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
@@ -159,7 +162,14 @@ def _iter_start_warnings(hosts: Sequence[Host], *, now: datetime) -> Iterator[st
             yield f'The provider {host.provider} starts no sandboxes on the host "{host}" until {until}, after failed starts.'
 
 
-def _iter_store_warnings(missing: int) -> Iterator[str]:
+def _is_unmarked(row: Sweep | None, sweeps: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether the sweep that writes to the store each minute is started, and does not succeed."""
+    return bool(row and row.started_at) and sweeps["mark"]["late"] and not sweeps["heartbeat"]["late"]
+
+
+def _iter_store_warnings(missing: int, *, is_unmarked: bool) -> Iterator[str]:
+    if is_unmarked:
+        yield "The sweep `mark` fails: the store or the state directory cannot be written, so no state is stored."
     if missing:
         yield f"Snapshots whose objects the store does not find: {missing}. Leases that need one cannot start."
 
@@ -256,7 +266,8 @@ def query_provider() -> dict[str, Any]:
         provider.ping()
     except Exception as error:  # any failure means that the provider does not respond
         log.warning("provider does not respond", provider=name, error=f"{type(error).__name__}: {error}")
-        return {"name": name, "isolated": None, "answers": False}
+        refused = {"key_refused": True} if needs_operator(error) else {}
+        return {"name": name, "isolated": None, "answers": False, **refused}
     return {"name": name, "isolated": provider.isolated, "answers": True}
 
 

@@ -8,7 +8,7 @@ from sandboxes.agent.client import ConnectionLost, NotConnected
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import OutcomeUnknown
 from sandboxes.errors import SandboxError
-from sandboxes.providers.errors import FailureCause, ProviderError
+from sandboxes.providers.errors import FailureCause, ProviderError, Unavailable
 from sandboxes.storage.base import StoreError
 
 CODED_ERRORS = (SandboxError, ProviderError, StoreError)
@@ -42,6 +42,20 @@ def find_cause(error: BaseException) -> str:
                 return code
     codes = [each.code for each in chain[1:] if isinstance(each, CODED_ERRORS)]
     return codes[-1] if codes else ""
+
+
+def find_retry_after(error: BaseException) -> int | None:
+    """Return the seconds after which the failed request may be repeated, at least those that the engine or vendor stated.
+
+    None: it is not to be repeated, or the error states no time. An error that excludes a repetition stays so."""
+    own = getattr(error, "retry_after", None)
+    stated = [each.retry_after for each in _iterate_causes(error) if isinstance(each, Unavailable) and each.retry_after]
+    return max([own or 0, *stated]) if stated and (own or isinstance(error, Unavailable)) else own
+
+
+def needs_operator(error: BaseException) -> bool:
+    """Return whether a repetition fails until an operator acts: the vendor refuses the API key."""
+    return find_cause(error) == FailureCause.CREDENTIALS_REFUSED
 
 
 def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:

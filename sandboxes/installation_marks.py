@@ -17,11 +17,11 @@ from django.conf import settings
 from django.db.models import F
 
 from sandboxes.models import Installation
+from sandboxes.models.installation import MARK_NAME
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
-MARK_NAME = "installation.json"  # key in the store, and file name in the state directory
 
 
 @dataclass(frozen=True)

@@ -294,10 +294,11 @@ def _parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
 def _parse_problem(operation: str, response: requests.Response) -> SandboxServiceError:
     try:
         problem = response.json()
-        message, cause, provider = str(problem["detail"]), str(problem["code"]), str(problem.get("provider") or "leasehold")
+        message, cause, retryable = str(problem["detail"]), str(problem["code"]), bool(problem["retryable"])
+        provider = str(problem.get("provider") or "leasehold")
     except (ValueError, KeyError, TypeError):
         message, cause, provider = f"The server answered with status {response.status_code}.", "unavailable", "leasehold"
-    retryable = response.status_code in (429, 503) or "Retry-After" in response.headers
+        retryable = response.status_code in (429, 503) or "Retry-After" in response.headers
     return SandboxServiceError(operation, message, retryable=retryable, cause=cause, provider=provider)
 
 

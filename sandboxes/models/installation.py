@@ -5,6 +5,8 @@ import uuid
 from django.db import models
 from django.db.models import Q
 
+MARK_NAME = "installation.json"  # of the installation's mark: key in the store, and file name in the state directory
+
 
 class Installation(models.Model):
     """Identity of the installation that this database belongs to, and its generation. The table has one row."""

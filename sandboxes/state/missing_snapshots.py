@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from django.db.models import QuerySet
 
 from sandboxes.models import Installation
+from sandboxes.models.installation import MARK_NAME
 from sandboxes.models.state import Snapshot
 from sandboxes.storage import get_store
 
@@ -30,6 +31,12 @@ def is_lost(snapshot: Snapshot, *, now: datetime) -> bool:
 
     A store without the mark of this installation is another one, or is not mounted: it confirms nothing."""
     is_due = Snapshot.objects.filter(pk=snapshot.pk, missing_since__lte=now - LOSS_TIMEOUT).exists()
-    if not is_due or Installation.objects.exclude(mismatch="").exists():
-        return False
-    return get_store().is_empty(f"{snapshot.key}/")
+    return is_due and _is_own_store() and get_store().is_empty(f"{snapshot.key}/")
+
+
+def _is_own_store() -> bool:
+    """Return whether the store has the mark of this installation, unless none was written yet."""
+    row = Installation.objects.filter(pk=1).first()
+    if row is None or not row.generation:
+        return True
+    return not row.mismatch and get_store().has(MARK_NAME)

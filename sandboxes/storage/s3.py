@@ -31,6 +31,7 @@ from sandboxes.storage.base import (
 
 PART_BYTES = 8 << 20  # R2 requires all parts but the last to have the same size
 MAX_PARALLEL_PARTS = 2  # parts held in memory
+CLOCK_ERROR_CODES = {"RequestTimeTooSkewed", "RequestExpired"}
 AUTH_ERROR_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized"}
 
 
@@ -220,6 +221,10 @@ class S3Store(KeyValueStore):
         code, status = _error_code(error), _http_status(error)
         if code == "NoSuchBucket" or (status == 404 and error.operation_name == "HeadBucket"):
             return f"bucket {self.bucket!r} does not exist at {self.endpoint or 'this region'}"
+        if code in CLOCK_ERROR_CODES:
+            return f"the clock of this host differs too much from the server's: synchronize it ({code})"
+        if code == "403":  # of HEAD, whose answers have no body
+            return f"the server rejects these credentials, their permissions in {self.bucket!r}, or this host's clock (403)"
         if status in (401, 403) or code in AUTH_ERROR_CODES:
             return f"the server rejects these credentials or their permissions in bucket {self.bucket!r} ({code})"
         return f"{code}, HTTP status {status}: {quote_answer(error.response.get('Error', {}).get('Message', ''))}"

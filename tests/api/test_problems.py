@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,36 @@ def build_vendor_error(status: int) -> Exception:
     with pytest.raises(ProviderError) as raised:
         raise_for_answer(ERRORS, "box", status, json.dumps({"message": ANSWER}))
     return raised.value
+
+
+def build_answer(status: int, message: str, **headers: str) -> Exception:
+    with pytest.raises(ProviderError) as raised:
+        raise_for_answer(ERRORS, "box", status, json.dumps({"message": message}), headers)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "code", "retry_after"),
+    [
+        ("create", build_answer(403, "Total CPU limit exceeded. Maximum allowed: 10."), "capacity_exhausted", "10"),
+        ("create", build_answer(400, "Total disk limit exceeded", **{"Retry-After": "90"}), "capacity_exhausted", "90"),
+        ("create", build_answer(429, "sandbox quota exceeded"), "capacity_exhausted", "10"),
+        ("create", build_answer(429, "rate limit exceeded", **{"Retry-After": "120"}), "sandbox_not_ready", "120"),
+        ("exec", build_answer(429, "Too Many Requests", **{"Retry-After": "120"}), "provider_unavailable", "120"),
+        ("exec", build_answer(429, "Too Many Requests"), "provider_unavailable", "5"),
+        ("create", build_answer(401, "Unauthorized"), "sandbox_not_ready", None),
+        ("exec", build_answer(403, "Forbidden resource"), "provider_unavailable", None),
+    ],
+)
+def test_quota_rate_and_key_of_a_vendor_reach_the_caller_without_its_text(
+    ada: ApiClient, lease, memory: MemoryProvider, method: str, error: Exception, code: str, retry_after: str | None
+) -> None:
+    memory.fail(method, error, times=1)
+    response = ada.post(f"leases/{lease['id']}/exec", {"argv": ["true"]})
+    problem = response.json()
+    assert (response.status_code, problem["code"], response.get("Retry-After")) == (503, code, retry_after)
+    assert problem["retryable"] is (retry_after is not None)
+    assert not re.search("exceeded|Requests|Unauthorized|Forbidden", response.content.decode())
 
 
 @pytest.mark.parametrize("method", ["create", "wait_ready", "exec", "start", "write_file"])

@@ -56,6 +56,7 @@ class FaultInjection:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.faults: list[Fault] = []
+        self.foreign_answer: ForeignAnswer | None = None  # to every request, in place of the vendor's
         self.requests: list[str] = []  # "METHOD /path" or "RPC /Name", in the order of their arrival
 
     def take_fault(self, line: str) -> Fault | None:
@@ -79,7 +80,6 @@ class Emulator(FaultInjection, ABC):
     def __init__(self, directory: Path) -> None:
         FaultInjection.__init__(self)
         self.directory = directory
-        self.foreign_answer: ForeignAnswer | None = None  # to every request, in place of the vendor's
         self.is_listing_late = False  # new sandboxes are not listed
         self.builds: dict[str, ImageBuild] = {}  # of images, by id, until they are removed
         self.build_count = 0

@@ -1,11 +1,11 @@
 """Mutants: one small defect each, with the tests that are expected to fail because of the defect.
 
-`before` occurs exactly once in the file at `path`. Paths of sources and tests are constants, so that a renamed file is one
+Paths of sources and tests are constants, so that a renamed file is one
 changed line. Ordered by area: pool, lifecycle, runs, queue of runs, sweeps, image templates, eviction, suspension, leasing,
 metering, pricing, budgets, API keys, egress."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from tests.mutation.absence import ABSENCE_MUTANTS
+from tests.mutation.mutant import Mutant
 
 # Sources.
 POOL, STARTS = "sandboxes/pool/allocation.py", "sandboxes/pool/starts.py"
@@ -70,17 +70,6 @@ TEST_EGRESS, TEST_REDACTION = (
     "tests/unit/sandboxes/egress/test_egress_server.py",
     "tests/unit/sandboxes/redaction/test_streams.py",
 )
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One defect: the text `before` in the file `path` becomes `after`. `tests` are pytest node ids or files."""
-
-    name: str
-    path: str
-    before: str
-    after: str
-    tests: Sequence[str]
 
 
 MUTANTS = (
@@ -986,4 +975,5 @@ MUTANTS = (
         after='allowed["store"] = True',
         tests=[f"{TEST_EGRESS}::test_response_is_not_stored_upstream"],
     ),
+    *ABSENCE_MUTANTS,
 )

@@ -128,7 +128,8 @@ class Attempts:
                 raise self._finish(failure)
             return Pause(max(retry_after, self._policy.compute_pause(1)))
         self._note_effect(failure)
-        if not (isinstance(failure, ConnectionFailed) or failure.retryable or failure.status in RETRIED_STATUSES):
+        is_retried = failure.status in RETRIED_STATUSES and failure.problem.get("retryable") is not False
+        if not (isinstance(failure, ConnectionFailed) or failure.retryable or is_retried):
             raise self._finish(failure)
         if not self._failures:
             self._failing_since = now

@@ -129,7 +129,8 @@ class CloudflareProvider(RemoteProvider):
         except Missing:
             self.destroy(ref)  # the question has started a container
             raise
-        return ProviderSandbox(ref=ref, name=ref, running=True, created_at=datetime.fromisoformat(owner["created_at"]))
+        with translate_parser_errors(ref):
+            return ProviderSandbox(ref=ref, name=ref, running=True, created_at=datetime.fromisoformat(owner["created_at"]))
 
     def _discard_empty(self, ref: str) -> None:
         self.destroy(ref)

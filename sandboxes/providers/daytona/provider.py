@@ -55,6 +55,7 @@ Result = TypeVar("Result")
 Client = TypeVar("Client", ApiClient, ToolboxClient)
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300.0
+LISTING = "the list of sandboxes"
 PAGE_SIZE = 200  # the maximum of the API
 NO_AUTO_DELETE = -1
 RUNNING = {SandboxState.STARTED}
@@ -168,20 +169,23 @@ class DaytonaProvider(ImageBuildingProvider):
             self._api.delete_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        return _to_sandbox(self._get(ref))
+        with translate_parser_errors(ref):
+            return _to_sandbox(self._get(ref))
 
     def list_all(self) -> list[ProviderSandbox]:
-        return [_to_sandbox(found) for found in self._iter_listed(labels=None) if OWNER_LABEL in found.labels]
+        with translate_parser_errors(LISTING):
+            return [_to_sandbox(found) for found in self._iter_listed(labels=None) if OWNER_LABEL in found.labels]
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         listed = self._iter_listed(labels=json.dumps({OWNER_LABEL: owner}))
-        return [_to_sandbox(found) for found in listed if found.labels.get(OWNER_LABEL) == owner]
+        with translate_parser_errors(LISTING):
+            return [_to_sandbox(found) for found in listed if found.labels.get(OWNER_LABEL) == owner]
 
     def _iter_listed(self, *, labels: str | None) -> Iterator[SandboxListItem]:
         """Yield the sandboxes of all pages that are not gone, of all labels or of these."""
         cursor = None
         while True:
-            with _translate_errors("the list of sandboxes"):
+            with _translate_errors(LISTING):
                 listed = self._api.list_sandboxes(
                     labels=labels, cursor=cursor, limit=PAGE_SIZE, _request_timeout=CALL_TIMEOUT_SECONDS
                 )

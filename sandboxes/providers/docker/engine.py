@@ -8,6 +8,7 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import socket
 import time
 from collections import deque
@@ -35,16 +36,24 @@ EXITING_FLAG = 0x4  # PF_EXITING of Linux, in the ninth field of /proc/<pid>/sta
 SHARED_KERNEL_RUNTIMES = {"runc", "crun", "io.containerd.runc.v2"}  # runtimes whose processes are visible on the host
 
 
+# Messages of the engine about an object that does not exist: `No such container: x`, `network x not found`.
+ABSENCE_PATTERN = re.compile(
+    r"(?i)^(?!\s*<).*\b(?:no such (?:container|exec|image|network|volume)\b|(?:network|volume) \S+ not found)"
+)
+
+
 class Conflict(Unavailable):
     """HTTP 409: the container's state, or a concurrent operation, does not allow this call."""
 
 
 def _to_provider_error(status: int, message: str) -> ProviderError:
+    """Translate an error of the engine. A 404 for an unknown path, or of a proxy before the engine, states no absence."""
+    text = f"Docker answered {status}: {quote_answer(message)}"
+    if status == 410 or (status == 404 and not ABSENCE_PATTERN.search(message)):
+        return Unavailable(text, cause=FailureCause.ENGINE_ERROR)
     kinds: dict[int, type[ProviderError]] = {404: Missing, 409: Conflict}
-    cause = FailureCause.ENGINE_ERROR if status >= 500 else None
-    return kinds.get(status, Rejected if 400 <= status < 500 else Unavailable)(
-        f"Docker answered {status}: {quote_answer(message)}", cause=cause
-    )
+    cause = FailureCause.ENGINE_ERROR if not 400 <= status < 500 else None
+    return kinds.get(status, Rejected if 400 <= status < 500 else Unavailable)(text, cause=cause)
 
 
 def build_unavailable(error: Exception) -> Unavailable:
@@ -301,11 +310,13 @@ def shares_kernel(inspected: Mapping[str, Any]) -> bool:
 
 def _decode_response(status: int, content: bytes) -> Any:
     try:
-        decoded = json.loads(content)
+        decoded = json.loads(content or b"{}")
     except ValueError:
-        decoded = {"message": content.decode(errors="replace")}
-    if status >= 400:
-        raise _to_provider_error(status, str(decoded.get("message", "")))
+        text = f"Docker answered {status} without JSON: {quote_answer(content.decode(errors='replace'))}"
+        raise Unavailable(text, cause=FailureCause.ENGINE_ERROR) from None
+    if status >= 300:
+        message = decoded.get("message", "") if isinstance(decoded, dict) else ""
+        raise _to_provider_error(status, str(message))
     return decoded
 
 

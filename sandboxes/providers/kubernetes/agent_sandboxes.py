@@ -39,11 +39,14 @@ class SandboxObjectClient(PodClient):
 
     def _discover(self) -> str:
         """Return the version of the group that the cluster serves. Raise Rejected without a supported one."""
+        groups = self.api.call("GET", "/apis").get("groups")
+        if not isinstance(groups, list):
+            raise Unavailable("/apis: the answer is not a list of groups.", cause=FailureCause.ENGINE_ERROR)
+        versions = {each["version"] for group in groups if group["name"] == GROUP for each in group["versions"]}
         for version in SUPPORTED_VERSIONS:
-            with suppress(Missing):
-                served = self.api.call("GET", f"/apis/{GROUP}/{version}").get("resources") or []
-                if any(resource.get("name") == PLURAL for resource in served):
-                    return version
+            served = self.api.call("GET", f"/apis/{GROUP}/{version}").get("resources") or [] if version in versions else []
+            if any(resource.get("name") == PLURAL for resource in served):
+                return version
         message = f"The cluster serves no supported version of {GROUP} ({', '.join(SUPPORTED_VERSIONS)})."
         advice = "Install agent-sandbox, or unset LEASEHOLD_KUBERNETES_OBJECT."
         raise Rejected(f"{message} {advice}", cause=FailureCause.NOT_SUPPORTED)
@@ -84,7 +87,7 @@ class SandboxObjectClient(PodClient):
         return self._await_pod(spec)
 
     def _read_object(self, name: str) -> dict[str, Any]:
-        return self.api.call("GET", self.object_path(name))
+        return self.api.read(self.object_path(name), KIND)
 
     def list_sandboxes(self, selector: str) -> list[ProviderSandbox]:
         """List the sandboxes: those with a Pod, and objects whose Pod is gone or not made yet as remnants."""

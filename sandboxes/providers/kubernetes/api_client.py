@@ -12,7 +12,7 @@ from datetime import timedelta
 from math import ceil
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, unquote, urlencode
 
 import urllib3
 from kubernetes import client, config
@@ -99,6 +99,15 @@ class ApiClient:
             pass
         raise Unavailable(f"{path}: the answer is not a JSON object.", cause=FailureCause.ENGINE_ERROR)
 
+    def read(self, path: str, kind: str) -> dict[str, Any]:
+        """Return the object of a path. Raise Missing, and Unavailable for an answer that is no object of this kind and name."""
+        found = self.call("GET", path)
+        metadata = found.get("metadata")
+        stated = (metadata.get("name"), type(metadata.get("uid"))) if isinstance(metadata, dict) else None
+        if found.get("kind") != kind or stated != (unquote(path.rpartition("/")[2]), str):
+            raise Unavailable(f"{path}: the answer is not the {kind} of this name.", cause=FailureCause.ENGINE_ERROR)
+        return found
+
     def fetch(
         self,
         method: str,
@@ -118,7 +127,7 @@ class ApiClient:
             content, status = response.read() or b"", response.status
         except TRANSPORT_ERRORS as error:
             raise _build_transport_error(path, error) from error
-        if status >= 400:
+        if status >= 300:
             raise build_error(status, content, path, response.headers)
         return bytes(content)
 
@@ -175,7 +184,7 @@ class ApiClient:
         continuation = ""
         while True:
             page = self.call("GET", path, query={**query, **({"continue": continuation} if continuation else {})})
-            if not isinstance(page.get("items") or [], list):
+            if not str(page.get("kind")).endswith("List") or not isinstance(page.get("items") or [], list):
                 raise Unavailable(f"{path}: the answer is not a list.", cause=FailureCause.ENGINE_ERROR)
             yield page
             continuation = (page.get("metadata") or {}).get("continue") or ""

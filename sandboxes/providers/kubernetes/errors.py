@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from urllib.parse import unquote
 
 from sandboxes.providers.errors import FailureCause, Missing, NoCapacity, ProviderError, Rejected, Unavailable
 from sandboxes.redaction.texts import quote_answer
@@ -19,12 +20,20 @@ class Expired(Unavailable):
     code = "provider_list_expired"
 
 
+class NotFound(Unavailable):
+    """404 that does not say that the requested object is absent: of a proxy, of an unknown path, or about the namespace."""
+
+    code = "provider_not_found"
+
+
 def build_error(status: int, content: bytes, subject: str, headers: Mapping[str, str]) -> ProviderError:
-    """Build the error of an answer with a status above 399 about `subject`."""
+    """Build the error of an answer that is no success about `subject`, the path of the request.
+
+    Missing only for the API server's own document about the object of the path."""
     message = _read_message(content)
     text = f"{subject}: the API server answered {status}: {quote_answer(message)}"
     if status == 404:
-        return Missing(text)
+        return Missing(text) if _states_absence(content, subject) else NotFound(text, cause=FailureCause.ENGINE_ERROR)
     if status == 409:
         return Conflict(text)
     if status == 410:
@@ -37,7 +46,7 @@ def build_error(status: int, content: bytes, subject: str, headers: Mapping[str,
         error = Unavailable(text, cause=FailureCause.RATE_LIMITED)
         error.retry_after = _read_seconds(headers.get("Retry-After", ""))
         return error
-    if status >= 500 or status == 408:
+    if not 400 <= status < 500 or status == 408:
         return Unavailable(text, cause=FailureCause.ENGINE_ERROR)
     return Rejected(text, cause=FailureCause.CREDENTIALS_REFUSED if status == 403 else None)
 
@@ -49,6 +58,19 @@ def _read_message(content: bytes) -> str:
         return str(status["message"])[:500]
     except (ValueError, KeyError, TypeError):
         return content[:200].decode(errors="replace")
+
+
+def _states_absence(content: bytes, path: str) -> bool:
+    """Return whether a Status object says that the object of a path does not exist.
+
+    The path ends with the resource and the name of the object, or with `exec` after them."""
+    try:
+        status = json.loads(content)
+        found = (status["kind"], status["reason"], status["details"]["kind"], status["details"]["name"])
+    except (ValueError, KeyError, TypeError):
+        return False
+    parts = [unquote(part) for part in path.removesuffix("/exec").split("/")]
+    return found == ("Status", "NotFound", *parts[-2:])
 
 
 def _read_seconds(text: str) -> int | None:

@@ -16,7 +16,7 @@ from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rej
 from sandboxes.providers.kubernetes import endings
 from sandboxes.providers.kubernetes.api_client import ApiClient, build_path
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration, resolve_gateway
-from sandboxes.providers.kubernetes.errors import Conflict
+from sandboxes.providers.kubernetes.errors import Conflict, NotFound
 from sandboxes.providers.kubernetes.pod_spec import (
     CONTAINER,
     NAME_LABEL,
@@ -69,10 +69,10 @@ class PodClient:
         self.api.creates.take()
         try:
             uid = self._post(spec, gateway)
+        except NotFound as error:
+            raise Rejected(f"The namespace {self.configuration.namespace} does not exist: {error}") from error
         except Unavailable as error:
             uid = self._find_created(spec, error)
-        except Missing as error:
-            raise Rejected(f"The namespace {self.configuration.namespace} does not exist: {error}") from error
         self.records.store_uid(spec.name, uid)
         if spec.gateway:
             self._create_secret(spec, uid)
@@ -103,7 +103,7 @@ class PodClient:
                 return
             except Conflict as conflict:
                 error = conflict
-            except Missing as missing:
+            except NotFound as missing:
                 raise Rejected(f"The namespace {self.configuration.namespace} does not exist: {missing}") from missing
             self._delete_secret(spec.name)
         raise error  # concurrent calls replace it all the time
@@ -112,7 +112,7 @@ class PodClient:
 
     def read(self, name: str) -> dict[str, Any]:
         """Return the Pod of this name, of any owner. Raise Missing."""
-        return self.api.call("GET", self.path("pods", name))
+        return self.api.read(self.path("pods", name), "Pod")
 
     def read_own(self, name: str) -> dict[str, Any]:
         """Return the Pod of a sandbox, in any phase. Raise Missing, with the cause REPLACED if another one has the name."""

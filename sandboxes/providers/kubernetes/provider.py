@@ -188,7 +188,10 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
 
     def engine_id(self) -> str:
         """Return the uid of the namespace, which no other cluster has."""
-        namespace = self.pods.api.call("GET", f"/api/v1/namespaces/{self.configuration.namespace}")
+        try:
+            namespace = self.pods.api.read(f"/api/v1/namespaces/{self.configuration.namespace}", "Namespace")
+        except Missing as error:  # of the namespace, and not of a sandbox
+            raise Unavailable(str(error), cause=FailureCause.ENGINE_ERROR) from error
         self._engine_id = str(namespace["metadata"]["uid"])
         return self._engine_id
 

@@ -133,14 +133,16 @@ class LangSmithProvider(ImageBuildingProvider):
             self._client.delete_sandbox(ref)
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        return _to_sandbox(self._get(ref))
+        with translate_parser_errors(ref):
+            return _to_sandbox(self._get(ref))
 
     def list_all(self) -> list[ProviderSandbox]:
         with _translate_errors("the list of sandboxes"):
             found = self._client.list_sandboxes()
         if not found:
             self._require_vendor()
-        return [_to_sandbox(sandbox) for sandbox in found if OWNER_LABEL in (sandbox.labels or {})]
+        with translate_parser_errors("the list of sandboxes"):
+            return [_to_sandbox(sandbox) for sandbox in found if OWNER_LABEL in (sandbox.labels or {})]
 
     def _require_vendor(self) -> None:
         """Raise Unavailable unless the vendor answers: the client takes an object of any form for an empty list."""

@@ -29,10 +29,16 @@ from modal.stream_type import StreamType
 from modal_proto import api_pb2
 
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec
-from sandboxes.providers.errors import FailureCause, ProviderError, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, NoCapacity, ProviderError, Rejected, Unavailable
 from sandboxes.providers.modal.images import ImageBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
-from sandboxes.providers.remote.errors import Conflict, NotFound, raise_for_transport, translate_parser_errors
+from sandboxes.providers.remote.errors import (
+    Conflict,
+    NotFound,
+    raise_for_transport,
+    states_quota,
+    translate_parser_errors,
+)
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
 from sandboxes.providers.remote.lifecycle import Pause
@@ -112,7 +118,8 @@ class ModalProvider(ImageBuildingProvider):
         return bool(self._call("the list of sandboxes", self._connection.list_sandboxes({NAME_LABEL: ref})))
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        return _to_sandbox(self._get(ref))
+        with translate_parser_errors(ref):
+            return _to_sandbox(self._get(ref))
 
     def list_all(self) -> list[ProviderSandbox]:
         return self._call("the list of sandboxes", self._connection.list_sandboxes({}))
@@ -346,6 +353,8 @@ def _translate_errors(subject: str) -> Iterator[None]:
     except (exception.AuthError, exception.PermissionDeniedError) as error:
         raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.CREDENTIALS_REFUSED) from error
     except exception.ResourceExhaustedError as error:
+        if states_quota(str(error)):
+            raise NoCapacity(f"{subject}: {quote_answer(error)}", cause=FailureCause.NO_CAPACITY) from error
         raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.RATE_LIMITED) from error
     except (exception.InvalidError, exception.ImageBuildError) as error:
         raise Rejected(f"{subject}: {quote_answer(error)}") from error

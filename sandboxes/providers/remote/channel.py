@@ -40,7 +40,10 @@ def call(path: Path, ref: str, fields: Mapping[str, Any], *, wait: float) -> dic
         connection.close()
     if response.status != 200:
         raise NotConnected(f"status {response.status}")
-    content = json.loads(body)
+    try:
+        content = json.loads(body)
+    except ValueError:
+        content = None
     if not isinstance(content, dict) or not isinstance(content.get("state"), str):
         raise NotConnected("invalid response")
     return content

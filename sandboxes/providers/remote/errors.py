@@ -23,6 +23,9 @@ QUOTA_PATTERN = re.compile(
 )
 
 
+RATE_PATTERN = re.compile(r"(?i)\brate\b|\brequests?\b|throttl")
+
+
 class Conflict(Unavailable):
     """The name is taken, or the sandbox is in a state that does not permit the operation (HTTP 409)."""
 
@@ -50,7 +53,6 @@ class ErrorForm:
 
     absence: re.Pattern[str]
     read_message: Callable[[Mapping[str, Any]], str | None] = read_message_field
-    quota: re.Pattern[str] = QUOTA_PATTERN
 
     def read(self, body: str | bytes) -> str | None:
         """Return the message of an answer. None: not a document of the vendor."""
@@ -66,7 +68,8 @@ def raise_for_answer(
 ) -> NoReturn:
     """Raise the error of an answer to a call about `subject` that is no success."""
     error = _build_error(form, subject, status, body)
-    error.retry_after = read_retry_after((headers or {}).get("Retry-After", ""))
+    if isinstance(error, Unavailable):
+        error.retry_after = read_retry_after((headers or {}).get("Retry-After", ""))
     raise error
 
 
@@ -74,6 +77,8 @@ def _build_error(form: ErrorForm, subject: str, status: int, body: str | bytes) 
     message = form.read(body)
     shown = body.decode(errors="replace") if isinstance(body, bytes) else body
     text = f"{subject}: the vendor answered {status}: {quote_answer(shown if message is None else message)}"
+    if message is not None and status in (400, 402, 403, 429) and states_quota(message):
+        return NoCapacity(text, cause=FailureCause.NO_CAPACITY)
     if status == 429:
         return Unavailable(text, cause=FailureCause.RATE_LIMITED)
     if status == 401:
@@ -83,8 +88,6 @@ def _build_error(form: ErrorForm, subject: str, status: int, body: str | bytes) 
         return Unavailable(text, cause=FailureCause.ENGINE_ERROR)
     if status == 404 and form.absence.search(message):
         return NotFound(text, cause=FailureCause.ENGINE_ERROR)
-    if status in (400, 402, 403) and form.quota.search(message):
-        return NoCapacity(text, cause=FailureCause.NO_CAPACITY)
     if status == 409:
         return Conflict(text)
     if status == 403:
@@ -92,6 +95,11 @@ def _build_error(form: ErrorForm, subject: str, status: int, body: str | bytes) 
     if status in (404, 408, 410) or not 400 <= status < 500:
         return Unavailable(text, cause=FailureCause.ENGINE_ERROR)
     return Rejected(text)
+
+
+def states_quota(message: str) -> bool:
+    """Return whether a message refuses a sandbox for the account's limits, and not a request for its rate."""
+    return bool(QUOTA_PATTERN.search(message)) and not RATE_PATTERN.search(message)
 
 
 def read_retry_after(value: str, *, now: datetime | None = None) -> int | None:

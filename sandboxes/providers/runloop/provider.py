@@ -139,7 +139,8 @@ class RunloopProvider(ImageBuildingProvider):
             self._client.devboxes.shutdown(found.id, force="true")  # also while a snapshot is made
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        return _to_sandbox(self._get(ref))
+        with translate_errors(ref):
+            return _to_sandbox(self._get(ref))
 
     def _fetch_devboxes(self) -> list[DevboxView]:
         """Return all devboxes of the account with a name of ours that have not ended."""
@@ -214,10 +215,11 @@ class RunloopProvider(ImageBuildingProvider):
             return call(devbox)
 
     def list_all(self) -> list[ProviderSandbox]:
-        return [_to_sandbox(found) for found in self._fetch_devboxes() if OWNER_LABEL in found.metadata]
+        with translate_errors("the list of devboxes"):
+            return [_to_sandbox(found) for found in self._fetch_devboxes() if OWNER_LABEL in found.metadata]
 
     def list(self, owner: str) -> list[ProviderSandbox]:
-        return [_to_sandbox(found) for found in self._fetch_devboxes() if found.metadata.get(OWNER_LABEL) == owner]
+        return [found for found in self.list_all() if found.owner == owner]
 
 
 def _require_devbox(found: object) -> DevboxView:

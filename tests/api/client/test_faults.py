@@ -170,6 +170,7 @@ OK = Response(200, {}, b"{}")
         ([problem(503, "server_busy", "3"), problem(429, "rate_limited", "2"), OK], Response, [3.0, 2.0]),
         ([ConnectionFailed("x", sent=False), ConnectionFailed("x", sent=True), OK], Response, [1.0, 2.0]),
         ([problem(503, "server_busy")], Unavailable, [1.0, 2.0, 4.0, 4.0, 4.0, 4.0]),
+        ([problem(503, "provider_unavailable", retryable=False), OK], Unavailable, []),
         ([problem(429, "rate_limited", "60")], RateLimited, []),
         ([ConnectionFailed("x", sent=False)], ConnectionFailed, [1.0, 2.0, 4.0, 4.0, 4.0, 4.0]),
         ([ConnectionFailed("x", sent=True), problem(409, "outcome_unknown", run_id="r")], OutcomeUnknown, [1.0]),

@@ -9,7 +9,7 @@ from django.utils import timezone
 from controlplane import health, schedules
 from sandboxes.models import Host, Pool, Sandbox, Sweep
 from sandboxes.pool import admission_queue
-from sandboxes.providers.errors import Rejected
+from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.state import disk_space
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
@@ -123,3 +123,22 @@ def test_a_late_egress_heartbeat_is_warned_about(client, minutes: float | None, 
     warning_text = "The egress proxy has no recent heartbeat, so sandboxes reach no model. Is manage.py egress running?"
     assert warnings(client) == [warning_text] * late
     assert client.get("/healthz").json()["egress"]["late"] is late
+
+
+@pytest.mark.parametrize(("minutes", "queue_runs", "warned"), [(3.9, True, False), (4.1, True, True), (4.1, False, False)])
+def test_a_store_that_cannot_be_written_is_warned_about(client, minutes: float, queue_runs: bool, warned: bool) -> None:
+    at = timezone.now()
+    Sweep.objects.create(name="mark", every=MINUTE, started_at=at, succeeded_at=at - minutes * MINUTE)
+    Sweep.objects.update_or_create(name="heartbeat", defaults={"every": MINUTE, "succeeded_at": at if queue_runs else None})
+    text = "The sweep `mark` fails: the store or the state directory cannot be written, so no state is stored."
+    assert warnings(client) == [text] * warned
+
+
+def test_a_refused_api_key_is_named_in_place_of_a_provider_that_does_not_respond(client, memory, monkeypatch) -> None:
+    refused = Unavailable("status 401", cause=FailureCause.CREDENTIALS_REFUSED)
+    with memory.fail("list", refused):
+        status = health.query_provider()
+    monkeypatch.setattr(health.provider_probe, "get_status", lambda: status)
+    assert "The provider memory refuses the API key." in client.get("/readyz").json()["missing"]
+    with memory.fail("list", Unavailable("away")):
+        assert "key_refused" not in health.query_provider()

@@ -18,6 +18,7 @@ from leases.queue.queue import QueueOptions
 from leases.queue.runner import Runner
 from sandboxes import installation_marks
 from sandboxes.models import Installation, Pool, Sandbox, Sweep
+from sandboxes.models.installation import MARK_NAME
 from sandboxes.models.state import format_key_timestamp
 from sandboxes.providers import get_provider
 from sandboxes.providers.base import SandboxSpec
@@ -78,13 +79,13 @@ def test_destructive_sweeps_are_refused_and_say_so(
 
 def test_store_without_its_mark_is_not_the_one_of_this_database(newer_object) -> None:
     mark_as()
-    get_store().remove(installation_marks.MARK_NAME)
+    get_store().remove(MARK_NAME)
     assert "has no mark" in sweep("prune")
 
 
 def test_new_host_without_a_mark_in_its_state_directory_is_accepted() -> None:
     mark_as()
-    (Path(settings.STATE_DIR) / installation_marks.MARK_NAME).unlink()
+    (Path(settings.STATE_DIR) / MARK_NAME).unlink()
     assert sweep("prune") == ""
 
 
@@ -142,7 +143,7 @@ def test_mark_that_another_host_writes_during_the_check_is_no_mismatch(
 
 def test_unreadable_mark_refuses(newer_object) -> None:
     mark_as()
-    get_store().set(installation_marks.MARK_NAME, b"not json")
+    get_store().set(MARK_NAME, b"not json")
     assert "cannot be read" in sweep("prune")
 
 
@@ -233,10 +234,10 @@ def test_runner_of_observe_mode_and_of_a_store_that_cannot_be_read_executes_noth
     settings.OBSERVE = True
     assert runner.run_pending() == 0
     settings.OBSERVE = False
-    mark = get_store().get(installation_marks.MARK_NAME)
-    get_store().set(installation_marks.MARK_NAME, b"not json")
+    mark = get_store().get(MARK_NAME)
+    get_store().set(MARK_NAME, b"not json")
     assert runner.run_pending() == 0
-    get_store().set(installation_marks.MARK_NAME, mark)
+    get_store().set(MARK_NAME, mark)
     assert runner.run_pending() == 1
 
 

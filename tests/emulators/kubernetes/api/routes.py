@@ -56,6 +56,9 @@ class Api:
         line = f"{request.method} {request.path}{suffix}"
         fault = self.faults.take_fault(line)
         cuts = False
+        if foreign := self.faults.foreign_answer:
+            headers = {"Location": foreign.location} if foreign.location else {}
+            return Response(foreign.status, foreign.body, foreign.content_type, headers)
         if fault:
             time.sleep(fault.seconds)
             if isinstance(fault.outcome, int):

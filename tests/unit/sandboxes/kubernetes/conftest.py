@@ -26,6 +26,7 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     yield shared_cluster
     emulator = shared_cluster.emulator
     emulator.faults.clear()
+    emulator.foreign_answer = None
     emulator.cluster_faults.pods.clear()
     for pod in emulator.store.list(PODS, NAMESPACE):
         emulator.disruptions.vanish(NAMESPACE, pod["metadata"]["name"])

@@ -1,5 +1,6 @@
 """Kubernetes provider against an API server with faults. The Pods of most tests are never started, which is fast."""
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 
@@ -10,8 +11,9 @@ from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import GatewayAccess
 from sandboxes.providers.errors import CapacityPending, FailureCause, Missing, NoCapacity, Rejected, Unavailable
 from sandboxes.providers.kubernetes import api_client, pods, readiness
+from sandboxes.providers.kubernetes.errors import build_error
 from tests.conftest import NOW
-from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE, FOREIGN_ANSWERS, Fault
 from tests.emulators.kubernetes.api.resources import PODS, QUOTAS, SECRETS
 from tests.emulators.kubernetes.faults import (
     IMAGE_PULL,
@@ -144,6 +146,65 @@ def test_creates_are_limited_to_ten_a_second():
     clock[0] = 1.0
     bucket.take()
     assert len(slept) == 2
+
+
+# --- absence -----------------------------------------------------------------------------------------------------------
+
+
+def test_answer_of_another_server_neither_ends_a_sandbox_nor_confirms_its_end(cluster, provider, spec):
+    provider.create(spec)
+    calls = {
+        "inspect": lambda: provider.inspect(spec.name), "list": lambda: provider.list(spec.owner),
+        "list all": provider.list_all, "destroy": lambda: provider.destroy(spec.name), "identity": provider.engine_id,
+        "stats": lambda: provider.stats(spec.name), "kill": lambda: provider.kill(spec.name, "mark"),
+    }  # fmt: skip
+    read = []
+    for kind, answer in FOREIGN_ANSWERS.items():
+        cluster.emulator.foreign_answer = answer
+        for verb, call in calls.items():
+            try:
+                call()
+                read.append((kind, verb, "success"))
+            except Unavailable:
+                continue
+            except Exception as error:  # each is a wrong reading, and all are to be reported
+                read.append((kind, verb, repr(error)))
+    cluster.emulator.foreign_answer = None
+    assert read == []
+    assert provider.inspect(spec.name).name == spec.name
+    provider.destroy(spec.name)
+    with pytest.raises(Missing):
+        provider.inspect(spec.name)
+
+
+def test_create_in_a_namespace_that_does_not_exist_is_rejected(cluster, spec, monkeypatch):
+    monkeypatch.setattr(cluster.emulator.authorizer, "is_enforced", False)
+    provider = cluster.connect()
+    provider.pods.configuration = replace(provider.pods.configuration, namespace="nowhere")
+    with pytest.raises(Rejected, match="The namespace nowhere does not exist"):
+        provider.create(spec)
+
+
+POD_PATH = "/api/v1/namespaces/sandboxes/pods/box"
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "kind"),
+    [
+        (POD_PATH, {}, Missing),
+        (f"{POD_PATH}/exec", {}, Missing),
+        (POD_PATH, {"kind": "NotStatus"}, Unavailable),
+        (POD_PATH, {"reason": "Gone"}, Unavailable),
+        (POD_PATH, {"details": {"kind": "pods", "name": "other"}}, Unavailable),
+        (POD_PATH, {"details": {"kind": "namespaces", "name": "sandboxes"}}, Unavailable),
+        (POD_PATH, {"details": {}}, Unavailable),  # "the server could not find the requested resource"
+        ("/api/v1/namespaces/sandboxes/pods", {"details": {"kind": "namespaces", "name": "sandboxes"}}, Unavailable),
+    ],
+)
+def test_404_is_an_absence_only_by_a_status_about_the_object_of_the_path(path, changes, kind):
+    status = {"kind": "Status", "reason": "NotFound", "details": {"kind": "pods", "name": "box"}, "message": "not found"}
+    error = build_error(404, json.dumps(status | changes).encode(), path, {})
+    assert isinstance(error, kind)
 
 
 # --- start -------------------------------------------------------------------------------------------------------------

@@ -90,6 +90,22 @@ def test_proof_of_absence_has_two_documents_of_absence_and_a_list_between_them(r
     assert remote.emulator.requests == [look, listing, look]
 
 
+@pytest.mark.parametrize("remote", ["daytona", "langsmith", "runloop"], indirect=True)
+def test_description_that_cannot_be_read_is_unavailable(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, describe = remote.start(), remote.emulator._describe  # type: ignore[attr-defined]
+    times = {"createdAt": "yesterday", "created_at": "yesterday", "create_time_ms": None}
+
+    def describe_badly(*arguments: Any) -> dict[str, Any]:
+        described = describe(*arguments)
+        return {**described, **{name: value for name, value in times.items() if name in described}}
+
+    monkeypatch.setattr(remote.emulator, "_describe", describe_badly)
+    for call in (lambda: remote.provider.inspect(ref), remote.provider.list_all, lambda: remote.provider.list(remote.owner)):
+        with pytest.raises(Unavailable):
+            call()
+    monkeypatch.undo()
+
+
 ABSENT, AWAY = NotFound("no such sandbox"), Unavailable("away")
 
 

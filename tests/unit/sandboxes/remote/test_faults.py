@@ -141,6 +141,16 @@ def test_sandbox_that_the_vendor_replaced_by_an_empty_one_is_missing(remote: Rem
         remote.run(ref, "true")
 
 
+@pytest.mark.parametrize("remote", ["daytona"], indirect=True)
+def test_one_response_without_the_runner_is_no_replaced_sandbox(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, execute = remote.start(), remote.provider._execute
+    responses = ['leasehold:{"state": "no_tool"}']
+    monkeypatch.setattr(
+        remote.provider, "_execute", lambda *args, **more: responses.pop() if responses else execute(*args, **more)
+    )
+    assert remote.run(ref, "true").exit_code == 0 and not responses
+
+
 @pytest.mark.smoke
 def test_failed_listing_is_an_error_and_not_empty(remote: Remote) -> None:
     remote.start()

@@ -2,12 +2,15 @@
 
 import base64
 import json
+import socketserver
 import ssl
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -295,3 +298,27 @@ def test_sandbox_gets_and_settles_only_its_own_requests(remote_pool: Pool, grant
     assert {*seen} == {200}
     assert post_results(gateway, "lhg_unknown", []) == 401
     assert post_results(gateway, token, {"not": "a list"}) == 400
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    """Answers each request with a page."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "6")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_page_in_place_of_the_gateways_answer_is_no_response(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sock"
+    with socketserver.UnixStreamServer(str(path), PageHandler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(channel.NotConnected, match="invalid response"):
+            channel.call(path, "box", {"verb": "follow"}, wait=0.0)
+        thread.join()

@@ -1,6 +1,7 @@
 """Stored state that the store does not find: the use fails and is repeated, and only a confirmed loss ends the lease."""
 
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
@@ -11,10 +12,11 @@ from leases.errors import LeaseEnded
 from leases.models import EnvironmentType, Lease
 from sandboxes.errors import SandboxNotReady
 from sandboxes.models import DataEvent, Installation, Snapshot
+from sandboxes.models.installation import MARK_NAME
 from sandboxes.state import workspace
 from sandboxes.state.missing_snapshots import LOSS_TIMEOUT
 from sandboxes.storage import get_store
-from sandboxes.sweeps import passes
+from sandboxes.sweeps import installation, passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import read, run, write
 
@@ -72,17 +74,30 @@ def test_stored_state_that_stays_missing_ends_the_lease_as_lost_with_an_event(as
     assert event.holder == asleep.pk and "is lost" in event.detail
 
 
-@pytest.mark.parametrize("evidence", ["listed", "another store"])
+@pytest.mark.parametrize("evidence", ["listed", "mismatch", "no mark"])
 def test_missing_state_that_the_store_does_not_confirm_is_never_lost(asleep, evidence: str) -> None:
+    installation.mark_places(now=NOW + HOUR)
     snapshot = Snapshot.objects.get()
-    objects = take_objects(snapshot)
+    take_objects(snapshot)
     fail_start(asleep, now=NOW + HOUR)
-    if evidence == "another store":
-        Installation.objects.update_or_create(pk=1, defaults={"mismatch": "The store has no mark of an installation."})
+    if evidence == "mismatch":
+        Installation.objects.update(mismatch="The store belongs to another installation.")
+    elif evidence == "no mark":
+        get_store().remove(MARK_NAME)
     else:
         get_store().set(f"{snapshot.key}/other", b"")
     fail_start(asleep, now=NOW + HOUR + 2 * LOSS_TIMEOUT)
-    assert objects and not Lease.objects.get(pk=asleep.pk).ended_at
+    assert not Lease.objects.get(pk=asleep.pk).ended_at
+
+
+def test_store_that_is_not_mounted_loses_no_state(asleep, settings, tmp_path: Path) -> None:
+    installation.mark_places(now=NOW + HOUR)
+    workspace.forget_local(Snapshot.objects.get())
+    (settings.STORAGE_DIR).rename(tmp_path / "unmounted")
+    fail_start(asleep, now=NOW + HOUR)
+    fail_start(asleep, now=NOW + HOUR + 2 * LOSS_TIMEOUT)
+    (tmp_path / "unmounted").rename(settings.STORAGE_DIR)
+    assert read(asleep, now=NOW + HOUR + 2 * LOSS_TIMEOUT + MINUTE) == "kept"
 
 
 def test_older_snapshot_replaces_a_missing_one_only_once_that_is_lost(asleep) -> None:

@@ -57,6 +57,7 @@ FAULTS: dict[str, tuple[Responder, str]] = {
     "wrong credentials": (error(403, "SignatureDoesNotMatch"), "rejects these credentials"),
     "unknown key": (error(401, "Unauthorized"), "rejects these credentials"),
     "no rights": (error(403, "AccessDenied"), "rejects these credentials"),
+    "wrong clock": (error(403, "RequestTimeTooSkewed"), "the clock of this host|this host's clock"),
     "no bucket": (error(404, "NoSuchBucket"), "bucket 'shelf' does not exist"),
     "no S3": (respond(418, b"<html>a teapot"), "418"),
 }

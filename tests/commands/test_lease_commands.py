@@ -148,6 +148,8 @@ def test_exec_exits_with_0_if_the_command_does_and_with_124_after_the_timeout(le
 
 
 def test_exec_prints_why_nothing_is_run(lease: str, memory) -> None:
+    with pytest.raises(CommandError, match=r"^argv: must be UTF-8"):
+        call("exec", lease, "--", "cat", "a\udcff")
     with pytest.raises(CommandError, match="at most 3600 seconds"):
         call("exec", lease, "--timeout", "2h", "--", "true")
     memory.fail("create", Unavailable("engine down"))

@@ -81,7 +81,9 @@ def format_value(value: Any) -> str:
         return " ".join(value) or "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "-" if value in (None, "") else value if isinstance(value, str) else json.dumps(value)
+    if value in (None, ""):
+        return "-"
+    return value if isinstance(value, str) and value.isprintable() else json.dumps(value)
 
 
 def build_option(name: str) -> str:

@@ -27,9 +27,8 @@ def format_bytes(count: int) -> str:
 
 
 def format_path(name: str) -> str:
-    """Format a path on one line, with all control characters and bytes that are not UTF-8 escaped."""
-    escaped = name.translate({**CONTROL_CHARACTER_ESCAPES, ord("\n"): "\\n", ord("\t"): "\\t"})
-    return escaped.encode("utf-8", "backslashreplace").decode()  # surrogates, which no terminal prints
+    """Format a path on one line, with all control characters escaped."""
+    return name.translate({**CONTROL_CHARACTER_ESCAPES, ord("\n"): "\\n", ord("\t"): "\\t"})
 
 
 def pluralize(number: int, singular: str, plural: str) -> str:

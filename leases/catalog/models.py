@@ -81,6 +81,8 @@ class CatalogAgent(models.Model):
         return AgentPolicy(tuple(self.allowed_tools), tuple(self.denied_commands), self.max_turns, self.max_cost)
 
     def clean(self) -> None:
+        if self.cli not in CLIS:
+            return  # reported by the field's own validation
         options = AgentOptions(
             "", model=self.model, permission_mode=self.permission_mode, system_prompt=self.system_prompt, argv=tuple(self.argv)
         )

@@ -65,5 +65,14 @@ def refuse_unmigrated() -> None:
         raise CommandError(migrations.MIGRATIONS_MISSING)
 
 
+def require_utf8(option: str, text: str) -> str:
+    """Return the text. Raise CommandError, naming the option, if it has bytes that are not UTF-8: PostgreSQL stores none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CommandError(f"{option}: must be UTF-8.") from None
+    return text
+
+
 def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]

@@ -15,6 +15,7 @@ from django.db import models
 
 from sandboxes.db import durations
 from sandboxes.formatting import suggest_match
+from sandboxes.management.base import require_utf8
 
 NONE = "none"
 MAX_DIGITS = 9  # fits every integer column
@@ -63,7 +64,7 @@ def validate_row(row: models.Model, changes: Mapping[str, Any]) -> None:
 def find_named(model: type[models.Model], name: str) -> Any:
     """Return the row of a model by its name. Raise CommandError with the nearest name."""
     names = model._default_manager.values_list("name", flat=True)
-    row = model._default_manager.filter(name=_require_text("name", name)).first()
+    row = model._default_manager.filter(name=require_utf8("name", name)).first()
     if row is None:
         raise CommandError(f"There is no {model._meta.verbose_name} {name[:80]!r}.{suggest_match(name, names)}")
     return row
@@ -80,7 +81,9 @@ def format_value(value: Any) -> str:
         return " ".join(value) or "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "-" if value in (None, "") else value if isinstance(value, str) else json.dumps(value)
+    if value in (None, ""):
+        return "-"
+    return value if isinstance(value, str) and value.isprintable() else json.dumps(value)
 
 
 def build_option(name: str) -> str:
@@ -100,7 +103,7 @@ def _parse(field: Any, value: Any, option: str) -> Any:
     if isinstance(field, models.BooleanField):
         return value
     if isinstance(field, models.JSONField):
-        return [_require_text(option, each) for each in value]
+        return [require_utf8(option, each) for each in value]
     if field.null and value == NONE:
         return None
     if isinstance(field, models.DurationField):
@@ -110,7 +113,7 @@ def _parse(field: Any, value: Any, option: str) -> Any:
     if isinstance(field, models.ForeignKey):
         return _find_related(field, value, option)
     try:
-        return field.to_python(_require_text(option, value))
+        return field.to_python(require_utf8(option, value))
     except ValidationError as error:
         raise CommandError(f"{option}: {' '.join(error.messages)}") from None
 
@@ -128,10 +131,3 @@ def _find_related(field: Any, name: str, option: str) -> models.Model:
     except CommandError as error:
         raise CommandError(f"{option}: {error}") from None
     return row
-
-
-def _require_text(option: str, text: str) -> str:
-    """Return the text. Raise CommandError if it has bytes that are not UTF-8, which no database stores."""
-    if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise CommandError(f"{option}: must be UTF-8.")
-    return text

@@ -82,9 +82,9 @@ def test_a_listing_above_the_limit_is_refused(lease: str, source: Path, monkeypa
         call("files", "ls", lease)
 
 
-def test_a_name_that_is_not_utf_8_is_printed_with_escapes(lease: str, source: Path) -> None:
-    assert call("files", "put", lease, source, "b\udcff\x1b") == "/workspace/b\\udcff\\x1b stored: 6 bytes\n"
-    assert call("files", "rm", lease, "b\udcff\x1b") == "/workspace/b\\udcff\\x1b removed\n"
+def test_control_characters_of_a_path_are_printed_with_escapes(lease: str, source: Path) -> None:
+    assert call("files", "put", lease, source, "b\x1b") == "/workspace/b\\x1b stored: 6 bytes\n"
+    assert call("files", "rm", lease, "b\x1b") == "/workspace/b\\x1b removed\n"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,8 @@ def test_a_name_that_is_not_utf_8_is_printed_with_escapes(lease: str, source: Pa
         (["put", "LEASE", "SOURCE", "a/../b"], "must not contain"), (["put", "LEASE", "SOURCE", "/data"], "must lie under"),
         (["rm", "LEASE", "none"], "here is no "), (["rm", "LEASE", "/workspace"], "must lie under"),
         (["ls", NO_LEASE], "no such lease"), (["put", NO_LEASE, "SOURCE", "a"], "no such lease"),
-        (["ls", "x"], "is not a lease id"),
+        (["ls", "x"], "is not a lease id"), (["put", "LEASE", "SOURCE", "a\udcff"], "^PATH: must be UTF-8"),
+        (["ls", "LEASE", "a\udcff"], "^PATH: must be UTF-8"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_named(lease: str, source: Path, args: list[str], message: str) -> None:

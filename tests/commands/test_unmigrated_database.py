@@ -23,6 +23,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "acquire": ["--agent", AGENT, "--environment", "game-1", "--type", "catan"],
     "atproto": ["list"],
     "budget": ["list"],
+    "catalog": ["list"],
     "condition": ["game-1", "game.finished"],
     "costs": [],
     "create_key": ["--operator"],

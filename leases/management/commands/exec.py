@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from leases import execution, shells
 from leases.management.base import parse_duration, parse_lease_id, report_errors
 from sandboxes.db import database_time
+from sandboxes.management.base import require_utf8
 from sandboxes.runs.operations import Command as Run
 
 EXIT_TIMED_OUT = 124  # as timeout(1)
@@ -30,6 +31,8 @@ class Command(BaseCommand):
             duration = parse_duration("--timeout", timeout) if timeout else settings.EXEC_TIMEOUT
             if duration > settings.EXEC_TIMEOUT_MOST:
                 raise CommandError(f"--timeout: at most {settings.EXEC_TIMEOUT_MOST.total_seconds():g} seconds.")
+            for word in argv:
+                require_utf8("argv", word)
             context = shells.build_context(pk, shell, cwd=None, env={})
             run = Run(argv=argv, timeout=duration, env=context.env, cwd=context.cwd)
             _, result = execution.exec_command(pk, run, now=database_time.now(), actor="command line")

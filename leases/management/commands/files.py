@@ -16,6 +16,7 @@ from leases.api.files.content import MAX_FILE_BYTES, list_entries, serialize_lis
 from leases.management.base import parse_lease_id, report_errors
 from sandboxes import formatting
 from sandboxes.db import database_time
+from sandboxes.management.base import require_utf8
 from sandboxes.providers.arguments import check_directory_path, split_sandbox_path
 from sandboxes.providers.base import DATA, WORKSPACE
 
@@ -106,7 +107,8 @@ class Command(BaseCommand):
 
 
 def _split_path(path: str) -> tuple[str, str]:
-    """Split the path of a file into its root and the path below. Raise BadPath."""
+    """Split the path of a file into its root and the path below. Raise BadPath, or CommandError if it is not UTF-8."""
+    require_utf8("PATH", path)
     root, parts = split_sandbox_path(path if path.startswith("/") else f"{WORKSPACE}/{path}")
     return root, "/".join(parts)
 

@@ -21,6 +21,7 @@ from leases.management.base import parse_duration, report_errors
 from leases.models import DID_DESCRIPTION, DID_PATTERN
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
 from sandboxes.db import database_time
+from sandboxes.management.base import require_utf8
 from sandboxes.providers.errors import ProviderError
 from sandboxes.state import directories
 from sandboxes.state.spool import open_spool
@@ -141,6 +142,8 @@ def _build_one_shot_request(
 ) -> OneShotRequest:
     if not re.fullmatch(DID_PATTERN, agent, re.ASCII) or len(agent) > 255:
         raise InvalidRequest("agent", f"--agent: {agent[:80]!r} is not {DID_DESCRIPTION}.")
+    for word in options["argv"]:
+        require_utf8("argv", word)
     request = OneShotRequest(
         agent, options["argv"], _parse_timeout(options["timeout"]),
         memory_mib=options["memory"], environment_type=options["type"], pool=options["pool"],

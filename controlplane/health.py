@@ -24,7 +24,6 @@ from django_q.models import OrmQ
 
 from billing import budgets
 from controlplane import schedules
-from leases.api.pools import serialize_pool_stats
 from sandboxes import installation_marks, long_calls, pool_stats, providers
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp
@@ -108,7 +107,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         hosts=host_counts, egress=egress, warnings=warnings, disk_free_bytes=disk,
         quarantined=total.quarantined, stalled=total.stalled, lost=total.lost, unsaved=unsaved, drift=drift,
         clock_skew_seconds=round(-skew.total_seconds(), 1),
-        pool=serialize_pool_stats(total),
+        pool=pool_stats.serialize_stats(total),
         warming={pool.name: _get_warm_status(pool) for pool in pools if pool.warm_target},
     )  # fmt: skip
 

@@ -175,3 +175,38 @@ def find_quotas(pool_id: int, dids: Sequence[str]) -> list[Quota]:
     rows = {quota.agent_did: quota for quota in Quota.objects.filter(pool=pool_id, agent_did__in=dids)} if dids else {}
     default_limit = settings.MAX_SANDBOXES_PER_AGENT or None
     return [rows.get(did) or Quota(pool_id=pool_id, agent_did=did, most=default_limit) for did in dids]
+
+
+def serialize_stats(stats: Stats) -> dict[str, Any]:
+    """Return the numbers of one pool or of all pools, as the API and the health report show them."""
+    return {
+        "total": stats.total,
+        "cold": stats.cold,
+        "warming": stats.warming,
+        "warm": stats.warm,
+        "waiting": stats.waiting,
+        "suspended": stats.suspended,
+        "running": stats.running,
+        "evicting": stats.evicting,
+        "destroying": stats.destroying,
+        "max_capacity": stats.capacity,
+        "used": stats.used,
+        "resume_warm_hits": stats.warm_hits,
+        "resume_cold_hits": stats.woken,
+        "resume_cold_local_hits": stats.woken_local,
+        "resume_cold_cloud_hits": stats.woken_cloud,
+        "resume_cold_vendor_hits": stats.woken_vendor,
+        "resume_cold_fresh_hits": stats.woken_fresh,
+        "pre_warm_hits": stats.claimed_warm,
+        "slept": stats.slept,
+        "evicted_cold": stats.evicted_cold,
+        "evicted_warm": stats.evicted_warm,
+        "evicted_waiting": stats.evicted_waiting,
+        "quarantined": stats.quarantined,
+        "stalled": stats.stalled,
+        "lost": stats.lost,
+        "queue_length": stats.queue_length,
+        "oldest_waiting_seconds": stats.oldest_waiting.total_seconds(),
+        "warm_target": stats.warm_target,
+        "warm_ready": stats.warm_ready,
+    }

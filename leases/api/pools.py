@@ -15,7 +15,7 @@ from leases.api.leases import ACQUIRE_SERIALIZER
 from sandboxes import pool_stats
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.models import Pool, Quota
-from sandboxes.pool_stats import PoolStats, Stats
+from sandboxes.pool_stats import PoolStats
 
 
 def build_count_field(**options: Any) -> serializers.IntegerField:
@@ -107,41 +107,7 @@ class PoolListView(ApiView):
             return Response({"pools": [serialize_pool(pool, pool_stats.find_quotas(pool.pk, dids)) for pool in pools]})
         counted = [pool for pool in pool_stats.collect_pool_stats(now=self.now) if allowed.allows_pool(pool)]
         rendered = [serialize_pool(pool, pool_stats.find_quotas(pool.pk, dids)) for pool in counted]
-        return Response({"pools": rendered} | serialize_pool_stats(pool_stats.sum_stats(counted)))
-
-
-def serialize_pool_stats(stats: Stats) -> dict[str, Any]:
-    return {
-        "total": stats.total,
-        "cold": stats.cold,
-        "warming": stats.warming,
-        "warm": stats.warm,
-        "waiting": stats.waiting,
-        "suspended": stats.suspended,
-        "running": stats.running,
-        "evicting": stats.evicting,
-        "destroying": stats.destroying,
-        "max_capacity": stats.capacity,
-        "used": stats.used,
-        "resume_warm_hits": stats.warm_hits,
-        "resume_cold_hits": stats.woken,
-        "resume_cold_local_hits": stats.woken_local,
-        "resume_cold_cloud_hits": stats.woken_cloud,
-        "resume_cold_vendor_hits": stats.woken_vendor,
-        "resume_cold_fresh_hits": stats.woken_fresh,
-        "pre_warm_hits": stats.claimed_warm,
-        "slept": stats.slept,
-        "evicted_cold": stats.evicted_cold,
-        "evicted_warm": stats.evicted_warm,
-        "evicted_waiting": stats.evicted_waiting,
-        "quarantined": stats.quarantined,
-        "stalled": stats.stalled,
-        "lost": stats.lost,
-        "queue_length": stats.queue_length,
-        "oldest_waiting_seconds": stats.oldest_waiting.total_seconds(),
-        "warm_target": stats.warm_target,
-        "warm_ready": stats.warm_ready,
-    }
+        return Response({"pools": rendered} | pool_stats.serialize_stats(pool_stats.sum_stats(counted)))
 
 
 def serialize_pool(pool: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str, Any]:
@@ -158,7 +124,7 @@ def serialize_pool(pool: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str,
     }
     if isinstance(pool, PoolStats):
         until = pool.warm_paused_until
-        rendered |= serialize_pool_stats(pool) | {
+        rendered |= pool_stats.serialize_stats(pool) | {
             "warm_paused_until": format_optional_timestamp(until),
             "warm_error": pool.warm_error,
         }

@@ -294,8 +294,8 @@ def make_box_fixture(*kinds, root=WORKSPACE):
 bench = make_bench_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
 real_bench = make_bench_fixture("process", "docker", "kubernetes", *REMOTE)  # providers that execute real programs
 limiting_bench = make_bench_fixture("memory", "docker", "kubernetes")  # enforces_limits
-# Providers whose sandboxes keep their files when they stop; not those of Kubernetes, Cloudflare and Modal. Stops of containers
-# with an agent, after which the engine executes the next command, are in tests/docker.
+# Providers whose sandboxes keep their files when they stop; those of Kubernetes, Cloudflare and Modal do not. Stops of
+# containers with an agent, after which the engine executes the next command, are in tests/docker.
 stopping_bench = make_bench_fixture("memory", BY_ENGINE, "daytona", "langsmith", "runloop")
 suspending_bench = make_bench_fixture("memory", "docker")  # can_suspend
 box = make_box_fixture("memory", "process", "docker", "kubernetes", *REMOTE)

@@ -9,7 +9,7 @@ from tests.mutation.mutant import Mutant
 
 # Sources.
 POOL, STARTS = "sandboxes/pool/allocation.py", "sandboxes/pool/starts.py"
-LIFECYCLE, RUNS = "sandboxes/lifecycle.py", "sandboxes/runs/operations.py"
+LIFECYCLE, RUNS, RUN_FAILURES = "sandboxes/lifecycle.py", "sandboxes/runs/operations.py", "sandboxes/runs/failures.py"
 EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
 ADMISSION_QUEUE = "sandboxes/pool/admission_queue.py"
 RUN_QUEUE, ATTEMPTS, RECORDER = "leases/queue/queue.py", "leases/queue/attempts.py", "leases/agent_runs/recorder.py"
@@ -46,6 +46,7 @@ TEST_REQUEST_REFUSALS = "tests/unit/sandboxes/egress/request_filter/test_refusal
 
 # Tests.
 TEST_POOL, TEST_LIFECYCLE = "tests/unit/sandboxes/test_pool.py", "tests/unit/sandboxes/test_lifecycle.py"
+TEST_OUTSIDE_STOPS = "tests/unit/sandboxes/test_stops.py"
 TEST_LEASING, TEST_TURNS = "tests/unit/leases/test_leasing.py", "tests/unit/leases/test_turns.py"
 TEST_STATE_LOSS, TEST_EXECUTION = "tests/races/test_state_loss.py", "tests/unit/leases/test_execution.py"
 TEST_CRASHES, TEST_RACES = "tests/races/test_crashes.py", "tests/races/test_races.py"
@@ -243,6 +244,27 @@ MUTANTS = (
         before="        eviction.mark_lost(opened.sandbox, str(failed), now=now)\n",
         after="",
         tests=[f"{TEST_LEASING}::test_a_lost_sandbox_ends_its_lease_as_lost"],
+    ),
+    Mutant(
+        name="runs-stopped-sandbox-is-missing",
+        path=RUNS,
+        before="    if isinstance(failed, Missing):\n        note =",
+        after="    if isinstance(failed, ProviderError):\n        note =",
+        tests=[f"{TEST_OUTSIDE_STOPS}::test_sandbox_that_stops_during_a_command_keeps_its_lease_and_files"],
+    ),
+    Mutant(
+        name="runs-kill-in-a-stopped-sandbox",
+        path=RUN_FAILURES,
+        before="if not isinstance(failed, ProviderError) or isinstance(failed, Stopped):",
+        after="if not isinstance(failed, ProviderError):",
+        tests=[f"{TEST_OUTSIDE_STOPS}::test_sandbox_that_stops_during_a_command_keeps_its_lease_and_files"],
+    ),
+    Mutant(
+        name="runs-recovery-without-a-note",
+        path=RUNS,
+        before="filter(None, [recovered, opened.note, unsaved])",
+        after="filter(None, [opened.note, unsaved])",
+        tests=[f"{TEST_OUTSIDE_STOPS}::test_next_command_says_once_that_the_sandbox_was_restarted"],
     ),
     Mutant(
         name="runs-extended-run-closed-as-abandoned",

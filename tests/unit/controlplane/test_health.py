@@ -128,10 +128,10 @@ def test_a_late_egress_heartbeat_is_warned_about(client, minutes: float | None, 
 @pytest.mark.parametrize(("minutes", "queue_runs", "warned"), [(3.9, True, False), (4.1, True, True), (4.1, False, False)])
 def test_a_store_that_cannot_be_written_is_warned_about(client, minutes: float, queue_runs: bool, warned: bool) -> None:
     at = timezone.now()
-    Sweep.objects.create(name="mark", every=MINUTE, started_at=at, succeeded_at=at - minutes * MINUTE)
-    Sweep.objects.update_or_create(name="heartbeat", defaults={"every": MINUTE, "succeeded_at": at if queue_runs else None})
+    Sweep.objects.filter(name="mark").update(started_at=at, succeeded_at=at - minutes * MINUTE)
+    Sweep.objects.filter(name="heartbeat").update(succeeded_at=at if queue_runs else None)
     text = "The sweep `mark` fails: the store or the state directory cannot be written, so no state is stored."
-    assert warnings(client) == [text] * warned
+    assert (text in warnings(client)) is warned
 
 
 def test_a_refused_api_key_is_named_in_place_of_a_provider_that_does_not_respond(client, memory, monkeypatch) -> None:

@@ -96,7 +96,7 @@ class Recorder:
                 for line in self._parser.end():
                     self._record_line(line, position)
                 self._close(run)
-                retention.acknowledge(run)
+                retention.release(run, now=self._clock())
 
     def _keep_alive(self) -> None:
         self._save()

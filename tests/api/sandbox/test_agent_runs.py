@@ -182,6 +182,7 @@ def test_output_of_a_dead_recorder_is_recorded_by_a_sweep(
     def fail(*args: Any) -> None:
         raise OperationalError("the connection is closed")
 
+    monkeypatch.setattr(retention, "REPLAY_SECONDS", 0.0)  # for clients, once the output is recorded
     with monkeypatch.context() as patch:
         patch.setattr(recorder.Recorder, "record", fail)
         if is_lost:

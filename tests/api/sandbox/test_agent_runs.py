@@ -214,6 +214,22 @@ def test_outage_of_the_store_delays_the_record(ada: ApiClient, url: str, monkeyp
     assert (row["state"], row["message_count"], row["lost_bytes"]) == ("completed", 5, 0)
 
 
+def test_longer_outage_of_the_store_is_waited_for_once(ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, pauses = lease_stores.EventStore.append, list[float]()
+
+    def fail(self: Any, document: Any, **options: Any) -> Any:
+        if document.get("sequence"):  # not the prompt
+            raise StoreError("stores", "append", "no")
+        return store(self, document, **options)
+
+    monkeypatch.setattr(lease_stores.EventStore, "append", fail)
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(sleep=pauses.append))
+    row = run_agent(ada, url, *MESSAGES)
+    assert (row["state"], row["message_count"]) == ("completed", 5)
+    assert row["lost_bytes"] == sum(len(json.dumps(message)) for message in MESSAGES)
+    assert pauses == [*recorder.STORE_RETRY_PAUSES_SECONDS]
+
+
 def test_large_message_becomes_an_artifact(ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MAX_INLINE_BYTES", 1000)
     message = {"type": "tool", "output": "x" * 1000}

@@ -22,7 +22,7 @@ from leases.api import command_threads
 from leases.models import EnvironmentType
 from sandboxes.db import connection_errors, database_time
 from sandboxes.models import Event as OutboxEvent
-from sandboxes.models import LlmCall, Policy, Run, SandboxState, Transition
+from sandboxes.models import Host, LlmCall, Policy, Run, Sandbox, SandboxState, Transition
 from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import retention
@@ -408,6 +408,28 @@ def test_run_that_cannot_be_recorded_does_not_delay_others(
     is_failure = isinstance(error, ValueError)
     assert result.failures == ([f"agent run {first.pk}: bad message"] if is_failure else [])
     assert result.counts.get("lost race", 0) == (not is_failure)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_agent_runs_that_wait_do_not_delay_others(ada: ApiClient, url: str, acquire_body: Any, is_running: bool) -> None:
+    """The first one's command runs, or its sandbox is on another host, which records it."""
+    run_agent(ada, url, *MESSAGES)
+    other = ada.post("leases", acquire_body(environment_id="game-2")).json()["id"]
+    run_agent(ada, f"leases/{other}/agent-runs", *MESSAGES)
+    second, first = AgentRun.objects.all()
+    AgentRun.objects.update(state="running", ended_at=None, stdout_offset=0, message_count=0)
+    AgentRun.objects.filter(pk=first.pk).update(recorder_deadline=first.recorder_deadline - timedelta(hours=1))
+    if is_running:
+        Run.objects.filter(pk=first.pk).update(ended_at=None, outcome="open")
+    else:
+        host = Host.objects.create(
+            id=uuid.uuid4(), provider="memory", name="b", engine_id="b", queue="b", created_at=timezone.now()
+        )
+        Sandbox.objects.filter(holder=first.lease_id).update(host=host)
+    later = timezone.now() + timedelta(minutes=10)
+    result = lifecycle.record_abandoned(now=later, limit=1)
+    assert result.counts == {"agent runs recorded": 1}
+    assert set(AgentRun.objects.filter(ended_at__isnull=False)) == {second}
 
 
 def test_agent_run_that_another_sweep_has_claimed_since_is_left_to_it(

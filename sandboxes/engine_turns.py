@@ -34,23 +34,27 @@ class EngineTurns(Generic[T]):
             self._queues.setdefault(engine, deque()).append(row)
         self._failures = dict.fromkeys(self._queues, 0)
         self._current: Engine | None = None
-        self._has_failed = False
+        self._has_failed = self._is_left = False
 
     def __iter__(self) -> Iterator[T]:
         used = dict.fromkeys(self._queues, timedelta(0))
         while self._queues and (began := self._clock()) <= self._until:
             engine = min(self._queues, key=lambda each: used[each])
-            row, self._has_failed = self._queues[engine].popleft(), False
+            row, self._has_failed, self._is_left = self._queues[engine].popleft(), False, False
             note_progress()
             yield row
             used[engine] += self._clock() - began
             self._failures[engine] = self._failures[engine] + 1 if self._has_failed else 0
-            if not self._queues[engine] or self._failures[engine] >= MAX_FAILURES:
+            if not self._queues[engine] or self._failures[engine] >= MAX_FAILURES or self._is_left:
                 del self._queues[engine]
 
     def note_failure(self) -> None:
         """Count a failure of the engine of the current row."""
         self._has_failed = True
+
+    def leave(self) -> None:
+        """Drop the remaining rows of the engine of the current row."""
+        self._is_left = True
 
 
 def list_by_engine(rows: QuerySet[M], *, limit: int, prefix: str = "") -> list[tuple[Engine, M]]:

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 from django.conf import settings
 from django.db import connections
+from django.db.models import Exists, F, OuterRef, QuerySet
 
 from leases import execution, leasing
 from leases.agent_runs.clis.base import AgentOptions
@@ -26,7 +27,7 @@ from sandboxes.egress import gateway_tokens
 from sandboxes.guard import Guard, WrappedGuard
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import NEVER_STARTED, Policy, Run
+from sandboxes.models import GONE_STATES, NEVER_STARTED, Policy, Run
 from sandboxes.runs import retention
 from sandboxes.runs.operations import Command
 from sandboxes.stores import lease_stores
@@ -191,8 +192,7 @@ def record_abandoned(*, now: datetime, limit: int = 200) -> SweepResult:
 
     A run whose command still runs is left alone until its Run is closed."""
     result, clock = SweepResult(), clock_from(now)
-    abandoned = AgentRun.objects.select_related("lease").filter(ended_at__isnull=True, recorder_deadline__lt=now)
-    for row in abandoned.order_by("recorder_deadline")[:limit]:
+    for row in find_abandoned(now=now)[:limit]:
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
@@ -203,6 +203,17 @@ def record_abandoned(*, now: datetime, limit: int = 200) -> SweepResult:
             log.exception("abandoned agent run not recorded", agent_run=str(row.pk))
             result.failures.append(f"agent run {row.pk}: {failed}")
     return result
+
+
+def find_abandoned(*, now: datetime) -> QuerySet[AgentRun]:
+    """Select the agent runs whose recorder is dead and whose output this process reaches, the longest overdue first.
+
+    Those whose command still runs, or whose sandbox is on another host, would be at the head of the order in each pass."""
+    runs = Run.objects.filter(pk=OuterRef("pk"))
+    in_sandbox = runs.filter(incarnation=F("sandbox__incarnation")).exclude(sandbox__state__in=GONE_STATES)
+    elsewhere = in_sandbox.exclude(registry.filter_local("sandbox__"))
+    abandoned = AgentRun.objects.select_related("lease").filter(ended_at__isnull=True, recorder_deadline__lt=now)
+    return abandoned.filter(~Exists(runs.filter(ended_at__isnull=True)), ~Exists(elsewhere)).order_by("recorder_deadline")
 
 
 def _record_abandoned_run(row: AgentRun, clock: Clock) -> int:

@@ -60,6 +60,7 @@ class Recorder:
         self._policy = AgentPolicy.from_document(agent_run.policy)
         self._parser = NdjsonParser(agent_run.stdout_offset)
         self._stores = lease_stores.open_stores(agent_run.lease.agent_did, agent_run.lease_id)
+        self._store_responds = True
         self._turn_ids = set[str]()  # counted by this recorder
 
     def record(self) -> None:
@@ -96,7 +97,7 @@ class Recorder:
                 for line in self._parser.end():
                     self._record_line(line, position)
                 self._close(run)
-                retention.acknowledge(run)
+                retention.release(run, now=self._clock())
 
     def _keep_alive(self) -> None:
         self._save()
@@ -150,12 +151,14 @@ class Recorder:
 
     def _store(self, role: str, content: dict[str, Any], sequence: int) -> None:
         """Append a message to the chat history. A message that cannot be stored is counted as lost."""
-        for pause in (*STORE_RETRY_PAUSES_SECONDS, None):
+        for pause in (*(STORE_RETRY_PAUSES_SECONDS if self._store_responds else ()), None):
             try:
                 store_message(self._stores, self._agent_run, role, content, sequence, now=self._clock())
+                self._store_responds = True
                 return
             except StoreError as error:
                 if pause is None:
+                    self._store_responds = False  # further messages do not wait as long again
                     log.error("message not stored", agent_run=str(self._agent_run.pk), sequence=sequence, error=str(error))
                     self._agent_run.lost_bytes += len(json.dumps(content))
                     self._save("lost_bytes")

@@ -18,6 +18,7 @@ from django.db.models.lookups import LessThan
 
 from sandboxes import providers
 from sandboxes.db.clock import clock_from
+from sandboxes.engine_turns import EngineTurns, list_by_engine
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import ALIVE_STATES, Sandbox
@@ -142,13 +143,13 @@ def raise_after_claim(sandbox: Sandbox, *, now: datetime) -> None:
 def raise_all_short(*, now: datetime, limit: int = 500) -> SweepResult:
     """Sweep: set the intervals at the vendor that are too short for the leases of their sandboxes, or not known."""
     result, clock = SweepResult(), clock_from(now)
-    for sandbox in find_short(now=now)[:limit]:
-        if clock() > now + PASS_TIME_LIMIT:
-            break
+    rows = list_by_engine(find_short(now=now).order_by("?"), limit=limit)  # a failure does not change the order
+    for sandbox in (turns := EngineTurns(rows, clock=clock, until=now + PASS_TIME_LIMIT)):
         try:
             result.note("intervals set" if raise_short(sandbox, now=clock()) else "lost race")
         except Missing:
             result.note("gone")  # reconcile handles missing sandboxes
         except ProviderError as failed:
+            turns.note_failure()
             result.failures.append(f"{sandbox.pk}: {failed}")
     return result

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
@@ -98,11 +99,19 @@ def has_sandbox(run: Run) -> bool:
     return run.sandbox.state not in GONE_STATES and run.sandbox.incarnation == run.incarnation
 
 
-def acknowledge(run: Run) -> None:
-    """Let the sandbox drop the result of a Run whose recorder has recorded it. Idempotent."""
-    if has_sandbox(run):
-        with suppress(ProviderError, SandboxError, ImproperlyConfigured):
-            registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
+def release(run: Run, *, now: datetime) -> None:
+    """Let the sandbox drop the result of an ended Run whose recorder has recorded it. Idempotent.
+
+    Clients that follow the stream of the Run have REPLAY_SECONDS from its end at least."""
+    assert run.ended_at is not None
+    if not has_sandbox(run):
+        return
+    with suppress(ProviderError, SandboxError, ImproperlyConfigured):
+        provider = registry.get_sandbox_provider(run.sandbox)
+        if now - run.ended_at < timedelta(seconds=REPLAY_SECONDS):
+            acknowledge_later(provider, run.sandbox.ref, str(run.pk), size=run.stdout_bytes + run.stderr_bytes)
+        else:
+            provider.acknowledge_exec(run.sandbox.ref, str(run.pk))
 
 
 def acknowledge_later(provider: Provider, ref: str, mark: str, *, size: int) -> None:

@@ -15,6 +15,7 @@ from django.db.models import QuerySet
 
 from sandboxes.claims import note_progress
 from sandboxes.db.clock import clock_from
+from sandboxes.engine_turns import EngineTurns, list_by_engine
 from sandboxes.errors import DataFull
 from sandboxes.hosts import registry
 from sandboxes.models import Attachment, DataObject, Snapshot
@@ -31,17 +32,17 @@ ORPHAN_GRACE = timedelta(hours=1)  # the row of a younger object may not be comm
 
 
 def persist_unsaved(*, now: datetime, limit: int = 100) -> SweepResult:
-    """Retry storing unsaved changes, in random order: a sandbox that withholds its files takes most of a pass each time."""
+    """Retry storing unsaved changes, in random order: a failure leaves the row as it is, and must not delay the others."""
     result, clock = SweepResult(), clock_from(now)
-    for attachment in find_unsaved().order_by("?")[:limit]:
-        if clock() > now + PASS_TIME_LIMIT:
-            break
+    rows = list_by_engine(find_unsaved().order_by("?"), limit=limit, prefix="sandbox__")
+    for attachment in (turns := EngineTurns(rows, clock=clock, until=now + PASS_TIME_LIMIT)):
         try:
             data_sync.persist(attachment, attachment.sandbox, registry.get_sandbox_provider(attachment.sandbox), now=clock())
         except Missing:
             result.note("gone")  # reconcile handles lost sandboxes
         except (StoreError, ProviderError, DataFull) as error:
             data_sync.mark_unsaved(attachment, error, now=clock())
+            turns.note_failure()
             result.failures.append(f"{attachment.pk}: {error}")
         else:
             result.note("stored")

@@ -147,7 +147,7 @@ def find_unneeded(*, now: datetime) -> QuerySet[Snapshot]:
 def remove_unneeded(*, now: datetime, limit: int = 500) -> int:
     """Delete the vendors' snapshots that no wake needs. Return the number deleted. A failure is left to the next sweep."""
     removed = 0
-    for snapshot in [] if settings.OBSERVE else find_unneeded(now=now)[:limit]:
+    for snapshot in [] if settings.OBSERVE else find_unneeded(now=now).order_by("?")[:limit]:
         assert snapshot.vendor_host
         if _delete(providers.get_provider(snapshot.vendor_host.provider), snapshot.vendor_snapshot):
             removed += Snapshot.objects.filter(pk=snapshot.pk, vendor_snapshot=snapshot.vendor_snapshot).update(

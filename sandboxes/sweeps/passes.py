@@ -15,7 +15,7 @@ from django.db.models import Count, F, Q, QuerySet
 
 from sandboxes import agent_shares, destruction, eviction, providers, suspension, sweep_log
 from sandboxes.claims import CLAIM_TTL
-from sandboxes.db.clock import clock_from, compute_backoff
+from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.engine_turns import Engine, EngineTurns, alternate, list_by_engine
 from sandboxes.errors import CapacityPending, SandboxError, WorkspaceFull
 from sandboxes.hosts import capacity, registry
@@ -32,6 +32,7 @@ from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 COUNTERS_CORRECTED = "counters corrected"  # outcome of recount; the health check reads it
+NO_GUARD = Q()
 MAX_WARM_FAILURES = 3  # in a row, before the circuit breaker of a pool opens
 
 
@@ -67,26 +68,42 @@ def find_due_for_destroy(*, now: datetime) -> QuerySet[Sandbox]:
 
 
 def evict_idle(*, now: datetime, limit: int = 500, batch_size: int = 4) -> SweepResult:
-    """Evict sandboxes that were not used for their idle time.
+    """Evict sandboxes that were not used for their idle time, up to `limit` of each engine. Engines take turns.
 
     Only `batch_size` sandboxes are claimed at a time, because a request for a claimed sandbox waits until its eviction ends.
     Those of an agent whose share of the threads is in use are left to later passes."""
     result, clock = SweepResult(), clock_from(now)
-    for was in (WAITING, SUSPENDED, WARM):
-        while sum(result.counts.values()) + len(result.failures) < limit and clock() <= now + PASS_TIME_LIMIT:
-            token = uuid.uuid4()
-            if not claim_idle(was, token, now=now, limit=batch_size):
-                break
-            for pk, agent_did in Sandbox.objects.filter(claim=token, state=EVICTING).values_list("pk", "agent_did"):
-                with agent_shares.EVICTIONS.entering(agent_did):  # a claimed sandbox is evicted in any case
-                    _evict_one(pk, token, result, now=clock())
+    engines = find_idle(now=now).order_by().values_list("provider", "host").distinct()
+    batches = [(engine, engine) for engine in sorted(engines, key=str) for _ in range(-(-limit // batch_size))]
+    for provider, host in (turns := EngineTurns(batches, clock=clock, until=now + PASS_TIME_LIMIT)):
+        failures, on_engine = len(result.failures), Q(provider=provider, host=host)
+        evicted = _evict_batch(on_engine, batch_size, result, now=now, clock=clock)
+        if not evicted:
+            turns.leave()
+        elif len(result.failures) - failures == evicted:
+            turns.note_failure()
     return result
 
 
-def claim_idle(was: SandboxState, token: uuid.UUID, *, now: datetime, limit: int) -> int:
+def _evict_batch(on_engine: Q, size: int, result: SweepResult, *, now: datetime, clock: Clock) -> int:
+    """Evict up to `size` idle sandboxes in one state. Return their number."""
+    for was in (WAITING, SUSPENDED, WARM):
+        token = uuid.uuid4()
+        if claimed := claim_idle(was, token, now=now, limit=size, guard=on_engine):
+            for pk, agent_did in Sandbox.objects.filter(claim=token, state=EVICTING).values_list("pk", "agent_did"):
+                with agent_shares.EVICTIONS.entering(agent_did):  # a claimed sandbox is evicted in any case
+                    _evict_one(pk, token, result, now=clock())
+            return claimed
+    return 0
+
+
+def claim_idle(was: SandboxState, token: uuid.UUID, *, now: datetime, limit: int, guard: Q = NO_GUARD) -> int:
     """Move up to `limit` idle sandboxes to `evicting` under the claim `token`. Returns the number moved."""
     return advance_many(
-        find_idle(now=now).exclude(agent_did__in=agent_shares.EVICTIONS.list_exhausted()).filter(state=was).order_by("idle_at")[:limit],
+        find_idle(now=now)
+        .exclude(agent_did__in=agent_shares.EVICTIONS.list_exhausted())
+        .filter(guard, state=was)
+        .order_by("idle_at")[:limit],
         was, EVICTING, now=now, code=TransitionReason.IDLE, actor="sweep", claim=token,
         claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=1, idle_at=None,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from leases.api import command_threads
 from leases.models import EnvironmentType
 from sandboxes.db import connection_errors, database_time
 from sandboxes.models import Event as OutboxEvent
-from sandboxes.models import LlmCall, Policy, Run, SandboxState, Transition
+from sandboxes.models import Host, LlmCall, Policy, Run, Sandbox, SandboxState, Transition
 from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import retention
@@ -182,6 +182,7 @@ def test_output_of_a_dead_recorder_is_recorded_by_a_sweep(
     def fail(*args: Any) -> None:
         raise OperationalError("the connection is closed")
 
+    monkeypatch.setattr(retention, "REPLAY_SECONDS", 0.0)  # for clients, once the output is recorded
     with monkeypatch.context() as patch:
         patch.setattr(recorder.Recorder, "record", fail)
         if is_lost:
@@ -211,6 +212,22 @@ def test_outage_of_the_store_delays_the_record(ada: ApiClient, url: str, monkeyp
     monkeypatch.setattr(recorder, "time", SimpleNamespace(sleep=lambda seconds: None))
     row = run_agent(ada, url, *MESSAGES)
     assert (row["state"], row["message_count"], row["lost_bytes"]) == ("completed", 5, 0)
+
+
+def test_longer_outage_of_the_store_is_waited_for_once(ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, pauses = lease_stores.EventStore.append, list[float]()
+
+    def fail(self: Any, document: Any, **options: Any) -> Any:
+        if document.get("sequence"):  # not the prompt
+            raise StoreError("stores", "append", "no")
+        return store(self, document, **options)
+
+    monkeypatch.setattr(lease_stores.EventStore, "append", fail)
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(sleep=pauses.append))
+    row = run_agent(ada, url, *MESSAGES)
+    assert (row["state"], row["message_count"]) == ("completed", 5)
+    assert row["lost_bytes"] == sum(len(json.dumps(message)) for message in MESSAGES)
+    assert pauses == [*recorder.STORE_RETRY_PAUSES_SECONDS]
 
 
 def test_large_message_becomes_an_artifact(ada: ApiClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +408,28 @@ def test_run_that_cannot_be_recorded_does_not_delay_others(
     is_failure = isinstance(error, ValueError)
     assert result.failures == ([f"agent run {first.pk}: bad message"] if is_failure else [])
     assert result.counts.get("lost race", 0) == (not is_failure)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_agent_runs_that_wait_do_not_delay_others(ada: ApiClient, url: str, acquire_body: Any, is_running: bool) -> None:
+    """The first one's command runs, or its sandbox is on another host, which records it."""
+    run_agent(ada, url, *MESSAGES)
+    other = ada.post("leases", acquire_body(environment_id="game-2")).json()["id"]
+    run_agent(ada, f"leases/{other}/agent-runs", *MESSAGES)
+    second, first = AgentRun.objects.all()
+    AgentRun.objects.update(state="running", ended_at=None, stdout_offset=0, message_count=0)
+    AgentRun.objects.filter(pk=first.pk).update(recorder_deadline=first.recorder_deadline - timedelta(hours=1))
+    if is_running:
+        Run.objects.filter(pk=first.pk).update(ended_at=None, outcome="open")
+    else:
+        host = Host.objects.create(
+            id=uuid.uuid4(), provider="memory", name="b", engine_id="b", queue="b", created_at=timezone.now()
+        )
+        Sandbox.objects.filter(holder=first.lease_id).update(host=host)
+    later = timezone.now() + timedelta(minutes=10)
+    result = lifecycle.record_abandoned(now=later, limit=1)
+    assert result.counts == {"agent runs recorded": 1}
+    assert set(AgentRun.objects.filter(ended_at__isnull=False)) == {second}
 
 
 def test_agent_run_that_another_sweep_has_claimed_since_is_left_to_it(

@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from types import SimpleNamespace
 from uuid import UUID, uuid4
 
 import pytest
+from django.db.models import Q
 
 from leases import execution
 from leases.models import Lease
-from sandboxes import process_ends, processes
+from sandboxes import eviction, process_ends, processes
+from sandboxes.db import clock
 from sandboxes.engine_turns import MAX_FAILURES, EngineTurns, alternate
-from sandboxes.models import Process, Run, Sandbox, SandboxState
+from sandboxes.hosts import registry
+from sandboxes.models import Host, Process, Run, Sandbox, SandboxState
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -140,3 +144,25 @@ def test_processes_beyond_the_limit_of_a_pass_are_listed_by_the_next_one(grant: 
     memory.before("processes", fail_one)
     ended = sum(process_ends.close_ended(now=NOW + n * MINUTE, limit=1).counts.get("processes ended", 0) for n in range(1, 5))
     assert ended == 2
+
+
+def test_evictions_at_a_slow_engine_do_not_delay_those_at_another(
+    grant: Grant, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elapsed, seen = [0.0], list[str]()
+    for name in ("slow-1", "slow-2", "slow-3", "fast"):
+        execution.exec_command(grant(name).pk, Command(["true"], MINUTE), now=NOW)
+    Sandbox.objects.exclude(agent_did="fast").update(idle_at=NOW)
+    host = Host.objects.create(id=uuid4(), provider="memory", name="b", engine_id="b", queue="b", created_at=NOW)
+    Sandbox.objects.filter(agent_did="fast").update(idle_at=NOW + MINUTE, host=host)
+
+    def evict(pk: UUID, token: UUID, **options: object) -> bool:
+        seen.append(Sandbox.objects.get(pk=pk).agent_did)
+        elapsed[0] += 40.0 if seen[-1].startswith("slow") else 1.0
+        return True
+
+    monkeypatch.setattr(registry, "filter_local", lambda prefix="": Q())
+    monkeypatch.setattr(eviction, "finish_eviction", evict)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: elapsed[0]))
+    assert passes.evict_idle(now=NOW + 2 * MINUTE, batch_size=1).counts == {"put to sleep": len(seen)}
+    assert "fast" in seen and len(seen) == 3

@@ -7,6 +7,7 @@ import pytest
 
 from sandboxes import processes
 from sandboxes.image import launch
+from sandboxes.providers.base import Provider
 from sandboxes.providers.command_results import ProcessOutput, ProcessState
 from sandboxes.providers.errors import Missing, Rejected
 from tests.conformance.conftest import SandboxHandle, unique_name, unique_sleep_seconds
@@ -141,6 +142,23 @@ def test_process_ends_with_its_sandbox(bench):
     for verb in (lambda: state(exec_box, mark), lambda: log(exec_box, mark), lambda: start(exec_box, "true")):
         with pytest.raises(Missing):
             verb()
+
+
+@pytest.mark.smoke
+def test_all_commands_are_killed_by_kill_all_or_a_restart_and_the_files_are_kept(bench):
+    exec_box = bench.box()
+    exec_box.run("sh", "-c", "echo kept >f")
+    mark = start(exec_box, "sleep", "300")
+    has_verb = type(bench.provider).kill_all is not Provider.kill_all
+    for _ in range(2):
+        exec_box.provider.kill_all(exec_box.ref)
+    assert state(exec_box, mark) == (ProcessState(False, 137) if has_verb else ON)
+    if not has_verb:
+        exec_box.provider.restart(exec_box.ref)
+        assert state(exec_box, mark) in (None, ProcessState(False, 137))
+    assert exec_box.run("cat", "f").stdout == b"kept\n"
+    bench.provider.destroy(exec_box.ref)
+    exec_box.provider.kill_all(exec_box.ref)
 
 
 # --- real programs ------------------------------------------------------------------------------------

@@ -131,6 +131,7 @@ OPEN_ACTION = AdminAction(
     verb=lambda row, actor, reason, now: participants.set_access(row.pk, True, now=now, actor=actor),
     icon="lock_open",
     permissions=("leases.manage_environment",),
+    button="Open",
 )
 RESTRICT_ACTION = AdminAction(
     title="Restrict to participants",

@@ -12,6 +12,7 @@ from unfold.widgets import (
 )
 
 from leases.admin.fields import EnvironmentIdField
+from leases.agents import describe_new_agent
 from leases.environments import lifecycle
 from leases.environments.models import Environment
 from leases.models import EnvironmentType
@@ -59,7 +60,9 @@ class CreateEnvironmentForm(ReasonForm):
         lines = [line for line in self.cleaned_data["agents"].splitlines() if line.strip()]
         if len(lines) > MAX_PARTICIPANTS:
             raise forms.ValidationError(f"At most {MAX_PARTICIPANTS} participants. Add further ones on the environment's page.")
-        return [get_reference("agent").clean(line) for line in lines]
+        agents = [get_reference("agent").clean(line) for line in lines]
+        self.warnings += [warning for warning in map(describe_new_agent, agents) if warning]
+        return agents
 
     def clean_access(self) -> bool | None:
         """Return whether every agent of the project may enter, None: as the environment type says."""

@@ -8,6 +8,7 @@ from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
 from leases import leasing
 from leases.admin.fields import EnvironmentIdField
+from leases.agents import describe_new_agent
 from leases.environments.models import Environment
 from leases.models import EnvironmentType, Lease
 from sandboxes.admin.base.actions import AdminAction, CreateAction, ReasonForm
@@ -38,7 +39,10 @@ class GrantForm(ReasonForm):
     )  # fmt: skip
 
     def clean_agent_did(self) -> str:
-        return get_reference("agent").clean(self.cleaned_data["agent_did"])
+        did = get_reference("agent").clean(self.cleaned_data["agent_did"])
+        if warning := describe_new_agent(did):
+            self.warnings.append(warning)
+        return did
 
 
 class GrantLeaseForm(GrantForm):

@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
+from django.contrib.admin.utils import quote
 from django.db.models import Count, Q
 from django.http import HttpRequest
 from django.utils import timezone
@@ -168,7 +169,11 @@ class LeaseAdmin(ReadOnlyModelAdmin):
         return [
             SummaryField("State", render_badge(row.status), note=row.end_reason),
             build_agent_field(row.agent_did),
-            SummaryField("Environment", row.environment_id, note=row.environment_type_id),
+            SummaryField(
+                "Environment",
+                render_admin_link("leases_environment", quote(row.environment_id), row.environment_id),
+                note=row.environment_type_id,
+            ),
             SummaryField(
                 "Duration",
                 format_duration((row.ended_at or now) - row.leased_at),
@@ -183,7 +188,7 @@ class LeaseAdmin(ReadOnlyModelAdmin):
             SummaryField(
                 "Sandbox",
                 render_admin_link("sandboxes_sandbox", sandbox.pk, render_badge(sandbox.state)) if sandbox else "none yet",
-                note=f"{sandbox.pool}, {sandbox.provider}" if sandbox else "",
+                note=f"{sandbox.pool}, {sandbox.provider}" if sandbox else "" if row.ended_at else "starts on first use",
             ),
             build_resources_field(row, sandbox),
             SummaryField(

@@ -59,6 +59,7 @@ REMOVE_CREDENTIAL_ACTION = AdminAction(
     icon="key_off",
     permissions=("sandboxes.change_policy",),
     danger=True,
+    apart=True,
     form=RemoveCredentialForm,
 )
 

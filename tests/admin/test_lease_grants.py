@@ -56,8 +56,10 @@ def test_operator_grants_a_lease_whose_sandbox_starts_later(operator: Client, po
     )  # fmt: skip
     assert not Sandbox.objects.exists()
     assert list_messages(operator.get(row_url(lease))) == [
-        "1 lease granted. Its sandbox starts when the agent first uses it."
+        "1 lease granted. Its sandbox starts when the agent first uses it.", f"The agent {ADA} is new.",
     ]  # fmt: skip
+    page = fetch(operator, row_url(lease))
+    assert "on first use" in page and row_url(Environment.objects.get()) in page
 
 
 def test_operator_grants_a_lease_on_the_page_of_its_environment(operator: Client, pool: Pool) -> None:
@@ -70,6 +72,18 @@ def test_operator_grants_a_lease_on_the_page_of_its_environment(operator: Client
     assert (lease.environment_id, lease.environment_type_id, lease.agent_did) == ("task-1", "coding", ADA)
     assert row.participants.get().agent_did == ADA
     assert LogEntry.objects.get().get_change_message() == "Grant lease: it was agreed"
+
+
+def test_a_new_agent_with_a_name_like_a_known_one_is_pointed_out(operator: Client) -> None:
+    Agent.objects.create(did="did:plc:grace")
+    typo = "The agent did:plc:grce is new. Did you mean did:plc:grace?"
+    granted = operator.post(GRANT, grant_fields(agent_did="did:plc:grce"))
+    assert typo in list_messages(operator.get(granted["HX-Redirect"]))
+    Agent.objects.filter(did="did:plc:grce").delete()
+    created = operator.post(CREATE, creation_fields(environment_id="game-10", agents="did:plc:grce\ndid:plc:grace"))
+    assert list_messages(operator.get(created["HX-Redirect"])) == ["1 environment created.", typo]
+    known = operator.post(GRANT, grant_fields(agent_did="did:plc:grace"))
+    assert len(list_messages(operator.get(known["HX-Redirect"]))) == 1
 
 
 def test_a_held_lease_is_shown_and_not_logged_again(operator: Client, grant: Callable[..., Lease]) -> None:

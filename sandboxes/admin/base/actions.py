@@ -43,6 +43,10 @@ class ReasonForm(BaseDialogForm):
         help_text=REASON_HELP_TEXT,
     )
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.warnings: list[str] = []  # shown after the action has changed something
+
     @property
     def arguments(self) -> dict[str, Any]:
         """Cleaned fields that a verb takes, by name."""
@@ -159,7 +163,7 @@ class ActionModelAdmin(ModelAdmin):
             return _show_refusal(request, declared, form, refusal)
         if changed:
             declared.enqueue()
-            messages.success(request, f"{pluralize(1, *self._verbose_names)} {declared.done}.")
+            self._report_success(request, declared, form)
         else:
             row.refresh_from_db()
             reason = declared.explain_refusal(row) if declared.explain_refusal else declared.refusal_reason
@@ -178,10 +182,15 @@ class ActionModelAdmin(ModelAdmin):
             return _show_refusal(request, declared, form, refusal)
         if is_new:
             LogEntry.objects.log_actions(request.user.pk, [row], ADDITION, f"{declared.title}: {reason}")  # type: ignore[arg-type]
-            messages.success(request, f"{pluralize(1, *self._verbose_names)} {declared.done}.")
+            self._report_success(request, declared, form)
         else:
             messages.warning(request, f"Nothing changed: {declared.existing}.")
         return HttpResponse(headers={"HX-Redirect": self.get_row_url(row)})
+
+    def _report_success(self, request: HttpRequest, declared: AdminAction | CreateAction, form: ReasonForm) -> None:
+        messages.success(request, f"{pluralize(1, *self._verbose_names)} {declared.done}.")
+        for warning in form.warnings:
+            messages.warning(request, warning)
 
     def get_row_url(self, row: Model) -> str:
         return reverse(f"admin:{self.opts.label_lower.replace('.', '_')}_change", args=[row.pk])

@@ -1,24 +1,26 @@
-"""Permissions of the roles to grant leases, and on repositories and coding tasks."""
+"""Permissions of the roles to grant leases, and on repositories, coding tasks, the agent catalog and packs."""
 
 from django.contrib.auth.management import create_permissions
 from django.db import migrations, models
 
-VIEW = ["view_repository", "view_codingtask"]
+VIEW = ["view_repository", "view_codingtask", "view_catalogagent", "view_packversion"]
 OPERATE = [*VIEW, "grant_lease", "enable_repository"]
 GRANTED = {
     "Viewer": VIEW,
     "Operator": OPERATE,
-    "Administrator": [*OPERATE, "add_repository", "change_repository"],
+    "Administrator": [*OPERATE, "add_repository", "change_repository", "add_catalogagent", "change_catalogagent"],
 }
 
 
 def grant(apps, schema_editor):
     # Django creates permissions after all migrations have run, which is too late here.
-    config = apps.get_app_config("leases")
-    config.models_module = True
-    create_permissions(config, apps=apps, verbosity=0)
-    config.models_module = None
-    permissions = apps.get_model("auth", "Permission").objects.filter(content_type__app_label="leases")
+    labels = ["leases", "sandboxes"]
+    for label in labels:
+        config = apps.get_app_config(label)
+        config.models_module = True
+        create_permissions(config, apps=apps, verbosity=0)
+        config.models_module = None
+    permissions = apps.get_model("auth", "Permission").objects.filter(content_type__app_label__in=labels)
     for name, codenames in GRANTED.items():
         for group in apps.get_model("auth", "Group").objects.filter(name=name):
             group.permissions.add(*permissions.filter(codename__in=codenames))
@@ -28,6 +30,7 @@ class Migration(migrations.Migration):
 
     dependencies = [
         ('leases', '0036_repository_allowed_paths'),
+        ('sandboxes', '0025_packs'),
     ]
 
     operations = [

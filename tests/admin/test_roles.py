@@ -51,12 +51,12 @@ VIEWS = {
         "account", "budget", "costrecord", "credit", "membership", "rate", "statement", "statementline", "usagerecord",
     },
     "leases": {
-        "agent", "agentkey", "agentrun", "atprotoaccount", "atprotorecord", "codingtask", "environment", "environmenttype",
-        "lease", "leaseevent", "project", "queuedrun", "repository", "turn",
+        "agent", "agentkey", "agentrun", "atprotoaccount", "atprotorecord", "catalogagent", "codingtask", "environment",
+        "environmenttype", "lease", "leaseevent", "project", "queuedrun", "repository", "turn",
     },
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "egressconnection", "event", "host", "imagetemplate", "llmcall",
-        "mintedtoken",
+        "mintedtoken", "packversion",
         "modelrate", "policy", "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run",
         "sweep", "webhook",
     },
@@ -72,6 +72,7 @@ OPERATOR = VIEWER | {
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.change_agentkey", "leases.revoke_key",
     "leases.add_project", "leases.add_repository", "leases.change_repository",
+    "leases.add_catalogagent", "leases.change_catalogagent",
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
     "sandboxes.change_host",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
@@ -86,6 +87,14 @@ ADMINISTRATOR = OPERATOR | {
 def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
     held = Group.objects.get(name=role).permissions.values_list("content_type__app_label", "codename")
     assert {f"{app}.{codename}" for app, codename in held} == may
+
+
+def test_every_page_of_ours_has_a_role_and_a_menu_entry(viewer: Client) -> None:
+    pages = [page.opts for page in admin.site._registry.values() if page.opts.app_label in VIEWS]
+    assert {f"{opts.app_label}.view_{opts.model_name}" for opts in pages} <= VIEWER
+    menu = fetch(viewer, "/admin/")
+    missing = [opts.label for opts in pages if f'"/admin/{opts.app_label}/{opts.model_name}/"' not in menu]
+    assert missing == []
 
 
 OPERATOR_ACTIONS = {
@@ -268,7 +277,8 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         "sandboxes/egressconnection", "leases/atprotoaccount", "leases/atprotorecord",
         "billing/costrecord", "billing/usagerecord", "billing/rate", "billing/account", "billing/membership", "billing/credit",
         "billing/statement", "spending", "billing/budget", "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
-        "inventory", "leases/environment", "leases/codingtask", "leases/repository",
+        "inventory", "leases/environment", "leases/codingtask", "leases/repository", "leases/catalogagent",
+        "sandboxes/packversion",
     )  # fmt: skip
     for page in pages:
         shown = fetch(viewer, f"/admin/{page}/")

@@ -192,10 +192,13 @@ def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> L
     max_ttl = request.max_ttl or environment_type.max_ttl
     if max_ttl > environment_type.max_ttl:
         raise InvalidRequest(
-            "max_ttl_seconds", f"Must be at most {environment_type.max_ttl.total_seconds():.0f} for this environment type."
+            "max_ttl_seconds",
+            f"Must be at most {environment_type.max_ttl.total_seconds():.0f} seconds for this environment type.",
         )
     if request.ttl and request.ttl > max_ttl:
-        raise InvalidRequest("ttl_seconds", f"Must be at most {max_ttl.total_seconds():.0f}, the max_ttl of this lease.")
+        raise InvalidRequest(
+            "ttl_seconds", f"Must be at most {max_ttl.total_seconds():.0f} seconds, the max_ttl of this lease."
+        )
     ttl = request.ttl or min(environment_type.ttl, max_ttl)
     max_expires_at = now + max_ttl
     expires_at = compute_expires_at(renewed_at=now, ttl=ttl, max_expires_at=max_expires_at)

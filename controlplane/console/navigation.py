@@ -27,6 +27,10 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Environment types", "category", "leases.environmenttype"),
         ("Packs", "inventory_2", "sandboxes.packversion"),
     ],
+    "Coding": [
+        ("Coding tasks", "task_alt", "leases.codingtask"),
+        ("Repositories", "code", "leases.repository"),
+    ],
     "Sandboxes": [
         ("Sandboxes", "deployed_code", "sandboxes.sandbox"),
         ("Inventory", "inventory", "sandboxes.host", "inventory"),

@@ -1,4 +1,4 @@
-"""Console pages of leases, turns, agents, API keys and environment types."""
+"""Console pages of leases, turns, agents, API keys, environment types and coding tasks."""
 
 from leases.admin import (
     agent_runs,
@@ -6,12 +6,14 @@ from leases.admin import (
     api_keys,
     atproto,
     catalog,
+    coding_tasks,
     environment_types,
     environments,
     host_actions,
     leases,
     projects,
     references,
+    repositories,
     sandbox_actions,
     snapshot_actions,
     template_actions,
@@ -24,12 +26,14 @@ __all__ = [
     "api_keys",
     "atproto",
     "catalog",
+    "coding_tasks",
     "environment_types",
     "environments",
     "host_actions",
     "leases",
     "projects",
     "references",
+    "repositories",
     "sandbox_actions",
     "snapshot_actions",
     "template_actions",

@@ -60,6 +60,7 @@ PHASE_ACTION = AdminAction(
     icon="flag",
     permissions=("leases.manage_environment",),
     form=PhaseForm,
+    button="Phase",
 )
 END_ACTION = AdminAction(
     title="End environment",
@@ -72,6 +73,7 @@ END_ACTION = AdminAction(
     icon="block",
     permissions=("leases.manage_environment", "leases.end_lease"),
     danger=True,
+    button="End",
     enqueue=enqueue_reclaim,
 )
 
@@ -80,6 +82,7 @@ class ParticipantsForm(ReasonForm):
     """Agents that may enter an environment, or may not any more."""
 
     field_order = ["add", "remove", "reason"]
+    error_fields = {"agents": "add"}
     add = forms.CharField(
         required=False, max_length=255, validators=[validate_did], label="Add agent (DID)",
         widget=UnfoldAdminTextInputWidget({"autocomplete": "off"}),
@@ -128,6 +131,7 @@ OPEN_ACTION = AdminAction(
     verb=lambda row, actor, reason, now: participants.set_access(row.pk, True, now=now, actor=actor),
     icon="lock_open",
     permissions=("leases.manage_environment",),
+    button="Open",
 )
 RESTRICT_ACTION = AdminAction(
     title="Restrict to participants",
@@ -138,4 +142,5 @@ RESTRICT_ACTION = AdminAction(
     verb=lambda row, actor, reason, now: participants.set_access(row.pk, False, now=now, actor=actor),
     icon="lock",
     permissions=("leases.manage_environment",),
+    button="Restrict",
 )

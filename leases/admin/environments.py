@@ -32,6 +32,9 @@ from leases.admin.environment_actions import (
     START_ACTION,
     OutcomeForm,
 )
+from leases.admin.environment_creation import CREATE_ENVIRONMENT_ACTION
+from leases.admin.environment_secrets import ISSUE_SECRET_ACTION, build_secret_fields
+from leases.admin.lease_grants import GRANT_IN_ENVIRONMENT_ACTION
 from leases.admin.leases import render_lease_end
 from leases.admin.timeline import render_turn_status
 from leases.atproto.models import AtprotoRecord, RecordStatus
@@ -101,22 +104,24 @@ class EnvironmentAdmin(ReadOnlyModelAdmin):
     list_tabs = {
         "open": ListTab(
             "Open",
-            "No open environments. The first lease of an agent in an environment opens it.",
+            "No open environments. Create one, or the first lease of an agent in an environment creates it.",
             lambda now: Q(ended_at__isnull=True),
         ),
         "ended": ListTab("Ended", "No ended environments yet.", lambda now: Q(ended_at__isnull=False)),
-        "all": ListTab("All", "No environments yet. The first lease of an agent in an environment opens it."),
+        "all": ListTab("All", "No environments yet. Create one, or the first lease of an agent in an environment creates it."),
     }
     fieldsets = build_all_fields_fieldset(
         "id", "type", "phase", "created_at", "started_at", "ended_at", "end_reason", "project", "open_to_project"
     )
     change_form_outer_before_template = "admin/leases/environment/page.html"
     row_actions = {
+        "grant_lease": GRANT_IN_ENVIRONMENT_ACTION,
         "start": START_ACTION, "set_phase": PHASE_ACTION, "participants": PARTICIPANTS_ACTION,
-        "open_to_project": OPEN_ACTION, "restrict": RESTRICT_ACTION,
+        "open_to_project": OPEN_ACTION, "restrict": RESTRICT_ACTION, "issue_secret": ISSUE_SECRET_ACTION,
         "end": replace(END_ACTION, form=OutcomeForm),
     }  # fmt: skip
     bulk_actions = {"end_all": END_ACTION}
+    create_actions = {"create": CREATE_ENVIRONMENT_ACTION}
 
     @display(description="Environment")
     def name(self, row: Environment) -> SafeString:
@@ -210,6 +215,7 @@ def _build_facts(
             note="" if row.project_id == DEFAULT_PROJECT_ID else f"project {row.project}",
         ),
         _build_access_field(row),
+        *build_secret_fields(row, now=now),
         SummaryField("Duration", _format_lasted(row, now), note=render_timestamp(row.started_at or row.created_at)),
         SummaryField(
             "Agents", len({lease.agent_did for lease in members}), note=f"{active} active",

@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
+from django.contrib.admin.utils import quote
 from django.db.models import Count, Q
 from django.http import HttpRequest
 from django.utils import timezone
@@ -16,6 +17,7 @@ from unfold.decorators import display
 from billing.admin.formatting import build_total_cost_field
 from leases import leasing
 from leases.admin import budgets, spending
+from leases.admin.lease_grants import GRANT_LEASE_ACTION
 from leases.admin.spending import SET_SPEND_LIMIT_ACTION
 from leases.admin.timeline import SOURCE_LABELS, load_timeline, render_turn_status
 from leases.models import Lease, LeaseStatus, Turn
@@ -84,7 +86,9 @@ class LeaseAdmin(ReadOnlyModelAdmin):
     ordering = ["-leased_at", "-pk"]
     list_tabs = {
         "active": ListTab(
-            "Active", "No active leases. Agents acquire leases through the API.", lambda now: Q(status=LeaseStatus.ACTIVE)
+            "Active",
+            "No active leases. Agents acquire leases through the API, or grant one here.",
+            lambda now: Q(status=LeaseStatus.ACTIVE),
         ),
         "soon": ListTab(
             "Ending soon",
@@ -105,7 +109,7 @@ class LeaseAdmin(ReadOnlyModelAdmin):
             "No remaining sandboxes: the sandbox of every ended lease is destroyed.",
             lambda now: Q(status=LeaseStatus.EXPIRED),
         ),
-        "history": ListTab("History", "No leases yet. Agents acquire leases through the API."),
+        "history": ListTab("History", "No leases yet. Agents acquire leases through the API, or grant one here."),
     }
     fieldsets = build_all_fields_fieldset(
         "id", "agent_did", "environment_id", "environment_type", "pool", "memory_mib", "millicpus", "size",
@@ -116,6 +120,7 @@ class LeaseAdmin(ReadOnlyModelAdmin):
     change_form_outer_before_template = "admin/leases/lease/timeline.html"
     row_actions = {"limit_spending": SET_SPEND_LIMIT_ACTION, "end_lease": END_LEASE_ACTION}
     bulk_actions = {"end_leases": END_LEASE_ACTION}
+    create_actions = {"grant": GRANT_LEASE_ACTION}
 
     @display(description="Agent and environment")
     def agent_label(self, row: Lease) -> SafeString:
@@ -164,7 +169,11 @@ class LeaseAdmin(ReadOnlyModelAdmin):
         return [
             SummaryField("State", render_badge(row.status), note=row.end_reason),
             build_agent_field(row.agent_did),
-            SummaryField("Environment", row.environment_id, note=row.environment_type_id),
+            SummaryField(
+                "Environment",
+                render_admin_link("leases_environment", quote(row.environment_id), row.environment_id),
+                note=row.environment_type_id,
+            ),
             SummaryField(
                 "Duration",
                 format_duration((row.ended_at or now) - row.leased_at),
@@ -179,7 +188,7 @@ class LeaseAdmin(ReadOnlyModelAdmin):
             SummaryField(
                 "Sandbox",
                 render_admin_link("sandboxes_sandbox", sandbox.pk, render_badge(sandbox.state)) if sandbox else "none yet",
-                note=f"{sandbox.pool}, {sandbox.provider}" if sandbox else "",
+                note=f"{sandbox.pool}, {sandbox.provider}" if sandbox else "" if row.ended_at else "starts on first use",
             ),
             build_resources_field(row, sandbox),
             SummaryField(

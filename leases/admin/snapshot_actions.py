@@ -11,8 +11,9 @@ from django.urls import reverse
 from unfold.widgets import UnfoldAdminTextInputWidget
 
 from leases import fork as forking
+from leases.admin.fields import EnvironmentIdField
 from leases.leasing import LeaseRequest
-from leases.models import ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN, Lease, LeaseEvent, LeaseStatus
+from leases.models import Lease, LeaseEvent, LeaseStatus
 from leases.placement import find_fork_pool
 from leases.tasks import request_restore, request_snapshot
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
@@ -53,12 +54,8 @@ class ForkForm(SnapshotReasonForm):
     """Environment of the new lease."""
 
     field_order = ["environment", "reason"]
-    environment = forms.RegexField(
-        rf"\A{ENVIRONMENT_ID_PATTERN}\Z",
-        widget=UnfoldAdminTextInputWidget({"autocomplete": "off", "autofocus": True}),
-        error_messages={"invalid": f"Not {ENVIRONMENT_ID_DESCRIPTION}."},
-        help_text="An environment in which this agent holds no lease.",
-    )
+    error_fields = {"environment_id": "environment", "environment_ended": "environment", "environment_not_found": "environment"}
+    environment = EnvironmentIdField(autofocus=True, help_text="An environment in which this agent holds no lease.")
 
 
 def _can_snapshot(sandbox: Sandbox) -> bool:

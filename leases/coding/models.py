@@ -95,7 +95,8 @@ class Repository(models.Model):
     class Meta:
         ordering = ["name"]
         verbose_name_plural = "repositories"
-        default_permissions = ()
+        default_permissions = ("add", "change", "view")
+        permissions = [("enable_repository", "Can enable and disable repositories")]
 
     def __str__(self) -> str:
         return self.name
@@ -132,7 +133,7 @@ class CodingTask(models.Model):
     poll_error = models.CharField(max_length=500, blank=True)
 
     class Meta:
-        default_permissions = ()
+        default_permissions = ("view",)
         ordering = ["-created_at", "-pk"]
         constraints = [
             models.CheckConstraint(
@@ -145,7 +146,10 @@ class CodingTask(models.Model):
                 name="codingtask_pushed_has_head",
             ),
         ]
-        indexes = [models.Index(fields=["next_poll_at"], condition=Q(next_poll_at__isnull=False), name="codingtask_poll")]
+        indexes = [
+            models.Index(fields=["-created_at", "-id"], name="codingtask_newest"),
+            models.Index(fields=["next_poll_at"], condition=Q(next_poll_at__isnull=False), name="codingtask_poll"),
+        ]
 
     def __str__(self) -> str:
         return self.title

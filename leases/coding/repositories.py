@@ -32,9 +32,27 @@ def find(name: str) -> Repository:
 def save(
     name: str, *, token: str | None = None, project: str | None = None, now: datetime, actor: str = "", **fields: Any
 ) -> tuple[Repository, bool]:
-    """Add or change a repository, and return whether it is new. Fields that are None keep their value.
+    """Add or change a repository, and return whether it is new. Fields that are None keep their value; an empty token removes
+    the stored one.
 
     Raise InvalidRequest that names the field, and Conflict for another project than that of its tasks."""
+    row, is_new = build(name, project=project, now=now, **fields)
+    changed = [field for field, value in {**fields, "project": project}.items() if value is not None]
+    if token is not None:
+        row.sealed_token = encryption.encrypt(token.encode(), row=_encryption_context(row)) if token else None
+        changed.append("sealed_token")
+    if is_new:
+        row.save(force_insert=True)
+    else:
+        row.save(update_fields=changed)
+    log.info("repository saved", repository=name, is_new=is_new, actor=actor)
+    return row, is_new
+
+
+def build(name: str, *, project: str | None = None, now: datetime, **fields: Any) -> tuple[Repository, bool]:
+    """Validate the values of `save` without saving them. Return the repository with them, and whether it is new.
+
+    Raise the errors of `save`."""
     row = Repository.objects.filter(name=name).first()
     is_new = row is None
     if row is None:
@@ -45,11 +63,15 @@ def save(
     if project is not None:
         _set_project(row, project)
     _validate(row)
-    if token is not None:
-        row.sealed_token = encryption.encrypt(token.encode(), row=_encryption_context(row))
-    row.save(force_insert=is_new)
-    log.info("repository saved", repository=name, is_new=is_new, actor=actor)
     return row, is_new
+
+
+def set_enabled(name: str, enabled: bool, *, actor: str = "") -> bool:
+    """Accept new tasks in a repository, or refuse them. Existing tasks go on. Return False if nothing changed."""
+    changed = Repository.objects.filter(name=name, enabled=not enabled).update(enabled=enabled)
+    if changed:
+        log.info("repository enabled" if enabled else "repository disabled", repository=name, actor=actor)
+    return bool(changed)
 
 
 def _set_project(row: Repository, name: str) -> None:

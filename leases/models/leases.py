@@ -91,7 +91,7 @@ class Lease(models.Model):
 
     class Meta:
         default_permissions = ("view",)
-        permissions = [("end_lease", "Can end leases")]
+        permissions = [("end_lease", "Can end leases"), ("grant_lease", "Can grant leases")]
         ordering = ["-leased_at", "-pk"]
         constraints = [
             models.CheckConstraint(condition=Q(status__in=LeaseStatus.values), name="lease_status_known"),

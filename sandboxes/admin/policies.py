@@ -1,28 +1,67 @@
 """Console pages of sandbox policies."""
 
+from datetime import datetime
 from typing import Any
 
+from django import forms
 from django.contrib import admin
 from django.db.models import Count, Q
 from django.http import HttpRequest
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
+from unfold.widgets import UnfoldAdminSelectWidget
 
+from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
     render_admin_link,
     render_badge,
+    render_time_ago,
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import build_registered_fields
-from sandboxes.models import Policy, Sandbox, SandboxState
+from sandboxes.egress.allow_list import credentials
+from sandboxes.models import EgressCredential, Policy, Sandbox, SandboxState
 from sandboxes.models.policies import SEALED_POLICY_NAME
 
 LIVE_SANDBOX_FILTER = ~Q(state=SandboxState.DESTROYED)
 CONFIGURED_MODELS_LABEL = "configured default"  # LEASEHOLD_LLM_MODEL and LEASEHOLD_LLM_MODELS
+
+
+class RemoveCredentialForm(ReasonForm):
+    """Choice of one credential of the policy."""
+
+    field_order = ["domain", "reason"]
+    domain = forms.ChoiceField(widget=UnfoldAdminSelectWidget)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        text = str(self.object_id)
+        pk = int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
+        domains = EgressCredential.objects.filter(policy=pk).values_list("domain", flat=True)
+        self.fields["domain"].choices = [(domain, domain) for domain in domains]
+
+
+def _remove_credential(row: Policy, actor: str, reason: str, now: datetime, *, domain: str) -> bool:
+    return credentials.remove_credential(row, domain)
+
+
+REMOVE_CREDENTIAL_ACTION = AdminAction(
+    title="Remove credential",
+    warning="Requests to the domain are sent without a credential from now on. Open connections keep it until their end.",
+    done="updated: the credential is removed",
+    refusal_reason="the policy has no such credential any more",
+    legal=lambda row: row.egress_credentials.exists(),
+    verb=_remove_credential,
+    icon="key_off",
+    permissions=("sandboxes.change_policy",),
+    danger=True,
+    apart=True,
+    form=RemoveCredentialForm,
+)
 
 
 @admin.register(Policy)
@@ -91,6 +130,7 @@ class PolicyAdmin(ConsoleModelAdmin):
         "mcp_tools": "Control plane tools (MCP)",
         "record_collections": "AT Protocol collections",
     }
+    row_actions = {"remove_credential": REMOVE_CREDENTIAL_ACTION}
 
     def get_readonly_fields(self, request: HttpRequest, obj: Policy | None = None) -> list[str]:
         return ["name"] if obj else []  # settings and scripts refer to a policy by name
@@ -145,11 +185,6 @@ class PolicyAdmin(ConsoleModelAdmin):
     def live(self, row: Policy) -> str:
         return f"{row.live:,}"  # type: ignore[attr-defined]
 
-    def _build_credential_fields(self, row: Policy) -> list[SummaryField]:
-        domains = list(row.egress_credentials.values_list("domain", flat=True)) if row.allowed_domains else []
-        note = "added by the proxy; changed by manage.py egress_credential"
-        return [SummaryField("Credentials", ", ".join(domains), note=note)] if domains else []
-
     def get_page_context(self, request: HttpRequest, row: Policy) -> dict[str, Any]:
         filters: dict[str, Any] = {"policy__isnull": True} if row.built_in else {"policy": row}
         params = {"policy__isnull": "True"} if row.built_in else {"policy__id__exact": row.pk}
@@ -162,7 +197,7 @@ class PolicyAdmin(ConsoleModelAdmin):
                     "allow list" if row.allowed_domains else "none",
                     note=", ".join(row.allowed_domains[:3]) + (", …" if len(row.allowed_domains) > 3 else ""),
                 ),
-                *self._build_credential_fields(row),
+                *build_credential_fields(row),
                 *build_registered_fields(row),
                 SummaryField(
                     "Live sandboxes",
@@ -185,6 +220,19 @@ def render_allowed_models(row: Policy) -> SafeString | str:
     more = len(row.models) - 1
     first = format_html('<span class="lh-command">{}</span>', row.models[0])
     return render_two_lines(first, f"and {more:,} more") if more > 0 else first
+
+
+def build_credential_fields(row: Policy) -> list[SummaryField]:
+    """Build the domains with a credential of their own, the use and the age of each. Never a value."""
+    found = list(row.egress_credentials.defer("sealed_authorization"))
+    if not found:
+        return []
+    lines = [
+        (credential.domain, "every method" if credential.writes else "downloads", render_time_ago(credential.changed_at))
+        for credential in found
+    ]
+    text = format_html_join(SafeString("<br>"), "{}, {}, set {}", lines)
+    return [SummaryField("Credentials", text, note="added by the proxy; set by manage.py egress_credential")]
 
 
 def build_policy_field(policy: Policy | None) -> SummaryField:

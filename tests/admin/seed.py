@@ -25,6 +25,10 @@ from billing.models import Account, Membership
 from leases import api_keys, budget_enforcement, execution, fork, leasing, snapshots, spend_limits, sweeps, turns
 from leases.agent_runs.models import AgentRun
 from leases.agent_runs.recorder import store_message
+from leases.coding import repositories
+from leases.coding import tasks as coding_tasks
+from leases.coding.models import CodingTask
+from leases.environments import signing as environment_secrets
 from leases.models import Agent, AgentKey, EnvironmentType, Lease
 from leases.queue import queue
 from leases.queue.models import QueuedRun
@@ -75,6 +79,7 @@ def seed(now: datetime) -> None:
     _seed_agent_data(memory, now)
     _seed_pools(memory, now)
     _seed_identities(now)
+    _seed_coding_tasks(now)
     _seed_llm_calls(now)
     _seed_usage(now)
     _seed_budgets(now)
@@ -94,6 +99,33 @@ def _acquire_used_lease(agent: str, environment: str, at: datetime, **options: o
     lease = _acquire_lease(agent, environment, at, **options)
     run(lease, now=at)
     return lease
+
+
+def _seed_coding_tasks(now: datetime) -> None:
+    """Create repositories, and tasks in each state: with a refused submission, a pull request and an error of the forge."""
+    forge = {"forge": "github", "api_url": "https://api.github.com", "forge_project": "acme/web"}
+    repositories.save("web", clone_url="https://github.com/acme/web.git", token="ghp_secret", now=now - 9 * DAY, **forge)
+    repositories.save("calc", clone_url="/srv/git/calc.git", enabled=False, now=now - 20 * DAY)
+    repositories.save(
+        "docs", clone_url="https://github.com/acme/docs.git", now=now - DAY, **forge | {"forge_project": "acme/docs"}
+    )
+    pull_request = {"pull_request_number": 7, "pull_request_url": "https://github.com/acme/web/pull/7"}
+    for number, (title, fields) in enumerate((
+        ("Fix the login form", {"description": "The form loses the name after a wrong password.", "test_command": "make test"}),
+        ("Remove the old API", {"refusals": ["deploy/prod.yml: protected path", "a.bin: too large"], "submissions": 2}),
+        ("Speed up the search", {"status": "proposed", **pull_request, "submissions": 1, "poll_error": "Status 502."}),
+        ("Translate the errors", {"status": "merged", **pull_request, "ended_at": now - HOUR, "submissions": 3}),
+        ("Rewrite in another language", {"status": "abandoned", "ended_at": now - 2 * HOUR}),
+    )):  # fmt: skip
+        at = now - (9 - number) * HOUR
+        task, _ = coding_tasks.create(
+            f"web-{40 + number}", repository="web", title=title, agents=[GRACE], now=at, actor="key 3f9a1c20"
+        )
+        given: dict[str, object] = {"head_commit": "c0ffee12" * 5, **fields} if "status" in fields else fields
+        submitted = {"submitted_at": at + HOUR} if "submissions" in fields or "pull_request_url" in fields else {}
+        CodingTask.objects.filter(pk=task.pk).update(**{"base_commit": "1a2b3c4d" * 5, **submitted, **given})
+    for at in (now - 5 * DAY, now - 3 * HOUR):
+        environment_secrets.add_secret("web-40", now=at, actor="admin")
 
 
 def _seed_users(now: datetime) -> None:

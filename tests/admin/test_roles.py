@@ -21,9 +21,12 @@ from billing.models import Account, Credit
 from leases import api_keys, snapshots
 from leases.atproto.accounts import set_account
 from leases.atproto.models import AtprotoRecord
+from leases.coding import repositories
+from leases.coding import tasks as coding_tasks
 from leases.environments import lifecycle
 from leases.models import AgentRun, Lease, LeaseEvent, QueuedRun
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
+from sandboxes.egress.allow_list import credentials
 from sandboxes.identity import signing
 from sandboxes.models import Delivery, Host, ImageTemplate, ModelRate, Policy, Pool, Process, Quota, Sandbox, Snapshot
 from sandboxes.models.policies import SEALED_POLICY_NAME
@@ -48,12 +51,12 @@ VIEWS = {
         "account", "budget", "costrecord", "credit", "membership", "rate", "statement", "statementline", "usagerecord",
     },
     "leases": {
-        "agent", "agentkey", "agentrun", "atprotoaccount", "atprotorecord", "environment", "environmenttype", "lease",
-        "leaseevent", "project", "queuedrun", "turn",
+        "agent", "agentkey", "agentrun", "atprotoaccount", "atprotorecord", "catalogagent", "codingtask", "environment",
+        "environmenttype", "lease", "leaseevent", "project", "queuedrun", "repository", "turn",
     },
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "egressconnection", "event", "host", "imagetemplate", "llmcall",
-        "mintedtoken",
+        "mintedtoken", "packversion",
         "modelrate", "policy", "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run",
         "sweep", "webhook",
     },
@@ -61,13 +64,15 @@ VIEWS = {
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
 OPERATOR = VIEWER | {
     "leases.end_lease", "leases.interrupt_run", "leases.manage_environment", "leases.manage_atprotorecord",
+    "leases.enable_repository", "leases.grant_lease",
     "sandboxes.act_on_sandbox",
     "sandboxes.declare_host_lost", "sandboxes.manage_imagetemplate",
     "sandboxes.drain_pool", "sandboxes.open_terminal", "sandboxes.read_agent_data", "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.change_agentkey", "leases.revoke_key",
-    "leases.add_project",
+    "leases.add_project", "leases.add_repository", "leases.change_repository",
+    "leases.add_catalogagent", "leases.change_catalogagent",
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
     "sandboxes.change_host",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
@@ -84,21 +89,32 @@ def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
     assert {f"{app}.{codename}" for app, codename in held} == may
 
 
+def test_every_page_of_ours_has_a_role_and_a_menu_entry(viewer: Client) -> None:
+    pages = [page.opts for page in admin.site._registry.values() if page.opts.app_label in VIEWS]
+    assert {f"{opts.app_label}.view_{opts.model_name}" for opts in pages} <= VIEWER
+    menu = fetch(viewer, "/admin/")
+    missing = [opts.label for opts in pages if f'"/admin/{opts.app_label}/{opts.model_name}/"' not in menu]
+    assert missing == []
+
+
 OPERATOR_ACTIONS = {
     "lease": {"end_lease", "limit_spending"}, "cold": {"wake"},
     "sandbox": {"evict", "restart", "take_snapshot", "destroy_now", "discard", "open_terminal"}, "process": {"connect"},
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "paused_host": {"resume_starts"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
-    "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "environment": {"start", "set_phase", "restrict", "end"},
+    "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "repository": {"disable"}, "disabled_repository": {"enable"},
+    "environment": {"grant_lease", "start", "set_phase", "restrict", "issue_secret", "end"},
     "task": {"participants", "open_to_project"},
     "record": {"repeat"}, "template": {"rebuild", "remove"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
+    "policy": {"remove_credential"},
     "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
     "unused": {"turn_on"}, "account": {"grant_credit", "close_month"}, "credit": {"take_back"}, "rate": {"withdraw"},
 }  # fmt: skip
 READ_ONLY_ROWS = {
+    "coding_task",
     "environment",
     "record",
     "template",
@@ -127,6 +143,9 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
     Sandbox.objects.filter(pk=cold.pk).update(state="cold")
     Sandbox.objects.filter(pk=broken.pk).update(state="destroying", quarantined_at=NOW, deadline_at=NOW)
     webhook, paused = (subscriptions.add_webhook("https://10.0.0.1/", now=NOW, internal=True)[0] for _ in range(2))
+    policy = Policy.objects.create(name="relaying", allowed_domains=["git.example.org"])
+    credentials.set_credential(policy, "git.example.org", "Bearer secret", now=NOW)
+    repository, _ = repositories.save("calc", clone_url="/srv/git/calc.git", now=NOW)
     outbox.enqueue_event("lease.ended", key="1", payload={}, now=NOW)
     Delivery.objects.update(due_at=None, given_up_at=NOW)
     subscriptions.pause_webhook(paused.pk, actor="eve")
@@ -152,10 +171,13 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "rate": create_rate("time", "1", since=f"{now + 48 * HOUR:%Y-%m-%d}"), "begun": begun,
         "statement": close_month(other, month, now=now), "membership": join_account(other, agent=BOB),
         "model_rate": ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=NOW),
-        "policy": Policy.objects.create(name="relaying"), "sealed": Policy.objects.get(name=SEALED_POLICY_NAME),
+        "policy": policy, "sealed": Policy.objects.get(name=SEALED_POLICY_NAME),
         "type": lease.environment_type,
         "environment": lifecycle.create(lifecycle.NewEnvironment("new-game", "catan"), now=NOW)[0],
         "task": lifecycle.create(lifecycle.NewEnvironment("task-1", "coding"), now=NOW)[0],
+        "repository": repository,
+        "disabled_repository": repositories.save("old", clone_url="/srv/git/old.git", enabled=False, now=NOW)[0],
+        "coding_task": coding_tasks.create("task-2", repository="calc", title="Fix add", now=NOW)[0],
         "agent_run": AgentRun.objects.create(lease=lease, cli="codex", started_at=NOW, recorder_deadline=NOW),
         "queued_run": QueuedRun.objects.create(
             agent_did=ADA, lease=lease, pool=lease.pool, request={"kind": "exec", "argv": ["true"]}, queued_at=NOW,
@@ -208,7 +230,10 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
     tables = {"Operator": OPERATOR_ACTIONS, "Administrator": ADMINISTRATOR_ACTIONS}
     assert declared == {(type(rows[row]), act) for table in tables.values() for row, acts in table.items() for act in acts}
     month = f"{get_previous_month(timezone.now()):%Y-%m-%d}"
-    fields = {**WHY, "usd": "5", "limit": "5", "month": month, "environment": "game-2", "phase": "x"}
+    fields = {
+        **WHY, "usd": "5", "limit": "5", "month": month, "environment": "game-2", "phase": "x", "agent_did": BOB,
+        "domain": "git.example.org",
+    }  # fmt: skip
     before = list_values(rows)
     OrmQ.objects.all().delete()
     refused = {"Operator": ["Viewer"], "Administrator": ["Viewer", "Operator"]}
@@ -233,14 +258,15 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
 
 
 def test_an_action_on_a_missing_row_is_not_found(superuser: Client) -> None:
-    fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2", "overlap": "1h", "add": ADA}
+    fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2", "overlap": "1h", "add": ADA, "agent_did": ADA}
     acts = [(page.model, name) for page in admin.site._registry.values() for name in getattr(page, "row_actions", {})]
     for (model, name), pk in product(acts, [str(UUID(int=0)), "no-id", "_5F", "999", "9" * 40, "-1", "%00"]):
         url = f"/admin/{model._meta.label_lower.replace('.', '/')}/{pk}/{name}/"
         assert superuser.get(url).status_code == 200, url  # the dialog opens
         answer = superuser.post(url, fields)
-        invalid_month = name == "close_month" and answer.status_code == 200 and "HX-Redirect" not in answer.headers
-        assert answer.status_code == 404 or invalid_month, url
+        # Their choices are those of the row.
+        has_no_choice = name in ("close_month", "remove_credential") and answer.status_code == 200
+        assert answer.status_code == 404 or (has_no_choice and "HX-Redirect" not in answer.headers), url
 
 
 def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client, lease: Lease) -> None:
@@ -251,7 +277,8 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         "sandboxes/egressconnection", "leases/atprotoaccount", "leases/atprotorecord",
         "billing/costrecord", "billing/usagerecord", "billing/rate", "billing/account", "billing/membership", "billing/credit",
         "billing/statement", "spending", "billing/budget", "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
-        "inventory",
+        "inventory", "leases/environment", "leases/codingtask", "leases/repository", "leases/catalogagent",
+        "sandboxes/packversion",
     )  # fmt: skip
     for page in pages:
         shown = fetch(viewer, f"/admin/{page}/")
@@ -281,7 +308,7 @@ def test_facts_are_read_only_even_for_a_superuser() -> None:
         "EgressConnection", "AtprotoAccount", "AtprotoRecord",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement", "AgentRun", "QueuedRun",
             "PackVersion", "ImageTemplate",
-        "Environment",
+        "Environment", "CodingTask",
     }  # fmt: skip
     for page in facts:
         assert not page.has_add_permission(request)

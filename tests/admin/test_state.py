@@ -308,6 +308,7 @@ def test_a_lease_is_forked_from_a_copy_into_another_environment(
         refused = operator.post(row_url(copy, "fork"), {**WHY, "environment": environment})
         assert refused.status_code == 200 and "HX-Redirect" not in refused.headers
         assert why in refused.content.decode() and b'id="dialog-form"' in refused.content
+        assert [*refused.context["form"].errors] == ["environment"]
     assert (Lease.objects.count(), LogEntry.objects.count()) == (2, 0)
     answer = operator.post(row_url(copy, "fork"), {**WHY, "environment": "game-2"})
     forked = Lease.objects.get(environment_id="game-2")

@@ -9,7 +9,7 @@ import structlog
 from django import forms
 from django.contrib import messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.admin.models import ADDITION, CHANGE, LogEntry
 from django.contrib.admin.utils import unquote
 from django.contrib.contenttypes.models import ContentType
 from django.core.exceptions import BadRequest, ValidationError
@@ -35,12 +35,28 @@ REASON_HELP_TEXT = "Recorded in the history with your user name."
 class ReasonForm(BaseDialogForm):
     """Reason for an action, recorded with the operator's name."""
 
+    error_fields: ClassVar[Mapping[str, str]] = {}  # field of a domain error, or its code without one -> field of this form
     reason = forms.CharField(
         min_length=5,
         max_length=200,
         widget=UnfoldAdminTextInputWidget({"autofocus": True, "autocomplete": "off"}),
         help_text=REASON_HELP_TEXT,
     )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.warnings: list[str] = []  # shown after the action has changed something
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Cleaned fields that a verb takes, by name."""
+        return {name: value for name, value in self.cleaned_data.items() if not name.startswith("_")}
+
+    def add_refusal(self, refusal: SandboxError) -> None:
+        """Show a refusal at the field that it names, or above the fields."""
+        named = str(refusal.extra.get("field") or refusal.code)
+        field = self.error_fields.get(named, named)
+        self.add_error(field if field in self.fields else None, str(refusal))
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,7 @@ class AdminAction:
     icon: str = "play_arrow"
     permissions: tuple[str, ...] = ()  # all required, such as "leases.end_lease"
     danger: bool = False
+    creates: bool = False  # a row: the submit button is not red
     apart: bool = False  # on the row's page: an outlined button, apart from the others
     button: str = ""  # on the row's page; by default the title
     bulk_button: str = ""  # in the changelist; by default the title
@@ -73,6 +90,31 @@ class AdminAction:
             "description": self.warning,
             "form_class": self.form,
             "form_submit_text": self.title,
+            "is_creation": self.creates,
+        }
+
+
+@dataclass(frozen=True)
+class CreateAction:
+    """Operation of a changelist that creates a row by a verb, in place of a form of the row's columns."""
+
+    title: str
+    description: str
+    done: str  # completes "1 lease <done>."
+    existing: str  # completes "Nothing changed: <existing>."
+    verb: Callable[..., tuple[Model, bool]]  # actor, now, form fields without the reason -> row, whether this call created it
+    form: type[ReasonForm]
+    permissions: tuple[str, ...]  # all required, such as "leases.grant_lease"
+    icon: str = "add"
+
+    @property
+    def dialog(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "description": self.description,
+            "form_class": self.form,
+            "form_submit_text": self.title,
+            "is_creation": True,
         }
 
 
@@ -80,16 +122,22 @@ class ActionModelAdmin(ModelAdmin):
     """Model admin whose actions are declared as data.
 
     `row_actions` become buttons on a row's page that open a dialog; `bulk_actions` become choices of the changelist that open
-    a confirmation page. Keys are the names in URLs and form posts. Other apps add theirs with `add_actions`."""
+    a confirmation page; `create_actions` become buttons of the changelist that open a dialog. Keys are the names in URLs and
+    form posts. Other apps add theirs with `add_actions`."""
 
     row_actions: ClassVar[dict[str, AdminAction]] = {}
     bulk_actions: ClassVar[dict[str, AdminAction]] = {}
+    create_actions: ClassVar[dict[str, CreateAction]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         row_actions, bulk_actions = cls.row_actions, cls.bulk_actions
         cls.row_actions, cls.bulk_actions = {}, {}
         cls.add_actions(row_actions, bulk_actions)
+        for name, declared in cls.create_actions.items():
+            setattr(cls, name, _build_create_method(name, declared))
+            setattr(cls, f"has_{name}_permission", _build_permission_method(declared))
+        cls.actions_list = [*cls.create_actions]
 
     @classmethod
     def add_actions(cls, row_actions: Mapping[str, AdminAction], bulk_actions: Mapping[str, AdminAction] | None = None) -> None:
@@ -109,16 +157,13 @@ class ActionModelAdmin(ModelAdmin):
         row = self.get_object(request, unquote(object_id))
         if row is None:
             raise Http404
-        fields = {name: value for name, value in form.cleaned_data.items() if not name.startswith("_")}
         try:
-            changed = self._run_verb(request, declared, row, **fields)
-        except SandboxError as refusal:  # the dialog stays open and shows the message
-            form.add_error(None, str(refusal))
-            context = {"dialog": declared.dialog, "form": form, "form_submit_text": declared.title}
-            return TemplateResponse(request, "unfold/helpers/dialog.html", context)
+            changed = self._run_verb(request, declared, row, **form.arguments)
+        except SandboxError as refusal:
+            return _show_refusal(request, declared, form, refusal)
         if changed:
             declared.enqueue()
-            messages.success(request, f"{pluralize(1, *self._verbose_names)} {declared.done}.")
+            self._report_success(request, declared, form)
         else:
             row.refresh_from_db()
             reason = declared.explain_refusal(row) if declared.explain_refusal else declared.refusal_reason
@@ -126,6 +171,26 @@ class ActionModelAdmin(ModelAdmin):
         next_url = declared.get_next_url(row, form) if declared.get_next_url else self.get_row_url(row)
         # A plain redirect would be followed by htmx, which would put the whole page into the dialog.
         return HttpResponse(headers={"HX-Redirect": next_url})
+
+    def run_create_action(self, request: HttpRequest, declared: CreateAction, form: ReasonForm) -> HttpResponse:
+        """Create a row after the dialog was submitted, log it, and open its page."""
+        arguments = form.arguments
+        reason = arguments.pop("reason")
+        try:
+            row, is_new = declared.verb(request.user.get_username(), database_time.now(), **arguments)
+        except SandboxError as refusal:
+            return _show_refusal(request, declared, form, refusal)
+        if is_new:
+            LogEntry.objects.log_actions(request.user.pk, [row], ADDITION, f"{declared.title}: {reason}")  # type: ignore[arg-type]
+            self._report_success(request, declared, form)
+        else:
+            messages.warning(request, f"Nothing changed: {declared.existing}.")
+        return HttpResponse(headers={"HX-Redirect": self.get_row_url(row)})
+
+    def _report_success(self, request: HttpRequest, declared: AdminAction | CreateAction, form: ReasonForm) -> None:
+        messages.success(request, f"{pluralize(1, *self._verbose_names)} {declared.done}.")
+        for warning in form.warnings:
+            messages.warning(request, warning)
 
     def get_row_url(self, row: Model) -> str:
         return reverse(f"admin:{self.opts.label_lower.replace('.', '_')}_change", args=[row.pk])
@@ -226,7 +291,29 @@ def _build_bulk_method(name: str, declared: AdminAction) -> Any:
     return action(description=declared.bulk_button or f"{declared.title}…", permissions=[name])(run)
 
 
-def _build_permission_method(declared: AdminAction) -> Any:
+def _build_create_method(name: str, declared: CreateAction) -> Any:
+    def run(self: ActionModelAdmin, request: HttpRequest, form: ReasonForm) -> HttpResponse:
+        return self.run_create_action(request, declared, form)
+
+    run.__name__ = name
+    return action(
+        description=f"{declared.title}…",
+        permissions=[name],
+        icon=declared.icon,
+        dialog=declared.dialog,
+    )(run)
+
+
+def _show_refusal(
+    request: HttpRequest, declared: AdminAction | CreateAction, form: ReasonForm, refusal: SandboxError
+) -> HttpResponse:
+    """Render the open dialog again, with the refusal at its field."""
+    form.add_refusal(refusal)
+    context = {"dialog": declared.dialog, "form": form, "form_submit_text": declared.title}
+    return TemplateResponse(request, "unfold/helpers/dialog.html", context)
+
+
+def _build_permission_method(declared: AdminAction | CreateAction) -> Any:
     def has_permission(self: ActionModelAdmin, request: HttpRequest, object_id: str | None = None) -> bool:
         return request.user.has_perms(declared.permissions)
 

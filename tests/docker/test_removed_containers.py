@@ -156,3 +156,13 @@ def test_command_is_not_repeated_in_a_container_that_was_created_during_it(own_b
     assert not own_box.provider._engine.ended_before(own_box.ref, since)
     with pytest.raises(Stopped):
         own_box.provider._require_running(own_box.ref, since)
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("end", ["kill", "rm -f"])
+def test_process_is_started_in_a_container_that_was_stopped_or_removed(own_box: Box, end: str) -> None:  # noqa: F811
+    provider, ref, mark = own_box.provider, own_box.ref, uuid4().hex
+    own_box.run("true")
+    docker(*end.split(), ref)
+    assert provider.start(ref, ["sleep", "300"], env={}, mark=mark).running
+    assert provider.processes(ref, [mark])[mark].running

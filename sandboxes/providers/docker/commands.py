@@ -221,6 +221,19 @@ class ContainerCommandProvider(AgentCommandProvider):
                     raise
         raise Unavailable(f"The container {ref} does not stay running", cause=FailureCause.NOT_RUNNING)
 
+    def _start_stopped(self, ref: str) -> bool:
+        """Start a container that has stopped, or was removed without its volumes. Return False if it was running."""
+        try:
+            inspected = self._engine.call("GET", f"/containers/{ref}/json")
+        except Missing:
+            if not replacement.complete_replacement(self._engine, ref) and not self._recreate(ref):
+                raise
+        else:
+            if inspected["State"]["Running"]:
+                return False
+        self._ensure_running(ref)
+        return True
+
     def _ensure_running(self, ref: str) -> None:
         with contextlib.suppress(Conflict, Missing), translate_errors():  # another thread may be doing the same
             inspected = self._engine.client.inspect_container(ref)

@@ -75,7 +75,7 @@ def test_links_of_the_base_are_followed_to_their_end() -> None:
     links = {
         ".circleci": "ci",
         "ci/config.yml": "../common/ci.yml",
-        "shared": "lib/shared",
+        "common": "lib/common",
         "a": "b",
         "b": "a/c",
         "docs/x": "../ci2",
@@ -83,7 +83,7 @@ def test_links_of_the_base_are_followed_to_their_end() -> None:
     paths = ProtectedPaths(links=links)
     for path in ("ci", "ci/x", "ci/config.yml", "common/ci.yml", "lib/common/ci.yml"):
         assert paths.contains(path), path
-    for path in ("ci2", "lib/shared/other", "shared/other", "a", "b", "cinema"):
+    for path in ("ci2", "lib/common/other", "common/other", "a", "b", "cinema"):
         assert not paths.contains(path), path
 
 

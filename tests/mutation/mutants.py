@@ -496,6 +496,20 @@ MUTANTS = (
         tests=[f"{TEST_STATE_LOSS}::test_a_snapshot_counts_only_if_no_run_began_after_it"],
     ),
     Mutant(
+        name="destroy-gives-up-state-in-the-first-try",
+        path=DESTRUCTION,
+        before="if not quiescence.is_last_try(sandbox):",
+        after="if sandbox.lost_at:",
+        tests=["tests/unit/leases/test_withheld_state.py"],
+    ),
+    Mutant(
+        name="eviction-reads-state-beside-commands",
+        path=EVICTION,
+        before="    quiescence.quiesce(sandbox, provider, now=clock())\n",
+        after="",
+        tests=["tests/unit/leases/test_withheld_state.py::test_nothing_is_lost_if_a_verb_of_an_eviction_fails_once"],
+    ),
+    Mutant(
         name="eviction-pointer-moved-without-the-claim",
         path=WORKSPACE,
         before="claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True, unreadable_tries=0)",

@@ -255,8 +255,8 @@ MUTANTS = (
     Mutant(
         name="runs-kill-in-a-stopped-sandbox",
         path=RUN_FAILURES,
-        before="if not isinstance(failed, ProviderError) or isinstance(failed, Stopped):",
-        after="if not isinstance(failed, ProviderError):",
+        before="    if isinstance(failed, Stopped):\n        return False\n",
+        after="",
         tests=[f"{TEST_OUTSIDE_STOPS}::test_sandbox_that_stops_during_a_command_keeps_its_lease_and_files"],
     ),
     Mutant(
@@ -937,16 +937,16 @@ MUTANTS = (
     Mutant(
         name="redaction-shortest-prefix-retained",
         path=REDACTION,
-        before="range(longest, 0, -1)",
-        after="range(1, longest + 1)",
+        before="at for at in range(longest)",
+        after="at for at in reversed(range(longest))",
         tests=[f"{TEST_REDACTION}::test_secret_that_repeats_its_beginning_is_redacted_at_every_split"],
     ),
     Mutant(
         name="redaction-prefix-off-by-one",
         path=REDACTION,
-        before="longest = min(len(self._secret) - 1, len(content))",
-        after="longest = min(len(self._secret) - 2, len(content))",
-        tests=[f"{TEST_REDACTION}::test_secret_is_replaced_by_asterisks_and_other_bytes_are_unchanged"],
+        before="longest = min(len(self._forms[0]) - 1, len(content))",
+        after="longest = min(len(self._forms[0]) - 2, len(content))",
+        tests=[f"{TEST_REDACTION}::test_secret_in_base64_and_with_escapes_is_redacted_wherever_it_stands"],
     ),
     Mutant(
         name="requests-unknown-fields-forwarded",

@@ -29,10 +29,11 @@ from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, HotLeaseApiView, LeaseApiView
 from leases.api.turns import MAX_TURN_NUMBER
+from leases.errors import LeaseEnded
 from sandboxes.claims import KILL_GRACE
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
-from sandboxes.errors import ProviderCallFailed
+from sandboxes.errors import ProviderCallFailed, SandboxLost
 from sandboxes.models import RUN_KINDS, Run, RunOutcome
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.command_results import ExecResult
@@ -155,8 +156,9 @@ class ExecView(HotLeaseApiView):
             self.run_id = run_id
             try:
                 run, result = execution.exec_command(pk, command, now=database_time.now(), actor=self.actor)
-            except ProviderCallFailed as failed:
-                failed.extra["run_id"] = str(run_id)  # run with the known part of the outcome
+            except (LeaseEnded, ProviderCallFailed, SandboxLost) as failed:
+                if Run.objects.filter(pk=run_id).exists():
+                    failed.extra["run_id"] = str(run_id)  # run with the known part of the outcome
                 raise
             return 200, serialize_exec_result(run, result, encoding)
 

@@ -72,6 +72,8 @@ def test_a_lease_that_ends_during_a_start_or_an_exec_is_gone(ada: ApiClient, lea
     memory.before(verb, lambda ref: leasing.release(uuid.UUID(lease["id"]), now=timezone.now()))
     response = ada.post(f"{lease_url}/exec", {"argv": ["true"]})
     assert (response.status_code, response.json()["end_reason"]) == (410, "released")
+    run_ids = [str(pk) for pk in Run.objects.values_list("pk", flat=True)]  # the run has begun, or is not opened at all
+    assert [response.json()["run_id"]] == run_ids if verb == "exec" else (response.json().get("run_id"), run_ids) == (None, [])
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, "too_many_runs"), (503, "server_busy")])

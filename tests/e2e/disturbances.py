@@ -1,5 +1,7 @@
-"""Disturbances of a game on Docker: sleeps between turns, kills of a container and of the control plane within a turn."""
+"""Disturbances of a game on Docker: sleeps, and within a turn stops and losses of a sandbox, and kills of the control plane."""
 
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -63,13 +65,36 @@ class Disturbances:
         return [int(number) for number in self.exec(player, "cat /data/played").split()]
 
     def put_to_sleep(self) -> None:
+        for thread in self.threads:  # what remains of an earlier disturbance uses a sandbox
+            thread.join()
         self.fleet.update(f"UPDATE sandboxes_sandbox SET idle_at = '2020-01-01 00:00:00+00:00' WHERE {AWAKE}")
         self.fleet.sweep()
         wait_until(lambda: self.fleet.select(STATES) == [("cold",)], "all sandboxes are cold", within=60.0, every=0.5)
 
     def kill_container(self) -> None:
-        """Kill the container of the agent that plays next, in its turn."""
-        self._hold_and(lambda container: subprocess.run(["docker", "kill", container], check=True, stdout=subprocess.DEVNULL))
+        """Kill the container of the agent that plays next, in its turn, which is skipped. Its files are kept."""
+
+        def kill(container: str) -> None:
+            run_docker("kill", container)
+            [player] = [player for player in self.players if self._find_container(player) == container]
+            self.exec(player, "rm hold")  # in the container that this call starts again
+
+        self._hold_and(kill)
+
+    def lose_sandbox(self) -> None:
+        """Remove the container and the files of the agent that plays next, in its turn, which is skipped.
+
+        Its next turn is played in another sandbox, with the lease of which it joins again."""
+
+        def remove(container: str) -> None:
+            # The control plane stands still meanwhile: it could make the container again on volumes that are still there.
+            assert self.fleet.process
+            os.killpg(self.fleet.process.pid, signal.SIGSTOP)
+            run_docker("rm", "-f", container)
+            run_docker("volume", "rm", f"{container}-workspace", f"{container}-data")
+            os.killpg(self.fleet.process.pid, signal.SIGCONT)
+
+        self._hold_and(remove)
 
     def kill_control_plane(self) -> None:
         """Kill all processes of the control plane in a turn, and let the turn go on before the next start."""
@@ -112,4 +137,8 @@ class Disturbances:
 
 
 def _release(container: str) -> None:
-    subprocess.run(["docker", "exec", container, "rm", "/workspace/hold"], check=True)
+    run_docker("exec", container, "rm", "/workspace/hold")
+
+
+def run_docker(*argv: str) -> None:
+    subprocess.run(["docker", *argv], check=True, stdout=subprocess.DEVNULL)

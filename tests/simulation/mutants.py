@@ -97,7 +97,7 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
     ],
     # A recorder that takes over begins with the first message again.
     "recording-restarted": [
-        Replacement(RECORDER, "Position(row.stdout_offset, row.stderr_offset), slot)", "Position(0, row.stderr_offset), slot)"),
+        Replacement(RECORDER, "Position(row.stdout_offset, row.stderr_offset), slot,", "Position(0, row.stderr_offset), slot,"),
     ],
     # The fence and the budget are checked with the time at which the request began.
     "fence-at-start-of-request": [

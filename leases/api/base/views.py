@@ -76,10 +76,12 @@ def _require_utf8_url(request: Request) -> None:
         request.META.get(GIVEN_PATH, "").encode("latin-1").decode()
     except UnicodeError:
         raise BadPath("The path of the URL is not UTF-8.") from None
-    try:
-        unquote_to_bytes(request.META.get("QUERY_STRING", "").encode("latin-1")).decode()
-    except UnicodeError:
-        raise InvalidRequest("", "The query of the URL is not UTF-8.") from None
+    for parameter in request.META.get("QUERY_STRING", "").encode("latin-1").split(b"&"):
+        try:
+            unquote_to_bytes(parameter).decode()
+        except UnicodeError:
+            name = unquote_to_bytes(parameter.partition(b"=")[0]).decode(errors="replace")
+            raise InvalidRequest(name, "The query of the URL is not UTF-8.") from None
 
 
 class ApiView(APIView):

@@ -5,7 +5,7 @@ import pytest
 from leases import execution
 from leases.models import Lease
 from leases.one_shot import OneShotRequest, run_once
-from sandboxes import process_restarts, processes
+from sandboxes import process_ends, process_restarts, processes
 from sandboxes.models import Pool
 from sandboxes.processes import ProcessSpec, RestartPolicy
 from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResult
@@ -37,7 +37,7 @@ def test_a_command_knows_its_agent_and_environment_and_a_caller_may_override_bot
 def test_a_process_and_its_restart_know_their_agent_and_environment(lease: Lease, seen) -> None:
     with execution.use_lease(lease.pk, now=NOW) as request:
         processes.start_process(request, ProcessSpec(["show"], {}, restart=RestartPolicy.ALWAYS), now=NOW)
-    processes.close_ended(now=NOW)
+    process_ends.close_ended(now=NOW)
     process_restarts.restart_due(now=NOW + MINUTE)
     assert seen == [(lease.agent_did, lease.environment_id)] * 2
 

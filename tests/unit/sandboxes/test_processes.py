@@ -133,7 +133,7 @@ def test_process_does_not_prevent_eviction_and_ends_with_it(lease, process) -> N
     assert start(lease, now=NOW + 11 * MINUTE).incarnation == 2
 
 
-def test_process_survives_a_failed_eviction(process, memory) -> None:
+def test_process_ends_for_an_eviction_even_if_it_fails(process, memory) -> None:
     def try_to_kill(ref: str) -> None:
         with pytest.raises(SandboxBusy):
             processes.kill_process(reload(process), now=NOW)
@@ -141,8 +141,9 @@ def test_process_survives_a_failed_eviction(process, memory) -> None:
 
     with memory.before("get_files", try_to_kill):
         passes.evict_idle(now=NOW + 10 * MINUTE)
-    assert (reload(process).state, reload(process).sandbox.state) == ("running", "waiting")
-    assert runs_in(memory, process)
+    assert (reload(process).state, reload(process).sandbox.state) == ("gone", "waiting")
+    assert "the state could not be stored, and the sandbox goes on" in reload(process).note
+    assert not runs_in(memory, process)
 
 
 def test_process_ends_in_the_transaction_that_ends_the_lease(lease, process) -> None:

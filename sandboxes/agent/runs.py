@@ -82,13 +82,16 @@ class AgentClient:
     def __init__(self, gateway: GatewayAddress | Path, container: str) -> None:
         self._gateway, self.container = gateway, container
 
-    def run(self, run: AgentRun, *, boot: str = "", check: Callable[[], None] = lambda: None) -> AgentResult:
+    def run(
+        self, run: AgentRun, *, boot: str = "", check: Callable[[], None] = lambda: None,
+        on_connect: Callable[[], None] = lambda: None,
+    ) -> AgentResult:  # fmt: skip
         """Start a run, unless its id is known, and wait for its result. The result is retained until `acknowledge`.
 
         `boot` is the agent's boot id of an earlier request for this run; an agent with another one starts nothing. `check` is
         called whenever a response does not arrive and while a remote gateway is waited for. An error that it raises ends the
-        wait. Raise NotStarted, or OutcomeUnknown if the agent restarted, violated the protocol or does not respond before
-        the deadline."""
+        wait. `on_connect` is called before the request is first sent, to an agent that runs. Raise NotStarted, or
+        OutcomeUnknown if the agent restarted, violated the protocol or does not respond before the deadline."""
         command, stdin = run.encode()
         if len(command) + len(stdin) > MAX_REQUEST_BODY_BYTES:
             raise NotStarted("The command and its input are too long.", "too_long")
@@ -96,6 +99,8 @@ class AgentClient:
         while True:
             try:
                 with self._keep(self.open(CONNECT_SECONDS) if sent else self.open_to_start(check)) as connection:
+                    if not sent:
+                        on_connect()
                     boot, sent = boot or connection.boot, True
                     return self._run_on(connection, run, boot, command, stdin, deadline)
             except NotConnected as error:

@@ -79,9 +79,14 @@ class AgentCommandProvider(Provider):
         if agent is None:
             return None
         oom = self._watch_oom(ref, since)
+
+        def begin() -> None:  # a restart before the request is sent, as by a concurrent call, does not concern the command
+            nonlocal since
+            since = time.time()
+
         output.attach(*(runs.AgentOutput(agent, run.id, stream) for stream in runs.STREAMS))
         try:
-            result = agent.run(run, check=lambda: self._require_running(ref, since))
+            result = agent.run(run, check=lambda: self._require_running(ref, since), on_connect=begin)
         except NotStarted as error:
             self._note_fallback(ref, error, run.env[MARK_VARIABLE])
             output.attach(b"", b"")

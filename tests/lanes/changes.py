@@ -66,6 +66,7 @@ RULES = (
         ("domain-matrix", "docker-matrix"),
     ),
     Rule(("tests/unit", "tests/races", "tests/machines", "tests/simulation")),
+    Rule(("tests/commands/test_unmigrated_database.py",), ("domain-matrix",)),
     Rule(("tests/admin",)), Rule(("tests/api",)), Rule(("tests/commands",)),
 )  # fmt: skip
 

@@ -82,7 +82,11 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     sweeps = {name: _get_sweep_status(row, now, schedules.get_interval(name)) for name, row in sweep_rows.items()}
     installed_at = min((host.created_at for host in hosts), default=None)
     host_counts = registry.count_by_state(hosts, now=now)
-    overdue = [name for name, status in sweeps.items() if is_overdue(status, installed_at, now=now)]
+    has_queue = not sweeps[schedules.HEARTBEAT]["late"]  # without it all sweeps are late, which `missing` says
+    is_unmarked = has_queue and _is_unmarked(sweep_rows["mark"], sweeps["mark"])
+    overdue = [name for name, status in sweeps.items() if has_queue and is_overdue(status, installed_at, now=now)]
+    if is_unmarked:  # has a warning of its own
+        overdue = [name for name in overdue if name != "mark"]
     total = pool_stats.sum_stats(pools)
     drift = sweep_rows["recount"].counts.get(COUNTERS_CORRECTED, 0) if sweep_rows["recount"] else 0
     provider = provider_probe.get_status()
@@ -93,14 +97,14 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         missing.append(f"The provider {provider['name']} refuses the API key.")
     elif not provider["answers"]:
         missing.append(f"The provider {provider['name']} does not respond.")
-    if sweeps["heartbeat"]["late"]:
+    if not has_queue:
         missing.append("The queue has no recent heartbeat, so no sweeps run.")
     disk = disk_space.measure_free_space()
     warnings = [
         *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
         *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
         *_iter_host_warnings(host_counts), *_iter_start_warnings(hosts, now=now), *_iter_sweep_warnings(overdue),
-        *_iter_store_warnings(missing_state, is_unmarked=_is_unmarked(sweep_rows["mark"], sweeps)),
+        *_iter_store_warnings(missing_state, is_unmarked=is_unmarked),
     ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
@@ -134,7 +138,7 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
 
 
 def _iter_sweep_warnings(overdue: Sequence[str]) -> Iterator[str]:
-    if overdue and schedules.HEARTBEAT not in overdue:  # otherwise all are, and the heartbeat says so
+    if overdue:
         yield f"Sweeps without a recent success: {', '.join(overdue)}. The page Sweeps and the log have their errors."
 
 
@@ -161,9 +165,9 @@ def _iter_start_warnings(hosts: Sequence[Host], *, now: datetime) -> Iterator[st
             yield f'The provider {host.provider} starts no sandboxes on the host "{host}" until {until}, after failed starts.'
 
 
-def _is_unmarked(row: Sweep | None, sweeps: Mapping[str, Mapping[str, Any]]) -> bool:
+def _is_unmarked(row: Sweep | None, status: Mapping[str, Any]) -> bool:
     """Return whether the sweep that writes to the store each minute is started, and does not succeed."""
-    return bool(row and row.started_at) and sweeps["mark"]["late"] and not sweeps["heartbeat"]["late"]
+    return bool(row and row.started_at) and bool(status["late"])
 
 
 def _iter_store_warnings(missing: int, *, is_unmarked: bool) -> Iterator[str]:

@@ -134,6 +134,7 @@ class Terminals:
             code, reason = 1000, ""
             try:
                 await self._serve(socket, agent, grant, offset)
+                code, reason = await self._find_close(grant)
             except TerminalClosed as closed:
                 code, reason = closed.code, str(closed)
             except asyncio.CancelledError:
@@ -182,6 +183,15 @@ class Terminals:
             terminal_input.users -= 1
             if not terminal_input.users:
                 self._inputs.pop(grant.process, None)
+
+    async def _find_close(self, grant: TerminalGrant) -> tuple[int, str]:
+        """Return the close code and the reason after the end of the program, which may be due to the end of the lease."""
+        try:
+            ended = await self.database.run(access.find_ended, [grant], now=self.now())
+        except DatabaseError as error:
+            log.warning("lease of a terminal not read", lease=str(grant.lease), error=str(error))
+            ended = {}
+        return _build_close(ended[grant]) if grant in ended else (1000, "")
 
     async def _use(self, grant: TerminalGrant) -> None:
         try:

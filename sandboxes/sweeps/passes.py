@@ -11,7 +11,8 @@ import structlog
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
-from django.db.models import Count, F, Q, QuerySet
+from django.db.models import Count, F, Q, QuerySet, Window
+from django.db.models.functions import RowNumber
 
 from sandboxes import agent_shares, destruction, eviction, providers, suspension, sweep_log
 from sandboxes.claims import CLAIM_TTL
@@ -41,7 +42,8 @@ def destroy_due(*, now: datetime, limit: int = 200) -> SweepResult:
 
     Those of an agent whose share of the threads is in use are left to the passes that use it, and to later ones."""
     result, clock = SweepResult(), clock_from(now)
-    due = list_by_engine(find_due_for_destroy(now=now), limit=limit)
+    rank = Window(RowNumber(), partition_by=["agent_did"], order_by=["deadline_at", "pk"])  # agents take turns within the limit
+    due = list_by_engine(find_due_for_destroy(now=now).annotate(rank=rank).order_by("rank", "deadline_at"), limit=limit)
     for sandbox in (turns := EngineTurns(due, clock=clock, until=now + PASS_TIME_LIMIT)):
         try:
             with agent_shares.DESTROYS.entering(sandbox.agent_did) as admitted:

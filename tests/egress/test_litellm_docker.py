@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 from django.conf import settings
 
-from leases.errors import LeaseEnded
+from leases import leasing
 from sandboxes.egress import slots
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.logs import collection
 from sandboxes.egress.logs import upstream_records as records
 from sandboxes.egress.nginx import NginxProxy
+from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import LlmCall, Run, Sandbox
 from tests.conftest import MINUTE, NOW
 from tests.egress.stack import CLIENT_SCRIPT, EgressStack, LeasedSandbox, run_egress_command, run_in_thread
@@ -202,8 +203,9 @@ def test_sandbox_killed_during_a_call(leased: LeasedSandbox, did: str, egress: E
     with run_in_thread(lambda: run(leased, STREAM + READ)) as running:
         half_way()
         docker("kill", leased.box.ref)
-        with pytest.raises(LeaseEnded, match="lost"):
+        with pytest.raises(ProviderCallFailed):
             running.result(60)
+    leasing.require_active(leased.lease.pk, now=NOW)
     assert_one_row_per_call(egress, did, code="not_read_to_its_end")
 
 

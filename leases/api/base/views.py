@@ -68,8 +68,9 @@ class ApiRequest(Request):
         return self._parsed
 
 
-def _require_utf8_url(request: Request) -> None:
-    """Raise BadPath or InvalidRequest for a URL whose decoded path or query is not UTF-8.
+def _require_unambiguous_url(request: Request) -> None:
+    """Raise BadPath or InvalidRequest for a URL whose decoded path or query is not UTF-8, or ValidationError for a parameter
+    that is given twice.
 
     Django percent-encodes such bytes of a path again, and replaces those of a query: the result names another file."""
     try:
@@ -82,6 +83,7 @@ def _require_utf8_url(request: Request) -> None:
         except UnicodeError:
             name = unquote_to_bytes(parameter.partition(b"=")[0]).decode(errors="replace")
             raise InvalidRequest(name, "The query of the URL is not UTF-8.") from None
+    require_single_parameters(request)
 
 
 class ApiView(APIView):
@@ -117,8 +119,7 @@ class ApiView(APIView):
         self.require_method(request)
         self.now = database_time.now()
         super().initial(request, *args, **kwargs)
-        _require_utf8_url(request)
-        require_single_parameters(request)
+        _require_unambiguous_url(request)
 
     def require_method(self, request: Request) -> None:
         method = (request.method or "").lower()
@@ -263,7 +264,7 @@ class HotLeaseApiView(LeaseApiView):
             self.request.user, self.request.auth = self._authenticator.authenticate(self.request, kwargs["pk"])
             self.check_permissions(self.request)
             if request.META.get("QUERY_STRING"):
-                require_single_parameters(self.request)
+                _require_unambiguous_url(self.request)
             response: HttpResponseBase = getattr(self, self.request.method.lower())(self.request, *args, **kwargs)
             response = self.check_result(response)
         except Exception as error:

@@ -23,4 +23,6 @@ def test_a_url_that_is_not_utf8_addresses_no_other_file(ada: ApiClient, lease, n
         assert (status, problem["code"]) == (400, "bad_path")
     status, _, problem = server.send("GET", f"/api/v1/{lease_url}/files", QUERY_STRING=f"path={name}")
     assert (status, problem["field"], problem["detail"]) == (400, "path", "The query of the URL is not UTF-8.")
+    status, _, problem = server.send("POST", f"/api/v1/{lease_url}/renew", QUERY_STRING=f"path={name}")
+    assert (status, problem["field"], problem["detail"]) == (400, "path", "The query of the URL is not UTF-8.")
     assert ada.get(f"{lease_url}/files/{escaped}").content == b"kept"

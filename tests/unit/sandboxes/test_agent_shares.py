@@ -67,6 +67,14 @@ def test_a_pass_beyond_the_share_of_an_agent_destroys_the_sandboxes_of_others(le
     assert not Sandbox.objects.exclude(state="destroyed").exists()
 
 
+def test_agents_take_turns_within_the_limit_of_a_pass(lease_all, memory: MemoryProvider) -> None:
+    for n, lease in enumerate(lease_all()):
+        leasing.release(lease.pk, now=NOW + n * MINUTE)
+    passes.destroy_due(now=NOW + HOUR, limit=2)
+    destroyed = Sandbox.objects.filter(state="destroyed")
+    assert sorted(destroyed.values_list("agent_did", flat=True)) == [OTHER_AGENT, SLOW_AGENT]
+
+
 def test_a_pass_beyond_the_share_of_an_agent_evicts_the_sandboxes_of_others(lease_all, memory: MemoryProvider) -> None:
     for n, lease in enumerate(lease_all()):
         Sandbox.objects.filter(holder=lease.pk).update(idle_at=NOW + n * MINUTE)

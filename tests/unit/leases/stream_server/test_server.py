@@ -147,6 +147,24 @@ def test_output_that_the_agent_has_dropped_is_reported(gateway: Gateway, run: Ca
 
 
 @pytest.mark.usefixtures("agent")
+def test_program_that_ends_with_its_lease_is_closed_as_ended(
+    gateway: Gateway, run: Callable[[Check], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = LeaseEnded("released")
+    start_terminal(gateway, "sh", "-c", "read line")
+
+    async def check() -> None:
+        async with connect() as client:
+            await client.wait_for("start")
+            monkeypatch.setattr(access, "find_ended", lambda grants, **options: dict.fromkeys(grants, ended))
+            await client.type("\n")
+            assert await client.read_to_end() == terminals.CODE_ENDED
+            assert (await client.wait_for("exit"))["exit_code"] == 0
+
+    run(check)
+
+
+@pytest.mark.usefixtures("agent")
 def test_input_of_two_connections_is_written_once_each(gateway: Gateway, run: Callable[[Check], None]) -> None:
     start_terminal(gateway, "sh", "-c", "stty raw -echo; echo ready; exec cat")
 

@@ -160,15 +160,19 @@ class Command(BaseCommand):
             self._run(["apt-get", "install", "-y", "--no-install-recommends", "mmdebstrap"])
         with tempfile.TemporaryDirectory() as directory:
             root = Path(directory, "base.tar")
-            self._run(["mmdebstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", "bookworm", str(root)])
+            output = self._run(["mmdebstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", "bookworm", str(root)])
+            if not root.is_file():  # docker-py would take the path for a URL
+                raise CommandError(f"mmdebstrap has written no archive:\n{output[-4000:]}")
             self.client.import_image_from_file(str(root), *_split_image_name(LOCAL_BASE_IMAGE))
         self.stdout.write(f"built {LOCAL_BASE_IMAGE}")
         return LOCAL_BASE_IMAGE
 
-    def _run(self, argv: list[str]) -> None:
+    def _run(self, argv: list[str]) -> str:
+        """Return the text that the program writes to stderr. Raise CommandError if it fails."""
         result = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if result.returncode:
             raise CommandError(f"{argv[0]} failed:\n{result.stderr[-4000:]}")
+        return result.stderr
 
 
 def _split_image_name(name: str) -> tuple[str, str]:

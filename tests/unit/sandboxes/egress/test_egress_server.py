@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, time, timedelta
 from decimal import Decimal
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from django.db import OperationalError, connection, transaction
 
+from billing.models import HOUSE_ACCOUNT_NAME, Account, Membership
 from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType, Lease
 from sandboxes.db import sql as rows
@@ -130,8 +131,40 @@ def test_billing_identity_of_the_sandbox_is_overwritten(upstream: FakeUpstream, 
     assert (headers["x-litellm-end-user-id"], headers["x-litellm-call-id"]) == (sandbox.agent_did, row.call_id) != ("", "mine")
     reply = json.loads(headers["x-litellm-spend-logs-metadata"])
     assert reply == {"call": row.call_id, "run": "", "attempt": 1, "lease": str(sandbox.holder), "agent": sandbox.agent_did,
-                    "environment": sandbox.environment_id}  # fmt: skip
+                    "environment": sandbox.environment_id, "billing_account": "house"}  # fmt: skip
     assert body == {"messages": COMPLETION_REQUEST["messages"], "model": "gpt-4o-mini"}
+
+
+def test_call_states_the_account_of_its_agent_at_its_time(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
+    """An agent that joins, changes or leaves an account during its lease: each call states the account of its own day."""
+    acme, beta, house = (Account.objects.get_or_create(name=name)[0] for name in ("acme", "beta", HOUSE_ACCOUNT_NAME))
+    today = NOW.date()
+    stated = []
+
+    def call() -> None:
+        assert post(socket_path, COMPLETION_REQUEST)[0] == 200
+        stated.append(json.loads(upstream.requests[-1][1]["x-litellm-spend-logs-metadata"])["billing_account"])
+
+    Membership.objects.create(agent_did="did:plc:other", account=beta, since=today)
+    call()
+    joined = Membership.objects.create(agent_did=sandbox.agent_did, account=acme, since=today)
+    call()
+    joined.account = beta
+    joined.save()
+    call()
+    Membership.objects.create(agent_did=sandbox.agent_did, account=acme, since=today + timedelta(days=1))
+    call()  # the change begins tomorrow
+    Membership.objects.create(agent_did=sandbox.agent_did, account=acme, since=today - timedelta(days=1))
+    call()  # the latest membership counts
+    joined.account = house
+    joined.save()
+    call()
+    assert stated == ["house", "acme", "beta", "beta", "beta", "house"]
+    assert sandbox.slot is not None
+    tomorrow = datetime.combine(today + timedelta(days=1), time(), UTC)
+    just_before = tomorrow - timedelta(microseconds=1)
+    accounts = [authorization.identify_caller(sandbox.slot, now=now).billing_account for now in (just_before, tomorrow)]
+    assert accounts == ["house", "acme"]
 
 
 def test_call_within_a_run_references_the_run(

@@ -14,9 +14,9 @@ import structlog
 from django.conf import settings
 from django.db import transaction
 
-from leases import execution, leasing, sweeps
+from leases import execution, leasing, run_ids, sweeps
 from leases.allow_lists import AllowLists
-from leases.errors import Conflict, InvalidRequest, LeaseEnded
+from leases.errors import InvalidRequest, LeaseEnded
 from leases.models import Lease, LeaseStatus
 from sandboxes import destruction
 from sandboxes.claims import KILL_GRACE, track, track_transfer
@@ -26,6 +26,7 @@ from sandboxes.egress.environment import build_environment
 from sandboxes.errors import (
     ClaimLost,
     ProviderCallFailed,
+    RunExists,
     SandboxBusy,
     SandboxError,
     SandboxLost,
@@ -126,7 +127,7 @@ def run_once(request: OneShotRequest, *, now: datetime, actor: str = "", admit: 
     """Run one command in a new sandbox, which is destroyed afterwards.
 
     A command that fails, and a sandbox that does not start, are results. Errors that prevent the start are raised:
-    InvalidRequest, NotAllowed, Conflict for a used id, exhausted capacity, quota or budget, and any exception of `admit`.
+    InvalidRequest, NotAllowed, RunExists, exhausted capacity, quota or budget, and any exception of `admit`.
     In both cases the lease ends and its sandbox is destroyed: by the sweeps if `cleaned_up` is False or this process dies."""
     clock = clock_from(now)
     lease = _grant_lease(request, now=now, actor=actor, admit=admit)
@@ -235,11 +236,10 @@ def _grant_lease(request: OneShotRequest, *, now: datetime, actor: str, admit: C
         raise InvalidRequest("limits.timeout_seconds", f"Must be at most {max(max_timeout, 0):.0f} for this environment type.")
     if request.memory_mib is not None and not MIN_MEMORY_MIB <= request.memory_mib <= settings.RUN_MEMORY_MOST_MIB:
         raise InvalidRequest("limits.memory_mib", f"Must be from {MIN_MEMORY_MIB} to {settings.RUN_MEMORY_MOST_MIB}.")
-    if Lease.objects.filter(pk=request.run_id).exists():
-        raise Conflict("A run with this id already exists.")
+    run_ids.require_unused(request.run_id)
     lease, is_new = leasing.acquire(lease_request, now=now, actor=actor, admit=admit)
     if not is_new:
-        raise Conflict("A run with this id already exists.")
+        raise RunExists()
     return lease
 
 

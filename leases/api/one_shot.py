@@ -19,6 +19,7 @@ from leases.api.base import schema
 from leases.api.base.fields import (
     AnyStringField,
     PatternField,
+    RunIdField,
     StrictBooleanField,
     StrictIntegerField,
     StrictSerializer,
@@ -29,7 +30,7 @@ from leases.api.base.fields import (
     parse_encoding,
     seconds_to_timedelta,
 )
-from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.idempotency import StatusAndBody, build_chosen_id
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.queue_fields import (
     QueuedRunSerializer,
@@ -46,7 +47,7 @@ from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult
 from leases.queue import queue, runner
 from sandboxes.claims import KILL_GRACE
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import Pool
+from sandboxes.models import Pool, Run
 from sandboxes.providers import tar_validation
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.errors import Rejected, TooLarge
@@ -69,6 +70,7 @@ class LimitsSerializer(StrictSerializer):
 
 
 class NewRunSerializer(QueueSerializer, ProgramSerializer):
+    run_id = RunIdField("With queued: that of the queued run.")
     lease_id = StrictUUIDField(
         required=False, allow_null=True, help_text="With queued: lease of the agent in whose sandbox the command runs."
     )
@@ -163,7 +165,8 @@ class OneShotRunCreateView(ApiView):
             return 200, serialize_one_shot_result(result, workspace_out.getvalue(), encoding)
 
         max_duration = one_shot_request.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
-        return self.execute_once(act, max_duration=max_duration, repeatable=False)
+        own_runs = Run.objects.filter(holder=data.get("run_id"), agent_did=data["agent_did"])
+        return self.execute_once(act, max_duration=max_duration, repeatable=False, chosen=build_chosen_id(data, own_runs))
 
     def _enqueue(self, data: dict[str, Any], encoding: str) -> HttpResponse:
         """Add the command to the queue. Placement, allow lists and lease are checked now, and again when the run starts.
@@ -196,7 +199,7 @@ class OneShotRunCreateView(ApiView):
             runner.get_runner().notify()
             return 202, serialize_queued_run(row)
 
-        return self.execute_once(act)
+        return self.execute_once(act, chosen=build_chosen_id(data, Run.objects.none()))
 
     def _find_placement(self, data: Mapping[str, Any]) -> tuple[Lease | None, Pool]:
         """Return the lease of a queued run, or None, and its pool. Raise the errors of a wrong lease or placement."""

@@ -2,6 +2,7 @@
 
 import io
 import signal
+import uuid
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def test_an_unconfirmed_destroy_is_reported(memory, capsys) -> None:
         (["--timeout", "2h"], "at most 3600 seconds"), (["--timeout", "soon"], "--timeout: "),
         (["--memory", "5000"], "Must be from 16"),
         (["--type", "chess"], "no such environment type"), (["--pool", "none"], "no such pool"),
+        (["--run-id", "task-123"], "not a UUID"), (["--run-id", str(uuid.uuid5(uuid.NAMESPACE_DNS, "task"))], "random UUID"),
         (["--agent", "%(x)s"], "--agent: "), (["--stdin", "/no/such"], "No such file"),
         (["--workspace", "/no/such"], "No such file"), (["--workspace", "/etc/passwd"], "is not a directory"),
     ],

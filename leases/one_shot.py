@@ -91,6 +91,7 @@ class OneShotRequest:
     pool: str = ""
     key_id: str = ""  # API key of the caller, "" without one
     allowed: AllowLists | None = None  # of the caller's API key; None: no restriction
+    llm_proxy: bool = True  # False: the model calls of the command are refused
     run_id: UUID = field(default_factory=uuid4)
     attempt: int = 1  # of a queued run
     wrap_guard: execution.WrapGuard | None = None  # adds conditions to the guard of the lease
@@ -228,7 +229,7 @@ def _grant_lease(request: OneShotRequest, *, now: datetime, actor: str, admit: C
     lease_request = leasing.LeaseRequest(
         request.agent_did, f"run-{request.run_id}", request.environment_type,
         ttl=request.max_duration, max_ttl=request.max_duration, pool=request.pool, key_id=request.key_id,
-        allowed=request.allowed, id=request.run_id,
+        allowed=request.allowed, id=request.run_id, llm_enabled=request.llm_proxy,
     )  # fmt: skip
     environment_type, _ = leasing.find_type_and_pool(lease_request)
     if request.max_duration > environment_type.max_ttl:

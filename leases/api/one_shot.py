@@ -69,6 +69,10 @@ class LimitsSerializer(StrictSerializer):
     validate_timeout_seconds = ExecSerializer.validate_timeout_seconds
 
 
+class LlmProxySerializer(StrictSerializer):
+    enabled = StrictBooleanField(default=True, help_text="false: the model calls of the run are refused.")
+
+
 class NewRunSerializer(QueueSerializer, ProgramSerializer):
     run_id = RunIdField("With queued: that of the queued run.")
     lease_id = StrictUUIDField(
@@ -90,6 +94,7 @@ class NewRunSerializer(QueueSerializer, ProgramSerializer):
     )
     return_workspace = StrictBooleanField(default=False, help_text=f"Return the content of {WORKSPACE} after the command.")
     limits = LimitsSerializer(required=False, allow_null=True)
+    llm_proxy = LlmProxySerializer(required=False, allow_null=True)
     environment_type = PatternField(
         r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True,
         help_text="Environment type of the run. Default: run.",
@@ -187,6 +192,7 @@ class OneShotRunCreateView(ApiView):
             "memory_mib": limits.get("memory_mib"),
             "environment_type": data.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
             "pool": data.get("pool") or "",
+            "llm_proxy": has_llm_proxy(data),
             "key_id": self.key_id,
         }
         secrets = {"env": data["env"], "stdin": queue.encode_bytes(decode_input(data["stdin"], encoding, "stdin"))}
@@ -215,6 +221,8 @@ class OneShotRunCreateView(ApiView):
             value = (data.get("limits") or {}).get("memory_mib") if "." in name else data.get(name)
             if value is not None:
                 raise InvalidRequest(name, "Not with lease_id.")
+        if data.get("llm_proxy") is not None:
+            raise InvalidRequest("llm_proxy", "Not with lease_id: the other commands of a sandbox share its model proxy.")
         lease = self.caller.get_lease(data["lease_id"])
         if lease.agent_did != data["agent_did"]:
             raise InvalidRequest("lease_id", "The lease belongs to another agent.")
@@ -252,7 +260,13 @@ def build_one_shot_request(data: Mapping[str, Any], encoding: str, workspace_out
         memory_mib=limits.get("memory_mib"),
         environment_type=data.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
         pool=data.get("pool") or "",
+        llm_proxy=has_llm_proxy(data),
     )
+
+
+def has_llm_proxy(data: Mapping[str, Any]) -> bool:
+    """Return whether the run of a validated body may make model calls."""
+    return bool((data.get("llm_proxy") or {}).get("enabled", True))
 
 
 def _decode_workspace(text: str) -> BinaryIO:

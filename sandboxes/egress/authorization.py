@@ -123,6 +123,7 @@ def open_model_call(
         return row
 
     def check(caller: CallerIdentity, policy: Policy) -> None:
+        require_enabled(caller)
         if size > policy.largest_body_kib << 10:
             raise build_too_large_refusal(policy.largest_body_kib)
         _check_model(model, policy)
@@ -131,6 +132,12 @@ def open_model_call(
         _check_spend_limit(caller)
 
     return _admit_call(slot, build, check, now=now)
+
+
+def require_enabled(caller: CallerIdentity) -> None:
+    """Raise CallRefused if the lease of the sandbox was granted without the model proxy."""
+    if not caller.sandbox.llm_enabled:
+        raise CallRefused(403, "llm_proxy_disabled", "This run was started without the model proxy.")
 
 
 def find_max_body_bytes(slot: int, *, now: datetime) -> int:

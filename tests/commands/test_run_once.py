@@ -83,6 +83,20 @@ def test_an_unconfirmed_destroy_is_reported(memory, capsys) -> None:
     assert capsys.readouterr().err.endswith("the destruction of the sandbox is not confirmed yet; the sweeps continue it\n")
 
 
+def test_command_runs_without_the_model_proxy() -> None:
+    assert exit_code("--no-llm-proxy", "--", "true") == 0
+    assert not Sandbox.objects.get().llm_enabled
+
+
+def test_chosen_id_names_the_run_and_runs_once(capfd) -> None:
+    run_id = str(uuid.uuid4())
+    assert exit_code("--run-id", run_id, "--", "true") == 0
+    assert str(Run.objects.get().pk) == run_id
+    with pytest.raises(CommandError, match="A run with this run_id exists"):
+        call_command("run_once", "--agent", "did:plc:bob", "--run-id", run_id, "--", "true")
+    assert Run.objects.count() == 1
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

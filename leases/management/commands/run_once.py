@@ -70,6 +70,9 @@ Each of these is also reported on stderr, since a command can exit with the same
             help=f"environment type; default: {one_shot.DEFAULT_ENVIRONMENT_TYPE}",
         )
         parser.add_argument("--pool", default="", help="default: pool of the environment type")
+        parser.add_argument(
+            "--no-llm-proxy", action="store_false", dest="llm_proxy", help="refuse the model calls of the command"
+        )
         parser.add_argument("--run-id", metavar="UUID", help="random UUID of the run; an id of an earlier run is refused")
         parser.add_argument("argv", nargs="+", help="after --: program and arguments, run without a shell")
 
@@ -148,7 +151,7 @@ def _build_one_shot_request(
         require_utf8("argv", word)
     request = OneShotRequest(
         agent, options["argv"], _parse_timeout(options["timeout"]),
-        memory_mib=options["memory"], environment_type=options["type"], pool=options["pool"],
+        memory_mib=options["memory"], environment_type=options["type"], pool=options["pool"], llm_proxy=options["llm_proxy"],
     )  # fmt: skip
     if options["run_id"]:
         request = replace(request, run_id=_parse_run_id(options["run_id"]))

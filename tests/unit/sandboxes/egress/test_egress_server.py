@@ -17,15 +17,18 @@ from aiohttp import web
 from django.db import OperationalError, connection, transaction
 
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Membership
-from leases import execution, leasing, sweeps
+from leases import execution, leasing, one_shot, sweeps
 from leases.models import EnvironmentType, Lease
+from leases.one_shot import OneShotRequest
 from sandboxes.db import sql as rows
 from sandboxes.egress import authorization
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Policy, Pool, Run, Sandbox
 from sandboxes.pool import allocation
+from sandboxes.providers.memory import ProgramResult
 from sandboxes.runs.operations import Command
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.servers import egress
 from tests.support.servers.egress import (
@@ -468,6 +471,32 @@ def test_calls_through_a_reused_slot_are_billed_to_its_current_holder(
             assert Sandbox.objects.values_list("state", "slot").get(holder=lease.pk) == ("destroyed", 0)
     assert [*LlmCall.objects.order_by("pk").values_list("agent_did", flat=True)] == agents
     assert [headers["x-litellm-end-user-id"] for _, headers, _ in upstream.requests] == agents
+
+
+@pytest.mark.parametrize("is_prewarmed", [False, True])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_run_without_the_model_proxy_makes_no_model_call(
+    settings, upstream: FakeUpstream, loop: EventLoopThread, pool: Pool, memory, enabled: bool, is_prewarmed: bool
+) -> None:
+    settings.EGRESS_SLOTS = 1
+    answers = []
+    with run_server(loop, slot=0, server=EgressServer(now=lambda: NOW)) as path:
+
+        def call_models(call: object) -> ProgramResult:
+            answers.extend([egress.post(path, COMPLETION_REQUEST)[0], egress.get_status(path, "/v1/models")])
+            return ProgramResult(exit_code=0, stdout=b"", stderr=b"")
+
+        memory.programs["call-models"] = call_models
+        if is_prewarmed:
+            Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+            passes.warm_pools(now=NOW)
+        request = OneShotRequest("did:plc:ada", ["call-models"], MINUTE, pool=pool.name, llm_proxy=enabled)
+        assert one_shot.run_once(request, now=NOW).outcome == "ok"
+        wait_until_closed()
+    assert answers == ([200, 200] if enabled else [403, 403])
+    assert len(upstream.requests) == enabled
+    call = LlmCall.objects.get()
+    assert (call.outcome, call.code) == (("ok", "") if enabled else ("refused", "llm_proxy_disabled"))
 
 
 def test_model_outside_the_allow_list_is_refused(settings, upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:

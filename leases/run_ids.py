@@ -10,7 +10,7 @@ RANDOM_UUID_VERSIONS = (4, 7)
 
 
 def is_random(run_id: UUID) -> bool:
-    """Return whether nobody can predict the id. A predictable one could be taken before its owner uses it."""
+    """Return whether the id is random. A predictable id could be taken before its owner uses it."""
     return run_id.version in RANDOM_UUID_VERSIONS
 
 

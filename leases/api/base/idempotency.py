@@ -173,10 +173,10 @@ def _claim_key(
     for _ in range(5):
         try:
             with transaction.atomic():
-                row = IdempotentRequest.objects.create(
+                created = IdempotentRequest.objects.create(
                     key_holder=holder, key=key, fingerprint=fingerprint, run_id=run_id, **columns
                 )
-            return row, True
+            return created, True
         except IntegrityError:
             same = Q(key_holder=holder, key=key)
             row = IdempotentRequest.objects.filter(same | Q(run_id=run_id) if run_id else same).first()

@@ -8,6 +8,12 @@ from datetime import date
 from operator import itemgetter
 
 AccountHistory = Sequence[tuple[date, int]]
+HOUSE_ACCOUNT_NAME = "house"  # account of agents without a membership
+# Account of the agent of a row of sandboxes_sandbox. The parameter is the UTC date.
+CALLER_ACCOUNT_SQL = f"""SELECT COALESCE((SELECT name FROM billing_membership
+    JOIN billing_account ON billing_account.id = billing_membership.account_id
+    WHERE billing_membership.agent_did = sandboxes_sandbox.agent_did AND since <= %s
+    ORDER BY since DESC LIMIT 1), '{HOUSE_ACCOUNT_NAME}')"""  # noqa: S608 - no user input
 
 
 def find_account_on(history: AccountHistory, day: date, house: int) -> int:

@@ -119,6 +119,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.ProviderCallFailed: 503,
     sandboxes.SandboxLost: 410,
     sandboxes.OutcomeUnknown: 409,
+    sandboxes.RunExists: 409,
     provider.NoSuchFile: 404,
     provider.FileExists: 409,
     provider.BadPath: 400,

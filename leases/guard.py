@@ -69,6 +69,7 @@ def build_terms(lease: Lease) -> HolderTerms:
     return HolderTerms(
         excludes=environment_type.snapshot_excludes,
         llm_limit=lease.llm_limit,
+        llm_enabled=lease.llm_enabled,
         policy=environment_type.policy,
         suspend_after=environment_type.suspend_after,
         held_until=lease.max_expires_at,

@@ -65,6 +65,7 @@ class LeaseRequest:
     resources: Resources | None = None  # of the sandboxes; None: those of the pool
     key_id: str = ""  # API key of the caller, "" without one; budgets may apply to the key
     allowed: AllowLists | None = None  # of the caller's API key; None: an operator's command, without restriction
+    llm_enabled: bool = True  # False: model calls of the sandboxes are refused
     id: UUID | None = None  # key of the new lease, which must be unused; None generates one
 
 
@@ -209,6 +210,7 @@ def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> L
         environment_id=request.environment_id,
         environment_type=environment_type,
         llm_limit=environment_type.llm_limit,
+        llm_enabled=request.llm_enabled,
         pool=pool_row,
         pools=[request.pool] if request.pool else [*request.allowed.pools] if request.allowed else [],
         memory_mib=resources.memory_mib,

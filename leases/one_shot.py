@@ -14,9 +14,9 @@ import structlog
 from django.conf import settings
 from django.db import transaction
 
-from leases import execution, leasing, sweeps
+from leases import execution, leasing, run_ids, sweeps
 from leases.allow_lists import AllowLists
-from leases.errors import Conflict, InvalidRequest, LeaseEnded
+from leases.errors import InvalidRequest, LeaseEnded
 from leases.models import Lease, LeaseStatus
 from sandboxes import destruction
 from sandboxes.claims import KILL_GRACE, track, track_transfer
@@ -26,6 +26,7 @@ from sandboxes.egress.environment import build_environment
 from sandboxes.errors import (
     ClaimLost,
     ProviderCallFailed,
+    RunExists,
     SandboxBusy,
     SandboxError,
     SandboxLost,
@@ -90,6 +91,7 @@ class OneShotRequest:
     pool: str = ""
     key_id: str = ""  # API key of the caller, "" without one
     allowed: AllowLists | None = None  # of the caller's API key; None: no restriction
+    llm_proxy: bool = True  # False: the model calls of the command are refused
     run_id: UUID = field(default_factory=uuid4)
     attempt: int = 1  # of a queued run
     wrap_guard: execution.WrapGuard | None = None  # adds conditions to the guard of the lease
@@ -126,7 +128,7 @@ def run_once(request: OneShotRequest, *, now: datetime, actor: str = "", admit: 
     """Run one command in a new sandbox, which is destroyed afterwards.
 
     A command that fails, and a sandbox that does not start, are results. Errors that prevent the start are raised:
-    InvalidRequest, NotAllowed, Conflict for a used id, exhausted capacity, quota or budget, and any exception of `admit`.
+    InvalidRequest, NotAllowed, RunExists, exhausted capacity, quota or budget, and any exception of `admit`.
     In both cases the lease ends and its sandbox is destroyed: by the sweeps if `cleaned_up` is False or this process dies."""
     clock = clock_from(now)
     lease = _grant_lease(request, now=now, actor=actor, admit=admit)
@@ -227,7 +229,7 @@ def _grant_lease(request: OneShotRequest, *, now: datetime, actor: str, admit: C
     lease_request = leasing.LeaseRequest(
         request.agent_did, f"run-{request.run_id}", request.environment_type,
         ttl=request.max_duration, max_ttl=request.max_duration, pool=request.pool, key_id=request.key_id,
-        allowed=request.allowed, id=request.run_id,
+        allowed=request.allowed, id=request.run_id, llm_enabled=request.llm_proxy,
     )  # fmt: skip
     environment_type, _ = leasing.find_type_and_pool(lease_request)
     if request.max_duration > environment_type.max_ttl:
@@ -235,11 +237,10 @@ def _grant_lease(request: OneShotRequest, *, now: datetime, actor: str, admit: C
         raise InvalidRequest("limits.timeout_seconds", f"Must be at most {max(max_timeout, 0):.0f} for this environment type.")
     if request.memory_mib is not None and not MIN_MEMORY_MIB <= request.memory_mib <= settings.RUN_MEMORY_MOST_MIB:
         raise InvalidRequest("limits.memory_mib", f"Must be from {MIN_MEMORY_MIB} to {settings.RUN_MEMORY_MOST_MIB}.")
-    if Lease.objects.filter(pk=request.run_id).exists():
-        raise Conflict("A run with this id already exists.")
+    run_ids.require_unused(request.run_id)
     lease, is_new = leasing.acquire(lease_request, now=now, actor=actor, admit=admit)
     if not is_new:
-        raise Conflict("A run with this id already exists.")
+        raise RunExists()
     return lease
 
 

@@ -164,6 +164,12 @@ class OutcomeUnknown(SandboxError):
     code = "outcome_unknown"
 
 
+class RunExists(SandboxError):
+    """A run with this run_id exists. Read it if it is yours, or choose another random UUID."""
+
+    code = "run_exists"
+
+
 class QuotaExceeded(SandboxError):
     """The agent has reached its quota of sandboxes in this pool."""
 

@@ -16,6 +16,7 @@ class HolderTerms:
 
     excludes: Sequence[str] = ()  # patterns of paths that workspace snapshots exclude
     llm_limit: Decimal | None = None  # USD that model calls may cost; None: unlimited
+    llm_enabled: bool = True  # False: every model call is refused
     policy: Policy | None = None  # None: the built-in policy "sealed"
     suspend_after: timedelta | None = None  # time in `waiting` after which the sandbox is suspended; None: never
     held_until: datetime | None = None  # latest end of the holder, renewals included; None: not known

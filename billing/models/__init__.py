@@ -1,6 +1,7 @@
 """Models of the app. The package re-exports every model."""
 
-from billing.models.accounts import HOUSE_ACCOUNT_NAME, Account, Membership
+from billing.membership import HOUSE_ACCOUNT_NAME
+from billing.models.accounts import Account, Membership
 from billing.models.budgets import Budget, Tab
 from billing.models.costs import CostRecord
 from billing.models.rates import BillableItem, Rate

@@ -12,10 +12,9 @@ from django.utils.functional import cached_property
 
 from billing import membership
 from billing.dates import EPOCH, EPOCH_DATE, start_of_next_month, to_utc_date
+from billing.membership import HOUSE_ACCOUNT_NAME
 from billing.models.statements import Statement
 from billing.models.usage import Unpriced, UsageRecord, Watermark
-
-HOUSE_ACCOUNT_NAME = "house"  # account of agents without a membership
 
 
 class Account(models.Model):

@@ -115,7 +115,7 @@ class LeaseAdmin(ReadOnlyModelAdmin):
         "id", "agent_did", "environment_id", "environment_type", "pool", "memory_mib", "millicpus", "size",
         "disk_mib", "gpus", "gpu_type", "image", "status", "leased_at", "last_activity_at",
         "ttl", "expires_at", "max_expires_at", "sleep_after", "auto_stop", "auto_delete", "expiry_conditions", "llm_limit",
-        "ended_at", "end_reason", "destroyed_at",
+        "llm_enabled", "ended_at", "end_reason", "destroyed_at",
     )  # fmt: skip
     change_form_outer_before_template = "admin/leases/lease/timeline.html"
     row_actions = {"limit_spending": SET_SPEND_LIMIT_ACTION, "end_lease": END_LEASE_ACTION}

@@ -138,7 +138,7 @@ def execute(
     try:
         execution.exec_command(row.lease_id, command, now=clock(), actor=actor, wrap_guard=wrap)
     except Exception:
-        if not Run.objects.filter(pk=row.pk).exclude(NEVER_STARTED).exists():
+        if not Run.objects.filter(pk=row.pk, holder=row.lease_id).exclude(NEVER_STARTED).exists():
             AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True).delete()
         raise
     finally:

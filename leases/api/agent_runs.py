@@ -27,12 +27,13 @@ from leases.api.base.fields import (
     ArgvField,
     EnvField,
     PatternField,
+    RunIdField,
     StrictBooleanField,
     StrictCharField,
     StrictIntegerField,
     seconds_to_timedelta,
 )
-from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.idempotency import StatusAndBody, build_chosen_id
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, ApiView, LeaseApiView
 from leases.api.command_threads import CommandThread
@@ -69,6 +70,7 @@ REFUSED_OPTIONS = {
 
 
 class NewAgentRunSerializer(QueueSerializer):
+    run_id = RunIdField("With queued: that of the queued run.")
     cli = serializers.ChoiceField(
         sorted(CLIS), default="claude-code", help_text="Agent CLI; it must be in the sandbox's image."
     )
@@ -162,15 +164,20 @@ class AgentRunStarter(ApiView):
 
     max_body_bytes = 2 * MAX_PROMPT_BYTES
 
-    def start(self, find_lease: Callable[[], Lease], data: Mapping[str, Any], limits: AgentPolicy) -> HttpResponse:
-        """Start the run of a validated body in the lease, and respond once its command has begun; with `queued`, at once.
+    def start(
+        self, find_lease: Callable[[], Lease], data: Mapping[str, Any], limits: AgentPolicy, *, agent_did: str
+    ) -> HttpResponse:
+        """Start the run of a validated body in a lease of the agent, and respond once it has begun; with `queued`, at once.
 
         `limits` apply besides those of the lease's environment type. `find_lease` is called once the request is known to be no
         repetition."""
         default = min(settings.EXEC_TIMEOUT_MOST, settings.AGENT_RUN_TIMEOUT_MOST)
         timeout = seconds_to_timedelta(data, "timeout_seconds") or default
         if data["queued"]:
-            return self.execute_once(lambda run_id: self._enqueue(run_id, find_lease(), data, timeout, limits))
+            return self.execute_once(
+                lambda run_id: self._enqueue(run_id, find_lease(), data, timeout, limits),
+                chosen=build_chosen_id(data, Run.objects.none()),
+            )
         require_queued(data)
 
         def rebuild(run: Run) -> StatusAndBody | None:
@@ -183,6 +190,7 @@ class AgentRunStarter(ApiView):
             max_duration=max_duration,
             repeatable=False,
             rebuild=rebuild,
+            chosen=build_chosen_id(data, Run.objects.filter(agent_did=agent_did)),
         )
 
     def _begin(
@@ -196,7 +204,8 @@ class AgentRunStarter(ApiView):
             lambda started: lifecycle.execute(created, request, on_start=started.set, now=clock(), actor=actor)
         )
         thread.start_and_wait()
-        if thread.error is not None and not Run.objects.filter(pk=run_id).exclude(NEVER_STARTED).exists():
+        own_run = Run.objects.filter(pk=run_id, holder=lease.pk)
+        if thread.error is not None and not own_run.exclude(NEVER_STARTED).exists():
             raise thread.error  # nothing was executed
         return 201, serialize_agent_run(lifecycle.find(lease.pk, run_id))
 
@@ -273,7 +282,8 @@ class AgentRunListView(AgentRunStarter, LeaseApiView):
 
         Read the messages from the stream of the run. A client that goes away does not end the run. With `queued`, the answer is
         202 with the queued run, which a runner executes later."""
-        return self.start(lambda: self.lease, self.validate_body(NEW_AGENT_RUN_SERIALIZER), AgentPolicy())
+        data = self.validate_body(NEW_AGENT_RUN_SERIALIZER)
+        return self.start(lambda: self.lease, data, AgentPolicy(), agent_did=self.lease.agent_did)
 
 
 class AgentRunView(LeaseApiView):

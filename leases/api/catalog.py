@@ -103,7 +103,7 @@ class CatalogRunListView(AgentRunStarter):
             "cli": agent.cli, "model": agent.model, "permission_mode": agent.permission_mode, "argv": agent.argv,
             "system_prompt": agent.system_prompt,
         }  # fmt: skip
-        return self.start(acquire, data | fixed, agent.limits)
+        return self.start(acquire, data | fixed, agent.limits, agent_did=data["agent_did"])
 
 
 def _get_enabled() -> Any:

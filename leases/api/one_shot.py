@@ -19,6 +19,7 @@ from leases.api.base import schema
 from leases.api.base.fields import (
     AnyStringField,
     PatternField,
+    RunIdField,
     StrictBooleanField,
     StrictIntegerField,
     StrictSerializer,
@@ -29,7 +30,7 @@ from leases.api.base.fields import (
     parse_encoding,
     seconds_to_timedelta,
 )
-from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.idempotency import StatusAndBody, build_chosen_id
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.queue_fields import (
     QueuedRunSerializer,
@@ -46,7 +47,7 @@ from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult
 from leases.queue import queue, runner
 from sandboxes.claims import KILL_GRACE
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import Pool
+from sandboxes.models import Pool, Run
 from sandboxes.providers import tar_validation
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.errors import Rejected, TooLarge
@@ -68,7 +69,12 @@ class LimitsSerializer(StrictSerializer):
     validate_timeout_seconds = ExecSerializer.validate_timeout_seconds
 
 
+class LlmProxySerializer(StrictSerializer):
+    enabled = StrictBooleanField(default=True, help_text="false: the model calls of the run are refused.")
+
+
 class NewRunSerializer(QueueSerializer, ProgramSerializer):
+    run_id = RunIdField("With queued: that of the queued run.")
     lease_id = StrictUUIDField(
         required=False, allow_null=True, help_text="With queued: lease of the agent in whose sandbox the command runs."
     )
@@ -88,6 +94,7 @@ class NewRunSerializer(QueueSerializer, ProgramSerializer):
     )
     return_workspace = StrictBooleanField(default=False, help_text=f"Return the content of {WORKSPACE} after the command.")
     limits = LimitsSerializer(required=False, allow_null=True)
+    llm_proxy = LlmProxySerializer(required=False, allow_null=True)
     environment_type = PatternField(
         r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True,
         help_text="Environment type of the run. Default: run.",
@@ -163,7 +170,8 @@ class OneShotRunCreateView(ApiView):
             return 200, serialize_one_shot_result(result, workspace_out.getvalue(), encoding)
 
         max_duration = one_shot_request.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
-        return self.execute_once(act, max_duration=max_duration, repeatable=False)
+        own_runs = Run.objects.filter(holder=data.get("run_id"), agent_did=data["agent_did"])
+        return self.execute_once(act, max_duration=max_duration, repeatable=False, chosen=build_chosen_id(data, own_runs))
 
     def _enqueue(self, data: dict[str, Any], encoding: str) -> HttpResponse:
         """Add the command to the queue. Placement, allow lists and lease are checked now, and again when the run starts.
@@ -184,6 +192,7 @@ class OneShotRunCreateView(ApiView):
             "memory_mib": limits.get("memory_mib"),
             "environment_type": data.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
             "pool": data.get("pool") or "",
+            "llm_proxy": has_llm_proxy(data),
             "key_id": self.key_id,
         }
         secrets = {"env": data["env"], "stdin": queue.encode_bytes(decode_input(data["stdin"], encoding, "stdin"))}
@@ -196,7 +205,7 @@ class OneShotRunCreateView(ApiView):
             runner.get_runner().notify()
             return 202, serialize_queued_run(row)
 
-        return self.execute_once(act)
+        return self.execute_once(act, chosen=build_chosen_id(data, Run.objects.none()))
 
     def _find_placement(self, data: Mapping[str, Any]) -> tuple[Lease | None, Pool]:
         """Return the lease of a queued run, or None, and its pool. Raise the errors of a wrong lease or placement."""
@@ -212,6 +221,8 @@ class OneShotRunCreateView(ApiView):
             value = (data.get("limits") or {}).get("memory_mib") if "." in name else data.get(name)
             if value is not None:
                 raise InvalidRequest(name, "Not with lease_id.")
+        if data.get("llm_proxy") is not None:
+            raise InvalidRequest("llm_proxy", "Not with lease_id: the other commands of a sandbox share its model proxy.")
         lease = self.caller.get_lease(data["lease_id"])
         if lease.agent_did != data["agent_did"]:
             raise InvalidRequest("lease_id", "The lease belongs to another agent.")
@@ -249,7 +260,13 @@ def build_one_shot_request(data: Mapping[str, Any], encoding: str, workspace_out
         memory_mib=limits.get("memory_mib"),
         environment_type=data.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
         pool=data.get("pool") or "",
+        llm_proxy=has_llm_proxy(data),
     )
+
+
+def has_llm_proxy(data: Mapping[str, Any]) -> bool:
+    """Return whether the run of a validated body may make model calls."""
+    return bool((data.get("llm_proxy") or {}).get("enabled", True))
 
 
 def _decode_workspace(text: str) -> BinaryIO:

@@ -17,6 +17,7 @@ from leases.api.base.fields import (
     ArgvField,
     EnvField,
     PatternField,
+    RunIdField,
     StrictCharField,
     StrictIntegerField,
     StrictSerializer,
@@ -25,7 +26,7 @@ from leases.api.base.fields import (
     parse_encoding,
     seconds_to_timedelta,
 )
-from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.idempotency import StatusAndBody, build_chosen_id
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, HotLeaseApiView, LeaseApiView
 from leases.api.turns import MAX_TURN_NUMBER
@@ -76,6 +77,7 @@ class LeaseProgramSerializer(ProgramSerializer):
 
 
 class ExecSerializer(LeaseProgramSerializer):
+    run_id = RunIdField()
     stdin = AnyStringField(default="")
     timeout_seconds = StrictIntegerField(
         min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT of the server."
@@ -157,7 +159,7 @@ class ExecView(HotLeaseApiView):
             try:
                 run, result = execution.exec_command(pk, command, now=database_time.now(), actor=self.actor)
             except (LeaseEnded, ProviderCallFailed, SandboxLost) as failed:
-                if Run.objects.filter(pk=run_id).exists():
+                if Run.objects.filter(pk=run_id, holder=pk).exists():
                     failed.extra["run_id"] = str(run_id)  # run with the known part of the outcome
                 raise
             return 200, serialize_exec_result(run, result, encoding)
@@ -167,7 +169,8 @@ class ExecView(HotLeaseApiView):
             return (200, answer) if answer else None
 
         max_duration = settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE
-        return self.execute_once(act, max_duration=max_duration, repeatable=False, rebuild=rebuild)
+        chosen = build_chosen_id(data, Run.objects.filter(holder=pk))
+        return self.execute_once(act, max_duration=max_duration, repeatable=False, rebuild=rebuild, chosen=chosen)
 
 
 class RunListView(LeaseApiView):

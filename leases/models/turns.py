@@ -79,6 +79,7 @@ class IdempotentRequest(models.Model):
     deadline_at = models.DateTimeField(help_text="Past this time a request without a response counts as abandoned.")
     claimed_by = models.CharField(max_length=64, blank=True, help_text="Control-plane instance that executes the request.")
     expires_at = models.DateTimeField(db_index=True)
+    run_id = models.UUIDField(null=True, unique=True, help_text="Run that the caller named. It belongs to one key holder.")
     status_code = models.PositiveSmallIntegerField(null=True)
     body = models.TextField(blank=True)
 

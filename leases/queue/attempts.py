@@ -117,6 +117,7 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
                 memory_mib=request["memory_mib"], environment_type=request["environment_type"], pool=request["pool"],
                 key_id=request["key_id"], allowed=AllowLists.of_key(key) if key else None, run_id=run_id, wrap_guard=wrap,
                 attempt=row.run_attempt,
+                llm_proxy=request.get("llm_proxy", True),
             ),
             now=clock(), actor=row.actor, admit=admit,
         )  # fmt: skip

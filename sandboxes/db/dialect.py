@@ -5,7 +5,7 @@ the database builds, because a row becomes text without a model instance. Both d
 
 import json
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import Any
 from uuid import UUID
 
@@ -77,9 +77,11 @@ def set_fillfactor(table: str, percent: int) -> str:
 
 # --- parameters and values of the driver --------------------------------------------------------------------------
 def adapt_value(value: Any) -> Any:
-    """Convert a parameter for the driver. SQLite has no UUID or timestamp type."""
+    """Convert a parameter for the driver. SQLite has no UUID, timestamp or date type."""
     if isinstance(value, datetime):
         return get_connection().ops.adapt_datetimefield_value(value)
+    if isinstance(value, date):
+        return get_connection().ops.adapt_datefield_value(value)
     if isinstance(value, UUID):
         return value if get_connection().features.has_native_uuid_field else value.hex
     return value

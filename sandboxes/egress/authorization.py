@@ -6,7 +6,7 @@ changes therefore need no notification, and a pre-warmed sandbox acquires an ide
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from uuid import UUID
 
@@ -16,6 +16,7 @@ from django.db import transaction
 from django.db.models import QuerySet, Sum
 
 from sandboxes.db import sql, tracing
+from sandboxes.egress import billing_accounts
 from sandboxes.egress.amounts import REFUSED_AMOUNT_CODE
 from sandboxes.egress.request_filter import is_allowed
 from sandboxes.egress.token_usage import TokenUsage
@@ -55,6 +56,7 @@ class CallerIdentity:
     holder: UUID
     run: UUID | None  # None unless exactly one run is open
     attempt: int  # of that run, above 1 for a repetition of a queued run
+    billing_account: str  # that the agent belongs to at the time of the call
     calls_last_minute: int
     calls_in_flight: int
 
@@ -63,20 +65,28 @@ class CallerIdentity:
         fields = {
             "call": call_id, "run": str(self.run or ""), "attempt": self.attempt, "lease": str(self.holder),
             "agent": self.sandbox.agent_did, "environment": self.sandbox.environment_id,
+            "billing_account": self.billing_account,
         }  # fmt: skip
         return json.dumps(fields)
 
 
 def identify_caller(slot: int, *, now: datetime) -> CallerIdentity:
     """Return the identity bound to a socket slot, in one query. Raise CallRefused if no active lease holds the sandbox."""
-    subqueries = (OPEN_RUN_SQL, CALLS_LAST_MINUTE_SQL, CALLS_IN_FLIGHT_SQL)
-    sandbox, values = sql.find_first_with_related(Sandbox, "policy", subqueries, SLOT_CONDITION_SQL, now - MINUTE, now, slot)
+    subqueries = (OPEN_RUN_SQL, CALLS_LAST_MINUTE_SQL, CALLS_IN_FLIGHT_SQL, billing_accounts.get_query())
+    parameters = (now - MINUTE, now, now.astimezone(UTC).date(), slot)
+    sandbox, values = sql.find_first_with_related(Sandbox, "policy", subqueries, SLOT_CONDITION_SQL, *parameters)
     if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE_STATES or _is_elsewhere(sandbox):
         raise _build_no_lease_refusal()
-    run, calls_last_minute, calls_in_flight = values
+    run, calls_last_minute, calls_in_flight, account = values
     run_id, _, attempt = (run or "").partition(":")
     return CallerIdentity(
-        sandbox, sandbox.holder, UUID(run_id) if run_id else None, int(attempt or 1), calls_last_minute, calls_in_flight
+        sandbox,
+        sandbox.holder,
+        UUID(run_id) if run_id else None,
+        int(attempt or 1),
+        billing_account=account,
+        calls_last_minute=calls_last_minute,
+        calls_in_flight=calls_in_flight,
     )
 
 
@@ -113,6 +123,7 @@ def open_model_call(
         return row
 
     def check(caller: CallerIdentity, policy: Policy) -> None:
+        require_enabled(caller)
         if size > policy.largest_body_kib << 10:
             raise build_too_large_refusal(policy.largest_body_kib)
         _check_model(model, policy)
@@ -121,6 +132,12 @@ def open_model_call(
         _check_spend_limit(caller)
 
     return _admit_call(slot, build, check, now=now)
+
+
+def require_enabled(caller: CallerIdentity) -> None:
+    """Raise CallRefused if the lease of the sandbox was granted without the model proxy."""
+    if not caller.sandbox.llm_enabled:
+        raise CallRefused(403, "llm_proxy_disabled", "This run was started without the model proxy.")
 
 
 def find_max_body_bytes(slot: int, *, now: datetime) -> int:

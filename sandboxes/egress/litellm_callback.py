@@ -17,7 +17,7 @@ from typing import Any
 
 from litellm.integrations.custom_logger import CustomLogger
 
-METADATA_FIELDS = ("call", "lease", "run", "attempt", "agent", "environment")
+METADATA_FIELDS = ("call", "lease", "run", "attempt", "agent", "environment", "billing_account")
 
 
 class RecordLogger(CustomLogger):

@@ -198,7 +198,7 @@ class EgressServer:
         return build_error_response(403, "path_forbidden", "Only model calls, tools and the relay are allowed from a sandbox.")
 
     async def _list_models(self, request: web.Request, slot: int, call_id: str) -> web.Response:
-        await self.database.run(authorization.identify_caller, slot, now=self.now())
+        authorization.require_enabled(await self.database.run(authorization.identify_caller, slot, now=self.now()))
         names = [name for name in (settings.LLM_MODEL, *settings.LLM_MODELS) if "*" not in name]
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "leasehold"} for name in dict.fromkeys(names)]
         return web.json_response({"object": "list", "data": models})

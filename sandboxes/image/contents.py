@@ -11,7 +11,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 TOOLS = ("bash", "curl", "git", "node", "npm", "pip", "ps", "python3", "tsc", "tsx")
-GLOBAL_NODE_MODULES = Path("/usr/local/lib/node_modules")
+GLOBAL_NODE_MODULES = (Path("/usr/local/lib/node_modules"), Path("/harness/lib/node_modules"))
 
 
 def read_version(tool: str) -> str:
@@ -29,7 +29,8 @@ def list_contents() -> Iterator[tuple[str, str, str]]:
         yield "tool", tool, read_version(tool)
     for name, version in sorted({(package.metadata["Name"].lower(), package.version) for package in distributions()}):
         yield "python-package", name, version
-    for manifest in sorted(GLOBAL_NODE_MODULES.glob("*/package.json")):
+    manifests = [path for root in GLOBAL_NODE_MODULES for name in ("*", "@*/*") for path in root.glob(f"{name}/package.json")]
+    for manifest in sorted(manifests):
         package = json.loads(manifest.read_text())
         yield "npm-package", package["name"], package["version"]
 

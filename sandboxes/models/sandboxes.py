@@ -96,6 +96,9 @@ class Sandbox(models.Model):
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, help_text="Spend limit of the lease's model calls, USD."
     )
+    llm_enabled = models.BooleanField(
+        default=True, db_default=True, editable=False, help_text="Its model calls are answered, within policy and limits."
+    )
     llm_blocked_at = models.DateTimeField(
         null=True, blank=True, editable=False,
         help_text="Time from which model calls are refused: end of the grace period of an exhausted budget.",

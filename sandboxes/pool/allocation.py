@@ -271,7 +271,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
             changes: dict[str, Any] = {
                 "holder": request.holder, "agent_did": request.agent_did, "environment_id": request.environment_id,
                 "idle_after": request.idle_after, "last_used_at": now, "idle_at": now + request.idle_after, "prepared": False,
-                "excludes": [*terms.excludes], "llm_limit": terms.llm_limit, "policy": policy,
+                "excludes": [*terms.excludes], "llm_limit": terms.llm_limit, "llm_enabled": terms.llm_enabled, "policy": policy,
                 "final_persist": request.final_persist, "suspend_after": _resolve_suspend_after(terms, request.pool),
                 "held_until": terms.held_until, "auto_stop": terms.auto_stop, "auto_delete": terms.auto_delete,
             }  # fmt: skip
@@ -360,7 +360,7 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
         terms = request.guard.fence()
         _record_placement(request, now=now)
         sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)
-        sandbox.suspend_after = _resolve_suspend_after(terms, request.pool)
+        sandbox.llm_enabled, sandbox.suspend_after = terms.llm_enabled, _resolve_suspend_after(terms, request.pool)
         sandbox.held_until, sandbox.auto_stop, sandbox.auto_delete = terms.held_until, terms.auto_stop, terms.auto_delete
         position = _find_position(request, now=now)  # before _take_quota, which changes the order
         insert_warming(sandbox, now=now, code=TransitionReason.REQUESTED, actor=actor)

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 
 import structlog
 from django.conf import settings
-from django.db import transaction
+from django.db import IntegrityError, transaction
 
 from sandboxes import eviction, lifecycle, process_restarts, suspension
 from sandboxes.claims import KILL_GRACE, hold
@@ -24,6 +24,7 @@ from sandboxes.errors import (
     ClaimLost,
     DataFull,
     OutcomeUnknown,
+    RunExists,
     SandboxError,
     SandboxLost,
     SandboxNotReady,
@@ -284,8 +285,8 @@ def open_run(
     """Open a Run and count it in the sandbox, in one transaction.
 
     The condition of `guard` is built after the wait for the lock. Returns None if the condition does not hold, or if the
-    sandbox is no longer alive or no longer held by this holder. Raises TooManyRuns at a limit of open Runs. The lock serializes
-    an agent's calls: concurrent calls do not exceed the limits."""
+    sandbox is no longer alive or no longer held by this holder. Raises TooManyRuns at a limit of open Runs, RunExists if the id
+    of the command is in use. The lock serializes an agent's calls: concurrent calls do not exceed the limits."""
     assert sandbox.holder is not None  # ensured by allocation.ensure_running
     run = Run(
         id=command.run_id,
@@ -307,15 +308,20 @@ def open_run(
         deadline_at=now + command.timeout + KILL_GRACE,
     )
     insert = sql.build_insert_from(run, "changed")
-    with transaction.atomic(durable=True):
-        sql.lock_key(f"runs of {sandbox.agent_did}")
-        was = lifecycle.start_run(
-            sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor, likely=SandboxState(sandbox.state),
-            frozen=sandbox.frozen, run=insert, permission=guard.build_condition(),
-        )  # fmt: skip
-        if was is None:
-            return None
-        guard.note_run_opened(now=now)
+    try:
+        with transaction.atomic(durable=True):
+            sql.lock_key(f"runs of {sandbox.agent_did}")
+            was = lifecycle.start_run(
+                sandbox.pk, sandbox.incarnation, holder=sandbox.holder, now=now, actor=actor,
+                likely=SandboxState(sandbox.state), frozen=sandbox.frozen, run=insert, permission=guard.build_condition(),
+            )  # fmt: skip
+            if was is None:
+                return None
+            guard.note_run_opened(now=now)
+    except IntegrityError as error:
+        if Run.objects.filter(pk=run.pk).exists():
+            raise RunExists() from error
+        raise
     run._state.adding, run.is_first = False, was == SandboxState.WARM
     checkpoint("run opened", run)
     return run

@@ -9,7 +9,7 @@ from django.utils import timezone
 
 from leases.models import QueuedRun
 from leases.queue import attempts, queue, sealing
-from sandboxes.models import Pool
+from sandboxes.models import Pool, Sandbox
 from tests.api.conftest import ApiClient, assert_refused
 from tests.support.billing import ADA, BOB
 
@@ -61,6 +61,15 @@ def test_queued_run_without_a_lease_has_the_result_of_a_one_shot_run(ada: ApiCli
         "retryable": False,
     }
     assert ada.get(f"runs/{row['run_id']}").json()["outcome"] == "failed"
+
+
+@pytest.mark.parametrize(("fields", "expected"), [({}, True), ({"llm_proxy": {"enabled": False}}, False)])
+def test_queued_run_has_the_model_proxy_unless_it_was_queued_without(
+    ada: ApiClient, default_pool: str, fields: dict[str, Any], expected: bool
+) -> None:
+    add(ada, default_pool, **fields)
+    work()
+    assert [*Sandbox.objects.values_list("llm_enabled", flat=True)] == [expected]
 
 
 def test_agent_run_is_queued(ada: ApiClient, lease) -> None:
@@ -132,10 +141,11 @@ def test_full_queue_is_a_429_with_a_time(ada: ApiClient, default_pool: str, sett
         ({"max_attempts": 2}, "max_attempts"),
         ({"shell": "one"}, "shell"),
         ({"pool": "no-such-pool"}, "pool"),
+        ({"lease_id": str(uuid.UUID(int=1)), "llm_proxy": {"enabled": False}}, "llm_proxy"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(ada: ApiClient, default_pool: str, fields: dict[str, Any], field: str) -> None:
-    assert_refused(ada, "POST", "runs", BODY | {"pool": default_pool} | fields, 400, field)
+    assert_refused(ada, "POST", "runs", BODY | ({} if "lease_id" in fields else {"pool": default_pool}) | fields, 400, field)
     assert not QueuedRun.objects.exists()
 
 

@@ -2,6 +2,7 @@
 
 import io
 import signal
+import uuid
 from pathlib import Path
 
 import pytest
@@ -82,12 +83,27 @@ def test_an_unconfirmed_destroy_is_reported(memory, capsys) -> None:
     assert capsys.readouterr().err.endswith("the destruction of the sandbox is not confirmed yet; the sweeps continue it\n")
 
 
+def test_command_runs_without_the_model_proxy() -> None:
+    assert exit_code("--no-llm-proxy", "--", "true") == 0
+    assert not Sandbox.objects.get().llm_enabled
+
+
+def test_chosen_id_names_the_run_and_runs_once(capfd) -> None:
+    run_id = str(uuid.uuid4())
+    assert exit_code("--run-id", run_id, "--", "true") == 0
+    assert str(Run.objects.get().pk) == run_id
+    with pytest.raises(CommandError, match="A run with this run_id exists"):
+        call_command("run_once", "--agent", "did:plc:bob", "--run-id", run_id, "--", "true")
+    assert Run.objects.count() == 1
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--timeout", "2h"], "at most 3600 seconds"), (["--timeout", "soon"], "--timeout: "),
         (["--memory", "5000"], "Must be from 16"),
         (["--type", "chess"], "no such environment type"), (["--pool", "none"], "no such pool"),
+        (["--run-id", "task-123"], "not a UUID"), (["--run-id", str(uuid.uuid5(uuid.NAMESPACE_DNS, "task"))], "random UUID"),
         (["--agent", "%(x)s"], "--agent: "), (["--stdin", "/no/such"], "No such file"),
         (["--workspace", "/no/such"], "No such file"), (["--workspace", "/etc/passwd"], "is not a directory"),
     ],

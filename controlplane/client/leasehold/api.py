@@ -91,10 +91,11 @@ class LeaseApi:
         stdin: str | bytes,
         timeout: int | None,
         shell: str | None,
+        run_id: str | None,
         check: bool,
     ) -> Operation[ExecResult]:
         content = stdin.encode() if isinstance(stdin, str) else stdin
-        body = build_exec_body(command, env, cwd, base64.b64encode(content).decode(), timeout, shell)
+        body = build_exec_body(command, env, cwd, base64.b64encode(content).decode(), timeout, shell, run_id)
         options = {"query": EXACT, "seconds": timeout or 0, "is_repeatable": False}
         answer: schemas.ExecResult = (yield from self._post("/exec", body, **options)).json()
         result = parse_exec_result(answer)
@@ -109,9 +110,10 @@ class LeaseApi:
         stdin: str,
         timeout: int | None,
         shell: str | None,
+        run_id: str | None,
     ) -> Operation[RunResult]:
         """Execute a command. Emits each OutputPart."""
-        body = build_exec_body(command, env, cwd, stdin, timeout, shell)
+        body = build_exec_body(command, env, cwd, stdin, timeout, shell, run_id)
         request = build_post(f"{self._path}/exec/stream", body, seconds=timeout or 0, is_repeatable=False)
         data = yield from follow(request, self._policy, self._find_run_stream, end="exit", convert=parse_output)
         return parse_exit(data)
@@ -198,13 +200,21 @@ class LeaseApi:
 
 
 def build_exec_body(
-    command: Command, env: Mapping[str, str] | None, cwd: str | None, stdin: str, timeout: int | None, shell: str | None
+    command: Command,
+    env: Mapping[str, str] | None,
+    cwd: str | None,
+    stdin: str,
+    timeout: int | None,
+    shell: str | None,
+    run_id: str | None,
 ) -> schemas.ExecRequest:
     body: schemas.ExecRequest = {"argv": build_argv(command), "stdin": stdin, "timeout_seconds": timeout, "shell": shell}
     if env is not None:
         body["env"] = dict(env)
     if cwd is not None:
         body["cwd"] = cwd
+    if run_id is not None:
+        body["run_id"] = run_id
     return body
 
 

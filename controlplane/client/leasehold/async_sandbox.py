@@ -85,11 +85,12 @@ class AsyncSandbox(SandboxBase):
         stdin: str | bytes = "",
         timeout: int | None = None,
         shell: str | None = None,
+        run_id: str | None = None,
         check: bool = False,
     ) -> ExecResult:
         """Execute a command, as Sandbox.exec does. A cancelled call does not end the command."""
         operation = self._require_open().exec(
-            command, env=env, cwd=cwd, stdin=stdin, timeout=timeout, shell=shell, check=check
+            command, env=env, cwd=cwd, stdin=stdin, timeout=timeout, shell=shell, run_id=run_id, check=check
         )  # fmt: skip
         return await self._transport.run(operation)
 
@@ -102,9 +103,12 @@ class AsyncSandbox(SandboxBase):
         stdin: str = "",
         timeout: int | None = None,
         shell: str | None = None,
+        run_id: str | None = None,
     ) -> AsyncClosingStream[OutputPart, RunResult]:
         """Execute a command, and iterate over its output while it runs, as Sandbox.stream does."""
-        operation = self._require_open().stream(command, env=env, cwd=cwd, stdin=stdin, timeout=timeout, shell=shell)
+        operation = self._require_open().stream(
+            command, env=env, cwd=cwd, stdin=stdin, timeout=timeout, shell=shell, run_id=run_id
+        )  # fmt: skip
         return AsyncClosingStream(self, self._transport, operation)
 
     async def agent(self, prompt: str, **options: Any) -> AsyncAgent:

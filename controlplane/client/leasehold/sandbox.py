@@ -142,14 +142,16 @@ class Sandbox(SandboxBase):
         stdin: str | bytes = "",
         timeout: int | None = None,
         shell: str | None = None,
+        run_id: str | None = None,
         check: bool = False,
     ) -> ExecResult:
         """Execute a command: a list of arguments, or a script for `sh`. A command that fails or times out is a result.
 
-        `timeout` in seconds, default: that of the server. `shell`: name of a shell of the lease. `check`: raise CommandFailed
-        unless the exit code is 0. Raise OutcomeUnknown if the command may have been executed and its result is not known."""
+        `timeout` in seconds, default: that of the server. `shell`: name of a shell of the lease. `run_id`: random UUID of the
+        run; a repeated call with it executes nothing and returns the first result. `check`: raise CommandFailed unless the exit
+        code is 0. Raise OutcomeUnknown if the command may have been executed and its result is not known."""
         operation = self._require_open().exec(
-            command, env=env, cwd=cwd, stdin=stdin, timeout=timeout, shell=shell, check=check
+            command, env=env, cwd=cwd, stdin=stdin, timeout=timeout, shell=shell, run_id=run_id, check=check
         )  # fmt: skip
         return self._transport.run(operation)
 
@@ -162,11 +164,14 @@ class Sandbox(SandboxBase):
         stdin: str = "",
         timeout: int | None = None,
         shell: str | None = None,
+        run_id: str | None = None,
     ) -> ClosingStream[OutputPart, RunResult]:
         """Execute a command, and iterate over its output while it runs. The first iteration starts the command.
 
         An interrupted connection is continued where it ended. After the last part `result` has the exit code."""
-        operation = self._require_open().stream(command, env=env, cwd=cwd, stdin=stdin, timeout=timeout, shell=shell)
+        operation = self._require_open().stream(
+            command, env=env, cwd=cwd, stdin=stdin, timeout=timeout, shell=shell, run_id=run_id
+        )  # fmt: skip
         return ClosingStream(self, self._transport, operation)
 
     def agent(self, prompt: str, **options: Any) -> Agent:

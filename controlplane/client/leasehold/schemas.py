@@ -62,6 +62,7 @@ class ExecRequest(TypedDict):
     env: NotRequired[dict[str, str]]
     cwd: NotRequired[str]
     shell: NotRequired[str | None]
+    run_id: NotRequired[str | None]
     stdin: NotRequired[str]
     timeout_seconds: NotRequired[int | None]
 
@@ -146,6 +147,7 @@ class NewAgentRunRequest(TypedDict):
     repeatable: NotRequired[bool]
     max_attempts: NotRequired[int]
     pending_timeout_seconds: NotRequired[int]
+    run_id: NotRequired[str | None]
     cli: NotRequired[CliEnum]
     prompt: str
     model: NotRequired[str | None]

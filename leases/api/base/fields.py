@@ -14,6 +14,7 @@ from rest_framework.exceptions import ValidationError
 from rest_framework.request import Request
 from rest_framework.serializers import Serializer
 
+from leases import run_ids
 from leases.errors import InvalidRequest, RequestTooLarge
 from leases.models import DID_DESCRIPTION, DID_PATTERN
 from sandboxes.db import durations
@@ -92,6 +93,20 @@ class StrictUUIDField(serializers.UUIDField):
         if not isinstance(data, str):
             self.fail("invalid", value=data)
         return super().to_internal_value(data)
+
+
+class RunIdField(StrictUUIDField):
+    """Id that a caller chooses for its run."""
+
+    def __init__(self, help_text: str = "", **options: Any) -> None:
+        text = "Id of the run: a random UUID (version 4 or 7). Replaces an Idempotency-Key, for as long as the run is kept."
+        super().__init__(required=False, allow_null=True, help_text=" ".join(filter(None, [text, help_text])), **options)
+
+    def to_internal_value(self, data: Any) -> uuid.UUID:
+        value = super().to_internal_value(data)
+        if not run_ids.is_random(value):
+            raise serializers.ValidationError("Must be a random UUID: version 4 or 7.")
+        return value
 
 
 @extend_schema_field({"oneOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["5m", "30s"]}]})

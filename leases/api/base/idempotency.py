@@ -3,29 +3,34 @@
 The process that inserts the row of a key executes the request. Only successful responses are stored. An error frees the key;
 if the process dies, its deadline frees the key, or the release of its instance (leases.sweeps.release_instance). An operation
 that must not happen twice keeps its key in both cases if it may have started, and the error names the run with the known part
-of the outcome."""
+of the outcome.
+
+The id that a caller chooses for its run takes the place of the key. It belongs to one key holder, and stays in use as long as
+the run is stored."""
 
 import hashlib
 import re
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.conf import settings
 from django.db import IntegrityError, transaction
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpResponse
 from rest_framework.request import Request
 
+from leases import run_ids
 from leases.api.base.renderers import JsonRenderer, encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
 from sandboxes.claims import Claim, hold
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
-from sandboxes.errors import OutcomeUnknown
+from sandboxes.errors import OutcomeUnknown, RunExists
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import NEVER_STARTED, Run, RunOutcome
 
@@ -33,7 +38,7 @@ HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
 RUN_CLOSE_GRACE_PERIOD = timedelta(minutes=5)  # between the deadline of an open run and its end by a sweep
 REPLAY_HEADERS = {"Idempotent-Replayed": "true"}
-INTERRUPTED = "The first request with this Idempotency-Key was interrupted and may have had an effect. It is not repeated."
+INTERRUPTED = "The first request with this {} was interrupted and may have had an effect. It is not repeated."
 RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
 RunAnswer = Callable[[Run], StatusAndBody | None]  # answer of a request whose run has ended, None if the row does not suffice
 
@@ -51,6 +56,20 @@ class InProgress(Conflict):
     retry_after = 1
 
 
+@dataclass(frozen=True)
+class ChosenRunId:
+    """Id that a caller chose for its run. `own_runs` are the runs that the caller may read."""
+
+    run_id: uuid.UUID
+    own_runs: QuerySet[Run]
+
+
+def build_chosen_id(data: Mapping[str, Any], own_runs: QuerySet[Run]) -> ChosenRunId | None:
+    """Return the `run_id` of a validated body."""
+    run_id = data.get("run_id")
+    return ChosenRunId(run_id, own_runs) if run_id else None
+
+
 def execute_once(
     request: Request,
     holder: AgentKey,
@@ -61,34 +80,45 @@ def execute_once(
     max_duration: timedelta = timedelta(minutes=1),
     repeatable: bool = True,
     rebuild: RunAnswer | None = None,
+    chosen: ChosenRunId | None = None,
 ) -> HttpResponse:
-    """Call `act` and build the response; with an Idempotency-Key, once per key holder.
+    """Call `act` and build the response; with an Idempotency-Key, once per key holder, and with a chosen id, once at all.
 
     After `max_duration`, without a transfer of state in between, an unfinished `act` counts as abandoned, and a repeated
     request is executed if the operation is `repeatable`. Otherwise its run may end the wait earlier: with the answer that
     `rebuild` makes of the ended run, or at once if the run shows that its process is dead. An ended run alone does not: the
     process may wait for the output of a background process, or destroy a sandbox. With `rebuild` the answer is InProgress
     while the run is open, until RUN_CLOSE_GRACE_PERIOD after its deadline. Raises KeyReused, InProgress, and OutcomeUnknown
-    for an interrupted operation that is not repeatable."""
+    for an interrupted operation that is not repeatable. A chosen id of a run of others raises RunExists; one of an own run
+    whose response is not stored any more does so, too, unless `rebuild` makes the answer."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
+    if key is not None and not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
+        raise InvalidRequest(HEADER_NAME, f"The header {HEADER_NAME} has 1 to 255 visible ASCII characters.")
+    if chosen is not None:
+        key = f"run {chosen.run_id}"  # the space sets it apart from keys of clients
+        if not IdempotentRequest.objects.filter(key_holder=holder, key=key, expires_at__gt=now).exists():
+            run = chosen.own_runs.filter(pk=chosen.run_id).first()
+            if run is not None:
+                return _answer_stored_run(run, rebuild)
+            run_ids.require_unused(chosen.run_id)
     if key is None:
         return _build_response(*act(uuid.uuid4()))
-    if not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
-        raise InvalidRequest(HEADER_NAME, f"The header {HEADER_NAME} has 1 to 255 visible ASCII characters.")
     clock = clock_from(now)
     fingerprint = hashlib.sha256(f"{request.method} {request.get_full_path()}\n".encode() + body).hexdigest()
-    row, claimed = _claim_key(holder, key, fingerprint, now=now, until=now + max_duration, repeatable=repeatable)
+    run_id = chosen.run_id if chosen else None
+    row, claimed = _claim_key(holder, key, fingerprint, run_id, now=now, until=now + max_duration, repeatable=repeatable)
+    own_runs = chosen.own_runs if chosen else Run.objects.all()
+    own_run = own_runs.filter(pk=_derive_run_id(holder, row))
     if not claimed:
-        return _replay_response(row, fingerprint, None if repeatable else _derive_run_id(holder, row), rebuild, now=now)
+        return _replay_response(row, fingerprint, None if repeatable else own_run, rebuild, now=now)
     checkpoint("key claimed", row)
     # After the deadline another process may have taken over with a new started_at. Its row must not be overwritten.
     own_row = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at, status_code=None)
-    run_id = _derive_run_id(holder, row)
     try:
         with hold(Claim(own_row, deadline=row.deadline_at, clock=clock, ttl=max_duration)):
-            status, data = act(run_id)
+            status, data = act(_derive_run_id(holder, row))
     except Exception:
-        _settle(row, lambda: _record_failure(own_row, None if repeatable else run_id, now=clock()), clock)
+        _settle(row, lambda: _record_failure(own_row, None if repeatable else own_run, now=clock()), clock)
         raise
     checkpoint("acted", row)
     response = _build_response(status, data)
@@ -96,9 +126,19 @@ def execute_once(
     return response
 
 
-def _record_failure(own_row: QuerySet[IdempotentRequest], run_id: uuid.UUID | None, *, now: datetime) -> None:
+def _answer_stored_run(run: Run, rebuild: RunAnswer | None) -> HttpResponse:
+    """Answer a request whose run is stored, and whose response is not. Raise RunExists if the answer is not known."""
+    if run.ended_at is not None and rebuild is not None and (answer := rebuild(run)):
+        return _build_response(*answer, headers=REPLAY_HEADERS)
+    detail = ""
+    if run.outcome == RunOutcome.FAILED and run.exit_code is None:
+        detail = f"The run with this run_id ended before its command began. Choose another run_id to try again. {run.note}"
+    raise RunExists(detail, run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
+
+
+def _record_failure(own_row: QuerySet[IdempotentRequest], own_run: QuerySet[Run] | None, *, now: datetime) -> None:
     """Free the key of a failed request, or end its wait if the operation must not be repeated and may have started."""
-    if run_id is None or not Run.objects.filter(pk=run_id).exclude(NEVER_STARTED).exists():
+    if own_run is None or not own_run.exclude(NEVER_STARTED).exists():
         own_row.delete()
     else:
         own_row.update(deadline_at=now)
@@ -114,7 +154,14 @@ def _settle(row: IdempotentRequest, record: Callable[[], object], clock: Clock) 
 
 
 def _claim_key(
-    holder: AgentKey, key: str, fingerprint: str, *, now: datetime, until: datetime, repeatable: bool
+    holder: AgentKey,
+    key: str,
+    fingerprint: str,
+    run_id: uuid.UUID | None,
+    *,
+    now: datetime,
+    until: datetime,
+    repeatable: bool,
 ) -> tuple[IdempotentRequest, bool]:
     """Return the row of this key, and whether the caller may execute the request."""
     columns = {
@@ -126,11 +173,17 @@ def _claim_key(
     for _ in range(5):
         try:
             with transaction.atomic():
-                return IdempotentRequest.objects.create(key_holder=holder, key=key, fingerprint=fingerprint, **columns), True
+                created = IdempotentRequest.objects.create(
+                    key_holder=holder, key=key, fingerprint=fingerprint, run_id=run_id, **columns
+                )
+            return created, True
         except IntegrityError:
-            row = IdempotentRequest.objects.filter(key_holder=holder, key=key).first()
+            same = Q(key_holder=holder, key=key)
+            row = IdempotentRequest.objects.filter(same | Q(run_id=run_id) if run_id else same).first()
         if row is None:
             continue  # deleted by a concurrent request
+        if row.key_holder_id != holder.pk and row.expires_at > now:
+            raise RunExists()
         same_row = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at)
         if row.expires_at <= now:
             same_row.delete()
@@ -145,21 +198,22 @@ def _claim_key(
 
 
 def _replay_response(
-    row: IdempotentRequest, fingerprint: str, run_id: uuid.UUID | None, rebuild: RunAnswer | None, *, now: datetime
+    row: IdempotentRequest, fingerprint: str, own_run: QuerySet[Run] | None, rebuild: RunAnswer | None, *, now: datetime
 ) -> HttpResponse:
+    label = "run_id" if row.run_id else HEADER_NAME
     if row.fingerprint != fingerprint:
-        raise KeyReused()
+        raise KeyReused(f"This {label} was sent with another request.")
     if row.status_code is not None:
         return HttpResponse(row.body, status=row.status_code, content_type="application/json", headers=REPLAY_HEADERS)
-    run = Run.objects.filter(pk=run_id).defer("stdout", "stderr").first() if run_id else None
+    run = own_run.defer("stdout", "stderr").first() if own_run is not None else None
     if run is not None and run.ended_at is not None and rebuild is not None and (answer := rebuild(run)):
         return _build_response(*answer, headers=REPLAY_HEADERS)
     is_awaited = rebuild is not None and run is not None and _is_close_awaited(run, now=now)
-    if run_id is None or is_awaited or (row.deadline_at > now and not _is_process_dead(run)):
-        raise InProgress()
+    if own_run is None or is_awaited or (row.deadline_at > now and not _is_process_dead(run)):
+        raise InProgress(f"The first request with this {label} is still being served.")
     if run is None:
-        raise OutcomeUnknown(INTERRUPTED)
-    raise OutcomeUnknown(INTERRUPTED, run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
+        raise OutcomeUnknown(INTERRUPTED.format(label))
+    raise OutcomeUnknown(INTERRUPTED.format(label), run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
 
 
 def _is_close_awaited(run: Run, *, now: datetime) -> bool:
@@ -175,9 +229,9 @@ def _is_process_dead(run: Run | None) -> bool:
 def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:
     """Return the id of the run that this request may open.
 
-    The id is derived from the row, so that it is known after the process has died. The random digest makes it unique across
-    installations. The first one stays when the key is rotated."""
-    return uuid.uuid5(uuid.NAMESPACE_OID, f"{holder.first_digest} {row.pk}")
+    An id that the caller did not choose is derived from the row, so that it is known after the process has died. The random
+    digest makes it unique across installations. The first one stays when the key is rotated."""
+    return row.run_id or uuid.uuid5(uuid.NAMESPACE_OID, f"{holder.first_digest} {row.pk}")
 
 
 def _build_response(status: int, data: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> HttpResponse:

@@ -10,12 +10,13 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as DatabaseError
 
-from leases import one_shot
+from leases import one_shot, run_ids
 from leases.errors import InvalidRequest
 from leases.management.base import parse_duration, report_errors
 from leases.models import DID_DESCRIPTION, DID_PATTERN
@@ -69,6 +70,10 @@ Each of these is also reported on stderr, since a command can exit with the same
             help=f"environment type; default: {one_shot.DEFAULT_ENVIRONMENT_TYPE}",
         )
         parser.add_argument("--pool", default="", help="default: pool of the environment type")
+        parser.add_argument(
+            "--no-llm-proxy", action="store_false", dest="llm_proxy", help="refuse the model calls of the command"
+        )
+        parser.add_argument("--run-id", metavar="UUID", help="random UUID of the run; an id of an earlier run is refused")
         parser.add_argument("argv", nargs="+", help="after --: program and arguments, run without a shell")
 
     def handle(self, *args: Any, verbosity: int, **options: Any) -> None:
@@ -146,8 +151,10 @@ def _build_one_shot_request(
         require_utf8("argv", word)
     request = OneShotRequest(
         agent, options["argv"], _parse_timeout(options["timeout"]),
-        memory_mib=options["memory"], environment_type=options["type"], pool=options["pool"],
+        memory_mib=options["memory"], environment_type=options["type"], pool=options["pool"], llm_proxy=options["llm_proxy"],
     )  # fmt: skip
+    if options["run_id"]:
+        request = replace(request, run_id=_parse_run_id(options["run_id"]))
     try:
         if stdin:
             request = replace(request, stdin=sys.stdin.buffer.read() if stdin == "-" else Path(stdin).read_bytes())
@@ -158,6 +165,16 @@ def _build_one_shot_request(
     except (StoreError, OSError) as failed:
         raise CommandError(str(failed)) from failed
     return request
+
+
+def _parse_run_id(text: str) -> UUID:
+    try:
+        run_id = UUID(text)
+    except ValueError:
+        raise InvalidRequest("run_id", f"--run-id: {text[:80]!r} is not a UUID.") from None
+    if not run_ids.is_random(run_id):
+        raise InvalidRequest("run_id", "--run-id: must be a random UUID, version 4 or 7.")
+    return run_id
 
 
 def _parse_timeout(text: str | None) -> timedelta:

@@ -1,6 +1,7 @@
 """Sandbox and AsyncSandbox against a live server."""
 
 import asyncio
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ def test_commands_and_their_results(options: Options) -> None:
         assert (result.exit_code, result.stdout_bytes, result.stderr) == (3, b"\xff\0in\n/\n", "héllo\n")
         assert (result.ok, result.timed_out, result.run_id) == (False, False, str(Run.objects.get(exit_code=3).pk))
         assert box.exec(["printf", "%s", "a b"]).stdout == "a b"
+        run_id = str(uuid.uuid4())
+        first, again = (box.exec("date +%N", run_id=run_id) for _ in range(2))
+        assert (first.run_id, again.stdout) == (run_id, first.stdout)
         assert box.exec("sleep 30", timeout=1).timed_out
         with pytest.raises(CommandFailed, match="exited with 1: bad") as failed:
             box.exec("echo bad >&2; false", check=True)

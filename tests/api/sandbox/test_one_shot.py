@@ -58,6 +58,20 @@ def test_input_limits_and_workspace_are_passed_on_and_bytes_survive_in_base64(ad
     assert "s3cret" not in str(Run.objects.values("argv", "env_names", "note"))
 
 
+@pytest.mark.parametrize(
+    ("llm_proxy", "expected"), [(None, True), ({}, True), ({"enabled": True}, True), ({"enabled": False}, False)]
+)
+def test_a_run_is_started_with_or_without_the_model_proxy(ada: ApiClient, body, llm_proxy: Any, expected: bool) -> None:
+    assert ada.post("runs", body(llm_proxy=llm_proxy)).status_code == 200
+    assert Sandbox.objects.get().llm_enabled is expected
+
+
+def test_the_account_and_the_attempt_of_model_calls_are_not_the_callers(ada: ApiClient, body, memory) -> None:
+    for name, value in {"billing_account": "acme", "attempt": 0, "enabled": "no"}.items():
+        assert_refused(ada, "POST", "runs", body(llm_proxy={name: value}), 400, f"llm_proxy.{name}")
+    assert memory.calls == []
+
+
 @pytest.mark.parametrize("workspace", [encode_tar(**{"../out": "x"}), encode_tar(**{"/out": "x"}), DEVICE_TAR])
 def test_an_unsafe_workspace_is_refused_and_nothing_runs(ada: ApiClient, body, memory, workspace: str) -> None:
     assert_refused(ada, "POST", "runs", body(workspace=workspace), 400, "workspace")

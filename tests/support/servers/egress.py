@@ -130,6 +130,16 @@ def connect(path: Path) -> HTTPConnection:
     return connection
 
 
+def get_status(path: Path, url: str) -> int:
+    """Send a GET like a program in a sandbox. Return its status."""
+    connection = connect(path)
+    try:
+        connection.request("GET", url)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
 def post(path: Path, body: Any, url: str = CHAT_PATH, **headers: str) -> tuple[int, Any]:
     """Send a request like a program in a sandbox. Return (status, JSON body, or bytes if it is not JSON)."""
     connection = connect(path)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, time, timedelta
 from decimal import Decimal
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -16,15 +16,19 @@ import pytest
 from aiohttp import web
 from django.db import OperationalError, connection, transaction
 
-from leases import execution, leasing, sweeps
+from billing.models import HOUSE_ACCOUNT_NAME, Account, Membership
+from leases import execution, leasing, one_shot, sweeps
 from leases.models import EnvironmentType, Lease
+from leases.one_shot import OneShotRequest
 from sandboxes.db import sql as rows
 from sandboxes.egress import authorization
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Policy, Pool, Run, Sandbox
 from sandboxes.pool import allocation
+from sandboxes.providers.memory import ProgramResult
 from sandboxes.runs.operations import Command
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.servers import egress
 from tests.support.servers.egress import (
@@ -130,8 +134,40 @@ def test_billing_identity_of_the_sandbox_is_overwritten(upstream: FakeUpstream, 
     assert (headers["x-litellm-end-user-id"], headers["x-litellm-call-id"]) == (sandbox.agent_did, row.call_id) != ("", "mine")
     reply = json.loads(headers["x-litellm-spend-logs-metadata"])
     assert reply == {"call": row.call_id, "run": "", "attempt": 1, "lease": str(sandbox.holder), "agent": sandbox.agent_did,
-                    "environment": sandbox.environment_id}  # fmt: skip
+                    "environment": sandbox.environment_id, "billing_account": "house"}  # fmt: skip
     assert body == {"messages": COMPLETION_REQUEST["messages"], "model": "gpt-4o-mini"}
+
+
+def test_call_states_the_account_of_its_agent_at_its_time(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
+    """An agent that joins, changes or leaves an account during its lease: each call states the account of its own day."""
+    acme, beta, house = (Account.objects.get_or_create(name=name)[0] for name in ("acme", "beta", HOUSE_ACCOUNT_NAME))
+    today = NOW.date()
+    stated = []
+
+    def call() -> None:
+        assert post(socket_path, COMPLETION_REQUEST)[0] == 200
+        stated.append(json.loads(upstream.requests[-1][1]["x-litellm-spend-logs-metadata"])["billing_account"])
+
+    Membership.objects.create(agent_did="did:plc:other", account=beta, since=today)
+    call()
+    joined = Membership.objects.create(agent_did=sandbox.agent_did, account=acme, since=today)
+    call()
+    joined.account = beta
+    joined.save()
+    call()
+    Membership.objects.create(agent_did=sandbox.agent_did, account=acme, since=today + timedelta(days=1))
+    call()  # the change begins tomorrow
+    Membership.objects.create(agent_did=sandbox.agent_did, account=acme, since=today - timedelta(days=1))
+    call()  # the latest membership counts
+    joined.account = house
+    joined.save()
+    call()
+    assert stated == ["house", "acme", "beta", "beta", "beta", "house"]
+    assert sandbox.slot is not None
+    tomorrow = datetime.combine(today + timedelta(days=1), time(), UTC)
+    just_before = tomorrow - timedelta(microseconds=1)
+    accounts = [authorization.identify_caller(sandbox.slot, now=now).billing_account for now in (just_before, tomorrow)]
+    assert accounts == ["house", "acme"]
 
 
 def test_call_within_a_run_references_the_run(
@@ -435,6 +471,32 @@ def test_calls_through_a_reused_slot_are_billed_to_its_current_holder(
             assert Sandbox.objects.values_list("state", "slot").get(holder=lease.pk) == ("destroyed", 0)
     assert [*LlmCall.objects.order_by("pk").values_list("agent_did", flat=True)] == agents
     assert [headers["x-litellm-end-user-id"] for _, headers, _ in upstream.requests] == agents
+
+
+@pytest.mark.parametrize("is_prewarmed", [False, True])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_run_without_the_model_proxy_makes_no_model_call(
+    settings, upstream: FakeUpstream, loop: EventLoopThread, pool: Pool, memory, enabled: bool, is_prewarmed: bool
+) -> None:
+    settings.EGRESS_SLOTS = 1
+    answers = []
+    with run_server(loop, slot=0, server=EgressServer(now=lambda: NOW)) as path:
+
+        def call_models(call: object) -> ProgramResult:
+            answers.extend([egress.post(path, COMPLETION_REQUEST)[0], egress.get_status(path, "/v1/models")])
+            return ProgramResult(exit_code=0, stdout=b"", stderr=b"")
+
+        memory.programs["call-models"] = call_models
+        if is_prewarmed:
+            Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+            passes.warm_pools(now=NOW)
+        request = OneShotRequest("did:plc:ada", ["call-models"], MINUTE, pool=pool.name, llm_proxy=enabled)
+        assert one_shot.run_once(request, now=NOW).outcome == "ok"
+        wait_until_closed()
+    assert answers == ([200, 200] if enabled else [403, 403])
+    assert len(upstream.requests) == enabled
+    call = LlmCall.objects.get()
+    assert (call.outcome, call.code) == (("ok", "") if enabled else ("refused", "llm_proxy_disabled"))
 
 
 def test_model_outside_the_allow_list_is_refused(settings, upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:

@@ -23,12 +23,13 @@ def interrupt(agent_run: AgentRun, *, now: datetime) -> None:
     agent_run.refresh_from_db()
 
 
-def interrupt_by_id(pk: uuid.UUID, *, now: datetime) -> None:
-    """Like `interrupt`. Without effect if there is no such row."""
+def interrupt_by_id(pk: uuid.UUID, *, now: datetime) -> bool:
+    """Like `interrupt`. Without effect if there is no such row. Return whether this call was the first."""
     open_row = AgentRun.objects.filter(pk=pk, ended_at__isnull=True)
-    open_row.filter(interrupted_at__isnull=True).update(interrupted_at=now)
+    is_first = bool(open_row.filter(interrupted_at__isnull=True).update(interrupted_at=now))
     if open_row.exists():
         kill_command(pk)
+    return is_first
 
 
 def kill_command(run_id: uuid.UUID) -> None:

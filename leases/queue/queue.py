@@ -288,14 +288,24 @@ def interrupt(rows: QuerySet[QueuedRun], *, now: datetime) -> int:
     """Interrupt runs: queued ones end at once, and the commands of started ones are killed. Return their number."""
     count = 0
     for row in rows.filter(ended_at__isnull=True):
-        waiting = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED)
-        if _end(waiting, row.pk, STATE.INTERRUPTED, now=now, interrupted_at=now):
-            count += 1
-            continue
-        started = QueuedRun.objects.filter(pk=row.pk, state=STATE.STARTED)
-        count += started.filter(interrupted_at__isnull=True).update(interrupted_at=now)
-        kill(started.first())
+        count += request_interruption(row, now=now)
+        kill(QueuedRun.objects.filter(pk=row.pk, state=STATE.STARTED).first())
     return count
+
+
+def request_interruption(row: QueuedRun, *, now: datetime) -> bool:
+    """End a pending run, or record the request to interrupt a started one. Return whether this call did.
+
+    The command of a started run goes on. One that has not begun is refused by the fence of its attempt."""
+    waiting = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED)
+    if _end(waiting, row.pk, STATE.INTERRUPTED, now=now, interrupted_at=now):
+        return True
+    started = QueuedRun.objects.filter(pk=row.pk, state=STATE.STARTED, interrupted_at__isnull=True)
+    if not started.update(interrupted_at=now):
+        return False
+    if row.request["kind"] == "agent_run":
+        interruption.request_interruption(QueuedRun.objects.get(pk=row.pk).run_id, now=now)
+    return True
 
 
 def kill(row: QueuedRun | None) -> None:

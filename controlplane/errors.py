@@ -60,6 +60,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.CodingTaskBusy: 409,
     leases.CheckoutFailed: 409,
     leases.QueuedRunInterrupted: 409,
+    leases.StopIncomplete: 503,
     leases.EventNotFound: 410,
     leases.TooManyQueuedRuns: 429,
     leases.StreamServerUnavailable: 503,

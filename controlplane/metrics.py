@@ -26,6 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from controlplane import schedules
+from leases.agent_runs.models import AgentRun
 from leases.models import Lease, LeaseStatus
 from leases.queue import statistics
 from leases.queue.models import QueuedRun
@@ -185,7 +186,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
             },
             paused_starts={(host.name, host.provider): start_breaker.is_open(host, now=now) for host in hosts},
             queue=OrmQ.objects.count(),
-            queued_runs=statistics.get_stats(QueuedRun.objects.filter(ended_at__isnull=True), now=now),
+            queued_runs=statistics.get_stats(QueuedRun.objects.filter(ended_at__isnull=True), AgentRun.objects.all(), now=now),
             mismatch=installation_marks.has_recorded_mismatch(),
             disk=disk_space.measure_free_space(),
         )
@@ -287,6 +288,10 @@ class SnapshotCollector(Collector):
         yield _build_family(
             GaugeMetricFamily, "queued_runs", "Queued runs that have not ended.", ["state"],
             {(state,): snapshot.queued_runs.counts[state] for state in ("queued", "started")},
+        )  # fmt: skip
+        yield _build_family(
+            GaugeMetricFamily, "direct_agent_runs", "Agent runs in progress that were started without the queue.", [],
+            {(): snapshot.queued_runs.direct_agent_runs},
         )  # fmt: skip
         yield _build_family(
             GaugeMetricFamily, "oldest_pending_run_seconds", "Age of the oldest pending queued run; 0 if there is none.",

@@ -279,12 +279,12 @@ RUNNER_THREADS = env.integer(
     minimum=0,
     help="queued runs that one web process executes at once; 0: `manage.py runner` does",
 )
-QUEUE_MAX_RUNNING = env.integer("LEASEHOLD_QUEUE_MAX_RUNNING", 100, minimum=1, help="queued runs executed at once, in all")
+QUEUE_MAX_RUNNING = env.integer("LEASEHOLD_QUEUE_MAX_RUNNING", 100, minimum=1, help="queued and agent runs at once, in all")
 QUEUE_MAX_RUNNING_PER_AGENT = env.integer(
-    "LEASEHOLD_QUEUE_MAX_RUNNING_PER_AGENT", 4, minimum=1, help="queued runs of one agent executed at once"
+    "LEASEHOLD_QUEUE_MAX_RUNNING_PER_AGENT", 4, minimum=1, help="queued runs and agent runs of one agent at once"
 )
 QUEUE_MAX_RUNNING_PER_POOL = env.integer(
-    "LEASEHOLD_QUEUE_MAX_RUNNING_PER_POOL", 50, minimum=1, help="queued runs in sandboxes of one pool executed at once"
+    "LEASEHOLD_QUEUE_MAX_RUNNING_PER_POOL", 50, minimum=1, help="queued runs and agent runs in sandboxes of one pool at once"
 )
 QUEUE_MAX_PENDING = env.integer("LEASEHOLD_QUEUE_MAX_PENDING", 20_000, minimum=1, help="maximum number of pending queued runs")
 QUEUE_MAX_PENDING_PER_AGENT = env.integer(

@@ -167,6 +167,14 @@ class QueuedRunInterrupted(LeaseError):
     code = "queued_run_interrupted"
 
 
+class StopIncomplete(LeaseError):
+    """Not everything was stopped. Stop again to try the rest."""
+
+    code = "stop_incomplete"
+    retry_after = 5
+    has_changed = True
+
+
 class EventNotFound(LeaseError):
     """There is no event of this id any more. Read the current state, and connect without Last-Event-ID."""
 

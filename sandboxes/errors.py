@@ -11,6 +11,7 @@ class SandboxError(Exception):
     code = "sandbox_error"
     retry_after: int | None = None  # seconds
     provider = ""  # of the sandbox that failed
+    has_changed = False  # whether a part of the operation was carried out
 
     def __init__(self, detail: str = "", **extra: Any) -> None:
         self.detail = detail or (self.__doc__ or "").split("\n")[0]

@@ -36,7 +36,8 @@ from billing.admin.budget_usage import (
 from billing.admin.overshoot import describe_overshoot
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Budget
 from billing.models.budgets import Period, Scope, Unit
-from sandboxes.admin.base.actions import AdminAction, list_audit_entries
+from sandboxes.admin.base.actions import AdminAction
+from sandboxes.admin.base.audit import list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.fields import DurationOrZeroField
 from sandboxes.admin.base.formatting import (

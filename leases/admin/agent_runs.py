@@ -11,6 +11,7 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
+from leases.admin.stop_actions import STOP_INSTALLATION_ACTION
 from leases.agent_runs import interruption
 from leases.agent_runs.clis.registry import CLIS
 from leases.agent_runs.models import AgentRun, AgentRunState
@@ -70,6 +71,7 @@ class AgentRunAdmin(ReadOnlyModelAdmin):
         "reported_cost", "note",
     )  # fmt: skip
     change_form_outer_before_template = "admin/leases/agentrun/messages.html"
+    list_actions = {"stop_installation": STOP_INSTALLATION_ACTION}
 
     @display(description="Agent CLI")
     def line(self, row: AgentRun) -> SafeString:

@@ -14,6 +14,7 @@ from billing.admin.formatting import build_total_cost_field
 from billing.admin.members import build_account_field
 from leases.admin import budgets, spending
 from leases.admin.api_keys import render_key_state
+from leases.admin.stop_actions import STOP_AGENT_ACTION, STOP_INSTALLATION_ACTION
 from leases.models import Agent, AgentKey, Lease, LeaseStatus
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, render_admin_link, render_time_ago
@@ -35,6 +36,9 @@ class AgentAdmin(ConsoleModelAdmin):
     list_tabs = {"all": ListTab("All", "No agents yet. An agent appears with its first lease, or add one.")}
     fields = ["did", "name", "project"]
     change_form_outer_after_template = "admin/leases/agent/keys.html"
+    row_actions = {"stop": STOP_AGENT_ACTION}
+    bulk_actions = {"stop_all": STOP_AGENT_ACTION}
+    list_actions = {"stop_installation": STOP_INSTALLATION_ACTION}
 
     def get_readonly_fields(self, request: HttpRequest, obj: Agent | None = None) -> list[str]:
         return ["did", "project"] if obj else []

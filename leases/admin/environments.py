@@ -36,6 +36,7 @@ from leases.admin.environment_creation import CREATE_ENVIRONMENT_ACTION
 from leases.admin.environment_secrets import ISSUE_SECRET_ACTION, build_secret_fields
 from leases.admin.lease_grants import GRANT_IN_ENVIRONMENT_ACTION
 from leases.admin.leases import render_lease_end
+from leases.admin.stop_actions import STOP_ENVIRONMENT_ACTION
 from leases.admin.timeline import render_turn_status
 from leases.atproto.models import AtprotoRecord, RecordStatus
 from leases.environments import boards, play
@@ -118,7 +119,7 @@ class EnvironmentAdmin(ReadOnlyModelAdmin):
         "grant_lease": GRANT_IN_ENVIRONMENT_ACTION,
         "start": START_ACTION, "set_phase": PHASE_ACTION, "participants": PARTICIPANTS_ACTION,
         "open_to_project": OPEN_ACTION, "restrict": RESTRICT_ACTION, "issue_secret": ISSUE_SECRET_ACTION,
-        "end": replace(END_ACTION, form=OutcomeForm),
+        "stop": STOP_ENVIRONMENT_ACTION, "end": replace(END_ACTION, form=OutcomeForm),
     }  # fmt: skip
     bulk_actions = {"end_all": END_ACTION}
     create_actions = {"create": CREATE_ENVIRONMENT_ACTION}

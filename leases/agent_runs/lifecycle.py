@@ -22,6 +22,7 @@ from leases.agent_runs.policy import AgentPolicy
 from leases.agent_runs.recorder import RECORDER_TTL, Recorder, RecorderReplaced, store_message
 from leases.errors import AgentRunClosed, AgentRunNotFound
 from leases.models import Lease
+from leases.queue import running
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.egress import gateway_tokens
 from sandboxes.guard import Guard, WrappedGuard
@@ -65,10 +66,13 @@ class AgentRunGuard(WrappedGuard):
             raise AgentRunClosed()
 
 
-def create(pk: uuid.UUID, request: AgentRequest, *, run_id: uuid.UUID, now: datetime, actor: str = "") -> AgentRun:
-    """Create the row of an agent run, and store its prompt. Nothing is executed.
+def create(
+    pk: uuid.UUID, request: AgentRequest, *, run_id: uuid.UUID, queued: bool = False, now: datetime, actor: str = ""
+) -> AgentRun:
+    """Create the row of an agent run, and store its prompt. Nothing is executed. `queued`: for a started queued run.
 
-    Raise LeaseEnded, InvalidRequest for an option that the CLI does not have, NoGateway, StoreError."""
+    Raise LeaseEnded, InvalidRequest for an option that the CLI does not have, NoGateway, StoreError. Without `queued` also
+    TooManyRuns. An error leaves no row; a sweep closes that of a process that died here."""
     lease = leasing.require_active(pk, now=now)
     gateway_tokens.require_models(lease.pool)
     cli = CLIS[request.cli]
@@ -80,22 +84,34 @@ def create(pk: uuid.UUID, request: AgentRequest, *, run_id: uuid.UUID, now: date
         model=request.options.model or cli.default_model,
         requested_session=request.options.session_id,
         policy=request.options.policy.to_document(),
+        queued=queued,
         started_at=now,
         recorder_deadline=now + settings.SANDBOX_START_TIMEOUT + RECORDER_TTL,
     )
-    stores = lease_stores.open_stores(lease.agent_did, lease.pk)
-    store_message(stores, row, "user", request.options.prompt, 0, now=now)
+    if queued:
+        row.save(force_insert=True)
+    else:
+        running.insert_direct(row)  # first: the history has no prompt of a run that was refused
+    try:
+        _store_request(row, request.options.prompt, now=now, actor=actor)
+    except Exception:
+        AgentRun.objects.filter(pk=run_id, ended_at__isnull=True).delete()
+        raise
+    checkpoint("agent run created", row)
+    return row
+
+
+def _store_request(row: AgentRun, prompt: str, *, now: datetime, actor: str) -> None:
+    stores = lease_stores.open_stores(row.lease.agent_did, row.lease_id)
+    store_message(stores, row, "user", prompt, 0, now=now)
     audit = {
         "action": "agent_run.requested",
-        "agent_run": str(run_id),
-        "cli": cli.name,
+        "agent_run": str(row.pk),
+        "cli": row.cli,
         "model": row.model,
         "policy": row.policy,
     }
     stores.audit.append(audit, now=now, actor=actor)
-    row.save(force_insert=True)
-    checkpoint("agent run created", row)
-    return row
 
 
 def execute(

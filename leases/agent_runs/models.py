@@ -37,6 +37,12 @@ class AgentRun(models.Model):
     ended_at = models.DateTimeField(null=True, blank=True)
     interrupted_at = models.DateTimeField(null=True, blank=True, help_text="Time of the request to interrupt the run.")
     violation = models.CharField(max_length=500, blank=True, help_text="Violation of the policy that interrupted the run.")
+    queued = models.BooleanField(
+        default=False,
+        db_default=False,
+        editable=False,
+        help_text="Started by the queue, which counts the run as a queued run.",
+    )
     stdout_offset = models.PositiveBigIntegerField(default=0, editable=False)
     stderr_offset = models.PositiveBigIntegerField(default=0, editable=False)
     recorder_deadline = models.DateTimeField(editable=False, help_text="Past this time another process may record the run.")

@@ -11,6 +11,7 @@ from drf_spectacular.utils import OpenApiParameter, extend_schema
 from rest_framework import serializers
 from rest_framework.response import Response
 
+from leases.agent_runs.models import AgentRun
 from leases.api.base import schema
 from leases.api.base.fields import StrictSerializer, StrictUUIDField, build_did_field, parse_encoding
 from leases.api.base.idempotency import StatusAndBody
@@ -23,7 +24,7 @@ from leases.api.queue_fields import (
     serialize_queued_run_output,
 )
 from leases.errors import InvalidRequest, QueuedRunNotFound
-from leases.queue import queue, statistics
+from leases.queue import queue, running, statistics
 from leases.queue.models import QueuedRun, QueuedRunState
 
 STATE_PARAMETER = OpenApiParameter("state", str, OpenApiParameter.QUERY, enum=QueuedRunState.values)
@@ -43,7 +44,9 @@ class InterruptedSerializer(serializers.Serializer):
 
 
 class QueueStatsSerializer(serializers.Serializer):
-    counts = serializers.DictField(child=serializers.IntegerField(), help_text="Number of runs by state.")
+    counts = serializers.DictField(child=serializers.IntegerField(), help_text="Number of queued runs by state.")
+    direct_agent_runs = serializers.IntegerField(help_text="Agent runs in progress that were started without the queue.")
+    running = serializers.IntegerField(help_text="Runs in progress, to which the limits of running ones apply.")
     oldest_pending_seconds = serializers.FloatField(help_text="Age of the oldest pending run; 0 if there is none.")
     limits = serializers.DictField(child=serializers.IntegerField(), help_text="Settings of the server.")
 
@@ -55,7 +58,14 @@ class QueueView(ApiView):
     """Base of the views of the queue. A key sees the runs of its agents, an operator's key all."""
 
     def get_visible(self) -> QuerySet[QueuedRun]:
-        return queue.filter_agents(QueuedRun.objects.all(), None if self.caller.key.operator else list(self.caller.key.dids))
+        return queue.filter_agents(QueuedRun.objects.all(), self._get_agents())
+
+    def get_visible_agent_runs(self) -> QuerySet[AgentRun]:
+        agents = self._get_agents()
+        return AgentRun.objects.all() if agents is None else AgentRun.objects.filter(lease__agent_did__in=agents)
+
+    def _get_agents(self) -> list[str] | None:
+        return None if self.caller.key.operator else list(self.caller.key.dids)
 
     def get_row(self, pk: UUID) -> QueuedRun:
         row = self.get_visible().filter(pk=pk).first()
@@ -128,15 +138,22 @@ class QueueInterruptView(QueueView):
         responses=schema.build_responses(InterruptedSerializer, 404, 409, 413, 415),
     )
     def post(self, request: ApiRequest) -> HttpResponse:
-        """Interrupt all pending and started runs of an agent, or those of one lease or state."""
+        """Interrupt all pending and started runs of an agent, or those of one lease or state.
+
+        With the state `started` also the agent's direct agent runs, which were started without the queue."""
         data: dict[str, Any] = self.validate_body(FILTER_SERIALIZER)
         self.caller.require(data["agent_did"])
         rows = QueuedRun.objects.filter(agent_did=data["agent_did"], state__in=data["states"])
+        direct = AgentRun.objects.filter(lease__agent_did=data["agent_did"])
         if lease_id := data.get("lease_id"):
-            rows = rows.filter(lease=self.caller.get_lease(lease_id))
+            lease = self.caller.get_lease(lease_id)
+            rows, direct = rows.filter(lease=lease), direct.filter(lease=lease)
+        if QueuedRunState.STARTED not in data["states"]:
+            direct = direct.none()
 
         def act(_: UUID) -> StatusAndBody:
-            return 200, {"interrupted": queue.interrupt(rows, now=self.now)}
+            count = queue.interrupt(rows, now=self.now) + running.interrupt_direct(direct, now=self.now)
+            return 200, {"interrupted": count}
 
         return self.execute_once(act)
 
@@ -144,12 +161,14 @@ class QueueInterruptView(QueueView):
 class QueueStatsView(QueueView):
     @extend_schema(
         operation_id="runs_stats",
-        summary="Get totals of the queue",
+        summary="Get totals of runs",
         responses=schema.build_responses(QueueStatsSerializer),
     )
     def get(self, request: ApiRequest) -> HttpResponse:
-        """Return the number of queued runs of the key's agents by state, the age of the oldest pending one, and the limits."""
-        stats = statistics.get_stats(self.get_visible(), now=self.now)
+        """Return totals of the key's agents: queued runs by state, agent runs in progress, the age of the oldest pending run.
+
+        The limits are those of the server, for all agents together and for one."""
+        stats = statistics.get_stats(self.get_visible(), self.get_visible_agent_runs(), now=self.now)
         limits = {
             "running": settings.QUEUE_MAX_RUNNING,
             "running_per_agent": settings.QUEUE_MAX_RUNNING_PER_AGENT,
@@ -157,6 +176,10 @@ class QueueStatsView(QueueView):
             "pending": settings.QUEUE_MAX_PENDING,
             "pending_per_agent": settings.QUEUE_MAX_PENDING_PER_AGENT,
         }
-        return Response(
-            {"counts": dict(stats.counts), "oldest_pending_seconds": stats.oldest_pending_seconds, "limits": limits}
-        )
+        return Response({
+            "counts": dict(stats.counts),
+            "direct_agent_runs": stats.direct_agent_runs,
+            "running": stats.running,
+            "oldest_pending_seconds": stats.oldest_pending_seconds,
+            "limits": limits,
+        })  # fmt: skip

@@ -26,6 +26,7 @@ from leases.api import (
     runs,
     shells,
     snapshots,
+    stops,
     streams,
     templates,
     terminals,
@@ -107,6 +108,7 @@ urlpatterns = [
     path("environments/<str:environment_id>", environment_rows.EnvironmentView.as_view()),
     path("environments/<str:environment_id>/start", environment_rows.EnvironmentStartView.as_view()),
     path("environments/<str:environment_id>/end", environment_rows.EnvironmentEndView.as_view()),
+    path("environments/<str:environment_id>/stop", stops.EnvironmentStopView.as_view()),
     path("environments/<str:environment_id>/participants", environment_rows.ParticipantListView.as_view()),
     path("environments/<str:environment_id>/participants/<str:agent_did>", environment_rows.ParticipantView.as_view()),
     path("environments/<str:environment_id>/join", environments.EnvironmentJoinView.as_view()),
@@ -135,4 +137,6 @@ urlpatterns = [
     path("templates/<uuid:pk>", templates.TemplateView.as_view()),
     path("agents", agents.AgentListView.as_view()),
     path("agents/<str:did>", agents.AgentView.as_view()),
+    path("agents/<str:did>/stop", stops.AgentStopView.as_view()),
+    path("stop", stops.InstallationStopView.as_view()),
 ]

@@ -137,7 +137,7 @@ def _execute(row: QueuedRun, clock: Clock) -> None:
             policy=AgentPolicy.from_document(request["policy"]),
         )
         agent_request = AgentRequest(request["cli"], options, context.env, context.cwd, timeout, row.run_attempt)
-        agent_run = lifecycle.create(row.lease_id, agent_request, run_id=run_id, now=clock(), actor=row.actor)
+        agent_run = lifecycle.create(row.lease_id, agent_request, run_id=run_id, queued=True, now=clock(), actor=row.actor)
         lifecycle.execute(agent_run, agent_request, now=clock(), actor=row.actor, wrap_guard=wrap)
         return
     command = Command(request["argv"], timeout, context.env, context.cwd, stdin, run_id=run_id, attempt=row.run_attempt)

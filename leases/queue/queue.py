@@ -1,8 +1,8 @@
 """Queue of runs: enqueue, claim, interrupt, expire, totals.
 
-Claims are serialized by a lock. The next run is one of the agent that has the fewest started runs, and among those of the agent
-that was served longest ago: an agent with thousands of queued runs delays the others by one run. The turns of an agent in an
-environment start one after another, in the order of their numbers."""
+Claims are serialized by a lock. The next run is one of the agent that has the fewest runs in progress, and among those of the
+agent that was served longest ago: an agent with thousands of queued runs delays the others by one run. The turns of an agent in
+an environment start one after another, in the order of their numbers."""
 
 import base64
 import uuid
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import structlog
 from django.conf import settings
 from django.db import DataError, IntegrityError, transaction
-from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
+from django.db.models import Exists, Min, OuterRef, Q, QuerySet
 
 from leases.agent_runs import interruption
 from leases.errors import QueuedRunNotFound, TooManyQueuedRuns
 from leases.models import Lease, Turn
-from leases.queue import sealing
+from leases.queue import running, sealing
 from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState, derive_run_id
 from sandboxes.db import sql, tracing
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
@@ -106,16 +106,14 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
     run, too: its attempt fails, and the run then states the reason for which it waits."""
     local_hosts = registry.find_local_host_ids()
     with transaction.atomic(durable=True):
-        sql.lock_key("claims of queued runs")
-        started = QueuedRun.objects.filter(state=STATE.STARTED)
-        if started.count() >= settings.QUEUE_MAX_RUNNING:
+        sql.lock_key(running.LOCK)
+        if running.count_all() >= settings.QUEUE_MAX_RUNNING:
             return None
-        full_pools = (
-            started.values("pool").annotate(running=Count("*")).filter(running__gte=settings.QUEUE_MAX_RUNNING_PER_POOL)
-        )
+        pools = running.count_by_pool()
+        full_pools = [pool for pool, count in pools.items() if count >= settings.QUEUE_MAX_RUNNING_PER_POOL]
         ready = QueuedRun.objects.filter(state=STATE.QUEUED, available_at__lte=now)
         ready = ready.filter(Q(expires_at__gt=now) | _is_begun_turn())
-        ready = ready.exclude(pool__in=list(full_pools.values_list("pool", flat=True)))
+        ready = ready.exclude(pool__in=full_pools)
         ready = ready.filter(Q(turn_number__isnull=True) | ~Exists(_find_preceding_turns()))
         ready = ready.filter(Q(available_at__lte=now - OTHER_HOST_DELAY) | ~Exists(_find_sandboxes_elsewhere(local_hosts)))
         agent = _find_next_agent(ready)
@@ -199,20 +197,19 @@ def build_turn_result(row: QueuedRun) -> dict[str, Any]:
 
 
 def _find_next_agent(ready: QuerySet[QueuedRun]) -> str | None:
-    """Return the agent with the fewest started runs, and of several the one that was served longest ago.
+    """Return the agent with the fewest runs in progress, and of several the one that was served longest ago.
 
     Three queries instead of one with subqueries, which would be evaluated for every pending run."""
     oldest: dict[str, Any] = dict(ready.order_by().values_list("agent_did").annotate(oldest=Min("queued_at")))
     if not oldest:
         return None
-    started = QueuedRun.objects.filter(state=STATE.STARTED).order_by()
-    running = dict(started.values_list("agent_did").annotate(number=Count("*")))
+    counts = running.count_by_agent()
     served = dict(QueueAgent.objects.values_list("agent_did", "served_at"))
 
     def rank(agent: str) -> tuple[int, bool, datetime, str]:
-        return running.get(agent, 0), agent in served, served.get(agent, oldest[agent]), agent
+        return counts.get(agent, 0), agent in served, served.get(agent, oldest[agent]), agent
 
-    allowed = [agent for agent in oldest if running.get(agent, 0) < settings.QUEUE_MAX_RUNNING_PER_AGENT]
+    allowed = [agent for agent in oldest if counts.get(agent, 0) < settings.QUEUE_MAX_RUNNING_PER_AGENT]
     return min(allowed, key=rank, default=None)
 
 
@@ -291,14 +288,24 @@ def interrupt(rows: QuerySet[QueuedRun], *, now: datetime) -> int:
     """Interrupt runs: queued ones end at once, and the commands of started ones are killed. Return their number."""
     count = 0
     for row in rows.filter(ended_at__isnull=True):
-        waiting = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED)
-        if _end(waiting, row.pk, STATE.INTERRUPTED, now=now, interrupted_at=now):
-            count += 1
-            continue
-        started = QueuedRun.objects.filter(pk=row.pk, state=STATE.STARTED)
-        count += started.filter(interrupted_at__isnull=True).update(interrupted_at=now)
-        kill(started.first())
+        count += request_interruption(row, now=now)
+        kill(QueuedRun.objects.filter(pk=row.pk, state=STATE.STARTED).first())
     return count
+
+
+def request_interruption(row: QueuedRun, *, now: datetime) -> bool:
+    """End a pending run, or record the request to interrupt a started one. Return whether this call did.
+
+    The command of a started run goes on. One that has not begun is refused by the fence of its attempt."""
+    waiting = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED)
+    if _end(waiting, row.pk, STATE.INTERRUPTED, now=now, interrupted_at=now):
+        return True
+    started = QueuedRun.objects.filter(pk=row.pk, state=STATE.STARTED, interrupted_at__isnull=True)
+    if not started.update(interrupted_at=now):
+        return False
+    if row.request["kind"] == "agent_run":
+        interruption.request_interruption(QueuedRun.objects.get(pk=row.pk).run_id, now=now)
+    return True
 
 
 def kill(row: QueuedRun | None) -> None:

@@ -19,7 +19,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from sandboxes import formatting, pool_stats
-from sandboxes.admin.base.actions import list_audit_entries
+from sandboxes.admin.base.audit import list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.downloads import Download, DownloadModelAdmin
 from sandboxes.admin.base.formatting import (

@@ -10,7 +10,8 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base.actions import AdminAction, list_audit_entries
+from sandboxes.admin.base.actions import AdminAction
+from sandboxes.admin.base.audit import list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,

@@ -16,7 +16,8 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from sandboxes.admin.base.actions import REASON_HELP_TEXT, AdminAction, ReasonForm, list_audit_entries
+from sandboxes.admin.base.actions import REASON_HELP_TEXT, AdminAction, ReasonForm
+from sandboxes.admin.base.audit import list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,

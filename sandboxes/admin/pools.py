@@ -16,7 +16,8 @@ from unfold.decorators import display
 
 from sandboxes import pool_stats, providers
 from sandboxes.admin import tabs
-from sandboxes.admin.base.actions import AdminAction, list_audit_entries
+from sandboxes.admin.base.actions import AdminAction
+from sandboxes.admin.base.audit import list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,

@@ -16,7 +16,8 @@ from unfold.decorators import display
 
 from sandboxes import destruction, formatting, suspension
 from sandboxes.admin.agent_data import build_agent_data_field, find_attachment
-from sandboxes.admin.base.actions import AdminAction, AuditEntry, list_audit_entries
+from sandboxes.admin.base.actions import AdminAction
+from sandboxes.admin.base.audit import AuditEntry, list_audit_entries
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,

@@ -24,7 +24,7 @@ from leases.atproto.models import AtprotoRecord
 from leases.coding import repositories
 from leases.coding import tasks as coding_tasks
 from leases.environments import lifecycle
-from leases.models import AgentRun, Lease, LeaseEvent, QueuedRun
+from leases.models import Agent, AgentRun, Lease, LeaseEvent, QueuedRun
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from sandboxes.egress.allow_list import credentials
 from sandboxes.identity import signing
@@ -104,8 +104,8 @@ OPERATOR_ACTIONS = {
     "paused_host": {"resume_starts"},
     "drained": {"resume", "warm_again"}, "webhook": {"send_test", "pause"}, "paused": {"resume"}, "delivery": {"again"},
     "agent_run": {"interrupt"}, "queued_run": {"interrupt"}, "repository": {"disable"}, "disabled_repository": {"enable"},
-    "environment": {"grant_lease", "start", "set_phase", "restrict", "issue_secret", "end"},
-    "task": {"participants", "open_to_project"},
+    "environment": {"grant_lease", "start", "set_phase", "restrict", "issue_secret", "stop", "end"},
+    "task": {"participants", "open_to_project"}, "agent": {"stop"},
     "record": {"repeat"}, "template": {"rebuild", "remove"},
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
@@ -175,7 +175,7 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "type": lease.environment_type,
         "environment": lifecycle.create(lifecycle.NewEnvironment("new-game", "catan"), now=NOW)[0],
         "task": lifecycle.create(lifecycle.NewEnvironment("task-1", "coding"), now=NOW)[0],
-        "repository": repository,
+        "repository": repository, "agent": Agent.objects.get(did=ADA),
         "disabled_repository": repositories.save("old", clone_url="/srv/git/old.git", enabled=False, now=NOW)[0],
         "coding_task": coding_tasks.create("task-2", repository="calc", title="Fix add", now=NOW)[0],
         "agent_run": AgentRun.objects.create(lease=lease, cli="codex", started_at=NOW, recorder_deadline=NOW),

@@ -131,6 +131,22 @@ def test_full_queue_is_a_429_with_a_time(ada: ApiClient, default_pool: str, sett
     assert ada.get("runs/stats").json()["limits"]["pending_per_agent"] == 1
 
 
+def test_all_work_is_stopped_with_an_operators_key(ada: ApiClient, operator: ApiClient, lease, default_pool: str) -> None:
+    add(ada, default_pool, lease_id=lease["id"])
+    zeros = {"queued_runs": 0, "agent_runs": 0, "commands": 0, "processes": 0, "leases": [], "failures": []}
+    environment_id = lease["environment_id"]
+    assert operator.post(f"agents/{BOB}/stop").status_code == 404
+    assert operator.post(f"agents/{ADA}/stop", {}).json() == zeros | {"queued_runs": 1}
+    add(ada, default_pool, lease_id=lease["id"])
+    assert operator.post(f"environments/{environment_id}/stop", {"end_leases": False}).json() == zeros | {"queued_runs": 1}
+    add(ada, default_pool)
+    assert operator.post("stop", {"end_leases": True}).json() == zeros | {"queued_runs": 1, "leases": [lease["id"]]}
+    assert operator.post("stop", {}).json() == zeros
+    assert ada.get(f"leases/{lease['id']}").json()["end_reason"] == "operator"
+    assert_refused(operator, "POST", "stop", {"leases": True}, 400, "leases")
+    assert [ada.post(path, {}).status_code for path in ("stop", f"agents/{ADA}/stop")] == [403, 403]
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [

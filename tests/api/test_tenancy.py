@@ -61,7 +61,8 @@ EXPECTED_NAMES = {
         "agent_catalog_get agent_catalog_run runs_get templates_get "
     ),
     (403, 403): (
-        "environments_create environments_update environments_start environments_end environments_add_participants "
+        "agents_stop environments_stop stop environments_create environments_update environments_start environments_end "
+        "environments_add_participants "
         "environments_remove_participant environments_create_coding_task environments_create_secret inventory_list "
         "inventory_get inventory_destroy inventory_adopt templates_create templates_delete agents_create statements_list "
         "statements_get "

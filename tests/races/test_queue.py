@@ -773,10 +773,11 @@ def test_totals_and_the_age_of_the_oldest_pending_run(pool: Pool, lease: Lease) 
     work()
     enqueue(pool, agent="did:plc:bob")
     rows = QueuedRun.objects.all()
-    stats = statistics.get_stats(rows, now=NOW + MINUTE)
+    none = AgentRun.objects.none()
+    stats = statistics.get_stats(rows, none, now=NOW + MINUTE)
     assert (stats.counts["completed"], stats.counts["queued"], stats.counts["failed"]) == (1, 1, 0)
     assert stats.oldest_pending_seconds == 60.0
-    assert statistics.get_stats(queue.filter_agents(rows, ["did:plc:ada"]), now=NOW).oldest_pending_seconds == 0.0
+    assert statistics.get_stats(queue.filter_agents(rows, ["did:plc:ada"]), none, now=NOW).oldest_pending_seconds == 0.0
 
 
 def test_rows_are_deleted_after_their_retention(pool: Pool, lease: Lease, settings: Any) -> None:

@@ -30,6 +30,7 @@ from .errors import (
     Unavailable,
 )
 from .exchange import RetryPolicy
+from .operator import Operator
 from .results import AgentEvent, ExecResult, OutputPart, RunResult
 from .sandbox import Sandbox
 
@@ -49,6 +50,7 @@ __all__ = [
     "LeaseholdError",
     "NotAllowed",
     "NotFound",
+    "Operator",
     "OutcomeUnknown",
     "OutputPart",
     "RateLimited",

@@ -13,6 +13,7 @@ PermissionModeEnum = Literal["default", "acceptEdits", "plan", "bypassPermission
 ProcessStateEnum = Literal["running", "exited", "killed", "gone", "failed"]
 RestartPolicyEnum = Literal["never", "on_failure", "always"]
 StateEnum = Literal["warming", "warm", "running", "waiting", "suspended", "evicting", "cold", "destroying", "destroyed"]
+StopFailureKindEnum = Literal["lease", "queued_run", "agent_run", "command", "process"]
 UnitEnum = Literal["usd", "hours"]
 
 
@@ -307,3 +308,18 @@ class StartedProcess(TypedDict):
     next_restart_at: str | None
     note: str
     found: bool | None
+
+
+class StopFailure(TypedDict):
+    kind: StopFailureKindEnum
+    id: str
+    detail: str
+
+
+class Stopped(TypedDict):
+    queued_runs: int
+    agent_runs: int
+    commands: int
+    processes: int
+    leases: list[str]
+    failures: list[StopFailure]

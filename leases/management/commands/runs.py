@@ -1,4 +1,4 @@
-"""manage.py runs: totals, list and interruption of queued runs."""
+"""manage.py runs: totals, list and interruption of queued runs and of direct agent runs."""
 
 import json
 from argparse import ArgumentParser
@@ -8,14 +8,15 @@ from uuid import UUID
 from django.core.management.base import BaseCommand, CommandError
 from django.db.models import QuerySet
 
+from leases.agent_runs.models import AgentRun
 from leases.management.base import report_errors
-from leases.queue import queue, statistics
+from leases.queue import queue, running, statistics
 from leases.queue.models import QueuedRun, QueuedRunState
 from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
-    help = "Show and interrupt queued runs."
+    help = "Show and interrupt queued runs, and interrupt agent runs that were started without the queue."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -24,7 +25,9 @@ class Command(BaseCommand):
         listing = actions.add_parser("list", help="list runs, newest first")
         listing.add_argument("--limit", type=int, default=50, help="maximum number of rows; default: %(default)s")
         interrupt = actions.add_parser("interrupt", help="interrupt pending and started runs")
-        interrupt.add_argument("run", nargs="*", metavar="ID", help="queued run; without one, all that the options select")
+        interrupt.add_argument(
+            "run", nargs="*", metavar="ID", help="queued run or agent run; without one, all that the options select"
+        )
         interrupt.add_argument("--all", action="store_true", help="required to interrupt without an id or an option")
         for parser_ in (listing, interrupt):
             parser_.add_argument("--agent", default="", help="runs of this agent")
@@ -36,8 +39,13 @@ class Command(BaseCommand):
             getattr(self, f"_{action}")(options)
 
     def _stats(self, options: dict[str, Any]) -> None:
-        stats = statistics.get_stats(QueuedRun.objects.all(), now=database_time.now())
-        document = {**stats.counts, "oldest_pending_seconds": stats.oldest_pending_seconds}
+        stats = statistics.get_stats(QueuedRun.objects.all(), AgentRun.objects.all(), now=database_time.now())
+        document = {
+            **stats.counts,
+            "direct_agent_runs": stats.direct_agent_runs,
+            "running": stats.running,
+            "oldest_pending_seconds": stats.oldest_pending_seconds,
+        }
         if options["json"]:
             self.stdout.write(json.dumps(document))
             return
@@ -54,10 +62,11 @@ class Command(BaseCommand):
     def _interrupt(self, options: dict[str, Any]) -> None:
         if not (options["run"] or options["agent"] or options["lease"] or options["state"] or options["all"]):
             raise CommandError("Name a run, select runs by an option, or pass --all.")
-        rows = _select(options)
+        rows, direct, now = _select(options), _select_direct(options), database_time.now()
         if options["run"]:
-            rows = rows.filter(pk__in=[_parse_id(text) for text in options["run"]])
-        self.stdout.write(f"{queue.interrupt(rows, now=database_time.now())} interrupted")
+            pks = [_parse_id(text) for text in options["run"]]
+            rows, direct = rows.filter(pk__in=pks), direct.filter(pk__in=pks)
+        self.stdout.write(f"{queue.interrupt(rows, now=now) + running.interrupt_direct(direct, now=now)} interrupted")
 
 
 def _select(options: dict[str, Any]) -> QuerySet[QueuedRun]:
@@ -67,6 +76,15 @@ def _select(options: dict[str, Any]) -> QuerySet[QueuedRun]:
     if options["lease"]:
         rows = rows.filter(lease=_parse_id(options["lease"]))
     return rows.filter(state=options["state"]) if options["state"] else rows
+
+
+def _select_direct(options: dict[str, Any]) -> QuerySet[AgentRun]:
+    rows = AgentRun.objects.all()
+    if options["agent"]:
+        rows = rows.filter(lease__agent_did=options["agent"])
+    if options["lease"]:
+        rows = rows.filter(lease=_parse_id(options["lease"]))
+    return rows if options["state"] in ("", QueuedRunState.STARTED) else rows.none()
 
 
 def _parse_id(text: str) -> UUID:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, ClassVar
 
 import structlog
@@ -118,16 +117,43 @@ class CreateAction:
         }
 
 
+@dataclass(frozen=True)
+class ListAction:
+    """Operation of a changelist on no single row."""
+
+    title: str
+    description: str
+    done: str  # a sentence
+    unchanged: str  # completes "Nothing changed: <unchanged>."
+    verb: Callable[..., bool]  # actor, now, form fields by name -> whether this call changed something
+    form: type[ReasonForm]
+    permissions: tuple[str, ...]  # all required, such as "leases.interrupt_run"
+    icon: str
+    button: str
+    enqueue: Callable[[], object] = bool  # called once if something was changed
+
+    @property
+    def dialog(self) -> dict[str, Any]:
+        return {
+            "title": f"{self.title}?",
+            "description": self.description,
+            "form_class": self.form,
+            "form_submit_text": self.title,
+            "is_creation": False,
+        }
+
+
 class ActionModelAdmin(ModelAdmin):
     """Model admin whose actions are declared as data.
 
     `row_actions` become buttons on a row's page that open a dialog; `bulk_actions` become choices of the changelist that open
-    a confirmation page; `create_actions` become buttons of the changelist that open a dialog. Keys are the names in URLs and
-    form posts. Other apps add theirs with `add_actions`."""
+    a confirmation page; `create_actions` and `list_actions` become buttons of the changelist that open a dialog. Keys are the
+    names in URLs and form posts. Other apps add theirs with `add_actions`."""
 
     row_actions: ClassVar[dict[str, AdminAction]] = {}
     bulk_actions: ClassVar[dict[str, AdminAction]] = {}
     create_actions: ClassVar[dict[str, CreateAction]] = {}
+    list_actions: ClassVar[dict[str, ListAction]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -137,7 +163,10 @@ class ActionModelAdmin(ModelAdmin):
         for name, declared in cls.create_actions.items():
             setattr(cls, name, _build_create_method(name, declared))
             setattr(cls, f"has_{name}_permission", _build_permission_method(declared))
-        cls.actions_list = [*cls.create_actions]
+        for name, listed in cls.list_actions.items():
+            setattr(cls, name, _build_list_method(name, listed))
+            setattr(cls, f"has_{name}_permission", _build_permission_method(listed))
+        cls.actions_list = [*cls.create_actions, *cls.list_actions]
 
     @classmethod
     def add_actions(cls, row_actions: Mapping[str, AdminAction], bulk_actions: Mapping[str, AdminAction] | None = None) -> None:
@@ -160,6 +189,8 @@ class ActionModelAdmin(ModelAdmin):
         try:
             changed = self._run_verb(request, declared, row, **form.arguments)
         except SandboxError as refusal:
+            if refusal.has_changed:
+                declared.enqueue()
             return _show_refusal(request, declared, form, refusal)
         if changed:
             declared.enqueue()
@@ -187,6 +218,29 @@ class ActionModelAdmin(ModelAdmin):
             messages.warning(request, f"Nothing changed: {declared.existing}.")
         return HttpResponse(headers={"HX-Redirect": self.get_row_url(row)})
 
+    def run_list_action(self, request: HttpRequest, declared: ListAction, form: ReasonForm) -> HttpResponse:
+        """Run an action after the dialog was submitted, log it, and return to the changelist."""
+        try:
+            changed = declared.verb(request.user.get_username(), database_time.now(), **form.arguments)
+        except SandboxError as refusal:
+            if refusal.has_changed:
+                self._log_list_action(request, declared, form)
+                declared.enqueue()
+            return _show_refusal(request, declared, form, refusal)
+        if changed:
+            self._log_list_action(request, declared, form)
+            declared.enqueue()
+            messages.success(request, declared.done)
+        else:
+            messages.warning(request, f"Nothing changed: {declared.unchanged}.")
+        return HttpResponse(headers={"HX-Redirect": reverse(f"admin:{self.opts.label_lower.replace('.', '_')}_changelist")})
+
+    def _log_list_action(self, request: HttpRequest, declared: ListAction, form: ReasonForm) -> None:
+        LogEntry.objects.create(
+            user=request.user, content_type=ContentType.objects.get_for_model(self.model), action_flag=CHANGE,
+            object_repr=str(self.opts.verbose_name_plural), change_message=f"{declared.title}: {form.cleaned_data['reason']}",
+        )  # fmt: skip
+
     def _report_success(self, request: HttpRequest, declared: AdminAction | CreateAction, form: ReasonForm) -> None:
         messages.success(request, f"{pluralize(1, *self._verbose_names)} {declared.done}.")
         for warning in form.warnings:
@@ -213,17 +267,18 @@ class ActionModelAdmin(ModelAdmin):
 
     def _run_for_rows(self, request: HttpRequest, declared: AdminAction, rows: list[Any], selected: int, reason: str) -> None:
         """Call the verb for each row and report the outcome. A failure is recorded, and the next row is tried."""
-        changed, failed = [], []
+        changed, failed, has_changed = [], [], False
         for row in rows:
             try:
                 if self._run_verb(request, declared, row, reason):
                     changed.append(str(row))
             except SandboxError as refusal:
                 failed.append(f"{row} ({refusal})")
+                has_changed |= refusal.has_changed
             except Exception as error:  # the operator must learn which of the other rows were changed
                 log.exception("action failed", action=declared.title, row=str(row.pk), exc_info=error)
                 failed.append(f"{row} (internal error, see the log)")
-        if changed:
+        if changed or has_changed:
             declared.enqueue()
         names = f": {_join_capped(changed)}" if changed and failed else ""
         sentences = [f"{pluralize(len(changed), *self._verbose_names)} {declared.done}{names}."] if changed else []
@@ -245,9 +300,14 @@ class ActionModelAdmin(ModelAdmin):
 
     def _run_verb(self, request: HttpRequest, declared: AdminAction, row: Any, reason: str, **fields: Any) -> bool:
         """Call the verb for one row, and log the change at once: a failure of a later row must not lose the entry."""
-        if not declared.verb(row, request.user.get_username(), reason, database_time.now(), **fields):
-            return False
         entry = f"{declared.title}: {reason}"
+        try:
+            if not declared.verb(row, request.user.get_username(), reason, database_time.now(), **fields):
+                return False
+        except SandboxError as refusal:
+            if refusal.has_changed:
+                LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, entry)  # type: ignore[arg-type]
+            raise
         LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, entry)  # type: ignore[arg-type]
         return True
 
@@ -304,8 +364,22 @@ def _build_create_method(name: str, declared: CreateAction) -> Any:
     )(run)
 
 
+def _build_list_method(name: str, declared: ListAction) -> Any:
+    def run(self: ActionModelAdmin, request: HttpRequest, form: ReasonForm) -> HttpResponse:
+        return self.run_list_action(request, declared, form)
+
+    run.__name__ = name
+    return action(
+        description=f"{declared.button}…",
+        permissions=[name],
+        icon=declared.icon,
+        variant=ActionVariant.DANGER,
+        dialog=declared.dialog,
+    )(run)
+
+
 def _show_refusal(
-    request: HttpRequest, declared: AdminAction | CreateAction, form: ReasonForm, refusal: SandboxError
+    request: HttpRequest, declared: AdminAction | CreateAction | ListAction, form: ReasonForm, refusal: SandboxError
 ) -> HttpResponse:
     """Render the open dialog again, with the refusal at its field."""
     form.add_refusal(refusal)
@@ -313,26 +387,8 @@ def _show_refusal(
     return TemplateResponse(request, "unfold/helpers/dialog.html", context)
 
 
-def _build_permission_method(declared: AdminAction | CreateAction) -> Any:
+def _build_permission_method(declared: AdminAction | CreateAction | ListAction) -> Any:
     def has_permission(self: ActionModelAdmin, request: HttpRequest, object_id: str | None = None) -> bool:
         return request.user.has_perms(declared.permissions)
 
     return has_permission
-
-
-@dataclass(frozen=True)
-class AuditEntry:
-    """Recorded action of an operator on one row."""
-
-    at: datetime
-    action: Any
-    reason: str
-    actor: str
-
-
-def list_audit_entries(row: Model, limit: int) -> list[AuditEntry]:
-    """List the newest log entries of a row, newest first."""
-    kind = ContentType.objects.get_for_model(row, for_concrete_model=False)
-    entries = LogEntry.objects.filter(content_type=kind, object_id=str(row.pk)).select_related("user")[:limit]
-    parts = [(entry, *entry.get_change_message().partition(": ")) for entry in entries]
-    return [AuditEntry(entry.action_time, title, reason, entry.user.get_username()) for entry, title, _, reason in parts]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from django.conf import settings
+from django.conf import LazySettings, settings
 from django.db import OperationalError, connections
 from django.utils import timezone
 
@@ -32,6 +32,7 @@ from sandboxes.streams import reader
 from sandboxes.streams.registry import OPEN_STREAMS
 from sandboxes.webhooks import outbox
 from tests.api.conftest import ApiClient, assert_refused
+from tests.support.billing import ADA
 from tests.support.event_stream import Event, parse_events
 from tests.support.waiting import wait_until
 
@@ -309,6 +310,27 @@ def test_interrupted_run_is_closed_as_interrupted(ada: ApiClient, url: str, memo
     row = wait_for_end(ada, run_url)
     assert (row["state"], row["interrupted_at"]) == ("interrupted", shown["interrupted_at"])
     assert ada.post(f"{run_url}/interrupt").json() == row
+
+
+def test_run_takes_a_place_is_counted_and_is_interrupted_with_queued_runs(
+    ada: ApiClient, bob: ApiClient, url: str, memory: MemoryProvider, settings: LazySettings
+) -> None:
+    settings.QUEUE_MAX_RUNNING_PER_AGENT = 1
+    reached, proceed = hold_command(memory)
+    body = {"cli": "program", "argv": ["cat"], "prompt": "x"}
+    run_url = f"{url}/{ada.post(url, body).json()['run_id']}"
+    assert reached.wait(20)
+    refused = ada.post(url, body)
+    assert (refused.status_code, refused.json()["code"], refused.json()["limit"]) == (429, "too_many_runs", 1)
+    assert refused.headers["Retry-After"] == "5"
+    assert [client.get("runs/stats").json()["direct_agent_runs"] for client in (ada, bob)] == [1, 0]
+    assert ada.get("runs/stats").json()["running"] == 1
+    lease_id = url.split("/")[1]
+    assert ada.post("runs/queued/interrupt", {"agent_did": ADA, "states": ["queued"]}).json() == {"interrupted": 0}
+    assert ada.post("runs/queued/interrupt", {"agent_did": ADA, "lease_id": lease_id}).json() == {"interrupted": 1}
+    assert ada.post("runs/queued/interrupt", {"agent_did": ADA}).json() == {"interrupted": 0}
+    proceed.set()
+    assert wait_for_end(ada, run_url)["state"] == "interrupted"
 
 
 def test_repeated_request_returns_the_first_run(ada: ApiClient, url: str) -> None:

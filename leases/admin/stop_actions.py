@@ -20,7 +20,7 @@ EFFECT = (
 
 
 class StopForm(ReasonForm):
-    """Whether the leases end with the work."""
+    """Choice of ending the leases with the work."""
 
     field_order = ["end_leases", "reason"]
     end_leases = forms.BooleanField(

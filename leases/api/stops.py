@@ -40,7 +40,7 @@ class StoppedSerializer(serializers.Serializer):
     commands = serializers.IntegerField(help_text="Commands and turns that were killed, those of these runs included.")
     processes = serializers.IntegerField(help_text="Background processes that were killed.")
     leases = serializers.ListField(child=serializers.UUIDField(), help_text="Leases that this call has ended.")
-    failures = StopFailureSerializer(many=True, help_text="What could not be stopped. Repeat the request to try it again.")
+    failures = StopFailureSerializer(many=True, help_text="Rows that could not be stopped. Repeat the request.")
 
 
 STOP_SERIALIZER = StopSerializer()

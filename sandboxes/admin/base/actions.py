@@ -236,7 +236,7 @@ class ActionModelAdmin(ModelAdmin):
         return HttpResponse(headers={"HX-Redirect": reverse(f"admin:{self.opts.label_lower.replace('.', '_')}_changelist")})
 
     def _log_list_action(self, request: HttpRequest, declared: ListAction, form: ReasonForm) -> None:
-        LogEntry.objects.create(
+        LogEntry.objects.create(  # type: ignore[misc]
             user=request.user, content_type=ContentType.objects.get_for_model(self.model), action_flag=CHANGE,
             object_repr=str(self.opts.verbose_name_plural), change_message=f"{declared.title}: {form.cleaned_data['reason']}",
         )  # fmt: skip

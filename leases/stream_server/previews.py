@@ -109,6 +109,9 @@ class Previews:
                     return await _forward_http(request, session, url, headers, connection, has_own_host=not prefix)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     log.info("preview failed", lease=str(grant.lease), port=grant.port, error=type(error).__name__)
+                    if connection.has_response:
+                        _abort(request)
+                        raise
                     raise web.HTTPBadGateway(text=f"No response from port {grant.port} in the sandbox.") from error
                 except asyncio.CancelledError:
                     _end_revoked(request, connection)
@@ -131,6 +134,11 @@ def _end_revoked(request: web.Request, connection: Connection) -> None:
         return
     if not connection.has_response:
         raise connection.ended
+    _abort(request)
+
+
+def _abort(request: web.Request) -> None:
+    """Cut the connection of a response that has begun. An error would be written into its body, or follow it as another one."""
     if request.transport:
         request.transport.abort()
 

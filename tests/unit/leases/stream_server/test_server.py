@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import UUID
 
 import aiohttp
@@ -313,7 +314,9 @@ def test_input_that_the_issuer_may_not_send_any_more_closes_the_terminal(
 
 @asynccontextmanager
 async def serve_program() -> AsyncIterator[int]:
-    """Run a program that sends the beginning of a response at /, and a message over WebSocket at /ws. Yield its port."""
+    """Run a program that sends the beginning of a response at /, and a message over WebSocket at /ws. Yield its port.
+
+    At /length and /chunked it closes the connection in the middle of a response."""
 
     async def begin(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -329,8 +332,20 @@ async def serve_program() -> AsyncIterator[int]:
         await socket.receive()
         return socket
 
+    async def break_off(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if request.path == "/length":
+            response.content_length = 200
+        await response.prepare(request)
+        await response.write(b"z" * 100)
+        assert request.transport
+        request.transport.close()
+        return response
+
     application = web.Application()
     application.router.add_get("/", begin)
+    application.router.add_get("/length", break_off)
+    application.router.add_get("/chunked", break_off)
     application.router.add_get("/ws", greet)
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
@@ -371,6 +386,27 @@ def test_open_preview_ends_with_its_grant(
                     aiohttp.WSMsgType.CLOSED,
                     aiohttp.WSMsgType.ERROR,
                 )
+
+    run(check)
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("path", ["length", "chunked"])
+def test_response_that_the_program_breaks_off_is_incomplete(run: Callable[[Check], None], path: str) -> None:
+    """The client gets the beginning and the end of the connection: no second response, and no proper end of the first."""
+
+    async def check() -> None:
+        async with serve_program() as port:
+            url = urlsplit(address.build_preview_url(PreviewGrant(LEASE, port, END, key_id=1)))
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write(f"GET {url.path}{path} HTTP/1.1\r\nHost: {url.netloc}\r\n\r\n".encode())
+            received = b""
+            with suppress(ConnectionResetError):
+                while chunk := await asyncio.wait_for(reader.read(1 << 16), 60):
+                    received += chunk
+            writer.close()
+            assert received.startswith(b"HTTP/1.1 200") and received.count(b"HTTP/1.1") == 1
+            assert received.count(b"z") == 100 and not received.endswith(b"0\r\n\r\n")
 
     run(check)
 

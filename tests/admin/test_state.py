@@ -7,7 +7,7 @@ import re
 import tarfile
 import tracemalloc
 from collections.abc import Callable
-from html import unescape
+from html import escape, unescape
 from urllib.parse import urlencode
 
 import pytest
